@@ -1,0 +1,73 @@
+# On a fresh machine with Python 3.11+, pip and make, each of these installs what it needs first:
+#
+#   make demo     train the example; ARGS="--plain" and the like are passed on (--help lists them)
+#   make test     the whole test suite; ARGS="-k verify" and the like are passed on to pytest
+#   make lint     ruff and mypy --strict
+#   make bench    the benchmarks (an NVIDIA GPU)
+#   make format   ruff's formatter and its safe fixes
+#   make clean    remove .venv and every cache
+#
+# Settings, each `make demo NAME=value`:
+#
+#   PYTHON   the interpreter that .venv is made from.
+#   VENV     where it is made.
+#   TORCH    what pip installs when torch is missing or too old. It goes in first and alone: left to
+#            the package's own requirement, pip takes the newest build, gigabytes of CUDA libraries
+#            on a machine that has no use for them. A path or URL of a wheel does as well.
+#   PY       run with this interpreter as it is: no .venv, nothing installed. For a machine that has
+#            torch and no network: `make test PY=python3`.
+#
+# An interpreter that already holds torch lends it to .venv (--system-site-packages).
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+ifdef PY
+INSTALLED :=
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+endif
+
+PYTHON_IS_NEW_ENOUGH = import sys; sys.version_info >= (3, 11) or sys.exit( \
+	"megacompile needs Python 3.11 or newer, got " + sys.version.split()[0] + " as $(PYTHON); " \
+	"name another: make PYTHON=python3.12")
+HAS_TORCH = import importlib.metadata as m, sys; \
+	sys.exit(tuple(map(int, m.version("torch").split(".")[:2])) < (2, 11))
+
+.PHONY: demo test lint bench format clean
+.DELETE_ON_ERROR:
+
+demo: $(INSTALLED)
+	$(PY) examples/train_lm.py $(ARGS)
+
+test: $(INSTALLED)
+	$(PY) -m pytest $(ARGS)
+
+lint: $(INSTALLED)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+bench: $(INSTALLED)
+	$(PY) benchmarks/forward_backward.py $(ARGS)
+
+format: $(INSTALLED)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean:
+	rm -rf $(VENV) build megacompile.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find megacompile passes runtime tests examples benchmarks -name __pycache__ -exec rm -rf {} +
+
+$(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c '$(PYTHON_IS_NEW_ENOUGH)'
+	if $(PYTHON) -c '$(HAS_TORCH)' 2>/dev/null; \
+		then $(PYTHON) -m venv --system-site-packages $(VENV); \
+		else $(PYTHON) -m venv $(VENV); fi
+	$(VENV)/bin/python -c '$(HAS_TORCH)' 2>/dev/null || $(VENV)/bin/python -m pip install "$(TORCH)"
+	$(VENV)/bin/python -m pip install --editable ".[dev]"
+	touch $@

@@ -1,0 +1,34 @@
+"""megacompile: train a model that does not fit on the GPU, with one line.
+
+    model = megacompile(model)
+"""
+
+from megacompile.api import megacompile, schedules
+from megacompile.errors import (
+    BackwardError,
+    HostMemoryError,
+    MegacompileError,
+    ModelError,
+    OptionError,
+    ScheduleError,
+    UnsupportedGraphError,
+)
+from megacompile.ir import Schedule
+from megacompile.options import Lowering, Options
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackwardError",
+    "HostMemoryError",
+    "Lowering",
+    "MegacompileError",
+    "ModelError",
+    "OptionError",
+    "Options",
+    "Schedule",
+    "ScheduleError",
+    "UnsupportedGraphError",
+    "megacompile",
+    "schedules",
+]

@@ -1,0 +1,190 @@
+"""The front door: `megacompile()`, `schedules()`. The only file that knows passes and runtime."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from megacompile import ops
+from megacompile.errors import ModelError, OptionError
+from megacompile.ir import Capture, Code, PassRecord, Schedule, Template, Unit
+from megacompile.options import Lowering, Options
+from megacompile.passes.differentiate import differentiate
+from megacompile.passes.free import insert_free
+from megacompile.passes.lower import lower
+from megacompile.passes.offload import offload_gradients
+from megacompile.passes.partition import partition
+from megacompile.passes.plan import make_plan
+from megacompile.passes.prefetch import insert_prefetch
+from megacompile.passes.recompute import insert_recompute
+from megacompile.passes.slots import assign_slots
+from megacompile.passes.templates import TemplateCache, trace_templates
+from megacompile.passes.units import find_units
+from megacompile.runtime.host import check_host_memory
+from megacompile.runtime.progress import bar
+from megacompile.runtime.streamed import HostApply, StreamedModel
+from megacompile.validate import check_model, host_rows
+from megacompile.verify import verify
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def megacompile(
+    model: M,
+    *,
+    device: torch.device | str | int | None = None,
+    lowering: Lowering | str | None = None,
+    lookahead: int = 2,
+    slots: int | None = None,
+    progress: bool | None = None,
+) -> M:
+    """Keep a model's parameters and gradients in host memory and stream them through a device.
+
+    The model is changed in place and returned: same class, same parameters, same `state_dict`
+    keys. Its parameters stay `nn.Parameter`s on the host, so optimizers, clipping, schedulers and
+    checkpoints work as they do for a model on the CPU; a call computes on `device`.
+
+    Args:
+        model: any `nn.Module` with dense parameters.
+        device: where to compute. Default: the current CUDA device, else the CPU.
+        lowering: "inductor" (default on CUDA) or "eager" (default on the CPU, bitwise equal to
+            the plain model).
+        lookahead: how many stages ahead a bucket is prefetched.
+        slots: device buffers for prefetched buckets, at least `lookahead + 1` (the default).
+        progress: show progress bars. Default: where stderr is a terminal.
+
+    Raises:
+        ModelError: not a module, or parameters that cannot be streamed.
+        OptionError: a bad option, or a second call with other options.
+        HostMemoryError: parameters and gradients do not fit into host memory.
+
+    Example::
+
+        model = megacompile(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for x, y in data:
+            loss = model(x, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    options = Options.resolve(
+        device=device, lowering=lowering, lookahead=lookahead, slots=slots, progress=progress
+    )
+    check_model(model)
+    present = model._compiled_call_impl
+    if isinstance(present, StreamedModel):
+        changes = present.options.differences(options)
+        if changes:
+            raise OptionError(
+                f"megacompile(): {type(model).__name__} is megacompiled already, with other "
+                f"options ({', '.join(changes)}); call it once, with the options you want"
+            )
+        return model
+    if present is not None:
+        raise OptionError(
+            f"megacompile(): {type(model).__name__} was compiled with model.compile() already; "
+            "leave that out: megacompile compiles it"
+        )
+    check_host_memory(host_rows(model))
+    streamed = StreamedModel(model, options, find_units, functools.partial(_Compiler, options))
+    model._compiled_call_impl = streamed  # type: ignore[assignment]
+    model._apply = HostApply(model)  # type: ignore[method-assign]
+    return model
+
+
+def schedules(model: nn.Module) -> list[Schedule]:
+    """The schedules that a megacompiled model has run, one for each captured graph and shape.
+
+    Raises:
+        ModelError: the model is not megacompiled.
+    """
+    streamed = model._compiled_call_impl
+    if not isinstance(streamed, StreamedModel):
+        raise ModelError(
+            f"schedules(): {type(model).__name__} is not megacompiled; "
+            "call model = megacompile(model) first"
+        )
+    return streamed.schedules()
+
+
+class _Compiler:
+    """Runs the passes in order and keeps their history."""
+
+    def __init__(self, options: Options, units: tuple[Unit, ...]) -> None:
+        self.options = options
+        self.units = units
+        self.templates: TemplateCache = {}
+
+    def partition(self, capture: Capture) -> Schedule:
+        return _timed("partition", None, lambda: partition(capture, self.units))
+
+    def build(
+        self,
+        stages: Schedule,
+        capture: Capture,
+        *,
+        tangents: tuple[int, ...],
+        keep_last: bool,
+        accumulate: bool,
+        hold: bool,
+    ) -> Schedule:
+        options = self.options
+        trace = functools.partial(
+            trace_templates,
+            ambient=capture.ambient,
+            cache=self.templates,
+            lowering=options.lowering,
+        )
+        passes: list[tuple[str, Callable[[Schedule], Schedule]]] = [
+            ("templates", trace),
+            ("differentiate", differentiate),
+            ("plan", functools.partial(make_plan, keep_last=keep_last)),
+            ("recompute", insert_recompute),
+            ("offload", functools.partial(offload_gradients, accumulate=accumulate)),
+            ("prefetch", functools.partial(insert_prefetch, lookahead=options.lookahead)),
+            ("slots", functools.partial(assign_slots, slots=options.slots, hold=hold)),
+            ("free", insert_free),
+        ]
+        schedule = replace(stages, tangents=tangents)
+        for name, function in passes:
+            schedule = _timed(name, schedule, functools.partial(function, schedule))
+        verify(schedule)
+        return _timed(
+            "lower",
+            schedule,
+            lambda: lower(schedule, lowering=options.lowering, progress=self._progress),
+        )
+
+    def _progress(
+        self, work: Iterable[tuple[Template, Code]], total: int
+    ) -> Iterator[tuple[Template, Code]]:
+        show = self.options.progress if self.options.lowering is Lowering.INDUCTOR else False
+        with bar("compiling stages", total, show) as step:
+            for item in work:
+                yield item
+                step(1)
+
+
+def _timed(name: str, before: Schedule | None, function: Callable[[], Schedule]) -> Schedule:
+    start = time.perf_counter()
+    after = function()
+    record = PassRecord(
+        name=name,
+        before="" if before is None else _actions(before),
+        after=_actions(after),
+        time_s=time.perf_counter() - start,
+        nodes=sum(len(graph.nodes) for graph in after.graphs.values()),
+    )
+    history: tuple[Any, ...] = () if before is None else before.history
+    return replace(after, history=(*history, record))
+
+
+def _actions(schedule: Schedule) -> str:
+    return "\n".join(ops.actions(graph) for graph in schedule.graphs.values())

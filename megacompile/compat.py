@@ -1,0 +1,194 @@
+"""Every private torch API, nowhere else: each with the versions it was seen on.
+
+All of them were seen on torch 2.11.0 and 2.13.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.functional_utils import from_fun, has_data_mutation, to_fun
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import CheckpointPolicy
+
+# What tracing raises for operators whose results depend on data, or that have no fake kernel.
+UNTRACEABLE = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+)
+
+# The nodes that Dynamo writes for grad mode and autocast.
+SET_GRAD_ENABLED = torch._C._set_grad_enabled
+EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
+
+Tensors = Sequence[torch.Tensor]
+Optionals = Sequence[torch.Tensor | None]
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which tensors have shapes, dtypes and devices but no data."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def functional_mode() -> Iterator[None]:
+    """In-place operations on tensors made by `to_functional` become values and are recorded."""
+    with FunctionalTensorMode():
+        yield
+
+
+def to_functional(value: Any) -> Any:
+    """Wrap a tensor for the `functional_mode` that is active; anything else as it is."""
+    return to_fun(value)
+
+
+def from_functional(tensor: Any) -> Any:
+    """The current value of a wrapped tensor; anything else as it is."""
+    return from_fun(tensor) if isinstance(tensor, FunctionalTensor) else tensor
+
+
+def was_mutated(tensor: torch.Tensor) -> bool:
+    """Has a wrapped tensor, or what it is a view of, been changed in place?"""
+    return isinstance(tensor, FunctionalTensor) and bool(has_data_mutation(tensor))
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share memory; valid while one of them lives."""
+    return hash(StorageWeakRef(tensor.untyped_storage()))
+
+
+def trace(
+    function: Callable[..., Any],
+    primals: Tensors,
+    tangents: Tensors,
+    decompositions: dict[Any, Callable[..., Any]] | None,
+) -> fx.GraphModule:
+    """Trace `function(primals, tangents)` to ATen; placeholders are primals_1.., tangents_1.."""
+
+
+    def joint(primals: Tensors, tangents: Tensors) -> Any:  # the partitioner reads these names
+        return function(primals, tangents)
+
+    traced = make_fx(joint, decomposition_table=decompositions)(list(primals), list(tangents))
+    return flatten_signature(traced)
+
+
+def flatten_signature(module: fx.GraphModule) -> fx.GraphModule:
+    """Give a traced function of two lists a flat signature and a flat output."""
+    graph = module.graph
+    graph.set_codegen(fx.CodeGen())
+    output = next(iter(reversed(graph.nodes)))
+    flat: list[Any] = []
+
+    def collect(value: Any) -> None:
+        if isinstance(value, (tuple, list)):
+            for item in value:
+                collect(item)
+        else:
+            flat.append(value)
+
+    collect(output.args[0])
+    output.args = (tuple(flat),)
+    module.recompile()
+    return module
+
+
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    """The decompositions that Inductor is written for."""
+    return dict(select_decomp_table())
+
+
+def split_joint(
+    joint: fx.GraphModule,
+    *,
+    outputs: int,
+    static_primals: Sequence[int],
+    memory_budget: float = 1.0,
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """AOTAutograd's min-cut partitioner: (forward returning outputs and saved, backward)."""
+    with functorch_config.patch(activation_memory_budget=memory_budget):
+        return min_cut_rematerialization_partition(
+            joint, None, num_fwd_outputs=outputs, static_lifetime_input_indices=list(static_primals)
+        )
+
+
+def mark_must_recompute(node: fx.Node) -> None:
+    """Forbid the partitioner to save a node's value for the backward."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    node.meta["ac_graph_id"] = 0
+
+
+def is_random(node: fx.Node) -> bool:
+    """Does an ATen node draw from a generator?"""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags
+
+
+def compile_inductor(module: fx.GraphModule, inputs: Tensors) -> Callable[..., Any]:
+    """Compile an ATen graph with Inductor; `inputs` are fake tensors."""
+    compiled: Callable[..., Any] = torch._inductor.compile(module, list(inputs))
+    return compiled
+
+
+def module_calls(node: fx.Node) -> list[tuple[int, str]]:
+    """The modules a captured node ran in, outermost first: (id of the module, which call of it)."""
+    stack = node.meta.get("nn_module_stack") or {}
+    calls = []
+    for key in stack:
+        module_id, _, call = str(key).partition("@")
+        if module_id.isdigit():
+            calls.append((int(module_id), call))
+    return calls
+
+
+def keeps_graph() -> bool:
+    """Inside a backward: was it called with `retain_graph=True`?"""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def when_backward_ends(callback: Callable[[], None]) -> None:
+    """Inside a backward: call `callback` in the thread of `backward()`, just before it returns."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def storage_users(tensor: torch.Tensor) -> int:
+    """How many tensors share this tensor's storage, itself included."""
+    storage = tensor.untyped_storage()
+    # one user is `storage` itself
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]
+
+
+def profiler_enabled() -> bool:
+    """Is `torch.profiler` recording in this process?"""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
+def backward_id() -> int:
+    """A number that is equal within one call of `backward()`; -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def post_accumulate_hooks(param: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
+    """The user's `register_post_accumulate_grad_hook` hooks of a parameter."""
+    return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def gradient_hooks(param: torch.Tensor) -> bool:
+    """Did the user `register_hook` on a parameter?"""
+    return bool(param._backward_hooks)

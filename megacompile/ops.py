@@ -1,0 +1,205 @@
+"""The vocabulary of a schedule: the functions that its FX nodes call.
+
+A schedule's synchronisation is what its nodes show and nothing else: the values a node takes
+(read after write), the order of its stream, and `after=` (write after read, free after use). The
+runtime turns each such edge that crosses streams into an event record and a wait; the same edges
+are what `megacompile.verify` proves. The functions here only name the ops and give their
+signatures: `megacompile.runtime.executor` holds what they do.
+
+    op            stream    label        takes -> gives
+    begin         compute   BEGIN        () -> a point after everything that was queued before
+    prefetch      h2d       3PREFETCH@1  bucket, slot -> weights
+    hold          compute   3HOLD@1      bucket, slot -> weights that the forward left in the slot
+    save_rng      compute   3RNG         stage -> the generators' state
+    snapshot      compute   SNAPSHOT     tensor -> copy, made before the tensor is changed in place
+    forward       compute   3F           stage, weights, args -> outputs, new values, saved
+    assign        compute   ASSIGN       tensor, new value -> the tensor, changed in place
+    recompute     compute   3RECOMPUTE   stage, weights, args, rng -> saved
+    backward      compute   3B           stage, weights, args, saved, tangents, carries -> gradients
+    alloc_grad    compute   3ALLOC_GRAD  bucket -> room for its gradients
+    fetch_grad    h2d       3FETCH_GRAD  bucket, room -> gradients so far, for accumulation
+    add_grad      compute   3ADD_GRAD    bucket, gradients so far, gradients -> their sum
+    offload_grad  d2h       3OFFLOAD_GRAD  bucket, gradients -> done
+    free          compute   -            value, after -> nothing; printed as `del`
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import fx
+
+from megacompile.ir import Bucket, Slot, Stage, Stream
+
+
+def _unbound(name: str) -> NoReturn:
+    raise AssertionError(f"op {name!r} runs through the executor, not by calling megacompile.ops")
+
+
+def begin() -> Any:
+    """Everything that was queued on the compute stream before this schedule."""
+    _unbound("begin")
+
+
+def prefetch(bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Any:
+    """Copy a bucket into a slot; `after` is the last reader of what the slot held."""
+    _unbound("prefetch")
+
+
+def hold(bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Any:
+    """Take the weights that the forward left in a slot."""
+    _unbound("hold")
+
+
+def save_rng(stage: Stage) -> Any:
+    """The state of the random generators just before a stage that draws from them."""
+    _unbound("save_rng")
+
+
+def snapshot(tensor: Any) -> Any:
+    """Copy a tensor that is about to be changed in place and that the backward needs as it was."""
+    _unbound("snapshot")
+
+
+def forward(stage: Stage, weights: tuple[Any, ...], args: tuple[Any, ...], saving: bool) -> Any:
+    """Run a stage: its outputs, new values of mutated inputs, and with `saving` its saved tensors."""
+    _unbound("forward")
+
+
+def assign(tensor: Any, value: Any, *, after: tuple[Any, ...] = ()) -> Any:
+    """Write a new value into an input that the model changes in place (a BatchNorm statistic)."""
+    _unbound("assign")
+
+
+def recompute(stage: Stage, weights: tuple[Any, ...], args: tuple[Any, ...], rng: Any) -> Any:
+    """Run a stage's forward again for its saved tensors, with the random numbers it drew then."""
+    _unbound("recompute")
+
+
+def backward(
+    stage: Stage,
+    weights: tuple[Any, ...],
+    args: tuple[Any, ...],
+    saved: tuple[Any, ...],
+    tangents: tuple[Any, ...],
+    carries: tuple[Any, ...],
+) -> Any:
+    """Gradients of a stage's inputs, then of its parameters, one group a bucket.
+
+    `carries` are gradients so far of inputs and parameters that a later stage used too: they enter
+    the stage's graph, so that sums run in the order in which autograd adds them.
+    """
+    _unbound("backward")
+
+
+def alloc_grad(bucket: Bucket) -> Any:
+    """Device memory for a bucket's gradients so far."""
+    _unbound("alloc_grad")
+
+
+def fetch_grad(bucket: Bucket, room: Any) -> Any:
+    """The gradients that earlier backwards left on the host."""
+    _unbound("fetch_grad")
+
+
+def add_grad(bucket: Bucket, so_far: Any, gradients: Any) -> Any:
+    """`so_far + gradients`, as autograd accumulates into `p.grad`."""
+    _unbound("add_grad")
+
+
+def offload_grad(bucket: Bucket, gradients: Any) -> Any:
+    """Copy gradients to their places in the bucket's gradient buffer."""
+    _unbound("offload_grad")
+
+
+def free(value: Any, *, after: tuple[Any, ...] = ()) -> None:
+    """Give a value's memory back, once `after` (readers on other streams) is done."""
+    _unbound("free")
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """What the schedule needs to know of an op: its stream and its printed name."""
+
+    name: str
+    stream: Stream
+    label: Callable[[Sequence[Any]], str]  # from the op's positional arguments
+
+
+def _named(text: str) -> Callable[[Sequence[Any]], str]:
+    return lambda args: text
+
+
+def _by_stage(suffix: str) -> Callable[[Sequence[Any]], str]:
+    return lambda args: f"{args[0].index}{suffix}"
+
+
+def _by_bucket(suffix: str) -> Callable[[Sequence[Any]], str]:
+    return lambda args: f"{args[0].label}{suffix}"
+
+
+def _by_slot(suffix: str) -> Callable[[Sequence[Any]], str]:
+    return lambda args: f"{args[0].label}{suffix}@{'?' if args[1] is None else args[1].index}"
+
+
+_C, _H, _D = Stream.COMPUTE, Stream.H2D, Stream.D2H
+OPS: dict[Callable[..., Any], Op] = {
+    begin: Op("begin", _C, _named("BEGIN")),
+    prefetch: Op("prefetch", _H, _by_slot("PREFETCH")),
+    hold: Op("hold", _C, _by_slot("HOLD")),
+    save_rng: Op("save_rng", _C, _by_stage("RNG")),
+    snapshot: Op("snapshot", _C, _named("SNAPSHOT")),
+    forward: Op("forward", _C, _by_stage("F")),
+    assign: Op("assign", _C, _named("ASSIGN")),
+    recompute: Op("recompute", _C, _by_stage("RECOMPUTE")),
+    backward: Op("backward", _C, _by_stage("B")),
+    alloc_grad: Op("alloc_grad", _C, _by_bucket("ALLOC_GRAD")),
+    fetch_grad: Op("fetch_grad", _H, _by_bucket("FETCH_GRAD")),
+    add_grad: Op("add_grad", _C, _by_bucket("ADD_GRAD")),
+    offload_grad: Op("offload_grad", _D, _by_bucket("OFFLOAD_GRAD")),
+    free: Op("free", _C, _named("FREE")),
+}
+
+
+def op_of(node: fx.Node) -> Op | None:
+    """The op that a node calls; None for placeholders, outputs and `getitem`."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return None
+    assert callable(node.target)
+    return OPS[node.target]
+
+
+def stream_of(node: fx.Node) -> Stream:
+    """The stream that a node runs on; items and placeholders belong to the compute stream."""
+    op = op_of(node)
+    return Stream.COMPUTE if op is None else op.stream
+
+
+def label(node: fx.Node) -> str:
+    """The printed name of a node: "3PREFETCH@1", "3F"; a value's own name where it has no op."""
+    op = op_of(node)
+    return node.name if op is None else op.label(node.args)
+
+
+def nodes_of(graph: fx.Graph, *targets: Callable[..., Any]) -> list[fx.Node]:
+    """The nodes that call one of `targets` (every op without targets), in program order."""
+    wanted = targets or tuple(OPS)
+    return [n for n in graph.nodes if n.op == "call_function" and n.target in wanted]
+
+
+def items(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
+    """The `getitem` users of a node that gives a tuple, as (index, item)."""
+    for user in node.users:
+        if user.op == "call_function" and user.target is operator.getitem:
+            index = user.args[1]
+            assert isinstance(index, int)
+            yield index, user
+
+
+def actions(graph: fx.Graph) -> str:
+    """The graph as one line of labels: "BEGIN 0PREFETCH@0 0F"; frees and allocations left out."""
+    quiet = (free, alloc_grad, begin)
+    return " ".join(label(n) for n in nodes_of(graph) if n.target not in quiet)

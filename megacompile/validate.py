@@ -1,0 +1,65 @@
+"""What a model must be for `megacompile()`, checked before anything is changed."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megacompile.errors import ModelError
+
+
+def check_model(model: object) -> None:
+    """Raise `ModelError` for what cannot be streamed."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"megacompile(): got {type(model).__name__}; needed a torch.nn.Module "
+            "(for a function, wrap it in a module that owns the parameters)"
+        )
+    name = type(model).__name__
+    params = dict(model.named_parameters())
+    if not params:
+        raise ModelError(
+            f"megacompile(): {name} has no parameters; needed at least one to stream "
+            "(lazy modules get theirs in a first call)"
+        )
+    for param_name, param in params.items():
+        _check_parameter(f"{name}.{param_name}", param)
+    for module_name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ModelError(
+                f"megacompile(): {name}.{module_name} has sparse=True, whose gradients are sparse "
+                "tensors; needed dense ones; set sparse=False"
+            )
+
+
+def _check_parameter(name: str, param: nn.Parameter) -> None:
+    where = f"megacompile(): parameter {name}"
+    if isinstance(param, nn.parameter.UninitializedParameter):
+        raise ModelError(f"{where} is not initialized yet; call the model once first")
+    if param.device.type == "meta":
+        raise ModelError(
+            f"{where} is on the meta device and has no data; "
+            "use model.to_empty(device='cpu') and initialize or load it"
+        )
+    if param.layout is not torch.strided:
+        raise ModelError(f"{where} has layout {param.layout}; needed a dense tensor; use .to_dense()")
+    if param.is_quantized or type(param.data) is not torch.Tensor:
+        kind = "quantized" if param.is_quantized else type(param.data).__name__
+        raise ModelError(
+            f"{where} is {kind}; needed an ordinary dense tensor; "
+            "megacompile the model before quantizing, or dequantize it"
+        )
+
+
+def host_rows(model: nn.Module) -> list[tuple[str, int]]:
+    """What `megacompile()` will need of host memory beyond what the model holds there now."""
+    params = list(model.parameters())
+    size = {id(p): p.numel() * p.dtype.itemsize for p in params}
+    moved = sum(size[id(p)] for p in params if p.device.type != "cpu")
+    largest = max(size.values())
+    gradients = sum(size[id(p)] for p in params if p.requires_grad)
+    return [
+        ("parameters to move to the host", moved),
+        ("one bucket, while moving", largest),
+        ("gradients", gradients),
+    ]

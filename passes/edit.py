@@ -1,0 +1,57 @@
+"""Small edits of a schedule's graphs that several passes make."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from megacompile import ops
+from megacompile.ir import Schedule
+
+
+def add_item(graph: fx.Graph, call: fx.Node, index: int, name: str) -> fx.Node:
+    """`call[index]`, named; its meta is that part of the call's."""
+    item = graph.create_node("call_function", operator.getitem, (call, index), name=name)
+    value = call.meta.get("value")
+    item.meta["value"] = value[index] if isinstance(value, tuple) and index < len(value) else None
+    return item
+
+
+def residual(graph: fx.Graph, value: fx.Node) -> fx.Node:
+    """What the backward takes to have `value` as the forward read it.
+
+    That is the value itself, or a snapshot where an input is changed in place:
+
+        before: 3F ASSIGN(x)        after: 3F SNAPSHOT(x) ASSIGN(x)
+    """
+    assigns = [n for n in value.users if n.target is ops.assign and n.args[0] is value]
+    if not assigns:
+        return value
+    for user in value.users:
+        if user.target is ops.snapshot:
+            return user
+    with graph.inserting_before(assigns[0]):
+        copy = graph.create_node("call_function", ops.snapshot, (value,), name=f"{value.name}_old")
+    copy.meta["value"] = value.meta.get("value")
+    return copy
+
+
+def add_residuals(schedule: Schedule, names: Sequence[str]) -> Schedule:
+    """Set what the forward hands to the backward; `schedule` is a copy that may be changed."""
+    by_name = {node.name: node for node in schedule.forward.nodes}
+    output = schedule.forward.output_node()
+    outputs = output.args[0][0]  # type: ignore[index]
+    output.args = ((outputs, tuple(by_name[name] for name in names)),)
+    return replace(schedule, residuals=tuple(names))
+
+
+def calls_by_stage(graph: fx.Graph, op: object) -> dict[int, fx.Node]:
+    """The nodes that call `op`, by the index of their stage."""
+    found: dict[int, fx.Node] = {}
+    for node in ops.nodes_of(graph):
+        if node.target is op:
+            found[node.args[0].index] = node  # type: ignore[union-attr]
+    return found

@@ -1,0 +1,88 @@
+"""Say where each value dies.
+
+    before: 2F(y1) 3F(y2)        after: 2F(y1) del y1 3F(y2) del y2
+
+Memory comes from the compute stream's allocator, so a value that a copy on another stream reads
+may be given back only when that copy is done: `free(value, after=copy)` makes the compute stream
+wait for it. To keep that wait from stalling, such a free is put off until `delay` further
+backwards have been issued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx
+
+from megacompile import ops
+from megacompile.ir import Schedule, Stream
+
+_OWNERS = (ops.forward, ops.recompute, ops.backward)
+_MADE = (ops.snapshot, ops.alloc_grad, ops.fetch_grad, ops.add_grad)
+
+
+def insert_free(schedule: Schedule, *, delay: int = 1) -> Schedule:
+    """The schedule with the lifetime of every value that owns device memory."""
+    new = schedule.copy()
+    for name, graph in new.graphs.items():
+        _insert(graph, delay, owns_inputs=name == "backward")
+    return new
+
+
+def _insert(graph: fx.Graph, delay: int, *, owns_inputs: bool) -> None:
+    nodes = list(graph.nodes)
+    position = {node: p for p, node in enumerate(nodes)}
+    returned = set(graph.output_node().all_input_nodes)
+    computes = [position[n] for n in ops.nodes_of(graph, ops.backward)]
+    frees: list[tuple[int, fx.Node, tuple[fx.Node, ...]]] = []
+    for node in nodes:
+        if node in returned or not _owns(node, owns_inputs):
+            continue
+        last = max((position[user] for user in _users(node)), default=position[node])
+        last = max(last, _end_of_items(node, position))
+        waits = tuple(u for u in node.users if _unordered(u, position, last))
+        if waits:
+            later = [p for p in computes if p > last]
+            last = later[min(delay, len(later)) - 1] if later else len(nodes) - 2
+            last = _end_of_items(nodes[last], position) if later else last
+        frees.append((last, node, waits))
+    for last, node, waits in sorted(frees, key=lambda entry: entry[0], reverse=True):
+        with graph.inserting_after(nodes[last]):
+            graph.create_node(
+                "call_function", ops.free, (node,), {"after": waits}, name=f"free_{node.name}"
+            )
+
+
+def _users(node: fx.Node) -> list[fx.Node]:
+    """The readers of a value; those of room for gradients read it as what was fetched into it."""
+    users = list(node.users)
+    return users + [later for user in users if user.target is ops.fetch_grad for later in user.users]
+
+
+def _owns(node: fx.Node, owns_inputs: bool) -> bool:
+    if node.op == "placeholder":
+        return owns_inputs
+    if node.op != "call_function":
+        return False
+    if ops.op_of(node) is None:  # an item of a compute's result
+        producer = node.args[0]
+        return isinstance(producer, fx.Node) and producer.target in _OWNERS
+    return node.target in _MADE
+
+
+def _end_of_items(node: fx.Node, position: Mapping[fx.Node, int]) -> int:
+    """The position after which the results of the node's call have all been taken apart."""
+    call = node
+    if ops.op_of(node) is None and node.op == "call_function" and isinstance(node.args[0], fx.Node):
+        call = node.args[0]
+    return max([position[node], *(position[item] for _, item in ops.items(call))])
+
+
+def _unordered(user: fx.Node, position: Mapping[fx.Node, int], last: int) -> bool:
+    """Is the user on another stream, with no compute that waits for it by then?"""
+    if ops.stream_of(user) is Stream.COMPUTE:
+        return False
+    return not any(
+        ops.stream_of(reader) is Stream.COMPUTE and position[reader] <= last
+        for reader in user.users
+    )

@@ -1,0 +1,84 @@
+"""Send each bucket's gradients to the host as soon as its last contribution is there.
+
+    before: 2B 1B 0B     after: 2B 2OFFLOAD_GRAD 1B 1OFFLOAD_GRAD 0B 0OFFLOAD_GRAD
+
+With `accumulate=True` the gradients that are on the host already come first and are added:
+
+    1FETCH_GRAD 1RECOMPUTE 1B 1ADD_GRAD 1OFFLOAD_GRAD
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from megacompile import ops
+from megacompile.ir import Bucket, Schedule
+
+
+def offload_gradients(schedule: Schedule, *, accumulate: bool) -> Schedule:
+    """The schedule whose backward leaves every gradient in its host bucket."""
+    if schedule.backward is None:
+        return schedule
+    new = schedule.copy()
+    graph = new.backward
+    assert graph is not None
+    last: dict[int, tuple[Bucket, fx.Node, fx.Node]] = {}  # key -> bucket, backward, group
+    for node in ops.nodes_of(graph, ops.backward):
+        stage: Any = node.args[0]
+        items = [item for _, item in sorted(ops.items(node))]
+        buckets = stage.gradient_buckets
+        for bucket, group in zip(buckets, items[len(items) - len(buckets) :], strict=True):
+            last[bucket.key] = (bucket, node, group)
+    for bucket, call, group in last.values():
+        total = _accumulate(graph, bucket, call, group) if accumulate else group
+        after = total if accumulate else _last_item(call)
+        with graph.inserting_after(after):
+            graph.create_node(
+                "call_function", ops.offload_grad, (bucket, total), name=f"o{_suffix(bucket)}"
+            )
+    return new
+
+
+def _accumulate(graph: fx.Graph, bucket: Bucket, call: fx.Node, group: fx.Node) -> fx.Node:
+    """Fetch what is on the host before the stage runs; add to it after."""
+    suffix = _suffix(bucket)
+    first = call
+    while first.prev.op != "root" and _same_stage(first.prev, call):
+        first = first.prev
+    meta = group.meta.get("value")
+    with graph.inserting_before(first):
+        room = graph.create_node(
+            "call_function", ops.alloc_grad, (bucket,), name=f"room{suffix}"
+        )
+        fetched = graph.create_node(
+            "call_function", ops.fetch_grad, (bucket, room), name=f"h{suffix}"
+        )
+    with graph.inserting_after(_last_item(call)):
+        total = graph.create_node(
+            "call_function", ops.add_grad, (bucket, fetched, group), name=f"sum{suffix}"
+        )
+    for node in (room, fetched, total):
+        node.meta["value"] = meta
+    return total
+
+
+def _same_stage(node: fx.Node, call: fx.Node) -> bool:
+    """Is the node the recompute of the stage, or an item of it?"""
+    if node.target is ops.recompute:
+        return node.args[0] is call.args[0]
+    return bool(
+        ops.op_of(node) is None
+        and node.op == "call_function"
+        and isinstance(node.args[0], fx.Node)
+        and node.args[0].target is ops.recompute
+    )
+
+
+def _last_item(call: fx.Node) -> fx.Node:
+    return max((item for _, item in ops.items(call)), default=call)
+
+
+def _suffix(bucket: Bucket) -> str:
+    return bucket.label.replace(".", "_")

@@ -1,0 +1,98 @@
+"""Fetch each bucket `lookahead` stages before its use.
+
+    before: 0F 1F 2F 3F      after: BEGIN 0PREFETCH 1PREFETCH 0F 2PREFETCH 1F 3PREFETCH 2F 3F
+
+A recompute and the backward after it are one use. Buckets that a stage's code does not read then
+(an embedding's backward needs no weight) are not fetched. A bucket that the use before reads too
+is fetched once for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from megacompile import ops
+from megacompile.ir import Bucket, Schedule, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Computes of one stage in a row, and the buckets they read."""
+
+    nodes: tuple[fx.Node, ...]
+    buckets: tuple[Bucket, ...]
+
+
+def insert_prefetch(schedule: Schedule, *, lookahead: int = 1) -> Schedule:
+    """The schedule in which every compute has its weights."""
+    new = schedule.copy()
+    for graph in new.graphs.values():
+        _insert(graph, uses(graph), lookahead)
+    return new
+
+
+def uses(graph: fx.Graph) -> list[Use]:
+    """The computes of a graph, those of one stage together, in program order."""
+    found: list[Use] = []
+    for node in ops.nodes_of(graph, ops.forward, ops.recompute, ops.backward):
+        stage: Any = node.args[0]
+        buckets = buckets_read(node)
+        previous = found[-1].nodes[-1] if found else None
+        if previous is not None and previous.target is ops.recompute and previous.args[0] is stage:
+            both = tuple(dict.fromkeys((*found[-1].buckets, *buckets)))
+            found[-1] = Use((*found[-1].nodes, node), both)
+        else:
+            found.append(Use((node,), buckets))
+    return found
+
+
+def buckets_read(node: fx.Node) -> tuple[Bucket, ...]:
+    """The buckets that a compute reads parameters of."""
+    stage: Any = node.args[0]
+    assert isinstance(stage, Stage)
+    if node.target is ops.forward:
+        return stage.buckets_read(range(len(stage.primals)))
+    if node.target is ops.recompute:
+        return stage.buckets_read(stage.traced.recompute_primals)
+    return stage.buckets_read(stage.traced.backward_primals)
+
+
+def _insert(graph: fx.Graph, all_uses: Sequence[Use], lookahead: int) -> None:
+    body = next(n for n in graph.nodes if n.op != "placeholder")
+    with graph.inserting_before(body):
+        graph.create_node("call_function", ops.begin, name="start")
+    weights: dict[tuple[int, int], fx.Node] = {}  # (use, bucket key) -> prefetch
+    counts: dict[int, int] = {}
+    for i, use in enumerate(all_uses):
+        where = _first_node(all_uses[max(0, i - lookahead)], graph)
+        for bucket in use.buckets:
+            if (i - 1, bucket.key) in weights:
+                weights[i, bucket.key] = weights[i - 1, bucket.key]
+                continue
+            count = counts[bucket.key] = counts.get(bucket.key, 0) + 1
+            name = f"w{bucket.label.replace('.', '_')}" + (f"_{count}" if count > 1 else "")
+            with graph.inserting_before(where):
+                node = graph.create_node(
+                    "call_function", ops.prefetch, (bucket, None), {"after": ()}, name=name
+                )
+            weights[i, bucket.key] = node
+    for i, use in enumerate(all_uses):
+        for node in use.nodes:
+            stage: Any = node.args[0]
+            read = {bucket.key for bucket in buckets_read(node)}
+            taken = tuple(
+                weights[i, b.key] if b.key in read else None for b in stage.buckets
+            )
+            node.args = (stage, taken, *node.args[2:])
+
+
+def _first_node(use: Use, graph: fx.Graph) -> fx.Node:
+    """Where to issue what is wanted before a use: ahead of what prepares it too."""
+    node = use.nodes[0]
+    while node.prev.target in (ops.save_rng, ops.alloc_grad, ops.fetch_grad):
+        node = node.prev
+    return node

@@ -1,0 +1,156 @@
+"""What every value of a captured graph is: its meta, whom it shares memory with, who changes it.
+
+The captured graph runs once on fake tensors under functionalization, so nothing is computed and
+nothing of the user's is changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from megacompile import compat
+from megacompile.errors import UnsupportedGraphError
+from megacompile.ir import Capture, ConstantInput, ParamInput, TensorMeta
+
+_CONSTANTS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, slice)
+
+
+@dataclass(slots=True)
+class Values:
+    """What `propagate` learned of each node of a captured graph."""
+
+    of: dict[fx.Node, Any] = field(default_factory=dict)  # TensorMeta, constants, tuples of them
+    storages: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
+    mutates: dict[fx.Node, frozenset[int]] = field(default_factory=dict)  # storages it changes
+
+    def is_constant(self, node: fx.Node) -> bool:
+        """Can the node's value stand in the code as a literal?"""
+        return _is_constant(self.of[node])
+
+    def is_tensor(self, node: fx.Node) -> bool:
+        return isinstance(self.of[node], TensorMeta)
+
+
+def propagate(capture: Capture) -> Values:
+    """Run `capture` on fake tensors.
+
+    Raises:
+        UnsupportedGraphError: an operator has no fake kernel, or a shape that depends on data.
+    """
+    values = Values()
+    interpreter = _Interpreter(capture, values)
+    try:
+        with capture.ambient.apply(), interpreter.fakes:
+            inputs = [interpreter.fake_input(item) for item in capture.inputs]
+            constants = interpreter.fake_constants()
+            with compat.functional_mode():
+                interpreter.constants = {k: compat.to_functional(v) for k, v in constants.items()}
+                wrapped = [compat.to_functional(value) for value in inputs]
+                interpreter.run(*wrapped, enable_io_processing=False)
+    except compat.UNTRACEABLE as error:
+        raise UnsupportedGraphError(f"{capture.name}: {error}") from error
+    return values
+
+
+class _Interpreter(fx.Interpreter):
+    def __init__(self, capture: Capture, values: Values) -> None:
+        super().__init__(capture.module, garbage_collect_values=False)
+        self.fakes = compat.fake_mode()
+        self.capture = capture
+        self.values = values
+        self.changed: set[int] = set()
+        self.constants: dict[str, torch.Tensor] = {}
+
+    def fake_constants(self) -> dict[str, torch.Tensor]:
+        """Fake tensors for the tensors that the captured graph holds itself."""
+        held = {n.target: self.fetch_attr(n.target) for n in self.module.graph.find_nodes(op="get_attr")}
+        return {k: TensorMeta.of(v).empty() for k, v in held.items() if isinstance(v, torch.Tensor)}
+
+    def fake_input(self, item: Any) -> Any:
+        if isinstance(item, ConstantInput):
+            return item.value
+        if isinstance(item, ParamInput):
+            param = item.bucket.params[item.param]
+            meta = TensorMeta(
+                param.shape, param.dtype, param.stride, item.requires_grad, self.capture.device
+            )
+        else:
+            meta = item.meta
+        return meta.empty()
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target in self.constants:
+            return self.constants[target]
+        return super().get_attr(target, args, kwargs)
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        self.values.of[n] = _describe(value)
+        self.values.storages[n] = frozenset(compat.storage_key(t) for t in _tensors(value))
+        changed = set()
+        for source in n.all_input_nodes:
+            for tensor in _tensors(self.env[source]):
+                key = compat.storage_key(tensor)
+                if key not in self.changed and compat.was_mutated(tensor):
+                    changed.add(key)
+        self.values.mutates[n] = frozenset(changed | self._changed_again(n))
+        self.changed |= changed
+        return value
+
+    def _changed_again(self, n: fx.Node) -> set[int]:
+        """Storages among the inputs that were changed before: assume an in-place op does it again.
+
+        Functionalization remembers that a storage changed, not how often.
+        """
+        if not _looks_in_place(n):
+            return set()
+        keys = {
+            compat.storage_key(tensor)
+            for source in n.all_input_nodes
+            for tensor in _tensors(self.env[source])
+        }
+        return keys & self.changed
+
+
+def _looks_in_place(node: fx.Node) -> bool:
+    """Could the node change one of its inputs? Pure functions of torch are told by their names."""
+    if node.op == "call_method":
+        name = str(node.target)
+        return name.endswith("_") or name == "__setitem__"
+    name = getattr(node.target, "__name__", str(node.target))
+    return not name.startswith(_PURE) or name.endswith("_") or bool(
+        node.kwargs.get("inplace") or node.kwargs.get("out")
+    )
+
+
+_PURE = ("add", "sub", "mul", "truediv", "matmul", "getitem", "linear", "layer_norm", "cat")
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in _tensors(item)]
+    return []
+
+
+def _describe(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return TensorMeta.of(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_describe, value)) if type(value) in (tuple, list) else tuple(
+            map(_describe, value)
+        )
+    return value
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(_is_constant(item) for item in value)
+    return isinstance(value, _CONSTANTS) and not isinstance(value, TensorMeta)

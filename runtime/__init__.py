@@ -1,0 +1,1 @@
+"""Carries a schedule out: host memory, streams, slots, proxies, executor."""

@@ -1,0 +1,163 @@
+"""Joins a program to the user's autograd: one `torch.autograd.Function` for each captured graph.
+
+Its forward runs the forward schedule; its backward runs the backward schedule, which writes
+parameter gradients to the host, and returns the gradients of the graph's other inputs. The proxies
+of the parameters are inputs too, so that outputs require grad, and get None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from megacompile import compat
+from megacompile.errors import BackwardError
+from megacompile.runtime.captured import Program, Variant
+from megacompile.runtime.executor import Machine
+from megacompile.runtime.proxies import StreamedParameter
+
+
+def run(program: Program, args: Sequence[Any]) -> list[Any]:
+    """Call a program with a captured graph's inputs; gives the graph's outputs."""
+    call = _Call(program, args)
+    if any(program.differentiable(k) for k in program.tensor_outputs()):
+        computed = _Function.apply(call, *args)  # type: ignore[no-untyped-call]
+    else:
+        computed = call.forward(())
+    by_position = dict(zip(program.tensor_outputs(), computed, strict=True))
+    by_node = {program.outputs[k]: value for k, value in by_position.items()}
+    inputs = call.inputs_by_name
+    return [
+        node
+        if not isinstance(node, fx.Node)
+        else inputs[node.name]
+        if node.op == "placeholder"
+        else by_node[node]
+        for node in program.outputs
+    ]
+
+
+class _Call:
+    """One forward of a program, and what its backward needs."""
+
+    def __init__(self, program: Program, args: Sequence[Any]) -> None:
+        self.program = program
+        self.machine: Machine = program.machine
+        self.variant = program.variant()
+        names = [n.name for n in program.stages.forward.find_nodes(op="placeholder")]
+        self.inputs_by_name = {name: args[int(name.removeprefix("x"))] for name in names}
+        self.params = [arg for arg in args if isinstance(arg, StreamedParameter)]
+        self.residuals: dict[str, Any] | None = None
+
+    def forward(self, args: Sequence[Any]) -> list[torch.Tensor]:
+        """Run the forward schedule; gives the computed outputs, each once."""
+        del args
+        executor = self.program.executor(self.variant)
+        outputs, residuals = executor.forward(
+            {name: value.detach() for name, value in self.inputs_by_name.items()}
+        )
+        self.residuals = residuals
+        self.generation = self.machine.slots.generation
+        self.param_versions = [(proxy, proxy.host._version) for proxy in self.params]
+        self.input_versions = {
+            name: (self.inputs_by_name[name], self.inputs_by_name[name]._version)
+            for name in residuals
+            if name in self.inputs_by_name
+        }
+        return [outputs[k] for k in self.program.tensor_outputs()]
+
+    def backward(self, given: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        """Run the backward schedule on the outputs' gradients; gives those of the inputs."""
+        positions = self.program.tensor_outputs()
+        tangents = {
+            k: gradient
+            for k, gradient in zip(positions, given, strict=True)
+            if gradient is not None and self.program.differentiable(k)
+        }
+        if not tangents:
+            return {}
+        self._check()
+        residuals = self._take_residuals()
+        executor = self._executor(tuple(tangents))
+        inputs = {f"t{k}": gradient for k, gradient in tangents.items()}
+        for name in executor.inputs("backward"):
+            if name not in inputs:
+                inputs[name] = residuals[name]
+        del tangents, residuals
+        return executor.backward(inputs)
+
+    def _executor(self, tangents: tuple[int, ...]) -> Any:
+        """The schedule for these gradients; wrong guesses of the forward are corrected here."""
+        program = self.program
+        forward = program.executor(self.variant).schedule
+        accumulate = self.machine.gradients.start
+        if tangents != self.variant.tangents:
+            program.tangents = tangents
+            variant = Variant(tangents, keep_last=False)
+            probe = program.executor(variant).schedule
+            return program.executor(
+                Variant(tangents, keep_last=False, accumulate=accumulate(probe.gradient_params))
+            )
+        hold = self.machine.slots.generation == self.generation and bool(forward.held)
+        return program.executor(
+            program.variant(
+                tangents=tangents, accumulate=accumulate(forward.gradient_params), hold=hold
+            )
+        )
+
+    def _take_residuals(self) -> dict[str, Any]:
+        if self.residuals is None:
+            raise BackwardError(
+                f"{self.program.capture.name}: backward() a second time, but what it needs was "
+                "freed by the first; call the first with retain_graph=True"
+            )
+        taken = dict(self.residuals)
+        if not compat.keeps_graph():
+            self.residuals = None
+        return taken
+
+    def _check(self) -> None:
+        name = self.program.capture.name
+        if torch.is_grad_enabled():
+            raise BackwardError(
+                f"{name}: backward() with create_graph=True: megacompile does not differentiate "
+                "twice; compute this loss with the plain model"
+            )
+        for proxy, version in self.param_versions:
+            if proxy.host._version != version:
+                bucket, index = self.machine.place(proxy)
+                raise BackwardError(
+                    f"{name}: parameter {bucket.params[index].name!r} was changed in place between "
+                    "the forward and its backward; call backward() before optimizer.step()"
+                )
+        for key, (tensor, version) in self.input_versions.items():
+            if tensor._version != version:
+                raise BackwardError(
+                    f"{name}: input {key} of shape {tuple(tensor.shape)} was changed in place "
+                    "between the forward and its backward; pass a copy (.clone())"
+                )
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *args: Any) -> Any:  # type: ignore[override]
+        outputs = call.forward(args)
+        ctx.call = call
+        ctx.args = len(args)
+        ctx.names = {
+            int(name.removeprefix("x")): name for name in call.inputs_by_name
+        }
+        ctx.set_materialize_grads(False)
+        positions = call.program.tensor_outputs()
+        ctx.mark_non_differentiable(
+            *(t for k, t in zip(positions, outputs, strict=True) if not call.program.differentiable(k))
+        )
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:  # type: ignore[override]
+        found = ctx.call.backward(gradients)
+        return (None, *(found.get(ctx.names.get(i, "")) for i in range(ctx.args)))

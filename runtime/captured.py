@@ -1,0 +1,184 @@
+"""What Dynamo gets back for a captured graph: a callable that runs its schedules.
+
+A `CapturedGraph` is called with whatever parameters and shapes come; for each kind of call it
+keeps a `Program`: the schedules for it, built at first use. Dynamic shapes are therefore captured
+once and specialised here.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from megacompile.errors import UnsupportedGraphError
+from megacompile.ir import (
+    Ambient,
+    Capture,
+    ConstantInput,
+    GraphInput,
+    ParamInput,
+    Schedule,
+    TensorInput,
+    TensorMeta,
+)
+from megacompile.runtime.executor import Executor, Machine
+from megacompile.runtime.proxies import StreamedParameter
+
+
+class Compiler(Protocol):
+    """Makes schedules; `megacompile.api` binds it to the passes."""
+
+    def partition(self, capture: Capture) -> Schedule:
+        """Stages only."""
+
+    def build(
+        self,
+        stages: Schedule,
+        capture: Capture,
+        *,
+        tangents: tuple[int, ...],
+        keep_last: bool,
+        accumulate: bool,
+        hold: bool,
+    ) -> Schedule:
+        """Everything else, verified."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What one schedule of a program is built for."""
+
+    tangents: tuple[int, ...]  # the outputs that get a gradient
+    keep_last: bool
+    accumulate: bool = False
+    hold: bool = False
+
+
+class Program:
+    """The schedules of one capture, built when they are first needed."""
+
+    def __init__(self, capture: Capture, compiler: Compiler, machine: Machine) -> None:
+        self.capture = capture
+        self.compiler = compiler
+        self.machine = machine
+        self.stages = compiler.partition(capture)
+        outputs: Any = self.stages.forward.output_node().args[0]
+        self.outputs: tuple[Any, ...] = tuple(outputs[0])
+        self.executors: dict[Variant, Executor] = {}
+        self.tangents = self._expected_tangents()
+
+    def _expected_tangents(self) -> tuple[int, ...]:
+        """The outputs that will get a gradient: a scalar loss alone, or else all that can.
+
+        A guess, made before the first backward; a backward that differs corrects it.
+        """
+        if not self.capture.ambient.grad_enabled:
+            return ()
+        metas = [(k, self._meta(k)) for k in self.tensor_outputs()]
+        able = [k for k, meta in metas if meta.requires_grad and meta.dtype.is_floating_point]
+        scalars = [k for k, meta in metas if k in able and meta.shape == ()]
+        return tuple(scalars[:1] or able)
+
+    def _meta(self, output: int) -> TensorMeta:
+        meta = self.outputs[output].meta["value"]
+        assert isinstance(meta, TensorMeta)
+        return meta
+
+    def tensor_outputs(self) -> list[int]:
+        """Positions of the outputs that stages compute, each value once."""
+        first: dict[fx.Node, int] = {}
+        for k, node in enumerate(self.outputs):
+            if isinstance(node, fx.Node) and node.op != "placeholder":
+                first.setdefault(node, k)
+        return list(first.values())
+
+    def differentiable(self, output: int) -> bool:
+        """Does a graph output require grad?"""
+        return self.capture.ambient.grad_enabled and self._meta(output).requires_grad
+
+    def variant(self, **changes: Any) -> Variant:
+        """The variant for the gradients that are expected now."""
+        return Variant(**{"tangents": self.tangents, "keep_last": True, **changes})
+
+    def executor(self, variant: Variant) -> Executor:
+        """The executor of a variant, built at first use."""
+        if variant not in self.executors:
+            schedule = self.compiler.build(
+                self.stages,
+                self.capture,
+                tangents=variant.tangents,
+                keep_last=variant.keep_last,
+                accumulate=variant.accumulate,
+                hold=variant.hold,
+            )
+            self.executors[variant] = Executor(schedule, self.machine)
+        return self.executors[variant]
+
+
+class CapturedGraph:
+    """One graph that Dynamo captured, as a callable of its inputs."""
+
+    def __init__(
+        self,
+        name: str,
+        module: fx.GraphModule,
+        compiler: Compiler,
+        machine: Machine,
+        run: Callable[[Program, Sequence[Any]], Sequence[Any]],
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.compiler = compiler
+        self.machine = machine
+        self.run = run
+        self.programs: dict[Hashable, Program | None] = {}
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
+        ambient = Ambient.current(self.machine.device)
+        key = (ambient, *(self._key(arg) for arg in args))
+        if key not in self.programs:
+            self.programs[key] = self._build(ambient, args)
+        program = self.programs[key]
+        if program is None:
+            result: Sequence[Any] = self.module(*args)
+            return result
+        return self.run(program, args)
+
+    def _key(self, arg: Any) -> Hashable:
+        if isinstance(arg, StreamedParameter):
+            bucket, index = self.machine.place(arg)
+            return (bucket.key, index, arg.requires_grad)
+        if isinstance(arg, torch.Tensor):
+            return TensorMeta.of(arg)
+        return (type(arg), arg)
+
+    def _input(self, arg: Any) -> GraphInput:
+        if isinstance(arg, StreamedParameter):
+            return ParamInput(*self.machine.place(arg), arg.requires_grad)
+        if type(arg) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            if arg.layout is not torch.strided:
+                raise UnsupportedGraphError(f"an input has layout {arg.layout}")
+            return TensorInput(TensorMeta.of(arg))
+        if isinstance(arg, (int, float, bool)):
+            return ConstantInput(arg)
+        raise UnsupportedGraphError(f"an input is a {type(arg).__name__}")
+
+    def _build(self, ambient: Ambient, args: Sequence[Any]) -> Program | None:
+        try:
+            inputs = tuple(self._input(arg) for arg in args)
+            capture = Capture(self.name, self.module, inputs, self.machine.device, ambient)
+            program = Program(capture, self.compiler, self.machine)
+            program.executor(program.variant())
+        except UnsupportedGraphError as error:
+            warnings.warn(
+                f"megacompile: {self.name} is not scheduled and runs in eager mode, fetching each "
+                f"parameter at each use (slower, same numbers): {error}",
+                stacklevel=2,
+            )
+            return None
+        return program

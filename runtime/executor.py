@@ -1,0 +1,325 @@
+"""Runs a schedule's generated Python, with the ops bound to a device.
+
+The code that `print(schedule)` shows is compiled as it is; the names in it are the methods of
+`_Ops` here and the schedule's own stages, buckets and slots.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megacompile import compat, ops, show
+from megacompile.ir import (
+    ArgRef,
+    Bucket,
+    Code,
+    ParamRef,
+    SavedRef,
+    Schedule,
+    Slot,
+    Stage,
+    Stream,
+)
+from megacompile.runtime.gradients import Gradients
+from megacompile.runtime.host import HostBucket
+from megacompile.runtime.proxies import StreamedParameter
+from megacompile.runtime.slots import DeviceSlots
+from megacompile.runtime.streams import Handle, Streams
+
+Group = dict[int, torch.Tensor]  # parameter's index in its bucket -> gradient
+Tensors = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What schedules of one model run on."""
+
+    device: torch.device
+    streams: Streams
+    slots: DeviceSlots
+    buckets: dict[int, HostBucket]  # by key
+    gradients: Gradients
+    place: Callable[[StreamedParameter], tuple[Bucket, int]]  # a parameter's bucket and index
+
+
+class Executor:
+    """The compiled functions of one schedule."""
+
+    def __init__(self, schedule: Schedule, machine: Machine) -> None:
+        self.schedule = schedule
+        self.machine = machine
+        self._inputs = {
+            name: [node.name for node in graph.find_nodes(op="placeholder")]
+            for name, graph in schedule.graphs.items()
+        }
+        self._run = {name: self._compile(name) for name in schedule.graphs}
+
+    def _compile(self, name: str) -> Callable[[list[Any]], Any]:
+        source = show.graph_code(self.schedule, name)
+        filename = f"<megacompile {self.schedule.name} {name} {id(self)}>"
+        linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+        bound = _Ops(self.schedule, self.machine)
+        namespace: dict[str, Any] = {
+            op.name: _ranged(getattr(bound, op.name), op) for op in ops.OPS.values()
+        }
+        namespace |= {"wait": bound.wait, **show.names(self.schedule)}
+        exec(compile(source, filename, "exec"), namespace)
+        function: Callable[[list[Any]], Any] = namespace[f"run_{name}"]
+        return function
+
+    def inputs(self, name: str) -> list[str]:
+        """The names of what a graph takes."""
+        return self._inputs[name]
+
+    def forward(self, inputs: dict[str, torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
+        """Run the forward; gives outputs and the residuals, by name.
+
+        A host parameter may be changed as soon as this returns: the last prefetch is done.
+        """
+        outputs, residuals = self._call("forward", inputs)
+        self.machine.streams.synchronize(Stream.H2D)
+        names = self.schedule.residuals
+        return (
+            [_plain(value) for value in outputs],
+            {name: _plain(value) for name, value in zip(names, residuals, strict=True)},
+        )
+
+    def backward(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Run the backward; gives the gradients of graph inputs, by the placeholder's name."""
+        found = self._call("backward", inputs)
+        return {
+            name: _plain(value)
+            for name, value in zip(self.schedule.gradients, found, strict=True)
+        }
+
+    def _call(self, name: str, inputs: dict[str, Any]) -> Any:
+        machine = self.machine
+        with machine.streams.run(), torch.no_grad():
+            machine.slots.require(self.schedule.slots)
+            machine.slots.generation += 1
+            taken = [Handle(inputs.pop(key), Stream.COMPUTE, None) for key in self._inputs[name]]
+            inputs.clear()
+            return self._run[name](taken)
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, Handle) else value
+
+
+def _ranged(function: Callable[..., Any], op: ops.Op) -> Callable[..., Any]:
+    """The op, with its printed name as a range in `torch.profiler` while that is on."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not compat.profiler_enabled():
+            return function(*args, **kwargs)
+        with torch.profiler.record_function(op.label(args)):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _handles(values: Any) -> Iterator[Handle]:
+    for value in values:
+        if isinstance(value, Handle):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _handles(value)
+
+
+class _Ops:
+    """What the ops of `megacompile.ops` do."""
+
+    def __init__(self, schedule: Schedule, machine: Machine) -> None:
+        self.machine = machine
+        self.gradient_params = schedule.gradient_params
+
+    def _issue(self, stream: Stream, waits: Any, work: Callable[[], Any]) -> Handle:
+        value, event = self.machine.streams.issue(stream, _handles(waits), work)
+        return Handle(value, stream, event)
+
+    def _issue_many(self, waits: Any, work: Callable[[], Sequence[Any]]) -> tuple[Handle, ...]:
+        values, event = self.machine.streams.issue(Stream.COMPUTE, _handles(waits), work)
+        return tuple(Handle(value, Stream.COMPUTE, event) for value in values)
+
+    def begin(self) -> Handle:
+        return self._issue(Stream.COMPUTE, (), lambda: None)
+
+    def wait(self, *handles: Handle) -> None:
+        self._issue(Stream.COMPUTE, handles, lambda: None)
+
+    def prefetch(self, bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Handle:
+        machine = self.machine
+        source = machine.buckets[bucket.key].flat
+
+        def copy() -> Any:
+            machine.slots.flat(slot, bucket).copy_(source, non_blocking=True)
+            return machine.slots.weights(slot, bucket)
+
+        return self._issue(Stream.H2D, (after,), copy)
+
+    def hold(self, bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Handle:
+        slots = self.machine.slots
+        return self._issue(Stream.COMPUTE, (after,), lambda: slots.weights(slot, bucket))
+
+    def save_rng(self, stage: Stage) -> Handle:
+        del stage
+        return self._issue(Stream.COMPUTE, (), lambda: _rng_state(self.machine.device))
+
+    def snapshot(self, tensor: Handle) -> Handle:
+        return self._issue(Stream.COMPUTE, (tensor,), lambda: tensor.value.clone())
+
+    def assign(self, tensor: Handle, value: Handle, *, after: tuple[Any, ...] = ()) -> Handle:
+        waits = (tensor, value, after)
+        return self._issue(Stream.COMPUTE, waits, lambda: tensor.value.copy_(value.value))
+
+    def forward(self, stage: Stage, weights: Any, args: Any, saving: bool) -> tuple[Handle, ...]:
+        code = stage.traced.code[Code.FORWARD_SAVING if saving else Code.FORWARD]
+        count = len(stage.outputs) + len(stage.mutated)
+
+        def run() -> Sequence[Any]:
+            results = code(_primals(stage, weights, args))
+            return results if saving else results[:count]
+
+        return self._issue_many((weights, args), run)
+
+    def recompute(self, stage: Stage, weights: Any, args: Any, rng: Any) -> tuple[Handle, ...]:
+        template = stage.traced
+        code = template.code[Code.RECOMPUTE]
+        skip = len(stage.outputs) + len(stage.mutated) if template.random else 0
+
+        def run() -> Sequence[Any]:
+            primals = _primals(stage, weights, args)
+            primals = [primals[i] for i in template.recompute_primals]
+            if rng is None:
+                return code(primals)
+            now = _rng_state(self.machine.device)
+            _set_rng_state(self.machine.device, rng.value)
+            try:
+                return code(primals)[skip:]
+            finally:
+                _set_rng_state(self.machine.device, now)
+
+        return self._issue_many((weights, args), run)
+
+    def backward(
+        self, stage: Stage, weights: Any, args: Any, saved: Any, tangents: Any, carries: Any
+    ) -> tuple[Handle, ...]:
+        template = stage.traced
+        arg_carries = [i for i in template.carries if isinstance(stage.primals[i], ArgRef)]
+        groups: dict[int, Group] = {}
+        for handle in carries[len(arg_carries) :]:
+            key, group = handle.value
+            groups[key] = group
+
+        def run() -> Sequence[Any]:
+            primals = _primals(stage, weights, args)
+            inputs = [
+                saved[item.index].value if isinstance(item, SavedRef) else primals[item]
+                for item in template.backward_inputs
+            ]
+            inputs += [tangent.value for tangent in tangents]
+            flowing = iter(carries[: len(arg_carries)])
+            for i in template.carries:
+                ref = stage.primals[i]
+                if isinstance(ref, ArgRef):
+                    inputs.append(next(flowing).value)
+                else:
+                    inputs.append(groups[stage.buckets[ref.bucket].key][ref.param])
+            found = template.code[Code.BACKWARD](inputs)
+            return self._sort(stage, found, groups)
+
+        return self._issue_many((weights, args, saved, tangents, carries), run)
+
+    @staticmethod
+    def _sort(stage: Stage, found: Sequence[Any], groups: dict[int, Group]) -> list[Any]:
+        """Gradients of args, then one group a bucket: (key, {parameter: gradient})."""
+        of_args: list[Any] = []
+        for primal, gradient in zip(stage.traced.gradients, found, strict=True):
+            ref = stage.primals[primal]
+            if isinstance(ref, ArgRef):
+                of_args.append(gradient)
+            else:
+                groups.setdefault(stage.buckets[ref.bucket].key, {})
+        merged = {bucket.key: dict(groups[bucket.key]) for bucket in stage.gradient_buckets}
+        for primal, gradient in zip(stage.traced.gradients, found, strict=True):
+            ref = stage.primals[primal]
+            if isinstance(ref, ParamRef):
+                merged[stage.buckets[ref.bucket].key][ref.param] = gradient
+        return [*of_args, *merged.items()]
+
+    def alloc_grad(self, bucket: Bucket) -> Handle:
+        def allocate() -> tuple[int, Group]:
+            metas = ((i, bucket.params[i]) for i in self.gradient_params[bucket.key])
+            room = {
+                i: torch.empty_strided(p.shape, p.stride, dtype=p.dtype, device=self.machine.device)
+                for i, p in metas
+            }
+            return bucket.key, room
+
+        return self._issue(Stream.COMPUTE, (), allocate)
+
+    def fetch_grad(self, bucket: Bucket, room: Handle) -> Handle:
+        def copy() -> tuple[int, Group]:
+            key, group = room.value
+            for i, tensor in group.items():
+                source = self.machine.gradients.so_far(key, i)
+                if source is None:
+                    tensor.zero_()
+                else:
+                    tensor.copy_(source, non_blocking=True)
+            return key, group
+
+        return self._issue(Stream.H2D, (room,), copy)
+
+    def add_grad(self, bucket: Bucket, so_far: Handle, gradients: Handle) -> Handle:
+        def add() -> tuple[int, Group]:
+            key, total = so_far.value
+            _, new = gradients.value
+            for i, gradient in new.items():
+                total[i].add_(gradient)
+            return key, total
+
+        return self._issue(Stream.COMPUTE, (so_far, gradients), add)
+
+    def offload_grad(self, bucket: Bucket, gradients: Handle) -> Handle:
+        def copy() -> None:
+            key, group = gradients.value
+            for i, gradient in group.items():
+                self.machine.gradients.room(key, i).copy_(gradient, non_blocking=True)
+
+        return self._issue(Stream.D2H, (gradients,), copy)
+
+    def free(self, value: Handle, *, after: tuple[Any, ...] = ()) -> None:
+        raise AssertionError("free is printed as del")
+
+
+def _primals(stage: Stage, weights: Any, args: Any) -> list[Any]:
+    """The stage's inputs in order; None for those that the op was not given."""
+    found: list[Any] = []
+    for ref in stage.primals:
+        if isinstance(ref, ParamRef):
+            handle = weights[ref.bucket]
+            value = None if handle is None else handle.value[ref.param]
+        else:
+            handle = args[ref.index]
+            value = None if handle is None else handle.value
+        found.append(value)
+    return found
+
+
+def _rng_state(device: torch.device) -> tuple[torch.Tensor, ...]:
+    host = torch.get_rng_state()
+    return (host, torch.cuda.get_rng_state(device)) if device.type == "cuda" else (host,)
+
+
+def _set_rng_state(device: torch.device, state: tuple[torch.Tensor, ...]) -> None:
+    torch.set_rng_state(state[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[1], device)
+
+

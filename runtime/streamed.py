@@ -1,0 +1,173 @@
+"""A model whose parameters live in host buckets: what a call of it does.
+
+1. Adopt what the user changed since the last call: replaced storages, new parameters, buffers.
+2. Move inputs to the compute device.
+3. Swap the proxies in, run the captured model, swap them out.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from megacompile.ir import Bucket, Schedule, Unit
+from megacompile.options import Options
+from megacompile.runtime import autograd
+from megacompile.runtime.captured import CapturedGraph, Compiler
+from megacompile.runtime.executor import Machine
+from megacompile.runtime.gradients import Gradients
+from megacompile.runtime.host import HostBucket
+from megacompile.runtime.progress import bar
+from megacompile.runtime.proxies import Proxies, StreamedParameter
+from megacompile.runtime.slots import DeviceSlots
+from megacompile.runtime.streams import Streams
+
+
+class StreamedModel:
+    """Stands behind a model's `__call__`; kept in `model._compiled_call_impl`.
+
+    Args:
+        model: changed in place: its parameters become views of host buckets.
+        options: validated.
+        divide: gives the units of a model (`megacompile.passes.units`).
+        compiler: gives a `Compiler` for units (`megacompile.api`).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        divide: Callable[[nn.Module], tuple[Unit, ...]],
+        compiler: Callable[[tuple[Unit, ...]], Compiler],
+    ) -> None:
+        self.model = model
+        self.options = options
+        self.divide = divide
+        self.make_compiler = compiler
+        streams = Streams(options.device)
+        self.machine = Machine(
+            device=options.device,
+            streams=streams,
+            slots=DeviceSlots(options.device),
+            buckets={},
+            gradients=Gradients(streams),
+            place=self._place,
+        )
+        self.graphs: list[CapturedGraph] = []
+        self._take_over()
+        self._compiled = torch.compile(model._call_impl, backend=self._capture)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._adopt()
+        args, kwargs = pytree.tree_map(self._to_device, (args, kwargs))
+        with self.proxies.swapped_in():
+            return self._compiled(*args, **kwargs)
+
+    def schedules(self) -> list[Schedule]:
+        """The newest schedule of every program that ran, in the order of capture."""
+        return [
+            list(program.executors.values())[-1].schedule
+            for graph in self.graphs
+            for program in graph.programs.values()
+            if program is not None
+        ]
+
+    def _take_over(self) -> None:
+        """Move parameters to host buckets, bucket by bucket, and buffers to the device."""
+        units = self.divide(self.model)
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        pin = self.options.device.type == "cuda"
+        self.machine.buckets.clear()
+        total = sum(unit.bucket.size_bytes for unit in units)
+        with bar("moving parameters to the host", total, self.options.progress, unit="B") as step:
+            for unit in units:
+                params = [named[place.name] for place in unit.bucket.params]
+                self.machine.buckets[unit.bucket.key] = HostBucket(unit.bucket, params, pin=pin)
+                step(unit.bucket.size_bytes)
+        self.machine.gradients.bind(self.machine.buckets)
+        self.machine.slots.forget()
+        self.compiler = self.make_compiler(units)
+        self.proxies = Proxies(self.model, self.options.device, self.machine.gradients.receive)
+        self._buckets_of = {
+            id(param): (bucket.layout, i)
+            for bucket in self.machine.buckets.values()
+            for i, param in enumerate(bucket.params)
+        }
+        self._params_of = {id(proxy): id(param) for param, proxy in self.proxies.pairs()}
+        self.graphs.clear()
+        self._buffers_to_device()
+
+    def _place(self, proxy: StreamedParameter) -> tuple[Bucket, int]:
+        return self._buckets_of[self._params_of[id(proxy)]]
+
+    def _adopt(self) -> None:
+        if not self.proxies.fits(self.model) or not all(
+            bucket.adopt() for bucket in self.machine.buckets.values()
+        ):
+            self._take_over()
+            torch.compiler.reset()
+        self._buffers_to_device()
+
+    def _buffers_to_device(self) -> None:
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != self.options.device:
+                    module._buffers[name] = buffer.to(self.options.device)
+
+    def _to_device(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.device != self.options.device:
+            return value.to(self.options.device, non_blocking=True)
+        return value
+
+    def _capture(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        """The Dynamo backend: one more captured graph."""
+        del examples
+        name = type(self.model).__name__
+        if self.graphs:
+            name += f".{len(self.graphs)}"
+        graph = CapturedGraph(name, module, self.compiler, self.machine, autograd.run)
+        self.graphs.append(graph)
+        return graph
+
+
+class HostApply:
+    """Replaces a model's `_apply`: `model.to(device)` leaves the parameters where they are.
+
+    Dtype changes are applied. It pickles and copies as the plain method, so a copied or loaded
+    model is a plain one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.said = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.model, "_apply")
+
+    def __call__(self, function: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
+        params = {id(p) for p in self.model.parameters()}
+        moved = False
+
+        def stay(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal moved
+            probe = function(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+            if id(tensor) not in params or probe.device == tensor.device:
+                result: torch.Tensor = function(tensor)
+                return result
+            moved = True
+            return tensor.to(probe.dtype)
+
+        result = type(self.model)._apply(self.model, stay, recurse)
+        if moved and not self.said:
+            self.said = True
+            warnings.warn(
+                "megacompile: parameters stay in host memory and are streamed to the device; "
+                "model.to(device) moved only buffers (said once)",
+                stacklevel=3,
+            )
+        return result

@@ -1,0 +1,339 @@
+"""`show`: the code runs and does what the graph says; the table and the diff read well."""
+
+from __future__ import annotations
+
+import operator
+import re
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch import fx
+
+from megacompile import ops, show
+from megacompile.ir import Schedule, TensorMeta
+from tests.schedules import ACTIVATION, Spec, build, find
+
+EVERYTHING = Spec(
+    stages=5,
+    slots=3,
+    accumulate=True,
+    shared=True,
+    hold=True,
+    random=frozenset({1}),
+    keep=frozenset({2}),
+    changes=frozenset({1, 3}),
+)
+SPECS = [
+    Spec(),
+    Spec(training=False, changes=frozenset({1})),
+    Spec(accumulate=True),
+    Spec(shared=True),
+    Spec(hold=True, random=frozenset({0, 2})),
+    EVERYTHING,
+]
+
+
+class Value:
+    """What a stub op gives; knows which call it came from."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class Recorder:
+    """Stub ops: they note their calls by the names of the values, and hold on to none of them."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.calls: list[tuple[object, ...]] = []
+        self.alive: list[set[str]] = []  # the values that exist, at each call
+        self.objects = show.names(schedule)
+        self._values: weakref.WeakSet[Value] = weakref.WeakSet()
+
+    def value(self, name: str) -> Value:
+        made = Value(name)
+        self._values.add(made)
+        return made
+
+    def namespace(self) -> dict[str, Any]:
+        stubs: dict[str, Any] = {
+            op.name: self._stub(op.name, op.name in ("forward", "recompute", "backward"))
+            for op in ops.OPS.values()
+        }
+        return {**stubs, "wait": self._wait, **self.objects}
+
+    def _stub(self, name: str, multiple: bool) -> Callable[..., Any]:
+        def call(*args: Any, after: Any = ()) -> Any:
+            self._note(name, args, after)
+            made = f"call {len(self.calls)}"
+            if not multiple:
+                return self.value(made)
+            count = results(name, *args)
+            return tuple(self.value(f"{made}[{i}]") for i in range(count))
+
+        return call
+
+    def _wait(self, *after: Value) -> None:
+        self._note("wait", (), after)
+
+    def _note(self, name: str, args: Any, after: Any) -> None:
+        self.alive.append({value.name for value in self._values})
+        self.calls.append((name, named(args), named(after)))
+
+
+def results(name: str, stage: Any, *args: Any) -> int:
+    """What the stub stages give, counted apart from the code under test."""
+    if name == "forward":
+        return 1 + len(stage.mutated) + (2 if args[2] else 0)
+    return 2 if name == "recompute" else 1 + len(stage.buckets)
+
+
+def named(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return tuple(named(item) for item in value)
+    return value.name if isinstance(value, Value) else value
+
+
+def interpret(graph: fx.Graph) -> tuple[list[tuple[object, ...]], Any]:
+    """The calls that a graph stands for, and what it returns."""
+    calls: list[tuple[object, ...]] = []
+    names: dict[fx.Node, Any] = {}
+
+    def resolve(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return tuple(resolve(item) for item in value)
+        return names[value] if isinstance(value, fx.Node) else value
+
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            names[node] = node.name
+        elif node.op == "output":
+            return calls, resolve(node.args[0])
+        elif node.target is operator.getitem:
+            names[node] = f"{names[node.args[0]]}[{node.args[1]}]"
+        else:
+            op = ops.op_of(node)
+            assert op is not None
+            after = resolve(node.kwargs.get("after", ()))
+            if node.target is not ops.free:
+                calls.append((op.name, resolve(node.args), after))
+            elif after:
+                calls.append(("wait", (), after))
+            names[node] = f"call {len(calls)}"
+    raise AssertionError("no output")
+
+
+def run(schedule: Schedule, name: str) -> tuple[Recorder, Any]:
+    """Execute a graph's code on stubs; its inputs are values with the placeholders' names."""
+    recorder = Recorder(schedule)
+    namespace = recorder.namespace()
+    exec(compile(show.code(schedule), "<schedule>", "exec"), namespace)
+    graph = schedule.graphs[name]
+    inputs = [recorder.value(node.name) for node in graph.find_nodes(op="placeholder")]
+    returned = named(namespace[f"run_{name}"](inputs))
+    assert inputs == [], "the inputs are let go"
+    return recorder, returned
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_the_code_makes_the_calls_of_the_graph(spec: Spec) -> None:
+    schedule = build(spec)
+    for name, graph in schedule.graphs.items():
+        recorder, returned = run(schedule, name)
+        assert (recorder.calls, returned) == interpret(graph)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_freed_value_is_gone_from_the_next_call_on(spec: Spec) -> None:
+    schedule = build(spec)
+    for name, graph in schedule.graphs.items():
+        recorder, _ = run(schedule, name)
+        names: dict[fx.Node, str] = {}
+        freed: set[str] = set()
+        step = 0
+        for node in graph.nodes:
+            names[node] = node.name
+            if node.target is operator.getitem:
+                names[node] = f"{names[node.args[0]]}[{node.args[1]}]"
+            elif node.target is ops.free:
+                step += bool(node.kwargs.get("after"))
+                freed.add(names[node.args[0]])
+            elif node.op == "call_function":
+                assert not recorder.alive[step] & freed, f"{node.name}: {freed} should be gone"
+                step += 1
+                names[node] = f"call {step}"
+        assert step == len(recorder.calls) > 0
+
+
+def test_the_code_of_a_small_schedule() -> None:
+    schedule = build(Spec(stages=3, training=False))
+    assert show.code(schedule) == (
+        """\
+# schedule 'model': 3 stages, 3 buckets of 384 B, 2 slots of 256 B
+# passes: slots 0.001 s
+# stage_0 to stage_2: 'layers.0' to 'layers.2' reads 128 B each, template 0 (saves 128 B)
+# slot_0: 128 B
+# slot_1: 128 B
+
+def run_forward(inputs):
+    # x bf16[4, 8]
+    x, = inputs
+    inputs.clear()
+    begin_ = begin()                                         # compute  BEGIN
+    prefetch_ = prefetch(bucket_0, slot_0, after=(begin_,))  # h2d      0PREFETCH@0  128 B
+    prefetch_1 = prefetch(bucket_1, slot_1, after=(begin_,)) # h2d      1PREFETCH@1  128 B
+    y0_0, = forward(stage_0, (prefetch_,), (x,), False)      # compute  0F           bf16[4, 8]
+    prefetch_2 = prefetch(bucket_2, slot_0, after=(y0_0,))   # h2d      2PREFETCH@0  128 B
+    y1_0, = forward(stage_1, (prefetch_1,), (y0_0,), False)  # compute  1F           bf16[4, 8]
+    del y0_0                                                 # compute  FREE         64 B
+    y2_0, = forward(stage_2, (prefetch_2,), (y1_0,), False)  # compute  2F           bf16[4, 8]
+    del y1_0                                                 # compute  FREE         64 B
+    return (y2_0,), ()
+"""
+    )
+
+
+def test_the_header_says_what_the_slots_hold_for_the_backward() -> None:
+    header = show.code(build(Spec(stages=3, hold=True))).split("\n\n")[0]
+    assert "# slot_0: 128 B, holds bucket_2 for the backward" in header
+
+
+def test_a_free_waits_for_a_copy_on_another_stream() -> None:
+    code = show.graph_code(build(Spec(stages=2)), "backward")
+    lines = [line.strip() for line in code.splitlines()]
+    waits = [i for i, line in enumerate(lines) if line.startswith("wait(")]
+    assert [lines[i].split()[0] for i in waits] == ["wait(offload_grad_)", "wait(offload_grad_1)"]
+    assert all(lines[i + 1].startswith("del ") for i in waits)
+    assert all("# compute  WAIT" in lines[i] for i in waits)
+
+
+def test_variables_shadow_neither_ops_nor_objects() -> None:
+    schedule = build(Spec(stages=2, training=False))
+    x, begin = schedule.forward.find_nodes(op="placeholder")[0], find(schedule, "forward", "BEGIN")
+    x.name, begin.name = "stage_0", "wait"
+    find(schedule, "forward", "0F").name = "prefetch"
+    _, returned = run(schedule, "forward")
+    assert returned == interpret(schedule.forward)[1]
+
+
+def test_what_nobody_takes_is_dropped() -> None:
+    schedule = build(Spec(stages=2))
+    backward = schedule.graphs["backward"]
+    item = find(schedule, "backward", "d0_0")
+    output = backward.output_node()
+    for free in [user for user in item.users if user.target is ops.free]:
+        backward.erase_node(free)
+    output.args = ((None,),)
+    backward.erase_node(item)
+    code = show.graph_code(schedule, "backward")
+    assert re.search(r"_, d0_1 = backward\(stage_0[^#]*#.*\n[^#]*del _ ", code)
+
+
+def test_a_tuple_that_is_only_waited_for_does_not_keep_its_items() -> None:
+    schedule = build(Spec(stages=3, training=False))
+    third = find(schedule, "forward", "2PREFETCH@0")
+    third.kwargs = {"after": (find(schedule, "forward", "0F"),)}
+    code = show.graph_code(schedule, "forward")
+    assert "forward_ = y0_0, = forward(stage_0" in code
+    assert re.search(r"after=\(forward_,\)\).*\n    del forward_\n", code)
+    recorder, _ = run(schedule, "forward")
+    assert "call 4[0]" in recorder.alive[-2], "1F reads y0_0"
+    assert "call 4[0]" not in recorder.alive[-1], "2F does not"
+
+
+def test_long_lines_are_wrapped_and_still_run() -> None:
+    schedule = build(Spec(stages=12, slots=3, changes=frozenset(range(12))))
+    lines = [
+        line.split("  #")[0].rstrip() for line in show.graph_code(schedule, "forward").splitlines()
+    ]
+    assert max(map(len, lines)) <= 80
+    assert any(line.startswith("        ") for line in lines)
+    for name, graph in schedule.graphs.items():
+        recorder, returned = run(schedule, name)
+        assert (recorder.calls, returned) == interpret(graph)
+
+
+def test_the_table_has_a_row_for_each_step() -> None:
+    schedule = build(Spec(stages=3, accumulate=True))
+    assert show.table(schedule) == (
+        """\
+forward
+step | h2d                     | compute | d2h
+   0 | 0PREFETCH@0 1PREFETCH@1 | 0F
+   1 | 2PREFETCH@0             | 1F
+   2 |                         | 2F
+
+backward
+step | h2d                                 | compute    | d2h
+   0 | 2PREFETCH@0 1PREFETCH@1 2FETCH_GRAD | 2RECOMPUTE
+   1 |                                     | 2B
+   2 | 0PREFETCH@0                         | 2ADD_GRAD
+   3 | 1FETCH_GRAD                         | 1RECOMPUTE | 2OFFLOAD_GRAD
+   4 |                                     | 1B
+   5 |                                     | 1ADD_GRAD
+   6 | 0FETCH_GRAD                         | 0RECOMPUTE | 1OFFLOAD_GRAD
+   7 |                                     | 0B
+   8 |                                     | 0ADD_GRAD
+   9 |                                     |            | 0OFFLOAD_GRAD"""
+    )
+
+
+def test_marks_stand_behind_their_rows() -> None:
+    schedule = build(Spec(stages=3, training=False))
+    marks = {
+        find(schedule, "forward", "1F"): "reads too late",
+        find(schedule, "forward", "2PREFETCH@0"): "fills too early",
+        find(schedule, "forward", "FREE", 1): "quiet, but marked",
+    }
+    assert show.table(schedule, marks).splitlines()[3:] == [
+        "   1 | 2PREFETCH@0             | 1F      |      <-- fills too early  <-- reads too late",
+        "   2 |                         | 2F",
+        "   3 |                         | FREE    |      <-- quiet, but marked",
+    ]
+
+
+def test_the_diff_shows_what_a_pass_changed() -> None:
+    before = build(Spec(stages=2, training=False))
+    after = before.copy()
+    find(after, "forward", "1PREFETCH@1").kwargs = {}
+    lines = show.diff(before, after).splitlines()
+    changed = [line for line in lines if re.match(r"[-+] ", line)]
+    assert [re.sub(r"\s+#.*", "", line) for line in changed] == [
+        "-    prefetch_1 = prefetch(bucket_1, slot_1, after=(begin_,))",
+        "+    prefetch_1 = prefetch(bucket_1, slot_1)",
+    ]
+    assert show.diff(before, before.copy()) == ""
+
+
+def test_a_schedule_that_has_no_slots_or_templates_yet_can_be_printed() -> None:
+    schedule = build(Spec(stages=2, training=False))
+    stages = tuple(replace(stage, template=None) for stage in schedule.stages)
+    for node in ops.nodes_of(schedule.forward, ops.prefetch):
+        node.args = (node.args[0], None)
+    for node in ops.nodes_of(schedule.forward, ops.forward):
+        node.args = (stages[node.args[0].index], *node.args[1:])  # type: ignore[union-attr, arg-type]
+    code = show.code(replace(schedule, stages=stages, slots=(), history=()))
+    assert "# stage_1: 'layers.1' reads 128 B, not traced" in code
+    assert "# passes: none" in code
+    assert "prefetch(bucket_1, None, after=(begin_,))" in code and "1PREFETCH@?" in code
+
+
+def test_comments_count_what_is_too_long_to_list() -> None:
+    schedule = build(Spec(stages=1))
+    call = find(schedule, "forward", "0F")
+    call.meta["value"] = (ACTIVATION, (TensorMeta((2,), ACTIVATION.dtype, (1,)),) * 4)
+    code = show.graph_code(schedule, "forward")
+    assert "bf16[4, 8], bf16[2], bf16[2], ... 5 tensors, 80 B" in code
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_comments_name_the_stream_and_label_of_every_op(spec: Spec) -> None:
+    schedule = build(spec)
+    for name, graph in schedule.graphs.items():
+        code = show.graph_code(schedule, name)
+        comments = re.findall(r"  # (compute|h2d|d2h) +(\S+)", code)
+        ran = [pair for pair in comments if pair[1] not in ("FREE", "WAIT")]
+        nodes = [n for n in ops.nodes_of(graph) if n.target is not ops.free]
+        assert ran == [(ops.stream_of(n).value, ops.label(n)) for n in nodes]
