@@ -135,9 +135,14 @@ def mark_must_recompute(node: fx.Node) -> None:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Does an ATen node draw from a generator?"""
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags
+    """Does an ATen node draw from a generator? Attention with `dropout_p=0` does not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name == "dropout_p":
+            given = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p")
+            return bool(argument.default_value if given is None else given)
+    return True
 
 
 def compile_inductor(module: fx.GraphModule, inputs: Tensors) -> Callable[..., Any]:

@@ -70,7 +70,9 @@ class HostBuffer(mmap.mmap):
         flat = torch.frombuffer(
             self, dtype=param.dtype, count=param.numel, offset=param.offset_bytes
         )
-        return flat.as_strided(param.shape, param.stride)
+        # not as_strided: a view would keep `flat` alive, a second user of the storage
+        whole = torch.empty(0, dtype=param.dtype)
+        return whole.set_(flat.untyped_storage(), 0, param.shape, param.stride)
 
     def bytes(self, size_bytes: int) -> torch.Tensor:
         """The first `size_bytes` as one flat uint8 tensor."""

@@ -60,7 +60,7 @@ class StreamedModel:
         )
         self.graphs: list[CapturedGraph] = []
         self._take_over()
-        self._compiled = torch.compile(model._call_impl, backend=self._capture)
+        self._compiled = torch.compile(_frame_of(model), backend=self._capture)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._adopt()
@@ -133,6 +133,20 @@ class StreamedModel:
         graph = CapturedGraph(name, module, self.compiler, self.machine, autograd.run)
         self.graphs.append(graph)
         return graph
+
+
+def _frame_of(model: nn.Module) -> Callable[..., Any]:
+    """A function of the model's own that calls it, for Dynamo to capture.
+
+    Dynamo skips frames of torch.nn itself, so `nn.Sequential` needs a frame around it; and it
+    counts recompilations by code object, so each model gets one.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace(co_name=f"call_{type(model).__name__}")
+    return call
 
 
 class HostApply:

@@ -1,0 +1,37 @@
+"""The models of the benchmarks: Qwen2.5-7B's width at any depth, random weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def qwen2(layers: int, *, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """`layers` of Qwen2.5-7B's width and vocabulary: 12 are 3.89 B parameters, 28 are 7.6 B."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    config = Qwen2Config(
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=layers,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        vocab_size=152064,
+        tie_word_embeddings=False,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.train()
+
+
+def tokens(batch: int, length: int, vocabulary: int = 152064) -> torch.Tensor:
+    """Random token ids (batch, length), int64, on the GPU."""
+    return torch.randint(0, vocabulary, (batch, length), device="cuda")
+
+
+def parameters(model: nn.Module) -> int:
+    """How many parameters a model has."""
+    return sum(p.numel() for p in model.parameters())

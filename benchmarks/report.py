@@ -1,0 +1,68 @@
+"""What every benchmark prints: the machine, the versions, the commit, the command, the table."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+
+def environment() -> dict[str, str]:
+    """Where and on what a result was measured."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return {
+        "gpu": gpu,
+        "cpus": str(os.cpu_count()),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "commit": os.environ.get("MEGACOMPILE_COMMIT") or _commit(),
+        "command": " ".join(["python", *sys.argv]),
+    }
+
+
+def _commit() -> str:
+    try:
+        return subprocess.run(
+            ["git", "describe", "--always", "--dirty"],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=Path(__file__).parent,
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def table(rows: Sequence[Mapping[str, object]]) -> str:
+    """Rows of equal keys as a Markdown table."""
+    columns = list(rows[0])
+    lines = [columns, ["---"] * len(columns), *([str(row[c]) for c in columns] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def publish(title: str, rows: Sequence[Mapping[str, object]], path: str | None) -> None:
+    """Print the result; with `path`, write it there as Markdown, with the rows as JSON."""
+    text = "\n".join(
+        [
+            f"# {title}",
+            "",
+            *(f"- {key}: {value}" for key, value in environment().items()),
+            "",
+            table(rows),
+            "",
+            "```json",
+            *(json.dumps(dict(row)) for row in rows),
+            "```",
+            "",
+        ]
+    )
+    print(text)
+    if path:
+        Path(path).write_text(text)
