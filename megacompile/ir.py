@@ -62,6 +62,11 @@ class TensorMeta:
             requires_grad=self.requires_grad,
         )
 
+    def zeros(self) -> torch.Tensor:
+        """A new tensor of zeros like this."""
+        with torch.no_grad():
+            return self.empty().zero_()
+
     @property
     def size_bytes(self) -> int:
         """Bytes of its elements (not of the storage it may be a view of)."""
@@ -265,6 +270,8 @@ class Template:
     carries: tuple[int, ...]  # primals whose gradient so far the backward takes after the tangents
     backward_inputs: tuple[int | SavedRef, ...]  # primal index or saved tensor, before the tangents
     gradients: tuple[int, ...]  # primals whose gradient the backward returns, in this order
+    tangent_metas: tuple[TensorMeta, ...]  # of the tangents, then of the carries
+    gradient_metas: tuple[TensorMeta, ...]  # of the gradients
     recompute_primals: tuple[int, ...]  # primals that RECOMPUTE reads
     random: bool  # draws random numbers: a recompute needs the generator's state
     graphs: dict[Code, fx.GraphModule] = field(repr=False)

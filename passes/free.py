@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from torch import fx
 
 from megacompile import ops
+from megacompile.hazards import reads
 from megacompile.ir import Schedule, Stream
 
 _OWNERS = (ops.forward, ops.recompute, ops.backward)
@@ -40,7 +41,8 @@ def _insert(graph: fx.Graph, delay: int, *, owns_inputs: bool) -> None:
             continue
         last = max((position[user] for user in _users(node)), default=position[node])
         last = max(last, _end_of_items(node, position))
-        waits = tuple(u for u in node.users if _unordered(u, position, last))
+        readers = [u for u in node.users if node in reads(u)]  # `after=` needs only the name
+        waits = tuple(u for u in readers if _unordered(u, position, last))
         if waits:
             later = [p for p in computes if p > last]
             last = later[min(delay, len(later)) - 1] if later else len(nodes) - 2

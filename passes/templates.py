@@ -15,8 +15,9 @@ sums run in the order in which autograd adds them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
-from dataclasses import replace
+import contextlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from megacompile.ir import (
 )
 from megacompile.options import Lowering
 from megacompile.passes.canonical import graph_key
+from megacompile.passes.edit import calls_by_stage
 
 TemplateCache = MutableMapping[Hashable, Template]
 _VIEWS = {"t", "view", "transpose", "permute", "expand", "reshape", "unsqueeze", "squeeze"}
@@ -54,46 +56,64 @@ def trace_templates(
     walk = _Walk(schedule)
     stages: list[Stage] = []
     for stage in reversed(schedule.stages):
-        tangents, carries = walk.takes(stage)
-        template = _template(stage, tangents, carries, ambient, cache, lowering)
+        takes = walk.takes(stage)
+        template = _template(stage, takes, ambient, cache, lowering)
         walk.gives(stage, template)
         stages.append(replace(stage, template=template))
     return _with_stages(schedule, tuple(reversed(stages)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Takes:
+    """What a stage's backward takes: which gradients, and what they look like."""
+
+    tangents: tuple[int, ...] = ()  # results of the stage
+    carries: tuple[int, ...] = ()  # primals of the stage
+    metas: tuple[TensorMeta, ...] = ()  # of the tangents, then of the carries
 
 
 class _Walk:
     """Which values have a gradient, while stages are visited from last to first."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self.calls = {node.args[0].index: node for node in ops.nodes_of(schedule.forward, ops.forward)}
-        outputs = schedule.forward.output_node().args[0][0]
-        self.values = {outputs[k] for k in schedule.tangents}
-        self.params: set[tuple[int, int]] = set()  # (bucket key, parameter)
+        self.calls = calls_by_stage(schedule.forward, ops.forward)
+        outputs: Any = schedule.forward.output_node().args[0]
+        # forward node or (bucket key, parameter) -> meta of its gradient so far
+        self.gradients: dict[Any, TensorMeta] = {
+            outputs[0][k]: _as_gradient(outputs[0][k].meta["value"]) for k in schedule.tangents
+        }
 
-    def takes(self, stage: Stage) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def takes(self, stage: Stage) -> _Takes:
         """The results that have a gradient, and the primals that have one already."""
         call = self.calls[stage.index]
-        tangents = tuple(sorted(k for k, item in ops.items(call) if item in self.values))
-        if not tangents:
-            return (), ()
-        carries = [
+        results = {k: item for k, item in ops.items(call) if item in self.gradients}
+        if not results:
+            return _Takes()
+        tangents = tuple(sorted(results))
+        sources = {i: self._source(stage, call, i) for i in range(len(stage.primals))}
+        carries = tuple(
             i
-            for i, meta in enumerate(stage.metas)
-            if meta.requires_grad and self._source(stage, call, i) in (self.values | self.params)
-        ]
-        return tangents, tuple(carries)
+            for i, source in sources.items()
+            if stage.metas[i].requires_grad and source in self.gradients
+        )
+        given = [*(results[k] for k in tangents), *(sources[i] for i in carries)]
+        return _Takes(tangents, carries, tuple(self.gradients[source] for source in given))
 
     def gives(self, stage: Stage, template: Template) -> None:
         """Note the gradients that the stage's backward returns."""
-        for primal in template.gradients:
-            source = self._source(stage, self.calls[stage.index], primal)
-            (self.values if isinstance(source, fx.Node) else self.params).add(source)
+        call = self.calls[stage.index]
+        for primal, meta in zip(template.gradients, template.gradient_metas, strict=True):
+            self.gradients[self._source(stage, call, primal)] = meta
 
     def _source(self, stage: Stage, call: fx.Node, primal: int) -> Any:
         ref = stage.primals[primal]
         if isinstance(ref, ArgRef):
             return call.args[2][ref.index]  # type: ignore[index]
         return stage.buckets[ref.bucket].key, ref.param
+
+
+def _as_gradient(meta: TensorMeta) -> TensorMeta:
+    return replace(meta, requires_grad=False)
 
 
 def _with_stages(schedule: Schedule, stages: tuple[Stage, ...]) -> Schedule:
@@ -108,18 +128,18 @@ def _with_stages(schedule: Schedule, stages: tuple[Stage, ...]) -> Schedule:
 
 def _template(
     stage: Stage,
-    tangents: tuple[int, ...],
-    carries: tuple[int, ...],
+    takes: _Takes,
     ambient: Ambient,
     cache: TemplateCache,
     lowering: Lowering,
 ) -> Template:
     params = sum(isinstance(ref, ParamRef) for ref in stage.primals)
     code = graph_key(stage.module)
-    key = (code, stage.metas, params, stage.mutated, tangents, carries, lowering, ambient)
+    key = (code, stage.metas, params, stage.mutated, takes, lowering, ambient)
     if key not in cache:
         try:
-            cache[key] = _Tracer(stage, params, tangents, carries, ambient, lowering).template(len(cache))
+            tracer = _Tracer(stage, params, takes, ambient, lowering)
+            cache[key] = tracer.template(len(cache))
         except compat.UNTRACEABLE as error:
             raise UnsupportedGraphError(f"stage {stage.name!r}: {error}") from error
     return cache[key]
@@ -132,15 +152,15 @@ class _Tracer:
         self,
         stage: Stage,
         params: int,
-        tangents: tuple[int, ...],
-        carries: tuple[int, ...],
+        takes: _Takes,
         ambient: Ambient,
         lowering: Lowering,
     ) -> None:
         self.stage = stage
         self.params = params
-        self.tangents = tangents
-        self.carries = carries
+        self.tangents = takes.tangents
+        self.carries = takes.carries
+        self.tangent_metas = takes.metas
         self.ambient = ambient
         self.lowering = lowering
         self.results = len(stage.outputs) + len(stage.mutated)
@@ -158,15 +178,11 @@ class _Tracer:
 
     def _trace(self) -> fx.GraphModule:
         """The joint graph: (primals, tangents, carries) -> (outputs, new values, gradients)."""
-        stage = self.stage
-        with self.ambient.apply(), compat.fake_mode():
-            primals = [meta.empty() for meta in stage.metas]
-            metas = [*stage.outputs, *(stage.metas[i] for i in stage.mutated)]
-            wanted = [metas[k] for k in self.tangents] + [stage.metas[k] for k in self.carries]
-            tangents = [replace(meta, requires_grad=False).empty() for meta in wanted]
-            decompositions = (
-                compat.inductor_decompositions() if self.lowering is Lowering.INDUCTOR else None
-            )
+        eager = self.lowering is Lowering.EAGER
+        decompositions = None if eager else compat.inductor_decompositions()
+        with self.ambient.apply(), _real_tensors(self.stage) if eager else compat.fake_mode():
+            primals = [meta.zeros() for meta in self.stage.metas]
+            tangents = [meta.zeros() for meta in self.tangent_metas]
             return compat.trace(self._functional, primals, tangents, decompositions)
 
     def _functional(self, primals: list[torch.Tensor], tangents: list[torch.Tensor]) -> Any:
@@ -183,9 +199,11 @@ class _Tracer:
             inputs[i] = primals[i].clone()
         held = {compat.storage_key(p) for p in primals[: self.params]}
         outputs = list(self.stage.module(*inputs))
-        for k, tensor in enumerate(outputs):  # no view of a slot may leave the stage
-            if compat.storage_key(tensor) in held:
+        for k, (tensor, meta) in enumerate(zip(outputs, self.stage.outputs, strict=True)):
+            if compat.storage_key(tensor) in held:  # no view of a slot may leave the stage
                 outputs[k] = tensor.clone()
+            elif tensor.stride() != meta.stride:  # [Note: strides that lie]
+                outputs[k] = meta.empty().detach().copy_(tensor)
         results = [*outputs, *(inputs[i] for i in self.stage.mutated)]
         if not tangents:
             return results, []
@@ -232,10 +250,31 @@ class _Tracer:
             carries=self.carries,
             backward_inputs=backward_inputs,
             gradients=self.gradients,
+            tangent_metas=self.tangent_metas,
+            gradient_metas=() if backward is None else _output_metas(backward),
             recompute_primals=recompute_primals,
             random=random,
             graphs=graphs,
         )
+
+
+def _output_metas(module: fx.GraphModule) -> tuple[TensorMeta, ...]:
+    returned: Any = module.graph.output_node().args[0]
+    return tuple(_as_gradient(TensorMeta.of(node.meta["val"])) for node in returned)
+
+
+@contextlib.contextmanager
+def _real_tensors(stage: Stage) -> Iterator[None]:
+    """Trace on real tensors, leaving the random generators as they were.
+
+    [Note: strides that lie]
+    Some operators give other strides than their fake kernels say (attention's backward, a
+    functionalized BatchNorm), and strides choose the matrix kernels, hence the rounding. For code
+    that is to be bitwise equal to the plain model, a stage is traced by running it once on zeros.
+    """
+    devices = sorted({m.device for m in stage.metas if m.device.type == "cuda"}, key=str)
+    with torch.random.fork_rng(devices):
+        yield
 
 
 def _forbid_saving_parameters(joint: fx.GraphModule, params: int) -> None:

@@ -24,6 +24,7 @@ from megacompile.ir import (
     Slot,
     Stage,
     Stream,
+    TensorMeta,
 )
 from megacompile.runtime.gradients import Gradients
 from megacompile.runtime.host import HostBucket
@@ -222,14 +223,15 @@ class _Ops:
                 saved[item.index].value if isinstance(item, SavedRef) else primals[item]
                 for item in template.backward_inputs
             ]
-            inputs += [tangent.value for tangent in tangents]
+            flows = [tangent.value for tangent in tangents]
             flowing = iter(carries[: len(arg_carries)])
             for i in template.carries:
                 ref = stage.primals[i]
                 if isinstance(ref, ArgRef):
-                    inputs.append(next(flowing).value)
+                    flows.append(next(flowing).value)
                 else:
-                    inputs.append(groups[stage.buckets[ref.bucket].key][ref.param])
+                    flows.append(groups[stage.buckets[ref.bucket].key][ref.param])
+            inputs += map(_conform, flows, template.tangent_metas)
             found = template.code[Code.BACKWARD](inputs)
             return self._sort(stage, found, groups)
 
@@ -296,6 +298,13 @@ class _Ops:
 
     def free(self, value: Handle, *, after: tuple[Any, ...] = ()) -> None:
         raise AssertionError("free is printed as del")
+
+
+def _conform(gradient: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """A gradient as the backward was traced for it; those of the user may have other strides."""
+    if gradient.stride() == meta.stride and gradient.dtype == meta.dtype:
+        return gradient
+    return meta.empty().copy_(gradient)
 
 
 def _primals(stage: Stage, weights: Any, args: Any) -> list[Any]:

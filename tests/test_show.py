@@ -14,7 +14,7 @@ from torch import fx
 
 from megacompile import ops, show
 from megacompile.ir import Schedule, TensorMeta
-from tests.schedules import ACTIVATION, Spec, build, find
+from tests.schedules import ACTIVATION, Spec, arguments, build, find, set_arguments
 
 EVERYTHING = Spec(
     stages=5,
@@ -181,15 +181,15 @@ def run_forward(inputs):
     # x bf16[4, 8]
     x, = inputs
     inputs.clear()
-    begin_ = begin()                                         # compute  BEGIN
-    prefetch_ = prefetch(bucket_0, slot_0, after=(begin_,))  # h2d      0PREFETCH@0  128 B
-    prefetch_1 = prefetch(bucket_1, slot_1, after=(begin_,)) # h2d      1PREFETCH@1  128 B
-    y0_0, = forward(stage_0, (prefetch_,), (x,), False)      # compute  0F           bf16[4, 8]
-    prefetch_2 = prefetch(bucket_2, slot_0, after=(y0_0,))   # h2d      2PREFETCH@0  128 B
-    y1_0, = forward(stage_1, (prefetch_1,), (y0_0,), False)  # compute  1F           bf16[4, 8]
-    del y0_0                                                 # compute  FREE         64 B
-    y2_0, = forward(stage_2, (prefetch_2,), (y1_0,), False)  # compute  2F           bf16[4, 8]
-    del y1_0                                                 # compute  FREE         64 B
+    begin_ = begin()                                          # compute  BEGIN
+    prefetch_ = prefetch(bucket_0, slot_0, after=(begin_,))   # h2d      0PREFETCH@0  128 B
+    prefetch_1 = prefetch(bucket_1, slot_1, after=(begin_,))  # h2d      1PREFETCH@1  128 B
+    y0_0, = forward(stage_0, (prefetch_,), (x,), False)       # compute  0F           bf16[4, 8]
+    prefetch_2 = prefetch(bucket_2, slot_0, after=(y0_0,))    # h2d      2PREFETCH@0  128 B
+    y1_0, = forward(stage_1, (prefetch_1,), (y0_0,), False)   # compute  1F           bf16[4, 8]
+    del y0_0                                                  # compute  FREE         64 B
+    y2_0, = forward(stage_2, (prefetch_2,), (y1_0,), False)   # compute  2F           bf16[4, 8]
+    del y1_0                                                  # compute  FREE         64 B
     return (y2_0,), ()
 """
     )
@@ -297,7 +297,7 @@ def test_marks_stand_behind_their_rows() -> None:
 def test_the_diff_shows_what_a_pass_changed() -> None:
     before = build(Spec(stages=2, training=False))
     after = before.copy()
-    find(after, "forward", "1PREFETCH@1").kwargs = {}
+    find(after, "forward", "1PREFETCH@1").kwargs = {"after": ()}
     lines = show.diff(before, after).splitlines()
     changed = [line for line in lines if re.match(r"[-+] ", line)]
     assert [re.sub(r"\s+#.*", "", line) for line in changed] == [
@@ -311,9 +311,10 @@ def test_a_schedule_that_has_no_slots_or_templates_yet_can_be_printed() -> None:
     schedule = build(Spec(stages=2, training=False))
     stages = tuple(replace(stage, template=None) for stage in schedule.stages)
     for node in ops.nodes_of(schedule.forward, ops.prefetch):
-        node.args = (node.args[0], None)
+        set_arguments(node, arguments(node)[0], None)
     for node in ops.nodes_of(schedule.forward, ops.forward):
-        node.args = (stages[node.args[0].index], *node.args[1:])  # type: ignore[union-attr, arg-type]
+        stage, *rest = arguments(node)
+        set_arguments(node, stages[stage.index], *rest)
     code = show.code(replace(schedule, stages=stages, slots=(), history=()))
     assert "# stage_1: 'layers.1' reads 128 B, not traced" in code
     assert "# passes: none" in code

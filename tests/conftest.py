@@ -1,0 +1,21 @@
+"""Tests that need a GPU are skipped, with the reason, where there is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> None:
+    """Captured graphs of one test do not count towards another's recompilations."""
+    torch.compiler.reset()

@@ -1,0 +1,99 @@
+"""Brute force for the tests of `verify`: every order in which a device may run a small graph.
+
+A state is how far each stream has come. What a slot holds follows from the position in h2d, what is
+freed or changed from that in compute, what the host has from that in d2h. So the steps out of all
+states that can be reached are the steps of all interleavings.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from torch import fx
+
+from megacompile import ops
+from megacompile.hazards import memory, producer, reads
+from megacompile.ir import Stream
+from tests.schedules import arguments
+
+
+class Interleavings:
+    """The interleavings of one graph's streams."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.queues = {s: [n for n in ops.nodes_of(graph) if ops.stream_of(n) is s] for s in Stream}
+        self.place = {n: (s, i) for s, queue in self.queues.items() for i, n in enumerate(queue)}
+        self.issued = {n: i for i, n in enumerate(graph.nodes)}
+        self.begin = ops.nodes_of(graph, ops.begin)[0]
+        self.names: dict[fx.Node, list[fx.Node]] = {}
+        for each in graph.nodes:
+            self.names.setdefault(memory(each), []).append(each)
+
+    def corrupted(self) -> set[str]:
+        """What some interleaving gets wrong, as "label reads value"."""
+        start = dict.fromkeys(Stream, 0)
+        found: set[str] = set()
+        seen = {tuple(start.values())}
+        states = deque([start])
+        while states:
+            state = states.popleft()
+            for stream in Stream:
+                following = {**state, stream: state[stream] + 1}
+                key = tuple(following.values())
+                if state[stream] == len(self.queues[stream]):
+                    continue
+                op = self.queues[stream][state[stream]]
+                if not all(self.done(n, state) for n in self.awaited(op)):
+                    continue
+                found |= set(self.wrong(op, state))
+                if key not in seen:
+                    seen.add(key)
+                    states.append(following)
+        return found
+
+    def awaited(self, op: fx.Node) -> Iterator[fx.Node]:
+        for value in op.all_input_nodes:
+            source = producer(value)
+            if source.op != "placeholder" and self.issued[source] < self.issued[op]:
+                yield source
+
+    def done(self, op: fx.Node, state: dict[Stream, int]) -> bool:
+        stream, index = self.place[op]
+        return index < state[stream]
+
+    def wrong(self, op: fx.Node, state: dict[Stream, int]) -> Iterator[str]:
+        if op.target is ops.prefetch and not self.done(self.begin, state):
+            yield f"{ops.label(op)} before begin"
+        if op.target is ops.fetch_grad:
+            for offload in self.queues[Stream.D2H]:
+                if arguments(offload)[0] == arguments(op)[0] and self.done(offload, state):
+                    yield f"{ops.label(op)} reads what {ops.label(offload)} wrote"
+        for value in op.all_input_nodes:
+            if self.issued[value] > self.issued[op]:
+                yield f"{ops.label(op)} takes {value.name} before it is made"
+            elif value in reads(op) and op.target is not ops.free:
+                yield from self.wrong_read(op, value, state)
+        for value in op.all_input_nodes:
+            frees = [user for user in value.users if user.target is ops.free and user is not op]
+            if any(self.issued[free] < self.issued[op] for free in frees):
+                yield f"{ops.label(op)} takes {value.name}, deleted"
+
+    def wrong_read(self, op: fx.Node, value: fx.Node, state: dict[Stream, int]) -> Iterator[str]:
+        label = ops.label(op)
+        if value.target in (ops.prefetch, ops.hold):
+            filled = self.queues[Stream.H2D][: state[Stream.H2D]]
+            prefetches = [n for n in filled if n.target is ops.prefetch]
+            into = [n for n in prefetches if arguments(n)[1].index == arguments(value)[1].index]
+            holds = into[-1] if into else None
+            if holds is not (value if value.target is ops.prefetch else None):
+                yield f"{label} reads {ops.label(value)}, overwritten"
+        names = self.names[memory(value)]
+        owners = [name for name in names if name.target is not ops.assign]
+        frees = [[user for user in name.users if user.target is ops.free] for name in owners]
+        if all(any(self.done(free, state) for free in each) for each in frees):
+            yield f"{label} reads {value.name}, freed"
+        for name in names:
+            later = name.target is ops.assign and self.issued[name] > self.issued[value]
+            if later and op.target is not ops.assign and self.done(name, state):
+                yield f"{label} reads {value.name}, changed"

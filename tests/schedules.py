@@ -1,0 +1,362 @@
+"""Small correct schedules, written by hand, for the tests of checkers and printers.
+
+No pass makes them, so a fault in a pass cannot hide a fault in a check. Stages are stubs: each
+takes the output of the one before and one bucket of its own, and saves two tensors.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from megacompile import ops
+from megacompile.ir import (
+    ArgRef,
+    Bucket,
+    Param,
+    ParamRef,
+    PassRecord,
+    SavedRef,
+    Schedule,
+    Slot,
+    Stage,
+    Template,
+    TensorMeta,
+)
+
+ACTIVATION = TensorMeta((4, 8), torch.bfloat16, (8, 1))
+WEIGHT = TensorMeta((8, 8), torch.bfloat16, (8, 1))
+SAVED = 2  # tensors that a stage saves
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a hand-made schedule has in it."""
+
+    stages: int = 4
+    slots: int = 2
+    training: bool = True  # False: a forward alone, as under no_grad
+    accumulate: bool = False  # gradients are added to those on the host
+    shared: bool = False  # the last stage reads the first one's bucket too, like a tied embedding
+    hold: bool = False  # the backward takes what the forward leaves in the slots
+    random: frozenset[int] = frozenset()  # stages that draw random numbers
+    keep: frozenset[int] = frozenset()  # stages that are not recomputed
+    changes: frozenset[int] = frozenset()  # stages that change an input in place, like BatchNorm
+
+    def __str__(self) -> str:
+        """The parts that are not the default, for the ids of tests."""
+        default = Spec()
+        parts = []
+        for name, value in vars(self).items():
+            if value != getattr(default, name):
+                parts.append(f"{name}={sorted(value) if isinstance(value, frozenset) else value}")
+        return ",".join(parts) or "plain"
+
+
+def build(spec: Spec) -> Schedule:
+    """The schedule of a spec; it has no hazards."""
+    stages = _stages(spec)
+    forward = _Forward(spec, stages)
+    size = max(bucket.size_bytes for stage in stages for bucket in stage.buckets)
+    return Schedule(
+        name="model",
+        forward=forward.graph,
+        backward=_Backward(spec, stages, forward).graph if spec.training else None,
+        stages=stages,
+        residuals=tuple(node.name for node in forward.residuals),
+        tangents=(0,) if spec.training else (),
+        gradients=("x",) if spec.training else (),
+        slots=tuple(Slot(i, size) for i in range(spec.slots)),
+        held=tuple((i, arguments(node)[0]) for i, node in forward.weights.held().items()),
+        history=(PassRecord("slots", "", "", 0.001, len(forward.graph.nodes)),),
+    )
+
+
+def find(schedule: Schedule, graph: str, label: str, nth: int = 0) -> fx.Node:
+    """The nth node of a graph with a printed name; a value goes by its own name."""
+    nodes: Sequence[fx.Node] = list(schedule.graphs[graph].nodes)
+    return [n for n in nodes if label in (ops.label(n), n.name)][nth]
+
+
+def call(
+    graph: fx.Graph,
+    op: Callable[..., Any],
+    *args: Any,
+    name: str | None = None,
+    after: tuple[fx.Node, ...] = (),
+) -> fx.Node:
+    """Add a call of an op; its arguments are what FX takes, and our frozen data."""
+    kwargs: dict[str, Any] = {"after": after} if after else {}
+    return graph.create_node("call_function", op, args, kwargs, name)
+
+
+def arguments(node: fx.Node) -> tuple[Any, ...]:
+    """The positional arguments of a node: nodes, tuples of them, stages, buckets, slots."""
+    return node.args
+
+
+def set_arguments(node: fx.Node, *args: Any) -> None:
+    """Give a node other positional arguments."""
+    node.args = args
+
+
+def _stages(spec: Spec) -> tuple[Stage, ...]:
+    params = (Param("weight", WEIGHT.shape, WEIGHT.stride, WEIGHT.dtype, 0),)
+    buckets = [
+        Bucket(i, f"layers.{i}", params, WEIGHT.size_bytes, str(i)) for i in range(spec.stages)
+    ]
+    templates: dict[object, Template] = {}
+    stages = []
+    for i in range(spec.stages):
+        read = (buckets[i], buckets[0]) if spec.shared and i == spec.stages - 1 else (buckets[i],)
+        kind = (len(read), spec.shared and i == 0, i in spec.changes, i in spec.random)
+        if kind not in templates:
+            templates[kind] = _template(len(templates), *kind)
+        template = templates[kind]
+        stages.append(
+            Stage(
+                index=i,
+                name=f"layers.{i}",
+                module=fx.GraphModule(torch.nn.Module(), fx.Graph()),
+                buckets=read,
+                primals=(
+                    *(ParamRef(b, 0) for b in range(len(read))),
+                    *(ArgRef(a) for a in range(2 if i in spec.changes else 1)),
+                ),
+                metas=template.primals,
+                outputs=(ACTIVATION,),
+                mutated=template.mutated,
+                template=template,
+            )
+        )
+    return tuple(stages)
+
+
+def _template(index: int, buckets: int, carries: bool, changes: bool, random: bool) -> Template:
+    """Primals: a parameter a bucket, the activation, and the input that is changed in place."""
+    args = 2 if changes else 1
+    return Template(
+        index=index,
+        primals=(*[WEIGHT] * buckets, *[ACTIVATION] * args),
+        outputs=(ACTIVATION,),
+        mutated=(buckets + 1,) if changes else (),
+        saved=(ACTIVATION,) * SAVED,
+        tangents=(0,),
+        carries=(0,) if carries else (),
+        backward_inputs=(*range(buckets), *(SavedRef(i) for i in range(SAVED))),
+        gradients=tuple(range(buckets + 1)),
+        recompute_primals=tuple(range(buckets + args)),
+        random=random,
+        graphs={},
+    )
+
+
+class _Weights:
+    """Prefetches in turn over the slots, as early as their slot allows."""
+
+    def __init__(
+        self, graph: fx.Graph, spec: Spec, uses: Sequence[Stage], held: dict[int, fx.Node]
+    ) -> None:
+        self.graph, self.spec = graph, spec
+        self.wanted = [bucket for stage in uses for bucket in stage.buckets]
+        self.inherited = {arguments(node)[0].key: node for node in held.values()}
+        self.busy: dict[int, fx.Node | None] = {}  # slot -> what fills it, while it is read
+        self.free: dict[int, fx.Node] = {}  # slot -> after whom it may be filled
+        self.ready: list[fx.Node] = []  # filled and not taken yet
+        self.last: dict[int, fx.Node] = {}  # slot -> what filled it last
+
+    def start(self, begin: fx.Node) -> None:
+        """Take what is held, and fill the other slots."""
+        slots = {arguments(node)[1].index for node in self.inherited.values()}
+        self.free = {i: begin for i in range(self.spec.slots) if i not in slots}
+        for i in slots:
+            self.busy[i] = None
+        self.fill()
+
+    def fill(self) -> None:
+        while self.wanted:
+            bucket = self.wanted[0]
+            if bucket.key in self.inherited:
+                source = self.inherited.pop(bucket.key)
+                node = call(self.graph, ops.hold, bucket, source.args[1])
+            elif self.free:
+                slot, after = next(iter(self.free.items()))
+                del self.free[slot]
+                place = Slot(slot, bucket.size_bytes)
+                node = call(self.graph, ops.prefetch, bucket, place, after=(after,))
+                self.last[slot] = node
+            else:
+                return
+            self.wanted.pop(0)
+            self.ready.append(node)
+
+    def take(self, count: int) -> tuple[fx.Node, ...]:
+        taken, self.ready = self.ready[:count], self.ready[count:]
+        assert len(taken) == count, "a stage reads more buckets than there are slots"
+        return tuple(taken)
+
+    def give_back(self, weights: Sequence[fx.Node], reader: fx.Node) -> None:
+        for node in weights:
+            self.free[arguments(node)[1].index] = reader
+        self.fill()
+
+    def held(self) -> dict[int, fx.Node]:
+        """The prefetches whose buckets are still in the slots, by slot."""
+        return self.last if self.spec.hold else {}
+
+
+class _Forward:
+    def __init__(self, spec: Spec, stages: Sequence[Stage]) -> None:
+        self.graph = graph = fx.Graph()
+        self.spec = spec
+        self.residuals: list[fx.Node] = []
+        self.inputs: dict[int, list[fx.Node]] = {}  # of each stage, as its recompute takes them
+        self.saved: dict[int, list[fx.Node]] = {}
+        self.rng: dict[int, fx.Node] = {}
+        x = _placeholder(graph, "x")
+        states = {i: _placeholder(graph, f"state_{i}") for i in sorted(spec.changes)}
+        self.weights = _Weights(graph, spec, stages, {})
+        self.weights.start(call(graph, ops.begin))
+        for stage in stages:
+            y = self._stage(stage, x, states.get(stage.index))
+            if x.op != "placeholder" and x not in self.residuals:
+                call(graph, ops.free, x)
+            x = y
+        graph.output(((x,), tuple(self.residuals)))
+
+    def _stage(self, stage: Stage, x: fx.Node, state: fx.Node | None) -> fx.Node:
+        graph, spec, i = self.graph, self.spec, stage.index
+        saving = spec.training and i in spec.keep
+        if spec.training and not saving:
+            self.inputs[i] = [x] if state is None else [x, call(graph, ops.snapshot, state)]
+            self.residuals += self.inputs[i]
+            if stage.traced.random:
+                self.rng[i] = call(graph, ops.save_rng, stage)
+                self.residuals.append(self.rng[i])
+        weights = self.weights.take(len(stage.buckets))
+        args = (x,) if state is None else (x, state)
+        values = _take(graph, ops.forward, (stage, weights, args, saving), f"y{i}")
+        self.weights.give_back(weights, values[0])
+        if state is not None:
+            call(graph, ops.assign, state, values[1])
+            call(graph, ops.free, values[1])
+        if saving:
+            self.saved[i] = values[-SAVED:]
+            self.residuals += self.saved[i]
+        return values[0]
+
+
+class _Backward:
+    def __init__(self, spec: Spec, stages: Sequence[Stage], forward: _Forward) -> None:
+        self.graph = graph = fx.Graph()
+        self.spec, self.forward = spec, forward
+        self.values = {n: _placeholder(graph, n.name) for n in forward.residuals}
+        self.carried: dict[int, fx.Node] = {}  # bucket key -> gradients so far
+        self.contributors = [bucket.key for stage in stages for bucket in stage.buckets]
+        self.later: list[tuple[fx.Node, fx.Node]] = []  # values to free, and who reads them
+        gradient = _placeholder(graph, "t0")
+        order = list(reversed(stages))
+        begin = call(graph, ops.begin)
+        self.weights = _Weights(graph, spec, order, forward.weights.held())
+        self.weights.start(begin)
+        for stage in order:
+            gradient = self._stage(stage, gradient)
+        self._free_later()
+        graph.output((gradient,))
+
+    def _stage(self, stage: Stage, tangent: fx.Node) -> fx.Node:
+        graph, i = self.graph, stage.index
+        weights = self.weights.take(len(stage.buckets))
+        rooms = self._fetch(stage) if self.spec.accumulate else {}
+        saved = self._saved(stage, weights)
+        first = 1 if stage.traced.carries else 0
+        carries = tuple(self.carried[b.key] for b in stage.buckets[:first])
+        args = (None,) * len(stage.traced.primals[len(stage.buckets) :])
+        given = (stage, weights, args, tuple(saved), (tangent,), carries)
+        gradient, *groups = _take(graph, ops.backward, given, f"d{i}")
+        self.weights.give_back(weights, gradient)
+        self._free_later()
+        for node in (*saved, tangent, *carries, *self.values_of(i)):
+            call(graph, ops.free, node)
+        for bucket, group in zip(stage.buckets, groups, strict=True):
+            self.contributors.remove(bucket.key)
+            if bucket.key in self.contributors:
+                self.carried[bucket.key] = group
+            else:
+                self._offload(bucket, group, rooms)
+        return gradient
+
+    def values_of(self, i: int) -> list[fx.Node]:
+        """The residuals that nobody takes after the backward of stage i."""
+        nodes = [*self.forward.inputs.get(i, []), self.forward.rng.get(i)]
+        return [self.values[node] for node in nodes if node is not None]
+
+    def _saved(self, stage: Stage, weights: tuple[fx.Node, ...]) -> list[fx.Node]:
+        i = stage.index
+        if i in self.spec.keep:
+            return [self.values[node] for node in self.forward.saved[i]]
+        rng = self.forward.rng.get(i)
+        state = None if rng is None else self.values[rng]
+        args = tuple(self.values[node] for node in self.forward.inputs[i])
+        return _take(self.graph, ops.recompute, (stage, weights, args, state), f"s{i}")
+
+    def _fetch(self, stage: Stage) -> dict[int, tuple[fx.Node, fx.Node]]:
+        rooms = {}
+        for bucket in stage.buckets:
+            if self.contributors.count(bucket.key) == 1:
+                room = call(self.graph, ops.alloc_grad, bucket)
+                rooms[bucket.key] = room, call(self.graph, ops.fetch_grad, bucket, room)
+        return rooms
+
+    def _offload(
+        self, bucket: Bucket, group: fx.Node, rooms: dict[int, tuple[fx.Node, fx.Node]]
+    ) -> None:
+        graph = self.graph
+        if self.spec.accumulate:
+            room, fetched = rooms[bucket.key]
+            total = call(graph, ops.add_grad, bucket, fetched, group)
+            for node in (room, fetched, group):
+                call(graph, ops.free, node)
+            group = total
+        self.later.append((group, call(graph, ops.offload_grad, bucket, group)))
+
+    def _free_later(self) -> None:
+        """Free what was offloaded a stage ago: its copy has had time."""
+        for value, reader in self.later:
+            call(self.graph, ops.free, value, after=(reader,))
+        self.later.clear()
+
+
+def _placeholder(graph: fx.Graph, name: str) -> fx.Node:
+    node = graph.placeholder(name)
+    if not name.startswith("save_rng"):
+        node.meta["value"] = ACTIVATION
+    return node
+
+
+def _take(
+    graph: fx.Graph, op: Callable[..., Any], args: tuple[Any, ...], name: str
+) -> list[fx.Node]:
+    """Call an op that gives a tuple and take all of it."""
+    stage: Stage = args[0]
+    node = call(graph, op, *args)
+    saved = [ACTIVATION] * SAVED
+    groups = [(WEIGHT,)] * len(stage.buckets)
+    results = [ACTIVATION] * (1 + len(stage.mutated))
+    metas: dict[object, list[Any]] = {
+        ops.forward: results + (saved if args[3:] == (True,) else []),
+        ops.recompute: saved,
+        ops.backward: [ACTIVATION, *groups],
+    }
+    node.meta["value"] = tuple(metas[op])
+    values = []
+    for k, meta in enumerate(metas[op]):
+        item = call(graph, operator.getitem, node, k, name=f"{name}_{k}")
+        item.meta["value"] = meta
+        values.append(item)
+    return values

@@ -1,0 +1,126 @@
+"""Streamed equals plain: bitwise with the eager lowering, within rounding with Inductor."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megacompile import megacompile, schedules
+from tests import cases
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda")
+
+
+def both(name: str, device: torch.device, lowering: str) -> tuple[nn.Module, nn.Module, cases.Case]:
+    """A plain copy of a case's model on `device`, the streamed one, and the case."""
+    case = cases.build(name)
+    plain = copy.deepcopy(case.model).to(device)
+    streamed = megacompile(case.model, device=device, lowering=lowering)
+    return plain, streamed, case
+
+
+def step(model: nn.Module, case: cases.Case, i: int, device: torch.device) -> Tensor:
+    """Forward and backward on step `i`'s data, with that step's seed."""
+    torch.manual_seed(i)
+    loss = case.loss(model, i, device)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach()
+
+
+def assert_same(plain: nn.Module, streamed: nn.Module) -> None:
+    """Every gradient and every buffer is the same, bit for bit."""
+    for (name, want), got in zip(plain.named_parameters(), streamed.parameters(), strict=True):
+        assert got.device.type == "cpu", f"{name} left the host"
+        assert (want.grad is None) == (got.grad is None), f"{name}: gradient missing or unasked for"
+        if want.grad is not None and got.grad is not None:
+            assert torch.equal(want.grad.cpu(), got.grad), f"gradient of {name}"
+    for (name, want), got in zip(plain.named_buffers(), streamed.buffers(), strict=True):
+        assert torch.equal(want, got), f"buffer {name}"
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_bitwise_on_the_cpu(name: str) -> None:
+    _bitwise(name, CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", cases.CASES)
+def test_bitwise_on_the_gpu(name: str) -> None:
+    _bitwise(name, GPU)
+
+
+def _bitwise(name: str, device: torch.device) -> None:
+    plain, streamed, case = both(name, device, "eager")
+    for i in range(2):  # the second accumulates into the first
+        want, got = step(plain, case, i, device), step(streamed, case, i, device)
+        assert torch.equal(want, got), f"loss {i}"
+        assert_same(plain, streamed)
+    assert schedules(streamed), "nothing was scheduled"
+
+
+@pytest.mark.parametrize("name", ["demo gpt", "hf qwen2", "batch norm", "tied", "dropout"])
+def test_ten_adamw_steps_are_bitwise_on_the_cpu(name: str) -> None:
+    """With clipping that triggers and that does not, two micro-batches a step, a scheduler."""
+    plain, streamed, case = both(name, CPU, "eager")
+    for model in (plain, streamed):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 10)
+        for i in range(10):
+            for micro in range(2):
+                torch.manual_seed(10 * i + micro)
+                (case.loss(model, 2 * i + micro, CPU) / 2).backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1 if i % 2 else 100.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    for (name, want), got in zip(plain.named_parameters(), streamed.parameters(), strict=True):
+        assert torch.equal(want, got), name
+
+
+@pytest.mark.parametrize("name", ["demo gpt", "batch norm"])
+def test_inductor_on_the_cpu(name: str) -> None:
+    _within_rounding(name, CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [n for n in cases.CASES if n not in ("dropout", "hf gpt2")])
+def test_inductor_on_the_gpu(name: str) -> None:
+    _within_rounding(name, GPU)
+
+
+def _within_rounding(name: str, device: torch.device) -> None:
+    """Within 1e-5 relative in fp32; a gradient that is nothing but rounding has no relative error."""
+    plain, streamed, case = both(name, device, "inductor")
+    want, got = step(plain, case, 0, device), step(streamed, case, 0, device)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
+    pairs = {
+        label: (p.grad.cpu(), q.grad)
+        for (label, p), q in zip(plain.named_parameters(), streamed.parameters(), strict=True)
+        if p.grad is not None and q.grad is not None
+    }
+    assert len(pairs) == sum(q.grad is not None for q in streamed.parameters())
+    largest = max(float(p.norm()) for p, _ in pairs.values())
+    for label, (p, q) in pairs.items():
+        error = float((p - q).norm()) / max(float(p.norm()), 1e-2 * largest)
+        assert error < 1e-5, f"gradient of {label}: relative error {error:.1e}"
+
+
+@pytest.mark.gpu
+def test_inductor_draws_the_same_dropout_mask_in_the_recompute() -> None:
+    """Dropout zeroes the same entries in forward and backward: gradients of a mask are 0 or 1/keep."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Dropout(0.5)) for _ in range(3)))
+    with torch.no_grad():
+        for layer in model:
+            layer[0].weight.copy_(torch.eye(256))  # type: ignore[index]
+            layer[0].bias.zero_()  # type: ignore[index]
+    streamed = megacompile(model, device="cuda", lowering="inductor")
+    x = torch.ones(64, 256, device="cuda", requires_grad=True)
+    out = streamed(x)
+    out.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad != 0, out != 0)
+    assert 0.08 < (out != 0).float().mean() < 0.17  # 0.5 ** 3

@@ -1,0 +1,248 @@
+"""Small models for the tests, a function each: gives the model and the keyword inputs of a call.
+
+Each model returns its loss, alone or in an output with `.loss`. Seeds are fixed, so two calls give
+equal models and equal inputs. `twins` gives a model and its plain copy; `same` compares bitwise.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megacompile import megacompile
+
+Inputs = dict[str, Any]
+Made = tuple[nn.Module, Inputs]
+
+WIDTH = 16
+BATCH = 4
+
+
+def twins(model: nn.Module, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """(a plain copy, the model megacompiled on the CPU with eager lowering)."""
+    plain = copy.deepcopy(model)
+    return plain, megacompile(model, **{"device": "cpu", "lowering": "eager", **options})
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in what a model of this file returns."""
+    loss: Tensor = output if isinstance(output, Tensor) else output.loss
+    return loss
+
+
+def step(model: nn.Module, inputs: Mapping[str, Any], *, seed: int = 0) -> Tensor:
+    """One forward and backward; gives the loss. The seed is for dropout."""
+    torch.manual_seed(seed)
+    loss = loss_of(model(**inputs))
+    loss.backward()
+    return loss.detach()
+
+
+def differences(plain: nn.Module, streamed: nn.Module) -> list[str]:
+    """Names of parameters, gradients and buffers that are not equal in every bit."""
+    found = []
+    pairs = zip(
+        plain.named_parameters(remove_duplicate=False),
+        streamed.named_parameters(remove_duplicate=False),
+        strict=True,
+    )
+    for (name, mine), (other_name, theirs) in pairs:
+        assert name == other_name
+        if not equal(mine.detach(), theirs.detach()):
+            found.append(name)
+        if not equal(mine.grad, theirs.grad):
+            found.append(f"{name}.grad")
+    buffers = zip(plain.named_buffers(), streamed.named_buffers(), strict=True)
+    found += [name for (name, a), (_, b) in buffers if not equal(a, b)]
+    return found
+
+
+def equal(a: Tensor | None, b: Tensor | None) -> bool:
+    """Bitwise equal, NaN for NaN; or both None."""
+    if a is None or b is None:
+        return a is b
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(torch.isnan(a), torch.isnan(b))
+        and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+    )
+
+
+def batch(seed: int = 1, *, size: int = BATCH) -> Inputs:
+    """`x` and `y` for the models below that are no language models."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "x": torch.randn(size, WIDTH, generator=generator),
+        "y": torch.randn(size, WIDTH, generator=generator),
+    }
+
+
+def tokens(seed: int = 1, *, size: int = 2, length: int = 8, vocabulary: int = 64) -> Inputs:
+    """`input_ids` and `labels` for the language models."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(vocabulary, (size, length), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+class Block(nn.Module):
+    """A pre-norm residual layer."""
+
+    def __init__(self, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+        return result
+
+
+class Stack(nn.Module):
+    """Blocks between two projections; gives the loss where it gets `y`, else the prediction."""
+
+    def __init__(
+        self,
+        *,
+        layers: int = 3,
+        block: Callable[[], nn.Module] = Block,
+        between: Callable[[int, Tensor], Tensor] = lambda i, h: h,
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(block() for _ in range(layers))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.between = between
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        hidden: Tensor = self.embed(x)
+        for i, layer in enumerate(self.layers):
+            hidden = self.between(i, layer(hidden))
+        prediction: Tensor = self.head(hidden)
+        return prediction if y is None else F.mse_loss(prediction, y)
+
+
+def stack() -> Made:
+    """Three pre-norm layers."""
+    torch.manual_seed(0)
+    return Stack(), batch()
+
+
+def batchnorm() -> Made:
+    """An MLP with BatchNorm: buffers change in the forward."""
+
+    def layer() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(inplace=True))
+
+    torch.manual_seed(0)
+    return Stack(block=layer), batch()
+
+
+def dropout() -> Made:
+    """Layers with a dropout of 0.3."""
+    torch.manual_seed(0)
+    return Stack(block=lambda: Block(dropout=0.3)), batch()
+
+
+def frozen() -> Made:
+    """The first half of the layers does not require grad."""
+    model, inputs = stack()
+    model.embed.requires_grad_(False)  # type: ignore[union-attr]
+    model.layers[0].requires_grad_(False)  # type: ignore[index, union-attr]
+    return model, inputs
+
+
+def unused() -> Made:
+    """Parameters that the forward never reads, in a layer and beside the layers."""
+    model, inputs = stack()
+    model.layers[1].extra = nn.Parameter(torch.ones(3))  # type: ignore[index, union-attr]
+    model.spare = nn.Linear(2, 2)
+    return model, inputs
+
+
+def tied() -> Made:
+    """The head is the embedding, transposed (a token model with tied weights)."""
+    model, inputs = stack()
+    model.head.weight = model.embed.weight  # type: ignore[union-attr]
+    return model, inputs
+
+
+def shared() -> Made:
+    """The same layer three times over."""
+    model, inputs = stack()
+    first = model.layers[0]  # type: ignore[index]
+    model.layers = nn.ModuleList([first, first, first])
+    return model, inputs
+
+
+def graph_break() -> Made:
+    """Dynamo breaks the graph between the layers."""
+
+    def between(i: int, h: Tensor) -> Tensor:
+        if i == 1:
+            torch._dynamo.graph_break()
+        return h
+
+    torch.manual_seed(0)
+    return Stack(between=between), batch()
+
+
+def data_dependent() -> Made:
+    """A branch on a value: Dynamo breaks the graph there."""
+
+    def between(i: int, h: Tensor) -> Tensor:
+        return h * 2 if i == 1 and h.sum() > 0 else h + 1
+
+    torch.manual_seed(0)
+    return Stack(between=between), batch()
+
+
+def qwen2() -> Made:
+    """A tiny HF Qwen2 with labels."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=64,
+        use_cache=False,
+    )
+    return Qwen2ForCausalLM(config), tokens()
+
+
+def gpt2() -> Made:
+    """A tiny HF GPT-2 with labels; its dropout is on, its head is tied."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=64, n_positions=32, use_cache=False)
+    return GPT2LMHeadModel(config), tokens()
+
+
+ZOO: dict[str, Callable[[], Made]] = {
+    made.__name__: made
+    for made in (
+        stack,
+        batchnorm,
+        dropout,
+        frozen,
+        unused,
+        tied,
+        shared,
+        graph_break,
+        data_dependent,
+        qwen2,
+        gpt2,
+    )
+}
