@@ -82,14 +82,13 @@ def _measure(layers: int, args: argparse.Namespace) -> list[dict[str, object]]:
     if args.trace:
         _trace(model, ids, args.trace)
         print(schedules(model)[0].table())
-    columns = dict.fromkeys(key for row in rows for key in row)
-    return [{key: row.get(key, "") for key in columns} for row in rows]
+    return rows
 
 
 def _resident(model: nn.Module) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     for layer in model.model.layers:  # type: ignore[union-attr]
-        layer.compile()  # type: ignore[operator]
+        layer.compile()
 
 
 def _plain(model: nn.Module) -> None:
@@ -104,7 +103,7 @@ def _plain(model: nn.Module) -> None:
 def _step(model: nn.Module, ids: torch.Tensor) -> float:
     model.zero_grad(set_to_none=True)
     loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     return float(loss)
 
 

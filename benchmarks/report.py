@@ -41,9 +41,10 @@ def _commit() -> str:
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:
-    """Rows of equal keys as a Markdown table."""
-    columns = list(rows[0])
-    lines = [columns, ["---"] * len(columns), *([str(row[c]) for c in columns] for row in rows)]
+    """Rows as a Markdown table; a column for each key, empty where a row lacks it."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [[str(row.get(column, "")) for column in columns] for row in rows]
+    lines = [columns, ["---"] * len(columns), *cells]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

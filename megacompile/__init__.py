@@ -1,6 +1,6 @@
 """megacompile: train a model that does not fit on the GPU, with one line.
 
-    model = megacompile(model)
+model = megacompile(model)
 """
 
 from megacompile.api import megacompile, schedules

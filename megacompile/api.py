@@ -94,7 +94,7 @@ def megacompile(
         )
     check_host_memory(host_rows(model))
     streamed = StreamedModel(model, options, find_units, functools.partial(_Compiler, options))
-    model._compiled_call_impl = streamed  # type: ignore[assignment]
+    model._compiled_call_impl = streamed
     model._apply = HostApply(model)  # type: ignore[method-assign]
     return model
 

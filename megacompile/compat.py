@@ -6,7 +6,7 @@ All of them were seen on torch 2.11.0 and 2.13.0.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 # What tracing raises for operators whose results depend on data, or that have no fake kernel.
@@ -36,6 +37,8 @@ UNTRACEABLE = (
 # The nodes that Dynamo writes for grad mode and autocast.
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
 EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
+
+NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl  # for subclasses that only dispatch
 
 Tensors = Sequence[torch.Tensor]
 Optionals = Sequence[torch.Tensor | None]
@@ -81,7 +84,6 @@ def trace(
 ) -> fx.GraphModule:
     """Trace `function(primals, tangents)` to ATen; placeholders are primals_1.., tangents_1.."""
 
-
     def joint(primals: Tensors, tangents: Tensors) -> Any:  # the partitioner reads these names
         return function(primals, tangents)
 
@@ -92,7 +94,7 @@ def trace(
 def flatten_signature(module: fx.GraphModule) -> fx.GraphModule:
     """Give a traced function of two lists a flat signature and a flat output."""
     graph = module.graph
-    graph.set_codegen(fx.CodeGen())
+    graph.set_codegen(fx.graph.CodeGen())
     output = next(iter(reversed(graph.nodes)))
     flat: list[Any] = []
 
@@ -162,6 +164,32 @@ def module_calls(node: fx.Node) -> list[tuple[int, str]]:
     return calls
 
 
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply `function` to every leaf of nested containers, registered classes included."""
+    return _pytree.tree_map(function, tree)
+
+
+def wrapper(cls: type[torch.Tensor], like: torch.Tensor, device: torch.device) -> Any:
+    """A tensor of a wrapper subclass: the looks of `like` on another device, and no data."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls,
+        like.shape,
+        strides=like.stride(),
+        storage_offset=0,
+        dtype=like.dtype,
+        device=device,
+        requires_grad=like.requires_grad,
+    )
+
+
+def guards_on_hooks() -> AbstractContextManager[None]:
+    """For its duration, Dynamo captures anew when hooks are added to or removed from a module."""
+    patch: AbstractContextManager[None] = torch._dynamo.config.patch(
+        skip_nnmodule_hook_guards=False
+    )
+    return patch
+
+
 def keeps_graph() -> bool:
     """Inside a backward: was it called with `retain_graph=True`?"""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
@@ -169,14 +197,14 @@ def keeps_graph() -> bool:
 
 def when_backward_ends(callback: Callable[[], None]) -> None:
     """Inside a backward: call `callback` in the thread of `backward()`, just before it returns."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def storage_users(tensor: torch.Tensor) -> int:
     """How many tensors share this tensor's storage, itself included."""
     storage = tensor.untyped_storage()
     # one user is `storage` itself
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def profiler_enabled() -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-ALIGNMENT_BYTES = 256  # of each parameter in its bucket: what the CUDA allocator gives, and BLAS likes
+ALIGNMENT_BYTES = 256  # of each parameter in its bucket, as the CUDA allocator gives
 
 
 class Stream(enum.Enum):
@@ -228,7 +228,7 @@ class Ambient:
             for kind, enabled, dtype in self.autocast:
                 on = enabled and autocast
                 stack.enter_context(
-                    torch.autocast(kind, enabled=on, dtype=dtype if on else None, cache_enabled=False)
+                    torch.autocast(kind, dtype if on else None, enabled=on, cache_enabled=False)
                 )
             yield
 
@@ -350,9 +350,9 @@ class PassRecord:
 class Schedule:
     """The scheduled graphs of one captured graph, for one set of input shapes.
 
-    `print(schedule)` is the Python that the executor runs. A forward returns its outputs and
-    the residuals: the values that the backward's placeholders of the same names stand for, and more that
-    a backward for other outputs would take.
+    `print(schedule)` is the Python that the executor runs. A forward returns its outputs and the
+    residuals: the values that the backward's placeholders of the same names stand for, and more
+    that a backward for other outputs would take.
     """
 
     name: str
@@ -436,7 +436,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 
 
 def short_dtype(dtype: torch.dtype) -> str:
-    """"bf16" for torch.bfloat16, as FX prints it."""
+    """ "bf16" for torch.bfloat16, as FX prints it."""
     name = str(dtype).removeprefix("torch.")
     for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i")):
         if name.startswith(long):
@@ -445,7 +445,7 @@ def short_dtype(dtype: torch.dtype) -> str:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """"1.09 GiB": three significant digits, binary units."""
+    """ "1.09 GiB": three significant digits, binary units."""
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1000:

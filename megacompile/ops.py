@@ -65,7 +65,7 @@ def snapshot(tensor: Any) -> Any:
 
 
 def forward(stage: Stage, weights: tuple[Any, ...], args: tuple[Any, ...], saving: bool) -> Any:
-    """Run a stage: its outputs, new values of mutated inputs, and with `saving` its saved tensors."""
+    """Run a stage: outputs, new values of mutated inputs, and with `saving` its saved tensors."""
     _unbound("forward")
 
 
@@ -162,6 +162,28 @@ OPS: dict[Callable[..., Any], Op] = {
     offload_grad: Op("offload_grad", _D, _by_bucket("OFFLOAD_GRAD")),
     free: Op("free", _C, _named("FREE")),
 }
+
+
+def call(
+    graph: fx.Graph,
+    op: Callable[..., Any],
+    *args: Any,
+    name: str | None = None,
+    after: tuple[fx.Node, ...] | None = None,
+) -> fx.Node:
+    """Add a node that calls an op, where the graph inserts now."""
+    kwargs: dict[str, Any] = {} if after is None else {"after": after}
+    return graph.create_node("call_function", op, args, kwargs, name)
+
+
+def arguments(node: fx.Node) -> tuple[Any, ...]:
+    """The positional arguments of a node, which may be stages, buckets and slots."""
+    return node.args
+
+
+def returned(graph: fx.Graph) -> Any:
+    """What a graph returns: (outputs, residuals) of a forward, gradients of a backward."""
+    return graph.output_node().args[0]
 
 
 def op_of(node: fx.Node) -> Op | None:

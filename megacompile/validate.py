@@ -42,7 +42,7 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
             "use model.to_empty(device='cpu') and initialize or load it"
         )
     if param.layout is not torch.strided:
-        raise ModelError(f"{where} has layout {param.layout}; needed a dense tensor; use .to_dense()")
+        raise ModelError(f"{where} has layout {param.layout}; needed a dense one; use .to_dense()")
     if param.is_quantized or type(param.data) is not torch.Tensor:
         kind = "quantized" if param.is_quantized else type(param.data).__name__
         raise ModelError(

@@ -4,8 +4,8 @@
 
 Every forward keeps its saved tensors, for now: `recompute` decides otherwise. What the backward
 may need of the forward are the *residuals*: the forward returns them, and the backward graph has
-placeholders of the same names for those that it does need. An input that the model changes in place is copied first
-(`snapshot`), where the backward needs it as it was.
+placeholders of the same names for those that it does need. An input that the model changes in
+place is copied first (`snapshot`), where the backward needs it as it was.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def differentiate(schedule: Schedule) -> Schedule:
                 residuals[node.name] = backward.placeholder(node.name)
                 residuals[node.name].meta["value"] = node.meta.get("value")
     gradients = _Gradients()
-    outputs = new.forward.output_node().args[0][0]  # type: ignore[index]
+    outputs, _ = ops.returned(new.forward)
     for k in new.tangents:
         tangent = backward.placeholder(f"t{k}")
-        tangent.meta["value"] = outputs[k].meta.get("value")  # type: ignore[index, union-attr]
-        gradients.of_value[outputs[k]] = tangent  # type: ignore[index]
+        tangent.meta["value"] = outputs[k].meta.get("value")
+        gradients.of_value[outputs[k]] = tangent
     for stage in stages:
         _backward(new.forward, backward, calls[stage.index], stage, gradients, residuals)
     wanted = [n for n in new.forward.find_nodes(op="placeholder") if n in gradients.of_value]
@@ -68,11 +68,11 @@ def _boundary(graph: fx.Graph, stage: Stage) -> list[str]:
     if not any(meta.requires_grad for meta in metas):
         return []
     call = calls_by_stage(graph, ops.forward)[stage.index]
-    args: Any = call.args[2]
+    args = ops.arguments(call)[2]
     names = [residual(graph, arg).name for arg in args]
     if stage.traced.random:
         with graph.inserting_before(call):
-            graph.create_node("call_function", ops.save_rng, (stage,), name=f"rng{stage.index}")
+            ops.call(graph, ops.save_rng, stage, name=f"rng{stage.index}")
         names.append(f"rng{stage.index}")
     return names
 
@@ -96,16 +96,14 @@ def _saved(call: fx.Node, stage: Stage) -> list[fx.Node]:
 
 def _needed(graph: fx.Graph, call: fx.Node, stage: Stage) -> list[fx.Node]:
     """The forward's nodes that the stage's backward takes."""
-    args = [residual(graph, arg) for arg in backward_args(call, stage, stage.traced.backward_primals) if arg]
-    return [*args, *_saved(call, stage)]
+    args = backward_args(call, stage, stage.traced.backward_primals)
+    return [*(residual(graph, arg) for arg in args if arg), *_saved(call, stage)]
 
 
-def backward_args(
-    call: fx.Node, stage: Stage, primals: tuple[int, ...]
-) -> list[fx.Node | None]:
+def backward_args(call: fx.Node, stage: Stage, primals: tuple[int, ...]) -> list[fx.Node | None]:
     """The forward's arguments of a stage, None for those that `primals` does not name."""
     wanted = {ref.index for ref in (stage.primals[i] for i in primals) if isinstance(ref, ArgRef)}
-    args: Any = call.args[2]
+    args = ops.arguments(call)[2]
     return [arg if i in wanted else None for i, arg in enumerate(args)]
 
 
@@ -118,23 +116,21 @@ def _backward(
     residuals: dict[str, fx.Node],
 ) -> None:
     template = stage.traced
-    args: Any = call.args[2]
+    args = ops.arguments(call)[2]
     results = dict(ops.items(call))
     buckets = stage.gradient_buckets
     carried = [args[ref.index] for ref in _arg_refs(stage, template.carries)]
     groups = [gradients.of_bucket[b.key] for b in buckets if b.key in gradients.of_bucket]
     needed = backward_args(call, stage, template.backward_primals)
-    node = graph.create_node(
-        "call_function",
+    node = ops.call(
+        graph,
         ops.backward,
-        (
-            stage,
-            (),
-            tuple(residuals[residual(forward, a).name] if a else None for a in needed),
-            tuple(residuals[s.name] for s in _saved(call, stage)),
-            tuple(gradients.of_value[results[k]] for k in template.tangents),
-            (*(gradients.of_value[n] for n in carried), *groups),
-        ),
+        stage,
+        (),
+        tuple(residuals[residual(forward, a).name] if a else None for a in needed),
+        tuple(residuals[s.name] for s in _saved(call, stage)),
+        tuple(gradients.of_value[results[k]] for k in template.tangents),
+        (*(gradients.of_value[n] for n in carried), *groups),
         name=f"b{stage.index}",
     )
     sources = [args[ref.index] for ref in _arg_refs(stage, template.gradients)]
@@ -158,5 +154,3 @@ def _group_meta(stage: Stage, template: Template, bucket: Bucket) -> tuple[Any, 
     return tuple(
         template.primals[i] for i, r in refs if isinstance(r, ParamRef) and r.bucket == position
     )
-
-

@@ -34,7 +34,7 @@ def residual(graph: fx.Graph, value: fx.Node) -> fx.Node:
         if user.target is ops.snapshot:
             return user
     with graph.inserting_before(assigns[0]):
-        copy = graph.create_node("call_function", ops.snapshot, (value,), name=f"{value.name}_old")
+        copy = ops.call(graph, ops.snapshot, value, name=f"{value.name}_old")
     copy.meta["value"] = value.meta.get("value")
     return copy
 
@@ -43,7 +43,7 @@ def add_residuals(schedule: Schedule, names: Sequence[str]) -> Schedule:
     """Set what the forward hands to the backward; `schedule` is a copy that may be changed."""
     by_name = {node.name: node for node in schedule.forward.nodes}
     output = schedule.forward.output_node()
-    outputs = output.args[0][0]  # type: ignore[index]
+    outputs, _ = ops.returned(schedule.forward)
     output.args = ((outputs, tuple(by_name[name] for name in names)),)
     return replace(schedule, residuals=tuple(names))
 
@@ -53,5 +53,5 @@ def calls_by_stage(graph: fx.Graph, op: object) -> dict[int, fx.Node]:
     found: dict[int, fx.Node] = {}
     for node in ops.nodes_of(graph):
         if node.target is op:
-            found[node.args[0].index] = node  # type: ignore[union-attr]
+            found[ops.arguments(node)[0].index] = node
     return found

@@ -50,15 +50,14 @@ def _insert(graph: fx.Graph, delay: int, *, owns_inputs: bool) -> None:
         frees.append((last, node, waits))
     for last, node, waits in sorted(frees, key=lambda entry: entry[0], reverse=True):
         with graph.inserting_after(nodes[last]):
-            graph.create_node(
-                "call_function", ops.free, (node,), {"after": waits}, name=f"free_{node.name}"
-            )
+            ops.call(graph, ops.free, node, name=f"free_{node.name}", after=waits)
 
 
 def _users(node: fx.Node) -> list[fx.Node]:
     """The readers of a value; those of room for gradients read it as what was fetched into it."""
     users = list(node.users)
-    return users + [later for user in users if user.target is ops.fetch_grad for later in user.users]
+    fetches = [user for user in users if user.target is ops.fetch_grad]
+    return users + [reader for fetch in fetches for reader in fetch.users]
 
 
 def _owns(node: fx.Node, owns_inputs: bool) -> bool:

@@ -33,7 +33,7 @@ def lower(schedule: Schedule, *, lowering: Lowering, progress: Progress) -> Sche
 def _runs(schedule: Schedule) -> Iterable[tuple[Template, Code]]:
     for graph in schedule.graphs.values():
         for node in ops.nodes_of(graph, ops.forward, ops.recompute, ops.backward):
-            yield node.args[0].traced, code_of(node)  # type: ignore[union-attr]
+            yield ops.arguments(node)[0].traced, code_of(node)
 
 
 def code_of(node: fx.Node) -> Code:

@@ -9,8 +9,6 @@ With `accumulate=True` the gradients that are on the host already come first and
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import fx
 
 from megacompile import ops
@@ -26,7 +24,7 @@ def offload_gradients(schedule: Schedule, *, accumulate: bool) -> Schedule:
     assert graph is not None
     last: dict[int, tuple[Bucket, fx.Node, fx.Node]] = {}  # key -> bucket, backward, group
     for node in ops.nodes_of(graph, ops.backward):
-        stage: Any = node.args[0]
+        stage = ops.arguments(node)[0]
         items = [item for _, item in sorted(ops.items(node))]
         buckets = stage.gradient_buckets
         for bucket, group in zip(buckets, items[len(items) - len(buckets) :], strict=True):
@@ -35,9 +33,7 @@ def offload_gradients(schedule: Schedule, *, accumulate: bool) -> Schedule:
         total = _accumulate(graph, bucket, call, group) if accumulate else group
         after = total if accumulate else _last_item(call)
         with graph.inserting_after(after):
-            graph.create_node(
-                "call_function", ops.offload_grad, (bucket, total), name=f"o{_suffix(bucket)}"
-            )
+            ops.call(graph, ops.offload_grad, bucket, total, name=f"o{_suffix(bucket)}")
     return new
 
 
@@ -49,16 +45,10 @@ def _accumulate(graph: fx.Graph, bucket: Bucket, call: fx.Node, group: fx.Node) 
         first = first.prev
     meta = group.meta.get("value")
     with graph.inserting_before(first):
-        room = graph.create_node(
-            "call_function", ops.alloc_grad, (bucket,), name=f"room{suffix}"
-        )
-        fetched = graph.create_node(
-            "call_function", ops.fetch_grad, (bucket, room), name=f"h{suffix}"
-        )
+        room = ops.call(graph, ops.alloc_grad, bucket, name=f"room{suffix}")
+        fetched = ops.call(graph, ops.fetch_grad, bucket, room, name=f"h{suffix}")
     with graph.inserting_after(_last_item(call)):
-        total = graph.create_node(
-            "call_function", ops.add_grad, (bucket, fetched, group), name=f"sum{suffix}"
-        )
+        total = ops.call(graph, ops.add_grad, bucket, fetched, group, name=f"sum{suffix}")
     for node in (room, fetched, total):
         node.meta["value"] = meta
     return total

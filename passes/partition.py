@@ -215,9 +215,7 @@ class _Builder:
         if self.regions.grad[start] != self.capture.ambient.grad_enabled:
             graph.call_function(compat.SET_GRAD_ENABLED, (self.regions.grad[start],))
 
-    def _close_regions(
-        self, graph: fx.Graph, segment: Segment, env: dict[fx.Node, Any]
-    ) -> None:
+    def _close_regions(self, graph: fx.Graph, segment: Segment, env: dict[fx.Node, Any]) -> None:
         if self.regions.grad[segment.stop] != self.capture.ambient.grad_enabled:
             graph.call_function(compat.SET_GRAD_ENABLED, (self.capture.ambient.grad_enabled,))
         for enter in reversed(self.regions.autocast[segment.stop]):
@@ -235,19 +233,16 @@ class _Builder:
         sources = dict(env)
         for piece, stage in zip(self.pieces, stages, strict=True):
             args = tuple(env[n] for n in piece.args)
-            call = graph.create_node(
-                "call_function", ops.forward, (stage, (), args, False), name=f"f{stage.index}"
-            )
+            call = ops.call(graph, ops.forward, stage, (), args, False, name=f"f{stage.index}")
             results = [*piece.outputs, *piece.changed]
             call.meta["value"] = tuple(self._meta(n) for n in results)
             for k, node in enumerate(results):
                 env[node] = add_item(graph, call, k, f"y{stage.index}_{k}")
             for node in piece.changed:
                 if last_change.get(node) == stage.index:
-                    graph.create_node(
-                        "call_function", ops.assign, (sources[node], env[node]), {"after": ()}
-                    )
-        outputs = fx.map_arg(_output(self.capture).args[0], lambda n: self._result(n, env))
+                    ops.call(graph, ops.assign, sources[node], env[node], after=())
+        results_of_all = ops.returned(self.capture.module.graph)
+        outputs: Any = fx.map_arg(results_of_all, lambda n: self._result(n, env))
         graph.output((tuple(outputs), ()))
         return Schedule(self.capture.name, graph, None, tuple(stages))
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx
 
@@ -39,7 +38,7 @@ def uses(graph: fx.Graph) -> list[Use]:
     """The computes of a graph, those of one stage together, in program order."""
     found: list[Use] = []
     for node in ops.nodes_of(graph, ops.forward, ops.recompute, ops.backward):
-        stage: Any = node.args[0]
+        stage = ops.arguments(node)[0]
         buckets = buckets_read(node)
         previous = found[-1].nodes[-1] if found else None
         if previous is not None and previous.target is ops.recompute and previous.args[0] is stage:
@@ -52,8 +51,7 @@ def uses(graph: fx.Graph) -> list[Use]:
 
 def buckets_read(node: fx.Node) -> tuple[Bucket, ...]:
     """The buckets that a compute reads parameters of."""
-    stage: Any = node.args[0]
-    assert isinstance(stage, Stage)
+    stage: Stage = ops.arguments(node)[0]
     if node.target is ops.forward:
         return stage.buckets_read(range(len(stage.primals)))
     if node.target is ops.recompute:
@@ -64,7 +62,7 @@ def buckets_read(node: fx.Node) -> tuple[Bucket, ...]:
 def _insert(graph: fx.Graph, all_uses: Sequence[Use], lookahead: int) -> None:
     body = next(n for n in graph.nodes if n.op != "placeholder")
     with graph.inserting_before(body):
-        graph.create_node("call_function", ops.begin, name="start")
+        ops.call(graph, ops.begin, name="start")
     weights: dict[tuple[int, int], fx.Node] = {}  # (use, bucket key) -> prefetch
     counts: dict[int, int] = {}
     for i, use in enumerate(all_uses):
@@ -76,17 +74,13 @@ def _insert(graph: fx.Graph, all_uses: Sequence[Use], lookahead: int) -> None:
             count = counts[bucket.key] = counts.get(bucket.key, 0) + 1
             name = f"w{bucket.label.replace('.', '_')}" + (f"_{count}" if count > 1 else "")
             with graph.inserting_before(where):
-                node = graph.create_node(
-                    "call_function", ops.prefetch, (bucket, None), {"after": ()}, name=name
-                )
+                node = ops.call(graph, ops.prefetch, bucket, None, name=name, after=())
             weights[i, bucket.key] = node
     for i, use in enumerate(all_uses):
         for node in use.nodes:
-            stage: Any = node.args[0]
+            stage = ops.arguments(node)[0]
             read = {bucket.key for bucket in buckets_read(node)}
-            taken = tuple(
-                weights[i, b.key] if b.key in read else None for b in stage.buckets
-            )
+            taken = tuple(weights[i, b.key] if b.key in read else None for b in stage.buckets)
             node.args = (stage, taken, *node.args[2:])
 
 

@@ -67,7 +67,8 @@ class _Interpreter(fx.Interpreter):
 
     def fake_constants(self) -> dict[str, torch.Tensor]:
         """Fake tensors for the tensors that the captured graph holds itself."""
-        held = {n.target: self.fetch_attr(n.target) for n in self.module.graph.find_nodes(op="get_attr")}
+        nodes = self.capture.module.graph.find_nodes(op="get_attr")
+        held = {node.target: self.fetch_attr(node.target) for node in nodes}
         return {k: TensorMeta.of(v).empty() for k, v in held.items() if isinstance(v, torch.Tensor)}
 
     def fake_input(self, item: Any) -> Any:
@@ -122,8 +123,10 @@ def _looks_in_place(node: fx.Node) -> bool:
         name = str(node.target)
         return name.endswith("_") or name == "__setitem__"
     name = getattr(node.target, "__name__", str(node.target))
-    return not name.startswith(_PURE) or name.endswith("_") or bool(
-        node.kwargs.get("inplace") or node.kwargs.get("out")
+    return (
+        not name.startswith(_PURE)
+        or name.endswith("_")
+        or bool(node.kwargs.get("inplace") or node.kwargs.get("out"))
     )
 
 
@@ -144,8 +147,10 @@ def _describe(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return TensorMeta.of(value)
     if isinstance(value, (tuple, list)):
-        return type(value)(map(_describe, value)) if type(value) in (tuple, list) else tuple(
-            map(_describe, value)
+        return (
+            type(value)(map(_describe, value))
+            if type(value) in (tuple, list)
+            else tuple(map(_describe, value))
         )
     return value
 

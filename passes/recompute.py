@@ -8,8 +8,6 @@ recompute, so that both draw the same.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import fx
 
 from megacompile import ops
@@ -46,8 +44,8 @@ def _forget(graph: fx.Graph, call: fx.Node, stage: Stage) -> set[str]:
     call.meta["value"] = call.meta["value"][:results]
     dropped = [item for k, item in ops.items(call) if k >= results]
     output = graph.output_node()
-    outputs, kept = output.args[0]  # type: ignore[misc]
-    output.args = ((outputs, tuple(n for n in kept if n not in dropped)),)  # type: ignore[union-attr]
+    outputs, kept = ops.returned(graph)
+    output.args = ((outputs, tuple(n for n in kept if n not in dropped)),)
     for item in dropped:
         graph.erase_node(item)
     return {item.name for item in dropped}
@@ -71,18 +69,13 @@ def _recompute(new: Schedule, call: fx.Node, backward: fx.Node, stage: Stage) ->
         taken.append(f"rng{stage.index}")
         state = next(n for n in new.forward.nodes if n.name == taken[-1])
         rng = _placeholder(graph, state)
-    placeholders: Any = backward.args[3]
+    placeholders = ops.arguments(backward)[3]
     with graph.inserting_before(backward):
-        again = graph.create_node(
-            "call_function",
-            ops.recompute,
-            (stage, (), tuple(args), rng),
-            name=f"rc{stage.index}",
-        )
+        name = f"rc{stage.index}"
+        again = ops.call(graph, ops.recompute, stage, (), tuple(args), rng, name=name)
         again.meta["value"] = stage.traced.saved
         for k, placeholder in enumerate(placeholders):
-            name = placeholder.name
-            item = add_item(graph, again, k, f"{name}_again")
+            item = add_item(graph, again, k, f"{placeholder.name}_again")
             placeholder.replace_all_uses_with(item)
             graph.erase_node(placeholder)
     return taken
@@ -90,7 +83,7 @@ def _recompute(new: Schedule, call: fx.Node, backward: fx.Node, stage: Stage) ->
 
 def _placeholder(graph: fx.Graph, source: fx.Node) -> fx.Node:
     """The backward's placeholder for a residual, made where there is none; residuals come first."""
-    existing = graph.find_nodes(op="placeholder")
+    existing: list[fx.Node] = graph.find_nodes(op="placeholder")
     for node in existing:
         if node.name == source.name:
             return node
@@ -104,5 +97,3 @@ def _erase(graph: fx.Graph, names: set[str]) -> None:
     for node in graph.find_nodes(op="placeholder"):
         if node.name in names:
             graph.erase_node(node)
-
-

@@ -195,9 +195,7 @@ def _alias_spans(
     spans = []
     for key in changed:
         holders = [n for n, keys in values.storages.items() if key in keys and n.op != "output"]
-        uses = [
-            position[user] for holder in holders for user in holder.users if user in position
-        ]
+        uses = [position[user] for holder in holders for user in holder.users if user in position]
         made = [position[holder] for holder in holders if holder in position]
         roots = {holder for holder in holders if holder not in position}  # inputs of the graph
         crossing = set(roots)

@@ -43,7 +43,7 @@ def assign_slots(schedule: Schedule, *, slots: int, hold: bool) -> Schedule:
             node.graph.erase_node(node)
         for node, place in places.chosen.items():
             after = places.after[node] or (next(iter(ops.nodes_of(node.graph, ops.begin))),)
-            node.args = (node.args[0], made[place])
+            node.update_arg(1, made[place])  # type: ignore[arg-type]
             node.kwargs = {"after": after}
             if node in places.held:
                 node.target = ops.hold
@@ -119,8 +119,7 @@ def _result(call: fx.Node) -> fx.Node:
 
 
 def _bucket(node: fx.Node) -> Bucket:
-    bucket = node.args[0]
-    assert isinstance(bucket, Bucket)
+    bucket: Bucket = ops.arguments(node)[0]
     return bucket
 
 

@@ -77,10 +77,10 @@ class _Walk:
 
     def __init__(self, schedule: Schedule) -> None:
         self.calls = calls_by_stage(schedule.forward, ops.forward)
-        outputs: Any = schedule.forward.output_node().args[0]
+        outputs, _ = ops.returned(schedule.forward)
         # forward node or (bucket key, parameter) -> meta of its gradient so far
         self.gradients: dict[Any, TensorMeta] = {
-            outputs[0][k]: _as_gradient(outputs[0][k].meta["value"]) for k in schedule.tangents
+            outputs[k]: _as_gradient(outputs[k].meta["value"]) for k in schedule.tangents
         }
 
     def takes(self, stage: Stage) -> _Takes:
@@ -220,8 +220,8 @@ class _Tracer:
     def _make(
         self, index: int, forward: fx.GraphModule, backward: fx.GraphModule | None
     ) -> Template:
-        returned = list(forward.graph.output_node().args[0])  # type: ignore[arg-type]
-        saved = [n for n in returned[self.results :] if n.op != "placeholder"]  # type: ignore[union-attr]
+        returned = list(ops.returned(forward.graph))
+        saved = [n for n in returned[self.results :] if n.op != "placeholder"]
         random = any(compat.is_random(n) for n in forward.graph.nodes)
         saving = _extract(forward, [*returned[: self.results], *saved])
         graphs = {Code.FORWARD: saving}
@@ -259,7 +259,7 @@ class _Tracer:
 
 
 def _output_metas(module: fx.GraphModule) -> tuple[TensorMeta, ...]:
-    returned: Any = module.graph.output_node().args[0]
+    returned = ops.returned(module.graph)
     return tuple(_as_gradient(TensorMeta.of(node.meta["val"])) for node in returned)
 
 
@@ -340,5 +340,3 @@ def _backward_inputs(
         else:
             assert name.startswith("tangents_"), f"unknown backward input {name}"
     return tuple(inputs)
-
-

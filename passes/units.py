@@ -43,9 +43,7 @@ def find_units(model: nn.Module, *, limit_bytes: int = UNIT_LIMIT_BYTES) -> tupl
         fresh = [(name, p) for name, p in subtree.params if id(p) not in seen]
         fresh = list({id(p): (name, p) for name, p in reversed(fresh)}.values())[::-1]
         seen.update(id(p) for _, p in fresh)
-        subtrees.append(
-            _Subtree(subtree.name, subtree.modules, tuple(fresh), subtree.repeated)
-        )
+        subtrees.append(_Subtree(subtree.name, subtree.modules, tuple(fresh), subtree.repeated))
     units = []
     for key, subtree in enumerate(_join_small([s for s in subtrees if s.params])):
         units.append(

@@ -16,7 +16,7 @@ from torch import fx
 from megacompile import compat
 from megacompile.errors import BackwardError
 from megacompile.runtime.captured import Program, Variant
-from megacompile.runtime.executor import Machine
+from megacompile.runtime.executor import Executor, Machine
 from megacompile.runtime.proxies import StreamedParameter
 
 
@@ -89,7 +89,7 @@ class _Call:
         del tangents, residuals
         return executor.backward(inputs)
 
-    def _executor(self, tangents: tuple[int, ...]) -> Any:
+    def _executor(self, tangents: tuple[int, ...]) -> Executor:
         """The schedule for these gradients; wrong guesses of the forward are corrected here."""
         program = self.program
         forward = program.executor(self.variant).schedule
@@ -143,21 +143,19 @@ class _Call:
 
 class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, *args: Any) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, call: _Call, *args: Any) -> Any:
         outputs = call.forward(args)
         ctx.call = call
         ctx.args = len(args)
-        ctx.names = {
-            int(name.removeprefix("x")): name for name in call.inputs_by_name
-        }
+        ctx.names = {int(name.removeprefix("x")): name for name in call.inputs_by_name}
         ctx.set_materialize_grads(False)
-        positions = call.program.tensor_outputs()
+        positions, differentiable = call.program.tensor_outputs(), call.program.differentiable
         ctx.mark_non_differentiable(
-            *(t for k, t in zip(positions, outputs, strict=True) if not call.program.differentiable(k))
+            *(t for k, t in zip(positions, outputs, strict=True) if not differentiable(k))
         )
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Any) -> Any:
         found = ctx.call.backward(gradients)
         return (None, *(found.get(ctx.names.get(i, "")) for i in range(ctx.args)))

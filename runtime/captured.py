@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from megacompile import ops
 from megacompile.errors import UnsupportedGraphError
 from megacompile.ir import (
     Ambient,
@@ -67,8 +68,8 @@ class Program:
         self.compiler = compiler
         self.machine = machine
         self.stages = compiler.partition(capture)
-        outputs: Any = self.stages.forward.output_node().args[0]
-        self.outputs: tuple[Any, ...] = tuple(outputs[0])
+        outputs, _ = ops.returned(self.stages.forward)
+        self.outputs: tuple[Any, ...] = tuple(outputs)
         self.executors: dict[Variant, Executor] = {}
         self.tangents = self._expected_tangents()
 

@@ -94,8 +94,7 @@ class Executor:
         """Run the backward; gives the gradients of graph inputs, by the placeholder's name."""
         found = self._call("backward", inputs)
         return {
-            name: _plain(value)
-            for name, value in zip(self.schedule.gradients, found, strict=True)
+            name: _plain(value) for name, value in zip(self.schedule.gradients, found, strict=True)
         }
 
     def _call(self, name: str, inputs: dict[str, Any]) -> Any:
@@ -330,5 +329,3 @@ def _set_rng_state(device: torch.device, state: tuple[torch.Tensor, ...]) -> Non
     torch.set_rng_state(state[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(state[1], device)
-
-

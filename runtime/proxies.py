@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
+
+from megacompile import compat
 
 
 class StreamedParameter(torch.Tensor):
@@ -23,15 +24,7 @@ class StreamedParameter(torch.Tensor):
 
     @staticmethod
     def __new__(cls, host: torch.Tensor, device: torch.device) -> StreamedParameter:
-        self: StreamedParameter = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls,
-            host.shape,
-            strides=host.stride(),
-            storage_offset=0,
-            dtype=host.dtype,
-            device=device,
-            requires_grad=host.requires_grad,
-        )
+        self: StreamedParameter = compat.wrapper(cls, host, device)
         self.host = host
         self._is_param = True  # isinstance(self, nn.Parameter)
         return self
@@ -49,10 +42,10 @@ class StreamedParameter(torch.Tensor):
         del size, stride
         return StreamedParameter(inner["host"], device)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = compat.NO_TORCH_FUNCTION  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         del types
@@ -65,13 +58,13 @@ class StreamedParameter(torch.Tensor):
                 fetched[id(value)] = (value, value.host.to(value.device, copy=True))
             return fetched[id(value)][1]
 
-        args, kwargs = pytree.tree_map(fetch, (args, kwargs or {}))
+        args, kwargs = compat.tree_map(fetch, (args, kwargs or {}))
         result = func(*args, **kwargs)
         if func._schema.is_mutable:  # in-place on a parameter: the host tensor is the parameter
             for proxy, copy in fetched.values():
                 proxy.host.copy_(copy)
             back = {id(copy): proxy for proxy, copy in fetched.values()}
-            result = pytree.tree_map(lambda value: back.get(id(value), value), result)
+            result = compat.tree_map(lambda value: back.get(id(value), value), result)
         return result
 
 
@@ -141,6 +134,6 @@ def _make(
     if param.is_floating_point() or param.is_complex():
         keep = proxy.requires_grad
         proxy.requires_grad_(True)
-        proxy.register_post_accumulate_grad_hook(hand_over)
+        proxy.register_post_accumulate_grad_hook(hand_over)  # type: ignore[no-untyped-call]
         proxy.requires_grad_(keep)
     return proxy

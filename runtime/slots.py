@@ -41,7 +41,8 @@ class DeviceSlots:
             self.generation += 1
 
     def _allocate(self, slot: Slot) -> torch.Tensor:
-        return torch.empty(slot.size_bytes, dtype=torch.uint8, device=self.device)
+        with torch.inference_mode(False):  # later runs write to it outside of that mode
+            return torch.empty(slot.size_bytes, dtype=torch.uint8, device=self.device)
 
     def flat(self, slot: Slot, bucket: Bucket) -> torch.Tensor:
         """The part of a slot that a bucket fills: (bucket.size_bytes,) uint8."""

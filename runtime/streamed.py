@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
+from megacompile import compat
 from megacompile.ir import Bucket, Schedule, Unit
 from megacompile.options import Options
 from megacompile.runtime import autograd
@@ -64,8 +64,8 @@ class StreamedModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._adopt()
-        args, kwargs = pytree.tree_map(self._to_device, (args, kwargs))
-        with self.proxies.swapped_in():
+        args, kwargs = compat.tree_map(self._to_device, (args, kwargs))
+        with self.proxies.swapped_in(), compat.guards_on_hooks():
             return self._compiled(*args, **kwargs)
 
     def schedules(self) -> list[Schedule]:
@@ -77,6 +77,7 @@ class StreamedModel:
             if program is not None
         ]
 
+    @torch.inference_mode(False)  # what is allocated here outlives the mode
     def _take_over(self) -> None:
         """Move parameters to host buckets, bucket by bucket, and buffers to the device."""
         units = self.divide(self.model)
@@ -105,6 +106,7 @@ class StreamedModel:
     def _place(self, proxy: StreamedParameter) -> tuple[Bucket, int]:
         return self._buckets_of[self._params_of[id(proxy)]]
 
+    @torch.inference_mode(False)
     def _adopt(self) -> None:
         if not self.proxies.fits(self.model) or not all(
             bucket.adopt() for bucket in self.machine.buckets.values()
@@ -176,7 +178,7 @@ class HostApply:
             moved = True
             return tensor.to(probe.dtype)
 
-        result = type(self.model)._apply(self.model, stay, recurse)
+        applied: nn.Module = type(self.model)._apply(self.model, stay, recurse)
         if moved and not self.said:
             self.said = True
             warnings.warn(
@@ -184,4 +186,4 @@ class HostApply:
                 "model.to(device) moved only buffers (said once)",
                 stacklevel=3,
             )
-        return result
+        return applied

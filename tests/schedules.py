@@ -150,6 +150,8 @@ def _template(index: int, buckets: int, carries: bool, changes: bool, random: bo
         carries=(0,) if carries else (),
         backward_inputs=(*range(buckets), *(SavedRef(i) for i in range(SAVED))),
         gradients=tuple(range(buckets + 1)),
+        tangent_metas=(ACTIVATION,) * (2 if carries else 1),
+        gradient_metas=(*[WEIGHT] * buckets, ACTIVATION),
         recompute_primals=tuple(range(buckets + args)),
         random=random,
         graphs={},

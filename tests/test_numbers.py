@@ -27,7 +27,7 @@ def step(model: nn.Module, case: cases.Case, i: int, device: torch.device) -> Te
     """Forward and backward on step `i`'s data, with that step's seed."""
     torch.manual_seed(i)
     loss = case.loss(model, i, device)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     return loss.detach()
 
 
@@ -38,8 +38,8 @@ def assert_same(plain: nn.Module, streamed: nn.Module) -> None:
         assert (want.grad is None) == (got.grad is None), f"{name}: gradient missing or unasked for"
         if want.grad is not None and got.grad is not None:
             assert torch.equal(want.grad.cpu(), got.grad), f"gradient of {name}"
-    for (name, want), got in zip(plain.named_buffers(), streamed.buffers(), strict=True):
-        assert torch.equal(want, got), f"buffer {name}"
+    for (name, before), after in zip(plain.named_buffers(), streamed.buffers(), strict=True):
+        assert torch.equal(before, after), f"buffer {name}"
 
 
 @pytest.mark.parametrize("name", cases.CASES)
@@ -72,7 +72,7 @@ def test_ten_adamw_steps_are_bitwise_on_the_cpu(name: str) -> None:
         for i in range(10):
             for micro in range(2):
                 torch.manual_seed(10 * i + micro)
-                (case.loss(model, 2 * i + micro, CPU) / 2).backward()  # type: ignore[no-untyped-call]
+                (case.loss(model, 2 * i + micro, CPU) / 2).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 0.1 if i % 2 else 100.0)
             optimizer.step()
             scheduler.step()
@@ -93,7 +93,7 @@ def test_inductor_on_the_gpu(name: str) -> None:
 
 
 def _within_rounding(name: str, device: torch.device) -> None:
-    """Within 1e-5 relative in fp32; a gradient that is nothing but rounding has no relative error."""
+    """Within 1e-5 relative in fp32; where a gradient is only rounding, of the largest one."""
     plain, streamed, case = both(name, device, "inductor")
     want, got = step(plain, case, 0, device), step(streamed, case, 0, device)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
@@ -111,7 +111,7 @@ def _within_rounding(name: str, device: torch.device) -> None:
 
 @pytest.mark.gpu
 def test_inductor_draws_the_same_dropout_mask_in_the_recompute() -> None:
-    """Dropout zeroes the same entries in forward and backward: gradients of a mask are 0 or 1/keep."""
+    """Where an output is zeroed by dropout, so is the gradient: one mask for both."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Dropout(0.5)) for _ in range(3)))
     with torch.no_grad():
         for layer in model:

@@ -113,7 +113,7 @@ class Stack(nn.Module):
         *,
         layers: int = 3,
         block: Callable[[], nn.Module] = Block,
-        between: Callable[[int, Tensor], Tensor] = lambda i, h: h,
+        between: Callable[[int, Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.embed = nn.Linear(WIDTH, WIDTH)
@@ -124,9 +124,21 @@ class Stack(nn.Module):
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         hidden: Tensor = self.embed(x)
         for i, layer in enumerate(self.layers):
-            hidden = self.between(i, layer(hidden))
+            hidden = layer(hidden)
+            if self.between is not None:
+                hidden = self.between(i, hidden)
         prediction: Tensor = self.head(hidden)
         return prediction if y is None else F.mse_loss(prediction, y)
+
+
+def _break(i: int, hidden: Tensor) -> Tensor:
+    if i == 1:
+        torch._dynamo.graph_break()
+    return hidden
+
+
+def _branch(i: int, hidden: Tensor) -> Tensor:
+    return hidden * 2 if i == 1 and hidden.sum() > 0 else hidden + 1
 
 
 def stack() -> Made:
@@ -184,24 +196,14 @@ def shared() -> Made:
 
 def graph_break() -> Made:
     """Dynamo breaks the graph between the layers."""
-
-    def between(i: int, h: Tensor) -> Tensor:
-        if i == 1:
-            torch._dynamo.graph_break()
-        return h
-
     torch.manual_seed(0)
-    return Stack(between=between), batch()
+    return Stack(between=_break), batch()
 
 
 def data_dependent() -> Made:
     """A branch on a value: Dynamo breaks the graph there."""
-
-    def between(i: int, h: Tensor) -> Tensor:
-        return h * 2 if i == 1 and h.sum() > 0 else h + 1
-
     torch.manual_seed(0)
-    return Stack(between=between), batch()
+    return Stack(between=_branch), batch()
 
 
 def qwen2() -> Made:
@@ -226,7 +228,9 @@ def gpt2() -> Made:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    config = GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=64, n_positions=32, use_cache=False)
+    config = GPT2Config(
+        n_embd=16, n_layer=2, n_head=2, vocab_size=64, n_positions=32, use_cache=False
+    )
     return GPT2LMHeadModel(config), tokens()
 
 
