@@ -53,7 +53,7 @@ lint: $(INSTALLED)
 	$(PY) -m mypy
 
 bench: $(INSTALLED)
-	$(PY) benchmarks/forward_backward.py $(ARGS)
+	$(PY) -m benchmarks.forward_backward $(ARGS)
 
 format: $(INSTALLED)
 	$(PY) -m ruff check --fix .

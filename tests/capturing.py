@@ -1,11 +1,14 @@
 """Captures a module with Dynamo on the CPU and binds its parameters to units, without a runtime.
 
-What `megacompile.runtime` does with proxies and host buckets, on plain parameters: enough to give a
-pass a real graph. `run_stages` then runs what `partition` made of it, stage by stage, in torch.
+What `megacompile.runtime` does with proxies and host buckets, on plain parameters: enough to give
+a pass a real graph. `run_stages` runs what `partition` made of it, and `Captured.passes` are the
+passes behind that, in the order of `megacompile.api`.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,11 +31,19 @@ from megacompile.ir import (
     Unit,
 )
 from megacompile.options import Lowering
+from megacompile.passes.differentiate import differentiate
+from megacompile.passes.free import insert_free
+from megacompile.passes.offload import offload_gradients
 from megacompile.passes.partition import partition
+from megacompile.passes.plan import make_plan
+from megacompile.passes.prefetch import insert_prefetch
+from megacompile.passes.recompute import insert_recompute
+from megacompile.passes.slots import assign_slots
 from megacompile.passes.templates import TemplateCache, trace_templates
 from megacompile.passes.units import UNIT_LIMIT_BYTES, find_units
 
 CPU = torch.device("cpu")
+Pass = Callable[[Schedule], Schedule]
 
 
 @dataclass(frozen=True)
@@ -45,13 +56,62 @@ class Captured:
     inputs: tuple[Any, ...]  # of the captured graph
 
     def partition(self) -> Schedule:
+        """The stages of the graph."""
         return partition(self.capture, self.units)
 
-    def param(self, stage: Stage, primal: int) -> nn.Parameter:
-        """The parameter that a primal of a stage is."""
+    def templates(self, cache: TemplateCache | None = None, *, output: int = 0) -> Schedule:
+        """The stages with their templates; output `output` gets a gradient, if it can."""
+        return self._trace(cache)(self.with_tangent(output))
+
+    def with_tangent(self, output: int = 0) -> Schedule:
+        """The stages; output `output` gets a gradient, if it can."""
+        schedule = self.partition()
+        meta = result(schedule, output).meta["value"]
+        able = self.capture.ambient.grad_enabled and meta.requires_grad
+        return replace(schedule, tangents=(output,) if able else ())
+
+    def passes(
+        self,
+        *,
+        keep_last: bool = True,
+        accumulate: bool = False,
+        hold: bool = False,
+        lookahead: int = 2,
+        slots: int = 3,
+    ) -> dict[str, Pass]:
+        """The passes that follow `partition`, in order."""
+        return {
+            "templates": self._trace(None),
+            "differentiate": differentiate,
+            "plan": functools.partial(make_plan, keep_last=keep_last),
+            "recompute": insert_recompute,
+            "offload": functools.partial(offload_gradients, accumulate=accumulate),
+            "prefetch": functools.partial(insert_prefetch, lookahead=lookahead),
+            "slots": functools.partial(assign_slots, slots=slots, hold=hold),
+            "free": insert_free,
+        }
+
+    def build(self, until: str = "free", **options: Any) -> Schedule:
+        """The schedule after the pass called `until`."""
+        schedule = self.with_tangent()
+        for name, function in self.passes(**options).items():
+            schedule = function(schedule)
+            if name == until:
+                return schedule
+        raise KeyError(until)
+
+    def _trace(self, cache: TemplateCache | None) -> Pass:
+        return functools.partial(
+            trace_templates,
+            ambient=self.capture.ambient,
+            cache={} if cache is None else cache,
+            lowering=Lowering.EAGER,
+        )
+
+    def param_name(self, stage: Stage, primal: int) -> str | None:
+        """The name of the parameter that a primal of a stage is; None for an activation."""
         ref = stage.primals[primal]
-        assert not isinstance(ref, ArgRef)
-        return self.model.get_parameter(stage.buckets[ref.bucket].params[ref.param].name)
+        return None if isinstance(ref, ArgRef) else stage.buckets[ref.bucket].params[ref.param].name
 
 
 def capture(
@@ -62,23 +122,25 @@ def capture(
     **kwargs: Any,
 ) -> Captured:
     """The first graph that Dynamo captures of `model(*args, **kwargs)`; nothing is computed."""
-    found: list[tuple[fx.GraphModule, tuple[Any, ...], Ambient]] = []
 
     def backend(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         del examples
 
-        def run(*inputs: Any) -> Any:
-            found.append((module, inputs, Ambient.current(CPU)))
-            return module(*inputs)
+        def stop(*inputs: Any) -> Any:
+            raise _Stop(module, inputs, Ambient.current(CPU))
 
-        return run
+        return stop
 
     def call(*args: Any, **kwargs: Any) -> Any:  # Dynamo skips frames of torch.nn itself
         return model(*args, **kwargs)
 
     torch.compiler.reset()
-    torch.compile(call, backend=backend, dynamic=dynamic)(*args, **kwargs)
-    module, inputs, ambient = found[0]
+    try:
+        torch.compile(call, backend=backend, dynamic=dynamic)(*args, **kwargs)
+    except _Stop as stopped:
+        module, inputs, ambient = stopped.args
+    else:
+        raise AssertionError(f"Dynamo captured nothing of {type(model).__name__}")
     units = find_units(model, limit_bytes=limit_bytes)
     places = {
         id(model.get_parameter(param.name)): (unit.bucket, i)
@@ -86,9 +148,11 @@ def capture(
         for i, param in enumerate(unit.bucket.params)
     }
     bound = tuple(_bind(value, places) for value in inputs)
-    return Captured(
-        model, Capture(type(model).__name__, module, bound, CPU, ambient), units, inputs
-    )
+    return Captured(model, Capture(type(model).__name__, module, bound, CPU, ambient), units, inputs)
+
+
+class _Stop(Exception):
+    """Carries what a captured graph was called with."""
 
 
 def _bind(value: Any, places: dict[int, Any]) -> GraphInput:
@@ -98,3 +162,51 @@ def _bind(value: Any, places: dict[int, Any]) -> GraphInput:
         return TensorInput(TensorMeta.of(value))
     assert isinstance(value, (int, float, bool)), value
     return ConstantInput(value)
+
+
+def result(schedule: Schedule, output: int) -> fx.Node:
+    """The node that gives an output of the captured graph."""
+    outputs: Any = schedule.forward.output_node().args[0]
+    node: fx.Node = outputs[0][output]
+    return node
+
+
+def run_stages(captured: Captured, schedule: Schedule) -> tuple[Any, ...]:
+    """The captured graph's outputs, computed stage by stage, on the model's parameters.
+
+    Autograd records it, so that `backward()` of an output gives the parameters their gradients.
+    """
+    env: dict[fx.Node, Any] = {}
+
+    def value(of: Any) -> Any:
+        return fx.map_arg(of, lambda node: env[node])
+
+    for node in schedule.forward.nodes:
+        args: Any = node.args
+        if node.op == "placeholder":
+            env[node] = captured.inputs[int(node.name.removeprefix("x"))]
+        elif node.op == "output":
+            outputs: tuple[Any, ...] = value(args[0])[0]
+            return outputs
+        elif node.target is operator.getitem:
+            env[node] = env[args[0]][args[1]]
+        elif node.target is ops.forward:
+            env[node] = _run_stage(captured, args[0], value(args[2]))
+        else:
+            assert node.target is ops.assign, node
+            with torch.no_grad():
+                env[node] = value(args[0]).copy_(value(args[1]))
+    raise AssertionError("no output")
+
+
+def _run_stage(captured: Captured, stage: Stage, args: Sequence[Any]) -> tuple[Any, ...]:
+    primals: list[Any] = []
+    for i, ref in enumerate(stage.primals):
+        name = captured.param_name(stage, i)
+        if isinstance(ref, ArgRef):
+            primals.append(args[ref.index].clone() if i in stage.mutated else args[ref.index])
+        else:
+            assert name is not None
+            primals.append(captured.model.get_parameter(name))
+    with captured.capture.ambient.apply():
+        return (*stage.module(*primals), *(primals[i] for i in stage.mutated))
