@@ -28,7 +28,7 @@ from megacompile.passes.templates import TemplateCache, trace_templates
 from megacompile.passes.units import find_units
 from megacompile.runtime.host import check_host_memory
 from megacompile.runtime.progress import bar
-from megacompile.runtime.streamed import HostApply, StreamedModel
+from megacompile.runtime.streamed import HostApply, StreamedModel, refuse_nested
 from megacompile.validate import check_model, host_rows
 from megacompile.verify import verify
 
@@ -92,6 +92,7 @@ def megacompile(
             f"megacompile(): {type(model).__name__} was compiled with model.compile() already; "
             "leave that out: megacompile compiles it"
         )
+    refuse_nested(model)
     check_host_memory(host_rows(model))
     streamed = StreamedModel(model, options, find_units, functools.partial(_Compiler, options))
     model._compiled_call_impl = streamed

@@ -16,6 +16,11 @@ def check_model(model: object) -> None:
             "(for a function, wrap it in a module that owns the parameters)"
         )
     name = type(model).__name__
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ModelError(
+            f"megacompile(): {name} is a TorchScript module, which cannot be captured; "
+            "needed the Python module that it was made from"
+        )
     params = dict(model.named_parameters())
     if not params:
         raise ModelError(

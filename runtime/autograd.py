@@ -61,6 +61,7 @@ class _Call:
         )
         self.residuals = residuals
         self.generation = self.machine.slots.generation
+        self.buckets = self.machine.gradients.buckets
         self.param_versions = [(proxy, proxy.host._version) for proxy in self.params]
         self.input_versions = {
             name: (self.inputs_by_name[name], self.inputs_by_name[name]._version)
@@ -125,6 +126,11 @@ class _Call:
             raise BackwardError(
                 f"{name}: backward() with create_graph=True: megacompile does not differentiate "
                 "twice; compute this loss with the plain model"
+            )
+        if self.machine.gradients.buckets is not self.buckets:
+            raise BackwardError(
+                f"{name}: parameters were replaced between the forward and its backward, and "
+                "taken over by another call; call backward() before that"
             )
         for proxy, version in self.param_versions:
             if proxy.host._version != version:

@@ -121,6 +121,9 @@ class Program:
         return self.executors[variant]
 
 
+SHAPES_AT_ONCE = 8  # inference shapes that are scheduled when they first come
+
+
 class CapturedGraph:
     """One graph that Dynamo captured, as a callable of its inputs."""
 
@@ -128,27 +131,39 @@ class CapturedGraph:
         self,
         name: str,
         module: fx.GraphModule,
-        compiler: Compiler,
+        compiler: Callable[[], Compiler],
         machine: Machine,
         run: Callable[[Program, Sequence[Any]], Sequence[Any]],
     ) -> None:
         self.name = name
         self.module = module
-        self.compiler = compiler
+        self.current_compiler = compiler
+        self.compiler = compiler()
         self.machine = machine
         self.run = run
         self.programs: dict[Hashable, Program | None] = {}
+        self._met: set[Hashable] = set()
 
     def __call__(self, *args: Any) -> Sequence[Any]:
+        if self.current_compiler() is not self.compiler:  # buckets were laid out anew
+            self.compiler = self.current_compiler()
+            self.programs.clear()
         ambient = Ambient.current(self.machine.device)
         key = (ambient, *(self._key(arg) for arg in args))
-        if key not in self.programs:
+        if key not in self.programs and self._worth_a_program(ambient, key):
             self.programs[key] = self._build(ambient, args)
-        program = self.programs[key]
+        program = self.programs.get(key)
         if program is None:
             result: Sequence[Any] = self.module(*args)
             return result
         return self.run(program, args)
+
+    def _worth_a_program(self, ambient: Ambient, key: Hashable) -> bool:
+        """Inference on ever new shapes (generation) runs in eager mode until a shape recurs."""
+        if ambient.grad_enabled or len(self.programs) < SHAPES_AT_ONCE or key in self._met:
+            return True
+        self._met.add(key)
+        return False
 
     def _key(self, arg: Any) -> Hashable:
         if isinstance(arg, StreamedParameter):

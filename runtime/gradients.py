@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from megacompile import compat
+from megacompile.errors import ModelError
 from megacompile.ir import Stream
 from megacompile.runtime.host import HostBucket
 from megacompile.runtime.streams import Streams
@@ -40,11 +41,27 @@ class Gradients:
             for i, param in enumerate(bucket.params)
         }
 
+    def refuse_hooks(self) -> None:
+        """Raise for hooks that would not run: gradients do not pass through a host parameter.
+
+        Raises:
+            ModelError: `register_hook` was called on a parameter.
+        """
+        for bucket in self.buckets.values():
+            for place, param in zip(bucket.layout.params, bucket.params, strict=True):
+                if compat.gradient_hooks(param):
+                    raise ModelError(
+                        f"parameter {place.name!r} has a hook of register_hook(), which a streamed "
+                        "parameter's gradient does not pass; use "
+                        "register_post_accumulate_grad_hook() and change p.grad in it"
+                    )
+
     def start(self, wanted: Mapping[int, Sequence[int]]) -> bool:
         """Prepare room for gradients; True if there are some already to accumulate into.
 
         Called in a backward, before its schedule runs.
         """
+        self.refuse_hooks()
         self._begin()
         for key in wanted:
             if not self.buckets[key].grads or self._held_by_user(key, self.buckets[key]):

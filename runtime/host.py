@@ -101,8 +101,10 @@ class HostBucket:
                 continue
             if param.shape != value.shape or param.dtype != value.dtype:
                 return False
-            value.copy_(param.detach())
+            theirs = param.detach()
             param.data = value
+            with torch.no_grad():
+                param.copy_(theirs)  # by its name, so that a pending backward sees a new version
         return True
 
     def make_grads(self) -> None:

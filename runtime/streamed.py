@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from megacompile import compat
+from megacompile.errors import ModelError
 from megacompile.ir import Bucket, Schedule, Unit
 from megacompile.options import Options
 from megacompile.runtime import autograd
@@ -64,6 +65,8 @@ class StreamedModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._adopt()
+        if torch.is_grad_enabled():
+            self.machine.gradients.refuse_hooks()
         args, kwargs = compat.tree_map(self._to_device, (args, kwargs))
         with self.proxies.swapped_in(), compat.guards_on_hooks():
             return self._compiled(*args, **kwargs)
@@ -100,30 +103,38 @@ class StreamedModel:
             for i, param in enumerate(bucket.params)
         }
         self._params_of = {id(proxy): id(param) for param, proxy in self.proxies.pairs()}
-        self.graphs.clear()
         self._buffers_to_device()
+
+    def _let_go(self) -> None:
+        """Drop what refers to the old buckets, so that each is freed while the next is filled."""
+        self.machine.gradients.bind({})
+        self.proxies.sites.clear()
 
     def _place(self, proxy: StreamedParameter) -> tuple[Bucket, int]:
         return self._buckets_of[self._params_of[id(proxy)]]
 
     @torch.inference_mode(False)
     def _adopt(self) -> None:
+        refuse_nested(self.model)
         if not self.proxies.fits(self.model) or not all(
             bucket.adopt() for bucket in self.machine.buckets.values()
         ):
+            self._let_go()
             self._take_over()
-            torch.compiler.reset()
         self._buffers_to_device()
 
     def _buffers_to_device(self) -> None:
+        moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # one buffer, several places
         for module in self.model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != self.options.device:
-                    module._buffers[name] = buffer.to(self.options.device)
+                    if id(buffer) not in moved:
+                        moved[id(buffer)] = (buffer, buffer.to(self.options.device))
+                    module._buffers[name] = moved[id(buffer)][1]
 
     def _to_device(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.device != self.options.device:
-            return value.to(self.options.device, non_blocking=True)
+            return value.to(self.options.device)
         return value
 
     def _capture(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
@@ -132,9 +143,23 @@ class StreamedModel:
         name = type(self.model).__name__
         if self.graphs:
             name += f".{len(self.graphs)}"
-        graph = CapturedGraph(name, module, self.compiler, self.machine, autograd.run)
+        graph = CapturedGraph(name, module, lambda: self.compiler, self.machine, autograd.run)
         self.graphs.append(graph)
         return graph
+
+
+def refuse_nested(model: nn.Module) -> None:
+    """Raise if a module inside of the model is megacompiled too: a parameter has one owner.
+
+    Raises:
+        ModelError: with the name of that module.
+    """
+    for name, module in model.named_modules():
+        if module is not model and isinstance(module._compiled_call_impl, StreamedModel):
+            raise ModelError(
+                f"{type(model).__name__}.{name} is megacompiled itself; megacompile only the "
+                "outermost module that is called (a copy.deepcopy of the other is a plain module)"
+            )
 
 
 def _frame_of(model: nn.Module) -> Callable[..., Any]:

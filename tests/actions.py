@@ -1,0 +1,322 @@
+"""Schedules from their printed actions and back: strings in, strings out, for the tests of passes.
+
+    parse("0F 1F | 1B 0RECOMPUTE 0B")   a schedule that prints so; "|" parts forward and backward
+    text(schedule)                      what it prints
+    waits(graph), frees(graph)          with what each action waits for; with where values die
+
+Stages are stubs that compute nothing: each takes the output of the one before, reads the bucket of
+its own number unless `reads` says otherwise, and saves one tensor. Values have the names that the
+passes give them: y1_0 of 1F, s1_0 saved, d1_0 and g1_1 of 1B (its input's gradient, and bucket 1's).
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from megacompile import ops
+from megacompile.hazards import producer
+from megacompile.ir import (
+    ArgRef,
+    Bucket,
+    Code,
+    Param,
+    ParamRef,
+    SavedRef,
+    Schedule,
+    Slot,
+    Stage,
+    Template,
+    TensorMeta,
+)
+
+ACTIVATION = TensorMeta((4, 8), torch.float32, (8, 1), requires_grad=True)
+WEIGHT = TensorMeta((8, 8), torch.float32, (8, 1), requires_grad=True)
+
+_TOKEN = re.compile(r"(?P<label>[\d.]*)(?P<suffix>[A-Z_]+)(?:@(?P<slot>\?|\d+))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stubs:
+    """What is special about the stages of a schedule."""
+
+    reads: Mapping[int, str] = field(default_factory=dict)  # stage -> labels of its buckets: "2 0"
+    blind: Collection[int] = ()  # stages whose recompute and backward read no parameter
+    unsaved: Collection[int] = ()  # stages that save nothing
+    random: Collection[int] = ()  # stages that draw random numbers
+    frozen: Collection[int] = ()  # stages without a backward
+    sizes: Mapping[str, int] = field(default_factory=dict)  # bucket -> bytes, else those of WEIGHT
+
+
+def parse(line: str, **stubs: Any) -> Schedule:
+    """The schedule that prints as `line`; keywords are the fields of `Stubs`.
+
+    A compute gets, of each bucket it reads, the latest prefetch in front of it.
+    """
+    forward_line, separator, backward_line = line.partition("|")
+    stages = _stages(forward_line, Stubs(**stubs))
+    again = set(re.findall(r"(\d+)RECOMPUTE", backward_line))
+    kept = {i for i in re.findall(r"(\d+)B\b", backward_line) if i not in again}
+    forward = _Reader(stages, kept=kept)
+    for token in forward_line.split():
+        forward.read(token)
+    residuals = forward.residuals if separator else []
+    forward.graph.output(((forward.last,), tuple(residuals)))
+    backward = _Reader(stages, kept=kept)
+    if separator:
+        backward.start(forward, needed=[*again, *kept])
+        for token in backward_line.split():
+            backward.read(token)
+        backward.graph.output((backward.last,))
+    return Schedule(
+        name="model",
+        forward=forward.graph,
+        backward=backward.graph if separator else None,
+        stages=stages,
+        residuals=tuple(node.name for node in residuals),
+        tangents=(0,),
+        gradients=("x",) if separator else (),
+    )
+
+
+def text(schedule: Schedule) -> str:
+    """The actions of both graphs."""
+    return " | ".join(ops.actions(graph) for graph in schedule.graphs.values())
+
+
+def waits(graph: fx.Graph) -> str:
+    """The actions, each with its `after=` edges: "2PREFETCH@0(after=0F)"."""
+    shown = [n for n in ops.nodes_of(graph) if n.target not in (ops.free, ops.alloc_grad)]
+    return " ".join(ops.label(n) + _after(n) for n in shown)
+
+
+def frees(graph: fx.Graph) -> str:
+    """The actions and where each value dies: "3F -y2_0", and "-g2_1(after=2OFFLOAD_GRAD)"."""
+    words = []
+    for node in ops.nodes_of(graph):
+        if node.target is ops.free:
+            words.append(f"-{ops.arguments(node)[0].name}{_after(node)}")
+        elif node.target is not ops.begin:
+            words.append(ops.label(node))
+    return " ".join(words)
+
+
+def apply(function: Callable[[Schedule], Schedule], schedule: Schedule) -> Schedule:
+    """`function(schedule)`, having checked that its input is as it was."""
+    before = _everything(schedule)
+    after = function(schedule)
+    assert _everything(schedule) == before, "a pass changed its input"
+    return after
+
+
+def _after(node: fx.Node) -> str:
+    nodes: Any = node.kwargs.get("after", ())
+    labels = ", ".join(ops.label(producer(n)) for n in nodes)
+    return f"(after={labels})" if labels else ""
+
+
+def _everything(schedule: Schedule) -> list[object]:
+    graphs = [
+        (n.name, n.op, n.target, repr(n.args), repr(n.kwargs), repr(n.meta.get("value")))
+        for graph in schedule.graphs.values()
+        for n in graph.nodes
+    ]
+    rest = {k: v for k, v in vars(schedule).items() if k not in ("forward", "backward")}
+    return [graphs, rest]
+
+
+def _stages(line: str, stubs: Stubs) -> tuple[Stage, ...]:
+    count = 1 + max(int(i) for i in re.findall(r"(\d+)F\b", line))
+    labels = {i: stubs.reads.get(i, str(i)).split() for i in range(count)}
+    buckets: dict[str, Bucket] = {}
+    for name in [name for i in range(count) for name in labels[i]]:
+        param = Param("weight", WEIGHT.shape, WEIGHT.stride, WEIGHT.dtype, 0)
+        size = stubs.sizes.get(name, WEIGHT.size_bytes)
+        buckets.setdefault(name, Bucket(len(buckets), f"unit {name}", (param,), size, name))
+    stages = []
+    for i in range(count):
+        later = {name for j in range(i + 1, count) for name in labels[j]}
+        carried = [b for b, name in enumerate(labels[i]) if name in later]
+        template = _template(i, len(labels[i]), carried, stubs)
+        stages.append(
+            Stage(
+                index=i,
+                name=f"unit {i}",
+                module=fx.GraphModule(torch.nn.Module(), fx.Graph()),
+                buckets=tuple(buckets[name] for name in labels[i]),
+                primals=(*(ParamRef(b, 0) for b in range(len(labels[i]))), ArgRef(0)),
+                metas=template.primals,
+                outputs=(ACTIVATION,),
+                mutated=(),
+                template=template,
+            )
+        )
+    return tuple(stages)
+
+
+def _template(index: int, params: int, carried: Sequence[int], stubs: Stubs) -> Template:
+    saved = () if index in stubs.unsaved else (ACTIVATION,)
+    read = () if index in stubs.blind else tuple(range(params))
+    primals = (*[WEIGHT] * params, ACTIVATION)
+    stub = fx.GraphModule(torch.nn.Module(), fx.Graph())
+    return Template(
+        index=index,
+        primals=primals,
+        outputs=(ACTIVATION,),
+        mutated=(),
+        saved=saved,
+        tangents=(0,),
+        carries=tuple(carried),
+        backward_inputs=(*read, *(SavedRef(i) for i in range(len(saved)))),
+        gradients=tuple(range(params + 1)),
+        tangent_metas=(ACTIVATION, *[WEIGHT] * len(carried)),
+        gradient_metas=primals,
+        recompute_primals=(*read, params),
+        random=index in stubs.random,
+        graphs={} if index in stubs.frozen else {Code.BACKWARD: stub},
+    )
+
+
+class _Reader:
+    """Writes one graph, an action at a time."""
+
+    def __init__(self, stages: Sequence[Stage], *, kept: Collection[str]) -> None:
+        self.graph = fx.Graph()
+        self.stages = stages
+        self.kept = kept  # the numbers of the stages that are not recomputed
+        self.buckets = {b.label: b for stage in stages for b in stage.buckets}
+        self.args: dict[str, fx.Node] = {}  # stage -> what its forward reads
+        self.saved: dict[str, list[fx.Node]] = defaultdict(list)
+        self.rng: dict[str, fx.Node] = {}
+        self.weights: dict[str, fx.Node] = {}
+        self.groups: dict[str, fx.Node] = {}  # bucket -> its gradients so far
+        self.fetched: dict[str, fx.Node] = {}
+        self.last: fx.Node | None = None  # the activation or gradient that the next compute takes
+
+    @property
+    def residuals(self) -> list[fx.Node]:
+        """What a forward hands to the backward."""
+        saved = [node for nodes in self.saved.values() for node in nodes]
+        return [*saved, *self.args.values(), *self.rng.values()]
+
+    def start(self, forward: _Reader, needed: Collection[str]) -> None:
+        """Give a backward its placeholders."""
+        for i in needed:
+            self.saved[i] = [self._placeholder(node.name) for node in forward.saved[i]]
+            if i not in self.kept:
+                self.args[i] = self._placeholder(forward.args[i].name)
+                if i in forward.rng:
+                    self.rng[i] = self._placeholder(forward.rng[i].name)
+        self.last = self._placeholder("t0")
+
+    def read(self, token: str) -> None:
+        match = _TOKEN.fullmatch(token)
+        assert match, f"unknown action {token!r}"
+        label, suffix, slot = match["label"], match["suffix"], match["slot"]
+        actions: dict[str, Callable[[], object]] = {
+            "BEGIN": lambda: ops.call(self.graph, ops.begin, name="start"),
+            "PREFETCH": lambda: self._prefetch(label, slot),
+            "RNG": lambda: self._save_rng(label),
+            "F": lambda: self._forward(label),
+            "RECOMPUTE": lambda: self._recompute(label),
+            "B": lambda: self._backward(label),
+            "FETCH_GRAD": lambda: self._fetch_grad(label),
+            "ADD_GRAD": lambda: self._add_grad(label),
+            "OFFLOAD_GRAD": lambda: self._offload_grad(label),
+        }
+        actions[suffix]()
+
+    def _prefetch(self, label: str, slot: str | None) -> None:
+        bucket = self.buckets[label]
+        place = Slot(int(slot), bucket.size_bytes) if slot and slot != "?" else None
+        name = f"w{_name(label)}"
+        self.weights[label] = ops.call(
+            self.graph, ops.prefetch, bucket, place, name=name, after=()
+        )
+
+    def _save_rng(self, label: str) -> None:
+        stage = self.stages[int(label)]
+        self.rng[label] = ops.call(self.graph, ops.save_rng, stage, name=f"rng{label}")
+
+    def _forward(self, label: str) -> None:
+        self.args[label] = self.last or self._placeholder("x")
+        stage = self.stages[int(label)]
+        saving = label in self.kept
+        given = (self._weights(stage), (self.args[label],), saving)
+        metas = (ACTIVATION, *stage.traced.saved) if saving else (ACTIVATION,)
+        call = self._call(ops.forward, stage, *given, name=f"f{label}", metas=metas)
+        self.last = self._item(call, 0, f"y{label}_0")
+        for k in range(len(metas) - 1):
+            self.saved[label].append(self._item(call, k + 1, f"s{label}_{k}"))
+
+    def _recompute(self, label: str) -> None:
+        stage = self.stages[int(label)]
+        given = (self._weights(stage), (self.args[label],), self.rng.get(label))
+        metas = stage.traced.saved
+        call = self._call(ops.recompute, stage, *given, name=f"rc{label}", metas=metas)
+        self.saved[label] = [
+            self._item(call, k, f"s{label}_{k}_again") for k in range(len(metas))
+        ]
+
+    def _backward(self, label: str) -> None:
+        stage = self.stages[int(label)]
+        carries = [self.groups[b.label] for b in stage.buckets_read(stage.traced.carries)]
+        given = (self._weights(stage), (None,), tuple(self.saved[label]), (self.last,))
+        metas = (ACTIVATION, *[(WEIGHT,)] * len(stage.buckets))
+        call = self._call(
+            ops.backward, stage, *given, tuple(carries), name=f"b{label}", metas=metas
+        )
+        self.last = self._item(call, 0, f"d{label}_0")
+        for k, bucket in enumerate(stage.buckets, start=1):
+            name = f"g{_name(bucket.label)}_{label}"
+            self.groups[bucket.label] = self._item(call, k, name)
+
+    def _fetch_grad(self, label: str) -> None:
+        bucket = self.buckets[label]
+        room = ops.call(self.graph, ops.alloc_grad, bucket, name=f"room{_name(label)}")
+        self.fetched[label] = ops.call(
+            self.graph, ops.fetch_grad, bucket, room, name=f"h{_name(label)}"
+        )
+
+    def _add_grad(self, label: str) -> None:
+        given = (self.buckets[label], self.fetched[label], self.groups[label])
+        name = f"sum{_name(label)}"
+        self.groups[label] = ops.call(self.graph, ops.add_grad, *given, name=name)
+
+    def _offload_grad(self, label: str) -> None:
+        given = (self.buckets[label], self.groups[label])
+        ops.call(self.graph, ops.offload_grad, *given, name=f"o{_name(label)}")
+
+    def _weights(self, stage: Stage) -> tuple[fx.Node | None, ...]:
+        return tuple(self.weights.get(b.label) for b in stage.buckets) if self.weights else ()
+
+    def _call(
+        self, op: Callable[..., Any], *args: Any, name: str, metas: tuple[object, ...]
+    ) -> fx.Node:
+        node = ops.call(self.graph, op, *args, name=name)
+        node.meta["value"] = metas
+        return node
+
+    def _item(self, call: fx.Node, index: int, name: str) -> fx.Node:
+        node = self.graph.create_node("call_function", operator.getitem, (call, index), name=name)
+        node.meta["value"] = call.meta["value"][index]
+        return node
+
+    def _placeholder(self, name: str) -> fx.Node:
+        for node in self.graph.find_nodes(op="placeholder"):
+            if node.name == name:
+                return node
+        node = self.graph.placeholder(name)
+        node.meta["value"] = ACTIVATION
+        return node
+
+
+def _name(label: str) -> str:
+    return label.replace(".", "_")
