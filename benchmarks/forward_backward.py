@@ -21,6 +21,8 @@ from torch import nn
 from benchmarks.models import parameters, qwen2, tokens
 from benchmarks.report import publish
 from megacompile import megacompile, schedules
+from megacompile.hardware import load
+from megacompile.simulate import simulate
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
@@ -75,6 +77,8 @@ def _measure(layers: int, args: argparse.Namespace) -> list[dict[str, object]]:
     row = _row("streamed, recomputed", layers, count, ids, streamed_s, peak)
     row |= {"loss": f"{loss:.4f}", "first step s": f"{first_s:.1f} (pinning {moved_s:.1f})"}
     row["templates"] = str(len(schedules(model)[0].templates))
+    predicted = simulate(schedules(model)[0], load("cuda"))
+    row["predicted s"] = f"{predicted.total_s:.4f} ({predicted.total_s / streamed_s - 1:+.0%})"
     if expected:
         row["of resident"] = f"{streamed_s / resident_s:.3f}x"
         row["gradient error"] = f"{_worst(expected, _gradients(model))} (to resident)"

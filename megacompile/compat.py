@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._functorch import config as functorch_config
-from torch._functorch._aot_autograd.functional_utils import from_fun, has_data_mutation, to_fun
+from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import (
@@ -62,13 +62,8 @@ def to_functional(value: Any) -> Any:
 
 
 def from_functional(tensor: Any) -> Any:
-    """The current value of a wrapped tensor; anything else as it is."""
+    """The value of a wrapped tensor, another object after each change; anything else as it is."""
     return from_fun(tensor) if isinstance(tensor, FunctionalTensor) else tensor
-
-
-def was_mutated(tensor: torch.Tensor) -> bool:
-    """Has a wrapped tensor, or what it is a view of, been changed in place?"""
-    return isinstance(tensor, FunctionalTensor) and bool(has_data_mutation(tensor))
 
 
 def storage_key(tensor: torch.Tensor) -> int:

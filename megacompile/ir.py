@@ -199,6 +199,7 @@ class Unit:
 
     bucket: Bucket
     modules: frozenset[int]  # id() of the modules of the subtree
+    roots: frozenset[int]  # those of them that contain the others: a call of one is a stage
     repeated: bool  # a child of a container of like modules: stages of it share a template
 
 

@@ -44,7 +44,7 @@ def partition(capture: Capture, units: Sequence[Unit]) -> Schedule:
             operator that cannot be traced.
     """
     values = propagate(capture)
-    nodes = compute_nodes(capture)
+    nodes = compute_nodes(capture, values)
     segments = cut(capture, values, units)
     builder = _Builder(capture, values, nodes, segments, units)
     stages = tuple(builder.stage(i) for i in range(len(segments)))

@@ -62,7 +62,6 @@ class _Interpreter(fx.Interpreter):
         self.fakes = compat.fake_mode()
         self.capture = capture
         self.values = values
-        self.changed: set[int] = set()
         self.constants: dict[str, torch.Tensor] = {}
 
     def fake_constants(self) -> dict[str, torch.Tensor]:
@@ -89,48 +88,21 @@ class _Interpreter(fx.Interpreter):
         return super().get_attr(target, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
+        before = self._inputs(n)
         value = super().run_node(n)
         self.values.of[n] = _describe(value)
         self.values.storages[n] = frozenset(compat.storage_key(t) for t in _tensors(value))
-        changed = set()
-        for source in n.all_input_nodes:
-            for tensor in _tensors(self.env[source]):
-                key = compat.storage_key(tensor)
-                if key not in self.changed and compat.was_mutated(tensor):
-                    changed.add(key)
-        self.values.mutates[n] = frozenset(changed | self._changed_again(n))
-        self.changed |= changed
+        self.values.mutates[n] = frozenset(
+            compat.storage_key(tensor)
+            for tensor, old in before
+            if compat.from_functional(tensor) is not old
+        )
         return value
 
-    def _changed_again(self, n: fx.Node) -> set[int]:
-        """Storages among the inputs that were changed before: assume an in-place op does it again.
-
-        Functionalization remembers that a storage changed, not how often.
-        """
-        if not _looks_in_place(n):
-            return set()
-        keys = {
-            compat.storage_key(tensor)
-            for source in n.all_input_nodes
-            for tensor in _tensors(self.env[source])
-        }
-        return keys & self.changed
-
-
-def _looks_in_place(node: fx.Node) -> bool:
-    """Could the node change one of its inputs? Pure functions of torch are told by their names."""
-    if node.op == "call_method":
-        name = str(node.target)
-        return name.endswith("_") or name == "__setitem__"
-    name = getattr(node.target, "__name__", str(node.target))
-    return (
-        not name.startswith(_PURE)
-        or name.endswith("_")
-        or bool(node.kwargs.get("inplace") or node.kwargs.get("out"))
-    )
-
-
-_PURE = ("add", "sub", "mul", "truediv", "matmul", "getitem", "linear", "layer_norm", "cat")
+    def _inputs(self, n: fx.Node) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The tensors that a node takes, with their values: another one once they were changed."""
+        taken = [tensor for source in n.all_input_nodes for tensor in _tensors(self.env[source])]
+        return [(tensor, compat.from_functional(tensor)) for tensor in taken]
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ that is changed in place while views of it are used elsewhere, must not cross a 
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,8 +38,8 @@ class Segment:
         return Segment(min(self.start, other.start), max(self.stop, other.stop), unit)
 
 
-def compute_nodes(capture: Capture) -> list[fx.Node]:
-    """The nodes that do something, in program order, each `getitem` right after its producer."""
+def compute_nodes(capture: Capture, values: Values) -> list[fx.Node]:
+    """The nodes that do something, in program order, a tuple's items right after it."""
     ordered: list[fx.Node] = []
     placed: set[fx.Node] = set()
 
@@ -48,9 +49,8 @@ def compute_nodes(capture: Capture) -> list[fx.Node]:
         placed.add(node)
         ordered.append(node)
         for user in node.users:
-            if user.target is operator.getitem and user.args[0] is node:
-                if isinstance(user.args[1], int):
-                    place(user)
+            if _is_item(user, values) and user.args[0] is node:
+                place(user)
 
     for node in capture.module.graph.nodes:
         if node.op not in ("placeholder", "output", "get_attr"):
@@ -59,19 +59,26 @@ def compute_nodes(capture: Capture) -> list[fx.Node]:
 
 
 def cut(capture: Capture, values: Values, units: Sequence[Unit]) -> list[Segment]:
-    """The segments of `compute_nodes(capture)`, in order; together they cover it."""
-    nodes = compute_nodes(capture)
+    """The segments of `compute_nodes(capture, values)`, in order; together they cover it."""
+    nodes = compute_nodes(capture, values)
     if not nodes:
         return []
     live_bytes = _live_bytes(nodes, values)
-    owners = _owners(capture, nodes, units)
+    owners = _owners(capture, nodes, values, units)
     segments = _cut_between_owners(owners, live_bytes, units)
     segments = _join_small(segments, units)
     return _merge_inseparable(capture, nodes, values, segments)
 
 
+def _is_item(node: fx.Node, values: Values) -> bool:
+    """Does the node take an operator's tuple apart? An index into a tensor is an operator itself."""
+    if node.target is not operator.getitem or not isinstance(node.args[1], int):
+        return False
+    return isinstance(node.args[0], fx.Node) and not values.is_tensor(node.args[0])
+
+
 def _owners(
-    capture: Capture, nodes: Sequence[fx.Node], units: Sequence[Unit]
+    capture: Capture, nodes: Sequence[fx.Node], values: Values, units: Sequence[Unit]
 ) -> list[Owner | None]:
     unit_of_module = {m: i for i, unit in enumerate(units) for m in unit.modules}
     unit_of_bucket = {unit.bucket.key: i for i, unit in enumerate(units)}
@@ -80,22 +87,29 @@ def _owners(
         for node, item in zip(placeholders(capture), capture.inputs, strict=True)
         if isinstance(item, ParamInput)
     }
-    owners: list[Owner | None] = []
+    roots = {m for unit in units for m in unit.roots}
+    owners: dict[fx.Node, Owner | None] = {}
     for node in nodes:
+        if _is_item(node, values):
+            owners[node] = owners[node.all_input_nodes[0]]
+            continue
         owner: Owner | None = None
         for module, call in compat.module_calls(node):
-            if module in unit_of_module:
-                owner = (unit_of_module[module], call)
+            if module in unit_of_module:  # below the root, a call is not one of the whole unit
+                owner = (unit_of_module[module], call if module in roots else "")
                 break
         used = [unit_of_param[n] for n in node.all_input_nodes if n in unit_of_param]
         if owner is None and used:
             owner = (max(used, key=lambda i: units[i].bucket.size_bytes), "")
-        owners.append(owner)
-    return owners
+        owners[node] = owner
+    return list(owners.values())
 
 
-def _live_bytes(nodes: Sequence[fx.Node], values: Values) -> list[int]:
-    """Entry p: bytes of the values made before position p and used at p or later."""
+def _live_bytes(nodes: Sequence[fx.Node], values: Values) -> list[float]:
+    """Entry p: bytes of the values made before position p and used at p or later.
+
+    Infinite in front of an item, which stays with its tuple.
+    """
     position = {node: p for p, node in enumerate(nodes)}
     end = len(nodes)
     change = [0] * (end + 2)
@@ -104,11 +118,15 @@ def _live_bytes(nodes: Sequence[fx.Node], values: Values) -> list[int]:
         size = tensors_bytes(values.of[node])
         change[p + 1] += size
         change[last + 1] -= size
-    return list(accumulate(change))[: end + 1]
+    items = [_is_item(node, values) for node in nodes] + [False]
+    return [
+        math.inf if item else live
+        for item, live in zip(items, accumulate(change), strict=False)
+    ]
 
 
 def _cut_between_owners(
-    owners: Sequence[Owner | None], live_bytes: Sequence[int], units: Sequence[Unit]
+    owners: Sequence[Owner | None], live_bytes: Sequence[float], units: Sequence[Unit]
 ) -> list[Segment]:
     owned = [(p, owner) for p, owner in enumerate(owners) if owner is not None]
     if not owned:
@@ -142,7 +160,8 @@ def _join_small(segments: Sequence[Segment], units: Sequence[Unit]) -> list[Segm
             both = mine | theirs
             size = sum(units[i].bucket.size_bytes for i in both)
             if not _repeats(theirs, units) and size <= largest:
-                joined[-1] = (last.join(segment, segment.unit if mine == both else last.unit), both)
+                unit = segment.unit if mine == both else last.unit if theirs == both else None
+                joined[-1] = (last.join(segment, unit), both)
                 continue
         joined.append((segment, mine))
     return [segment for segment, _ in joined]

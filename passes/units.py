@@ -26,9 +26,13 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 @dataclass(frozen=True, slots=True)
 class _Subtree:
     name: str
-    modules: tuple[nn.Module, ...]
+    roots: tuple[nn.Module, ...]
     params: tuple[tuple[str, nn.Parameter], ...]
     repeated: bool
+
+    @property
+    def modules(self) -> frozenset[int]:
+        return frozenset(id(m) for root in self.roots for m in root.modules())
 
     @property
     def size_bytes(self) -> int:
@@ -43,13 +47,14 @@ def find_units(model: nn.Module, *, limit_bytes: int = UNIT_LIMIT_BYTES) -> tupl
         fresh = [(name, p) for name, p in subtree.params if id(p) not in seen]
         fresh = list({id(p): (name, p) for name, p in reversed(fresh)}.values())[::-1]
         seen.update(id(p) for _, p in fresh)
-        subtrees.append(_Subtree(subtree.name, subtree.modules, tuple(fresh), subtree.repeated))
+        subtrees.append(_Subtree(subtree.name, subtree.roots, tuple(fresh), subtree.repeated))
     units = []
     for key, subtree in enumerate(_join_small([s for s in subtrees if s.params])):
         units.append(
             Unit(
                 bucket=Bucket.layout(key, subtree.name, subtree.params),
-                modules=frozenset(id(m) for m in subtree.modules),
+                modules=subtree.modules,
+                roots=frozenset(id(m) for m in subtree.roots),
                 repeated=subtree.repeated,
             )
         )
@@ -59,7 +64,7 @@ def find_units(model: nn.Module, *, limit_bytes: int = UNIT_LIMIT_BYTES) -> tupl
 def _split(module: nn.Module, name: str, limit_bytes: int, *, repeated: bool) -> Iterator[_Subtree]:
     whole = _Subtree(
         name or type(module).__name__,
-        tuple(module.modules()),
+        (module,),
         tuple((_join(name, n), p) for n, p in module.named_parameters(remove_duplicate=False)),
         repeated,
     )
@@ -105,7 +110,7 @@ def _join_small(subtrees: Sequence[_Subtree]) -> list[_Subtree]:
             if small * _TINY <= large:
                 joined[-1] = _Subtree(
                     f"{last.name}+{subtree.name}",
-                    last.modules + subtree.modules,
+                    last.roots + subtree.roots,
                     last.params + subtree.params,
                     repeated=False,
                 )

@@ -76,7 +76,7 @@ class HostBuffer(mmap.mmap):
 
     def bytes(self, size_bytes: int) -> torch.Tensor:
         """The first `size_bytes` as one flat uint8 tensor."""
-        return torch.frombuffer(self, dtype=torch.uint8, count=size_bytes)
+        return torch.frombuffer(self, dtype=torch.uint8)[:size_bytes]  # 0 is no count for it
 
 
 class HostBucket:

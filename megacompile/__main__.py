@@ -1,0 +1,5 @@
+"""`python -m megacompile`."""
+
+from megacompile.cli import main
+
+raise SystemExit(main())
