@@ -177,6 +177,24 @@ def wrapper(cls: type[torch.Tensor], like: torch.Tensor, device: torch.device) -
     )
 
 
+def gives_views(func: Any) -> bool:
+    """Is an ATen operator's result a view of its input, that shares memory with it?"""
+    aliases = [result.alias_info for result in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an ATen operator changes in place."""
+    given = {
+        argument.name: kwargs[argument.name] if argument.name in kwargs else args[i]
+        for i, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None
+        and argument.alias_info.is_write
+        and (argument.name in kwargs or i < len(args))
+    }
+    return _pytree.tree_leaves(list(given.values()))
+
+
 def guards_on_hooks() -> AbstractContextManager[None]:
     """For its duration, Dynamo captures anew when hooks are added to or removed from a module."""
     patch: AbstractContextManager[None] = torch._dynamo.config.patch(
@@ -185,9 +203,37 @@ def guards_on_hooks() -> AbstractContextManager[None]:
     return patch
 
 
+@contextmanager
+def without_saved_tensors_hooks() -> Iterator[None]:
+    """For its duration, no hooks of the user pack what autograd saves (checkpoint, save_on_cpu)."""
+    autograd = torch._C._autograd
+    hooks = []
+    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
 def keeps_graph() -> bool:
     """Inside a backward: was it called with `retain_graph=True`?"""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def accumulates_into(param: torch.Tensor) -> bool | None:
+    """Inside a backward: will it accumulate into `param.grad`?
+
+    False where `autograd.grad()` or `backward(inputs=...)` were called without `param`, None where
+    `autograd.grad()` was called for it.
+    """
+    node = torch.autograd.graph.get_gradient_edge(param).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # it refuses to say of a leaf that autograd.grad() was called for
+        return None
 
 
 def when_backward_ends(callback: Callable[[], None]) -> None:

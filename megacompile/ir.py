@@ -48,7 +48,7 @@ class TensorMeta:
             tuple(int(n) for n in tensor.shape),
             tensor.dtype,
             tuple(int(n) for n in tensor.stride()),
-            tensor.requires_grad,
+            tensor.requires_grad and not _cut_off(tensor),
             tensor.device,
         )
 
@@ -74,6 +74,12 @@ class TensorMeta:
 
     def __str__(self) -> str:
         return f"{short_dtype(self.dtype)}[{', '.join(map(str, self.shape))}]"
+
+
+def _cut_off(tensor: torch.Tensor) -> bool:
+    """Was it made as a view under `no_grad`? It says `requires_grad`, but no gradient flows."""
+    base = tensor._base
+    return base is not None and base.requires_grad and tensor.grad_fn is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ from megacompile.passes.edit import calls_by_stage
 TemplateCache = MutableMapping[Hashable, Template]
 _VIEWS = {"t", "view", "transpose", "permute", "expand", "reshape", "unsqueeze", "squeeze"}
 _VIEWS |= {"slice", "select", "alias", "detach", "_unsafe_view", "_to_copy", "convert_element_type"}
+_VIEWS |= {"clone"}  # of a view that is not contiguous
 
 
 def trace_templates(

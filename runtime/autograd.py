@@ -1,8 +1,9 @@
 """Joins a program to the user's autograd: one `torch.autograd.Function` for each captured graph.
 
 Its forward runs the forward schedule; its backward runs the backward schedule, which writes
-parameter gradients to the host, and returns the gradients of the graph's other inputs. The proxies
-of the parameters are inputs too, so that outputs require grad, and get None.
+parameter gradients to the host, and returns the gradients of the graph's other inputs. The host
+parameters are inputs too, and get None, because their gradients are written already: all but those
+that autograd needs itself, for a hook of the user or for `autograd.grad()`.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from megacompile import compat
 from megacompile.errors import BackwardError
 from megacompile.runtime.captured import Program, Variant
 from megacompile.runtime.executor import Executor, Machine
+from megacompile.runtime.gradients import Place
 from megacompile.runtime.proxies import StreamedParameter
 
 
@@ -24,7 +26,8 @@ def run(program: Program, args: Sequence[Any]) -> list[Any]:
     """Call a program with a captured graph's inputs; gives the graph's outputs."""
     call = _Call(program, args)
     if any(program.differentiable(k) for k in program.tensor_outputs()):
-        computed = _Function.apply(call, *args)  # type: ignore[no-untyped-call]
+        with torch.enable_grad():  # the graph itself may do so
+            computed = _Function.apply(call, *args, *call.hosts)  # type: ignore[no-untyped-call]
     else:
         computed = call.forward(())
     by_position = dict(zip(program.tensor_outputs(), computed, strict=True))
@@ -40,6 +43,9 @@ def run(program: Program, args: Sequence[Any]) -> list[Any]:
     ]
 
 
+_Found = tuple[dict[str, torch.Tensor], dict[Place, torch.Tensor]]  # of inputs, of parameters
+
+
 class _Call:
     """One forward of a program, and what its backward needs."""
 
@@ -50,6 +56,8 @@ class _Call:
         names = [n.name for n in program.stages.forward.find_nodes(op="placeholder")]
         self.inputs_by_name = {name: args[int(name.removeprefix("x"))] for name in names}
         self.params = [arg for arg in args if isinstance(arg, StreamedParameter)]
+        places = [self.machine.place(proxy) for proxy in self.params if proxy.requires_grad]
+        self.places = tuple(dict.fromkeys((bucket.key, i) for bucket, i in places))
         self.residuals: dict[str, Any] | None = None
 
     def forward(self, args: Sequence[Any]) -> list[torch.Tensor]:
@@ -70,7 +78,12 @@ class _Call:
         }
         return [outputs[k] for k in self.program.tensor_outputs()]
 
-    def backward(self, given: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    @property
+    def hosts(self) -> list[nn.Parameter]:
+        """The host parameters that may get a gradient."""
+        return [self.machine.buckets[key].params[i] for key, i in self.places]
+
+    def backward(self, given: Sequence[torch.Tensor | None]) -> _Found:
         """Run the backward schedule on the outputs' gradients; gives those of the inputs."""
         positions = self.program.tensor_outputs()
         tangents = {
@@ -79,8 +92,28 @@ class _Call:
             if gradient is not None and self.program.differentiable(k)
         }
         if not tangents:
-            return {}
+            return {}, {}
         self._check()
+        returned, dropped = self._exceptions()
+        with self.machine.gradients.aside(returned, dropped) as of_params:
+            return self._run(tangents), of_params
+
+    def _exceptions(self) -> tuple[list[Place], list[Place]]:
+        """The parameters whose gradients autograd needs itself, and those that nobody wants."""
+        returned, dropped = [], []
+        for place, host in zip(self.places, self.hosts, strict=True):
+            accumulates = compat.accumulates_into(host)
+            if accumulates is False:
+                dropped.append(place)
+            elif (
+                accumulates is None
+                or compat.gradient_hooks(host)
+                or compat.post_accumulate_hooks(host)
+            ):
+                returned.append(place)
+        return returned, dropped
+
+    def _run(self, tangents: dict[int, torch.Tensor]) -> dict[str, torch.Tensor]:
         residuals = self._take_residuals()
         executor = self._executor(tuple(tangents))
         inputs = {f"t{k}": gradient for k, gradient in tangents.items()}
@@ -152,7 +185,7 @@ class _Function(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, *args: Any) -> Any:
         outputs = call.forward(args)
         ctx.call = call
-        ctx.args = len(args)
+        ctx.args = len(args) - len(call.places)
         ctx.names = {int(name.removeprefix("x")): name for name in call.inputs_by_name}
         ctx.set_materialize_grads(False)
         positions, differentiable = call.program.tensor_outputs(), call.program.differentiable
@@ -163,5 +196,9 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        found = ctx.call.backward(gradients)
-        return (None, *(found.get(ctx.names.get(i, "")) for i in range(ctx.args)))
+        of_inputs, of_params = ctx.call.backward(gradients)
+        return (
+            None,
+            *(of_inputs.get(ctx.names.get(i, "")) for i in range(ctx.args)),
+            *(of_params.get(place) for place in ctx.call.places),
+        )

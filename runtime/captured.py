@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from megacompile import ops
+from megacompile import compat, ops
 from megacompile.errors import UnsupportedGraphError
 from megacompile.ir import (
     Ambient,
@@ -78,8 +78,6 @@ class Program:
 
         A guess, made before the first backward; a backward that differs corrects it.
         """
-        if not self.capture.ambient.grad_enabled:
-            return ()
         metas = [(k, self._meta(k)) for k in self.tensor_outputs()]
         able = [k for k, meta in metas if meta.requires_grad and meta.dtype.is_floating_point]
         scalars = [k for k, meta in metas if k in able and meta.shape == ()]
@@ -99,8 +97,8 @@ class Program:
         return list(first.values())
 
     def differentiable(self, output: int) -> bool:
-        """Does a graph output require grad?"""
-        return self.capture.ambient.grad_enabled and self._meta(output).requires_grad
+        """Does a graph output require grad? (Also under `no_grad`, if the graph enables it.)"""
+        return self._meta(output).requires_grad
 
     def variant(self, **changes: Any) -> Variant:
         """The variant for the gradients that are expected now."""
@@ -109,16 +107,22 @@ class Program:
     def executor(self, variant: Variant) -> Executor:
         """The executor of a variant, built at first use."""
         if variant not in self.executors:
-            schedule = self.compiler.build(
-                self.stages,
-                self.capture,
-                tangents=variant.tangents,
-                keep_last=variant.keep_last,
-                accumulate=variant.accumulate,
-                hold=variant.hold,
-            )
+            with compat.without_saved_tensors_hooks():  # those around the call are not the stages'
+                schedule = self.compiler.build(
+                    self.stages,
+                    self.capture,
+                    tangents=variant.tangents,
+                    keep_last=variant.keep_last,
+                    accumulate=variant.accumulate,
+                    hold=variant.hold,
+                )
             self.executors[variant] = Executor(schedule, self.machine)
         return self.executors[variant]
+
+
+def _fetched(arg: Any) -> Any:
+    """A view of a parameter that eager code made, on the device; anything else as it is."""
+    return arg.clone() if isinstance(arg, StreamedParameter) and arg.is_view else arg
 
 
 SHAPES_AT_ONCE = 8  # inference shapes that are scheduled when they first come
@@ -148,6 +152,7 @@ class CapturedGraph:
         if self.current_compiler() is not self.compiler:  # buckets were laid out anew
             self.compiler = self.current_compiler()
             self.programs.clear()
+        args = tuple(map(_fetched, args))
         ambient = Ambient.current(self.machine.device)
         key = (ambient, *(self._key(arg) for arg in args))
         if key not in self.programs and self._worth_a_program(ambient, key):

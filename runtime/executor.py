@@ -291,7 +291,8 @@ class _Ops:
         def copy() -> None:
             key, group = gradients.value
             for i, gradient in group.items():
-                self.machine.gradients.room(key, i).copy_(gradient, non_blocking=True)
+                if not self.machine.gradients.drops(key, i):
+                    self.machine.gradients.room(key, i).copy_(gradient, non_blocking=True)
 
         return self._issue(Stream.D2H, (gradients,), copy)
 

@@ -6,7 +6,9 @@ are asynchronous, so `p.grad` is set once, when `backward()` ends, behind the la
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -30,7 +32,12 @@ class Gradients:
         self._written: set[Place] = set()  # by the backward() that runs now
         self._so_far: set[Place] = set()  # had a gradient when the schedule that runs now began
         self._foreign: set[Place] = set()  # p.grad is a tensor of the user's
-        self._backward = -1
+        self._received: set[Place] = set()  # from eager code, in the backward() that runs now
+        self._running: Callable[[], object] = _nothing  # alive while a backward() runs
+        self._aside: dict[Place, torch.Tensor] = {}  # those that autograd gets, so far
+        self._returned: frozenset[Place] = frozenset()  # those that autograd will get
+        self._handed: set[Place] = set()  # all of those in the backward() that runs now
+        self._dropped: frozenset[Place] = frozenset()
 
     def bind(self, buckets: Mapping[int, HostBucket]) -> None:
         """Use these buckets from now on."""
@@ -41,32 +48,17 @@ class Gradients:
             for i, param in enumerate(bucket.params)
         }
 
-    def refuse_hooks(self) -> None:
-        """Raise for hooks that would not run: gradients do not pass through a host parameter.
-
-        Raises:
-            ModelError: `register_hook` was called on a parameter.
-        """
-        for bucket in self.buckets.values():
-            for place, param in zip(bucket.layout.params, bucket.params, strict=True):
-                if compat.gradient_hooks(param):
-                    raise ModelError(
-                        f"parameter {place.name!r} has a hook of register_hook(), which a streamed "
-                        "parameter's gradient does not pass; use "
-                        "register_post_accumulate_grad_hook() and change p.grad in it"
-                    )
-
     def start(self, wanted: Mapping[int, Sequence[int]]) -> bool:
         """Prepare room for gradients; True if there are some already to accumulate into.
 
         Called in a backward, before its schedule runs.
         """
-        self.refuse_hooks()
         self._begin()
         for key in wanted:
             if not self.buckets[key].grads or self._held_by_user(key, self.buckets[key]):
                 self._renew(key, self.buckets[key])
-        places = [(key, i) for key, params in wanted.items() for i in params]
+        places = {(key, i) for key, params in wanted.items() for i in params}
+        places -= self._returned | self._dropped
         self._so_far = {place for place in places if self._has_gradient(*place)}
         self._written.update(places)
         return bool(self._so_far)
@@ -75,16 +67,48 @@ class Gradients:
         """The host gradient to accumulate into; None where there is none yet."""
         return self.buckets[key].grads[index] if (key, index) in self._so_far else None
 
+    @contextmanager
+    def aside(
+        self, returned: Iterable[Place], dropped: Iterable[Place]
+    ) -> Iterator[dict[Place, torch.Tensor]]:
+        """For its duration, some gradients do not go to `p.grad`: autograd gets them, or nobody."""
+        self._returned, self._dropped = frozenset(returned), frozenset(dropped)
+        self._begin()
+        for place in self._returned & self._received:
+            self._refuse_hooks(place, compat.post_accumulate_hooks)
+        self._handed |= self._returned
+        try:
+            yield self._aside
+            if self._aside:
+                self.streams.synchronize(Stream.D2H)
+        finally:
+            self._aside, self._returned, self._dropped = {}, frozenset(), frozenset()
+
+    def drops(self, key: int, index: int) -> bool:
+        """Does nobody want a gradient?"""
+        return (key, index) in self._dropped
+
     def room(self, key: int, index: int) -> torch.Tensor:
         """Where a gradient goes."""
+        place = (key, index)
+        if place in self._returned:
+            return self._aside.setdefault(place, torch.empty_like(self.buckets[key].values[index]))
         return self.buckets[key].grads[index]
 
     def receive(self, param: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Accumulate a gradient that eager code produced on the device."""
+        """Accumulate a gradient that eager code produced on the device.
+
+        Raises:
+            ModelError: the parameter has hooks that would miss a part of the gradient.
+        """
+        self._begin()
         gradient = gradient.to(param.device)
         place = self._places[id(param)]
+        self._refuse_hooks(place, compat.gradient_hooks)
+        if place in self._handed:
+            self._refuse_hooks(place, compat.post_accumulate_hooks)
         with torch.no_grad():
-            if self._backward == compat.backward_id() and place in self._written:
+            if place in self._written:
                 self.streams.synchronize(Stream.D2H)
                 self.buckets[place[0]].grads[place[1]].add_(gradient)
                 return
@@ -92,18 +116,36 @@ class Gradients:
                 param.grad = gradient.clone(memory_format=torch.preserve_format)
             else:
                 param.grad.add_(gradient)
-        for hook in compat.post_accumulate_hooks(param):
-            hook(param)
+        self._received.add(place)
+
+    def _refuse_hooks(self, place: Place, hooks: Callable[[nn.Parameter], object]) -> None:
+        """A hook wants the whole gradient, but captured graphs and eager code each have a part."""
+        bucket = self.buckets[place[0]]
+        if hooks(bucket.params[place[1]]):
+            raise ModelError(
+                f"parameter {bucket.layout.params[place[1]].name!r} has a hook and is used in code "
+                "that was not captured, so the hook would see a part of its gradient; change "
+                "p.grad after backward() instead, or keep that code out of the model"
+            )
 
     def _begin(self) -> None:
-        """Note a new call of `backward()`; what a failed one left is void."""
-        now = compat.backward_id()
-        if now == self._backward:
+        """Note a new call of `backward()`; what a failed one left is void.
+
+        A `backward()` inside of another one (a reentrant checkpoint) belongs to that one: only
+        autograd holds `finish`, so it lives as long as the `backward()` that it was queued in.
+        """
+        if self._running() is not None:
             return
-        self._backward = now
         self._written.clear()
         self._foreign.clear()
-        compat.when_backward_ends(self._finish)
+        self._received.clear()
+        self._handed.clear()
+
+        def finish() -> None:
+            self._finish()
+
+        self._running = weakref.ref(finish)
+        compat.when_backward_ends(finish)
 
     def _has_gradient(self, key: int, index: int) -> bool:
         if (key, index) in self._written:
@@ -132,18 +174,19 @@ class Gradients:
         old = bucket.grads
         bucket.make_grads()
         for i, before in enumerate(old):
-            param = bucket.params[i]
-            mine = param.grad is not None and param.grad.data_ptr() == before.data_ptr()
-            if mine or (key, i) in self._written:
+            gradient = bucket.params[i].grad
+            if gradient is not None and gradient.data_ptr() != before.data_ptr():
+                gradient = None  # not ours
+            if gradient is not None or (key, i) in self._written:
                 self.streams.synchronize(Stream.D2H)
                 bucket.grads[i].copy_(before)
-            if mine:
-                param.grad = bucket.grads[i].detach()
+            if gradient is not None:
+                gradient.data = bucket.grads[i]  # p.grad stays the tensor that it is
 
     def _finish(self) -> None:
         """Set `p.grad`, now that `backward()` ends and the last copy is done."""
         self.streams.synchronize(Stream.D2H)
-        self._backward = -1
+        self._running = _nothing
         for key, i in sorted(self._written):
             param, gradient = self.buckets[key].params[i], self.buckets[key].grads[i]
             if param.grad is None:
@@ -151,9 +194,14 @@ class Gradients:
             elif (key, i) in self._foreign:
                 with torch.no_grad():
                     param.grad.copy_(gradient)
-        done = sorted(self._written)
+        done = sorted(self._written | self._received)
         self._written.clear()
+        self._received.clear()
         for key, i in done:
             param = self.buckets[key].params[i]
             for hook in compat.post_accumulate_hooks(param):
                 hook(param)
+
+
+def _nothing() -> None:
+    """What a weak reference gives when nothing is left."""

@@ -94,11 +94,17 @@ class HostBucket:
             value.copy_(param.detach())
             param.data = value
 
+    def replaced(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Parameters whose storage the user replaced, and their places here."""
+        return [
+            (param, value)
+            for param, value in zip(self.params, self.values, strict=True)
+            if param.data_ptr() != value.data_ptr() or param.stride() != value.stride()
+        ]
+
     def adopt(self) -> bool:
         """Take over storage that the user replaced; False where the layout no longer fits."""
-        for param, value in zip(self.params, self.values, strict=True):
-            if param.data_ptr() == value.data_ptr() and param.stride() == value.stride():
-                continue
+        for param, value in self.replaced():
             if param.shape != value.shape or param.dtype != value.dtype:
                 return False
             theirs = param.detach()

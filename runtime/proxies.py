@@ -7,6 +7,8 @@ on it fetches a copy for its own duration: slow, never wrong.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,22 +17,54 @@ import torch
 from torch import nn
 
 from megacompile import compat
+from megacompile.errors import ModelError
 
 
 class StreamedParameter(torch.Tensor):
     """A traceable wrapper: shape, strides and dtype of `host`, on `device`."""
 
     host: torch.Tensor
+    is_view: bool  # of a parameter, made by eager code
+    tell: Callable[[], None]  # called where eager code uses it
 
     @staticmethod
-    def __new__(cls, host: torch.Tensor, device: torch.device) -> StreamedParameter:
+    def __new__(
+        cls, host: torch.Tensor, device: torch.device, *, view: bool = False
+    ) -> StreamedParameter:
         self: StreamedParameter = compat.wrapper(cls, host, device)
         self.host = host
-        self._is_param = True  # isinstance(self, nn.Parameter)
+        self.is_view = view
+        self.tell = _nothing
+        self._is_param = not view  # isinstance(self, nn.Parameter)
         return self
 
-    def __init__(self, host: torch.Tensor, device: torch.device) -> None:
-        del host, device
+    def __init__(self, host: torch.Tensor, device: torch.device, *, view: bool = False) -> None:
+        del host, device, view
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        del tensor_contents
+        return f"{type(self).__name__}({self.host!r}, device={str(self.device)!r})"
+
+    def tolist(self) -> Any:
+        return self.host.tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.clone().numpy(force=force)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """As of any tensor; what is assigned to it goes to the host."""
+        return super().data
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise ModelError(
+                f"a parameter of shape {tuple(self.shape)} and {self.dtype} got data of shape "
+                f"{tuple(value.shape)} and {value.dtype} in the forward; do that between calls"
+            )
+        with torch.no_grad():
+            self.host.copy_(value)
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.device]:
         return ["host"], self.device
@@ -45,27 +79,89 @@ class StreamedParameter(torch.Tensor):
     __torch_function__ = compat.NO_TORCH_FUNCTION  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __torch_dispatch__(  # Dynamo, where it skips the caller, would capture this very code
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         del types
+        kwargs = kwargs or {}
+        if compat.gives_views(func):
+            return _view(func, args, kwargs)
         fetched: dict[int, tuple[StreamedParameter, torch.Tensor]] = {}
 
         def fetch(value: Any) -> Any:
             if not isinstance(value, StreamedParameter):
                 return value
             if id(value) not in fetched:
+                value.tell()
                 fetched[id(value)] = (value, value.host.to(value.device, copy=True))
             return fetched[id(value)][1]
 
-        args, kwargs = compat.tree_map(fetch, (args, kwargs or {}))
-        result = func(*args, **kwargs)
+        given, given_kwargs = compat.tree_map(fetch, (args, kwargs))
+        result = func(*given, **given_kwargs)
         if func._schema.is_mutable:  # in-place on a parameter: the host tensor is the parameter
-            for proxy, copy in fetched.values():
-                proxy.host.copy_(copy)
+            for value in compat.written(func, args, kwargs):
+                if isinstance(value, StreamedParameter):
+                    value.host.copy_(fetched[id(value)][1])
             back = {id(copy): proxy for proxy, copy in fetched.values()}
             result = compat.tree_map(lambda value: back.get(id(value), value), result)
         return result
+
+
+def _view(func: Any, args: Any, kwargs: Any) -> Any:
+    """A view of a proxy is a proxy of the view: what is written through it reaches the host."""
+    bases: list[StreamedParameter] = []
+
+    def host(value: Any) -> Any:
+        if not isinstance(value, StreamedParameter):
+            return value
+        bases.append(value)
+        return value.host
+
+    def proxy(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        view = StreamedParameter(value, bases[0].device, view=True)
+        view.tell = bases[0].tell
+        return view
+
+    args, kwargs = compat.tree_map(host, (args, kwargs))
+    return compat.tree_map(proxy, func(*args, **kwargs))
+
+
+def _nothing() -> None:
+    """What a proxy of no model tells."""
+
+
+class _EagerNotice:
+    """Says once, with the place, that code of the user's runs in eager mode."""
+
+    def __init__(self) -> None:
+        self.said = False
+
+    def __call__(self) -> None:
+        place = None if self.said else _place_in_user_code()
+        if place is not None:
+            self.said = True
+            warnings.warn(
+                f"megacompile: {place} runs in eager mode and fetches each parameter at each use "
+                "(slower, same numbers; said once): Dynamo did not capture it, and "
+                "TORCH_LOGS=graph_breaks says why",
+                stacklevel=2,
+            )
+
+
+def _place_in_user_code() -> str | None:
+    """The innermost line that is neither ours nor torch's; None in a captured graph or in Dynamo."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if "eval_with_key" in frame.f_code.co_filename or module.startswith("torch._dynamo"):
+            return None
+        if module.partition(".")[0] not in ("torch", "megacompile"):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+        frame = frame.f_back
+    return None
 
 
 class Proxies:
@@ -80,12 +176,14 @@ class Proxies:
         """`receive(parameter, gradient)` gets the gradients that eager code produces."""
         self.sites: list[tuple[dict[str, Any], str, nn.Parameter, StreamedParameter]] = []
         made: dict[int, StreamedParameter] = {}
+        notice = _EagerNotice()
         for module in model.modules():
             for name, param in module._parameters.items():
                 if param is None:
                     continue
                 if id(param) not in made:
                     made[id(param)] = _make(param, device, receive)
+                    made[id(param)].tell = notice
                 self.sites.append((module._parameters, name, param, made[id(param)]))
 
     def fits(self, model: nn.Module) -> bool:

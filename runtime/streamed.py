@@ -65,8 +65,6 @@ class StreamedModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._adopt()
-        if torch.is_grad_enabled():
-            self.machine.gradients.refuse_hooks()
         args, kwargs = compat.tree_map(self._to_device, (args, kwargs))
         with self.proxies.swapped_in(), compat.guards_on_hooks():
             return self._compiled(*args, **kwargs)
@@ -116,12 +114,24 @@ class StreamedModel:
     @torch.inference_mode(False)
     def _adopt(self) -> None:
         refuse_nested(self.model)
-        if not self.proxies.fits(self.model) or not all(
-            bucket.adopt() for bucket in self.machine.buckets.values()
-        ):
+        buckets = self.machine.buckets.values()
+        fits = self.proxies.fits(self.model) and not self._exchanged()
+        if not fits or not all(bucket.adopt() for bucket in buckets):
             self._let_go()
             self._take_over()
         self._buffers_to_device()
+
+    def _exchanged(self) -> bool:
+        """Is a parameter's data now in the place of another one, as after `p.data, q.data = ...`?
+
+        To adopt the one would overwrite the other.
+        """
+        buckets = self.machine.buckets.values()
+        replaced = [param.untyped_storage() for b in buckets for param, _ in b.replaced()]
+        if not replaced:
+            return False
+        ours = {value.data_ptr() for b in buckets for value in b.values if value.numel()}
+        return any(storage.data_ptr() in ours for storage in replaced)
 
     def _buffers_to_device(self) -> None:
         moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # one buffer, several places

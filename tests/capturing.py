@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from megacompile import ops
@@ -46,6 +47,58 @@ CPU = torch.device("cpu")
 Pass = Callable[[Schedule], Schedule]
 
 
+class Layer(nn.Module):
+    """A residual layer."""
+
+    def __init__(self, width: int = 4, *, scale: float = 1.0, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.scale = scale
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., width) -> (..., width)
+        hidden = F.dropout(F.gelu(self.up(x)), self.dropout)
+        return x + self.scale * self.down(hidden)
+
+
+class Net(nn.Module):
+    """`embed`, `layers` and `head`, called as `function(net, *inputs)`."""
+
+    def __init__(self, function: Callable[..., Any], *, depth: int = 3, **layer: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(Layer(**layer) for _ in range(depth))
+        self.head = nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(self, *inputs)
+
+    def chain(self, x: Tensor) -> Tensor:
+        """One after the other, and a scalar loss."""
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).square().mean()
+
+
+class Counting(nn.Module):
+    """A layer with a buffer that it changes and whose old value its backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.get_buffer("scale")
+        out: Tensor = self.fc(x) * scale.clone()
+        scale.add_(1)
+        return out.tanh()
+
+
 @dataclass(frozen=True)
 class Captured:
     """A captured graph, what it was called with, and the units of its model."""
@@ -73,6 +126,7 @@ class Captured:
     def passes(
         self,
         *,
+        cache: TemplateCache | None = None,
         keep_last: bool = True,
         accumulate: bool = False,
         hold: bool = False,
@@ -81,7 +135,7 @@ class Captured:
     ) -> dict[str, Pass]:
         """The passes that follow `partition`, in order."""
         return {
-            "templates": self._trace(None),
+            "templates": self._trace(cache),
             "differentiate": differentiate,
             "plan": functools.partial(make_plan, keep_last=keep_last),
             "recompute": insert_recompute,
@@ -118,7 +172,6 @@ def capture(
     model: nn.Module,
     *args: Any,
     limit_bytes: int = UNIT_LIMIT_BYTES,
-    dynamic: bool | None = None,
     **kwargs: Any,
 ) -> Captured:
     """The first graph that Dynamo captures of `model(*args, **kwargs)`; nothing is computed."""
@@ -136,7 +189,7 @@ def capture(
 
     torch.compiler.reset()
     try:
-        torch.compile(call, backend=backend, dynamic=dynamic)(*args, **kwargs)
+        torch.compile(call, backend=backend)(*args, **kwargs)
     except _Stop as stopped:
         module, inputs, ambient = stopped.args
     else:

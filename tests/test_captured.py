@@ -1,0 +1,368 @@
+"""Captured graphs: a program for each kind of call, and eager code where there can be none."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
+
+from megacompile import UnsupportedGraphError, schedules
+from megacompile.ir import Bucket, Capture, ConstantInput, ParamInput, Schedule, TensorInput
+from megacompile.runtime.captured import SHAPES_AT_ONCE, CapturedGraph, Program, Variant
+from megacompile.runtime.executor import Machine
+from megacompile.runtime.gradients import Gradients
+from megacompile.runtime.proxies import StreamedParameter
+from megacompile.runtime.slots import DeviceSlots
+from megacompile.runtime.streams import Streams
+from tests.capturing import capture
+from tests.schedules import Spec, build
+from tests.zoo import WIDTH, batch, differences, equal, stack, step, twins
+
+CPU = torch.device("cpu")
+BUCKET = Bucket.layout(0, "unit", [("weight", torch.empty(3)), ("bias", torch.empty(2))])
+
+
+class Compiler:
+    """Notes what it is asked for; its schedules are made by hand and never run."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.captures: list[Capture] = []
+        self.built: list[dict[str, Any]] = []
+
+    def partition(self, capture: Capture) -> Schedule:
+        self.captures.append(capture)
+        if self.error is not None:
+            raise self.error
+        return build(Spec(training=False))
+
+    def build(self, stages: Schedule, capture: Capture, **variant: Any) -> Schedule:
+        self.built.append(variant)
+        return stages
+
+
+def machine(place: Callable[[Any], tuple[Bucket, int]] = lambda proxy: (BUCKET, 0)) -> Machine:
+    streams = Streams(CPU)
+    return Machine(CPU, streams, DeviceSlots(CPU), {}, Gradients(streams), place)
+
+
+def doubling() -> fx.GraphModule:
+    """x -> (2 x,)"""
+    graph = fx.Graph()
+    graph.output((graph.call_function(torch.mul, (graph.placeholder("x"), 2)),))
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def captured(compiler: Compiler, machine: Machine | None = None) -> CapturedGraph:
+    """A graph that gives the program it is run by."""
+
+    def run(program: Program, args: Sequence[Any]) -> Sequence[Any]:
+        return [program]
+
+    made = machine or globals()["machine"]()
+    return CapturedGraph("Model.1", doubling(), lambda: compiler, made, run)
+
+
+# --- a program for each kind of call
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "tensor": lambda: torch.ones(4, 6),
+    "shape": lambda: torch.ones(3, 6),
+    "dtype": lambda: torch.ones(4, 6, dtype=torch.float64),
+    "strides": lambda: torch.ones(6, 4).t(),
+    "requires grad": lambda: torch.ones(4, 6, requires_grad=True),
+    "int": lambda: 3,
+    "another int": lambda: 4,
+    "float": lambda: 3.0,
+    "bool": lambda: True,
+    "one": lambda: 1,
+}
+
+
+def test_each_kind_of_input_has_a_program() -> None:
+    compiler = Compiler()
+    graph = captured(compiler)
+    programs = [graph(make())[0] for make in KINDS.values()]
+    assert len(set(programs)) == len(KINDS)
+    assert [graph(make())[0] for make in KINDS.values()] == programs, "and keeps it"
+    assert len(compiler.captures) == len(compiler.built) == len(KINDS)
+
+
+def test_a_program_knows_what_it_was_captured_with() -> None:
+    places = {}
+    host = torch.ones(2)
+    proxy = StreamedParameter(host, CPU)
+    proxy.requires_grad_()
+    places[id(proxy)] = (BUCKET, 1)
+    compiler = Compiler()
+    graph = captured(compiler, machine(lambda p: places[id(p)]))
+    graph(torch.ones(4, 6), proxy, 7)
+    (found,) = compiler.captures
+    assert (found.name, found.device, found.module) == ("Model.1", CPU, graph.module)
+    tensor, param, number = found.inputs
+    assert isinstance(tensor, TensorInput) and str(tensor.meta) == "f32[4, 6]"
+    assert param == ParamInput(BUCKET, 1, True)
+    assert number == ConstantInput(7)
+    assert compiler.built == [
+        {"tangents": (), "keep_last": True, "accumulate": False, "hold": False}
+    ]
+
+
+def test_parameters_are_told_apart_by_their_place() -> None:
+    """The same code on another layer, or with a frozen one, is another program."""
+    proxies = [StreamedParameter(torch.ones(3), CPU) for _ in range(2)]
+    places = {id(proxy): (BUCKET, i) for i, proxy in enumerate(proxies)}
+    graph = captured(Compiler(), machine(lambda p: places[id(p)]))
+    programs = [graph(proxy)[0] for proxy in (*proxies, proxies[0])]
+    assert programs[0] is programs[2] and programs[0] is not programs[1]
+    proxies[0].requires_grad_()
+    assert graph(proxies[0])[0] not in programs
+
+
+def test_each_state_of_the_thread_has_a_program() -> None:
+    graph = captured(Compiler())
+    x = torch.ones(2)
+    states: list[Callable[[], Any]] = [
+        torch.enable_grad,
+        torch.no_grad,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.autocast("cpu", torch.float16),
+    ]
+    programs = []
+    for _ in range(2):
+        for state in states:
+            with state():
+                programs.append(graph(x)[0])
+    assert programs[:4] == programs[4:]
+    assert len(set(programs)) == 4
+
+
+def test_inference_on_ever_new_shapes_is_scheduled_when_a_shape_recurs() -> None:
+    """As in generation, where each token makes the input longer."""
+    compiler = Compiler()
+    graph = captured(compiler)
+    with torch.no_grad():
+        for size in range(1, SHAPES_AT_ONCE + 4):
+            (got,) = graph(torch.ones(size))
+            assert isinstance(got, Program) is (size <= SHAPES_AT_ONCE)
+        assert equal(got, torch.full((SHAPES_AT_ONCE + 3,), 2.0))
+        assert isinstance(graph(torch.ones(SHAPES_AT_ONCE + 3))[0], Program)
+        assert len(compiler.captures) == SHAPES_AT_ONCE + 1
+    assert isinstance(graph(torch.ones(SHAPES_AT_ONCE + 2))[0], Program), "training at once"
+
+
+def test_new_buckets_need_new_programs() -> None:
+    compilers = [Compiler(), Compiler()]
+    graph = captured(compilers[0])
+    now = 0
+    graph.current_compiler = lambda: compilers[now]
+    first = graph(torch.ones(2))[0]
+    assert graph(torch.ones(2))[0] is first
+    now = 1
+    assert graph(torch.ones(2))[0] is not first
+    assert [len(compiler.captures) for compiler in compilers] == [1, 1]
+
+
+def test_variants_of_a_program_are_built_once() -> None:
+    compiler = Compiler()
+    program = captured(compiler)(torch.ones(2))[0]
+    accumulating = program.variant(accumulate=True)
+    assert accumulating == Variant((), keep_last=True, accumulate=True, hold=False)
+    executor = program.executor(accumulating)
+    assert program.executor(Variant((), True, True)) is executor
+    assert program.executor(program.variant()) is not executor
+    assert [variant["accumulate"] for variant in compiler.built] == [False, True]
+
+
+# --- what a forward expects of its backward
+
+
+class Outputs(nn.Module):
+    """Gives hidden states, scalar losses, positions and a constant, in an order of choice."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.order = order
+
+    def forward(self, x: Tensor) -> tuple[Any, ...]:
+        h = self.layer(x)
+        found = {
+            "h": h,
+            "t": h.tanh(),
+            "l": h.square().mean(),
+            "m": h.mean(),
+            "i": h.argmax(-1),
+            "d": h.detach() * 2,
+        }
+        return tuple(found[name] for name in self.order)
+
+
+@pytest.mark.parametrize(
+    ("order", "tangents"),
+    [
+        ("l", (0,)),
+        ("hl", (1,)),  # a scalar loss alone
+        ("lh", (0,)),
+        ("ht", (0, 1)),
+        ("hml", (1,)),  # the first scalar
+        ("ih", (1,)),
+        ("dlh", (1,)),  # a constant gets none
+        ("hh", (0,)),  # the same value twice
+        ("id", ()),
+    ],
+)
+def test_which_outputs_are_expected_to_get_a_gradient(
+    order: str, tangents: tuple[int, ...]
+) -> None:
+    found = capture(Outputs(order), batch()["x"])
+    program = Program(found.capture, Partitioned(found.partition()), machine())
+    assert program.tangents == tangents
+    assert [program.differentiable(k) for k in program.tensor_outputs()] == [
+        order[k] in "htlm" for k in program.tensor_outputs()
+    ]
+
+
+class Partitioned(Compiler):
+    """Gives stages that there are already."""
+
+    def __init__(self, stages: Schedule) -> None:
+        super().__init__()
+        self.stages = stages
+
+    def partition(self, capture: Capture) -> Schedule:
+        return self.stages
+
+
+def test_nothing_is_expected_without_grad() -> None:
+    with torch.no_grad():
+        found = capture(Outputs("hl"), batch()["x"])
+    program = Program(found.capture, Partitioned(found.partition()), machine())
+    assert program.tangents == ()
+    assert not program.differentiable(0)
+
+
+# --- graphs that cannot be scheduled
+
+
+def test_an_unsupported_graph_runs_in_eager_mode_and_is_said_once() -> None:
+    compiler = Compiler(UnsupportedGraphError("stage 'layers.1': no kernel for aten.odd"))
+    graph = captured(compiler)
+    with pytest.warns(UserWarning) as said:
+        assert equal(graph(torch.ones(2))[0], torch.full((2,), 2.0))
+    assert len(said) == 1
+    text = str(said[0].message)
+    assert "Model.1 is not scheduled and runs in eager mode" in text
+    assert "stage 'layers.1': no kernel for aten.odd" in text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        graph(torch.ones(2))
+    assert len(compiler.captures) == 1, "nor is it tried again"
+
+
+def test_another_error_is_not_hidden() -> None:
+    graph = captured(Compiler(ValueError("a bug of ours")))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="a bug of ours"):
+            graph(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: torch.ones(2, 2).to_sparse(), "an input has layout torch.sparse_coo"),
+        (lambda: nn.Linear(1, 1), "an input is a Linear"),
+        (lambda: 1j, "an input is a complex"),
+    ],
+    ids=["sparse", "object", "complex"],
+)
+def test_inputs_that_no_stage_can_take(make: Callable[[], Any], reason: str) -> None:
+    graph = captured(Compiler())
+    graph.module = fx.GraphModule(nn.Module(), identity())
+    value = make()
+    with pytest.warns(UserWarning, match=reason):
+        assert graph(value)[0] is value
+
+
+def identity() -> fx.Graph:
+    graph = fx.Graph()
+    graph.output((graph.placeholder("x"),))
+    return graph
+
+
+class Clamped(nn.Module):
+    """Clamps its weight in the forward: a captured graph that changes a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.second.weight.clamp_(-0.1, 0.1)
+        return F.mse_loss(self.second(F.gelu(self.first(x))), y)
+
+
+def test_an_unsupported_model_has_the_plain_numbers() -> None:
+    torch.manual_seed(0)
+    plain, model = twins(Clamped())
+    with pytest.warns(UserWarning, match="Clamped is not scheduled.*'second.weight'") as said:
+        for _ in range(2):
+            assert equal(step(plain, batch()), step(model, batch()))
+    assert len([w for w in said if "megacompile" in str(w.message)]) == 1
+    assert differences(plain, model) == []
+    assert schedules(model) == []
+
+
+# --- shapes
+
+
+def test_a_shape_that_changes_is_captured_once_more_and_then_specialised() -> None:
+    """Dynamo makes the size dynamic the second time; each size has a program of its own."""
+    plain, model = twins(stack()[0])
+    sizes = [4, 5, 6, 7, 5]
+    for size in sizes:
+        inputs = batch(size=size)
+        assert equal(step(plain, inputs), step(model, inputs))
+    assert differences(plain, model) == []
+    graphs = model._compiled_call_impl.graphs
+    assert [len(graph.programs) for graph in graphs] == [1, 3]
+    assert [graph.name for graph in graphs] == ["Stack", "Stack.1"]
+    shown = [str(schedule) for schedule in schedules(model)]
+    assert [f"f32[{size}, 16]" in code for size, code in zip((4, 5, 6, 7), shown, strict=True)]
+
+
+# --- hooks of the user around a call
+
+
+AROUND: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "save_on_cpu": lambda m, x: saved_on_cpu(m, x),
+    "checkpoint": lambda m, x: checkpoint(m, x, use_reentrant=False),  # type: ignore[no-any-return]
+    "reentrant": lambda m, x: checkpoint(m, x, use_reentrant=True),  # type: ignore[no-any-return]
+}
+
+
+def saved_on_cpu(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        result: Tensor = model(x)
+    return result
+
+
+@pytest.mark.parametrize("kind", AROUND)
+def test_hooks_on_saved_tensors_around_a_call(kind: str) -> None:
+    """They are not the stages': what a stage saves is traced without them."""
+    plain, model = twins(stack()[0])
+    for each in (plain, model):
+        x = batch()["x"].requires_grad_()
+        AROUND[kind](each, each(x)).square().mean().backward()
+        each.zero_grad()
+        each(AROUND[kind](each, x)).square().mean().backward()
+    assert differences(plain, model) == []
+    assert schedules(model) != []

@@ -1,0 +1,395 @@
+"""Host buckets: exact-size memory, a storage a parameter, page-locking, and how much there is."""
+
+from __future__ import annotations
+
+import gc
+import io
+import mmap
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megacompile import HostMemoryError
+from megacompile.ir import Bucket
+from megacompile.runtime import host
+from megacompile.runtime.host import HostBucket, HostBuffer, available_bytes, check_host_memory
+
+GIB = 2**30
+
+
+def parameters() -> list[nn.Parameter]:
+    """Different shapes, dtypes and strides."""
+    torch.manual_seed(0)
+    tensors: list[Tensor] = [
+        torch.randn(33, 77),  # alone larger than a page
+        torch.randn(5, dtype=torch.bfloat16),
+        torch.randn(4, 3, 2, 5).to(memory_format=torch.channels_last),
+        torch.randn(6, 10)[:, ::2],
+        torch.randn(()),
+        torch.randn(0, 3),
+        torch.arange(9, dtype=torch.int8),
+    ]
+    return [nn.Parameter(t, requires_grad=t.is_floating_point()) for t in tensors]
+
+
+def bucket_of(params: Sequence[nn.Parameter], *, pin: bool = False) -> HostBucket:
+    layout = Bucket.layout(0, "unit", [(f"p{i}", p) for i, p in enumerate(params)])
+    return HostBucket(layout, params, pin=pin)
+
+
+def mapping_of(tensor: Tensor) -> tuple[int, str]:
+    """(bytes, permissions) of the mapping that a tensor lies in."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, permissions = line.split()[:2]
+        start, end = (int(part, 16) for part in place.split("-"))
+        if start <= tensor.data_ptr() < end:
+            return end - start, permissions
+    raise AssertionError("nowhere")
+
+
+linux = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+
+
+# --- memory
+
+
+@linux
+def test_a_buffer_takes_what_it_needs() -> None:
+    """Not the next power of two: five pages and a bit are six pages."""
+    size = 5 * mmap.PAGESIZE + 3
+    buffer = HostBuffer(size, pin=False)
+    assert len(buffer) == size
+    flat = buffer.bytes(size)
+    assert flat.numel() == size
+    assert mapping_of(flat)[0] == 6 * mmap.PAGESIZE
+
+
+@linux
+def test_a_buffer_is_shared_with_forked_loaders() -> None:
+    """A private mapping would become copy-on-write under the DMA, see the note of the module."""
+    flat = HostBuffer(100, pin=False).bytes(100)
+    assert mapping_of(flat)[1] == "rw-s"
+
+
+def test_a_buffer_is_unmapped_with_its_last_tensor() -> None:
+    params = parameters()
+    bucket = bucket_of(params)
+    buffer = HostBuffer(bucket.layout.size_bytes, pin=False)
+    alive = weakref.ref(buffer)
+    tensors = [buffer.tensor(place) for place in bucket.layout.params]
+    view = tensors[0][3:]
+    del buffer, tensors
+    gc.collect()
+    assert alive() is not None
+    view.fill_(1)
+    del view
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_bucket_holds_the_values_of_its_parameters() -> None:
+    params = parameters()
+    before = [(p, p.detach().clone(), p.requires_grad) for p in params]
+    bucket = bucket_of(params)
+    assert bucket.flat.numel() == bucket.layout.size_bytes
+    assert [id(p) for p in bucket.params] == [id(p) for p in params]
+    for (param, value, requires_grad), place in zip(before, bucket.layout.params, strict=True):
+        assert torch.equal(param.detach(), value)
+        assert (param.stride(), param.requires_grad) == (place.stride, requires_grad)
+        raw = bucket.flat[place.offset_bytes : place.offset_bytes + place.size_bytes]
+        if place.numel:
+            assert param.data_ptr() == raw.data_ptr()
+            there = raw.view(place.dtype).as_strided(place.shape, place.stride)
+            assert torch.equal(there, value)
+
+
+def test_a_write_to_a_parameter_is_a_write_to_the_bucket() -> None:
+    params = parameters()
+    bucket = bucket_of(params)
+    with torch.no_grad():
+        params[6].copy_(torch.full((9,), 5))
+    offset = bucket.layout.params[6].offset_bytes
+    assert bucket.flat[offset : offset + 9].tolist() == [5] * 9
+
+
+@pytest.mark.parametrize("what", ["parameters", "gradients"])
+def test_each_tensor_has_a_storage_of_its_own(what: str) -> None:
+    params = parameters()
+    bucket = bucket_of(params)
+    bucket.make_grads()
+    tensors = params if what == "parameters" else bucket.grads
+    storages = [t.untyped_storage() for t in tensors]
+    assert [s.nbytes() for s in storages] == [t.numel() * t.itemsize for t in tensors]
+    assert [t.storage_offset() for t in tensors] == [0] * len(params)
+    filled = [s.data_ptr() for s in storages if s.nbytes()]
+    assert len(set(filled)) == len(filled)
+
+
+def test_saving_one_parameter_saves_only_that() -> None:
+    params = [nn.Parameter(torch.ones(n)) for n in (1_000_000, 10)]
+    bucket = bucket_of(params)
+    file = io.BytesIO()
+    torch.save(params[1], file)
+    assert file.tell() < 5000
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert torch.equal(loaded, params[1])
+    assert not bucket.flat.data_ptr() <= loaded.data_ptr() < bucket.flat.data_ptr() + 5_000_000
+
+
+def test_parameters_survive_their_bucket() -> None:
+    params = parameters()
+    before = [p.detach().clone() for p in params]
+    bucket = bucket_of(params)
+    gone = weakref.ref(bucket)
+    del bucket
+    gc.collect()
+    assert gone() is None
+    for param, value in zip(params, before, strict=True):
+        assert torch.equal(param.detach(), value)
+        with torch.no_grad():
+            param.mul_(2)
+        assert torch.equal(param.detach(), value * 2)
+
+
+def test_a_bucket_without_an_element() -> None:
+    """A unit whose parameters are all empty, as those of `nn.Linear(0, 3, bias=False)`."""
+    param = nn.Parameter(torch.empty(3, 0))
+    bucket = bucket_of([param])
+    bucket.make_grads()
+    assert bucket.flat.numel() == 0
+    assert param.shape == bucket.grads[0].shape == (3, 0)
+
+
+def test_gradients_lie_as_the_parameters_do() -> None:
+    params = parameters()
+    bucket = bucket_of(params)
+    assert bucket.grads == ()
+    bucket.make_grads()
+    ours = [(g.shape, g.stride(), g.dtype) for g in bucket.grads]
+    assert ours == [(p.shape, p.stride(), p.dtype) for p in params]
+    assert not {g.data_ptr() for g in bucket.grads if g.numel()} & {p.data_ptr() for p in params}
+    before = bucket.grads[0].data_ptr()
+    held = bucket.grads
+    bucket.make_grads()
+    assert bucket.grads[0].data_ptr() != before, "new memory, what is held stays"
+    del held
+
+
+# --- adopting what the user did
+
+
+def test_adopting_what_did_not_change_does_nothing() -> None:
+    params = parameters()
+    bucket = bucket_of(params)
+    with torch.no_grad():
+        params[0].add_(1)
+    before = [(p.data_ptr(), p._version) for p in params]
+    assert bucket.adopt()
+    assert [(p.data_ptr(), p._version) for p in params] == before
+
+
+REPLACEMENTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "new storage": lambda t: t * 2,
+    "other strides": lambda t: (t * 2).t().contiguous().t(),
+    "view of a larger tensor": lambda t: torch.cat([t, t])[: len(t)],
+    "expanded": lambda t: torch.ones(()).expand(t.shape),
+}
+
+
+@pytest.mark.parametrize("kind", REPLACEMENTS)
+def test_replaced_data_is_adopted(kind: str) -> None:
+    params = parameters()
+    bucket = bucket_of(params)
+    theirs = REPLACEMENTS[kind](params[0].detach())
+    wanted = theirs.clone()
+    params[0].data = theirs
+    version = params[0]._version
+    assert bucket.adopt()
+    assert params[0].data_ptr() == bucket.flat.data_ptr()
+    assert params[0].stride() == bucket.layout.params[0].stride
+    assert torch.equal(params[0].detach(), wanted)
+    assert params[0]._version > version, "a pending backward must see that it changed"
+    theirs.data = torch.zeros(())
+    assert torch.equal(params[0].detach(), wanted), "what was given is copied, not kept"
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [torch.zeros(33, 8), torch.zeros(33, 77, dtype=torch.float64), torch.zeros(77)],
+    ids=["wider", "double", "other shape"],
+)
+def test_another_shape_or_dtype_needs_another_layout(theirs: Tensor) -> None:
+    params = parameters()
+    bucket = bucket_of(params)
+    params[0].data = theirs
+    assert not bucket.adopt()
+    assert params[0].data_ptr() == theirs.data_ptr(), "left for the new layout"
+
+
+# --- page-locking
+
+
+class Cudart:
+    """What `torch.cuda.cudart()` gives, noting its calls."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error = error
+        self.locked: list[tuple[int, int]] = []
+        self.unlocked: list[int] = []
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        assert flags == 0
+        self.locked.append((address, size))
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.unlocked.append(address)
+        return 0
+
+
+@pytest.fixture
+def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
+    made = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(HostBuffer, "_warned", False)
+    return made
+
+
+def test_a_bucket_is_locked_as_a_whole_and_unlocked_with_its_last_tensor(cudart: Cudart) -> None:
+    params = parameters()
+    bucket = bucket_of(params, pin=True)
+    address = bucket.flat.data_ptr()
+    assert cudart.locked == [(address, bucket.layout.size_bytes)]
+    del bucket
+    gc.collect()
+    assert cudart.unlocked == [], "the parameters still lie there"
+    params.clear()
+    gc.collect()
+    assert cudart.unlocked == [address]
+
+
+def test_gradients_are_locked_too(cudart: Cudart) -> None:
+    bucket = bucket_of(parameters(), pin=True)
+    assert len(cudart.locked) == 1, "only once they are needed"
+    bucket.make_grads()
+    assert cudart.locked[1] == (bucket.grads[0].data_ptr(), bucket.layout.size_bytes)
+
+
+def test_nothing_is_locked_for_the_cpu(cudart: Cudart) -> None:
+    bucket = bucket_of(parameters(), pin=False)
+    bucket.make_grads()
+    del bucket
+    gc.collect()
+    assert (cudart.locked, cudart.unlocked) == ([], [])
+
+
+def test_what_cannot_be_locked_stays_pageable_and_is_said_once(cudart: Cudart) -> None:
+    cudart.error = 2
+    params = parameters()
+    before = [p.detach().clone() for p in params]
+    with pytest.warns(UserWarning, match="cudaHostRegister of .* failed with error 2") as said:
+        buckets = [bucket_of(params, pin=True)]
+    assert len(said) == 1
+    assert "ulimit -l" in str(said[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        buckets.append(bucket_of(parameters(), pin=True))
+        buckets[0].make_grads()
+    assert len(cudart.locked) == 3
+    for param, value in zip(params, before, strict=True):
+        assert torch.equal(param.detach(), value)
+    buckets.clear()
+    params.clear()
+    gc.collect()
+    assert cudart.unlocked == [], "what was never locked"
+
+
+# --- how much there is
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Writes /proc/meminfo and the files of the cgroup that `host` reads."""
+    monkeypatch.setattr(host, "Path", lambda *parts: tmp_path / Path(*parts).relative_to("/"))
+
+    def write(available: int | None, **cgroup: int | str) -> None:
+        if available is not None:
+            (tmp_path / "proc").mkdir()
+            text = f"MemTotal: 99999 kB\nMemFree: 1 kB\nMemAvailable: {available // 1024} kB\n"
+            (tmp_path / "proc" / "meminfo").write_text(text)
+        folder = tmp_path / "sys" / "fs" / "cgroup"
+        folder.mkdir(parents=True)
+        inactive = cgroup.pop("inactive_file", None)
+        if inactive is not None:
+            (folder / "memory.stat").write_text(f"anon 5\ninactive_file {inactive}\nfile 7\n")
+        for name, value in cgroup.items():
+            (folder / f"memory.{name}").write_text(f"{value}\n")
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("available", "cgroup", "wanted"),
+    [
+        (10 * GIB, {}, 10 * GIB),  # no cgroup
+        (10 * GIB, {"max": "max", "current": 5 * GIB}, 10 * GIB),  # no limit
+        (10 * GIB, {"max": 8 * GIB, "current": 5 * GIB}, 3 * GIB),
+        (10 * GIB, {"max": 64 * GIB, "current": 5 * GIB}, 10 * GIB),  # more than there is
+        (10 * GIB, {"max": 8 * GIB, "current": 5 * GIB, "inactive_file": 2 * GIB}, 5 * GIB),
+        (10 * GIB, {"max": 8 * GIB}, 10 * GIB),
+    ],
+)
+def test_available_memory(
+    machine: Callable[..., None], available: int, cgroup: dict[str, int | str], wanted: int
+) -> None:
+    machine(available, **cgroup)
+    assert available_bytes() == wanted
+
+
+def test_available_memory_where_there_is_no_proc(machine: Callable[..., None]) -> None:
+    machine(None)
+    assert available_bytes() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_what_fits_is_fine(machine: Callable[..., None]) -> None:
+    machine(4 * GIB)
+    check_host_memory([("parameters", 2 * GIB), ("gradients", GIB)])
+    check_host_memory([])
+
+
+def test_too_little_memory_is_said_with_the_table(machine: Callable[..., None]) -> None:
+    machine(64 * GIB, max=16 * GIB, current=4 * GIB)
+    with pytest.raises(HostMemoryError) as caught:
+        check_host_memory([("parameters to move", 9 * GIB), ("gradients", 3 * 2**29)])
+        check_host_memory([("parameters to move", 9 * GIB), ("gradients", 3 * GIB)])
+    assert isinstance(caught.value, MemoryError)
+    assert str(caught.value).splitlines() == [
+        "megacompile(): host memory is too small",
+        "  parameters to move       9 GiB",
+        "  gradients                3 GiB",
+        "  needed                  12 GiB",
+        "  available             11.8 GiB",
+        "free host memory, use a smaller dtype (model.bfloat16()), or freeze parameters "
+        "(requires_grad_(False)), which need no gradients",
+    ]
+
+
+def test_a_margin_is_left_for_the_process(machine: Callable[..., None]) -> None:
+    machine(GIB)
+    check_host_memory([("parameters", 3 * GIB // 4)])
+    with pytest.raises(HostMemoryError, match=r"available +768 MiB"):
+        check_host_memory([("parameters", 3 * GIB // 4 + 1)])
+
+
+def test_no_memory_at_all_is_not_less_than_none(machine: Callable[..., None]) -> None:
+    machine(2**20, max=2**20, current=2**24)
+    with pytest.raises(HostMemoryError, match=r"available +0 B\n"):
+        check_host_memory([("parameters", 1)])

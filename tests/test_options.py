@@ -1,0 +1,214 @@
+"""Every option: what is taken, what is filled in, and what is refused with which error."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megacompile import Lowering, OptionError, Options, megacompile
+from megacompile.errors import OptionTypeError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with cuda:0 and cuda:1, the second of them current."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+
+
+# --- defaults
+
+
+def test_defaults_on_the_cpu(no_cuda: None) -> None:
+    assert Options.resolve() == Options(CPU, Lowering.EAGER, lookahead=2, slots=3, progress=None)
+
+
+def test_defaults_on_a_gpu(two_gpus: None) -> None:
+    device = torch.device("cuda", 1)
+    assert Options.resolve() == Options(device, Lowering.INDUCTOR, 2, 3, None)
+
+
+def test_options_are_those_of_the_front_door() -> None:
+    """An option that `megacompile()` takes is an option, with the same default, and no other is."""
+    taken = dict(inspect.signature(megacompile).parameters)
+    del taken["model"]
+    resolved = dict(inspect.signature(Options.resolve).parameters)
+    assert {n: p.default for n, p in taken.items()} == {n: p.default for n, p in resolved.items()}
+    assert list(resolved) == [field.name for field in dataclasses.fields(Options)]
+    assert all(p.kind is p.KEYWORD_ONLY for p in (*taken.values(), *resolved.values()))
+
+
+def test_options_are_frozen(no_cuda: None) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Options.resolve().lookahead = 3  # type: ignore[misc]
+
+
+# --- good values
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "wanted"),
+    [
+        ({"lowering": "eager"}, "lowering", Lowering.EAGER),
+        ({"lowering": "inductor"}, "lowering", Lowering.INDUCTOR),
+        ({"lowering": Lowering.INDUCTOR}, "lowering", Lowering.INDUCTOR),
+        ({"lookahead": 1}, "lookahead", 1),
+        ({"lookahead": 100}, "lookahead", 100),
+        ({"lookahead": 1}, "slots", 2),  # slots follow the lookahead
+        ({"lookahead": 5}, "slots", 6),
+        ({"slots": 3}, "slots", 3),
+        ({"slots": 9}, "slots", 9),
+        ({"lookahead": 1, "slots": 2}, "slots", 2),
+        ({"progress": None}, "progress", None),
+        ({"progress": True}, "progress", True),
+        ({"progress": False}, "progress", False),
+        ({"device": "cpu"}, "device", CPU),
+        ({"device": CPU}, "device", CPU),
+        ({"device": "cpu:0"}, "device", CPU),  # there is one CPU, however it is called
+    ],
+)
+def test_good_values(no_cuda: None, given: dict[str, Any], field: str, wanted: object) -> None:
+    assert getattr(Options.resolve(**given), field) == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ("cuda", 1),  # the current one
+        (torch.device("cuda"), 1),
+        ("cuda:0", 0),
+        (torch.device("cuda", 1), 1),
+        (0, 0),
+        (1, 1),
+    ],
+)
+def test_cuda_devices_get_an_index(two_gpus: None, given: Any, wanted: int) -> None:
+    options = Options.resolve(device=given)
+    assert options.device == torch.device("cuda", wanted)
+    assert options.lowering is Lowering.INDUCTOR
+
+
+def test_the_lowering_follows_the_device(two_gpus: None) -> None:
+    assert Options.resolve(device="cpu").lowering is Lowering.EAGER
+    assert Options.resolve(device="cuda", lowering="eager").lowering is Lowering.EAGER
+    assert Options.resolve(device="cpu", lowering="inductor").lowering is Lowering.INDUCTOR
+
+
+# --- refused
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"lookahead": 0}, "got lookahead=0; needed at least 1"),
+        ({"lookahead": -3}, "got lookahead=-3; needed at least 1"),
+        ({"slots": 1}, "got slots=1; needed at least 2"),
+        ({"slots": 0, "lookahead": 1}, "got slots=0; needed at least 2"),
+        ({"slots": 2}, "slots=2 with lookahead=2; .* at least 3 slots; raise slots or lower loo"),
+        ({"slots": 4, "lookahead": 4}, "at least 5 slots"),
+        ({"lowering": "triton"}, "got lowering='triton'; needed one of 'eager', 'inductor'"),
+        ({"lowering": "Eager"}, "got lowering='Eager'"),
+        ({"lowering": ""}, "got lowering=''"),
+        ({"device": "gpu"}, "got device='gpu'"),
+        ({"device": ""}, "got device=''"),
+        ({"device": "meta"}, "got device='meta'; needed a 'cuda' device or 'cpu'"),
+        ({"device": "mps"}, "got device='mps'; needed a 'cuda' device or 'cpu'"),
+        ({"device": -1}, "got device=-1"),
+        ({"device": "cuda"}, "got device='cuda', but this machine has no CUDA.*use device='cpu'"),
+        ({"device": 0}, "got device='cuda:0', but this machine has no CUDA device"),
+    ],
+)
+def test_out_of_range(no_cuda: None, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message) as caught:
+        Options.resolve(**given)
+    assert isinstance(caught.value, ValueError)
+    assert not isinstance(caught.value, TypeError)
+    assert str(caught.value).startswith("megacompile(): ")
+
+
+@pytest.mark.parametrize("given", [2, "cuda:2", torch.device("cuda", 7), 127])
+def test_a_device_that_is_not_there(two_gpus: None, given: Any) -> None:
+    with pytest.raises(OptionError, match="there are 2 CUDA devices; use an index below that"):
+        Options.resolve(device=given)
+
+
+@pytest.mark.parametrize("given", [128, 256, 2**40])
+def test_an_index_that_torch_would_wrap(two_gpus: None, given: int) -> None:
+    """torch.device("cuda", 256) is cuda:0: an index of 8 bits."""
+    with pytest.raises(OptionError, match=str(given)):
+        Options.resolve(device=given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"lookahead": 2.0}, r"'lookahead' got 2.0 \(float\); needed an int of at least 1"),
+        ({"lookahead": "2"}, r"'lookahead' got '2' \(str\)"),
+        ({"lookahead": True}, r"'lookahead' got True \(bool\)"),
+        ({"lookahead": None}, r"'lookahead' got None \(NoneType\)"),
+        ({"slots": 3.0}, r"'slots' got 3.0 \(float\); needed an int of at least 2"),
+        ({"slots": True}, r"'slots' got True \(bool\)"),
+        ({"slots": [3]}, r"'slots' got \[3\] \(list\)"),
+        ({"lowering": 1}, r"'lowering' got 1 \(int\); needed one of 'eager', 'inductor'"),
+        ({"lowering": True}, r"'lowering' got True \(bool\)"),
+        ({"lowering": nn.ReLU}, r"'lowering' got .*\(type\)"),
+        ({"progress": 1}, r"'progress' got 1 \(int\); needed True, False or None"),
+        ({"progress": "yes"}, r"'progress' got 'yes' \(str\)"),
+        ({"device": 1.0}, r"'device' got 1.0 \(float\); needed a torch.device, 'cuda:0' or 'cpu'"),
+        ({"device": True}, r"'device' got True \(bool\)"),
+        ({"device": ["cpu"]}, r"'device' got \['cpu'\] \(list\)"),
+    ],
+)
+def test_wrong_type(no_cuda: None, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionTypeError, match=f"^megacompile\\(\\): option {message}") as caught:
+        Options.resolve(**given)
+    assert isinstance(caught.value, OptionError) and isinstance(caught.value, TypeError)
+
+
+def test_a_refused_option_leaves_the_model_as_it_was() -> None:
+    model = nn.Linear(2, 2)
+    before = model.weight.data_ptr()
+    with pytest.raises(OptionError):
+        megacompile(model, lookahead=0)
+    assert model._compiled_call_impl is None
+    assert model.weight.data_ptr() == before
+
+
+@pytest.mark.parametrize("name", ["look_ahead", "dtype", "Device", "options"])
+def test_an_unknown_option_is_a_type_error(name: str) -> None:
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+        megacompile(nn.Linear(2, 2), **{name: 1})
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+        Options.resolve(**{name: 1})  # type: ignore[arg-type]
+
+
+def test_options_are_given_by_name() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        megacompile(nn.Linear(2, 2), "cpu")  # type: ignore[call-arg, misc]
+
+
+# --- differences
+
+
+def test_differences_name_what_changed(no_cuda: None) -> None:
+    mine = Options.resolve(device="cpu")
+    theirs = Options.resolve(device="cpu", lookahead=4, progress=False)
+    assert mine.differences(theirs) == [
+        "lookahead: 2 -> 4",
+        "slots: 3 -> 5",
+        "progress: None -> False",
+    ]
+    assert mine.differences(Options.resolve()) == []

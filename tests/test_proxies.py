@@ -1,0 +1,397 @@
+"""StreamedParameter: whatever eager code does with it, it is the host parameter."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megacompile.runtime.proxies import Proxies, StreamedParameter
+from tests.zoo import Stack, batch, equal, tied
+
+CPU = torch.device("cpu")
+
+
+def weight() -> Tensor:
+    """(3, 4) f32, some negative."""
+    return torch.linspace(-1, 2, 12).reshape(3, 4)
+
+
+def pair() -> tuple[Tensor, Tensor, StreamedParameter]:
+    """A plain tensor, an equal host tensor, and the proxy of that one."""
+    host = weight()
+    return weight(), host, StreamedParameter(host, CPU)
+
+
+def nothing(param: nn.Parameter, gradient: Tensor) -> None:
+    raise AssertionError("no gradient was expected")
+
+
+# --- looks
+
+
+@pytest.mark.parametrize(
+    "host",
+    [weight(), weight().t(), weight().bfloat16(), torch.tensor(1.5), torch.empty(0, 3)],
+    ids=["matrix", "transposed", "bf16", "scalar", "empty"],
+)
+def test_it_looks_like_its_host_tensor_on_the_device(host: Tensor) -> None:
+    for device in (CPU, torch.device("cuda", 1)):
+        proxy = StreamedParameter(host, device)
+        assert proxy.device == device
+        assert (proxy.shape, proxy.stride(), proxy.dtype) == (host.shape, host.stride(), host.dtype)
+        assert proxy.host is host
+        assert proxy.data_ptr() == 0, "it holds no data"
+
+
+def test_it_is_a_parameter_for_whoever_asks() -> None:
+    proxy = StreamedParameter(weight(), CPU)
+    assert isinstance(proxy, nn.Parameter)
+    assert proxy.is_leaf
+    module = nn.Module()
+    module.register_parameter("weight", proxy)  # type: ignore[arg-type]
+    assert list(module.parameters()) == [proxy]
+
+
+def test_it_is_taken_apart_and_put_together() -> None:
+    """What Dynamo does with a traceable wrapper."""
+    proxy = StreamedParameter(weight(), CPU)
+    names, device = proxy.__tensor_flatten__()
+    inner = {name: getattr(proxy, name) for name in names}
+    again = StreamedParameter.__tensor_unflatten__(inner, device, proxy.shape, proxy.stride())
+    assert again is not proxy
+    assert (again.host is proxy.host, again.device) == (True, proxy.device)
+
+
+# --- reading
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "add": lambda p: p + 1,
+    "from the right": lambda p: 1 - p,
+    "both": lambda p: p * p,
+    "matmul": lambda p: torch.ones(2, 3) @ p,
+    "linear": lambda p: F.linear(torch.ones(2, 4), p),
+    "embedding": lambda p: F.embedding(torch.tensor([2, 0]), p),
+    "layer_norm": lambda p: F.layer_norm(p, (4,), p[0], p[1]),
+    "einsum": lambda p: torch.einsum("ij,kj->ik", p, p),
+    "transposed": lambda p: p.t() @ torch.ones(3, 2),
+    "viewed": lambda p: p.view(2, 6).sum(0),
+    "row": lambda p: p[1],
+    "columns": lambda p: p[:, ::2],
+    "mask": lambda p: p[p > 0],
+    "item": lambda p: p[0, 1].item(),
+    "float": lambda p: float(p.sum()),
+    "bool": lambda p: bool((p > 0).any()),
+    "rows": lambda p: torch.stack(list(p)),
+    "cat": lambda p: torch.cat([p, p.detach()]),
+    "split": lambda p: p.split(2)[1],
+    "to": lambda p: p.to(torch.float64),
+    "clone": lambda p: p.clone(),
+    "data": lambda p: p.data * 2,
+    "list": lambda p: p.tolist(),
+    "numpy": lambda p: p.detach().numpy().sum(),
+    "list of a row": lambda p: p[1].tolist(),
+    "zeros_like": lambda p: torch.zeros_like(p),
+    "norm": lambda p: torch.linalg.vector_norm(p),
+    "foreach": lambda p: torch._foreach_norm([p, p])[1],
+    "len": len,
+    "all close": lambda p: torch.allclose(p, p),
+    "text": lambda p: str(p.detach() + 0),
+    "shape": lambda p: (p.shape, p.numel(), p.dim(), p.size(1), p.is_floating_point()),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+@pytest.mark.parametrize("grad_enabled", [True, False])
+def test_reads_give_the_plain_values(name: str, grad_enabled: bool) -> None:
+    plain, host, proxy = pair()
+    with torch.set_grad_enabled(grad_enabled):
+        wanted, got = READS[name](plain), READS[name](proxy)
+    if isinstance(wanted, Tensor):
+        assert (got.shape, got.stride(), got.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
+        assert equal(wanted, got.clone())
+    else:
+        assert got == wanted
+    assert equal(host, weight()), "reading changes nothing"
+
+
+NOT_DIFFERENTIABLE = {
+    *("item", "float", "bool", "data", "zeros_like", "len", "all close", "text", "shape"),
+    *("list", "numpy", "list of a row"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(set(READS) - NOT_DIFFERENTIABLE))
+def test_gradients_of_reads_are_the_plain_ones(name: str) -> None:
+    plain, _, proxy = pair()
+    plain.requires_grad_()
+    proxy.requires_grad_()
+    for value in (plain, proxy):
+        READS[name](value).square().sum().backward()
+    assert plain.grad is not None
+    assert equal(plain.grad, proxy.grad)
+
+
+def test_it_prints_its_values() -> None:
+    proxy = StreamedParameter(weight(), CPU)
+    assert "-1.0000, -0.7273" in repr(proxy)
+
+
+def test_one_copy_serves_all_arguments_of_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, proxy = pair()
+    fetched = track_fetches(monkeypatch)
+    torch.stack([proxy, proxy, proxy])
+    assert len(fetched) == 1
+
+
+# --- writing
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "add_": lambda p: p.add_(1),
+    "mul_ by itself": lambda p: p.mul_(p),
+    "iadd": lambda p: p.__iadd__(2),
+    "copy_": lambda p: p.copy_(torch.ones(3, 4)),
+    "zero_": lambda p: p.zero_(),
+    "clamp_": lambda p: p.clamp_(-0.5, 0.5),
+    "init": lambda p: nn.init.constant_(p, 3.0),
+    "out": lambda p: torch.add(torch.ones(3, 4), 8, out=p),
+    "masked": lambda p: p.masked_fill_(p > 0, 9.0),
+    "mask assigned": lambda p: p.__setitem__(p > 0, 9.0),
+    "index_copy_": lambda p: p.index_copy_(0, torch.tensor([1]), torch.ones(1, 4)),
+    "foreach": lambda p: torch._foreach_mul_([p], 2.0),
+}
+VIEW_WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "row assigned": lambda p: p.__setitem__(0, 9.0),
+    "row": lambda p: p[1].fill_(9),
+    "transposed": lambda p: p.t()[0].zero_(),
+    "viewed": lambda p: p.view(-1).clamp_(-0.5, 0.5),
+    "detached": lambda p: p.detach().mul_(2),
+    "data": lambda p: p.data.clamp_(-0.5, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_reach_the_host_tensor(name: str) -> None:
+    plain, host, proxy = pair()
+    with torch.no_grad():
+        wanted, got = WRITES[name](plain), WRITES[name](proxy)
+    assert not equal(plain, weight()), "the test writes something"
+    assert equal(plain, host)
+    if isinstance(wanted, Tensor):
+        assert got is proxy, "what gives itself in plain code does here"
+    assert equal(plain + 0, proxy + 0)
+
+
+@pytest.mark.parametrize("name", VIEW_WRITES)
+def test_writes_through_views_reach_the_host_tensor(name: str) -> None:
+    plain, host, proxy = pair()
+    with torch.no_grad():
+        VIEW_WRITES[name](plain)
+        VIEW_WRITES[name](proxy)
+    assert not equal(plain, weight()), "the test writes something"
+    assert equal(plain, host)
+
+
+def test_a_view_stands_for_the_view_of_the_host_tensor() -> None:
+    _, host, proxy = pair()
+    for view in (proxy[1], proxy.t(), proxy.detach(), proxy.view(-1)[2:], proxy.split(2)[0]):
+        assert type(view) is StreamedParameter
+        assert not isinstance(view, nn.Parameter)
+        assert view.device == proxy.device
+        assert view.host.untyped_storage().data_ptr() == host.untyped_storage().data_ptr()
+
+
+def test_what_is_only_read_is_not_written() -> None:
+    """x += p changes x."""
+    _, host, proxy = pair()
+    x = torch.ones(3, 4)
+    with torch.no_grad():
+        x += proxy
+    assert equal(x, weight() + 1)
+    assert equal(host, weight())
+
+
+# --- memory
+
+
+def track_fetches(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Tensor]]:
+    """References to the copies that are made from now on."""
+    found: list[weakref.ref[Tensor]] = []
+    plain_to = Tensor.to
+
+    def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        made = plain_to(self, *args, **kwargs)
+        if kwargs.get("copy"):
+            found.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(Tensor, "to", to)
+    return found
+
+
+def test_no_copy_outlives_its_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even those of an operation that is differentiated: autograd saves the proxy."""
+    fetched = track_fetches(monkeypatch)
+    _, _, proxy = pair()
+    proxy.requires_grad_()
+    loss = F.linear(torch.ones(2, 4), proxy).square().sum() + proxy.exp().sum() + proxy.sum()
+    gc.collect()
+    assert len(fetched) == 3
+    assert [copy() for copy in fetched] == [None] * 3
+    loss.backward()
+    with torch.no_grad():
+        proxy.add_(1)
+    gc.collect()
+    assert len(fetched) > 3
+    assert [copy() for copy in fetched] == [None] * len(fetched)
+
+
+# --- the swap
+
+
+def proxies_of(
+    model: nn.Module, receive: Callable[[nn.Parameter, Tensor], None] = nothing
+) -> Proxies:
+    return Proxies(model, CPU, receive)
+
+
+def test_the_model_runs_on_proxies_and_is_put_back() -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    params = dict(model.named_parameters())
+    proxies = proxies_of(model)
+    with proxies.swapped_in():
+        inside = dict(model.named_parameters())
+        assert all(type(p) is StreamedParameter for p in inside.values())
+        assert [p.requires_grad for p in inside.values()] == [True] * len(inside)
+        got = model(**batch())
+    after = dict(model.named_parameters())
+    assert list(inside) == list(after) == list(params)
+    assert all(after[name] is param for name, param in params.items())
+    assert equal(got.detach(), model(**batch()).detach())
+
+
+def test_an_exception_puts_the_parameters_back() -> None:
+    model = Stack()
+    params = list(model.parameters())
+    with pytest.raises(RuntimeError, match="in the forward"), proxies_of(model).swapped_in():
+        raise RuntimeError("in the forward")
+    assert all(now is then for now, then in zip(model.parameters(), params, strict=True))
+
+
+def test_a_parameter_that_the_forward_replaces_stays_replaced() -> None:
+    model = Stack()
+    other = nn.Parameter(torch.ones(1))
+    params = dict(model.named_parameters())
+    proxies = proxies_of(model)
+    with proxies.swapped_in():
+        model.head.bias = other
+        del model.embed.bias
+    now = dict(model.named_parameters())
+    assert now.pop("head.bias") is other
+    assert set(params) - set(now) == {"embed.bias", "head.bias"}
+    assert all(param is params[name] for name, param in now.items())
+    assert not proxies.fits(model)
+
+
+def test_requires_grad_follows_the_parameter() -> None:
+    model = Stack()
+    proxies = proxies_of(model)
+    for frozen in (True, False, True):
+        model.head.requires_grad_(not frozen)
+        with proxies.swapped_in():
+            assert model.head.weight.requires_grad is not frozen
+            assert model.embed.weight.requires_grad
+
+
+def test_a_tied_parameter_has_one_proxy() -> None:
+    model, _ = tied()
+    proxies = proxies_of(model)
+    with proxies.swapped_in():
+        assert model.head.weight is model.embed.weight  # type: ignore[union-attr]
+        assert type(model.head.weight) is StreamedParameter  # type: ignore[union-attr]
+    assert model.head.weight is model.embed.weight  # type: ignore[union-attr]
+    assert len({id(proxy) for _, proxy in proxies.pairs()}) == len(list(model.parameters()))
+
+
+def test_proxies_fit_the_objects_they_were_made_of() -> None:
+    model = Stack()
+    proxies = proxies_of(model)
+    assert proxies.fits(model)
+    model.head.weight.data = torch.zeros(1)  # the same object
+    assert proxies.fits(model)
+    model.head.weight = nn.Parameter(model.head.weight.detach())
+    assert not proxies.fits(model)
+    proxies = proxies_of(model)
+    model.layers.append(nn.ReLU())  # no parameter
+    assert proxies.fits(model)
+    model.layers.append(nn.PReLU())
+    assert not proxies.fits(model)
+
+
+# --- gradients of eager code
+
+
+def received_by(model: nn.Module, run: Callable[[nn.Module], Tensor]) -> dict[str, list[Tensor]]:
+    """What `receive` gets of a backward on proxies, by the parameter's name."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    found: dict[str, list[Tensor]] = {}
+
+    def receive(param: nn.Parameter, gradient: Tensor) -> None:
+        found.setdefault(names[id(param)], []).append(gradient)
+
+    proxies = proxies_of(model, receive)
+    with proxies.swapped_in():
+        loss = run(model)
+    loss.backward()
+    assert all(proxy.grad is None for _, proxy in proxies.pairs()), "handed over, not kept"
+    assert all(param.grad is None for param in model.parameters())
+    return found
+
+
+def test_gradients_are_handed_over() -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    plain = copy.deepcopy(model)
+    found = received_by(model, lambda m: m(**batch()))  # type: ignore[no-any-return]
+    plain(**batch()).backward()
+    assert list(found) != []
+    for name, param in plain.named_parameters():
+        (gradient,) = found[name]
+        assert type(gradient) is Tensor
+        assert equal(param.grad, gradient), name
+
+
+def test_a_tied_parameter_hands_over_one_gradient() -> None:
+    model, inputs = tied()
+    plain = copy.deepcopy(model)
+    found = received_by(model, lambda m: m(**inputs))  # type: ignore[no-any-return]
+    plain(**inputs).backward()
+    assert len(found["embed.weight"]) == 1
+    assert equal(found["embed.weight"][0], plain.embed.weight.grad)  # type: ignore[arg-type, union-attr]
+
+
+def test_frozen_and_unused_parameters_hand_over_nothing() -> None:
+    model = Stack()
+    model.spare = nn.Linear(2, 2)
+    model.embed.requires_grad_(False)
+    found = received_by(model, lambda m: m(**batch()))  # type: ignore[no-any-return]
+    assert set(found) == {
+        name for name, _ in model.named_parameters() if not name.startswith(("spare", "embed"))
+    }
+
+
+def test_parameters_that_are_no_floats_need_no_gradient() -> None:
+    model = nn.Module()
+    model.register_parameter("table", nn.Parameter(torch.arange(4), requires_grad=False))
+    model.register_parameter("phase", nn.Parameter(torch.ones(2, dtype=torch.complex64)))
+    with proxies_of(model).swapped_in():
+        assert equal(model.table + 1, torch.arange(1, 5))  # type: ignore[operator]
+        assert model.phase.requires_grad

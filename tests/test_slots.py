@@ -1,0 +1,143 @@
+"""`assign_slots`: who goes where, what each prefetch waits for, what stays for the backward."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from megacompile.ir import Schedule
+from megacompile.passes.slots import assign_slots
+from tests.actions import apply, parse, text, waits
+
+FORWARD = "BEGIN 0PREFETCH@? 1PREFETCH@? 2PREFETCH@? 0F 3PREFETCH@? 1F 2F 3F"
+BACKWARD = (
+    "BEGIN 3PREFETCH@? 2PREFETCH@? 1PREFETCH@? 3B 0PREFETCH@? 2RECOMPUTE 2B 1RECOMPUTE 1B "
+    "0RECOMPUTE 0B"
+)
+
+
+def placed(line: str, *, slots: int, hold: bool = False, **stubs: Any) -> Schedule:
+    return apply(functools.partial(assign_slots, slots=slots, hold=hold), parse(line, **stubs))
+
+
+def out(line: str, *, slots: int, hold: bool = False, **stubs: Any) -> str:
+    schedule = placed(line, slots=slots, hold=hold, **stubs)
+    return " | ".join(waits(graph) for graph in schedule.graphs.values())
+
+
+def test_a_slot_is_filled_again_after_its_last_reader() -> None:
+    """The docstring's first example."""
+    line = "BEGIN 0PREFETCH@? 1PREFETCH@? 0F 2PREFETCH@? 1F 2F"
+    assert out(line, slots=2) == (
+        "BEGIN 0PREFETCH@0(after=BEGIN) 1PREFETCH@1(after=BEGIN) 0F 2PREFETCH@0(after=0F) 1F 2F"
+    )
+
+
+def test_the_last_reader_may_be_a_backward_behind_a_recompute() -> None:
+    line = "0F 1F 2F | BEGIN 2PREFETCH@? 1PREFETCH@? 2RECOMPUTE 2B 0PREFETCH@? 1RECOMPUTE 1B 0B"
+    assert out(line, slots=2).partition(" | ")[2] == (
+        "BEGIN 2PREFETCH@0(after=BEGIN) 1PREFETCH@1(after=BEGIN) 2RECOMPUTE 2B "
+        "0PREFETCH@0(after=2B) 1RECOMPUTE 1B 0B"
+    )
+
+
+def test_a_slot_that_is_empty_comes_first() -> None:
+    line = "BEGIN 0PREFETCH@? 0F 1PREFETCH@? 1F 2PREFETCH@? 2F"
+    assert out(line, slots=3) == (
+        "BEGIN 0PREFETCH@0(after=BEGIN) 0F 1PREFETCH@1(after=BEGIN) 1F 2PREFETCH@2(after=BEGIN) 2F"
+    )
+
+
+def test_the_bucket_that_is_wanted_last_gives_way() -> None:
+    """Bucket 1 is wanted again by 5F, bucket 2 is not: 4 takes the place of 2."""
+    line = (
+        "BEGIN 0PREFETCH@? 1PREFETCH@? 2PREFETCH@? 0F 1F 3PREFETCH@? 2F 4PREFETCH@? 3F "
+        "1PREFETCH@? 4F 5F"
+    )
+    schedule = placed(line, slots=3, reads={5: "1"})
+    assert text(schedule) == (
+        "0PREFETCH@0 1PREFETCH@1 2PREFETCH@2 0F 1F 3PREFETCH@0 2F 4PREFETCH@2 3F 4F 5F"
+    )
+
+
+def test_what_is_still_in_a_slot_is_not_fetched_again() -> None:
+    line = "BEGIN 0PREFETCH@? 1PREFETCH@? 0F 2PREFETCH@? 1F 0PREFETCH@? 2F 3F"
+    assert text(placed(line, slots=3, reads={3: "0"})) == (
+        "0PREFETCH@0 1PREFETCH@1 0F 2PREFETCH@2 1F 2F 3F"
+    )
+    assert text(placed(line, slots=2, reads={3: "0"})) == (
+        "0PREFETCH@0 1PREFETCH@1 0F 2PREFETCH@0 1F 0PREFETCH@1 2F 3F"
+    )
+
+
+def test_a_slot_is_not_taken_from_a_later_reader_of_what_is_in_it() -> None:
+    """3F reads bucket 0 where 0F left it, so 4 must not go there in front of 3F."""
+    line = (
+        "BEGIN 0PREFETCH@? 1PREFETCH@? 0F 2PREFETCH@? 1F 0PREFETCH@? 2F 4PREFETCH@? 3F 4F"
+    )
+    assert out(line, slots=3, reads={3: "0", 4: "4"}) == (
+        "BEGIN 0PREFETCH@0(after=BEGIN) 1PREFETCH@1(after=BEGIN) 0F 2PREFETCH@2(after=BEGIN) 1F "
+        "2F 4PREFETCH@1(after=1F) 3F 4F"
+    )
+
+
+def test_a_stage_of_many_buckets_gets_as_many_slots() -> None:
+    line = "BEGIN 0PREFETCH@? 1PREFETCH@? 1.1PREFETCH@? 1.2PREFETCH@? 0F 2PREFETCH@? 1F 2F"
+    schedule = placed(line, slots=2, reads={1: "1 1.1 1.2"})
+    assert len(schedule.slots) == 4
+    assert text(schedule) == (
+        "0PREFETCH@0 1PREFETCH@1 1.1PREFETCH@2 1.2PREFETCH@3 0F 2PREFETCH@0 1F 2F"
+    )
+
+
+def test_slots_are_as_many_as_asked_for_and_as_large_as_the_largest_bucket() -> None:
+    line = "BEGIN 0PREFETCH@? 0F 1PREFETCH@? 1F"
+    schedule = placed(line, slots=3, sizes={"0": 100, "1": 70})
+    assert [(slot.index, slot.size_bytes) for slot in schedule.slots] == [
+        (0, 100),
+        (1, 100),
+        (2, 100),
+    ]
+
+
+def test_at_the_turn_the_backward_takes_what_the_forward_left() -> None:
+    """The docstring's second example."""
+    forward, _, backward = out(f"{FORWARD} | {BACKWARD}", slots=3, hold=True).partition(" | ")
+    assert forward.endswith("3PREFETCH@0(after=0F) 1F 2F 3F")
+    assert backward == (
+        "BEGIN 3HOLD@0(after=BEGIN) 2HOLD@2(after=BEGIN) 1HOLD@1(after=BEGIN) 3B "
+        "0PREFETCH@0(after=3B) 2RECOMPUTE 2B 1RECOMPUTE 1B 0RECOMPUTE 0B"
+    )
+
+
+def test_without_hold_the_backward_fetches_everything() -> None:
+    backward = out(f"{FORWARD} | {BACKWARD}", slots=3).partition(" | ")[2]
+    assert backward.startswith(
+        "BEGIN 3PREFETCH@0(after=BEGIN) 2PREFETCH@1(after=BEGIN) 1PREFETCH@2(after=BEGIN) 3B "
+    )
+
+
+@pytest.mark.parametrize("hold", [False, True])
+def test_the_schedule_says_what_the_forward_leaves(hold: bool) -> None:
+    schedule = placed(f"{FORWARD} | {BACKWARD}", slots=3, hold=hold)
+    assert [(slot, bucket.label) for slot, bucket in schedule.held] == [
+        (0, "3"),
+        (1, "1"),
+        (2, "2"),
+    ]
+
+
+def test_what_was_held_is_fetched_once_it_was_replaced() -> None:
+    """0PREFETCH takes the slot that bucket 1 was left in; 1B fetches it again."""
+    line = "BEGIN 0PREFETCH@? 0F 1PREFETCH@? 1F | BEGIN 0PREFETCH@? 0B 1PREFETCH@? 1B"
+    schedule = placed(line, slots=1, hold=True)
+    assert text(schedule) == "0PREFETCH@0 0F 1PREFETCH@0 1F | 0PREFETCH@0 0B 1PREFETCH@0 1B"
+
+
+def test_what_is_wanted_soon_is_not_replaced_before_it_is_held() -> None:
+    """The first prefetch takes the slot of bucket 0, which is not wanted any more."""
+    forward = "BEGIN 0PREFETCH@? 0F 1PREFETCH@? 1F 2F"
+    line = f"{forward} | BEGIN 2PREFETCH@? 2B 1PREFETCH@? 1B"
+    assert text(placed(line, slots=2, hold=True)).partition(" | ")[2] == "2PREFETCH@0 2B 1HOLD@1 1B"

@@ -1,0 +1,234 @@
+"""A streamed model's call: what it adopts, moves and swaps, and what a copy of it is."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megacompile.runtime.host import HostBucket
+from megacompile.runtime.proxies import StreamedParameter
+from megacompile.runtime.streamed import HostApply, StreamedModel
+from tests.zoo import Stack, batch, batchnorm, differences, equal, stack, step, twins
+
+
+def streamed(model: Any) -> StreamedModel:
+    found = model._compiled_call_impl
+    assert isinstance(found, StreamedModel)
+    return found
+
+
+def buckets(model: Any) -> list[HostBucket]:
+    return list(streamed(model).machine.buckets.values())
+
+
+def places(model: Any) -> dict[str, int]:
+    return {name: param.data_ptr() for name, param in model.named_parameters()}
+
+
+# --- buckets
+
+
+def test_parameters_lie_in_the_buckets_of_their_units() -> None:
+    _, model = twins(stack()[0])
+    names = [[place.name for place in bucket.layout.params] for bucket in buckets(model)]
+    assert sorted(name for each in names for name in each) == sorted(places(model))
+    assert [bucket.layout.name for bucket in buckets(model)].count("layers.1") == 1
+    for bucket in buckets(model):
+        start = bucket.flat.data_ptr()
+        for place, param in zip(bucket.layout.params, bucket.params, strict=True):
+            assert param is model.get_parameter(place.name)
+            assert param.data_ptr() == start + place.offset_bytes
+
+
+def test_a_call_that_finds_nothing_changed_moves_nothing() -> None:
+    _, model = twins(batchnorm()[0])
+    step(model, batch())
+    before = places(model), buckets(model), streamed(model).proxies, list(model.buffers())
+    step(model, batch())
+    assert places(model) == before[0]
+    assert streamed(model).proxies is before[2]
+    assert all(a is b for a, b in zip(buckets(model), before[1], strict=True))
+    assert all(a is b for a, b in zip(model.buffers(), before[3], strict=True))
+
+
+def test_replaced_data_goes_to_its_place() -> None:
+    plain, model = twins(stack()[0])
+    before = places(model)
+    for each in (plain, model):
+        each.layers[1].up.weight.data = torch.ones(32, 16)
+        each.head.bias.data = torch.ones(16)
+    assert equal(step(plain, batch()), step(model, batch()))
+    assert places(model) == before
+
+
+EXCHANGES: dict[str, Callable[[Any], None]] = {
+    "two layers": lambda m: exchange(m.layers[0].up.weight, m.layers[2].up.weight),
+    "within a layer": lambda m: exchange(m.layers[1].norm.weight, m.layers[1].down.bias),
+    "one layer's data in two": lambda m: setattr(m.head.weight, "data", m.embed.weight.data),
+    "transposed with itself": lambda m: setattr(m.head.weight, "data", m.head.weight.data.t()),
+    "a view of another": lambda m: setattr(m.head.weight, "data", m.layers[0].up.weight.data[8:24]),
+}
+
+
+def exchange(p: Tensor, q: Tensor) -> None:
+    p.data, q.data = q.data, p.data
+
+
+@pytest.mark.parametrize("kind", EXCHANGES)
+def test_parameters_that_exchange_their_data(kind: str) -> None:
+    """To adopt the one in its place would overwrite the other."""
+    torch.manual_seed(0)
+    plain, model = twins(Stack())
+    with torch.no_grad():
+        for each in (plain, model):
+            each.layers[1].norm.weight.mul_(3)
+    for each in (plain, model):
+        step(each, batch())
+        each.zero_grad()
+        EXCHANGES[kind](each)
+    if kind in ("one layer's data in two", "a view of another"):
+        plain = copy.deepcopy(plain)  # there, the two would go on to share their memory
+        separate(plain)
+    assert equal(step(plain, batch()), step(model, batch()))
+    assert differences(plain, model) == []
+    for param, name in ((p, n) for n, p in model.named_parameters()):
+        assert param.data_ptr() in {v.data_ptr() for b in buckets(model) for v in b.values}, name
+
+
+def separate(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data = param.data.clone()
+
+
+def test_a_new_layout_lets_the_old_one_go() -> None:
+    """Not until the next step, and not with what the user replaced: twice the model would be."""
+    _, model = twins(stack()[0])
+    step(model, batch())
+    old = [weakref.ref(bucket) for bucket in buckets(model)]
+    model.zero_grad()
+    model.head = nn.Linear(16, 16)
+    step(model, batch())
+    gc.collect()
+    assert [bucket() for bucket in old] == [None] * len(old)
+
+
+def test_a_failed_call_leaves_the_parameters() -> None:
+    _, model = twins(stack()[0])
+    params = dict(model.named_parameters())
+    for wrong in (torch.ones(2, 3), "text"):
+        with pytest.raises(Exception, match=".+"):
+            model(wrong)
+        now = dict(model.named_parameters())
+        assert all(now[name] is param for name, param in params.items())
+    assert not any(isinstance(p, StreamedParameter) for p in model.parameters())
+
+
+# --- buffers
+
+
+def test_a_buffer_in_two_places_stays_one() -> None:
+    model = batchnorm()[0]
+    model.layers[1][1].running_mean = model.layers[0][1].running_mean
+    _, model = twins(model)
+    step(model, batch())
+    assert model.layers[1][1].running_mean is model.layers[0][1].running_mean
+
+
+# --- to()
+
+
+def test_dtypes_change_and_devices_do_not(recwarn: pytest.WarningsRecorder) -> None:
+    _, model = twins(stack()[0])
+    model.double()
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    assert model.to("cpu") is model
+    assert [w for w in recwarn if "stay in host memory" in str(w.message)] == []
+    with pytest.warns(UserWarning, match="parameters stay in host memory") as said:
+        model.to("meta")
+        model.to("meta")
+    assert len([w for w in said if "stay in host memory" in str(w.message)]) == 1
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+
+
+def test_dtype_and_device_at_once() -> None:
+    plain, model = twins(stack()[0])
+    with pytest.warns(UserWarning, match="parameters stay in host memory"):
+        model.to("meta", torch.float64)
+    plain.double()
+    assert {(p.device.type, p.dtype) for p in model.parameters()} == {("cpu", torch.float64)}
+    inputs = {key: value.double() for key, value in batch().items()}
+    assert equal(step(plain, inputs), step(model, inputs))
+    assert differences(plain, model) == []
+
+
+def test_functions_that_are_applied_see_the_parameters() -> None:
+    plain, model = twins(stack()[0])
+    for each in (plain, model):
+        each.half()
+        each.float()
+        each.share_memory()
+    assert differences(plain, model) == []
+    assert all(p.is_shared() for p in model.parameters())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_applies_as_a_plain_module(copied: Callable[[Any], Any]) -> None:
+    _, model = twins(stack()[0])
+    again = copied(model)
+    assert isinstance(model._apply, HostApply) and not isinstance(again._apply, HostApply)
+    again.to("meta")
+    assert {p.device.type for p in again.parameters()} == {"meta"}
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+
+
+# --- two calls of the model in one backward
+
+
+def test_two_calls_in_each_of_two_backwards() -> None:
+    """Autograd adds the calls' gradients first, and their sum to what is there."""
+    plain, model = twins(stack()[0])
+    for each in (plain, model):
+        for i in range(2):
+            (each(**batch(i)) + each(**batch(i + 5))).backward()
+    assert differences(plain, model) == []
+
+
+# --- eager code
+
+
+class Halved(nn.Module):
+    """Assigns new data to its weight, in code that is not captured."""
+
+    def __init__(self, assign: Callable[[nn.Linear], None]) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.second = nn.Linear(16, 16)
+        self.assign = assign
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.assign(self.first)
+        result: Tensor = self.second(self.first(x)).square().mean()
+        return result
+
+
+def halve(layer: nn.Linear) -> None:
+    layer.weight.data = layer.weight.data * 0.5
+
+
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.filterwarnings("ignore:megacompile. Halved is not scheduled")
+def test_data_that_the_forward_assigns(captured: bool) -> None:
+    torch.manual_seed(0)
+    plain, model = twins(Halved(halve if captured else torch._dynamo.disable(halve)))
+    x = batch()["x"]
+    for _ in range(2):
+        assert equal(step(plain, {"x": x}), step(model, {"x": x}))
+    assert differences(plain, model) == []

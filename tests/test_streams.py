@@ -1,0 +1,192 @@
+"""Streams: in program order on the CPU; on CUDA, the waits that the graph's edges ask for.
+
+CUDA is played by stand-ins that note what is asked of them, so the waits are tested without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from megacompile.ir import Stream
+from megacompile.runtime.streams import Handle, Streams
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
+COMPUTE, H2D, D2H = Stream.COMPUTE, Stream.H2D, Stream.D2H
+
+# --- CPU
+
+
+def test_work_runs_at_once_and_in_order() -> None:
+    streams = Streams(CPU)
+    order: list[str] = []
+    with streams.run():
+        for stream in (H2D, COMPUTE, D2H, H2D):
+            value, event = streams.issue(stream, (), lambda s=stream: order.append(s.value) or s)  # type: ignore[misc]
+            assert (value, event) == (stream, None)
+            assert order[-1] == stream.value, "it is done when issue() returns"
+    assert order == ["h2d", "compute", "d2h", "h2d"]
+
+
+def test_waits_need_no_events_on_the_cpu() -> None:
+    streams = Streams(CPU)
+    handles = [Handle(i, stream, None) for i, stream in enumerate(Stream)]
+    assert streams.issue(COMPUTE, iter(handles), lambda: 5) == (5, None)
+    for stream in Stream:
+        streams.synchronize(stream)
+
+
+def test_an_error_of_the_work_is_passed_on() -> None:
+    def fail() -> None:
+        raise ValueError("in the work")
+
+    with pytest.raises(ValueError, match="in the work"):
+        Streams(CPU).issue(H2D, (), fail)
+
+
+# --- CUDA, played
+
+
+class Cuda:
+    """Stands in for what `Streams` takes of torch.cuda; `log` has the calls in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[tuple[str, ...]] = []
+        self.made = 0
+        self.user = self.queue("user")
+        self.inside: list[str] = ["user"]
+        cuda = self
+
+        class Event:
+            def __init__(self) -> None:
+                cuda.made += 1
+                self.name = f"event {cuda.made}"
+
+            def record(self, queue: Any) -> None:
+                cuda.log.append(("record", queue.name, self.name))
+
+        copies = iter(("h2d", "d2h"))
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: self.queue(next(copies)))
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.user)
+        monkeypatch.setattr(torch.cuda, "stream", self._stream)
+        monkeypatch.setattr(torch.cuda, "device", self._device)
+
+    def queue(self, name: str) -> Any:
+        cuda = self
+
+        class Queue:
+            def __init__(self) -> None:
+                self.name = name
+
+            def wait_event(self, event: Any) -> None:
+                cuda.log.append(("wait", name, event.name))
+
+            def synchronize(self) -> None:
+                cuda.log.append(("synchronize", name))
+
+        return Queue()
+
+    @contextmanager
+    def _stream(self, queue: Any) -> Iterator[None]:
+        self.inside.append(queue.name)
+        yield
+        self.inside.pop()
+
+    @contextmanager
+    def _device(self, device: torch.device) -> Iterator[None]:
+        assert device == GPU
+        yield
+
+    def work(self, name: str) -> str:
+        self.log.append(("work", self.inside[-1], name))
+        return name
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    return Cuda(monkeypatch)
+
+
+def test_an_edge_between_streams_is_an_event_that_is_waited_for(cuda: Cuda) -> None:
+    """prefetch -> forward -> offload: each waits for the one before, and nobody for more."""
+    streams = Streams(GPU)
+    with streams.run():
+        weights = Handle(*with_stream(H2D, streams.issue(H2D, (), lambda: cuda.work("prefetch"))))
+        result = streams.issue(COMPUTE, (weights,), lambda: cuda.work("forward"))
+        y = Handle(*with_stream(COMPUTE, result))
+        streams.issue(D2H, (y,), lambda: cuda.work("offload"))
+    assert cuda.log == [
+        ("work", "h2d", "prefetch"),
+        ("record", "h2d", "event 1"),
+        ("wait", "user", "event 1"),
+        ("work", "user", "forward"),
+        ("record", "user", "event 2"),
+        ("wait", "d2h", "event 2"),
+        ("work", "d2h", "offload"),
+        ("record", "d2h", "event 3"),
+    ]
+    assert (weights.value, y.value) == ("prefetch", "forward")
+
+
+def with_stream(stream: Stream, issued: tuple[Any, Any]) -> tuple[Any, Stream, Any]:
+    return issued[0], stream, issued[1]
+
+
+def test_the_order_of_a_stream_needs_no_wait(cuda: Cuda) -> None:
+    streams = Streams(GPU)
+    with streams.run():
+        for stream in Stream:
+            first = Handle(*with_stream(stream, streams.issue(stream, (), lambda: None)))
+            cuda.log.clear()
+            streams.issue(stream, (first,), lambda: None)
+            assert [kind for kind, *_ in cuda.log] == ["record"]
+
+
+def test_inputs_have_no_event_to_wait_for(cuda: Cuda) -> None:
+    """What the user gives was queued on the compute stream before; `begin` orders copies behind."""
+    streams = Streams(GPU)
+    with streams.run():
+        streams.issue(D2H, (Handle(1, COMPUTE, None),), lambda: None)
+    assert [kind for kind, *_ in cuda.log] == ["record"]
+
+
+def test_every_wait_comes_before_the_work(cuda: Cuda) -> None:
+    streams = Streams(GPU)
+    with streams.run():
+        copies = [
+            Handle(*with_stream(stream, streams.issue(stream, (), lambda: None)))
+            for stream in (H2D, D2H, H2D)
+        ]
+        cuda.log.clear()
+        streams.issue(COMPUTE, copies, lambda: cuda.work("forward"))
+    kinds = [kind for kind, *_ in cuda.log]
+    assert kinds == ["wait", "wait", "wait", "work", "record"]
+    assert [entry[2] for entry in cuda.log[:3]] == ["event 1", "event 2", "event 3"]
+
+
+def test_compute_is_the_stream_that_the_caller_is_in(cuda: Cuda) -> None:
+    """The backward may come in another one than the forward."""
+    streams = Streams(GPU)
+    for name in ("user", "side"):
+        cuda.user = cuda.queue(name)
+        with streams.run():
+            streams.issue(COMPUTE, (), lambda: None)
+    assert [entry[1] for entry in cuda.log] == ["user", "side"]
+
+
+def test_compute_outside_of_a_run_is_our_bug(cuda: Cuda) -> None:
+    with pytest.raises(AssertionError, match="outside of run"):
+        Streams(GPU).issue(COMPUTE, (), lambda: None)
+
+
+def test_the_host_waits_for_copies_only(cuda: Cuda) -> None:
+    streams = Streams(GPU)
+    for stream in (H2D, D2H, COMPUTE):
+        streams.synchronize(stream)
+    assert cuda.log == [("synchronize", "h2d"), ("synchronize", "d2h")]
