@@ -5,6 +5,7 @@ All of them were seen on torch 2.11.0 and 2.13.0.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -25,7 +26,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 # What tracing raises for operators whose results depend on data, or that have no fake kernel.
 UNTRACEABLE = (
@@ -37,6 +38,10 @@ UNTRACEABLE = (
 # The nodes that Dynamo writes for grad mode and autocast.
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
 EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
+
+# The operator that Dynamo writes for torch.utils.checkpoint, and the keywords that are its own.
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+CHECKPOINT_OPTIONS = frozenset(inspect.signature(checkpoint).parameters) | {"preserve_rng_state"}
 
 NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl  # for subclasses that only dispatch
 
@@ -75,14 +80,15 @@ def trace(
     function: Callable[..., Any],
     primals: Tensors,
     tangents: Tensors,
-    decompositions: dict[Any, Callable[..., Any]] | None,
+    decompositions: dict[Any, Callable[..., Any]],
 ) -> fx.GraphModule:
     """Trace `function(primals, tangents)` to ATen; placeholders are primals_1.., tangents_1.."""
 
     def joint(primals: Tensors, tangents: Tensors) -> Any:  # the partitioner reads these names
         return function(primals, tangents)
 
-    traced = make_fx(joint, decomposition_table=decompositions)(list(primals), list(tangents))
+    with torch.autograd.set_detect_anomaly(False):  # it reads values, which are not there yet
+        traced = make_fx(joint, decomposition_table=decompositions)(list(primals), list(tangents))
     return flatten_signature(traced)
 
 
@@ -104,6 +110,20 @@ def flatten_signature(module: fx.GraphModule) -> fx.GraphModule:
     output.args = (tuple(flat),)
     module.recompile()
     return module
+
+
+def eager_decompositions() -> dict[Any, Callable[..., Any]]:
+    """For operators whose functional form gives other numbers than the in-place form does."""
+    return {torch.ops.aten.bernoulli.p: _bernoulli}
+
+
+def _bernoulli(like: torch.Tensor, p: float, generator: Any = None) -> Any:
+    """Draw in the order of `like`'s memory, as `bernoulli_` does: the mask of a dropout."""
+    order = sorted(range(like.dim()), key=like.stride, reverse=True)
+    if generator is not None or order == list(range(like.dim())):
+        return NotImplemented
+    drawn = torch.bernoulli(like.permute(order), p)
+    return drawn.permute([order.index(d) for d in range(like.dim())])
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
@@ -206,7 +226,7 @@ def guards_on_hooks() -> AbstractContextManager[None]:
 @contextmanager
 def without_saved_tensors_hooks() -> Iterator[None]:
     """For its duration, no hooks of the user pack what autograd saves (checkpoint, save_on_cpu)."""
-    autograd = torch._C._autograd
+    autograd: Any = torch._C._autograd  # its stubs say that there always is a top
     hooks = []
     while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)

@@ -455,7 +455,7 @@ def format_bytes(size_bytes: float) -> str:
     """ "1.09 GiB": three significant digits, binary units."""
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1000:
+        if abs(size) < 999.5:  # what rounds to 1000 has a unit of its own
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
         size /= 1024
     return f"{size:.3g} TiB"

@@ -222,6 +222,6 @@ def items(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
 
 
 def actions(graph: fx.Graph) -> str:
-    """The graph as one line of labels: "BEGIN 0PREFETCH@0 0F"; frees and allocations left out."""
+    """The graph as one line of labels: "0PREFETCH@0 0F"; `begin`, frees, allocations left out."""
     quiet = (free, alloc_grad, begin)
     return " ".join(label(n) for n in nodes_of(graph) if n.target not in quiet)

@@ -109,6 +109,8 @@ def _device(value: object) -> torch.device:
         value = "cuda" if torch.cuda.is_available() else "cpu"
     if isinstance(value, bool) or not isinstance(value, (str, int, torch.device)):
         raise OptionTypeError(_wrong_type("device", value, "a torch.device, 'cuda:0' or 'cpu'"))
+    if isinstance(value, int) and not 0 <= value < 128:  # torch keeps 8 bits: 256 would be cuda:0
+        raise OptionError(f"megacompile(): got device={value}; needed the index of a CUDA device")
     try:
         device = torch.device("cuda", value) if isinstance(value, int) else torch.device(value)
     except RuntimeError as error:

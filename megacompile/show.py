@@ -272,7 +272,7 @@ def _text(value: Any, variables: Mapping[fx.Node, str]) -> str:
 
 def _bare(text: str) -> str:
     """A returned pair without its outer parentheses, unless it is too long for a line."""
-    pair = text.startswith("((") and len(text) <= _WIDTH
+    pair = text.startswith("((") and len("    return ") + len(text[1:-1]) <= _WIDTH
     return text[1:-1] if pair else text
 
 

@@ -29,6 +29,7 @@ def check_model(model: object) -> None:
         )
     for param_name, param in params.items():
         _check_parameter(f"{name}.{param_name}", param)
+    _refuse_shared_memory(name, params)
     for module_name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise ModelError(
@@ -54,6 +55,25 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
             f"{where} is {kind}; needed an ordinary dense tensor; "
             "megacompile the model before quantizing, or dequantize it"
         )
+
+
+def _refuse_shared_memory(model: str, params: dict[str, nn.Parameter]) -> None:
+    """Two parameters in the same memory are one to the optimizer; in buckets they would be two."""
+    spans = []
+    for name, param in params.items():
+        last = sum(
+            (size - 1) * step for size, step in zip(param.shape, param.stride(), strict=True)
+        )
+        if last + 1 == param.numel():  # dense: rows of a common tensor, say, are in nobody's way
+            spans.append((param.data_ptr(), (last + 1) * param.dtype.itemsize, name))
+    spans.sort()
+    for (start, size_bytes, name), (other_start, _, other) in zip(spans, spans[1:], strict=False):
+        if size_bytes and other_start < start + size_bytes:
+            raise ModelError(
+                f"megacompile(): parameters {model}.{name} and {model}.{other} share memory "
+                "through their .data; tie them by using one nn.Parameter in both places, or "
+                "clone one"
+            )
 
 
 def host_rows(model: nn.Module) -> list[tuple[str, int]]:

@@ -64,10 +64,10 @@ def _boundary(graph: fx.Graph, stage: Stage) -> list[str]:
     Which outputs get a gradient is a guess until `backward()` is called. With all boundaries at
     hand, a backward for other outputs can be built then, recomputing every stage.
     """
-    metas = [*stage.outputs, *(stage.metas[i] for i in stage.mutated)]
+    call = calls_by_stage(graph, ops.forward)[stage.index]
+    metas = call.meta["value"][: len(stage.outputs) + len(stage.mutated)]
     if not any(meta.requires_grad for meta in metas):
         return []
-    call = calls_by_stage(graph, ops.forward)[stage.index]
     args = ops.arguments(call)[2]
     names = [residual(graph, arg).name for arg in args]
     if stage.traced.random:

@@ -32,6 +32,7 @@ from megacompile.ir import (
     Unit,
 )
 from megacompile.passes.edit import add_item
+from megacompile.passes.inline import inline_checkpoints
 from megacompile.passes.propagate import Values, propagate
 from megacompile.passes.segments import Segment, compute_nodes, cut, is_autocast, placeholders
 
@@ -43,6 +44,7 @@ def partition(capture: Capture, units: Sequence[Unit]) -> Schedule:
         UnsupportedGraphError: the graph changes a parameter in place or returns one, or has an
             operator that cannot be traced.
     """
+    capture = inline_checkpoints(capture)
     values = propagate(capture)
     nodes = compute_nodes(capture, values)
     segments = cut(capture, values, units)
@@ -59,6 +61,7 @@ class _Piece:
     args: list[fx.Node]
     outputs: list[fx.Node]
     changed: list[fx.Node]  # args that it changes in place, aligned with stage.mutated
+    metas: tuple[TensorMeta, ...]  # of the outputs and of the new values of what it changes
 
 
 @dataclass(slots=True)
@@ -123,11 +126,12 @@ class _Builder:
             module=self._module(segment, [*params, *args], outputs),
             buckets=buckets,
             primals=tuple(primals),
-            metas=tuple(self._meta(n) for n in [*params, *args]),
-            outputs=tuple(self._meta(n) for n in outputs),
+            metas=tuple(self._meta(n, segment.start) for n in [*params, *args]),
+            outputs=tuple(self._meta(n, segment.stop) for n in outputs),
             mutated=tuple(len(params) + args.index(n) for n in changed),
         )
-        self.pieces.append(_Piece(stage, args, outputs, changed))
+        results = tuple(self._meta(n, segment.stop) for n in [*outputs, *changed])
+        self.pieces.append(_Piece(stage, args, outputs, changed, results))
         return stage
 
     def _external(
@@ -156,10 +160,13 @@ class _Builder:
         beyond = len(self.nodes)
         return any(self.position.get(user, beyond) >= stop for user in node.users)
 
-    def _meta(self, node: fx.Node) -> TensorMeta:
+    def _meta(self, node: fx.Node, at: int) -> TensorMeta:
+        """What a value is before position `at` of the node list."""
         meta = self.values.of[node]
         assert isinstance(meta, TensorMeta), f"{node} is no tensor"
-        return meta
+        change = self.values.requires_grad_after.get(node)
+        changed = change is not None and self.position[change] < at
+        return replace(meta, requires_grad=True) if changed else meta
 
     def _param_input(self, node: fx.Node) -> ParamInput:
         item = self.inputs[node]
@@ -229,13 +236,13 @@ class _Builder:
         for i, (node, item) in enumerate(self.inputs.items()):
             if not isinstance(item, (ParamInput, ConstantInput)):
                 env[node] = graph.placeholder(f"x{i}")
-                env[node].meta["value"] = self._meta(node)
+                env[node].meta["value"] = self._meta(node, 0)
         sources = dict(env)
         for piece, stage in zip(self.pieces, stages, strict=True):
             args = tuple(env[n] for n in piece.args)
             call = ops.call(graph, ops.forward, stage, (), args, False, name=f"f{stage.index}")
             results = [*piece.outputs, *piece.changed]
-            call.meta["value"] = tuple(self._meta(n) for n in results)
+            call.meta["value"] = piece.metas
             for k, node in enumerate(results):
                 env[node] = add_item(graph, call, k, f"y{stage.index}_{k}")
             for node in piece.changed:

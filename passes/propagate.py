@@ -26,6 +26,8 @@ class Values:
     of: dict[fx.Node, Any] = field(default_factory=dict)  # TensorMeta, constants, tuples of them
     storages: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
     mutates: dict[fx.Node, frozenset[int]] = field(default_factory=dict)  # storages it changes
+    # what did not require grad when it was made -> the change in place after which it does
+    requires_grad_after: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def is_constant(self, node: fx.Node) -> bool:
         """Can the node's value stand in the code as a literal?"""
@@ -97,7 +99,18 @@ class _Interpreter(fx.Interpreter):
             for tensor, old in before
             if compat.from_functional(tensor) is not old
         )
+        self._note_requires_grad(n)
         return value
+
+    def _note_requires_grad(self, n: fx.Node) -> None:
+        """A tensor made by `torch.zeros` requires grad once a part of it is set to what does."""
+        for holder, value in self.env.items():
+            if holder in self.values.requires_grad_after or not isinstance(value, torch.Tensor):
+                continue
+            if self.values.storages[holder] & self.values.mutates[n]:
+                before, now = self.values.of[holder], TensorMeta.of(value)
+                if now.requires_grad and not before.requires_grad:
+                    self.values.requires_grad_after[holder] = n
 
     def _inputs(self, n: fx.Node) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The tensors that a node takes, with their values: another one once they were changed."""

@@ -32,8 +32,6 @@ def insert_recompute(schedule: Schedule) -> Schedule:
             residuals = [name for name in residuals if name not in dropped]
             if stage.traced.saved:
                 residuals += _recompute(new, call, backwards[stage.index], stage)
-            else:
-                _erase(new.backward, dropped)
     return add_residuals(new, list(dict.fromkeys(residuals)))
 
 
@@ -91,9 +89,3 @@ def _placeholder(graph: fx.Graph, source: fx.Node) -> fx.Node:
         placeholder = graph.placeholder(source.name)
     placeholder.meta["value"] = source.meta.get("value")
     return placeholder
-
-
-def _erase(graph: fx.Graph, names: set[str]) -> None:
-    for node in graph.find_nodes(op="placeholder"):
-        if node.name in names:
-            graph.erase_node(node)

@@ -71,7 +71,7 @@ def cut(capture: Capture, values: Values, units: Sequence[Unit]) -> list[Segment
 
 
 def _is_item(node: fx.Node, values: Values) -> bool:
-    """Does the node take an operator's tuple apart? An index into a tensor is an operator itself."""
+    """Does the node take a tuple of an operator apart? An index into a tensor does not."""
     if node.target is not operator.getitem or not isinstance(node.args[1], int):
         return False
     return isinstance(node.args[0], fx.Node) and not values.is_tensor(node.args[0])
@@ -120,8 +120,7 @@ def _live_bytes(nodes: Sequence[fx.Node], values: Values) -> list[float]:
         change[last + 1] -= size
     items = [_is_item(node, values) for node in nodes] + [False]
     return [
-        math.inf if item else live
-        for item, live in zip(items, accumulate(change), strict=False)
+        math.inf if item else live for item, live in zip(items, accumulate(change), strict=False)
     ]
 
 

@@ -180,7 +180,9 @@ class _Tracer:
     def _trace(self) -> fx.GraphModule:
         """The joint graph: (primals, tangents, carries) -> (outputs, new values, gradients)."""
         eager = self.lowering is Lowering.EAGER
-        decompositions = None if eager else compat.inductor_decompositions()
+        decompositions = (
+            compat.eager_decompositions() if eager else compat.inductor_decompositions()
+        )
         with self.ambient.apply(), _real_tensors(self.stage) if eager else compat.fake_mode():
             primals = [meta.zeros() for meta in self.stage.metas]
             tangents = [meta.zeros() for meta in self.tangent_metas]

@@ -4,8 +4,8 @@
 
 A unit is a child of the outermost repeated container (`ModuleList`, `Sequential` or `ModuleDict`
 with two or more children of one class), or the largest subtree under `UNIT_LIMIT_BYTES` where
-nothing repeats. Neighbours that are no layers share a bucket while it does not outgrow the largest
-one. A tied parameter belongs to the first unit that has it.
+nothing repeats. Neighbours that are no layers share a bucket where one of them is tiny. A tied
+parameter belongs to the first unit that has it.
 """
 
 from __future__ import annotations

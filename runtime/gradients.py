@@ -154,6 +154,8 @@ class Gradients:
         gradient = bucket.params[index].grad
         if gradient is None:
             return False
+        if gradient.layout is not torch.strided:
+            bucket.params[index].grad = gradient = gradient.to_dense()
         if gradient.data_ptr() != bucket.grads[index].data_ptr():
             self._foreign.add((key, index))
             with torch.no_grad():

@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -140,7 +141,9 @@ class _EagerNotice:
         self.said = False
 
     def __call__(self) -> None:
-        place = None if self.said else _place_in_user_code()
+        if self.said or compat.backward_id() != -1:  # a backward is where its forward was
+            return
+        place = _place_in_user_code()
         if place is not None:
             self.said = True
             warnings.warn(
@@ -152,11 +155,11 @@ class _EagerNotice:
 
 
 def _place_in_user_code() -> str | None:
-    """The innermost line that is neither ours nor torch's; None in a captured graph or in Dynamo."""
-    frame = sys._getframe(1)
+    """The innermost line that is not ours or torch's; None in a captured graph or in Dynamo."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
-        if "eval_with_key" in frame.f_code.co_filename or module.startswith("torch._dynamo"):
+        if "eval_with_key" in frame.f_code.co_filename or module == "torch._dynamo.convert_frame":
             return None
         if module.partition(".")[0] not in ("torch", "megacompile"):
             return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"

@@ -7,7 +7,9 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +29,7 @@ from megacompile.runtime.progress import bar
 from megacompile.runtime.proxies import Proxies, StreamedParameter
 from megacompile.runtime.slots import DeviceSlots
 from megacompile.runtime.streams import Streams
+from megacompile.validate import check_model
 
 
 class StreamedModel:
@@ -61,13 +64,15 @@ class StreamedModel:
         )
         self.graphs: list[CapturedGraph] = []
         self._take_over()
-        self._compiled = torch.compile(_frame_of(model), backend=self._capture)
+        self._compiled = torch.compile(_frame_of(model), backend=_weakly(self._capture))
+        self._alone = threading.RLock()  # the swap and the slots serve one call at a time
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._adopt()
-        args, kwargs = compat.tree_map(self._to_device, (args, kwargs))
-        with self.proxies.swapped_in(), compat.guards_on_hooks():
-            return self._compiled(*args, **kwargs)
+        with self._alone:
+            self._adopt()
+            args, kwargs = compat.tree_map(self._to_device, (args, kwargs))
+            with self.proxies.swapped_in(), compat.guards_on_hooks():
+                return self._compiled(*args, **kwargs)
 
     def schedules(self) -> list[Schedule]:
         """The newest schedule of every program that ran, in the order of capture."""
@@ -115,10 +120,13 @@ class StreamedModel:
     def _adopt(self) -> None:
         refuse_nested(self.model)
         buckets = self.machine.buckets.values()
-        fits = self.proxies.fits(self.model) and not self._exchanged()
-        if not fits or not all(bucket.adopt() for bucket in buckets):
-            self._let_go()
-            self._take_over()
+        fits = self.proxies.fits(self.model)
+        if not fits or any(bucket.replaced() for bucket in buckets):
+            check_model(self.model)
+            fits = fits and not self._exchanged()
+            if not fits or not all(bucket.adopt() for bucket in buckets):
+                self._let_go()
+                self._take_over()
         self._buffers_to_device()
 
     def _exchanged(self) -> bool:
@@ -155,7 +163,19 @@ class StreamedModel:
             name += f".{len(self.graphs)}"
         graph = CapturedGraph(name, module, lambda: self.compiler, self.machine, autograd.run)
         self.graphs.append(graph)
-        return graph
+        return _weakly(graph.__call__)
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A bound method that does not keep its object alive, for Dynamo's caches, which never end."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        bound = reference()
+        assert bound is not None, "a compiled frame outlived its model"
+        return bound(*args)
+
+    return call
 
 
 def refuse_nested(model: nn.Module) -> None:

@@ -6,7 +6,7 @@
 
 Stages are stubs that compute nothing: each takes the output of the one before, reads the bucket of
 its own number unless `reads` says otherwise, and saves one tensor. Values have the names that the
-passes give them: y1_0 of 1F, s1_0 saved, d1_0 and g1_1 of 1B (its input's gradient, and bucket 1's).
+passes give them: y1_0 and the saved s1_0 of 1F, d1_0 (for y0_0) and g1_1 (for bucket 1) of 1B.
 """
 
 from __future__ import annotations
@@ -237,9 +237,7 @@ class _Reader:
         bucket = self.buckets[label]
         place = Slot(int(slot), bucket.size_bytes) if slot and slot != "?" else None
         name = f"w{_name(label)}"
-        self.weights[label] = ops.call(
-            self.graph, ops.prefetch, bucket, place, name=name, after=()
-        )
+        self.weights[label] = ops.call(self.graph, ops.prefetch, bucket, place, name=name, after=())
 
     def _save_rng(self, label: str) -> None:
         stage = self.stages[int(label)]
@@ -261,9 +259,7 @@ class _Reader:
         given = (self._weights(stage), (self.args[label],), self.rng.get(label))
         metas = stage.traced.saved
         call = self._call(ops.recompute, stage, *given, name=f"rc{label}", metas=metas)
-        self.saved[label] = [
-            self._item(call, k, f"s{label}_{k}_again") for k in range(len(metas))
-        ]
+        self.saved[label] = [self._item(call, k, f"s{label}_{k}_again") for k in range(len(metas))]
 
     def _backward(self, label: str) -> None:
         stage = self.stages[int(label)]
@@ -310,10 +306,8 @@ class _Reader:
         return node
 
     def _placeholder(self, name: str) -> fx.Node:
-        for node in self.graph.find_nodes(op="placeholder"):
-            if node.name == name:
-                return node
-        node = self.graph.placeholder(name)
+        present = [n for n in self.graph.find_nodes(op="placeholder") if n.name == name]
+        node: fx.Node = present[0] if present else self.graph.placeholder(name)
         node.meta["value"] = ACTIVATION
         return node
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
 from megacompile import ops
 from megacompile.ir import (
@@ -59,7 +60,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (..., width) -> (..., width)
         hidden = F.dropout(F.gelu(self.up(x)), self.dropout)
-        return x + self.scale * self.down(hidden)
+        out: Tensor = x + self.scale * self.down(hidden)
+        return out
 
 
 class Net(nn.Module):
@@ -81,7 +83,16 @@ class Net(nn.Module):
         x = self.embed(x)
         for layer in self.layers:
             x = layer(x)
-        return self.head(x).square().mean()
+        loss: Tensor = self.head(x).square().mean()
+        return loss
+
+    def checkpointed(self, x: Tensor) -> Tensor:
+        """The same, with an activation checkpoint around each layer."""
+        x = self.embed(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        loss: Tensor = self.head(x).square().mean()
+        return loss
 
 
 class Counting(nn.Module):
@@ -123,27 +134,9 @@ class Captured:
         able = self.capture.ambient.grad_enabled and meta.requires_grad
         return replace(schedule, tangents=(output,) if able else ())
 
-    def passes(
-        self,
-        *,
-        cache: TemplateCache | None = None,
-        keep_last: bool = True,
-        accumulate: bool = False,
-        hold: bool = False,
-        lookahead: int = 2,
-        slots: int = 3,
-    ) -> dict[str, Pass]:
+    def passes(self, *, cache: TemplateCache | None = None, **options: Any) -> dict[str, Pass]:
         """The passes that follow `partition`, in order."""
-        return {
-            "templates": self._trace(cache),
-            "differentiate": differentiate,
-            "plan": functools.partial(make_plan, keep_last=keep_last),
-            "recompute": insert_recompute,
-            "offload": functools.partial(offload_gradients, accumulate=accumulate),
-            "prefetch": functools.partial(insert_prefetch, lookahead=lookahead),
-            "slots": functools.partial(assign_slots, slots=slots, hold=hold),
-            "free": insert_free,
-        }
+        return {"templates": self._trace(cache), **after_templates(**options)}
 
     def build(self, until: str = "free", **options: Any) -> Schedule:
         """The schedule after the pass called `until`."""
@@ -166,6 +159,26 @@ class Captured:
         """The name of the parameter that a primal of a stage is; None for an activation."""
         ref = stage.primals[primal]
         return None if isinstance(ref, ArgRef) else stage.buckets[ref.bucket].params[ref.param].name
+
+
+def after_templates(
+    *,
+    keep_last: bool = True,
+    accumulate: bool = False,
+    hold: bool = False,
+    lookahead: int = 2,
+    slots: int = 3,
+) -> dict[str, Pass]:
+    """The passes that need nothing but a schedule whose stages have templates, in order."""
+    return {
+        "differentiate": differentiate,
+        "plan": functools.partial(make_plan, keep_last=keep_last),
+        "recompute": insert_recompute,
+        "offload": functools.partial(offload_gradients, accumulate=accumulate),
+        "prefetch": functools.partial(insert_prefetch, lookahead=lookahead),
+        "slots": functools.partial(assign_slots, slots=slots, hold=hold),
+        "free": insert_free,
+    }
 
 
 def capture(
@@ -201,7 +214,9 @@ def capture(
         for i, param in enumerate(unit.bucket.params)
     }
     bound = tuple(_bind(value, places) for value in inputs)
-    return Captured(model, Capture(type(model).__name__, module, bound, CPU, ambient), units, inputs)
+    return Captured(
+        model, Capture(type(model).__name__, module, bound, CPU, ambient), units, inputs
+    )
 
 
 class _Stop(Exception):
@@ -210,7 +225,8 @@ class _Stop(Exception):
 
 def _bind(value: Any, places: dict[int, Any]) -> GraphInput:
     if id(value) in places:
-        return ParamInput(*places[id(value)], value.requires_grad)
+        bucket, i = places[id(value)]
+        return ParamInput(bucket, i, value.requires_grad)
     if isinstance(value, Tensor):
         return TensorInput(TensorMeta.of(value))
     assert isinstance(value, (int, float, bool)), value

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+torch.set_num_threads(1)  # the models are small: threads cost more than they gain
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 
 from megacompile.passes.canonical import graph_key
@@ -130,13 +129,7 @@ def test_a_layer_with_another_attribute_does_not_share() -> None:
 def test_equal_checkpointed_layers_share() -> None:
     """Dynamo puts each into a graph module of its own."""
 
-    def checkpointed(net: Net, x: Tensor) -> Tensor:
-        x = net.embed(x)
-        for layer in net.layers:
-            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)  # type: ignore[assignment]
-        return net.head(x).sum()
-
-    net = Net(checkpointed)
+    net = Net(Net.checkpointed)
     first, second, third = _keys(net)
     assert first == second == third
     net.layers[1] = Layer(scale=2.0)

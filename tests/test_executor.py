@@ -320,7 +320,7 @@ def test_the_inputs_of_a_run_are_handed_over() -> None:
     with torch.no_grad():
         model(**X)
     (executor,) = executors(model)
-    inputs = dict.fromkeys(executor.inputs("forward"), X["x"])
+    inputs: dict[str, Tensor] = {name: X["x"] for name in executor.inputs("forward")}
     outputs, residuals = executor.forward(inputs)
     assert (inputs, residuals) == ({}, {})
     assert [type(value) for value in outputs] == [Tensor]

@@ -80,9 +80,7 @@ def test_a_prefetch_that_waits_for_a_compute_reads_nothing_of_it() -> None:
     """`after=` needs the name: no wait is added for it."""
     line = "BEGIN 0PREFETCH@? 0F 1PREFETCH@? 1F"
     schedule = apply(insert_free, assign_slots(parse(line), slots=1, hold=False))
-    assert waits(schedule.forward) == (
-        "BEGIN 0PREFETCH@0(after=BEGIN) 0F 1PREFETCH@0(after=0F) 1F"
-    )
+    assert waits(schedule.forward) == ("BEGIN 0PREFETCH@0(after=BEGIN) 0F 1PREFETCH@0(after=0F) 1F")
     assert frees(schedule.forward) == "0PREFETCH@0 0F 1PREFETCH@0 1F -y0_0"
 
 

@@ -39,7 +39,7 @@ class Model:
         return HostBucket(Bucket.layout(key, names, named), [p for _, p in named], pin=False)
 
     def __getattr__(self, name: str) -> nn.Parameter:
-        return self.params[name]  # type: ignore[no-any-return]
+        return self.params[name]
 
     def schedule(self, new: New) -> None:
         """What a backward schedule does: add to the gradients so far, and offload."""
@@ -60,7 +60,7 @@ class Model:
             for run in reversed(runs):
                 act = run if callable(run) else functools.partial(self.schedule, run)
                 x = Graph.apply(x, act)  # type: ignore[no-untyped-call]
-            x.backward()  # type: ignore[no-untyped-call]
+            x.backward()
 
 
 class Graph(torch.autograd.Function):
@@ -72,7 +72,7 @@ class Graph(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         ctx.act()
         return gradient, None
 
@@ -305,7 +305,7 @@ def test_a_parameter_that_eager_code_uses_too(model: Model, eager_first: bool) -
     def eager() -> None:
         model.gradients.receive(model.a, full(model.a, 10))
 
-    runs = [eager, new(model, 2)]
+    runs: list[New | Callable[[], None]] = [eager, new(model, 2)]
     for value in (12, 24):
         model.backward(*runs if eager_first else runs[::-1])
         assert_grad(model.a, value)
@@ -427,7 +427,7 @@ def test_hooks_run_once_where_eager_code_uses_it_too(model: Model, eager_first: 
     def eager() -> None:
         model.gradients.receive(model.a, full(model.a, 10))
 
-    runs = [eager, new(model, 2)]
+    runs: list[New | Callable[[], None]] = [eager, new(model, 2)]
     model.backward(*runs if eager_first else runs[::-1])
     assert seen == [12]
 

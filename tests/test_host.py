@@ -170,7 +170,7 @@ def test_a_bucket_without_an_element() -> None:
 def test_gradients_lie_as_the_parameters_do() -> None:
     params = parameters()
     bucket = bucket_of(params)
-    assert bucket.grads == ()
+    assert list(bucket.grads) == []
     bucket.make_grads()
     ours = [(g.shape, g.stride(), g.dtype) for g in bucket.grads]
     assert ours == [(p.shape, p.stride(), p.dtype) for p in params]

@@ -230,7 +230,7 @@ def test_ambient_is_put_back() -> None:
 def shape_of(graph: fx.Graph) -> list[tuple[object, ...]]:
     """Everything a graph says, with nodes by their names."""
     return [
-        (node.op, node.name, node.target, str(node.args), str(node.kwargs), node.meta)
+        (node.op, node.name, node.target, str(node.args), str(node.kwargs), dict(node.meta))
         for node in graph.nodes
     ]
 

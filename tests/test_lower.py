@@ -99,9 +99,7 @@ def test_inductor_compiles_what_computes(monkeypatch: pytest.MonkeyPatch) -> Non
     """With inputs like those that the graph was traced with; a graph that only passes is not."""
     compiled: list[list[tuple[int, ...]]] = []
 
-    def compile_inductor(
-        module: fx.GraphModule, inputs: Sequence[Tensor]
-    ) -> Callable[..., Any]:
+    def compile_inductor(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
         compiled.append([tuple(value.shape) for value in inputs])
         return module.forward
 

@@ -61,9 +61,7 @@ def test_a_shared_bucket_goes_behind_the_last_backward_that_adds_to_it() -> None
 def test_a_stage_of_several_buckets_offloads_each() -> None:
     reads = {0: "0 0.1", 1: "1 0.1"}
     schedule = offloaded("0F 1F | 1B 0B", reads=reads)
-    assert values(schedule) == (
-        "1OFFLOAD_GRAD(g1_1) 0OFFLOAD_GRAD(g0_0) 0.1OFFLOAD_GRAD(g0_1_0)"
-    )
+    assert values(schedule) == ("1OFFLOAD_GRAD(g1_1) 0OFFLOAD_GRAD(g0_0) 0.1OFFLOAD_GRAD(g0_1_0)")
 
 
 def test_what_is_offloaded_is_the_sum() -> None:

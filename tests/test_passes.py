@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from megacompile import ops
@@ -16,8 +18,8 @@ from megacompile.ir import Schedule
 from megacompile.passes.templates import TemplateCache
 from megacompile.verify import verify
 from tests import zoo
-from tests.actions import apply
-from tests.capturing import Captured, Counting, Net, capture
+from tests.actions import apply, parse
+from tests.capturing import Captured, Counting, Net, after_templates, capture
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -40,7 +42,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 }
 
 
-def _twice(net: Net, x: torch.Tensor) -> torch.Tensor:
+def _twice(net: Net, x: torch.Tensor) -> Any:
     x = net.layers[0](net.layers[0](net.embed(x)))
     return (net.head(net.layers[1](x)) + net.layers[0](x)).sum()
 
@@ -80,6 +82,49 @@ def test_a_forward_alone_is_safe(name: str) -> None:
     schedule = of.build()
     verify(schedule)
     assert schedule.backward is None and schedule.residuals == ()
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> dict[str, Any]:
+    """What is special about the stages of a chain: which buckets each reads, and the rest."""
+    count = draw(st.integers(1, 5))
+    stages = range(count)
+    known: list[str] = []
+    reads = {}
+    for i in stages:
+        fresh = [str(i), f"{i}.1", f"{i}.2"][: draw(st.sampled_from([0, 1, 1, 1, 2, 3]))]
+        again = draw(st.lists(st.sampled_from(known), unique=True, max_size=2)) if known else []
+        known += fresh
+        reads[i] = " ".join(again + fresh)
+    some = st.sets(st.sampled_from(stages), max_size=2)
+    frozen = range(draw(st.integers(0, count - 1)))
+    kinds = {name: draw(some) for name in ("blind", "unsaved", "random")}
+    return {"reads": reads, "frozen": frozen, **kinds}
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(
+    chains(),
+    st.integers(1, 4),
+    st.integers(0, 2),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
+def test_any_chain_is_safe(
+    stubs: dict[str, Any], lookahead: int, spare: int, hold: bool, keep_last: bool, accumulate: bool
+) -> None:
+    """Stages of no or many buckets, of each other's, that save nothing, that draw numbers."""
+    schedule = parse(" ".join(f"{i}F" for i in stubs["reads"]), **stubs)
+    for function in after_templates(
+        keep_last=keep_last,
+        accumulate=accumulate,
+        hold=hold,
+        lookahead=lookahead,
+        slots=lookahead + 1 + spare,
+    ).values():
+        schedule = apply(function, schedule)
+    verify(schedule)
 
 
 def test_the_same_model_gives_the_same_schedule() -> None:

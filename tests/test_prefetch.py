@@ -78,7 +78,9 @@ def test_uses_in_a_row_share_a_fetch() -> None:
 
 
 def test_uses_that_are_apart_fetch_again() -> None:
-    assert out("0F 1F 2F 3F", reads={3: "0"}) == "0PREFETCH 1PREFETCH 0F 2PREFETCH 1F 0PREFETCH 2F 3F"
+    assert (
+        out("0F 1F 2F 3F", reads={3: "0"}) == "0PREFETCH 1PREFETCH 0F 2PREFETCH 1F 0PREFETCH 2F 3F"
+    )
     schedule = prefetched("0F 1F 2F 3F", reads={3: "0"})
     last = ops.nodes_of(schedule.forward, ops.forward)[-1]
     again = ops.nodes_of(schedule.forward, ops.prefetch)[-1]

@@ -13,8 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megacompile.errors import ModelError
 from megacompile.runtime.proxies import Proxies, StreamedParameter
 from tests.zoo import Stack, batch, equal, tied
+
+pytestmark = pytest.mark.filterwarnings("ignore:megacompile. .* runs in eager mode")
 
 CPU = torch.device("cpu")
 
@@ -56,7 +59,7 @@ def test_it_is_a_parameter_for_whoever_asks() -> None:
     assert isinstance(proxy, nn.Parameter)
     assert proxy.is_leaf
     module = nn.Module()
-    module.register_parameter("weight", proxy)  # type: ignore[arg-type]
+    module.register_parameter("weight", proxy)
     assert list(module.parameters()) == [proxy]
 
 
@@ -166,6 +169,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "mask assigned": lambda p: p.__setitem__(p > 0, 9.0),
     "index_copy_": lambda p: p.index_copy_(0, torch.tensor([1]), torch.ones(1, 4)),
     "foreach": lambda p: torch._foreach_mul_([p], 2.0),
+    "data assigned": lambda p: setattr(p, "data", torch.ones(3, 4)),
 }
 VIEW_WRITES: dict[str, Callable[[Tensor], Any]] = {
     "row assigned": lambda p: p.__setitem__(0, 9.0),
@@ -201,11 +205,20 @@ def test_writes_through_views_reach_the_host_tensor(name: str) -> None:
 
 def test_a_view_stands_for_the_view_of_the_host_tensor() -> None:
     _, host, proxy = pair()
-    for view in (proxy[1], proxy.t(), proxy.detach(), proxy.view(-1)[2:], proxy.split(2)[0]):
+    for view in (proxy[1], proxy.t(), proxy.detach(), proxy.view(-1)[2:], proxy.chunk(2)[0]):
         assert type(view) is StreamedParameter
         assert not isinstance(view, nn.Parameter)
         assert view.device == proxy.device
         assert view.host.untyped_storage().data_ptr() == host.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("value", [torch.ones(4, 3), torch.ones(3, 4, dtype=torch.float64)])
+def test_data_of_another_shape_or_dtype_is_refused(value: Tensor) -> None:
+    """The schedule that runs could not take it."""
+    _, host, proxy = pair()
+    with pytest.raises(ModelError, match=r"of shape \(3, 4\) and torch.float32 got data of shape"):
+        proxy.data = value
+    assert equal(host, weight())
 
 
 def test_what_is_only_read_is_not_written() -> None:
@@ -269,7 +282,7 @@ def test_the_model_runs_on_proxies_and_is_put_back() -> None:
     proxies = proxies_of(model)
     with proxies.swapped_in():
         inside = dict(model.named_parameters())
-        assert all(type(p) is StreamedParameter for p in inside.values())
+        assert {type(p).__name__ for p in inside.values()} == {"StreamedParameter"}
         assert [p.requires_grad for p in inside.values()] == [True] * len(inside)
         got = model(**batch())
     after = dict(model.named_parameters())
@@ -315,9 +328,9 @@ def test_a_tied_parameter_has_one_proxy() -> None:
     model, _ = tied()
     proxies = proxies_of(model)
     with proxies.swapped_in():
-        assert model.head.weight is model.embed.weight  # type: ignore[union-attr]
-        assert type(model.head.weight) is StreamedParameter  # type: ignore[union-attr]
-    assert model.head.weight is model.embed.weight  # type: ignore[union-attr]
+        assert model.head.weight is model.embed.weight
+        assert type(model.head.weight) is StreamedParameter
+    assert model.head.weight is model.embed.weight
     assert len({id(proxy) for _, proxy in proxies.pairs()}) == len(list(model.parameters()))
 
 
@@ -334,6 +347,28 @@ def test_proxies_fit_the_objects_they_were_made_of() -> None:
     assert proxies.fits(model)
     model.layers.append(nn.PReLU())
     assert not proxies.fits(model)
+
+
+# --- what is said
+
+
+def test_eager_code_is_said_once_with_the_place() -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    proxies = proxies_of(model)
+    with pytest.warns(UserWarning, match="runs in eager mode and fetches each parameter") as said:
+        for _ in range(2):
+            with proxies.swapped_in():
+                model(**batch())
+    ours = [str(w.message) for w in said if "megacompile" in str(w.message)]
+    assert len(ours) == 1
+    assert "tests/zoo.py:" in ours[0] and "(forward)" in ours[0]
+
+
+def test_a_proxy_of_no_model_says_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    _, _, proxy = pair()
+    _ = proxy + 1
+    assert len(recwarn) == 0
 
 
 # --- gradients of eager code
@@ -360,7 +395,7 @@ def test_gradients_are_handed_over() -> None:
     torch.manual_seed(0)
     model = Stack()
     plain = copy.deepcopy(model)
-    found = received_by(model, lambda m: m(**batch()))  # type: ignore[no-any-return]
+    found = received_by(model, lambda m: m(**batch()))
     plain(**batch()).backward()
     assert list(found) != []
     for name, param in plain.named_parameters():
@@ -372,17 +407,17 @@ def test_gradients_are_handed_over() -> None:
 def test_a_tied_parameter_hands_over_one_gradient() -> None:
     model, inputs = tied()
     plain = copy.deepcopy(model)
-    found = received_by(model, lambda m: m(**inputs))  # type: ignore[no-any-return]
+    found = received_by(model, lambda m: m(**inputs))
     plain(**inputs).backward()
     assert len(found["embed.weight"]) == 1
-    assert equal(found["embed.weight"][0], plain.embed.weight.grad)  # type: ignore[arg-type, union-attr]
+    assert equal(found["embed.weight"][0], plain.embed.weight.grad)
 
 
 def test_frozen_and_unused_parameters_hand_over_nothing() -> None:
     model = Stack()
     model.spare = nn.Linear(2, 2)
     model.embed.requires_grad_(False)
-    found = received_by(model, lambda m: m(**batch()))  # type: ignore[no-any-return]
+    found = received_by(model, lambda m: m(**batch()))
     assert set(found) == {
         name for name, _ in model.named_parameters() if not name.startswith(("spare", "embed"))
     }
@@ -393,5 +428,5 @@ def test_parameters_that_are_no_floats_need_no_gradient() -> None:
     model.register_parameter("table", nn.Parameter(torch.arange(4), requires_grad=False))
     model.register_parameter("phase", nn.Parameter(torch.ones(2, dtype=torch.complex64)))
     with proxies_of(model).swapped_in():
-        assert equal(model.table + 1, torch.arange(1, 5))  # type: ignore[operator]
+        assert torch.equal(model.get_parameter("table") + 1, torch.arange(1, 5))
         assert model.phase.requires_grad

@@ -78,9 +78,7 @@ def test_a_random_stage_is_given_the_state_of_its_forward() -> None:
 def test_a_layers_last_product_is_not_run_again() -> None:
     """Nobody needs a layer's output in its backward: its down projection is left out."""
     schedule = capture(Net(Net.chain), X).build("recompute")
-    assert text(schedule) == (
-        "0F 1F 2F 3F 4F | 4B 3RECOMPUTE 3B 2RECOMPUTE 2B 1RECOMPUTE 1B 0B"
-    )
+    assert text(schedule) == ("0F 1F 2F 3F 4F | 4B 3RECOMPUTE 3B 2RECOMPUTE 2B 1RECOMPUTE 1B 0B")
     stage = schedule.stages[1]
     names = [param.name for param in stage.buckets[0].params]
     read = [names[i] for i in stage.traced.recompute_primals if i < len(names)]

@@ -167,6 +167,16 @@ def test_a_freed_value_is_gone_from_the_next_call_on(spec: Spec) -> None:
         assert step == len(recorder.calls) > 0
 
 
+@pytest.mark.parametrize("count", range(1, 40))
+def test_many_results_are_returned_in_valid_code(count: int) -> None:
+    """Around the line's width a returned pair needs its parentheses."""
+    graph = fx.Graph()
+    inputs = [graph.placeholder(f"x{i}") for i in range(count)]
+    graph.output((tuple(inputs), ()))
+    code = show.graph_code(replace(build(Spec()), forward=graph), "forward")
+    compile(code, "code", "exec")
+
+
 def test_the_code_of_a_small_schedule() -> None:
     schedule = build(Spec(stages=3, training=False))
     assert show.code(schedule) == (

@@ -74,9 +74,7 @@ def test_what_is_still_in_a_slot_is_not_fetched_again() -> None:
 
 def test_a_slot_is_not_taken_from_a_later_reader_of_what_is_in_it() -> None:
     """3F reads bucket 0 where 0F left it, so 4 must not go there in front of 3F."""
-    line = (
-        "BEGIN 0PREFETCH@? 1PREFETCH@? 0F 2PREFETCH@? 1F 0PREFETCH@? 2F 4PREFETCH@? 3F 4F"
-    )
+    line = "BEGIN 0PREFETCH@? 1PREFETCH@? 0F 2PREFETCH@? 1F 0PREFETCH@? 2F 4PREFETCH@? 3F 4F"
     assert out(line, slots=3, reads={3: "0", 4: "4"}) == (
         "BEGIN 0PREFETCH@0(after=BEGIN) 1PREFETCH@1(after=BEGIN) 0F 2PREFETCH@2(after=BEGIN) 1F "
         "2F 4PREFETCH@1(after=1F) 3F 4F"

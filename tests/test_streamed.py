@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megacompile.errors import ModelError
 from megacompile.runtime.host import HostBucket
 from megacompile.runtime.proxies import StreamedParameter
 from megacompile.runtime.streamed import HostApply, StreamedModel
@@ -72,9 +73,7 @@ def test_replaced_data_goes_to_its_place() -> None:
 EXCHANGES: dict[str, Callable[[Any], None]] = {
     "two layers": lambda m: exchange(m.layers[0].up.weight, m.layers[2].up.weight),
     "within a layer": lambda m: exchange(m.layers[1].norm.weight, m.layers[1].down.bias),
-    "one layer's data in two": lambda m: setattr(m.head.weight, "data", m.embed.weight.data),
     "transposed with itself": lambda m: setattr(m.head.weight, "data", m.head.weight.data.t()),
-    "a view of another": lambda m: setattr(m.head.weight, "data", m.layers[0].up.weight.data[8:24]),
 }
 
 
@@ -94,18 +93,28 @@ def test_parameters_that_exchange_their_data(kind: str) -> None:
         step(each, batch())
         each.zero_grad()
         EXCHANGES[kind](each)
-    if kind in ("one layer's data in two", "a view of another"):
-        plain = copy.deepcopy(plain)  # there, the two would go on to share their memory
-        separate(plain)
     assert equal(step(plain, batch()), step(model, batch()))
     assert differences(plain, model) == []
     for param, name in ((p, n) for n, p in model.named_parameters()):
         assert param.data_ptr() in {v.data_ptr() for b in buckets(model) for v in b.values}, name
 
 
-def separate(model: nn.Module) -> None:
-    for param in model.parameters():
-        param.data = param.data.clone()
+SHARED: dict[str, Callable[[Any], Tensor]] = {
+    "all of it": lambda m: m.embed.weight.data,
+    "a part": lambda m: m.layers[0].up.weight.data[8:24],
+}
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_data_that_two_parameters_share_is_refused(kind: str) -> None:
+    """A change of one would change the other, which two places in buckets cannot do."""
+    _, model = twins(stack()[0])
+    step(model, batch())
+    model.head.weight.data = SHARED[kind](model)
+    with pytest.raises(ModelError, match=r"head.weight share memory through their .data"):
+        step(model, batch())
+    model.head.weight.data = model.head.weight.data.clone()
+    step(model, batch())
 
 
 def test_a_new_layout_lets_the_old_one_go() -> None:
@@ -193,12 +202,16 @@ def test_a_copy_applies_as_a_plain_module(copied: Callable[[Any], Any]) -> None:
 
 
 def test_two_calls_in_each_of_two_backwards() -> None:
-    """Autograd adds the calls' gradients first, and their sum to what is there."""
+    """Autograd adds the calls' gradients first, and their sum to what is there.
+
+    Streamed, each call's gradient is added to what is there, so the sums round differently.
+    """
     plain, model = twins(stack()[0])
     for each in (plain, model):
         for i in range(2):
             (each(**batch(i)) + each(**batch(i + 5))).backward()
-    assert differences(plain, model) == []
+    for (name, want), got in zip(plain.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad, rtol=1e-5, atol=1e-7, msg=name)
 
 
 # --- eager code
@@ -224,7 +237,7 @@ def halve(layer: nn.Linear) -> None:
 
 
 @pytest.mark.parametrize("captured", [True, False])
-@pytest.mark.filterwarnings("ignore:megacompile. Halved is not scheduled")
+@pytest.mark.filterwarnings("ignore:megacompile. .* eager mode")
 def test_data_that_the_forward_assigns(captured: bool) -> None:
     torch.manual_seed(0)
     plain, model = twins(Halved(halve if captured else torch._dynamo.disable(halve)))

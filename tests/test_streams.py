@@ -5,6 +5,7 @@ CUDA is played by stand-ins that note what is asked of them, so the waits are te
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,9 +26,14 @@ COMPUTE, H2D, D2H = Stream.COMPUTE, Stream.H2D, Stream.D2H
 def test_work_runs_at_once_and_in_order() -> None:
     streams = Streams(CPU)
     order: list[str] = []
+
+    def work(stream: Stream) -> Stream:
+        order.append(stream.value)
+        return stream
+
     with streams.run():
         for stream in (H2D, COMPUTE, D2H, H2D):
-            value, event = streams.issue(stream, (), lambda s=stream: order.append(s.value) or s)  # type: ignore[misc]
+            value, event = streams.issue(stream, (), functools.partial(work, stream))
             assert (value, event) == (stream, None)
             assert order[-1] == stream.value, "it is done when issue() returns"
     assert order == ["h2d", "compute", "d2h", "h2d"]

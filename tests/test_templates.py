@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 
 from megacompile import ops
@@ -76,7 +75,7 @@ def test_a_frozen_layer_does_not() -> None:
 def test_what_a_backward_takes_tells_templates_apart() -> None:
     """The first of two calls adds to the second's gradients; a value used twice carries, too."""
 
-    def twice(net: Net, x: Tensor) -> Tensor:
+    def twice(net: Net, x: Tensor) -> Any:
         x = net.embed(x)
         x = net.layers[0](net.layers[0](x))
         skip = net.layers[2](net.layers[1](x))
@@ -103,29 +102,23 @@ def test_without_gradients_there_is_no_backward() -> None:
         schedule = templates(Net(Net.chain), X)
     for template in schedule.templates:
         assert set(template.graphs) == {Code.FORWARD}
-        assert template.saved == template.gradients == template.backward_inputs == ()
+        assert not (template.saved or template.gradients or template.backward_inputs)
 
 
 def test_checkpointed_layers_share() -> None:
-    def checkpointed(net: Net, x: Tensor) -> Tensor:
-        x = net.embed(x)
-        for layer in net.layers:
-            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)  # type: ignore[assignment]
-        return net.head(x).sum()
-
-    assert sharing(templates(Net(checkpointed), X)) == "a b b b c"
+    assert sharing(templates(Net(Net.checkpointed), X)) == "a b b b c"
 
 
 # Gradients.
 
 
 def test_gradients_are_of_what_requires_them_and_is_used() -> None:
-    def function(net: Net, x: Tensor) -> Tensor:
+    def function(net: Net, x: Tensor) -> Any:
         return net.head(net.layers[0](net.embed(x))).sum()
 
     net = Net(function)
     net.layers[0].up.weight.requires_grad_(False)  # type: ignore[union-attr]
-    net.layers[0].unused = nn.Parameter(torch.ones(3))  # type: ignore[union-attr]
+    net.layers[0].unused = nn.Parameter(torch.ones(3))
     embed, layer, head = templates(net, X).stages
     assert kinds(embed, embed.traced.gradients) == "embed.weight embed.bias"
     assert kinds(layer, layer.traced.gradients) == "up.bias down.weight down.bias x"
@@ -133,7 +126,7 @@ def test_gradients_are_of_what_requires_them_and_is_used() -> None:
 
 
 def test_a_parameter_that_is_used_without_gradient_gets_none() -> None:
-    def function(net: Net, x: Tensor) -> Tensor:
+    def function(net: Net, x: Tensor) -> Any:
         with torch.no_grad():
             scale = net.head(x)
         return (net.layers[0](net.embed(x)) * scale).sum()
@@ -160,21 +153,22 @@ def test_an_input_that_requires_grad_gets_one() -> None:
 # Saved tensors.
 
 
-def _autocast(net: Net, x: Tensor) -> Tensor:
+def _autocast(net: Net, x: Tensor) -> Any:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return net.chain(x).float()
 
 
-def _transposed(net: Net, x: Tensor) -> Tensor:
+def _transposed(net: Net, x: Tensor) -> Any:
     """Views, casts and copies of parameters in the middle of the code."""
     x = net.embed(x)
-    for layer in net.layers:
-        weight = layer.up.weight.t().contiguous().double().float().reshape(4, 8)  # type: ignore[union-attr]
-        x = x + (x @ weight).tanh()[:, :4] * layer.down.bias.expand(2, 4)  # type: ignore[union-attr]
+    layers: Any = net.layers
+    for layer in layers:
+        weight = layer.up.weight.t().contiguous().double().float().reshape(4, 8)
+        x = x + (x @ weight).tanh()[:, :4] * layer.down.bias.expand(2, 4)
     return net.head(x).sum()
 
 
-def _tied(net: Net, x: Tensor) -> Tensor:
+def _tied(net: Net, x: Tensor) -> Any:
     return F.linear(net.chain(x) * x, net.embed.weight).square().sum()
 
 
@@ -244,7 +238,7 @@ def _check_memory(template: Template, params: int) -> None:
 
 
 def test_a_view_of_a_parameter_does_not_leave_the_stage() -> None:
-    def leaks(net: Net, x: Tensor) -> tuple[Tensor, Tensor]:
+    def leaks(net: Net, x: Tensor) -> Any:
         return net.head(net.layers[0](net.embed(x))).sum(), net.embed.weight.t()[:2]
 
     schedule = templates(Net(leaks), X)
@@ -323,7 +317,7 @@ class Attention(nn.Module):
         return x + y[0, 0]
 
 
-def _noisy(net: Net, x: Tensor) -> Tensor:
+def _noisy(net: Net, x: Tensor) -> Any:
     return net.head(net.embed(x) + torch.rand_like(x)).sum()
 
 
@@ -341,6 +335,26 @@ def test_stages_that_draw_random_numbers(model: nn.Module, random: str) -> None:
     schedule = templates(model, X)
     flags = ["r" if stage.traced.random else "-" for stage in schedule.stages]
     assert " ".join(flags) == random
+
+
+def test_a_mask_is_drawn_in_the_order_of_memory() -> None:
+    """As eager `dropout` does for a transposed value: each layer draws the plain layer's mask."""
+
+    class Transposed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(self.fc(x).t(), 0.5).t()
+
+    captured = capture(nn.Sequential(Transposed(), Transposed()), X)
+    stage = captured.build("templates").stages[0]
+    primals = [meta.zeros().add(1) for meta in stage.metas]
+    torch.manual_seed(0)
+    want = stage.module(*primals)[0]
+    torch.manual_seed(0)
+    assert torch.equal(stage.traced.graphs[Code.FORWARD](*primals)[0], want)
 
 
 def test_eval_mode_draws_none() -> None:

@@ -1,0 +1,343 @@
+"""What only a GPU can show: pinned memory, races between streams, peak memory, side streams.
+
+The numbers of whole models on a GPU are in test_numbers.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megacompile import megacompile
+from megacompile.ir import Bucket, Stream, format_bytes
+from megacompile.runtime.host import HostBucket
+from megacompile.runtime.streams import Handle, Streams
+from tests.zoo import WIDTH, Block, Stack, batch, equal
+
+pytestmark = pytest.mark.gpu
+
+MILLISECOND = 1_800_000  # cycles, about
+SEEDS = 20
+
+
+def delay(
+    monkeypatch: pytest.MonkeyPatch, cycles: Callable[[Stream], int]
+) -> Callable[[], list[int]]:
+    """Every op is preceded by a sleep on its stream; gives a function that tells the cycles."""
+    slept: list[int] = []
+    plain = Streams.issue
+
+    def issue(
+        self: Streams, stream: Stream, waits: Iterable[Handle], work: Callable[[], Any]
+    ) -> tuple[Any, torch.cuda.Event | None]:
+        def slow() -> Any:  # runs with `stream` as the current one
+            slept.append(cycles(stream))
+            if slept[-1]:
+                torch.cuda._sleep(slept[-1])
+            return work()
+
+        return plain(self, stream, waits, slow)
+
+    monkeypatch.setattr(Streams, "issue", issue)
+    return lambda: slept
+
+
+def random_cycles(seed: int) -> Callable[[Stream], int]:
+    """Up to a millisecond for each third op."""
+    generator = random.Random(seed)
+    return lambda stream: generator.choice((0, 0, generator.randrange(MILLISECOND)))
+
+
+def cycles_on(slow: Stream) -> Callable[[Stream], int]:
+    """Two milliseconds for each op of one stream."""
+    return lambda stream: 2 * MILLISECOND if stream is slow else 0
+
+
+def poison(model: Any) -> None:
+    """NaN in every slot and gradient buffer, so that what is read too early shows."""
+    machine = model._compiled_call_impl.machine
+    for buffer in machine.slots.buffers:
+        buffer.fill_(255)
+    for bucket in machine.buckets.values():
+        for gradient in bucket.grads:
+            gradient.fill_(torch.nan)
+
+
+def twins(**options: Any) -> tuple[Any, Any]:
+    """(a plain model on the GPU, the same one streamed)."""
+    torch.manual_seed(0)
+    model = Stack(layers=6, block=lambda: Block(dropout=0.2))
+    plain = copy.deepcopy(model).cuda()
+    return plain, megacompile(model, device="cuda", lowering="eager", **options)
+
+
+def on_gpu(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value.cuda() for key, value in inputs.items()}
+
+
+def gradients(model: nn.Module, micro_batches: int = 2) -> dict[str, Tensor]:
+    """Those of several backwards, the later ones added; read the moment backward() returns."""
+    model.zero_grad()
+    for i in range(micro_batches):
+        torch.manual_seed(i)
+        model(**on_gpu(batch(i))).backward()
+    return {
+        name: p.grad.detach().to("cpu", copy=True)
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+
+
+def assert_equal(wanted: dict[str, Tensor], got: dict[str, Tensor], what: object) -> None:
+    assert list(wanted) == list(got), what
+    wrong = [name for name in wanted if not equal(wanted[name], got[name])]
+    assert wrong == [], f"{what}: {wrong}"
+
+
+# --- pinned memory
+
+
+def mapping_bytes(tensor: Tensor) -> int:
+    """The size of the mapping that a host tensor lies in."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(part, 16) for part in line.split()[0].split("-"))
+        if start <= tensor.data_ptr() < end:
+            return end - start
+    raise AssertionError("nowhere")
+
+
+def test_parameters_and_gradients_are_pinned() -> None:
+    _, model = twins()
+    gradients(model)
+    for name, param in model.named_parameters():
+        assert param.device.type == "cpu", name
+        assert param.is_pinned(), name
+        assert param.grad is not None and param.grad.is_pinned(), name
+
+
+def test_pinned_memory_has_the_exact_size() -> None:
+    """33 MiB and a bit take 33 MiB and a page; the caching host allocator would take 64."""
+    size = 33 * 2**20 + 12
+    param = nn.Parameter(torch.ones(size, dtype=torch.uint8), requires_grad=False)
+    bucket = HostBucket(Bucket.layout(0, "unit", [("p", param)]), [param], pin=True)
+    assert mapping_bytes(bucket.flat) == 33 * 2**20 + 4096
+    assert bucket.flat[:1].is_pinned() and bucket.flat[-1:].is_pinned()
+    bucket.make_grads()
+    assert mapping_bytes(bucket.grads[0]) == 33 * 2**20 + 4096
+    assert bucket.grads[0].is_pinned()
+
+
+def test_pinned_memory_is_unlocked_when_it_goes() -> None:
+    """To lock an address range that is still locked would fail, and warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            params = [nn.Parameter(torch.ones(2**20)) for _ in range(3)]
+            named = [(f"p{i}", p) for i, p in enumerate(params)]
+            bucket = HostBucket(Bucket.layout(0, "unit", named), params, pin=True)
+            bucket.make_grads()
+            assert params[2].is_pinned()
+            del params, named, bucket
+            gc.collect()
+
+
+# --- races
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"lookahead": 1}, {"lookahead": 3, "slots": 6}], ids=["2", "1", "3 of 6"]
+)
+def test_random_delays_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Whatever op is late, those that need it wait: bitwise the plain gradients, 20 times."""
+    plain, model = twins(**options)
+    wanted = gradients(plain)
+    assert_equal(wanted, gradients(model), "no delays")
+    for seed in range(SEEDS):
+        with monkeypatch.context() as patch:
+            slept = delay(patch, random_cycles(seed))
+            poison(model)
+            assert_equal(wanted, gradients(model), f"seed {seed}")
+            assert sum(slept()) > 0
+
+
+@pytest.mark.parametrize("slow", list(Stream), ids=lambda stream: stream.value)
+def test_one_slow_stream_changes_nothing(monkeypatch: pytest.MonkeyPatch, slow: Stream) -> None:
+    plain, model = twins()
+    wanted = gradients(plain, 3)
+    assert_equal(wanted, gradients(model, 3), "no delays")
+    delay(monkeypatch, cycles_on(slow))
+    poison(model)
+    assert_equal(wanted, gradients(model, 3), slow)
+
+
+def test_delays_show_a_race_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test of the tests: without the waits between streams, the numbers are wrong."""
+    plain, model = twins()
+    wanted = gradients(plain)
+    assert_equal(wanted, gradients(model), "no delays")
+    delay(monkeypatch, cycles_on(Stream.H2D))
+    guarded = Streams.issue
+
+    def unguarded(
+        self: Streams, stream: Stream, waits: Iterable[Handle], work: Callable[[], Any]
+    ) -> tuple[Any, torch.cuda.Event | None]:
+        del waits
+        return guarded(self, stream, (), work)
+
+    monkeypatch.setattr(Streams, "issue", unguarded)
+    poison(model)
+    got = gradients(model)
+    assert any(not equal(wanted[name], got[name]) for name in wanted)
+    torch.cuda.synchronize()
+
+
+def test_a_host_parameter_may_be_edited_when_the_call_returns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its last prefetch is done then, however slow the copies are."""
+    _, model = twins()
+    model.eval()
+    x = batch()["x"].cuda()
+    with torch.no_grad():
+        wanted = model(x).clone()
+        delay(monkeypatch, cycles_on(Stream.H2D))
+        poison(model)
+        got = model(x)
+        for param in model.parameters():
+            param.fill_(torch.nan)
+        assert equal(got, wanted)
+        assert not equal(model(x), wanted), "the next call sees the edit"
+
+
+def test_a_pinned_input_may_be_edited_when_the_call_returns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, model = twins()
+    model.eval()
+    x = batch()["x"].pin_memory()
+    with torch.no_grad():
+        wanted = model(x).clone()
+        delay(monkeypatch, cycles_on(Stream.COMPUTE))
+        torch.cuda._sleep(10 * MILLISECOND)
+        got = model(x)
+        x.fill_(torch.nan)
+        assert equal(got, wanted)
+
+
+# --- streams of the user
+
+
+@pytest.mark.parametrize("forward_aside", [True, False], ids=["forward aside", "forward"])
+@pytest.mark.parametrize("backward_aside", [True, False], ids=["backward aside", "backward"])
+def test_forward_and_backward_in_side_streams(
+    monkeypatch: pytest.MonkeyPatch, forward_aside: bool, backward_aside: bool
+) -> None:
+    plain, model = twins()
+    wanted_x = batch()["x"].cuda().requires_grad_()
+    torch.manual_seed(0)
+    plain(wanted_x, batch()["y"].cuda()).backward()
+    main = torch.cuda.current_stream()
+    forward_stream = torch.cuda.Stream() if forward_aside else main
+    backward_stream = torch.cuda.Stream() if backward_aside else main
+    gradients(model)  # everything is compiled
+    for seed in range(5):
+        with monkeypatch.context() as patch:
+            delay(patch, random_cycles(seed))
+            model.zero_grad()
+            poison(model)
+            x = batch()["x"].cuda().requires_grad_()
+            y = batch()["y"].cuda()
+            torch.manual_seed(0)
+            forward_stream.wait_stream(main)
+            with torch.cuda.stream(forward_stream):
+                loss = model(x, y)
+            backward_stream.wait_stream(forward_stream)
+            with torch.cuda.stream(backward_stream):
+                loss.backward()
+            got = {n: p.grad.clone() for n, p in model.named_parameters()}  # on the host: no wait
+            main.wait_stream(backward_stream)
+            main.wait_stream(forward_stream)
+            assert_equal({n: p.grad.cpu() for n, p in plain.named_parameters()}, got, seed)
+            assert x.grad is not None and equal(x.grad.cpu(), wanted_x.grad.cpu())
+
+
+# --- memory
+
+
+class Deep(nn.Module):
+    """Many layers of 16 MiB, and next to no activations."""
+
+    def __init__(self, layers: int = 48, width: int = 2048) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most device memory that `run` takes beyond what was taken before."""
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_peak_memory_is_far_below_the_resident_models(lowering: str) -> None:
+    """Megacompiling and tracing included: three slots and a few gradients of 96 matrices."""
+    model = Deep()
+    x = torch.randn(8, 2048)
+
+    def resident() -> None:
+        plain = copy.deepcopy(model).cuda()
+        for _ in range(2):
+            plain(x.cuda()).backward()
+
+    def streamed() -> None:
+        made = megacompile(copy.deepcopy(model), device="cuda", lowering=lowering)
+        for _ in range(2):
+            made(x).backward()
+
+    most, least = peak_bytes(resident), peak_bytes(streamed)
+    weights = sum(p.numel() * p.itemsize for p in model.parameters())
+    assert most >= 2 * weights, "weights and gradients"
+    assert least < most / 4, f"streamed {format_bytes(least)}, resident {format_bytes(most)}"
+
+
+def test_device_memory_does_not_grow_from_step_to_step() -> None:
+    _, model = twins()
+    gradients(model)
+    first = peak_bytes(lambda: gradients(model))
+    left = torch.cuda.memory_allocated()
+    for _ in range(5):
+        assert peak_bytes(lambda: gradients(model)) <= first
+        assert torch.cuda.memory_allocated() == left
+
+
+def test_parameters_stay_on_the_host_and_buffers_move() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(3)]
+    model = megacompile(nn.Sequential(*layers), device="cuda", lowering="eager")
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    assert {b.device.type for b in model.buffers()} == {"cuda"}
+    out = model(batch()["x"])
+    assert out.device.type == "cuda"
+    out.square().mean().backward()
+    assert {p.grad.device.type for p in model.parameters() if p.grad is not None} == {"cpu"}
