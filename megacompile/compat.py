@@ -33,6 +33,7 @@ UNTRACEABLE = (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
+    NotImplementedError,  # the tensors of torch.func (vmap, grad) have no storage
 )
 
 # The nodes that Dynamo writes for grad mode and autocast.

@@ -12,6 +12,7 @@ The checks read the graphs alone: no device, no data.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import fx
 from megacompile import ops, show, verify_gradients, verify_memory
 from megacompile.errors import ScheduleError
 from megacompile.hazards import Check, Hazard, HazardKind, Order, View, label, named, producer
-from megacompile.ir import ArgRef, Primal, Schedule
+from megacompile.ir import ArgRef, Bucket, Primal, Schedule
 
 __all__ = ["Hazard", "HazardKind", "hazards", "verify"]
 
@@ -106,7 +107,21 @@ def _counts(node: fx.Node) -> Iterator[tuple[str, int, int]]:
         values = sum(isinstance(stage.primals[i], ArgRef) for i in carries)
         yield "saved", 3, len(stage.traced.saved)
         yield "tangents", 4, len(stage.traced.tangents)
-        yield "carries", 5, values + len(stage.buckets_read(carries))
+        so_far = {bucket.key for call in _backwards_before(node) for bucket in _gives(call)}
+        yield "carries", 5, values + sum(bucket.key in so_far for bucket in _gives(node))
+
+
+def _backwards_before(node: fx.Node) -> Iterator[fx.Node]:
+    return itertools.takewhile(
+        lambda call: call is not node, ops.nodes_of(node.graph, ops.backward)
+    )
+
+
+def _gives(call: fx.Node) -> tuple[Bucket, ...]:
+    """The buckets whose gradients a backward adds to; it carries what there is of them so far."""
+    stage: Any = call.args[0]
+    gives: tuple[Bucket, ...] = stage.buckets_read(stage.traced.gradients)
+    return gives
 
 
 def _arg_indices(primals: Sequence[Primal]) -> set[int]:

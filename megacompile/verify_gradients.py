@@ -93,7 +93,7 @@ def _gradients_match(view: View) -> Iterator[Hazard]:
             yield view.hazard(HazardKind.WRONG_GRADIENTS, node, value, message)
     for call in view.nodes(ops.backward):
         stage: Any = call.args[0]
-        own = {bucket.key for bucket in stage.buckets_read(stage.traced.carries)}
+        own = {bucket.key for bucket in stage.buckets_read(stage.traced.gradients)}
         carries: Any = call.args[5]
         for got in map(_group_bucket, carries):
             if got is not None and got.key not in own:

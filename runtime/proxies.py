@@ -25,6 +25,7 @@ class StreamedParameter(torch.Tensor):
     """A traceable wrapper: shape, strides and dtype of `host`, on `device`."""
 
     host: torch.Tensor
+    root: torch.Tensor  # the host tensor of the parameter that it is, or is a view of
     is_view: bool  # of a parameter, made by eager code
     tell: Callable[[], None]  # called where eager code uses it
 
@@ -33,7 +34,7 @@ class StreamedParameter(torch.Tensor):
         cls, host: torch.Tensor, device: torch.device, *, view: bool = False
     ) -> StreamedParameter:
         self: StreamedParameter = compat.wrapper(cls, host, device)
-        self.host = host
+        self.host = self.root = host
         self.is_view = view
         self.tell = _nothing
         self._is_param = not view  # isinstance(self, nn.Parameter)
@@ -104,6 +105,7 @@ class StreamedParameter(torch.Tensor):
             for value in compat.written(func, args, kwargs):
                 if isinstance(value, StreamedParameter):
                     value.host.copy_(fetched[id(value)][1])
+                    torch.autograd.graph.increment_version(value.root)  # for a pending backward
             back = {id(copy): proxy for proxy, copy in fetched.values()}
             result = compat.tree_map(lambda value: back.get(id(value), value), result)
         return result
@@ -123,7 +125,7 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         view = StreamedParameter(value, bases[0].device, view=True)
-        view.tell = bases[0].tell
+        view.root, view.tell = bases[0].root, bases[0].tell
         return view
 
     args, kwargs = compat.tree_map(host, (args, kwargs))

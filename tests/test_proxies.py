@@ -203,6 +203,19 @@ def test_writes_through_views_reach_the_host_tensor(name: str) -> None:
     assert equal(plain, host)
 
 
+@pytest.mark.parametrize("name", [*WRITES, *VIEW_WRITES])
+def test_a_write_is_a_new_version_of_the_host_tensor(name: str) -> None:
+    """By which a pending backward sees that its weights have changed."""
+    _, host, proxy = pair()
+    before = host._version
+    with torch.no_grad():
+        {**WRITES, **VIEW_WRITES}[name](proxy)
+    assert host._version > before
+    now = host._version
+    _ = proxy + proxy[0] + proxy.detach().sum()
+    assert host._version == now, "reading is none"
+
+
 def test_a_view_stands_for_the_view_of_the_host_tensor() -> None:
     _, host, proxy = pair()
     for view in (proxy[1], proxy.t(), proxy.detach(), proxy.view(-1)[2:], proxy.chunk(2)[0]):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacompile.errors import ModelError
+from megacompile.errors import BackwardError, ModelError
 from megacompile.runtime.host import HostBucket
 from megacompile.runtime.proxies import StreamedParameter
 from megacompile.runtime.streamed import HostApply, StreamedModel
@@ -245,3 +245,33 @@ def test_data_that_the_forward_assigns(captured: bool) -> None:
     for _ in range(2):
         assert equal(step(plain, {"x": x}), step(model, {"x": x}))
     assert differences(plain, model) == []
+
+
+class Late(nn.Module):
+    """Changes a weight in eager code, after the layer was run and before its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[1](self.layers[0](x))
+        change(self.layers[1])
+        result: Tensor = self.layers[2](x).square().mean()
+        return result
+
+
+@torch._dynamo.disable  # type: ignore[untyped-decorator]
+def change(layer: nn.Module) -> None:
+    with torch.no_grad():
+        layer.weight.mul_(0.5)  # type: ignore[operator]
+
+
+@pytest.mark.filterwarnings("ignore:megacompile. .* eager mode")
+def test_a_weight_that_the_forward_changes_too_late_is_an_error() -> None:
+    """As it is in plain code; the recompute would take the changed weight."""
+    plain, model = twins(Late())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        plain(batch()["x"]).backward()
+    with pytest.raises(BackwardError, match="'layers.1.weight' was changed in place between"):
+        model(batch()["x"]).backward()
