@@ -328,7 +328,7 @@ def test_device_memory_does_not_grow_from_step_to_step() -> None:
     left = torch.cuda.memory_allocated()
     for _ in range(5):
         assert peak_bytes(lambda: gradients(model)) <= first
-        assert torch.cuda.memory_allocated() == left
+        assert torch.cuda.memory_allocated() <= left
 
 
 def test_parameters_stay_on_the_host_and_buffers_move() -> None:
