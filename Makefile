@@ -38,6 +38,9 @@ PYTHON_IS_NEW_ENOUGH = import sys; sys.version_info >= (3, 11) or sys.exit( \
 HAS_TORCH = import importlib.metadata as m, sys; \
 	sys.exit(tuple(map(int, m.version("torch").split(".")[:2])) < (2, 11))
 
+# One worker a core; a machine without pytest-xdist runs the tests one by one.
+IN_PARALLEL = import importlib.util as u; print("-n auto" if u.find_spec("xdist") else "")
+
 .PHONY: demo test lint bench format clean
 .DELETE_ON_ERROR:
 
@@ -45,7 +48,7 @@ demo: $(INSTALLED)
 	$(PY) examples/train_lm.py $(ARGS)
 
 test: $(INSTALLED)
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest $$($(PY) -c '$(IN_PARALLEL)') $(ARGS)
 
 lint: $(INSTALLED)
 	$(PY) -m ruff check .

@@ -4,7 +4,7 @@ The resident model has every parameter on the GPU, each layer compiled, and acti
 checkpointing on each layer; the streamed one is the same model after `megacompile(model)`: every
 parameter streamed, every layer recomputed. Both run the same tokens in one process.
 
-    python -m benchmarks.forward_backward --layers 12 28 --out benchmarks/results/h200-forward-backward.md
+    python -m benchmarks.forward_backward --layers 12 28 --out results.md
 """
 
 from __future__ import annotations

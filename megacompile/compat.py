@@ -33,7 +33,11 @@ UNTRACEABLE = (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
-    NotImplementedError,  # the tensors of torch.func (vmap, grad) have no storage
+    NotImplementedError,  # no kernel for what it was given
+)
+_TRANSFORMS = tuple(
+    f"torch.{name}"
+    for name in ("_C._functorch", "_functorch.predispatch", "_functorch.eager_transforms")
 )
 
 # The nodes that Dynamo writes for grad mode and autocast.
@@ -167,6 +171,19 @@ def compile_inductor(module: fx.GraphModule, inputs: Tensors) -> Callable[..., A
     """Compile an ATen graph with Inductor; `inputs` are fake tensors."""
     compiled: Callable[..., Any] = torch._inductor.compile(module, list(inputs))
     return compiled
+
+
+def transforms(module: fx.GraphModule) -> str | None:
+    """The first node of `torch.func.vmap`, `grad` and their like in a captured graph.
+
+    They count their nesting in global state, which a trace that fails would leave changed.
+    """
+    for inner in module.modules():
+        if isinstance(inner, fx.GraphModule):
+            for node in inner.graph.nodes:
+                if str(getattr(node.target, "__module__", "")).startswith(_TRANSFORMS):
+                    return str(node)
+    return None
 
 
 def module_calls(node: fx.Node) -> list[tuple[int, str]]:

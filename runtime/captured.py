@@ -191,6 +191,8 @@ class CapturedGraph:
 
     def _build(self, ambient: Ambient, args: Sequence[Any]) -> Program | None:
         try:
+            if transform := compat.transforms(self.module):
+                raise UnsupportedGraphError(f"it uses torch.func ({transform})")
             inputs = tuple(self._input(arg) for arg in args)
             capture = Capture(self.name, self.module, inputs, self.machine.device, ambient)
             program = Program(capture, self.compiler, self.machine)

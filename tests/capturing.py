@@ -278,4 +278,6 @@ def _run_stage(captured: Captured, stage: Stage, args: Sequence[Any]) -> tuple[A
             assert name is not None
             primals.append(captured.model.get_parameter(name))
     with captured.capture.ambient.apply():
-        return (*stage.module(*primals), *(primals[i] for i in stage.mutated))
+        results = (*stage.module(*primals), *(primals[i] for i in stage.mutated))
+        assert Ambient.current(CPU) == captured.capture.ambient, "a region is left open"
+    return results

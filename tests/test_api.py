@@ -149,12 +149,19 @@ def test_each_captured_graph_and_kind_of_call_has_a_schedule() -> None:
 # --- the history
 
 
-def test_the_history_has_every_pass() -> None:
+@pytest.fixture(scope="module")
+def accumulating() -> Schedule:
+    """The schedule of a second step, which adds to the gradients of the first."""
     _, model = twins(stack()[0])
-    for _ in range(2):
-        step(model, batch())
+    step(model, batch())
+    assert "fetch_grad" not in str(schedules(model)[0]), "the newest is shown"
+    step(model, batch())
     (schedule,) = schedules(model)
-    history = schedule.history
+    return schedule
+
+
+def test_the_history_has_every_pass(accumulating: Schedule) -> None:
+    schedule, history = accumulating, accumulating.history
     assert [record.name for record in history] == PASSES
     assert all(record.time_s >= 0 for record in history)
     assert sum(record.time_s for record in history) > 0
@@ -166,11 +173,8 @@ def test_the_history_has_every_pass() -> None:
     assert history[-1].nodes == sum(len(graph.nodes) for graph in schedule.graphs.values())
 
 
-def test_the_history_shows_what_each_pass_did() -> None:
-    _, model = twins(stack()[0])
-    for _ in range(2):
-        step(model, batch())  # the second accumulates
-    after = {record.name: record.after for record in schedules(model)[0].history}
+def test_the_history_shows_what_each_pass_did(accumulating: Schedule) -> None:
+    after = {record.name: record.after for record in accumulating.history}
     assert after["partition"] == "0F 1F 2F 3F 4F"
     assert after["templates"] == after["partition"]
     assert after["differentiate"] == "0F 1F 2F 3F 4F\n4B 3B 2B 1B 0B"
@@ -222,13 +226,9 @@ def test_print_shows_what_ran(
     assert calls == [label for label in shown if label not in ("FREE", "WAIT")]
 
 
-def test_the_newest_schedule_is_shown() -> None:
+def test_the_newest_schedule_is_shown(accumulating: Schedule) -> None:
     """The first backward writes, the second adds; the code that is shown is that of the second."""
-    _, model = twins(stack()[0])
-    step(model, batch())
-    assert "fetch_grad" not in str(schedules(model)[0])
-    step(model, batch())
-    assert "fetch_grad" in str(schedules(model)[0])
+    assert "fetch_grad" in str(accumulating)
 
 
 def test_schedules_are_verified_before_they_run(monkeypatch: pytest.MonkeyPatch) -> None:

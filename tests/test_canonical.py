@@ -126,12 +126,22 @@ def test_a_layer_with_another_attribute_does_not_share() -> None:
     assert len(set(_keys(net))) == 3
 
 
-def test_equal_checkpointed_layers_share() -> None:
-    """Dynamo puts each into a graph module of its own."""
+class Branching(nn.Module):
+    """A layer with a branch on a value; Dynamo puts each side into a graph module of its own."""
 
-    net = Net(Net.checkpointed)
+    def __init__(self, otherwise: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.otherwise = otherwise
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc(x)
+        out: Tensor = torch.cond(x.sum() > 0, torch.sin, self.otherwise, (x,))
+        return out
+
+
+def test_graphs_within_a_graph_are_part_of_the_key() -> None:
+    net = Net(Net.chain)
+    net.layers = nn.ModuleList([Branching(torch.cos), Branching(torch.cos), Branching(torch.tan)])
     first, second, third = _keys(net)
-    assert first == second == third
-    net.layers[1] = Layer(scale=2.0)
-    first, second, third = _keys(net)
-    assert first == third != second
+    assert first == second != third

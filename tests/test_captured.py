@@ -327,16 +327,17 @@ def test_an_unsupported_model_has_the_plain_numbers() -> None:
 def test_a_shape_that_changes_is_captured_once_more_and_then_specialised() -> None:
     """Dynamo makes the size dynamic the second time; each size has a program of its own."""
     plain, model = twins(stack()[0])
-    sizes = [4, 5, 6, 7, 5]
+    sizes = [4, 5, 6, 5]
     for size in sizes:
         inputs = batch(size=size)
         assert equal(step(plain, inputs), step(model, inputs))
     assert differences(plain, model) == []
     graphs = model._compiled_call_impl.graphs
-    assert [len(graph.programs) for graph in graphs] == [1, 3]
+    assert [len(graph.programs) for graph in graphs] == [1, 2]
     assert [graph.name for graph in graphs] == ["Stack", "Stack.1"]
     shown = [str(schedule) for schedule in schedules(model)]
-    assert [f"f32[{size}, 16]" in code for size, code in zip((4, 5, 6, 7), shown, strict=True)]
+    for size, code in zip((4, 5, 6), shown, strict=True):
+        assert f"f32[{size}, 16]" in code
 
 
 # --- hooks of the user around a call

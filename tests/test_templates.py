@@ -18,7 +18,7 @@ from megacompile.options import Lowering
 from megacompile.passes.templates import TemplateCache, trace_templates
 from tests import zoo
 from tests.actions import apply
-from tests.capturing import Captured, Layer, Net, capture
+from tests.capturing import Captured, Layer, Net, capture, run_stages
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
 
@@ -168,6 +168,15 @@ def _transposed(net: Net, x: Tensor) -> Any:
     return net.head(x).sum()
 
 
+def _filled(net: Net, x: Tensor) -> Any:
+    """A tensor of zeros requires grad once a part of it is set to what does."""
+    collected = torch.zeros(3, 2, 4)
+    x = net.embed(x)
+    for i, layer in enumerate(net.layers):
+        collected[i].copy_(layer(x))
+    return net.head(collected.sum(0)).sum()
+
+
 def _tied(net: Net, x: Tensor) -> Any:
     return F.linear(net.chain(x) * x, net.embed.weight).square().sum()
 
@@ -178,7 +187,9 @@ SAVING: dict[str, Callable[[], Captured]] = {
     "autocast": lambda: capture(Net(_autocast), X),
     "views and casts": lambda: capture(Net(_transposed), X),
     "tied": lambda: capture(Net(_tied), X),
-    "norms": lambda: _zoo(zoo.stack),
+    "filled in": lambda: capture(Net(_filled), X),
+    "frozen": lambda: _zoo(zoo.frozen),
+    "unused": lambda: _zoo(zoo.unused),
     "batch norm": lambda: _zoo(zoo.batchnorm),
     "shared": lambda: _zoo(zoo.shared),
 }
@@ -244,6 +255,21 @@ def test_a_view_of_a_parameter_does_not_leave_the_stage() -> None:
     schedule = templates(Net(leaks), X)
     for stage in schedule.stages:
         _check_memory(stage.traced, sum(not isinstance(ref, ArgRef) for ref in stage.primals))
+
+
+@pytest.mark.parametrize("name", SAVING)
+def test_every_parameter_that_has_a_gradient_gets_one(name: str) -> None:
+    """As autograd finds, when the stages run in torch."""
+    captured, schedule = saving(name)
+    captured.model.zero_grad()
+    run_stages(captured, schedule)[0].backward()
+    want = {n for n, p in captured.model.named_parameters() if p.grad is not None}
+    got = {
+        bucket.params[i].name
+        for bucket in schedule.buckets
+        for i in schedule.gradient_params.get(bucket.key, ())
+    }
+    assert got == want
 
 
 # What the code computes.

@@ -131,6 +131,23 @@ class Stack(nn.Module):
         return prediction if y is None else F.mse_loss(prediction, y)
 
 
+def stacks(**options: Any) -> tuple[Any, Any, Inputs]:
+    """`stack` as a plain model and megacompiled, and inputs."""
+    model, inputs = stack()
+    return *twins(model, **options), inputs
+
+
+def assert_same(plain: nn.Module, streamed: nn.Module) -> None:
+    """Parameters, gradients and buffers: the same bits, and None where plain has None."""
+    assert differences(plain, streamed) == []
+
+
+def assert_steps_same(plain: nn.Module, streamed: nn.Module, inputs: Inputs) -> None:
+    """A forward and backward of both gives the same loss and gradients."""
+    assert equal(step(plain, inputs), step(streamed, inputs))
+    assert_same(plain, streamed)
+
+
 def _break(i: int, hidden: Tensor) -> Tensor:
     if i == 1:
         torch._dynamo.graph_break()
@@ -184,6 +201,23 @@ def tied() -> Made:
     model, inputs = stack()
     model.head.weight = model.embed.weight
     return model, inputs
+
+
+class Scaled(Stack):
+    """Its own parameter lies in one bucket with the embedding, and two stages read that bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        return super().forward(x, y) * self.scale
+
+
+def scaled() -> Made:
+    """The loss is scaled by a parameter of the model itself."""
+    torch.manual_seed(0)
+    return Scaled(), batch()
 
 
 def shared() -> Made:
@@ -244,6 +278,7 @@ ZOO: dict[str, Callable[[], Made]] = {
         frozen,
         unused,
         tied,
+        scaled,
         shared,
         graph_break,
         data_dependent,
