@@ -112,7 +112,7 @@ def parse_flags(argv: Sequence[str] | None) -> Namespace:
     add("--context", type=COUNT, default=128, help="tokens in a sequence")
     add("--dropout", type=within(float, 0, 1), default=0.0, help="of activations and attention")
 
-    add("--steps", type=COUNT, default=120, help="optimizer steps")
+    add("--steps", type=COUNT, default=90, help="optimizer steps")
     add("--batch", type=COUNT, default=2, help="sequences in a forward")
     add("--accumulate", type=COUNT, default=2, help="forwards and backwards in a step")
     add("--learning-rate", type=within(float, 0), default=1e-3, help="at the end of the warm-up")
