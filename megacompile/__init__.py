@@ -3,12 +3,13 @@
 model = megacompile(model)
 """
 
-from megacompile.api import megacompile, schedules
+from megacompile.api import accumulate, megacompile, schedules
 from megacompile.errors import (
     BackwardError,
     HostMemoryError,
     MegacompileError,
     ModelError,
+    OptimizerError,
     OptionError,
     ScheduleError,
     UnsupportedGraphError,
@@ -24,11 +25,13 @@ __all__ = [
     "Lowering",
     "MegacompileError",
     "ModelError",
+    "OptimizerError",
     "OptionError",
     "Options",
     "Schedule",
     "ScheduleError",
     "UnsupportedGraphError",
+    "accumulate",
     "megacompile",
     "schedules",
 ]

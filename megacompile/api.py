@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +19,7 @@ from megacompile.options import Lowering, Options
 from megacompile.passes.differentiate import differentiate
 from megacompile.passes.free import insert_free
 from megacompile.passes.lower import lower
+from megacompile.passes.norms import insert_norms
 from megacompile.passes.offload import offload_gradients
 from megacompile.passes.partition import partition
 from megacompile.passes.plan import make_plan
@@ -26,10 +28,11 @@ from megacompile.passes.recompute import insert_recompute
 from megacompile.passes.slots import assign_slots
 from megacompile.passes.templates import TemplateCache, trace_templates
 from megacompile.passes.units import find_units
+from megacompile.passes.update import insert_updates
 from megacompile.runtime.host import check_host_memory
 from megacompile.runtime.progress import bar
 from megacompile.runtime.streamed import HostApply, StreamedModel, refuse_nested
-from megacompile.validate import check_model, host_rows
+from megacompile.validate import check_model, check_optimizer, host_rows
 from megacompile.verify import verify
 
 M = TypeVar("M", bound=nn.Module)
@@ -43,6 +46,11 @@ def megacompile(
     lookahead: int = 2,
     slots: int | None = None,
     progress: bool | None = None,
+    compute_dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
+    state_dtype: torch.dtype | str | None = None,
+    stochastic_rounding: bool = False,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> M:
     """Keep a model's parameters and gradients in host memory and stream them through a device.
 
@@ -58,6 +66,16 @@ def megacompile(
         lookahead: how many stages ahead a bucket is prefetched.
         slots: device buffers for prefetched buckets, at least `lookahead + 1` (the default).
         progress: show progress bars. Default: where stderr is a terminal.
+        compute_dtype: torch.bfloat16 or torch.float16: float32 parameters (and floating inputs)
+            are computed in it; the host keeps the float32 masters and streams a copy.
+        grad_dtype: of `p.grad`, where it is not to be the parameter's.
+        state_dtype: of the moments of AdamW, Adam and SGD: torch.float32, torch.bfloat16 or "int8"
+            (8 bits, blockwise). Default: the parameter's, as in torch.optim.
+        stochastic_rounding: let the optimizer round bfloat16 parameters up or down at random, in
+            proportion, so that small updates are not lost.
+        optimizer: let the backward make the update of this AdamW, Adam or SGD, stage by stage:
+            gradients never reach the host, and `optimizer.step()` only counts. No clipping by the
+            global norm, no `p.grad`; micro-batches go into `accumulate(model)`, but for the last.
 
     Raises:
         ModelError: not a module, or parameters that cannot be streamed.
@@ -75,7 +93,16 @@ def megacompile(
             optimizer.zero_grad()
     """
     options = Options.resolve(
-        device=device, lowering=lowering, lookahead=lookahead, slots=slots, progress=progress
+        device=device,
+        lowering=lowering,
+        lookahead=lookahead,
+        slots=slots,
+        progress=progress,
+        compute_dtype=compute_dtype,
+        grad_dtype=grad_dtype,
+        state_dtype=state_dtype,
+        stochastic_rounding=stochastic_rounding,
+        optimizer=optimizer,
     )
     check_model(model)
     present = model._compiled_call_impl
@@ -93,8 +120,11 @@ def megacompile(
             "leave that out: megacompile compiles it"
         )
     refuse_nested(model)
-    check_host_memory(host_rows(model))
-    streamed = StreamedModel(model, options, find_units, functools.partial(_Compiler, options))
+    if optimizer is not None:
+        check_optimizer(model, optimizer)
+    check_host_memory(host_rows(model, gradients=optimizer is None))
+    divide = functools.partial(find_units, compute_dtype=options.compute_dtype)
+    streamed = StreamedModel(model, options, divide, functools.partial(_Compiler, options))
     model._compiled_call_impl = streamed
     model._apply = HostApply(model)  # type: ignore[method-assign]
     return model
@@ -135,6 +165,7 @@ class _Compiler:
         keep_last: bool,
         accumulate: bool,
         hold: bool,
+        update: bool,
     ) -> Schedule:
         options = self.options
         trace = functools.partial(
@@ -148,7 +179,7 @@ class _Compiler:
             ("differentiate", differentiate),
             ("plan", functools.partial(make_plan, keep_last=keep_last)),
             ("recompute", insert_recompute),
-            ("offload", functools.partial(offload_gradients, accumulate=accumulate)),
+            *self._gradient_passes(accumulate=accumulate, update=update),
             ("prefetch", functools.partial(insert_prefetch, lookahead=options.lookahead)),
             ("slots", functools.partial(assign_slots, slots=options.slots, hold=hold)),
             ("free", insert_free),
@@ -163,6 +194,25 @@ class _Compiler:
             lambda: lower(schedule, lowering=options.lowering, progress=self._progress),
         )
 
+    def _gradient_passes(
+        self, *, accumulate: bool, update: bool
+    ) -> list[tuple[str, Callable[[Schedule], Schedule]]]:
+        """What becomes of the gradients: they are offloaded, or updates are made of them."""
+        options = self.options
+        if update:
+            insert = functools.partial(
+                insert_updates,
+                accumulate=accumulate,
+                lookahead=options.lookahead,
+                masters=options.compute_dtype is not None,
+                state_bytes=_state_bytes(options),
+            )
+            return [("update", insert)]
+        passes = [("offload", functools.partial(offload_gradients, accumulate=accumulate))]
+        if options.lowering is Lowering.INDUCTOR:
+            passes.append(("norms", insert_norms))  # type: ignore[arg-type]
+        return passes  # type: ignore[return-value]
+
     def _progress(
         self, work: Iterable[tuple[Template, Code]], total: int
     ) -> Iterator[tuple[Template, Code]]:
@@ -171,6 +221,47 @@ class _Compiler:
             for item in work:
                 yield item
                 step(1)
+
+
+def _state_bytes(options: Options) -> float:
+    """Bytes of an element's two moments, and of its parameter on the way back."""
+    dtype = options.state_dtype
+    moment = 1.0 if dtype == "int8" else 4.0
+    if isinstance(dtype, torch.dtype):
+        moment = float(dtype.itemsize)
+    return 2 * moment + (4.0 if options.compute_dtype is not None else 2.0)
+
+
+@contextlib.contextmanager
+def accumulate(model: nn.Module) -> Iterator[None]:
+    """Around the backward of a micro-batch that is not the last, where the backward updates.
+
+    Its gradients go to the host, as they do without `megacompile(model, optimizer=...)`; the
+    backward behind it, outside of `accumulate`, adds them and makes the update.
+
+    Raises:
+        ModelError: the model is not megacompiled, or does not update in the backward.
+
+    Example::
+
+        for k, (x, y) in enumerate(micro_batches):
+            last = k + 1 == len(micro_batches)
+            with contextlib.nullcontext() if last else accumulate(model):
+                (model(x, y) / len(micro_batches)).backward()
+        optimizer.step()
+    """
+    streamed = model._compiled_call_impl
+    updates = streamed.machine.in_backward if isinstance(streamed, StreamedModel) else None
+    if updates is None:
+        raise ModelError(
+            f"accumulate(): {type(model).__name__} was not megacompiled with optimizer=...; "
+            "without it every backward accumulates, and there is nothing to mark"
+        )
+    before, updates.accumulating = updates.accumulating, True
+    try:
+        yield
+    finally:
+        updates.accumulating = before
 
 
 def _timed(name: str, before: Schedule | None, function: Callable[[], Schedule]) -> Schedule:

@@ -15,6 +15,7 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import cpp_builder
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -304,3 +305,86 @@ def post_accumulate_hooks(param: torch.Tensor) -> list[Callable[[torch.Tensor], 
 def gradient_hooks(param: torch.Tensor) -> bool:
     """Did the user `register_hook` on a parameter?"""
     return bool(param._backward_hooks)
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """For its duration, tensor subclasses of this thread are treated as plain tensors."""
+    context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return context
+
+
+def _metadata() -> frozenset[Any]:
+    """Functions that look at what a tensor is, not at what it holds."""
+    tensor = torch.Tensor
+    properties = (
+        "shape dtype device layout ndim is_leaf grad_fn requires_grad grad _grad _version _base "
+        "output_nr names is_cuda is_cpu is_sparse is_quantized is_meta is_mkldnn is_nested "
+        "itemsize nbytes _backward_hooks _post_accumulate_grad_hooks retains_grad grad_dtype"
+    )
+    methods = (
+        "size dim ndimension numel nelement stride storage_offset is_contiguous element_size "
+        "is_floating_point is_complex is_signed is_conj is_neg is_inference is_pinned get_device "
+        "type __len__ __hash__ register_hook register_post_accumulate_grad_hook retain_grad "
+        "requires_grad_ has_names is_same_size is_set_to"
+    )
+    grad: Any = tensor.grad
+    setters = "grad requires_grad _grad grad_dtype _backward_hooks"
+    found = [getattr(tensor, name).__get__ for name in properties.split() if hasattr(tensor, name)]
+    found += [getattr(tensor, name).__set__ for name in setters.split() if hasattr(tensor, name)]
+    found += [getattr(tensor, name) for name in methods.split() if hasattr(tensor, name)]
+    return frozenset([*found, grad.__delete__, torch.is_floating_point, torch.is_complex])
+
+
+METADATA = _metadata()
+
+# What clip_grad_norm_ calls on a list of gradients.
+FOREACH_NORM = torch._foreach_norm
+FOREACH_MUL = torch._foreach_mul_
+FOREACH_ZERO = torch._foreach_zero_  # what zero_grad(set_to_none=False) may call
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer's step, without the hooks that users registered for all optimizers."""
+    step: Any = type(optimizer).step
+    inspect.unwrap(step, stop=lambda f: not getattr(f, "hooked", False))(optimizer)
+
+
+def has_cpp_compiler() -> bool:
+    """Can Inductor compile for the CPU here?"""
+    try:
+        cpp_builder.get_cpp_compiler()
+    except Exception:  # it raises errors of several kinds, by how it looked
+        return False
+    return True
+
+
+@contextmanager
+def side_stream(device: torch.device) -> Iterator[None]:
+    """On CUDA: a stream of its own for the duration, done at the end. On the CPU: nothing."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)) as _:
+        yield
+        torch.cuda.current_stream(device).synchronize()
+
+
+def keep_state_dtypes(ours: Callable[[torch.Tensor], bool]) -> None:
+    """Let `Optimizer.load_state_dict` keep the dtype of states of the parameters that are `ours`.
+
+    It casts them to the parameter's: float32 moments of a bfloat16 parameter would lose bits.
+    """
+    _STATES_KEPT.append(ours)
+    if len(_STATES_KEPT) > 1:
+        return
+    stock = torch.optim.Optimizer._process_value_according_to_param_policy
+
+    def policy(param: Any, value: Any, param_id: Any, param_groups: Any, key: Any = None) -> Any:
+        if key != "step" and any(mine(param) for mine in _STATES_KEPT):
+            return value.to(device=param.device)
+        return stock(param, value, param_id, param_groups, key)
+
+    torch.optim.Optimizer._process_value_according_to_param_policy = staticmethod(policy)  # type: ignore[method-assign]
+
+
+_STATES_KEPT: list[Callable[[torch.Tensor], bool]] = []

@@ -38,3 +38,7 @@ class BackwardError(MegacompileError, RuntimeError):
 
 class UnsupportedGraphError(MegacompileError, RuntimeError):
     """A captured graph that cannot be scheduled; it runs in eager mode on streamed copies."""
+
+
+class OptimizerError(MegacompileError, RuntimeError):
+    """An optimizer step that cannot be done as asked for, or that failed in the background."""

@@ -49,7 +49,10 @@ class HazardKind(enum.Enum):
     WRONG_GRADIENTS = "wrong gradients"  # gradients of one bucket where another's belong
     GRADIENTS_LOST = "gradients lost"  # nobody offloads them, or an offload overwrites others
     GRADIENTS_REFILLED = "gradients refilled"  # a pinned buffer is overwritten before it was read
-    WRONG_ROOM = "wrong room"  # gradients so far are fetched to memory that is not theirs
+    WRONG_ROOM = "wrong room"  # gradients so far, or states, are fetched to memory of another's
+    WRONG_STATE = "wrong state"  # an update takes the states of another bucket, or old ones
+    STATE_LOST = "state lost"  # nobody offloads what an update gives
+    UPDATED_TOO_EARLY = "updated too early"  # a later op reads the bucket as it was before
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +141,13 @@ def producer(node: fx.Node) -> fx.Node:
     return node
 
 
-_SHOWS = {ops.fetch_grad: 1, ops.add_grad: 1, ops.assign: 0}  # op -> argument that it writes to
+_SHOWS = {  # op -> argument that it writes to
+    ops.fetch_grad: 1,
+    ops.add_grad: 1,
+    ops.assign: 0,
+    ops.fetch_state: 1,
+    ops.update: 3,
+}
 
 
 def memory(node: fx.Node) -> fx.Node:
@@ -179,6 +188,8 @@ def _happens_before(graph: fx.Graph, position: dict[fx.Node, int]) -> nx.DiGraph
 
 
 def _awaited(node: fx.Node, position: dict[fx.Node, int]) -> Iterator[fx.Node]:
+    if node.target is ops.park:  # no stream waits for what it keeps
+        return
     for value in node.all_input_nodes:
         if position[value] < position[node]:
             yield producer(value)

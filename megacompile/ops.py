@@ -19,7 +19,13 @@ signatures: `megacompile.runtime.executor` holds what they do.
     alloc_grad    compute   3ALLOC_GRAD  bucket -> room for its gradients
     fetch_grad    h2d       3FETCH_GRAD  bucket, room -> gradients so far, for accumulation
     add_grad      compute   3ADD_GRAD    bucket, gradients so far, gradients -> their sum
-    offload_grad  d2h       3OFFLOAD_GRAD  bucket, gradients -> done
+    norm_grad     compute   3NORM_GRAD   bucket, gradients -> their L2 norms and largest values
+    offload_grad  d2h       3OFFLOAD_GRAD  bucket, gradients, norms -> done
+    alloc_state   compute   3ALLOC_STATE   bucket -> room for its optimizer states
+    fetch_state   h2d       3FETCH_STATE   bucket, room -> states
+    update        compute   3UPDATE        bucket, weights, gradients, states -> all of them, new
+    offload_state d2h       3OFFLOAD_STATE  bucket, new parameters and states -> done
+    park          compute   PARK         value, after -> nothing; kept until `after` is done
     free          compute   -            value, after -> nothing; printed as `del`
 """
 
@@ -110,9 +116,42 @@ def add_grad(bucket: Bucket, so_far: Any, gradients: Any) -> Any:
     _unbound("add_grad")
 
 
-def offload_grad(bucket: Bucket, gradients: Any) -> Any:
-    """Copy gradients to their places in the bucket's gradient buffer."""
+def norm_grad(bucket: Bucket, gradients: Any) -> Any:
+    """L2 norm and largest absolute value of each gradient, float32 (2, gradients)."""
+    _unbound("norm_grad")
+
+
+def offload_grad(bucket: Bucket, gradients: Any, norms: Any = None) -> Any:
+    """Copy gradients to their places in the bucket's gradient buffer, and their norms along."""
     _unbound("offload_grad")
+
+
+def alloc_state(bucket: Bucket, masters: bool) -> Any:
+    """Device memory for a bucket's new parameters and its optimizer states.
+
+    With `masters`, what is streamed is a copy of the parameters in another dtype.
+    """
+    _unbound("alloc_state")
+
+
+def fetch_state(bucket: Bucket, room: Any, masters: bool) -> Any:
+    """The optimizer states as the last update left them; with `masters`, the parameters too."""
+    _unbound("fetch_state")
+
+
+def update(bucket: Bucket, weights: Any, gradients: Any, state: Any) -> Any:
+    """The optimizer's step on a bucket: new parameters and states, in the room of the states."""
+    _unbound("update")
+
+
+def offload_state(bucket: Bucket, updated: Any) -> Any:
+    """Copy new parameters to their bucket, and new states to theirs."""
+    _unbound("offload_state")
+
+
+def park(value: Any, *, after: tuple[Any, ...] = ()) -> None:
+    """Keep a value until `after` is done, and no stream waits for it."""
+    _unbound("park")
 
 
 def free(value: Any, *, after: tuple[Any, ...] = ()) -> None:
@@ -159,7 +198,13 @@ OPS: dict[Callable[..., Any], Op] = {
     alloc_grad: Op("alloc_grad", _C, _by_bucket("ALLOC_GRAD")),
     fetch_grad: Op("fetch_grad", _H, _by_bucket("FETCH_GRAD")),
     add_grad: Op("add_grad", _C, _by_bucket("ADD_GRAD")),
+    norm_grad: Op("norm_grad", _C, _by_bucket("NORM_GRAD")),
     offload_grad: Op("offload_grad", _D, _by_bucket("OFFLOAD_GRAD")),
+    alloc_state: Op("alloc_state", _C, _by_bucket("ALLOC_STATE")),
+    fetch_state: Op("fetch_state", _H, _by_bucket("FETCH_STATE")),
+    update: Op("update", _C, _by_bucket("UPDATE")),
+    offload_state: Op("offload_state", _D, _by_bucket("OFFLOAD_STATE")),
+    park: Op("park", _C, _named("PARK")),
     free: Op("free", _C, _named("FREE")),
 }
 
@@ -223,5 +268,5 @@ def items(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
 
 def actions(graph: fx.Graph) -> str:
     """The graph as one line of labels: "0PREFETCH@0 0F"; `begin`, frees, allocations left out."""
-    quiet = (free, alloc_grad, begin)
+    quiet = (free, park, alloc_grad, alloc_state, begin)
     return " ".join(label(n) for n in nodes_of(graph) if n.target not in quiet)

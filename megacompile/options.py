@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -27,6 +29,11 @@ class Options:
         lookahead: how many stages ahead of its use a bucket is prefetched (1 or more).
         slots: device buffers for prefetched buckets; at least `lookahead + 1`.
         progress: show progress bars on stderr. `None` shows them where stderr is a terminal.
+        compute_dtype: what float32 parameters are streamed and computed in. Default: their own.
+        grad_dtype: of the gradients on the host. Default: each parameter's own.
+        state_dtype: of the optimizer's moments, or "int8". Default: each parameter's own.
+        stochastic_rounding: of bfloat16 parameters by the optimizer.
+        optimizer: whose update is made in the backward. Default: in `optimizer.step()`.
     """
 
     device: torch.device
@@ -34,6 +41,11 @@ class Options:
     lookahead: int
     slots: int
     progress: bool | None
+    compute_dtype: torch.dtype | None = None
+    grad_dtype: torch.dtype | None = None
+    state_dtype: torch.dtype | str | None = None
+    stochastic_rounding: bool = False
+    optimizer: torch.optim.Optimizer | None = None
 
     @staticmethod
     def resolve(
@@ -43,6 +55,11 @@ class Options:
         lookahead: int = 2,
         slots: int | None = None,
         progress: bool | None = None,
+        compute_dtype: torch.dtype | None = None,
+        grad_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | str | None = None,
+        stochastic_rounding: bool = False,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> Options:
         """Validate what the user gave and fill in the rest.
 
@@ -67,6 +84,11 @@ class Options:
             lookahead=lookahead,
             slots=slots,
             progress=progress,
+            compute_dtype=_dtype("compute_dtype", compute_dtype, _HALVES),
+            grad_dtype=_dtype("grad_dtype", grad_dtype, (*_HALVES, torch.float32)),
+            state_dtype=_dtype("state_dtype", state_dtype, (torch.float32, torch.bfloat16, "int8")),
+            stochastic_rounding=_flag("stochastic_rounding", stochastic_rounding),
+            optimizer=_optimizer(optimizer),
         )
 
     def differences(self, other: Options) -> list[str]:
@@ -76,6 +98,38 @@ class Options:
             for field in fields(self)
             if getattr(self, field.name) != getattr(other, field.name)
         ]
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise OptionTypeError(_wrong_type(name, value, "True or False"))
+    return value
+
+
+def _optimizer(value: Any) -> torch.optim.Optimizer | None:
+    known = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
+    if value is None or type(value) in known:
+        return value  # type: ignore[no-any-return]
+    needed = "a torch.optim AdamW, Adam or SGD, which can update in the backward"
+    if not isinstance(value, torch.optim.Optimizer):
+        raise OptionTypeError(_wrong_type("optimizer", value, needed))
+    raise OptionError(
+        f"megacompile(): got optimizer={type(value).__name__}; needed {needed}; leave it out, and "
+        "every optimizer works in optimizer.step()"
+    )
+
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def _dtype(name: str, value: Any, allowed: Sequence[torch.dtype | str]) -> Any:
+    """A dtype option, or None."""
+    needed = "None or one of " + ", ".join(str(dtype) for dtype in allowed)
+    if value is not None and not isinstance(value, (torch.dtype, str)):
+        raise OptionTypeError(_wrong_type(name, value, needed))
+    if value is not None and value not in allowed:
+        raise OptionError(f"megacompile(): got {name}={value!r}; needed {needed}")
+    return value
 
 
 def _wrong_type(name: str, got: object, needed: str) -> str:

@@ -45,7 +45,15 @@ from megacompile.ir import (
 _WIDTH = 80  # of a line of code, before its comment
 _SHAPES = 3  # more tensors than this are counted, not listed
 _STEPS = (ops.forward, ops.recompute, ops.backward, ops.add_grad)  # a row of the table each
-_QUIET = (ops.begin, ops.alloc_grad, ops.free, ops.snapshot, ops.assign)  # not in the table
+_QUIET = (  # not in the table
+    ops.begin,
+    ops.alloc_grad,
+    ops.alloc_state,
+    ops.free,
+    ops.park,
+    ops.snapshot,
+    ops.assign,
+)
 _MULTIPLE = (ops.forward, ops.recompute, ops.backward)
 _RESERVED = {op.name for op in ops.OPS.values()} | {"wait", "inputs", "run_forward", "run_backward"}
 
@@ -239,6 +247,8 @@ def _call(node: fx.Node, variables: Mapping[fx.Node, str]) -> Iterator[_Line]:
     if _is_named(node):
         text = f"{variables[node]} = {text}"
     yield _Line(text, op.stream.value, ops.label(node), _detail(node))
+    if node.target is ops.park:
+        yield from _del([node], variables)
     if dropped:
         yield _Line("del _", op.stream.value)
 
@@ -304,14 +314,21 @@ def _wrap(text: str) -> list[str]:
     return [line.replace("\0", " ") for line in wrapped]
 
 
+_OF_BUCKET = (
+    *(ops.fetch_grad, ops.offload_grad, ops.add_grad, ops.alloc_grad),
+    *(ops.fetch_state, ops.offload_state, ops.update, ops.alloc_state),
+)
+
+
 def _detail(node: fx.Node) -> str:
     """Bytes of a copy, shapes of what a compute gives."""
     value = node.meta.get("value")
     if node.target in (ops.prefetch, ops.hold):
         bucket: Any = node.args[0]
         return format_bytes(bucket.size_bytes)
-    if node.target in (ops.fetch_grad, ops.offload_grad, ops.add_grad, ops.alloc_grad):
-        group = node if node.target is not ops.offload_grad else node.args[1]
+    if node.target in _OF_BUCKET:
+        offloads = (ops.offload_grad, ops.offload_state)
+        group = node if node.target not in offloads else node.args[1]
         size = tensors_bytes(group.meta.get("value")) if isinstance(group, fx.Node) else 0
         bucket = node.args[0]
         return format_bytes(size or bucket.size_bytes)

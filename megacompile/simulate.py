@@ -89,7 +89,9 @@ class _Run:
         for node in ops.nodes_of(graph):
             stream = ops.stream_of(node)
             waits = frozenset(
-                p for p in map(producer, node.all_input_nodes) if ops.op_of(p) is not None
+                p
+                for p in map(producer, node.all_input_nodes)
+                if ops.op_of(p) is not None and node.target is not ops.park
             )
             self.queues[stream].append(_Op(node, stream, waits, self._work(node)))
 
@@ -136,9 +138,20 @@ def _copied_bytes(node: fx.Node) -> int:
     return tensors_bytes(ops.arguments(node)[1].meta.get("value"))
 
 
+_FREE_OF_COST = (
+    ops.begin,
+    ops.hold,
+    ops.save_rng,
+    ops.free,
+    ops.park,
+    ops.alloc_grad,
+    ops.alloc_state,
+)
+
+
 def compute_s(node: fx.Node, hardware: Hardware) -> float:
     """Seconds that a compute node takes."""
-    if node.target in (ops.begin, ops.hold, ops.save_rng, ops.free, ops.alloc_grad):
+    if node.target in _FREE_OF_COST:
         return 0.0
     if node.target in (ops.forward, ops.recompute, ops.backward):
         stage = ops.arguments(node)[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megacompile.errors import ModelError
+from megacompile.errors import ModelError, OptionError
 
 
 def check_model(model: object) -> None:
@@ -76,15 +76,34 @@ def _refuse_shared_memory(model: str, params: dict[str, nn.Parameter]) -> None:
             )
 
 
-def host_rows(model: nn.Module) -> list[tuple[str, int]]:
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise if an optimizer cannot update all of a model's parameters in the backward."""
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    for name, param in model.named_parameters():
+        group = groups.get(id(param))
+        if param.requires_grad and group is None:
+            raise OptionError(
+                f"megacompile(): parameter {name} is not in the optimizer that updates in the "
+                "backward; add it, or freeze it (requires_grad_(False))"
+            )
+        if group is not None and (group.get("differentiable") or group.get("capturable")):
+            raise OptionError(
+                "megacompile(): the optimizer is differentiable or capturable; needed one that is "
+                "not, to update in the backward"
+            )
+        if param.requires_grad and param.is_complex():
+            raise OptionError(f"megacompile(): parameter {name} is complex; leave out optimizer=")
+
+
+def host_rows(model: nn.Module, *, gradients: bool = True) -> list[tuple[str, int]]:
     """What `megacompile()` will need of host memory beyond what the model holds there now."""
     params = list(model.parameters())
     size = {id(p): p.numel() * p.dtype.itemsize for p in params}
     moved = sum(size[id(p)] for p in params if p.device.type != "cpu")
     largest = max(size.values())
-    gradients = sum(size[id(p)] for p in params if p.requires_grad)
+    trained = sum(size[id(p)] for p in params if p.requires_grad and gradients)
     return [
         ("parameters to move to the host", moved),
         ("one bucket, while moving", largest),
-        ("gradients", gradients),
+        ("gradients", trained),
     ]

@@ -47,7 +47,8 @@ def _gradients_kept(view: View) -> Iterator[Hazard]:
         taken = dict(ops.items(call))
         for index, bucket in _groups(call):
             users = list(taken[index].users) if index in taken else []
-            offloads = [n for n in users if n.target in (ops.offload_grad, ops.add_grad)]
+            sinks = (ops.offload_grad, ops.add_grad, ops.update)
+            offloads = [n for n in users if n.target in sinks]
             carries = [n for n in users if n.target is ops.backward]
             if not offloads and not carries:
                 message = (
@@ -62,7 +63,7 @@ def _gradients_kept(view: View) -> Iterator[Hazard]:
                 )
                 yield view.hazard(HazardKind.GRADIENTS_NOT_READY, offloads[0], carries[0], message)
     for node in view.nodes(ops.add_grad):
-        if not any(user.target is ops.offload_grad for user in node.users):
+        if not any(user.target in (ops.offload_grad, ops.update) for user in node.users):
             message = f"{label(node)} gives a sum that nobody takes; offload it"
             yield view.hazard(HazardKind.GRADIENTS_LOST, node, None, message)
 
@@ -70,9 +71,9 @@ def _gradients_kept(view: View) -> Iterator[Hazard]:
 def _gradients_match(view: View) -> Iterator[Hazard]:
     """What is carried, added and offloaded for a bucket are that bucket's gradients."""
     expected: list[tuple[fx.Node, Bucket, Any, str]] = []
-    for node in view.nodes(ops.offload_grad):
+    for node in view.nodes(ops.offload_grad, ops.update):
         bucket: Any = node.args[0]
-        value: Any = node.args[1]
+        value: Any = node.args[1 if node.target is ops.offload_grad else 2]
         if value.target is not ops.add_grad:
             expected.append((node, bucket, value, "backward or add_grad"))
         elif value.args[0].key != bucket.key:
@@ -169,4 +170,72 @@ def _room(view: View, fetch: fx.Node) -> Iterator[Hazard]:
         yield view.hazard(HazardKind.WRONG_ROOM, fetch, None, message)
 
 
-CHECKS: tuple[Check, ...] = (_gradients_kept, _gradients_match, _gradient_buffers)
+# Updates.
+
+
+def _states(view: View) -> Iterator[Hazard]:
+    """An update takes its bucket's own states, and what it gives goes back to the host once."""
+    for fetch in view.nodes(ops.fetch_state):
+        room: Any = fetch.args[1]
+        if room.target is not ops.alloc_state or room.args[0].key != fetch.args[0].key:  # type: ignore[union-attr]
+            message = f"{label(fetch)} fills memory that was not made for its bucket's states"
+            yield view.hazard(HazardKind.WRONG_ROOM, fetch, None, message)
+    for node in view.nodes(ops.update):
+        bucket: Any = node.args[0]
+        state: Any = node.args[3]
+        if state.target is not ops.fetch_state or state.args[0].key != bucket.key:
+            message = (
+                f"{label(node)} takes what {label(state)} gives as the states of bucket "
+                f"{bucket.label}; give it that bucket's fetch_state"
+            )
+            yield view.hazard(HazardKind.WRONG_STATE, node, state, message)
+        offloads = [user for user in node.users if user.target is ops.offload_state]
+        if len(offloads) != 1 or offloads[0].args[0].key != bucket.key:  # type: ignore[union-attr]
+            message = (
+                f"{label(node)} gives new parameters and states that {len(offloads) or 'no'} "
+                f"offload_state takes to bucket {bucket.label}; add one"
+            )
+            yield view.hazard(HazardKind.STATE_LOST, node, None, message)
+        yield from _update_weights(view, node, state)
+
+
+def _update_weights(view: View, node: fx.Node, state: Any) -> Iterator[Hazard]:
+    """It reads the parameters from its bucket's slot, or with the states (masters)."""
+    bucket: Any = node.args[0]
+    weights: Any = node.args[1]
+    if weights is None:
+        if state.target is ops.fetch_state and not state.args[2]:
+            message = (
+                f"{label(node)} is given neither weights of bucket {bucket.label} nor masters; "
+                "prefetch the bucket and pass it"
+            )
+            yield view.hazard(HazardKind.MISSING_WEIGHTS, node, None, message)
+    elif weights.target not in (ops.prefetch, ops.hold) or weights.args[0].key != bucket.key:
+        message = f"{label(node)} is given what {label(weights)} gives, not bucket {bucket.label}"
+        yield view.hazard(HazardKind.WRONG_WEIGHTS, node, weights, message)
+
+
+def _updated_last(view: View) -> Iterator[Hazard]:
+    """Whoever reads a bucket or its states on the host is before the offload that changes them."""
+    offloads = _by_bucket(view, ops.offload_state)
+    for target in (ops.prefetch, ops.fetch_state):
+        readers = _by_bucket(view, target)
+        for key, writers in offloads.items():
+            for reader in readers[key]:
+                for writer in writers:
+                    if not view.order.before(reader, writer):
+                        message = (
+                            f"{label(reader)} reads what {label(writer)} may have changed by then: "
+                            f"no edge orders {label(reader)} before it; update behind the last "
+                            "reader"
+                        )
+                        yield view.hazard(HazardKind.UPDATED_TOO_EARLY, reader, writer, message)
+
+
+CHECKS: tuple[Check, ...] = (
+    _gradients_kept,
+    _gradients_match,
+    _gradient_buffers,
+    _states,
+    _updated_last,
+)

@@ -32,7 +32,16 @@ from megacompile.hazards import (
 )
 from megacompile.ir import Bucket, Slot, Stage, Stream, format_bytes
 
-_OWNERS = (ops.snapshot, ops.alloc_grad, ops.fetch_grad, ops.add_grad)
+_OWNERS = (
+    ops.snapshot,
+    ops.alloc_grad,
+    ops.fetch_grad,
+    ops.add_grad,
+    ops.norm_grad,
+    ops.alloc_state,
+    ops.fetch_state,
+    ops.update,
+)
 _TUPLE_OWNERS = (ops.forward, ops.recompute, ops.backward)
 
 
@@ -167,7 +176,7 @@ def _owns(node: fx.Node) -> bool:
 def _lifetimes(view: View) -> Iterator[Hazard]:
     """Memory is given back when the last of its names is freed, and nobody reads it after that."""
     frees: dict[fx.Node, fx.Node] = {}
-    for node in view.nodes(ops.free):
+    for node in view.nodes(ops.free, ops.park):
         value: Any = node.args[0]
         if value in frees:
             message = f"{named(value)} is freed twice; drop one of its frees"
@@ -198,7 +207,7 @@ def _used_after_free(
     for name in shared:
         for user in name.users:
             if name in frees and view.order.issued_before(frees[name], user):
-                if user.target is ops.free:
+                if user.target in (ops.free, ops.park):
                     continue  # a double free, reported as such
                 message = (
                     f"{label(user)} takes {named(name)}, which is freed before it; "
@@ -212,6 +221,8 @@ def _used_after_free(
         for user in name.users:
             other_stream = ops.op_of(user) is not None and ops.stream_of(user) is not Stream.COMPUTE
             if not other_stream or name not in reads(user):
+                continue
+            if release.target is ops.park and user in release.kwargs["after"]:  # type: ignore[operator]
                 continue
             if view.order.issued_before(user, release) and not view.order.before(user, release):
                 message = (
@@ -238,7 +249,7 @@ def _assigns(view: View) -> Iterator[Hazard]:
 def _read_before(view: View, old: fx.Node, assign: fx.Node) -> Iterator[Hazard]:
     """The readers of `old` are before `assign`, and the backward is not among them."""
     for reader in old.users:
-        if reader.target in (ops.assign, ops.free) or ops.op_of(reader) is None:
+        if reader.target in (ops.assign, ops.free, ops.park) or ops.op_of(reader) is None:
             continue
         if old in reads(reader) and not view.order.before(reader, assign):
             message = (

@@ -5,7 +5,9 @@
 Memory comes from the compute stream's allocator, so a value that a copy on another stream reads
 may be given back only when that copy is done: `free(value, after=copy)` makes the compute stream
 wait for it. To keep that wait from stalling, such a free is put off until `delay` further
-backwards have been issued.
+backwards have been issued. New optimizer states on their way to the host are different: at the end
+of a backward nothing is left to compute, and the next forward should not wait for them, so they are
+parked: `park(value, after=copy)`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,16 @@ from megacompile.hazards import reads
 from megacompile.ir import Schedule, Stream
 
 _OWNERS = (ops.forward, ops.recompute, ops.backward)
-_MADE = (ops.snapshot, ops.alloc_grad, ops.fetch_grad, ops.add_grad)
+_MADE = (
+    ops.snapshot,
+    ops.alloc_grad,
+    ops.fetch_grad,
+    ops.add_grad,
+    ops.norm_grad,
+    ops.alloc_state,
+    ops.fetch_state,
+    ops.update,
+)
 
 
 def insert_free(schedule: Schedule, *, delay: int = 1) -> Schedule:
@@ -35,7 +46,7 @@ def _insert(graph: fx.Graph, delay: int, *, owns_inputs: bool) -> None:
     position = {node: p for p, node in enumerate(nodes)}
     returned = set(graph.output_node().all_input_nodes)
     computes = [position[n] for n in ops.nodes_of(graph, ops.backward)]
-    frees: list[tuple[int, fx.Node, tuple[fx.Node, ...]]] = []
+    frees: list[tuple[int, fx.Node, tuple[fx.Node, ...], bool]] = []
     for node in nodes:
         if node in returned or not _owns(node, owns_inputs):
             continue
@@ -43,20 +54,23 @@ def _insert(graph: fx.Graph, delay: int, *, owns_inputs: bool) -> None:
         last = max(last, _end_of_items(node, position))
         readers = [u for u in node.users if node in reads(u)]  # `after=` needs only the name
         waits = tuple(u for u in readers if _unordered(u, position, last))
+        parked = False
         if waits:
             later = [p for p in computes if p > last]
             last = later[min(delay, len(later)) - 1] if later else len(nodes) - 2
             last = _end_of_items(nodes[last], position) if later else last
-        frees.append((last, node, waits))
-    for last, node, waits in sorted(frees, key=lambda entry: entry[0], reverse=True):
+            parked = not later and any(u.target is ops.offload_state for u in waits)
+        frees.append((last, node, waits, parked))
+    for last, node, waits, parked in sorted(frees, key=lambda entry: entry[0], reverse=True):
         with graph.inserting_after(nodes[last]):
-            ops.call(graph, ops.free, node, name=f"free_{node.name}", after=waits)
+            op = ops.park if parked else ops.free
+            ops.call(graph, op, node, name=f"{op.__name__}_{node.name}", after=waits)
 
 
 def _users(node: fx.Node) -> list[fx.Node]:
     """The readers of a value; those of room for gradients read it as what was fetched into it."""
     users = list(node.users)
-    fetches = [user for user in users if user.target is ops.fetch_grad]
+    fetches = [user for user in users if user.target in (ops.fetch_grad, ops.fetch_state)]
     return users + [reader for fetch in fetches for reader in fetch.users]
 
 

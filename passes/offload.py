@@ -22,22 +22,27 @@ def offload_gradients(schedule: Schedule, *, accumulate: bool) -> Schedule:
     new = schedule.copy()
     graph = new.backward
     assert graph is not None
-    last: dict[int, tuple[Bucket, fx.Node, fx.Node]] = {}  # key -> bucket, backward, group
+    for bucket, call, group in last_gradients(graph).values():
+        total = add_so_far(graph, bucket, call, group) if accumulate else group
+        after = total if accumulate else last_item(call)
+        with graph.inserting_after(after):
+            ops.call(graph, ops.offload_grad, bucket, total, name=f"o{_suffix(bucket)}")
+    return new
+
+
+def last_gradients(graph: fx.Graph) -> dict[int, tuple[Bucket, fx.Node, fx.Node]]:
+    """By bucket key: the bucket, the backward that contributes last, its group of gradients."""
+    last: dict[int, tuple[Bucket, fx.Node, fx.Node]] = {}
     for node in ops.nodes_of(graph, ops.backward):
         stage = ops.arguments(node)[0]
         items = [item for _, item in sorted(ops.items(node))]
         buckets = stage.gradient_buckets
         for bucket, group in zip(buckets, items[len(items) - len(buckets) :], strict=True):
             last[bucket.key] = (bucket, node, group)
-    for bucket, call, group in last.values():
-        total = _accumulate(graph, bucket, call, group) if accumulate else group
-        after = total if accumulate else _last_item(call)
-        with graph.inserting_after(after):
-            ops.call(graph, ops.offload_grad, bucket, total, name=f"o{_suffix(bucket)}")
-    return new
+    return last
 
 
-def _accumulate(graph: fx.Graph, bucket: Bucket, call: fx.Node, group: fx.Node) -> fx.Node:
+def add_so_far(graph: fx.Graph, bucket: Bucket, call: fx.Node, group: fx.Node) -> fx.Node:
     """Fetch what is on the host before the stage runs; add to it after."""
     suffix = _suffix(bucket)
     first = call
@@ -47,7 +52,7 @@ def _accumulate(graph: fx.Graph, bucket: Bucket, call: fx.Node, group: fx.Node) 
     with graph.inserting_before(first):
         room = ops.call(graph, ops.alloc_grad, bucket, name=f"room{suffix}")
         fetched = ops.call(graph, ops.fetch_grad, bucket, room, name=f"h{suffix}")
-    with graph.inserting_after(_last_item(call)):
+    with graph.inserting_after(last_item(call)):
         total = ops.call(graph, ops.add_grad, bucket, fetched, group, name=f"sum{suffix}")
     for node in (room, fetched, total):
         node.meta["value"] = meta
@@ -66,7 +71,8 @@ def _same_stage(node: fx.Node, call: fx.Node) -> bool:
     )
 
 
-def _last_item(call: fx.Node) -> fx.Node:
+def last_item(call: fx.Node) -> fx.Node:
+    """The last of the nodes that take an op's result apart; the op itself if there is none."""
     return max((item for _, item in ops.items(call)), default=call)
 
 

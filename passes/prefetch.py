@@ -35,9 +35,16 @@ def insert_prefetch(schedule: Schedule, *, lookahead: int = 1) -> Schedule:
 
 
 def uses(graph: fx.Graph) -> list[Use]:
-    """The computes of a graph, those of one stage together, in program order."""
+    """The computes of a graph, those of one stage together, in program order.
+
+    An update is part of the use that it follows.
+    """
     found: list[Use] = []
-    for node in ops.nodes_of(graph, ops.forward, ops.recompute, ops.backward):
+    for node in ops.nodes_of(graph, ops.forward, ops.recompute, ops.backward, ops.update):
+        if node.target is ops.update:
+            both = tuple(dict.fromkeys((*found[-1].buckets, *buckets_read(node))))
+            found[-1] = Use((*found[-1].nodes, node), both)
+            continue
         stage = ops.arguments(node)[0]
         buckets = buckets_read(node)
         previous = found[-1].nodes[-1] if found else None
@@ -51,6 +58,10 @@ def uses(graph: fx.Graph) -> list[Use]:
 
 def buckets_read(node: fx.Node) -> tuple[Bucket, ...]:
     """The buckets that a compute reads parameters of."""
+    if node.target is ops.update:
+        bucket, _, _, state = ops.arguments(node)
+        masters = ops.arguments(state)[2]
+        return () if masters else (bucket,)
     stage: Stage = ops.arguments(node)[0]
     if node.target is ops.forward:
         return stage.buckets_read(range(len(stage.primals)))
@@ -66,7 +77,7 @@ def _insert(graph: fx.Graph, all_uses: Sequence[Use], lookahead: int) -> None:
     weights: dict[tuple[int, int], fx.Node] = {}  # (use, bucket key) -> prefetch
     counts: dict[int, int] = {}
     for i, use in enumerate(all_uses):
-        where = _first_node(all_uses[max(0, i - lookahead)], graph)
+        where = first_node(all_uses[max(0, i - lookahead)])
         for bucket in use.buckets:
             if (i - 1, bucket.key) in weights:
                 weights[i, bucket.key] = weights[i - 1, bucket.key]
@@ -78,15 +89,22 @@ def _insert(graph: fx.Graph, all_uses: Sequence[Use], lookahead: int) -> None:
             weights[i, bucket.key] = node
     for i, use in enumerate(all_uses):
         for node in use.nodes:
+            if node.target is ops.update:
+                (bucket, _, *others) = ops.arguments(node)
+                node.args = (bucket, weights.get((i, bucket.key)), *others)
+                continue
             stage = ops.arguments(node)[0]
             read = {bucket.key for bucket in buckets_read(node)}
             taken = tuple(weights[i, b.key] if b.key in read else None for b in stage.buckets)
             node.args = (stage, taken, *node.args[2:])
 
 
-def _first_node(use: Use, graph: fx.Graph) -> fx.Node:
+_PREPARES = (ops.save_rng, ops.alloc_grad, ops.fetch_grad, ops.alloc_state, ops.fetch_state)
+
+
+def first_node(use: Use) -> fx.Node:
     """Where to issue what is wanted before a use: ahead of what prepares it too."""
     node = use.nodes[0]
-    while node.prev.target in (ops.save_rng, ops.alloc_grad, ops.fetch_grad):
+    while node.prev.target in _PREPARES:
         node = node.prev
     return node

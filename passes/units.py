@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from megacompile.ir import Bucket, Unit
@@ -39,8 +40,16 @@ class _Subtree:
         return sum(p.numel() * p.dtype.itemsize for _, p in self.params)
 
 
-def find_units(model: nn.Module, *, limit_bytes: int = UNIT_LIMIT_BYTES) -> tuple[Unit, ...]:
-    """The units of `model`, in the order of its module tree; together they hold every parameter."""
+def find_units(
+    model: nn.Module,
+    *,
+    limit_bytes: int = UNIT_LIMIT_BYTES,
+    compute_dtype: torch.dtype | None = None,
+) -> tuple[Unit, ...]:
+    """The units of `model`, in the order of its module tree; together they hold every parameter.
+
+    With `compute_dtype`, buckets hold float32 parameters in that dtype.
+    """
     seen: set[int] = set()
     subtrees = []
     for subtree in _split(model, "", limit_bytes, repeated=False):
@@ -52,13 +61,27 @@ def find_units(model: nn.Module, *, limit_bytes: int = UNIT_LIMIT_BYTES) -> tupl
     for key, subtree in enumerate(_join_small([s for s in subtrees if s.params])):
         units.append(
             Unit(
-                bucket=Bucket.layout(key, subtree.name, subtree.params),
+                bucket=Bucket.layout(key, subtree.name, _streamed(subtree.params, compute_dtype)),
                 modules=subtree.modules,
                 roots=frozenset(id(m) for m in subtree.roots),
                 repeated=subtree.repeated,
             )
         )
     return tuple(units)
+
+
+def _streamed(
+    params: Sequence[tuple[str, torch.Tensor]], compute_dtype: torch.dtype | None
+) -> Sequence[tuple[str, torch.Tensor]]:
+    """The parameters as they are on the device."""
+    if compute_dtype is None:
+        return params
+    return [
+        (name, torch.empty_like(param, dtype=compute_dtype, device="meta"))
+        if param.dtype == torch.float32
+        else (name, param)
+        for name, param in params
+    ]
 
 
 def _split(module: nn.Module, name: str, limit_bytes: int, *, repeated: bool) -> Iterator[_Subtree]:

@@ -9,6 +9,7 @@ that autograd needs itself, for a hook of the user or for `autograd.grad()`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ class _Call:
         places = [self.machine.place(proxy) for proxy in self.params if proxy.requires_grad]
         self.places = tuple(dict.fromkeys((bucket.key, i) for bucket, i in places))
         self.residuals: dict[str, Any] | None = None
+        self.exceptions: set[Place] = set()  # whose gradients do not go to p.grad
 
     def forward(self, args: Sequence[Any]) -> list[torch.Tensor]:
         """Run the forward schedule; gives the computed outputs, each once."""
@@ -70,7 +72,7 @@ class _Call:
         self.residuals = residuals
         self.generation = self.machine.slots.generation
         self.buckets = self.machine.gradients.buckets
-        self.param_versions = [(proxy, proxy.host._version) for proxy in self.params]
+        self.param_versions = [(proxy, proxy.root._version) for proxy in self.params]
         self.input_versions = {
             name: (self.inputs_by_name[name], self.inputs_by_name[name]._version)
             for name in residuals
@@ -95,6 +97,7 @@ class _Call:
             return {}, {}
         self._check()
         returned, dropped = self._exceptions()
+        self.exceptions = {*returned, *dropped}
         with self.machine.gradients.aside(returned, dropped) as of_params:
             return self._run(tangents), of_params
 
@@ -127,19 +130,37 @@ class _Call:
         """The schedule for these gradients; wrong guesses of the forward are corrected here."""
         program = self.program
         forward = program.executor(self.variant).schedule
-        accumulate = self.machine.gradients.start
+        hold = self.machine.slots.generation == self.generation and bool(forward.held)
+        variant = program.variant(tangents=tangents, hold=hold)
+        wanted = forward
         if tangents != self.variant.tangents:
             program.tangents = tangents
             variant = Variant(tangents, keep_last=False)
-            probe = program.executor(variant).schedule
-            return program.executor(
-                Variant(tangents, keep_last=False, accumulate=accumulate(probe.gradient_params))
-            )
-        hold = self.machine.slots.generation == self.generation and bool(forward.held)
-        return program.executor(
-            program.variant(
-                tangents=tangents, accumulate=accumulate(forward.gradient_params), hold=hold
-            )
+            wanted = program.executor(variant).schedule
+        update = self._updates()
+        start = self.machine.gradients.start_update if update else self.machine.gradients.start
+        if update:
+            assert self.machine.in_backward is not None
+            self.machine.in_backward.begin(self.machine.buckets, wanted.gradient_params)
+        accumulate = start(wanted.gradient_params)
+        return program.executor(replace(variant, accumulate=accumulate, update=update))
+
+    def _updates(self) -> bool:
+        """Does this backward update its parameters?"""
+        updates = self.machine.in_backward
+        if updates is None or updates.accumulating:
+            return False
+        if not self.exceptions:
+            return True
+        if self.exceptions >= set(self.places):
+            return False  # torch.autograd.grad()
+        bucket, i = self.machine.buckets, min(self.exceptions)
+        raise BackwardError(
+            f"{self.program.capture.name}: the gradient of "
+            f"{bucket[i[0]].layout.params[i[1]].name!r} is wanted by a hook, or by "
+            "backward(inputs=...), but gradients never leave the device where the backward "
+            "updates; leave out optimizer= of megacompile(), or put this backward into "
+            "`with megacompile.accumulate(model):`"
         )
 
     def _take_residuals(self) -> dict[str, Any]:
@@ -166,7 +187,7 @@ class _Call:
                 "taken over by another call; call backward() before that"
             )
         for proxy, version in self.param_versions:
-            if proxy.host._version != version:
+            if proxy.root._version != version:
                 bucket, index = self.machine.place(proxy)
                 raise BackwardError(
                     f"{name}: parameter {bucket.params[index].name!r} was changed in place between "

@@ -46,6 +46,7 @@ class Compiler(Protocol):
         keep_last: bool,
         accumulate: bool,
         hold: bool,
+        update: bool,
     ) -> Schedule:
         """Everything else, verified."""
 
@@ -58,6 +59,7 @@ class Variant:
     keep_last: bool
     accumulate: bool = False
     hold: bool = False
+    update: bool = False  # the optimizer's, in the backward
 
 
 class Program:
@@ -115,6 +117,7 @@ class Program:
                     keep_last=variant.keep_last,
                     accumulate=variant.accumulate,
                     hold=variant.hold,
+                    update=variant.update,
                 )
             self.executors[variant] = Executor(schedule, self.machine)
         return self.executors[variant]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from megacompile.ir import (
 )
 from megacompile.runtime.gradients import Gradients
 from megacompile.runtime.host import HostBucket
+from megacompile.runtime.in_backward import InBackward, Landing
 from megacompile.runtime.proxies import StreamedParameter
 from megacompile.runtime.slots import DeviceSlots
 from megacompile.runtime.streams import Handle, Streams
@@ -36,7 +37,7 @@ Group = dict[int, torch.Tensor]  # parameter's index in its bucket -> gradient
 Tensors = Sequence[torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Machine:
     """What schedules of one model run on."""
 
@@ -46,6 +47,8 @@ class Machine:
     buckets: dict[int, HostBucket]  # by key
     gradients: Gradients
     place: Callable[[StreamedParameter], tuple[Bucket, int]]  # a parameter's bucket and index
+    in_backward: InBackward | None = None  # where the backward updates
+    order: list[int] = field(default_factory=list)  # bucket keys, as the last forward read them
 
 
 class Executor:
@@ -84,6 +87,8 @@ class Executor:
         """
         outputs, residuals = self._call("forward", inputs)
         self.machine.streams.synchronize(Stream.H2D)
+        if self.schedule.backward is not None:
+            self.machine.order[:] = [bucket.key for bucket in self.schedule.buckets]
         names = self.schedule.residuals
         return (
             [_plain(value) for value in outputs],
@@ -138,13 +143,14 @@ class _Ops:
         self.machine = machine
         self.gradient_params = schedule.gradient_params
 
-    def _issue(self, stream: Stream, waits: Any, work: Callable[[], Any]) -> Handle:
-        value, event = self.machine.streams.issue(stream, _handles(waits), work)
-        return Handle(value, stream, event)
+    def _issue(
+        self, stream: Stream, waits: Any, work: Callable[[], Any], host: HostBucket | None = None
+    ) -> Handle:
+        return self.machine.streams.issue(stream, _handles(waits), work, host)
 
     def _issue_many(self, waits: Any, work: Callable[[], Sequence[Any]]) -> tuple[Handle, ...]:
-        values, event = self.machine.streams.issue(Stream.COMPUTE, _handles(waits), work)
-        return tuple(Handle(value, Stream.COMPUTE, event) for value in values)
+        whole = self.machine.streams.issue(Stream.COMPUTE, _handles(waits), work)
+        return tuple(Handle(value, Stream.COMPUTE, whole.event) for value in whole.value)
 
     def begin(self) -> Handle:
         return self._issue(Stream.COMPUTE, (), lambda: None)
@@ -154,13 +160,17 @@ class _Ops:
 
     def prefetch(self, bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Handle:
         machine = self.machine
-        source = machine.buckets[bucket.key].flat
+        host = machine.buckets[bucket.key]
+        landing = _landing(host)
 
         def copy() -> Any:
-            machine.slots.flat(slot, bucket).copy_(source, non_blocking=True)
+            machine.slots.flat(slot, bucket).copy_(host.flat, non_blocking=True)
             return machine.slots.weights(slot, bucket)
 
-        return self._issue(Stream.H2D, (after,), copy)
+        if landing is not None:  # the device waits for the copies there, not the host
+            there = Handle(None, Stream.D2H, landing.params)
+            return self._issue(Stream.H2D, (after, (there,)), copy)
+        return self._issue(Stream.H2D, (after,), copy, host)
 
     def hold(self, bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Handle:
         slots = self.machine.slots
@@ -211,12 +221,9 @@ class _Ops:
     ) -> tuple[Handle, ...]:
         template = stage.traced
         arg_carries = [i for i in template.carries if isinstance(stage.primals[i], ArgRef)]
-        groups: dict[int, Group] = {}
-        for handle in carries[len(arg_carries) :]:
-            key, group = handle.value
-            groups[key] = group
 
         def run() -> Sequence[Any]:
+            groups: dict[int, Group] = dict(handle.value for handle in carries[len(arg_carries) :])
             primals = _primals(stage, weights, args)
             inputs = [
                 saved[item.index].value if isinstance(item, SavedRef) else primals[item]
@@ -254,11 +261,13 @@ class _Ops:
         return [*of_args, *merged.items()]
 
     def alloc_grad(self, bucket: Bucket) -> Handle:
+        device = self.machine.device
+
         def allocate() -> tuple[int, Group]:
-            metas = ((i, bucket.params[i]) for i in self.gradient_params[bucket.key])
+            host = self.machine.buckets[bucket.key]
             room = {
-                i: torch.empty_strided(p.shape, p.stride, dtype=p.dtype, device=self.machine.device)
-                for i, p in metas
+                i: torch.empty_like(host.values[i], dtype=host.grad_dtype, device=device)
+                for i in self.gradient_params[bucket.key]
             }
             return bucket.key, room
 
@@ -287,17 +296,87 @@ class _Ops:
 
         return self._issue(Stream.COMPUTE, (so_far, gradients), add)
 
-    def offload_grad(self, bucket: Bucket, gradients: Handle) -> Handle:
+    def norm_grad(self, bucket: Bucket, gradients: Handle) -> Handle:
+        def norms() -> torch.Tensor:
+            _, group = gradients.value
+            tensors = [group[i] for i in self.gradient_params[bucket.key]]
+            orders = (compat.FOREACH_NORM(tensors, k, torch.float32) for k in (2, torch.inf))
+            return torch.stack([torch.stack(found) for found in orders])
+
+        return self._issue(Stream.COMPUTE, (gradients,), norms)
+
+    def offload_grad(
+        self, bucket: Bucket, gradients: Handle, norms: Handle | None = None
+    ) -> Handle:
         def copy() -> None:
             key, group = gradients.value
+            found = self.machine.gradients
             for i, gradient in group.items():
-                if not self.machine.gradients.drops(key, i):
-                    self.machine.gradients.room(key, i).copy_(gradient, non_blocking=True)
+                if not found.drops(key, i):
+                    found.room(key, i).copy_(gradient, non_blocking=True)
+            if norms is not None:
+                room = found.norms_room(key, self.gradient_params[key])
+                room.copy_(norms.value, non_blocking=True)
 
-        return self._issue(Stream.D2H, (gradients,), copy)
+        waits = (gradients,) if norms is None else (gradients, norms)
+        return self._issue(Stream.D2H, waits, copy)
+
+    # The optimizer's ops.
+
+    @property
+    def _updates(self) -> InBackward:
+        updates = self.machine.in_backward
+        assert updates is not None, "a schedule with updates, and no optimizer"
+        return updates
+
+    def alloc_state(self, bucket: Bucket, masters: bool) -> Handle:
+        host, device = self.machine.buckets[bucket.key], self.machine.device
+        return self._issue(
+            Stream.COMPUTE, (), lambda: self._updates.alloc(host, device, masters=masters)
+        )
+
+    def fetch_state(self, bucket: Bucket, room: Handle, masters: bool) -> Handle:
+        host = self.machine.buckets[bucket.key]
+        landing = _landing(host)
+        waits = (room,) if landing is None else (room, Handle(None, Stream.D2H, landing.states))
+        return self._issue(
+            Stream.H2D, waits, lambda: self._updates.fetch(host, room.value, masters=masters)
+        )
+
+    def update(
+        self, bucket: Bucket, weights: Handle | None, gradients: Handle, state: Handle
+    ) -> Handle:
+        host = self.machine.buckets[bucket.key]
+
+        def step() -> Any:
+            _, group = gradients.value
+            given = None if weights is None else weights.value
+            return self._updates.update(host, given, group, state.value)
+
+        waits = (gradients, state) if weights is None else (weights, gradients, state)
+        return self._issue(Stream.COMPUTE, waits, step)
+
+    def offload_state(self, bucket: Bucket, updated: Handle) -> Handle:
+        host = self.machine.buckets[bucket.key]
+        cuda = self.machine.device.type == "cuda"
+
+        def copy() -> None:
+            queue = torch.cuda.current_stream(self.machine.device) if cuda else None
+            self._updates.offload(host, updated.value, queue)
+
+        return self._issue(Stream.D2H, (updated,), copy)
+
+    def park(self, value: Handle, *, after: tuple[Handle, ...] = ()) -> None:
+        events = [handle.event for handle in after if handle.event is not None]
+        self._updates.park(value.value, events)
 
     def free(self, value: Handle, *, after: tuple[Any, ...] = ()) -> None:
         raise AssertionError("free is printed as del")
+
+
+def _landing(host: HostBucket) -> Landing | None:
+    """New parameters and states that are on their way from the device to a bucket."""
+    return host.in_flight if isinstance(host.in_flight, Landing) else None
 
 
 def _conform(gradient: torch.Tensor, meta: TensorMeta) -> torch.Tensor:

@@ -17,6 +17,8 @@ from megacompile import compat
 from megacompile.errors import ModelError
 from megacompile.ir import Stream
 from megacompile.runtime.host import HostBucket
+from megacompile.runtime.in_backward import consume, consumed
+from megacompile.runtime.served import Served, served
 from megacompile.runtime.streams import Streams
 
 Place = tuple[int, int]  # (bucket key, parameter's index in it)
@@ -38,6 +40,8 @@ class Gradients:
         self._returned: frozenset[Place] = frozenset()  # those that autograd will get
         self._handed: set[Place] = set()  # all of those in the backward() that runs now
         self._dropped: frozenset[Place] = frozenset()
+        self._consumed: set[Place] = set()  # by updates in the backward() that runs now
+        self._norms: dict[int, tuple[tuple[int, ...], torch.Tensor]] = {}  # of this backward()
 
     def bind(self, buckets: Mapping[int, HostBucket]) -> None:
         """Use these buckets from now on."""
@@ -48,20 +52,59 @@ class Gradients:
             for i, param in enumerate(bucket.params)
         }
 
+    def place(self, param: torch.Tensor) -> Place | None:
+        """A parameter's bucket and index; None for one that is not ours."""
+        return self._places.get(id(param))
+
     def start(self, wanted: Mapping[int, Sequence[int]]) -> bool:
         """Prepare room for gradients; True if there are some already to accumulate into.
 
         Called in a backward, before its schedule runs.
         """
         self._begin()
-        for key in wanted:
-            if not self.buckets[key].grads or self._held_by_user(key, self.buckets[key]):
-                self._renew(key, self.buckets[key])
+        for key, params in wanted.items():
+            bucket = self.buckets[key]
+            bucket.settle()
+            self._norms.pop(key, None)
+            for i in params:
+                self._open(bucket.params[i].grad)
+            if not bucket.grads.keys() >= set(params) or self._held_by_user(key, bucket):
+                self._renew(key, bucket)
         places = {(key, i) for key, params in wanted.items() for i in params}
         places -= self._returned | self._dropped
         self._so_far = {place for place in places if self._has_gradient(*place)}
         self._written.update(places)
         return bool(self._so_far)
+
+    def start_update(self, wanted: Mapping[int, Sequence[int]]) -> bool:
+        """The same where the backward updates: it takes the gradients that there are, and keeps
+        none on the host."""
+        self._begin()
+        places = {(key, i) for key, params in wanted.items() for i in params}
+        self._consumed |= places
+        have = {key for key, i in places if not _is_gone(self.buckets[key].params[i].grad)}
+        if have:
+            self.start({key: wanted[key] for key in have})
+            self._written -= places
+        self._so_far = {p for p in places if not _is_gone(self._param(p).grad)}
+        return bool(self._so_far)
+
+    def _param(self, place: Place) -> nn.Parameter:
+        return self.buckets[place[0]].params[place[1]]
+
+    @staticmethod
+    def _open(gradient: torch.Tensor | None) -> None:
+        """Make a served gradient a plain one: it is about to change."""
+        who = served(gradient)
+        if gradient is not None and who is not None:
+            who.open(gradient)
+
+    def norms_room(self, key: int, indices: Sequence[int]) -> torch.Tensor:
+        """Where the norms of these gradients go: (2, len(indices)) float32, L2 and largest."""
+        pin = self.streams.device.type == "cuda"
+        room = torch.empty(2, len(indices), dtype=torch.float32, pin_memory=pin)
+        self._norms[key] = (tuple(indices), room)
+        return room
 
     def so_far(self, key: int, index: int) -> torch.Tensor | None:
         """The host gradient to accumulate into; None where there is none yet."""
@@ -110,6 +153,7 @@ class Gradients:
         with torch.no_grad():
             if place in self._written:
                 self.streams.synchronize(Stream.D2H)
+                self._norms.pop(place[0], None)
                 self.buckets[place[0]].grads[place[1]].add_(gradient)
                 return
             if param.grad is None:
@@ -140,6 +184,8 @@ class Gradients:
         self._foreign.clear()
         self._received.clear()
         self._handed.clear()
+        self._norms.clear()
+        self._consumed.clear()
 
         def finish() -> None:
             self._finish()
@@ -152,7 +198,7 @@ class Gradients:
             return True
         bucket = self.buckets[key]
         gradient = bucket.params[index].grad
-        if gradient is None:
+        if gradient is None or consumed(gradient):
             return False
         if gradient.layout is not torch.strided:
             bucket.params[index].grad = gradient = gradient.to_dense()
@@ -165,8 +211,9 @@ class Gradients:
     def _held_by_user(self, key: int, bucket: HostBucket) -> bool:
         """Does somebody still hold a gradient that `zero_grad()` took out of `p.grad`?"""
         return any(
-            param.grad is None
+            _is_gone(param.grad)
             and (key, i) not in self._written
+            and i in bucket.grads
             and compat.storage_users(bucket.grads[i]) > 1
             for i, param in enumerate(bucket.params)
         )
@@ -175,11 +222,16 @@ class Gradients:
         """New memory for a bucket's gradients; what is in use moves along."""
         old = bucket.grads
         bucket.make_grads()
-        for i, before in enumerate(old):
+        for i, before in old.items():
             gradient = bucket.params[i].grad
+            if consumed(gradient):
+                gradient = None
             if gradient is not None and gradient.data_ptr() != before.data_ptr():
                 gradient = None  # not ours
             if gradient is not None or (key, i) in self._written:
+                if i not in bucket.grads:  # it was frozen since
+                    bucket.grads[i] = before
+                    continue
                 self.streams.synchronize(Stream.D2H)
                 bucket.grads[i].copy_(before)
             if gradient is not None:
@@ -187,15 +239,19 @@ class Gradients:
 
     def _finish(self) -> None:
         """Set `p.grad`, now that `backward()` ends and the last copy is done."""
-        self.streams.synchronize(Stream.D2H)
+        if self._written or not self._consumed:
+            self.streams.synchronize(Stream.D2H)
         self._running = _nothing
+        for key, i in self._consumed:
+            consume(self.buckets[key].params[i], self.buckets[key].layout.params[i].name)
         for key, i in sorted(self._written):
             param, gradient = self.buckets[key].params[i], self.buckets[key].grads[i]
-            if param.grad is None:
+            if param.grad is None or consumed(param.grad):
                 param.grad = gradient.detach()
             elif (key, i) in self._foreign:
                 with torch.no_grad():
                     param.grad.copy_(gradient)
+        self._serve()
         done = sorted(self._written | self._received)
         self._written.clear()
         self._received.clear()
@@ -203,6 +259,23 @@ class Gradients:
             param = self.buckets[key].params[i]
             for hook in compat.post_accumulate_hooks(param):
                 hook(param)
+
+    def _serve(self) -> None:
+        """Let the gradients whose norms were taken on the device answer for them."""
+        for key, (indices, room) in self._norms.items():
+            bucket = self.buckets[key]
+            for i, norms in zip(indices, zip(*room.tolist(), strict=True), strict=True):
+                gradient = bucket.params[i].grad
+                if gradient is None or (key, i) in self._foreign:
+                    continue
+                if (key, i) in self._written and type(gradient) is torch.Tensor:
+                    Served(gradient, bucket.settle, norms, bucket.layout.params[i].name)
+        self._norms.clear()
+
+
+def _is_gone(gradient: torch.Tensor | None) -> bool:
+    """Is there nothing to accumulate into?"""
+    return gradient is None or consumed(gradient)
 
 
 def _nothing() -> None:

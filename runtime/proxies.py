@@ -12,13 +12,14 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from megacompile import compat
 from megacompile.errors import ModelError
+from megacompile.runtime.guards import unguarded
 
 
 class StreamedParameter(torch.Tensor):
@@ -28,6 +29,8 @@ class StreamedParameter(torch.Tensor):
     root: torch.Tensor  # the host tensor of the parameter that it is, or is a view of
     is_view: bool  # of a parameter, made by eager code
     tell: Callable[[], None]  # called where eager code uses it
+    settle: Callable[[], None]  # waits until `host` may be read
+    wrote: Callable[[], None]  # called when eager code has written to `host`
 
     @staticmethod
     def __new__(
@@ -36,7 +39,7 @@ class StreamedParameter(torch.Tensor):
         self: StreamedParameter = compat.wrapper(cls, host, device)
         self.host = self.root = host
         self.is_view = view
-        self.tell = _nothing
+        self.tell = self.settle = self.wrote = _nothing
         self._is_param = not view  # isinstance(self, nn.Parameter)
         return self
 
@@ -66,7 +69,9 @@ class StreamedParameter(torch.Tensor):
                 f"{tuple(value.shape)} and {value.dtype} in the forward; do that between calls"
             )
         with torch.no_grad():
+            self.settle()
             self.host.copy_(value)
+            self.wrote()
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.device]:
         return ["host"], self.device
@@ -96,6 +101,7 @@ class StreamedParameter(torch.Tensor):
                 return value
             if id(value) not in fetched:
                 value.tell()
+                value.settle()
                 fetched[id(value)] = (value, value.host.to(value.device, copy=True))
             return fetched[id(value)][1]
 
@@ -105,6 +111,7 @@ class StreamedParameter(torch.Tensor):
             for value in compat.written(func, args, kwargs):
                 if isinstance(value, StreamedParameter):
                     value.host.copy_(fetched[id(value)][1])
+                    value.wrote()
                     torch.autograd.graph.increment_version(value.root)  # for a pending backward
             back = {id(copy): proxy for proxy, copy in fetched.values()}
             result = compat.tree_map(lambda value: back.get(id(value), value), result)
@@ -125,7 +132,9 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         view = StreamedParameter(value, bases[0].device, view=True)
-        view.root, view.tell = bases[0].root, bases[0].tell
+        base = bases[0]
+        view.root, view.tell = base.root, base.tell
+        view.settle, view.wrote = base.settle, base.wrote
         return view
 
     args, kwargs = compat.tree_map(host, (args, kwargs))
@@ -169,6 +178,14 @@ def _place_in_user_code() -> str | None:
     return None
 
 
+class Source(NamedTuple):
+    """Where the data of a parameter comes from."""
+
+    copy: torch.Tensor | None  # what goes to the device instead of the parameter
+    settle: Callable[[], None]  # waits until it may be read
+    wrote: Callable[[], None]  # called when eager code has written to it
+
+
 class Proxies:
     """The proxies of a model's parameters, and the swap."""
 
@@ -177,8 +194,13 @@ class Proxies:
         model: nn.Module,
         device: torch.device,
         receive: Callable[[nn.Parameter, torch.Tensor], None],
+        source: Callable[[nn.Parameter], Source | None] = lambda param: None,
     ) -> None:
-        """`receive(parameter, gradient)` gets the gradients that eager code produces."""
+        """The proxies of `model`.
+
+        `receive(parameter, gradient)` gets the gradients that eager code produces; `source` says
+        what is streamed for a parameter, where that is not the parameter itself.
+        """
         self.sites: list[tuple[dict[str, Any], str, nn.Parameter, StreamedParameter]] = []
         made: dict[int, StreamedParameter] = {}
         notice = _EagerNotice()
@@ -187,7 +209,7 @@ class Proxies:
                 if param is None:
                     continue
                 if id(param) not in made:
-                    made[id(param)] = _make(param, device, receive)
+                    made[id(param)] = _make(param, device, receive, source(param))
                     made[id(param)].tell = notice
                 self.sites.append((module._parameters, name, param, made[id(param)]))
 
@@ -208,10 +230,11 @@ class Proxies:
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """For its duration, the model's parameters are the proxies."""
-        for holder, name, param, proxy in self.sites:
-            if proxy.requires_grad != param.requires_grad:
-                proxy.requires_grad_(param.requires_grad)
-            holder[name] = proxy
+        with unguarded():
+            for holder, name, param, proxy in self.sites:
+                if proxy.requires_grad != param.requires_grad:
+                    proxy.requires_grad_(param.requires_grad)
+                holder[name] = proxy
         try:
             yield
         finally:
@@ -224,8 +247,14 @@ def _make(
     param: nn.Parameter,
     device: torch.device,
     receive: Callable[[nn.Parameter, torch.Tensor], None],
+    source: Source | None,
 ) -> StreamedParameter:
-    proxy = StreamedParameter(param.detach(), device)
+    root = param.detach()
+    copy = None if source is None else source.copy
+    proxy = StreamedParameter(root if copy is None else copy, device)
+    proxy.root = root
+    if source is not None:
+        proxy.settle, proxy.wrote = source.settle, source.wrote
     proxy.requires_grad_(param.requires_grad)
 
     def hand_over(accumulated: torch.Tensor) -> None:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 import weakref
@@ -24,10 +25,13 @@ from megacompile.runtime import autograd
 from megacompile.runtime.captured import CapturedGraph, Compiler
 from megacompile.runtime.executor import Machine
 from megacompile.runtime.gradients import Gradients
+from megacompile.runtime.guards import unguarded
 from megacompile.runtime.host import HostBucket
+from megacompile.runtime.in_backward import InBackward
 from megacompile.runtime.progress import bar
-from megacompile.runtime.proxies import Proxies, StreamedParameter
+from megacompile.runtime.proxies import Proxies, Source, StreamedParameter
 from megacompile.runtime.slots import DeviceSlots
+from megacompile.runtime.step import Updates
 from megacompile.runtime.streams import Streams
 from megacompile.validate import check_model
 
@@ -64,12 +68,16 @@ class StreamedModel:
         )
         self.graphs: list[CapturedGraph] = []
         self._take_over()
+        self.updates = Updates(self.machine, options)
+        if options.optimizer is not None:
+            self.machine.in_backward = InBackward(options.optimizer, self.updates.prepare)
         self._compiled = torch.compile(_frame_of(model), backend=_weakly(self._capture))
         self._alone = threading.RLock()  # the swap and the slots serve one call at a time
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._alone:
-            self._adopt()
+            with unguarded():
+                self._adopt()
             args, kwargs = compat.tree_map(self._to_device, (args, kwargs))
             with self.proxies.swapped_in(), compat.guards_on_hooks():
                 return self._compiled(*args, **kwargs)
@@ -94,17 +102,24 @@ class StreamedModel:
         with bar("moving parameters to the host", total, self.options.progress, unit="B") as step:
             for unit in units:
                 params = [named[place.name] for place in unit.bucket.params]
-                self.machine.buckets[unit.bucket.key] = HostBucket(unit.bucket, params, pin=pin)
+                self.machine.buckets[unit.bucket.key] = HostBucket(
+                    unit.bucket,
+                    params,
+                    pin=pin,
+                    grad_dtype=self.options.grad_dtype,
+                    pin_masters=pin and self.options.optimizer is not None,
+                )
                 step(unit.bucket.size_bytes)
         self.machine.gradients.bind(self.machine.buckets)
         self.machine.slots.forget()
         self.compiler = self.make_compiler(units)
-        self.proxies = Proxies(self.model, self.options.device, self.machine.gradients.receive)
         self._buckets_of = {
             id(param): (bucket.layout, i)
             for bucket in self.machine.buckets.values()
             for i, param in enumerate(bucket.params)
         }
+        receive = self.machine.gradients.receive
+        self.proxies = Proxies(self.model, self.options.device, receive, self._source)
         self._params_of = {id(proxy): id(param) for param, proxy in self.proxies.pairs()}
         self._buffers_to_device()
 
@@ -112,6 +127,12 @@ class StreamedModel:
         """Drop what refers to the old buckets, so that each is freed while the next is filled."""
         self.machine.gradients.bind({})
         self.proxies.sites.clear()
+
+    def _source(self, param: nn.Parameter) -> Source:
+        layout, i = self._buckets_of[id(param)]
+        bucket = self.machine.buckets[layout.key]
+        copy = bucket.streamed[i] if bucket.has_copy else None
+        return Source(copy, bucket.settle, functools.partial(bucket.take_back, i))
 
     def _place(self, proxy: StreamedParameter) -> tuple[Bucket, int]:
         return self._buckets_of[self._params_of[id(proxy)]]
@@ -122,11 +143,17 @@ class StreamedModel:
         buckets = self.machine.buckets.values()
         fits = self.proxies.fits(self.model)
         if not fits or any(bucket.replaced() for bucket in buckets):
+            for bucket in buckets:
+                bucket.settle()
             check_model(self.model)
             fits = fits and not self._exchanged()
             if not fits or not all(bucket.adopt() for bucket in buckets):
                 self._let_go()
                 self._take_over()
+        for bucket in self.machine.buckets.values():
+            if not bucket.busy():
+                bucket.settle()
+            bucket.refresh()
         self._buffers_to_device()
 
     def _exchanged(self) -> bool:
@@ -151,9 +178,12 @@ class StreamedModel:
                     module._buffers[name] = moved[id(buffer)][1]
 
     def _to_device(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.device != self.options.device:
-            return value.to(self.options.device)
-        return value
+        if not isinstance(value, torch.Tensor):
+            return value
+        dtype = self.options.compute_dtype
+        if dtype is not None and value.dtype == torch.float32:
+            value = value.to(dtype)
+        return value.to(self.options.device) if value.device != self.options.device else value
 
     def _capture(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """The Dynamo backend: one more captured graph."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 torch.set_num_threads(1)  # the models are small: threads cost more than they gain
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads it when it is first imported
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

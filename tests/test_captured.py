@@ -110,7 +110,7 @@ def test_a_program_knows_what_it_was_captured_with() -> None:
     assert param == ParamInput(BUCKET, 1, True)
     assert number == ConstantInput(7)
     assert compiler.built == [
-        {"tangents": (), "keep_last": True, "accumulate": False, "hold": False}
+        {"tangents": (), "keep_last": True, "accumulate": False, "hold": False, "update": False}
     ]
 
 

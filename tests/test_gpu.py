@@ -9,7 +9,7 @@ import copy
 import gc
 import random
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +37,15 @@ def delay(
     plain = Streams.issue
 
     def issue(
-        self: Streams, stream: Stream, waits: Iterable[Handle], work: Callable[[], Any]
-    ) -> tuple[Any, torch.cuda.Event | None]:
+        self: Streams, stream: Stream, waits: Any, work: Callable[[], Any], host: Any = None
+    ) -> Handle:
         def slow() -> Any:  # runs with `stream` as the current one
             slept.append(cycles(stream))
             if slept[-1]:
                 torch.cuda._sleep(slept[-1])
             return work()
 
-        return plain(self, stream, waits, slow)
+        return plain(self, stream, waits, slow, host)
 
     monkeypatch.setattr(Streams, "issue", issue)
     return lambda: slept
@@ -68,7 +68,7 @@ def poison(model: Any) -> None:
     for buffer in machine.slots.buffers:
         buffer.fill_(255)
     for bucket in machine.buckets.values():
-        for gradient in bucket.grads:
+        for gradient in bucket.grads.values():
             gradient.fill_(torch.nan)
 
 
@@ -190,10 +190,10 @@ def test_delays_show_a_race_that_is_there(monkeypatch: pytest.MonkeyPatch) -> No
     guarded = Streams.issue
 
     def unguarded(
-        self: Streams, stream: Stream, waits: Iterable[Handle], work: Callable[[], Any]
-    ) -> tuple[Any, torch.cuda.Event | None]:
+        self: Streams, stream: Stream, waits: Any, work: Callable[[], Any], host: Any = None
+    ) -> Handle:
         del waits
-        return guarded(self, stream, (), work)
+        return guarded(self, stream, (), work, host)
 
     monkeypatch.setattr(Streams, "issue", unguarded)
     poison(model)

@@ -114,7 +114,7 @@ def test_gradients_lie_in_the_bucket(model: Model) -> None:
     """They are copied there and nowhere else."""
     model.backward(new(model, 2))
     for key, bucket in model.buckets.items():
-        for param, room in zip(bucket.params, bucket.grads, strict=True):
+        for param, room in zip(bucket.params, bucket.grads.values(), strict=True):
             assert param.grad is not None and param.grad.data_ptr() == room.data_ptr(), key
             assert not param.grad.requires_grad and param.grad.is_leaf
 
@@ -133,7 +133,7 @@ def test_who_gets_none_keeps_none(model: Model) -> None:
     assert model.b.grad is None and model.d.grad is None
     assert_grad(model.a, 2)
     assert_grad(model.c, 2)
-    assert model.buckets[1].grads == (), "no memory for a bucket without gradients"
+    assert model.buckets[1].grads == {}, "no memory for a bucket without gradients"
 
 
 def test_no_gradients_at_all(model: Model) -> None:
@@ -259,11 +259,13 @@ def test_a_held_gradient_leaves_those_beside_it(model: Model) -> None:
 
 def test_memory_that_nobody_holds_is_used_again(model: Model) -> None:
     model.backward(new(model, 2))
-    places = [room.data_ptr() for bucket in model.buckets.values() for room in bucket.grads]
+    places = [
+        room.data_ptr() for bucket in model.buckets.values() for room in bucket.grads.values()
+    ]
     for param in model.params.values():
         param.grad = None
     model.backward(new(model, 3))
-    again = [room.data_ptr() for bucket in model.buckets.values() for room in bucket.grads]
+    again = [room.data_ptr() for bucket in model.buckets.values() for room in bucket.grads.values()]
     assert again == places
 
 

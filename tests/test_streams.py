@@ -33,8 +33,8 @@ def test_work_runs_at_once_and_in_order() -> None:
 
     with streams.run():
         for stream in (H2D, COMPUTE, D2H, H2D):
-            value, event = streams.issue(stream, (), functools.partial(work, stream))
-            assert (value, event) == (stream, None)
+            handle = streams.issue(stream, (), functools.partial(work, stream))
+            assert (handle.value, handle.event) == (stream, None)
             assert order[-1] == stream.value, "it is done when issue() returns"
     assert order == ["h2d", "compute", "d2h", "h2d"]
 
@@ -42,7 +42,7 @@ def test_work_runs_at_once_and_in_order() -> None:
 def test_waits_need_no_events_on_the_cpu() -> None:
     streams = Streams(CPU)
     handles = [Handle(i, stream, None) for i, stream in enumerate(Stream)]
-    assert streams.issue(COMPUTE, iter(handles), lambda: 5) == (5, None)
+    assert streams.issue(COMPUTE, iter(handles), lambda: 5).value == 5
     for stream in Stream:
         streams.synchronize(stream)
 
@@ -123,9 +123,8 @@ def test_an_edge_between_streams_is_an_event_that_is_waited_for(cuda: Cuda) -> N
     """prefetch -> forward -> offload: each waits for the one before, and nobody for more."""
     streams = Streams(GPU)
     with streams.run():
-        weights = Handle(*with_stream(H2D, streams.issue(H2D, (), lambda: cuda.work("prefetch"))))
-        result = streams.issue(COMPUTE, (weights,), lambda: cuda.work("forward"))
-        y = Handle(*with_stream(COMPUTE, result))
+        weights = streams.issue(H2D, (), lambda: cuda.work("prefetch"))
+        y = streams.issue(COMPUTE, (weights,), lambda: cuda.work("forward"))
         streams.issue(D2H, (y,), lambda: cuda.work("offload"))
     assert cuda.log == [
         ("work", "h2d", "prefetch"),
@@ -140,15 +139,11 @@ def test_an_edge_between_streams_is_an_event_that_is_waited_for(cuda: Cuda) -> N
     assert (weights.value, y.value) == ("prefetch", "forward")
 
 
-def with_stream(stream: Stream, issued: tuple[Any, Any]) -> tuple[Any, Stream, Any]:
-    return issued[0], stream, issued[1]
-
-
 def test_the_order_of_a_stream_needs_no_wait(cuda: Cuda) -> None:
     streams = Streams(GPU)
     with streams.run():
         for stream in Stream:
-            first = Handle(*with_stream(stream, streams.issue(stream, (), lambda: None)))
+            first = streams.issue(stream, (), lambda: None)
             cuda.log.clear()
             streams.issue(stream, (first,), lambda: None)
             assert [kind for kind, *_ in cuda.log] == ["record"]
@@ -165,10 +160,7 @@ def test_inputs_have_no_event_to_wait_for(cuda: Cuda) -> None:
 def test_every_wait_comes_before_the_work(cuda: Cuda) -> None:
     streams = Streams(GPU)
     with streams.run():
-        copies = [
-            Handle(*with_stream(stream, streams.issue(stream, (), lambda: None)))
-            for stream in (H2D, D2H, H2D)
-        ]
+        copies = [streams.issue(stream, (), lambda: None) for stream in (H2D, D2H, H2D)]
         cuda.log.clear()
         streams.issue(COMPUTE, copies, lambda: cuda.work("forward"))
     kinds = [kind for kind, *_ in cuda.log]
@@ -196,3 +188,82 @@ def test_the_host_waits_for_copies_only(cuda: Cuda) -> None:
     for stream in (H2D, D2H, COMPUTE):
         streams.synchronize(stream)
     assert cuda.log == [("synchronize", "h2d"), ("synchronize", "d2h")]
+
+
+# --- copies that the host is not ready for
+
+
+class Bucket:
+    """A bucket that the host works on until `over`."""
+
+    def __init__(self, log: list[Any], error: Exception | None = None) -> None:
+        self.log = log
+        self.over = False
+        self.error = error
+
+    def busy(self) -> bool:
+        return not self.over
+
+    def settle(self) -> None:
+        self.log.append(("settled" if self.over else "waited",))
+        self.over = True
+        if self.error is not None:
+            raise self.error
+
+
+def work_of(cuda: Cuda) -> list[str]:
+    return [entry[2] for entry in cuda.log if entry[0] == "work"]
+
+
+def test_a_copy_from_a_busy_bucket_is_put_off_until_it_is_needed(cuda: Cuda) -> None:
+    """What does not need it is issued first; later copies do not overtake it."""
+    streams = Streams(GPU)
+    bucket = Bucket(cuda.log)
+    with streams.run():
+        early = streams.issue(H2D, (), lambda: cuda.work("prefetch 1"), bucket)
+        late = streams.issue(H2D, (), lambda: cuda.work("prefetch 2"))
+        streams.issue(COMPUTE, (), lambda: cuda.work("0F"))
+        assert early.event is None and late.event is None and work_of(cuda) == ["0F"]
+        streams.issue(COMPUTE, (early,), lambda: cuda.work("1F"))
+        assert early.value == "prefetch 1" and work_of(cuda) == ["0F", "prefetch 1", "1F"]
+        streams.issue(COMPUTE, (late,), lambda: cuda.work("2F"))
+    assert work_of(cuda) == ["0F", "prefetch 1", "1F", "prefetch 2", "2F"]
+    assert [entry for entry in cuda.log if entry[0] == "waited"] == [("waited",)]
+    assert early.value == "prefetch 1" and early.event is not None
+
+
+def test_a_copy_is_issued_once_the_bucket_is_free(cuda: Cuda) -> None:
+    streams = Streams(GPU)
+    bucket = Bucket(cuda.log)
+    with streams.run():
+        streams.issue(H2D, (), lambda: cuda.work("prefetch"), bucket)
+        bucket.over = True
+        streams.issue(COMPUTE, (), lambda: cuda.work("0F"))
+    assert work_of(cuda) == ["prefetch", "0F"]
+
+
+def test_what_nobody_took_is_issued_at_the_end(cuda: Cuda) -> None:
+    streams = Streams(GPU)
+    with streams.run():
+        streams.issue(H2D, (), lambda: cuda.work("prefetch"), Bucket(cuda.log))
+    assert work_of(cuda) == ["prefetch"]
+
+
+def test_what_went_wrong_on_the_host_is_raised_where_the_copy_is_needed(cuda: Cuda) -> None:
+    streams = Streams(GPU)
+    with pytest.raises(ValueError, match="in the update"), streams.run():
+        bucket = Bucket(cuda.log, ValueError("in the update"))
+        weights = streams.issue(H2D, (), lambda: cuda.work("prefetch"), bucket)
+        streams.issue(H2D, (), lambda: cuda.work("another"))
+        streams.issue(COMPUTE, (weights,), lambda: cuda.work("0F"))
+    assert work_of(cuda) == []
+    with streams.run():
+        streams.issue(COMPUTE, (), lambda: cuda.work("next"))
+    assert work_of(cuda) == ["next"], "what the failed run put off is gone"
+
+
+def test_the_cpu_waits_for_the_host_at_once() -> None:
+    log: list[Any] = []
+    streams = Streams(CPU)
+    assert streams.issue(H2D, (), lambda: 3, Bucket(log)).value == 3
+    assert log == [("waited",)]

@@ -1,0 +1,27 @@
+"""Take the norms of each bucket's gradients while they are on the device.
+
+    before: 2B 2OFFLOAD_GRAD        after: 2B 2NORM_GRAD 2OFFLOAD_GRAD
+
+What is offloaded is what is measured, sums over several backwards included, so that clipping needs
+no pass over host memory.
+"""
+
+from __future__ import annotations
+
+from megacompile import ops
+from megacompile.ir import Schedule
+
+
+def insert_norms(schedule: Schedule) -> Schedule:
+    """The schedule in which every `offload_grad` takes the norms along."""
+    if schedule.backward is None:
+        return schedule
+    new = schedule.copy()
+    assert new.backward is not None
+    for node in ops.nodes_of(new.backward, ops.offload_grad):
+        bucket, gradients = ops.arguments(node)
+        with new.backward.inserting_before(node):
+            name = f"n{bucket.label.replace('.', '_')}"
+            norms = ops.call(new.backward, ops.norm_grad, bucket, gradients, name=name)
+        node.args = (bucket, gradients, norms)
+    return new

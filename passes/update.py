@@ -1,0 +1,76 @@
+"""Update each bucket right behind its gradients, which then never leave the device.
+
+    before: 2B 1B            after: 2FETCH_STATE 2B 2UPDATE 2OFFLOAD_STATE
+                                    1FETCH_STATE 1B 1UPDATE 1OFFLOAD_STATE
+
+An update comes behind the bucket's last gradient and its last reader in the backward. The optimizer
+states are fetched `lookahead` stages ahead, as the weights are; the new parameters and states go
+back while the next stages compute. With `accumulate`, what earlier backwards left on the host is
+added first, as in `offload`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from megacompile import ops
+from megacompile.ir import Bucket, Schedule, TensorMeta
+from megacompile.passes.offload import add_so_far, last_gradients, last_item
+from megacompile.passes.prefetch import buckets_read, uses
+
+_BYTE = torch.uint8
+
+
+def insert_updates(
+    schedule: Schedule,
+    *,
+    accumulate: bool,
+    lookahead: int,
+    masters: bool,
+    state_bytes: float,
+) -> Schedule:
+    """The schedule whose backward updates every bucket that gets gradients.
+
+    Args:
+        accumulate: add the gradients that are on the host already.
+        lookahead: how many stages ahead states are fetched.
+        masters: the states include the parameters, because what is streamed is a copy.
+        state_bytes: of a parameter's element on the way there and back, for the cost model.
+    """
+    if schedule.backward is None:
+        return schedule
+    new = schedule.copy()
+    graph = new.backward
+    assert graph is not None
+    numels = {
+        key: sum(bucket.params[i].numel for i in new.gradient_params[key])
+        for key, (bucket, _, _) in last_gradients(graph).items()
+    }
+    for key, (bucket, call, group) in last_gradients(graph).items():
+        total = add_so_far(graph, bucket, call, group) if accumulate else group
+        behind = [total if accumulate else last_item(call), *_readers(graph, bucket)]
+        where = max(behind)
+        suffix = bucket.label.replace(".", "_")
+        meta = TensorMeta((int(numels[key] * state_bytes),), _BYTE, (1,))
+        steps = uses(graph)
+        at = next(i for i, use in enumerate(steps) if call in use.nodes)
+        with graph.inserting_before(steps[max(0, at - lookahead)].nodes[0]):
+            room = ops.call(graph, ops.alloc_state, bucket, masters, name=f"room_s{suffix}")
+            state = ops.call(graph, ops.fetch_state, bucket, room, masters, name=f"s{suffix}")
+        with graph.inserting_after(where):
+            updated = ops.call(graph, ops.update, bucket, None, total, state, name=f"new{suffix}")
+        with graph.inserting_after(updated):
+            ops.call(graph, ops.offload_state, bucket, updated, name=f"so{suffix}")
+        for node in (room, state, updated):
+            node.meta["value"] = meta
+    return new
+
+
+def _readers(graph: fx.Graph, bucket: Bucket) -> list[fx.Node]:
+    """The last results of the computes that read a bucket's weights."""
+    return [
+        last_item(node)
+        for node in ops.nodes_of(graph, ops.recompute, ops.backward)
+        if any(read.key == bucket.key for read in buckets_read(node))
+    ]

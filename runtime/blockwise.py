@@ -1,0 +1,112 @@
+"""8-bit optimizer states: blocks of 256 values, each a code of the dynamic map times the block's
+largest magnitude.
+
+Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021, arXiv 2110.02861.
+The map has seven decades, 1e-6 to 1, each decade with twice the codes of the one below it; signed
+for the first moment, unsigned for the second. Invariants: the code of 0 is exact, so a block of
+zeros stays zeros; a block with a NaN or an infinity comes back without a finite value.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+BLOCK = 256  # values that share one absmax
+MIN_SIZE = 4096  # elements; a smaller parameter keeps fp32 states
+TABLE_NUMEL = 256 + 256 + 2**16  # a row of `tables`
+
+_DECADES = 7
+
+
+def quantizes(numel: int) -> bool:
+    """Whether the states of a parameter of this size are kept in 8 bits."""
+    return numel >= MIN_SIZE
+
+
+def absmax_numel(numel: int) -> int:
+    """How many blocks, the last one maybe short, `numel` values have."""
+    return -(-numel // BLOCK)
+
+
+def dynamic_code(signed: bool) -> Tensor:
+    """The values that the 256 codes stand for: (256,) fp32 on the CPU, ascending, the last one 1.
+
+    Decade d (0 is the lowest) divides [0.1, 1] * 10^(d - 6) into 2^d bins for each sign, or
+    2^(d + 1) if unsigned, and has the middle of each bin; 0 and 1 are the two codes left.
+    """
+    values = [0.0, 1.0]
+    for decade in range(_DECADES):
+        bins = 2**decade if signed else 2 ** (decade + 1)
+        power = 10.0 ** (decade - _DECADES + 1)
+        middles = [power * (0.1 + 0.9 * (i + 0.5) / bins) for i in range(bins)]
+        values += middles
+        if signed:
+            values += [-middle for middle in middles]
+    return torch.tensor(sorted(values), dtype=torch.float32)
+
+
+# Dynamo would trace through a cached function, and compute the tables in every call; and it takes
+# one constant of a name in a graph, so what is compiled calls this once and passes the result on.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def tables(device: torch.device) -> Tensor:
+    """The unsigned and the signed map on a device, made once: (2, TABLE_NUMEL) fp32.
+
+    A row has `dynamic_code` (256), the midpoints of neighbouring codes (255, and an infinity) and
+    the code of the lowest value of each cell (65536). A cell has the values of the same upper 16
+    bits. It is narrower than the codes are apart, so the nearest code is the cell's or the next.
+    """
+    return _tables(device)
+
+
+@functools.cache
+def _tables(device: torch.device) -> Tensor:
+    codes = torch.stack([dynamic_code(False), dynamic_code(True)])
+    midpoints = (codes[:, 1:] + codes[:, :-1]) / 2
+    cells = torch.arange(2**16, dtype=torch.int32)
+    ends = ((cells << 16) | 0xFFFF).view(torch.float32), (cells << 16).view(torch.float32)
+    lowest = torch.where(cells >= 2**15, *ends)
+    lowest = torch.where(lowest.isnan(), 1.0, lowest)
+    guesses = torch.stack([torch.bucketize(lowest, row).float() for row in midpoints])
+    padded = functional.pad(midpoints, (0, 1), value=torch.inf)
+    return torch.cat([codes, padded, guesses], 1).to(device)
+
+
+def quantize(
+    values: Tensor,  # (numel,) any float dtype
+    signed: bool,
+    table: Tensor | None = None,  # `tables`, where one compiled function quantizes several times
+) -> tuple[Tensor, Tensor]:
+    """The nearest codes, (numel,) uint8, and each block's largest magnitude, fp32.
+
+    A tie takes the lower code. Unsigned maps take values that are not negative.
+    """
+    table = tables(values.device) if table is None else table
+    numel = values.numel()
+    padded = functional.pad(values.float(), (0, -numel % BLOCK))
+    rows = padded.view(absmax_numel(numel), BLOCK)
+    absmax = rows.abs().amax(1)
+    divisor = torch.where(absmax == 0, 1.0, absmax)
+    _, midpoints, guesses = table[int(signed)].split((256, 256, 2**16))
+    scaled = rows / divisor[:, None]
+    guess = guesses[(scaled.view(torch.int32) >> 16) & 0xFFFF].int()
+    codes = guess + (scaled > midpoints[guess])
+    return codes.to(torch.uint8).view(-1)[:numel], absmax
+
+
+def dequantize(
+    codes: Tensor,  # (numel,) uint8
+    absmax: Tensor,  # (absmax_numel(numel),) fp32
+    signed: bool,
+    dtype: torch.dtype = torch.float32,
+    table: Tensor | None = None,  # `tables`, where one compiled function dequantizes several times
+) -> Tensor:
+    """The values of quantized codes: (numel,) in `dtype`."""
+    table = tables(codes.device) if table is None else table
+    numel = codes.numel()
+    padded = functional.pad(codes, (0, -numel % BLOCK)).view(absmax.numel(), BLOCK)
+    rows = table[int(signed), :256][padded.int()] * absmax[:, None]
+    return rows.view(-1)[:numel].to(dtype)

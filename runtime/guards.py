@@ -1,0 +1,114 @@
+"""Tensors that somebody must be asked about before they are read or written.
+
+While an update runs in the background, the memory of a bucket must not be touched: reading a
+parameter would give half of the old value and half of the new one. So for that time the tensors
+that a user can hold (parameters, gradients, optimizer states) are of a subclass whose
+`__torch_function__` asks their `Guard` first. The first use waits for that bucket, and no more;
+from then on they are again what they were: `torch.Tensor` or `nn.Parameter`, without overhead.
+
+[Note: what a guard cannot see] A plain alias (`p.detach()`, an entry of an old `state_dict()`)
+shares the memory but not the guard. Whoever starts work in the background counts the users of each
+storage first (`compat.storage_users`) and waits at once where there are more than its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from megacompile import compat
+
+
+class Guard(Protocol):
+    """Whom to ask before a tensor is used."""
+
+    def open(self, tensor: torch.Tensor) -> None:
+        """Make the tensor safe to use, and `release` it."""
+
+    def serve(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a function, without a look at the data; `NotImplemented` to decline."""
+
+
+class _Guarded:
+    """What the two subclasses share."""
+
+    guard: Guard
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with unguarded():
+            if func not in compat.METADATA:
+                for tensor in _guarded_among((args, kwargs)):
+                    result = tensor.guard.serve(func, args, kwargs)  # type: ignore[attr-defined]
+                    if result is not NotImplemented:
+                        return result
+                for tensor in _guarded_among((args, kwargs)):
+                    tensor.guard.open(tensor)  # type: ignore[attr-defined]
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:  # nn.Parameter's asks nobody, and copies the class
+        assert isinstance(self, torch.Tensor)
+        with unguarded():
+            self.guard.open(self)
+            return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        assert isinstance(self, torch.Tensor)
+        with unguarded():
+            self.guard.open(self)
+            return self.__reduce_ex__(protocol)
+
+
+class GuardedTensor(_Guarded, torch.Tensor):
+    """A `torch.Tensor` while it is guarded."""
+
+
+class GuardedParameter(_Guarded, nn.Parameter):
+    """An `nn.Parameter` while it is guarded."""
+
+
+_CLASSES: dict[type, type] = {torch.Tensor: GuardedTensor, nn.Parameter: GuardedParameter}
+_PLAIN: dict[type, type] = {guarded: plain for plain, guarded in _CLASSES.items()}
+
+
+def guard(tensor: torch.Tensor, by: Guard) -> bool:
+    """Ask `by` before any use of `tensor`; False for a subclass, which cannot be guarded."""
+    if type(tensor) not in _CLASSES and type(tensor) not in _PLAIN:
+        return False
+    tensor.guard = by  # type: ignore[attr-defined]
+    if type(tensor) in _CLASSES:
+        tensor.__class__ = _CLASSES[type(tensor)]
+    return True
+
+
+def release(tensor: torch.Tensor) -> None:
+    """Let a tensor be what it was before `guard`."""
+    if type(tensor) in _PLAIN:
+        tensor.__class__ = _PLAIN[type(tensor)]
+        del tensor.guard  # type: ignore[attr-defined]
+
+
+def guard_of(tensor: torch.Tensor | None) -> Guard | None:
+    """Who guards a tensor now."""
+    return tensor.guard if isinstance(tensor, _Guarded) else None
+
+
+def unguarded() -> AbstractContextManager[None]:
+    """For its duration, this thread uses guarded tensors without asking."""
+    return compat.without_torch_function()
+
+
+def _guarded_among(values: Any) -> Iterator[torch.Tensor]:
+    """The guarded tensors among (nested) arguments."""
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, _Guarded):
+            assert isinstance(value, torch.Tensor)
+            yield value
+        elif isinstance(value, (tuple, list, dict)):
+            yield from _guarded_among(value)

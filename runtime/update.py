@@ -1,0 +1,305 @@
+"""Carry out the optimizer's update of one bucket in host memory.
+
+    STOCK     torch.optim's own step, on the bucket's tensors: bitwise the plain loop
+    DEVICE    the same on copies on the device, a parameter at a time: Muon's matrix products
+    COMPILED  the rule of `runtime.rules`, compiled by Inductor to C++: one pass over memory
+    FUSED     torch.optim's fused CPU kernels: one pass too, where there is no C++ compiler
+    TORCH     the rule of `runtime.rules` as it is: what FUSED cannot do, without a C++ compiler
+    BACKWARD  not here: by `runtime.in_backward` and its kernels, on the device
+
+Host memory bandwidth is the limit of all of them: AdamW with bf16 parameters and gradients and
+float32 moments reads 12 bytes a parameter and writes 10.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from megacompile import compat
+from megacompile.runtime import rules
+from megacompile.runtime.blockwise import absmax_numel
+from megacompile.runtime.host import HostBucket
+from megacompile.runtime.rules import Rule, State
+
+
+class Way(enum.Enum):
+    """How an update is carried out."""
+
+    STOCK = "torch.optim"
+    DEVICE = "torch.optim on the device"
+    BACKWARD = "in the backward"
+    COMPILED = "compiled to C++"
+    FUSED = "torch.optim, fused"
+    TORCH = "torch"
+
+
+STATES = {  # their names in `optimizer.state`, in the rule's order
+    Rule.ADAM: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    Rule.SGD: ("momentum_buffer",),
+    Rule.NESTEROV: ("momentum_buffer",),
+}
+
+
+_OWN = (Way.STOCK, Way.FUSED, Way.DEVICE)  # the optimizer's own code
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """The update of one parameter: what `optimizer.step()` found when it was called."""
+
+    index: int  # in its bucket
+    grad: torch.Tensor
+    scale: float  # of the gradient
+    group: dict[str, Any]  # the parameter group's options, as they were
+    states: dict[str, Any]  # name -> tensor, or (codes, absmax)
+    rule: Rule | None = None
+    hyper: Sequence[float] = ()
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Parameters next to each other that one call of a rule updates."""
+
+    rule: Rule
+    update: rules.Update  # flat; padding between parameters is zeros, and stays so
+    ours: bool  # the gradient lies in the bucket
+
+    def join(self, other: _Run, bucket: HostBucket) -> _Run | None:
+        """This and the next one as one run; None where they differ or are no neighbours."""
+        mine, theirs = self.update, other.update
+        if (
+            (self.rule, tuple(mine.hyper)) != (other.rule, tuple(theirs.hyper))
+            or not (self.ours and other.ours and theirs.param.numel())
+            or mine.seed is not None
+            or any(isinstance(state, tuple) for state in (*mine.states, *theirs.states))
+        ):
+            return None
+        pairs = list(zip(_tensors(mine), _tensors(theirs), strict=True))
+        distance = theirs.param.data_ptr() - mine.param.data_ptr()
+        elements = distance // mine.param.itemsize
+        for a, b in pairs:
+            if a is None and b is None:
+                continue
+            if a is None or b is None or a.dtype != b.dtype:
+                return None
+            if b.data_ptr() - a.data_ptr() != elements * a.itemsize or elements < a.numel():
+                return None
+        numel = elements + theirs.param.numel()
+        spans = [None if a is None else bucket.span(a, numel) for a, _ in pairs]
+        param, grad, copy, *states = spans
+        assert param is not None and grad is not None
+        joined = mine._replace(param=param, grad=grad, copy=copy, states=tuple(states))
+        return _Run(self.rule, joined, ours=True)
+
+
+def _tensors(update: rules.Update) -> tuple[Any, ...]:
+    return (update.param, update.grad, update.copy, *update.states)
+
+
+@dataclass(eq=False, slots=True)
+class BucketUpdate:
+    """The update of one bucket's parameters."""
+
+    bucket: HostBucket
+    way: Way
+    kind: type[Optimizer]
+    device: torch.device
+    steps: list[Step] = field(default_factory=list)
+
+    def makes_states(self) -> bool:
+        """Will an optimizer's own first step make states? Ask before it runs."""
+        if self.way not in _OWN or self.kind is torch.optim.SGD and not self._momentum():
+            return False
+        return any(not step.states for step in self.steps)
+
+    def _momentum(self) -> bool:
+        return any(step.group["momentum"] for step in self.steps)
+
+    def __call__(self) -> None:
+        with torch.no_grad():
+            if self.way in _OWN:
+                self._stock()
+            else:
+                self._by_rules()
+
+    # By rule.
+
+    def _by_rules(self) -> None:
+        for run in self._runs():
+            if (
+                self.way is Way.COMPILED and run.update.param.numel() > 1
+            ):  # one is a kind of its own
+                compiled(run.rule)(run.update)
+            else:
+                rules.apply(run.rule, run.update)
+
+    def _runs(self) -> list[_Run]:
+        """The updates, neighbours with the same hyperparameters as one: a call costs more than
+        the update of a small parameter does."""
+        runs: list[_Run] = []
+        for step in self.steps:
+            run = self._run(step)
+            joined = runs[-1].join(run, self.bucket) if runs else None
+            if joined is not None:
+                runs[-1] = joined
+            elif run.update.param.numel():
+                runs.append(run)
+        return runs
+
+    def _run(self, step: Step) -> _Run:
+        assert step.rule is not None
+        bucket, i = self.bucket, step.index
+        update = rules.Update(
+            param=flat(bucket.values[i]),
+            grad=flat(laid_out_as(step.grad, bucket.values[i])),
+            states=tuple(_flat_state(step.states.get(name)) for name in STATES[step.rule]),
+            hyper=step.hyper,
+            copy=flat(bucket.streamed[i]) if bucket.has_copy else None,
+            seed=step.seed,
+        )
+        ours = i in bucket.grads and step.grad.data_ptr() == bucket.grads[i].data_ptr()
+        return _Run(step.rule, update, ours)
+
+    # torch.optim's own step.
+
+    def _stock(self) -> None:
+        bucket = self.bucket
+        if self.way is not Way.DEVICE:
+            run_stock(self.kind, self.steps, {s.index: bucket.values[s.index] for s in self.steps})
+        else:
+            for step in self.steps:
+                self._on_device(step)
+        for step in self.steps:
+            if bucket.has_copy:
+                bucket.streamed[step.index].copy_(bucket.values[step.index])
+
+    def _on_device(self, step: Step) -> None:
+        host = self.bucket.values[step.index]
+        with compat.side_stream(self.device):
+            there = host.to(self.device, non_blocking=True)
+            moved = Step(
+                index=step.index,
+                grad=step.grad.to(self.device, non_blocking=True),
+                scale=step.scale,
+                group=step.group,
+                states={k: self._moved(k, v) for k, v in step.states.items()},
+            )
+            run_stock(self.kind, [moved], {step.index: there})
+            host.copy_(there, non_blocking=True)
+            for name, value in moved.states.items():
+                mine = step.states.get(name)
+                if isinstance(mine, torch.Tensor):
+                    mine.copy_(value, non_blocking=True)
+                else:  # the first step made it
+                    step.states[name] = value.cpu() if isinstance(value, torch.Tensor) else value
+
+    def _moved(self, name: str, value: Any) -> Any:
+        if name == "step" or not isinstance(value, torch.Tensor):
+            return value
+        return value.to(self.device, non_blocking=True)
+
+
+def run_stock(
+    kind: type[Optimizer], steps: Sequence[Step], params: dict[int, torch.Tensor]
+) -> None:
+    """One step of an optimizer of `kind` on `params`; new states are left in `step.states`."""
+    groups = []
+    for step in steps:
+        param = params[step.index]
+        grad = step.grad.to(param.dtype)
+        param.grad = grad if step.scale == 1.0 else grad * step.scale
+        groups.append({**step.group, "params": [param]})
+    make: Any = kind
+    shadow = make(groups)
+    for step in steps:
+        if step.states:
+            shadow.state[params[step.index]].update(step.states)
+    compat.step_without_hooks(shadow)
+    for step in steps:
+        params[step.index].grad = None
+        step.states.update(shadow.state[params[step.index]])
+
+
+TYPICAL = 2**22  # elements of a parameter that Inductor should have in mind
+
+
+class _Compiled:
+    """A rule as C++; it runs without Python's lock, so the thread that issues work is not held.
+
+    One code serves all sizes. It is compiled on a typical size, because Inductor decides by the
+    first size that it sees whether to use more than one thread.
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        function: Any = rules.adam_
+        if rule is not Rule.ADAM:
+            function = functools.partial(rules.sgd_, nesterov=rule is Rule.NESTEROV)
+        self._run: Callable[..., None] = torch.compile(
+            function, dynamic=True, fullgraph=True, options={"cpp_wrapper": True}
+        )
+        self._met: set[tuple[object, ...]] = set()
+
+    def __call__(self, update: rules.Update) -> None:
+        arguments = _arguments(update)
+        kind = tuple(str(compat.tree_map(_dtype_of, argument)) for argument in arguments)
+        if kind not in self._met:
+            typical = _arguments(_typical(update))
+            self._run(*typical)
+            self._met.add(kind)
+        self._run(*arguments)
+
+
+compiled = functools.cache(_Compiled)
+
+
+def _arguments(update: rules.Update) -> tuple[Any, ...]:
+    """An update as the rules take it."""
+    scalars = torch.tensor(tuple(update.hyper), dtype=rules.math_dtype(update.param.dtype))
+    seed = None if update.seed is None else torch.tensor(update.seed)
+    return (update.param, update.grad, *update.states, update.copy, scalars, seed)
+
+
+def _typical(update: rules.Update) -> rules.Update:
+    """An update of a parameter of a typical size, on zeros."""
+
+    def zeros(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else torch.zeros(TYPICAL, dtype=tensor.dtype)
+
+    def state(value: State | None) -> State | None:
+        if isinstance(value, tuple):
+            return torch.zeros(TYPICAL, dtype=torch.uint8), torch.zeros(absmax_numel(TYPICAL))
+        return zeros(value)
+
+    param, grad = zeros(update.param), zeros(update.grad)
+    assert param is not None and grad is not None
+    return update._replace(
+        param=param, grad=grad, states=tuple(map(state, update.states)), copy=zeros(update.copy)
+    )
+
+
+def _dtype_of(value: Any) -> Any:
+    return value.dtype if isinstance(value, torch.Tensor) else value
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's elements in the order of its memory: (numel,)."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _flat_state(state: State | None) -> State | None:
+    return flat(state) if isinstance(state, torch.Tensor) else state
+
+
+def laid_out_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A tensor with the strides of another of its shape."""
+    if tensor.stride() == like.stride():
+        return tensor
+    return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)

@@ -1,0 +1,487 @@
+"""Every update kernel against its twin in plain torch, which test_rules.py holds to torch.optim.
+
+On a CUDA device the kernels are compiled, and all of this file is marked `gpu`; elsewhere Triton's
+interpreter runs them on host memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacompile.runtime import blockwise, rules
+from megacompile.runtime.kernels import bucket
+from megacompile.runtime.rules import Rule, State, Update
+
+pytest.importorskip("triton")
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+BLOCK = 1024 if ON_GPU else 2**16  # the interpreter's cost is a program's, not an element's
+BIG = 10**6 + 3
+SIZES = (1, 255, 256, 257, 4099, 4096)
+STEPS = 3
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+EIGHT_BIT = torch.uint8
+
+pytestmark = [pytest.mark.gpu] if ON_GPU else []
+
+ADAM_GROUP = {
+    "lr": 1e-2,
+    "betas": (0.9, 0.99),
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "maximize": False,
+    "decoupled_weight_decay": True,
+}
+SGD_GROUP = {
+    "lr": 1e-1,
+    "momentum": 0.9,
+    "dampening": 0.1,
+    "weight_decay": 0.1,
+    "maximize": False,
+}
+
+
+def kernel(rule: Rule, updates: Sequence[Update], block: int = BLOCK) -> None:
+    from megacompile.runtime.kernels.adam import adam_bucket
+    from megacompile.runtime.kernels.sgd import sgd_bucket
+
+    if rule is Rule.ADAM:
+        adam_bucket(updates, block=block)
+    else:
+        sgd_bucket(updates, nesterov=rule is Rule.NESTEROV, block=block)
+
+
+def twin(rule: Rule, updates: Sequence[Update]) -> None:
+    for update in updates:
+        rules.apply(rule, update)
+
+
+def new_state(numel: int, dtype: torch.dtype, *, signed: bool) -> State:
+    zeros = torch.zeros(numel, device=DEVICE)
+    return blockwise.quantize(zeros, signed) if dtype == EIGHT_BIT else zeros.to(dtype)
+
+
+def some_updates(
+    rule: Rule,
+    sizes: Sequence[int] = SIZES,
+    *,
+    param: torch.dtype = FP32,
+    grad: torch.dtype | None = None,
+    state: torch.dtype | None = FP32,
+    copy: torch.dtype | None = None,
+    amsgrad: bool = False,
+    apart: bool = False,
+) -> list[Update]:
+    """Parameters of a bucket with new states; `apart`: the new parameter goes elsewhere."""
+    torch.manual_seed(0)
+    updates = []
+    for numel in sizes:
+        values = torch.randn(numel, device=DEVICE)
+        states: tuple[State | None, ...] = (None,)
+        if rule is Rule.ADAM:
+            assert state is not None
+            states = tuple(new_state(numel, state, signed=i == 0) for i in range(3))
+            states = states if amsgrad else (*states[:2], None)
+        elif state is not None:
+            states = (new_state(numel, state, signed=True),)
+        updates.append(
+            Update(
+                param=values.to(param),
+                grad=torch.empty(numel, dtype=grad or param, device=DEVICE),
+                states=states,
+                hyper=(),
+                out=torch.zeros(numel, dtype=param, device=DEVICE) if apart else None,
+                copy=None if copy is None else torch.zeros(numel, dtype=copy, device=DEVICE),
+            )
+        )
+    return updates
+
+
+def cloned(update: Update) -> Update:
+    def clone(value: State | None) -> State | None:
+        if isinstance(value, tuple):
+            return value[0].clone(), value[1].clone()
+        return None if value is None else value.clone()
+
+    param, grad, states, hyper, out, copy, seed = update
+    return Update(
+        param.clone(),
+        grad.clone(),
+        tuple(map(clone, states)),
+        hyper,
+        None if out is None else out.clone(),
+        None if copy is None else copy.clone(),
+        seed,
+    )
+
+
+def at_step(rule: Rule, updates: Sequence[Update], step: int, *, seeded: bool) -> list[Update]:
+    """The updates with new gradients and each with scalars of its own."""
+    found = []
+    for i, update in enumerate(updates):
+        if rule is Rule.ADAM:
+            group = {**ADAM_GROUP, "lr": 1e-2 * (i + 1), "decoupled_weight_decay": i % 2 == 0}
+            hyper: Sequence[float] = rules.adam_hyper(group, step + i, scale=0.5)
+        else:
+            group = {**SGD_GROUP, "lr": 1e-1 / (i + 1), "maximize": i % 2 == 1}
+            hyper = rules.sgd_hyper(group, first=step == 1, scale=0.5)
+        update.grad.copy_(torch.randn(update.grad.numel(), device=DEVICE))
+        seed = rules.seed_of(7, i, step) if seeded else None
+        found.append(update._replace(hyper=hyper, seed=seed))
+    return found
+
+
+def steps_of(
+    update: Callable[[Rule, Sequence[Update]], None],
+    rule: Rule,
+    updates: Sequence[Update],
+    *,
+    seeded: bool = False,
+    steps: int = STEPS,
+) -> list[Update]:
+    """Copies of the parameters after some steps."""
+    found = [cloned(u) for u in updates]
+    torch.manual_seed(1)
+    for step in range(1, steps + 1):
+        update(rule, at_step(rule, found, step, seeded=seeded))
+    return found
+
+
+def ulps(got: Tensor, want: Tensor) -> int:
+    """The largest distance of two tensors of 16-bit floats, in representable numbers."""
+
+    def ordered(x: Tensor) -> Tensor:
+        bits = x.view(torch.int16).int()
+        return torch.where(bits < 0, -(bits & 0x7FFF), bits)
+
+    return int((ordered(got) - ordered(want)).abs().max()) if got.numel() else 0
+
+
+def assert_close(got: Tensor, want: Tensor, what: str) -> None:
+    """fp64 to 1e-12 and fp32 to 1e-6 of the largest value, 16-bit floats to one ulp of it."""
+    assert got.dtype == want.dtype, what
+    tolerance = {FP64: 1e-12, FP32: 1e-6, BF16: 2.0**-8, FP16: 2.0**-11}[got.dtype]
+    worst = (got.double() - want.double()).abs().max()
+    assert worst <= tolerance * want.double().abs().max(), f"{what}: {worst}"
+    if got.dtype in (BF16, FP16):  # a few may round to the other side
+        assert ((got != want).double().mean()) <= max(1e-3, 1.5 / got.numel()), what
+
+
+def assert_same(rule: Rule, got: Sequence[Update], want: Sequence[Update]) -> None:
+    for one, other in zip(got, want, strict=True):
+        what = f"{rule.name} of {one.param.numel()}"
+        assert_close(one.param, other.param, f"{what}: param")
+        for name in ("out", "copy"):
+            mine, its = getattr(one, name), getattr(other, name)
+            if mine is not None:
+                assert_close(mine, its, f"{what}: {name}")
+        for i, (state, its_state) in enumerate(zip(one.states, other.states, strict=True)):
+            if isinstance(state, tuple):
+                assert isinstance(its_state, tuple)
+                assert_close(state[1], its_state[1], f"{what}: absmax {i}")
+                distance = (state[0].int() - its_state[0].int()).abs()
+                assert distance.max() <= 1, f"{what}: codes {i}"
+                most = max(1e-4, 1.5 / distance.numel())  # at a tie of rounding
+                assert (distance > 0).double().mean() <= most, f"{what}: codes {i}"
+            elif state is not None:
+                assert isinstance(its_state, Tensor)
+                assert_close(state, its_state, f"{what}: state {i}")
+
+
+def check(rule: Rule, updates: Sequence[Update], *, seeded: bool = False, steps: int = 3) -> None:
+    got = steps_of(kernel, rule, updates, seeded=seeded, steps=steps)
+    want = steps_of(twin, rule, updates, seeded=seeded, steps=steps)
+    assert_same(rule, got, want)
+
+
+# --- against the twins
+
+
+@pytest.mark.parametrize("state", [FP32, BF16, EIGHT_BIT], ids=str)
+@pytest.mark.parametrize("param", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("rule", list(Rule), ids=lambda rule: rule.name)
+def test_every_dtype(rule: Rule, param: torch.dtype, state: torch.dtype) -> None:
+    check(rule, some_updates(rule, param=param, state=state))
+
+
+@pytest.mark.parametrize("rule", [Rule.ADAM, Rule.SGD], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("state", [FP32, EIGHT_BIT], ids=str)
+def test_a_large_odd_size(rule: Rule, state: torch.dtype) -> None:
+    check(rule, some_updates(rule, [BIG], param=BF16, state=state), seeded=True, steps=2)
+
+
+@pytest.mark.parametrize("state", [FP32, BF16, EIGHT_BIT], ids=str)
+def test_amsgrad(state: torch.dtype) -> None:
+    check(Rule.ADAM, some_updates(Rule.ADAM, state=state, amsgrad=True))
+
+
+def test_sgd_without_momentum() -> None:
+    check(Rule.SGD, some_updates(Rule.SGD, state=None))
+
+
+def test_float64() -> None:
+    check(Rule.ADAM, some_updates(Rule.ADAM, param=FP64, state=FP64))
+    check(Rule.NESTEROV, some_updates(Rule.NESTEROV, param=FP64, state=FP64))
+
+
+@pytest.mark.parametrize("rule", [Rule.ADAM, Rule.SGD], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("copy", [BF16, FP16], ids=str)
+def test_a_master_and_its_copy(rule: Rule, copy: torch.dtype) -> None:
+    updates = some_updates(rule, grad=copy, copy=copy)
+    check(rule, updates)
+    for update in steps_of(kernel, rule, updates):
+        assert update.copy is not None
+        assert torch.equal(update.copy, update.param.to(copy))
+
+
+@pytest.mark.parametrize("rule", [Rule.ADAM, Rule.SGD], ids=lambda rule: rule.name)
+def test_the_new_parameter_elsewhere(rule: Rule) -> None:
+    updates = some_updates(rule, apart=True)
+    check(rule, updates)
+    in_place = steps_of(kernel, rule, [u._replace(out=None) for u in updates], steps=1)
+    for before, after, other in zip(
+        updates, steps_of(kernel, rule, updates, steps=1), in_place, strict=True
+    ):
+        assert torch.equal(before.param, after.param)
+        assert after.out is not None and torch.equal(after.out, other.param)
+
+
+@pytest.mark.parametrize("rule", list(Rule), ids=lambda rule: rule.name)
+def test_a_bucket_of_several_signatures(rule: Rule) -> None:
+    """Parameters of different dtypes share no launch; an empty one takes part in none."""
+    mixed = [
+        *some_updates(rule, [300, 0, 512], param=BF16, state=EIGHT_BIT),
+        *some_updates(rule, [77, 1024], param=FP32, state=FP32, copy=BF16),
+        *some_updates(rule, [500], param=BF16, state=BF16),
+    ]
+    check(rule, [u for u in mixed if u.param.numel()])
+    kernel(rule, at_step(rule, mixed, 1, seeded=False))
+    signatures = {
+        launch.signature
+        for launch in bucket.launches(
+            at_step(rule, mixed, 1, seeded=True), states=rule.states, block=BLOCK
+        )
+    }
+    assert len(signatures) == 5, "aligned or not for the first two"
+
+
+def test_many_programs_for_a_parameter() -> None:
+    """With the block of the GPU: several rows, blocks and a short last one."""
+    updates = some_updates(Rule.ADAM, [5000, 3, 2048, 4097], state=EIGHT_BIT)
+    want = steps_of(twin, Rule.ADAM, updates)
+    got = steps_of(lambda rule, u: kernel(rule, u, 1024), Rule.ADAM, updates)
+    assert_same(Rule.ADAM, got, want)
+
+
+@pytest.mark.parametrize("numel", [4096, 4099], ids=["aligned", "not aligned"])
+def test_neighbouring_memory_stays(numel: int) -> None:
+    """Nothing is written beyond a parameter's end."""
+    for dtype in (FP32, BF16):
+        room = torch.full((numel + 4096,), 7.0, dtype=dtype, device=DEVICE)
+        moments = [torch.full((numel + 4096,), 7.0, device=DEVICE) for _ in range(2)]
+        views = [m[:numel].zero_() for m in moments]
+        hyper = rules.adam_hyper(ADAM_GROUP, 1)
+        grad = torch.ones(numel, dtype=dtype, device=DEVICE)
+        kernel(Rule.ADAM, [Update(room[:numel], grad, (*views, None), hyper)])
+        assert (room[:numel] != 7).all()
+        for tensor in (room, *moments):
+            assert (tensor[numel:] == 7).all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("state", [FP32, EIGHT_BIT], ids=str)
+def test_what_is_not_finite_shows(bad: float, state: torch.dtype) -> None:
+    """In the parameter's element, and in all of an 8-bit state's block."""
+    (update,) = some_updates(Rule.ADAM, [600], state=state, amsgrad=True)
+    update.grad.fill_(1.0)
+    update.grad[300] = bad
+    kernel(Rule.ADAM, [update._replace(hyper=rules.adam_hyper(ADAM_GROUP, 1))])
+    finite = update.param.isfinite()
+    assert not finite[300] and finite.sum() == 599
+    for i, stored in enumerate(update.states):
+        assert stored is not None
+        whole = isinstance(stored, tuple)
+        values = blockwise.dequantize(*stored, i == 0) if isinstance(stored, tuple) else stored
+        finite = values.isfinite()
+        assert not finite[256:512].any() if whole else not finite[300]
+        assert finite[:256].all() and finite[512:].all()
+
+
+def test_weight_decay_of_0_leaves_an_infinite_parameter() -> None:
+    """As in torch.optim: 0 * inf is not added to the gradient."""
+    for rule in (Rule.ADAM, Rule.SGD):
+        group = {**ADAM_GROUP, **SGD_GROUP, "weight_decay": 0.0, "decoupled_weight_decay": False}
+        hyper = rules.adam_hyper(group, 1) if rule is Rule.ADAM else rules.sgd_hyper(group, True)
+        for run in (kernel, twin):
+            (update,) = some_updates(rule, [16])
+            update.grad.zero_()
+            update.param[3] = -torch.inf
+            run(rule, [update._replace(hyper=hyper)])
+            assert update.param[3] == -torch.inf
+
+
+# --- stochastic rounding
+
+
+def test_the_generator_is_tritons() -> None:
+    import triton
+    import triton.language as tl
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def words(out, seed, start, N: tl.constexpr):  # type: ignore[no-untyped-def]
+        i = tl.arange(0, N)
+        tl.store(out + i, tl.randint(tl.load(seed), tl.load(start) + i).to(tl.uint32).to(tl.int64))
+
+    for seed, start in itertools.product(
+        (0, 1, 2**31 + 5, 2**63 - 1, rules.seed_of(0, 1, 2)), (0, 2**31 - 8, 2**32 - 7, 2**40)
+    ):
+        out = torch.empty(64, dtype=torch.int64, device=DEVICE)
+        given = torch.tensor([seed, start], device=DEVICE)
+        words[(1,)](out, given[:1], given[1:], N=64)
+        counter = start + torch.arange(64, device=DEVICE)
+        assert torch.equal(out, rules.philox(seed, counter)), (seed, start)
+        assert torch.equal(out, rules.philox(torch.tensor(seed, device=DEVICE), counter))
+
+
+@pytest.mark.parametrize("rule", list(Rule), ids=lambda rule: rule.name)
+def test_stochastic_rounding_is_bit_identical(rule: Rule) -> None:
+    """Where the arithmetic is exact: g = 2^-k, lr a power of two, no decay, no moments."""
+    numel = 3000
+    param = torch.randn(numel, device=DEVICE).to(BF16)
+    grad = (2.0 ** torch.randint(-12, -6, (numel,), device=DEVICE)).to(BF16)
+    found = []
+    for run in (kernel, twin):
+        p = param.clone()
+        for step in (1, 2):
+            seed = rules.seed_of(3, 0, step)
+            if rule is Rule.ADAM:  # m = v = 0: the step is 0, and p is scaled by `decay`
+                zeros = [torch.zeros(numel, device=DEVICE) for _ in range(2)]
+                group = {**ADAM_GROUP, "lr": 2.0**-9, "weight_decay": 1.0}
+                hyper: Sequence[float] = rules.adam_hyper(group, step, scale=0.0)
+                update = Update(p, grad, (*zeros, None), hyper, seed=seed)
+            else:
+                group = {**SGD_GROUP, "lr": 1.0, "weight_decay": 0.0, "momentum": 0.0}
+                state = None if rule is Rule.SGD else torch.zeros(numel, device=DEVICE)
+                update = Update(p, grad, (state,), rules.sgd_hyper(group, True), seed=seed)
+            run(rule, [update])
+        found.append(p)
+    assert torch.equal(found[0].view(torch.int16), found[1].view(torch.int16))
+    assert not torch.equal(found[0], param)
+
+
+def test_stochastic_rounding_is_unbiased() -> None:
+    """The mean of many roundings is the value, to four standard deviations; nearest is not."""
+    numel = 2**16
+    value = 1.0 + 2.0**-10  # an eighth of the way to the next bf16
+    seeds = [rules.seed_of(0, i, 1) for i in range(4)]
+    for run in (kernel, twin):
+        updates = []
+        for seed in seeds:
+            grad = torch.full((numel,), -(2.0**-10), device=DEVICE)
+            group = {**SGD_GROUP, "lr": 1.0, "weight_decay": 0.0, "momentum": 0.0}
+            param = torch.ones(numel, dtype=BF16, device=DEVICE)
+            hyper = rules.sgd_hyper(group, True)
+            updates.append(Update(param, grad, (None,), hyper, seed=seed))
+        run(Rule.SGD, updates)
+        values = torch.cat([u.param for u in updates]).double()
+        assert set(values.unique().tolist()) == {1.0, 1.0 + 2.0**-7}
+        deviation = 2.0**-7 * (1 / 8 * 7 / 8 / len(values)) ** 0.5
+        assert abs(float(values.mean()) - value) < 4 * deviation
+        assert not torch.equal(updates[0].param, updates[1].param)
+
+
+def test_stochastic_rounding_keeps_what_is_not_finite() -> None:
+    values = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1.0])
+    values = values.to(DEVICE)
+    for run in (kernel, twin):
+        param = values.to(BF16)
+        group = {**SGD_GROUP, "lr": 0.0, "weight_decay": 0.0, "momentum": 0.0}
+        grad = torch.ones_like(values)
+        run(Rule.SGD, [Update(param, grad, (None,), rules.sgd_hyper(group, True), seed=5)])
+        torch.testing.assert_close(param.float(), values, rtol=0, atol=0, equal_nan=True)
+
+
+# --- the dispatcher
+
+
+@pytest.mark.parametrize("rule", list(Rule), ids=lambda rule: rule.name)
+def test_update_bucket(rule: Rule) -> None:
+    updates = some_updates(rule, param=BF16, state=EIGHT_BIT)
+    want = steps_of(twin, rule, updates, seeded=True)
+    got = steps_of(bucket.update_bucket, rule, updates, seeded=True)
+    if not ON_GPU:
+        for one, other in zip(got, want, strict=True):
+            assert torch.equal(one.param, other.param)
+    assert_same(rule, got, want)
+    bucket.update_bucket(rule, [])
+
+
+def test_update_bucket_takes_shaped_parameters() -> None:
+    def shaped(values: Tensor) -> Tensor:
+        return values.view(16, 3, 5)
+
+    (flat,) = some_updates(Rule.ADAM, [240])
+    flat = at_step(Rule.ADAM, [flat], 1, seeded=False)[0]
+    other = cloned(flat)
+    bucket.update_bucket(Rule.ADAM, [flat])
+    m, v, _ = other.states
+    assert isinstance(m, Tensor) and isinstance(v, Tensor)
+    param = torch.nn.Parameter(shaped(other.param))
+    states = (shaped(m), shaped(v), None)
+    bucket.update_bucket(Rule.ADAM, [Update(param, shaped(other.grad), states, other.hyper)])
+    assert torch.equal(other.param, flat.param)
+
+
+def test_bad_tensors_are_refused() -> None:
+    (update,) = some_updates(Rule.ADAM, [512])
+    update = at_step(Rule.ADAM, [update], 1, seeded=False)[0]
+    strided = torch.zeros(1024, device=DEVICE)[::2]
+    short = torch.zeros(511, device=DEVICE)
+    codes = torch.zeros(512, dtype=torch.uint8, device=DEVICE)
+    cases = [
+        (update._replace(grad=strided), "needed a contiguous one of 512"),
+        (update._replace(grad=short), r"shape \(511,\)"),
+        (update._replace(out=torch.zeros(512, dtype=BF16, device=DEVICE)), "needed torch.float32"),
+        (update._replace(states=update.states[:2]), "2 states, needed 3"),
+        (update._replace(states=((codes, short), *update.states[1:])), "of 2 elements"),
+        (update._replace(states=((codes, codes[:2]), *update.states[1:])), "8-bit state"),
+    ]
+    for bad, message in cases:
+        with pytest.raises(ValueError, match=message):
+            bucket.update_bucket(Rule.ADAM, [bad])
+        with pytest.raises(ValueError, match=message):
+            kernel(Rule.ADAM, [bad])
+
+
+# --- on the GPU alone
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_elements() -> None:
+    numel = 2**31 + 300
+    param = torch.ones(numel, dtype=BF16, device=DEVICE)
+    grad = torch.ones(numel, dtype=BF16, device=DEVICE)
+    group = {**SGD_GROUP, "lr": 0.5, "weight_decay": 0.0, "momentum": 0.0}
+    kernel(Rule.SGD, [Update(param, grad, (None,), rules.sgd_hyper(group, True))])
+    assert (param[-1000:] == 0.5).all() and (param[:1000] == 0.5).all()
+    assert bool((param == 0.5).all())
+
+
+@pytest.mark.gpu
+def test_tables_in_flight_are_not_overwritten() -> None:
+    """Calls ahead of a busy device each keep their own staged scalars."""
+    updates = some_updates(Rule.SGD, [4096], state=None)
+    updates[0].param.zero_()
+    updates[0].grad.fill_(1.0)
+    kernel(Rule.SGD, [updates[0]._replace(hyper=rules.SgdHyper(1.0, 0.0, 0.0, 0.0, 1.0, 1.0))])
+    torch.cuda._sleep(100_000_000)
+    for i in range(100):
+        hyper = rules.SgdHyper(1.0, 0.0, float(i), 0.0, 1.0, 1.0)
+        kernel(Rule.SGD, [updates[0]._replace(hyper=hyper)])
+    assert (updates[0].param == sum(range(100))).all()
