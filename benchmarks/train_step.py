@@ -5,7 +5,8 @@
 Each `--run` is one of RUNS, in a process of its own. Host memory is measured: the process's
 resident set after the last step, less what it was before the model was there, when a small model
 had been trained in the same way. The default work is that of the peers: 3.89 B parameters, 16x1024
-random tokens, bf16, AdamW with float32 moments, gradients clipped to norm 1.
+random tokens, bf16, AdamW with float32 moments, gradients clipped to norm 1. The time is that of
+all steps together, from idle to idle, over their number.
 """
 
 from __future__ import annotations
@@ -141,16 +142,16 @@ def _measure(name: str, args: argparse.Namespace) -> dict[str, object]:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     training.parts.clear()
-    times, losses = [], []
+    losses = []
     start = time.perf_counter()
     for _ in range(args.steps):
-        losses.append(training.step(ids).item())
-        times.append(time.perf_counter() - start)
-        start = time.perf_counter()
+        losses.append(training.step(ids))
+    last = losses[-1].item()
+    torch.cuda.synchronize()
+    seconds = (time.perf_counter() - start) / args.steps
     held = _resident_bytes() - before
     parts = {k: f"{statistics.median(v) * 1e3:.0f}" for k, v in training.parts.items()}
-    print("seconds:", " ".join(f"{t:.4f}" for t in times), "ms:", parts, flush=True)
-    seconds = statistics.median(times)
+    print(f"{seconds:.4f} s a step; ms on the host's clock: {parts}", flush=True)
     if args.trace:
         _trace(training, ids, args.trace)
     return {
@@ -163,7 +164,7 @@ def _measure(name: str, args: argparse.Namespace) -> dict[str, object]:
         "peak GPU GiB": f"{torch.cuda.max_memory_allocated() / 2**30:.1f}",
         "host bytes/parameter": f"{held / count:.2f}",
         "two first steps s": f"{first_s:.1f}",
-        "losses": f"{losses[0]:.4f} .. {losses[-1]:.4f}",
+        "losses": f"{losses[0].item():.4f} .. {last:.4f}",
     }
 
 

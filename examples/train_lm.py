@@ -42,6 +42,8 @@ VALIDATION_SHARE = 0.1  # of the corpus: its end
 LOG_EVERY = 10  # steps
 VALIDATION_BATCHES = 8
 DTYPES = ("float32", "bfloat16")
+HALVES = ("bfloat16", "float16")
+STATES = ("float32", "bfloat16", "int8")
 # What a run may set otherwise than the one that it resumes: it does not change what is trained.
 FREE_ON_RESUME = (
     *("plain", "device", "validate_every"),
@@ -104,6 +106,9 @@ def parse_flags(argv: Sequence[str] | None) -> Namespace:
     add("--plain", action="store_true", help="leave megacompile out")
     add("--device", type=device, help="where to compute: a CUDA device if there is one")
     add("--dtype", choices=DTYPES, default="float32", help="of parameters and activations")
+    add("--compute-dtype", choices=HALVES, help="what a float32 model is streamed and computed in")
+    add("--state-dtype", choices=STATES, help="of the optimizer's moments: the parameters'")
+    add("--stochastic-rounding", action="store_true", help="of bfloat16 parameters")
     add("--seed", type=within(int, 0, 2**63), default=0, help="of weights, data order, dropout")
 
     add("--layers", type=COUNT, default=6, help="blocks of attention and MLP")
@@ -287,6 +292,11 @@ class Losses:
     validation: dict[int, float]
 
 
+def dtype_named(name: str | None) -> Any:
+    """A dtype option of `megacompile` from its name on the command line."""
+    return name if name in (None, "int8") else getattr(torch, str(name))
+
+
 def build(flags: Namespace, text: bytes, device: torch.device) -> Run:
     """The model, plain or streamed, and what trains it."""
     torch.manual_seed(flags.seed)
@@ -300,7 +310,13 @@ def build(flags: Namespace, text: bytes, device: torch.device) -> Run:
     if flags.plain:
         model = model.to(device)
     else:
-        model = megacompile(model, device=device)
+        model = megacompile(
+            model,
+            device=device,
+            compute_dtype=dtype_named(flags.compute_dtype),
+            state_dtype=dtype_named(flags.state_dtype),
+            stochastic_rounding=flags.stochastic_rounding,
+        )
 
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]

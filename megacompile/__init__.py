@@ -3,7 +3,7 @@
 model = megacompile(model)
 """
 
-from megacompile.api import accumulate, megacompile, schedules
+from megacompile.api import accumulate, megacompile, schedules, updates
 from megacompile.errors import (
     BackwardError,
     HostMemoryError,
@@ -34,4 +34,5 @@ __all__ = [
     "accumulate",
     "megacompile",
     "schedules",
+    "updates",
 ]

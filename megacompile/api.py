@@ -136,13 +136,29 @@ def schedules(model: nn.Module) -> list[Schedule]:
     Raises:
         ModelError: the model is not megacompiled.
     """
+    return _streamed(model, "schedules").schedules()
+
+
+def updates(model: nn.Module) -> dict[str, str]:
+    """How the last `optimizer.step()` was carried out: by the unit's module path, in model order.
+
+    "compiled to C++", "torch.optim", "torch.optim, fused", "torch.optim on the device", "torch" or
+    "in the backward"; {} before the first step, and for an optimizer that runs as it is.
+
+    Raises:
+        ModelError: the model is not megacompiled.
+    """
+    return {name: way.value for name, way in _streamed(model, "updates").updates.ways.items()}
+
+
+def _streamed(model: nn.Module, caller: str) -> StreamedModel:
     streamed = model._compiled_call_impl
     if not isinstance(streamed, StreamedModel):
         raise ModelError(
-            f"schedules(): {type(model).__name__} is not megacompiled; "
+            f"{caller}(): {type(model).__name__} is not megacompiled; "
             "call model = megacompile(model) first"
         )
-    return streamed.schedules()
+    return streamed
 
 
 class _Compiler:

@@ -388,3 +388,10 @@ def keep_state_dtypes(ours: Callable[[torch.Tensor], bool]) -> None:
 
 
 _STATES_KEPT: list[Callable[[torch.Tensor], bool]] = []
+
+
+def put_first(handle: Any) -> None:
+    """Let a hook run before those that are registered in the same place."""
+    hooks = handle.hooks_dict_ref()
+    assert hooks is not None, "the hooks of an object that is gone"
+    hooks.move_to_end(handle.id, last=False)

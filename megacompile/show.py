@@ -44,7 +44,7 @@ from megacompile.ir import (
 
 _WIDTH = 80  # of a line of code, before its comment
 _SHAPES = 3  # more tensors than this are counted, not listed
-_STEPS = (ops.forward, ops.recompute, ops.backward, ops.add_grad)  # a row of the table each
+_STEPS = (ops.forward, ops.recompute, ops.backward, ops.add_grad, ops.update)  # a row each
 _QUIET = (  # not in the table
     ops.begin,
     ops.alloc_grad,
@@ -263,7 +263,7 @@ def _del(nodes: Sequence[fx.Node], variables: Mapping[fx.Node, str]) -> Iterator
     values = [value for node in nodes for value in node.all_input_nodes if value in node.args]
     size = sum(tensors_bytes(value.meta.get("value")) for value in values)
     text = _targets([variables[value] for value in values]).removesuffix(",")
-    yield _Line(f"del {text}", Stream.COMPUTE.value, ops.label(nodes[0]), format_bytes(size))
+    yield _Line(f"del {text}", Stream.COMPUTE.value, "FREE", format_bytes(size))
 
 
 def _targets(variables: list[str]) -> str:

@@ -71,9 +71,9 @@ def _gradients_kept(view: View) -> Iterator[Hazard]:
 def _gradients_match(view: View) -> Iterator[Hazard]:
     """What is carried, added and offloaded for a bucket are that bucket's gradients."""
     expected: list[tuple[fx.Node, Bucket, Any, str]] = []
-    for node in view.nodes(ops.offload_grad, ops.update):
+    for node in view.nodes(ops.offload_grad, ops.norm_grad, ops.update):
         bucket: Any = node.args[0]
-        value: Any = node.args[1 if node.target is ops.offload_grad else 2]
+        value: Any = node.args[2 if node.target is ops.update else 1]
         if value.target is not ops.add_grad:
             expected.append((node, bucket, value, "backward or add_grad"))
         elif value.args[0].key != bucket.key:
@@ -98,8 +98,24 @@ def _gradients_match(view: View) -> Iterator[Hazard]:
         carries: Any = call.args[5]
         for got in map(_group_bucket, carries):
             if got is not None and got.key not in own:
-                message = f"{label(call)} carries gradients of bucket {got.label}, not its own"
+                message = (
+                    f"{label(call)} carries gradients of bucket {got.label}, not its own; "
+                    "carry those of the buckets that it reads"
+                )
                 yield view.hazard(HazardKind.WRONG_GRADIENTS, call, None, message)
+
+
+def _norms_match(view: View) -> Iterator[Hazard]:
+    """The norms that go to the host are those of the gradients that go with them."""
+    for node in view.nodes(ops.offload_grad):
+        norms: Any = node.args[2] if len(node.args) > 2 else None
+        if norms is None or (norms.target is ops.norm_grad and norms.args[1] is node.args[1]):
+            continue
+        message = (
+            f"{label(node)} takes what {label(norms)} gives as the norms of other gradients; give "
+            "it the norm_grad of what it takes"
+        )
+        yield view.hazard(HazardKind.WRONG_GRADIENTS, node, norms, message)
 
 
 def _gradient_buffers(view: View) -> Iterator[Hazard]:
@@ -176,12 +192,16 @@ def _room(view: View, fetch: fx.Node) -> Iterator[Hazard]:
 def _states(view: View) -> Iterator[Hazard]:
     """An update takes its bucket's own states, and what it gives goes back to the host once."""
     for fetch in view.nodes(ops.fetch_state):
+        bucket: Any = fetch.args[0]
         room: Any = fetch.args[1]
-        if room.target is not ops.alloc_state or room.args[0].key != fetch.args[0].key:  # type: ignore[union-attr]
-            message = f"{label(fetch)} fills memory that was not made for its bucket's states"
+        if room.target is not ops.alloc_state or room.args[0].key != bucket.key:
+            message = (
+                f"{label(fetch)} fills memory that was not made for the states of bucket "
+                f"{bucket.label}; alloc_state(bucket_{bucket.label}) for it"
+            )
             yield view.hazard(HazardKind.WRONG_ROOM, fetch, None, message)
     for node in view.nodes(ops.update):
-        bucket: Any = node.args[0]
+        bucket = node.args[0]
         state: Any = node.args[3]
         if state.target is not ops.fetch_state or state.args[0].key != bucket.key:
             message = (
@@ -189,29 +209,47 @@ def _states(view: View) -> Iterator[Hazard]:
                 f"{bucket.label}; give it that bucket's fetch_state"
             )
             yield view.hazard(HazardKind.WRONG_STATE, node, state, message)
-        offloads = [user for user in node.users if user.target is ops.offload_state]
-        if len(offloads) != 1 or offloads[0].args[0].key != bucket.key:  # type: ignore[union-attr]
+        offloads: list[Any] = [user for user in node.users if user.target is ops.offload_state]
+        if [offload.args[0].key for offload in offloads] != [bucket.key]:
+            took = ", ".join(label(offload) for offload in offloads) or "nobody"
             message = (
-                f"{label(node)} gives new parameters and states that {len(offloads) or 'no'} "
-                f"offload_state takes to bucket {bucket.label}; add one"
+                f"{label(node)} gives new parameters and states of bucket {bucket.label} that "
+                f"{took} takes to the host; let one offload_state(bucket_{bucket.label}) take them"
             )
             yield view.hazard(HazardKind.STATE_LOST, node, None, message)
         yield from _update_weights(view, node, state)
+    for first, *others in _by_bucket(view, ops.update).values():
+        for node in others:
+            message = (
+                f"{label(node)} updates bucket {node.args[0].label} again; make one update of all "  # type: ignore[union-attr]
+                "its gradients"
+            )
+            yield view.hazard(HazardKind.STATE_LOST, first, node, message)
 
 
 def _update_weights(view: View, node: fx.Node, state: Any) -> Iterator[Hazard]:
     """It reads the parameters from its bucket's slot, or with the states (masters)."""
     bucket: Any = node.args[0]
     weights: Any = node.args[1]
+    masters = state.target is ops.fetch_state and state.args[2]
     if weights is None:
-        if state.target is ops.fetch_state and not state.args[2]:
+        if state.target is ops.fetch_state and not masters:
             message = (
                 f"{label(node)} is given neither weights of bucket {bucket.label} nor masters; "
                 "prefetch the bucket and pass it"
             )
             yield view.hazard(HazardKind.MISSING_WEIGHTS, node, None, message)
     elif weights.target not in (ops.prefetch, ops.hold) or weights.args[0].key != bucket.key:
-        message = f"{label(node)} is given what {label(weights)} gives, not bucket {bucket.label}"
+        message = (
+            f"{label(node)} is given what {label(weights)} gives, not bucket {bucket.label}; give "
+            f"it a prefetch of bucket {bucket.label}"
+        )
+        yield view.hazard(HazardKind.WRONG_WEIGHTS, node, weights, message)
+    elif masters:
+        message = (
+            f"{label(node)} is given what {label(weights)} gives, a copy of the parameters that "
+            f"come with the states of bucket {bucket.label}; give it None"
+        )
         yield view.hazard(HazardKind.WRONG_WEIGHTS, node, weights, message)
 
 
@@ -235,6 +273,7 @@ def _updated_last(view: View) -> Iterator[Hazard]:
 CHECKS: tuple[Check, ...] = (
     _gradients_kept,
     _gradients_match,
+    _norms_match,
     _gradient_buffers,
     _states,
     _updated_last,

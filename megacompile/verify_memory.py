@@ -216,13 +216,15 @@ def _used_after_free(
                 yield view.hazard(HazardKind.USE_AFTER_FREE, user, name, message)
     if not all(name in frees for name in shared):
         return
-    release = max((frees[name] for name in shared), key=view.order.position.__getitem__)
+    releases = [frees[name] for name in shared]
+    release = max(releases, key=view.order.position.__getitem__)
+    kept_for = {n for park in releases if park.target is ops.park for n in _after(park)}
     for name in shared:
         for user in name.users:
             other_stream = ops.op_of(user) is not None and ops.stream_of(user) is not Stream.COMPUTE
             if not other_stream or name not in reads(user):
                 continue
-            if release.target is ops.park and user in release.kwargs["after"]:  # type: ignore[operator]
+            if user in kept_for:
                 continue
             if view.order.issued_before(user, release) and not view.order.before(user, release):
                 message = (
@@ -230,6 +232,11 @@ def _used_after_free(
                     f"no edge orders {label(user)} before its free; add after=({label(user)}) to it"
                 )
                 yield view.hazard(HazardKind.FREED_TOO_EARLY, user, release, message)
+
+
+def _after(node: fx.Node) -> tuple[fx.Node, ...]:
+    after: Any = node.kwargs.get("after", ())
+    return tuple(map(producer, after))
 
 
 # Changes in place.

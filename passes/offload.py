@@ -26,7 +26,7 @@ def offload_gradients(schedule: Schedule, *, accumulate: bool) -> Schedule:
         total = add_so_far(graph, bucket, call, group) if accumulate else group
         after = total if accumulate else last_item(call)
         with graph.inserting_after(after):
-            ops.call(graph, ops.offload_grad, bucket, total, name=f"o{_suffix(bucket)}")
+            ops.call(graph, ops.offload_grad, bucket, total, name=f"o{suffix_of(bucket)}")
     return new
 
 
@@ -44,7 +44,7 @@ def last_gradients(graph: fx.Graph) -> dict[int, tuple[Bucket, fx.Node, fx.Node]
 
 def add_so_far(graph: fx.Graph, bucket: Bucket, call: fx.Node, group: fx.Node) -> fx.Node:
     """Fetch what is on the host before the stage runs; add to it after."""
-    suffix = _suffix(bucket)
+    suffix = suffix_of(bucket)
     first = call
     while first.prev.op != "root" and _same_stage(first.prev, call):
         first = first.prev
@@ -76,5 +76,6 @@ def last_item(call: fx.Node) -> fx.Node:
     return max((item for _, item in ops.items(call)), default=call)
 
 
-def _suffix(bucket: Bucket) -> str:
+def suffix_of(bucket: Bucket) -> str:
+    """A bucket's label as the end of a name."""
     return bucket.label.replace(".", "_")

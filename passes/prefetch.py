@@ -91,7 +91,8 @@ def _insert(graph: fx.Graph, all_uses: Sequence[Use], lookahead: int) -> None:
         for node in use.nodes:
             if node.target is ops.update:
                 (bucket, _, *others) = ops.arguments(node)
-                node.args = (bucket, weights.get((i, bucket.key)), *others)
+                taken_here = weights[i, bucket.key] if buckets_read(node) else None
+                node.args = (bucket, taken_here, *others)
                 continue
             stage = ops.arguments(node)[0]
             read = {bucket.key for bucket in buckets_read(node)}

@@ -4,9 +4,9 @@
                                     1FETCH_STATE 1B 1UPDATE 1OFFLOAD_STATE
 
 An update comes behind the bucket's last gradient and its last reader in the backward. The optimizer
-states are fetched `lookahead` stages ahead, as the weights are; the new parameters and states go
-back while the next stages compute. With `accumulate`, what earlier backwards left on the host is
-added first, as in `offload`.
+states are fetched `lookahead` stages ahead, as the weights are, in the order of the updates; the
+new parameters and states go back while the next stages compute. With `accumulate`, what earlier
+backwards left on the host is added first, as in `offload`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import fx
 
 from megacompile import ops
 from megacompile.ir import Bucket, Schedule, TensorMeta
-from megacompile.passes.offload import add_so_far, last_gradients, last_item
+from megacompile.passes.offload import add_so_far, last_gradients, last_item, suffix_of
 from megacompile.passes.prefetch import buckets_read, uses
 
 _BYTE = torch.uint8
@@ -43,34 +43,36 @@ def insert_updates(
     new = schedule.copy()
     graph = new.backward
     assert graph is not None
-    numels = {
-        key: sum(bucket.params[i].numel for i in new.gradient_params[key])
-        for key, (bucket, _, _) in last_gradients(graph).items()
-    }
-    for key, (bucket, call, group) in last_gradients(graph).items():
+    steps = uses(graph)  # before there are updates
+    made: list[tuple[fx.Node, int]] = []  # updates, and the uses that they follow
+    for bucket, call, group in last_gradients(graph).values():
         total = add_so_far(graph, bucket, call, group) if accumulate else group
-        behind = [total if accumulate else last_item(call), *_readers(graph, bucket)]
-        where = max(behind)
-        suffix = bucket.label.replace(".", "_")
-        meta = TensorMeta((int(numels[key] * state_bytes),), _BYTE, (1,))
-        steps = uses(graph)
-        at = next(i for i, use in enumerate(steps) if call in use.nodes)
+        last = max([call, *_readers(graph, bucket)])
+        where = max(total if accumulate else last_item(call), last_item(last))
+        suffix = suffix_of(bucket)
+        with graph.inserting_after(where):
+            updated = ops.call(graph, ops.update, bucket, None, total, None, name=f"new{suffix}")
+        with graph.inserting_after(updated):
+            ops.call(graph, ops.offload_state, bucket, updated, name=f"so{suffix}")
+        made.append((updated, next(i for i, use in enumerate(steps) if last in use.nodes)))
+    for updated, at in sorted(made):  # the first update's states come first
+        bucket, weights, total, _ = ops.arguments(updated)
+        suffix = suffix_of(bucket)
         with graph.inserting_before(steps[max(0, at - lookahead)].nodes[0]):
             room = ops.call(graph, ops.alloc_state, bucket, masters, name=f"room_s{suffix}")
             state = ops.call(graph, ops.fetch_state, bucket, room, masters, name=f"s{suffix}")
-        with graph.inserting_after(where):
-            updated = ops.call(graph, ops.update, bucket, None, total, state, name=f"new{suffix}")
-        with graph.inserting_after(updated):
-            ops.call(graph, ops.offload_state, bucket, updated, name=f"so{suffix}")
+        updated.args = (bucket, weights, total, state)
+        numel = sum(bucket.params[i].numel for i in new.gradient_params[bucket.key])
+        meta = TensorMeta((int(numel * state_bytes),), _BYTE, (1,))
         for node in (room, state, updated):
             node.meta["value"] = meta
     return new
 
 
 def _readers(graph: fx.Graph, bucket: Bucket) -> list[fx.Node]:
-    """The last results of the computes that read a bucket's weights."""
+    """The computes that read a bucket's weights."""
     return [
-        last_item(node)
+        node
         for node in ops.nodes_of(graph, ops.recompute, ops.backward)
         if any(read.key == bucket.key for read in buckets_read(node))
     ]

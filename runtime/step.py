@@ -128,13 +128,15 @@ class Updates:
                 if update.way is Way.STOCK and _has_tensors(step.group):
                     aliased.add(key)  # see float64 in _step
         done = [(param, param.grad) for _, param in found]
-        first = {key for key, update in updates.items() if update.makes_states()}
+        first = {key: update.new() for key, update in updates.items() if update.makes_states()}
         for key, update in updates.items():
             self._start(update, held[key])
-        for key in first | aliased:
+        for key in first.keys() | aliased:
             updates[key].bucket.settle()
-        for key in first:
-            self._install(optimizer, updates[key])
+        for key, steps in first.items():
+            self._install(optimizer, updates[key].bucket, steps)
+        for _, trained in found:
+            _drop_empty(optimizer, trained)
         return done  # type: ignore[return-value]
 
     def _commit(
@@ -148,6 +150,7 @@ class Updates:
         for key, i in done:
             param = self.machine.buckets[key].params[i]
             _count_up(optimizer.state[param])
+            _drop_empty(optimizer, param)
             param.grad = None
         return [(group, param) for group, param in found if param.grad is not None]
 
@@ -371,10 +374,9 @@ class Updates:
         flight = _Flight(self._thread.submit(update), bucket.layout.name)
         bucket.start(flight, indices, visible)
 
-    def _install(self, optimizer: Optimizer, update: BucketUpdate) -> None:
+    def _install(self, optimizer: Optimizer, bucket: HostBucket, steps: Iterable[Step]) -> None:
         """Take over the states that an optimizer's own first step made."""
-        bucket = update.bucket
-        for step in update.steps:
+        for step in steps:
             param = bucket.params[step.index]
             state = optimizer.state[param]
             state.update(step.states)
@@ -388,6 +390,12 @@ def _count_up(state: dict[str, Any]) -> None:
     """Count a step in an optimizer's own counter."""
     if "step" in state:
         state["step"] += 1
+
+
+def _drop_empty(optimizer: Optimizer, param: nn.Parameter) -> None:
+    """Where torch.optim keeps no state, `state_dict()` has no entry."""
+    if param in optimizer.state and not optimizer.state[param]:
+        del optimizer.state[param]
 
 
 def _names(optimizer: Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
@@ -507,7 +515,9 @@ def _hooks_on(optimizer: Optimizer) -> _Hooks:
     if optimizer not in _ATTACHED:
         hooks = _ATTACHED[optimizer] = _Hooks()
         optimizer.register_step_pre_hook(hooks.before)
-        optimizer.register_step_post_hook(hooks.after)
+        handle = optimizer.register_step_post_hook(hooks.after)
+        # before the user's own, which may look at the gradients, or zero them
+        compat.put_first(handle)
     return _ATTACHED[optimizer]
 
 

@@ -118,7 +118,11 @@ class BucketUpdate:
         """Will an optimizer's own first step make states? Ask before it runs."""
         if self.way not in _OWN or self.kind is torch.optim.SGD and not self._momentum():
             return False
-        return any(not step.states for step in self.steps)
+        return bool(self.new())
+
+    def new(self) -> list[Step]:
+        """The steps of parameters that have no states yet. Ask before it runs."""
+        return [s for s in self.steps if all(value is None for value in s.states.values())]
 
     def _momentum(self) -> bool:
         return any(step.group["momentum"] for step in self.steps)

@@ -40,6 +40,7 @@ from megacompile.ir import (
 ACTIVATION = TensorMeta((4, 8), torch.float32, (8, 1), requires_grad=True)
 WEIGHT = TensorMeta((8, 8), torch.float32, (8, 1), requires_grad=True)
 
+_QUIET = (ops.free, ops.park, ops.alloc_grad, ops.alloc_state)
 _TOKEN = re.compile(r"(?P<label>[\d.]*)(?P<suffix>[A-Z_]+)(?:@(?P<slot>\?|\d+))?")
 
 
@@ -93,16 +94,21 @@ def text(schedule: Schedule) -> str:
 
 def waits(graph: fx.Graph) -> str:
     """The actions, each with its `after=` edges: "2PREFETCH@0(after=0F)"."""
-    shown = [n for n in ops.nodes_of(graph) if n.target not in (ops.free, ops.alloc_grad)]
+    shown = [n for n in ops.nodes_of(graph) if n.target not in _QUIET]
     return " ".join(ops.label(n) + _after(n) for n in shown)
 
 
 def frees(graph: fx.Graph) -> str:
-    """The actions and where each value dies: "3F -y2_0", and "-g2_1(after=2OFFLOAD_GRAD)"."""
+    """The actions and where each value dies: "3F -y2_0", and "-g2_1(after=2OFFLOAD_GRAD)".
+
+    A value that is parked: "~new2(after=2OFFLOAD_STATE)".
+    """
     words = []
     for node in ops.nodes_of(graph):
         if node.target is ops.free:
             words.append(f"-{ops.arguments(node)[0].name}{_after(node)}")
+        elif node.target is ops.park:
+            words.append(f"~{ops.arguments(node)[0].name}{_after(node)}")
         elif node.target is not ops.begin:
             words.append(ops.label(node))
     return " ".join(words)
@@ -198,6 +204,8 @@ class _Reader:
         self.weights: dict[str, fx.Node] = {}
         self.groups: dict[str, fx.Node] = {}  # bucket -> its gradients so far
         self.fetched: dict[str, fx.Node] = {}
+        self.norms: dict[str, fx.Node] = {}
+        self.states: dict[str, fx.Node] = {}  # bucket -> its optimizer states
         self.last: fx.Node | None = None  # the activation or gradient that the next compute takes
 
     @property
@@ -229,7 +237,11 @@ class _Reader:
             "B": lambda: self._backward(label),
             "FETCH_GRAD": lambda: self._fetch_grad(label),
             "ADD_GRAD": lambda: self._add_grad(label),
+            "NORM_GRAD": lambda: self._norm_grad(label),
             "OFFLOAD_GRAD": lambda: self._offload_grad(label),
+            "FETCH_STATE": lambda: self._fetch_state(label),
+            "UPDATE": lambda: self._update(label),
+            "OFFLOAD_STATE": lambda: self._offload_state(label),
         }
         actions[suffix]()
 
@@ -286,9 +298,31 @@ class _Reader:
         name = f"sum{_name(label)}"
         self.groups[label] = ops.call(self.graph, ops.add_grad, *given, name=name)
 
-    def _offload_grad(self, label: str) -> None:
+    def _norm_grad(self, label: str) -> None:
         given = (self.buckets[label], self.groups[label])
+        self.norms[label] = ops.call(self.graph, ops.norm_grad, *given, name=f"n{_name(label)}")
+
+    def _offload_grad(self, label: str) -> None:
+        given: tuple[Any, ...] = (self.buckets[label], self.groups[label])
+        given += (self.norms[label],) if label in self.norms else ()
         ops.call(self.graph, ops.offload_grad, *given, name=f"o{_name(label)}")
+
+    def _fetch_state(self, label: str) -> None:
+        bucket, name = self.buckets[label], f"s{_name(label)}"
+        room = ops.call(self.graph, ops.alloc_state, bucket, False, name=f"room_{name}")
+        given = (bucket, room, False)
+        self.states[label] = ops.call(self.graph, ops.fetch_state, *given, name=name)
+
+    def _update(self, label: str) -> None:
+        given = (self.weights.get(label), self.groups[label], self.states[label])
+        name = f"new{_name(label)}"
+        self.states[label] = ops.call(
+            self.graph, ops.update, self.buckets[label], *given, name=name
+        )
+
+    def _offload_state(self, label: str) -> None:
+        given = (self.buckets[label], self.states[label])
+        ops.call(self.graph, ops.offload_state, *given, name=f"so{_name(label)}")
 
     def _weights(self, stage: Stage) -> tuple[fx.Node | None, ...]:
         return tuple(self.weights.get(b.label) for b in stage.buckets) if self.weights else ()

@@ -35,6 +35,7 @@ from megacompile.ir import (
 from megacompile.options import Lowering
 from megacompile.passes.differentiate import differentiate
 from megacompile.passes.free import insert_free
+from megacompile.passes.norms import insert_norms
 from megacompile.passes.offload import offload_gradients
 from megacompile.passes.partition import partition
 from megacompile.passes.plan import make_plan
@@ -43,6 +44,7 @@ from megacompile.passes.recompute import insert_recompute
 from megacompile.passes.slots import assign_slots
 from megacompile.passes.templates import TemplateCache, trace_templates
 from megacompile.passes.units import UNIT_LIMIT_BYTES, find_units
+from megacompile.passes.update import insert_updates
 
 CPU = torch.device("cpu")
 Pass = Callable[[Schedule], Schedule]
@@ -165,16 +167,36 @@ def after_templates(
     *,
     keep_last: bool = True,
     accumulate: bool = False,
+    norms: bool = False,
+    update: bool = False,
+    masters: bool = False,
     hold: bool = False,
     lookahead: int = 2,
     slots: int = 3,
 ) -> dict[str, Pass]:
-    """The passes that need nothing but a schedule whose stages have templates, in order."""
+    """The passes that need nothing but a schedule whose stages have templates, in order.
+
+    With `update` the gradients are not offloaded; `norms` sends their norms along, else.
+    """
+    gradients: dict[str, Pass] = {
+        "offload": functools.partial(offload_gradients, accumulate=accumulate)
+    }
+    if update:
+        insert = functools.partial(
+            insert_updates,
+            accumulate=accumulate,
+            lookahead=lookahead,
+            masters=masters,
+            state_bytes=10.0,
+        )
+        gradients = {"update": insert}
+    elif norms:
+        gradients["norms"] = insert_norms
     return {
         "differentiate": differentiate,
         "plan": functools.partial(make_plan, keep_last=keep_last),
         "recompute": insert_recompute,
-        "offload": functools.partial(offload_gradients, accumulate=accumulate),
+        **gradients,
         "prefetch": functools.partial(insert_prefetch, lookahead=lookahead),
         "slots": functools.partial(assign_slots, slots=slots, hold=hold),
         "free": insert_free,

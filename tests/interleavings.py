@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 from torch import fx
 
@@ -16,6 +17,18 @@ from megacompile import ops
 from megacompile.hazards import memory, producer, reads
 from megacompile.ir import Stream
 from tests.schedules import arguments
+
+_RELEASES = (ops.free, ops.park)
+_WRITERS: dict[object, object] = {  # what reads host memory -> what writes it
+    ops.fetch_grad: ops.offload_grad,
+    ops.fetch_state: ops.offload_state,
+    ops.prefetch: ops.offload_state,
+}
+
+
+def released(value: fx.Node) -> list[fx.Node]:
+    """The frees of a name. `after=` is no release."""
+    return [n for n in value.users if n.target in _RELEASES and n.args[0] is value]
 
 
 class Interleavings:
@@ -53,6 +66,8 @@ class Interleavings:
         return found
 
     def awaited(self, op: fx.Node) -> Iterator[fx.Node]:
+        if op.target is ops.park:
+            return
         for value in op.all_input_nodes:
             source = producer(value)
             if source.op != "placeholder" and self.issued[source] < self.issued[op]:
@@ -62,20 +77,27 @@ class Interleavings:
         stream, index = self.place[op]
         return index < state[stream]
 
+    def gone(self, free: fx.Node, state: dict[Stream, int]) -> bool:
+        """Has a name been given up? One that is parked is kept until `after` is done."""
+        kept: Any = free.kwargs.get("after", ()) if free.target is ops.park else ()
+        return self.done(free, state) and all(self.done(producer(n), state) for n in kept)
+
     def wrong(self, op: fx.Node, state: dict[Stream, int]) -> Iterator[str]:
         if op.target is ops.prefetch and not self.done(self.begin, state):
             yield f"{ops.label(op)} before begin"
-        if op.target is ops.fetch_grad:
+        if op.target in _WRITERS:
             for offload in self.queues[Stream.D2H]:
-                if arguments(offload)[0] == arguments(op)[0] and self.done(offload, state):
+                same = offload.target is _WRITERS[op.target]
+                same = same and arguments(offload)[0] == arguments(op)[0]
+                if same and self.done(offload, state):
                     yield f"{ops.label(op)} reads what {ops.label(offload)} wrote"
         for value in op.all_input_nodes:
             if self.issued[value] > self.issued[op]:
                 yield f"{ops.label(op)} takes {value.name} before it is made"
-            elif value in reads(op) and op.target is not ops.free:
+            elif value in reads(op) and op.target not in _RELEASES:
                 yield from self.wrong_read(op, value, state)
         for value in op.all_input_nodes:
-            frees = [user for user in value.users if user.target is ops.free and user is not op]
+            frees = [user for user in released(value) if user is not op]
             if any(self.issued[free] < self.issued[op] for free in frees):
                 yield f"{ops.label(op)} takes {value.name}, deleted"
 
@@ -90,8 +112,8 @@ class Interleavings:
                 yield f"{label} reads {ops.label(value)}, overwritten"
         names = self.names[memory(value)]
         owners = [name for name in names if name.target is not ops.assign]
-        frees = [[user for user in name.users if user.target is ops.free] for name in owners]
-        if all(any(self.done(free, state) for free in each) for each in frees):
+        frees = [released(name) for name in owners]
+        if all(any(self.gone(free, state) for free in each) for each in frees):
             yield f"{label} reads {value.name}, freed"
         for name in names:
             later = name.target is ops.assign and self.issued[name] > self.issued[value]

@@ -31,6 +31,7 @@ from megacompile.ir import (
 
 ACTIVATION = TensorMeta((4, 8), torch.bfloat16, (8, 1))
 WEIGHT = TensorMeta((8, 8), torch.bfloat16, (8, 1))
+STATE = TensorMeta((1280,), torch.uint8, (1,))  # two moments and the parameters of a bucket
 SAVED = 2  # tensors that a stage saves
 
 
@@ -47,6 +48,9 @@ class Spec:
     random: frozenset[int] = frozenset()  # stages that draw random numbers
     keep: frozenset[int] = frozenset()  # stages that are not recomputed
     changes: frozenset[int] = frozenset()  # stages that change an input in place, like BatchNorm
+    norms: bool = False  # the norms of gradients go to the host with them
+    update: bool = False  # the backward updates each bucket instead of offloading its gradients
+    masters: bool = False  # updates take the parameters with the states, not from the slots
 
     def __str__(self) -> str:
         """The parts that are not the default, for the ids of tests."""
@@ -268,29 +272,37 @@ class _Backward:
         self.weights.start(begin)
         for stage in order:
             gradient = self._stage(stage, gradient)
-        self._free_later()
+        self._free_later(ops.park if spec.update else ops.free)
         graph.output((gradient,))
 
     def _stage(self, stage: Stage, tangent: fx.Node) -> fx.Node:
         graph, i = self.graph, stage.index
         weights = self.weights.take(len(stage.buckets))
         rooms = self._fetch(stage) if self.spec.accumulate else {}
+        states = self._fetch_states(stage) if self.spec.update else {}
         saved = self._saved(stage, weights)
         first = 1 if stage.traced.carries else 0
         carries = tuple(self.carried[b.key] for b in stage.buckets[:first])
         args = (None,) * len(stage.traced.primals[len(stage.buckets) :])
         given = (stage, weights, args, tuple(saved), (tangent,), carries)
         gradient, *groups = _take(graph, ops.backward, given, f"d{i}")
-        self.weights.give_back(weights, gradient)
+        if not self.spec.update:
+            self.weights.give_back(weights, gradient)
         self._free_later()
         for node in (*saved, tangent, *carries, *self.values_of(i)):
             call(graph, ops.free, node)
-        for bucket, group in zip(stage.buckets, groups, strict=True):
+        readers = [gradient]
+        for bucket, group, given_weights in zip(stage.buckets, groups, weights, strict=True):
             self.contributors.remove(bucket.key)
             if bucket.key in self.contributors:
                 self.carried[bucket.key] = group
+            elif self.spec.update:
+                total = self._add(bucket, group, rooms)
+                readers.append(self._update(bucket, given_weights, total, states[bucket.key]))
             else:
-                self._offload(bucket, group, rooms)
+                self._offload(bucket, self._add(bucket, group, rooms))
+        if self.spec.update:
+            self.weights.give_back(weights, readers[-1])
         return gradient
 
     def values_of(self, i: int) -> list[fx.Node]:
@@ -315,22 +327,56 @@ class _Backward:
                 rooms[bucket.key] = room, call(self.graph, ops.fetch_grad, bucket, room)
         return rooms
 
-    def _offload(
-        self, bucket: Bucket, group: fx.Node, rooms: dict[int, tuple[fx.Node, fx.Node]]
-    ) -> None:
-        graph = self.graph
-        if self.spec.accumulate:
-            room, fetched = rooms[bucket.key]
-            total = call(graph, ops.add_grad, bucket, fetched, group)
-            for node in (room, fetched, group):
-                call(graph, ops.free, node)
-            group = total
-        self.later.append((group, call(graph, ops.offload_grad, bucket, group)))
+    def _fetch_states(self, stage: Stage) -> dict[int, tuple[fx.Node, fx.Node]]:
+        states, masters = {}, self.spec.masters
+        for bucket in stage.buckets:
+            if self.contributors.count(bucket.key) == 1:
+                room = call(self.graph, ops.alloc_state, bucket, masters)
+                fetched = call(self.graph, ops.fetch_state, bucket, room, masters)
+                room.meta["value"] = fetched.meta["value"] = STATE
+                states[bucket.key] = room, fetched
+        return states
 
-    def _free_later(self) -> None:
+    def _add(
+        self, bucket: Bucket, group: fx.Node, rooms: dict[int, tuple[fx.Node, fx.Node]]
+    ) -> fx.Node:
+        """All gradients of a bucket: those on the host too, with `accumulate`."""
+        if not self.spec.accumulate:
+            return group
+        room, fetched = rooms[bucket.key]
+        total = call(self.graph, ops.add_grad, bucket, fetched, group)
+        for node in (room, fetched, group):
+            call(self.graph, ops.free, node)
+        return total
+
+    def _offload(self, bucket: Bucket, group: fx.Node) -> None:
+        norms = []
+        if self.spec.norms:
+            norms = [call(self.graph, ops.norm_grad, bucket, group)]
+        offload = call(self.graph, ops.offload_grad, bucket, group, *norms)
+        self.later += [(value, offload) for value in (group, *norms)]
+
+    def _update(
+        self,
+        bucket: Bucket,
+        weights: fx.Node,
+        gradients: fx.Node,
+        states: tuple[fx.Node, fx.Node],
+    ) -> fx.Node:
+        """The update, whose results go to the host; gives the node."""
+        graph = self.graph
+        given = None if self.spec.masters else weights
+        updated = call(graph, ops.update, bucket, given, gradients, states[1])
+        updated.meta["value"] = STATE
+        for node in (*states, gradients):
+            call(graph, ops.free, node)
+        self.later.append((updated, call(graph, ops.offload_state, bucket, updated)))
+        return updated
+
+    def _free_later(self, op: Callable[..., Any] = ops.free) -> None:
         """Free what was offloaded a stage ago: its copy has had time."""
         for value, reader in self.later:
-            call(self.graph, ops.free, value, after=(reader,))
+            call(self.graph, op, value, after=(reader,))
         self.later.clear()
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import megacompile as package
-from megacompile import ModelError, Schedule, megacompile, ops, schedules
+from megacompile import ModelError, Schedule, megacompile, ops, schedules, updates
 from megacompile.options import Options
 from megacompile.runtime import executor
 from megacompile.runtime.executor import Executor
@@ -301,3 +301,14 @@ def test_a_step_has_the_plain_numbers() -> None:
     assert equal(*losses)
     for mine, theirs in zip(plain.parameters(), model.parameters(), strict=True):
         assert equal(mine.grad, theirs.grad)
+
+
+def test_how_the_last_step_was_carried_out() -> None:
+    model = megacompile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert updates(model) == {}
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert set(updates(model).values()) == {"torch.optim"}
+    with pytest.raises(ModelError, match=r"updates\(\): Linear is not megacompiled"):
+        updates(nn.Linear(2, 2))

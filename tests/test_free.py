@@ -84,12 +84,41 @@ def test_a_prefetch_that_waits_for_a_compute_reads_nothing_of_it() -> None:
     assert frees(schedule.forward) == "0PREFETCH@0 0F 1PREFETCH@0 1F -y0_0"
 
 
+def test_new_states_at_the_end_of_a_backward_are_parked() -> None:
+    """The next forward should not wait for their copy; those further ahead wait as ever."""
+    line = "0F 1F | 1FETCH_STATE 1B 1UPDATE 1OFFLOAD_STATE 0FETCH_STATE 0B 0UPDATE 0OFFLOAD_STATE"
+    assert out(line) == (
+        "1ALLOC_STATE 1FETCH_STATE 1B -t0 -s1_0 1UPDATE -g1_1 -s1 -room_s1 1OFFLOAD_STATE "
+        "0ALLOC_STATE 0FETCH_STATE 0B -d1_0 -s0_0 -new1(after=1OFFLOAD_STATE) "
+        "0UPDATE -g0_0 -s0 -room_s0 0OFFLOAD_STATE ~new0(after=0OFFLOAD_STATE)"
+    )
+
+
+def test_with_a_long_delay_more_is_parked() -> None:
+    line = "0F 1F | 1FETCH_STATE 1B 1UPDATE 1OFFLOAD_STATE 0FETCH_STATE 0B 0UPDATE 0OFFLOAD_STATE"
+    assert " -new1(after=1OFFLOAD_STATE) 0UPDATE" in out(line, delay=3), "0B is still to come"
+    line = "0F 1F | 1FETCH_STATE 1B 0B 1UPDATE 1OFFLOAD_STATE"
+    assert out(line, delay=1).endswith("1OFFLOAD_STATE ~new1(after=1OFFLOAD_STATE)")
+
+
+def test_gradients_at_the_end_of_a_backward_are_not_parked() -> None:
+    """It ends with a wait for their copies anyway: the user may read them then."""
+    assert "~" not in out("0F | 0B 0OFFLOAD_GRAD")
+    assert out("0F | 0B 0NORM_GRAD 0OFFLOAD_GRAD").endswith(
+        "0OFFLOAD_GRAD -n0(after=0OFFLOAD_GRAD) -g0_0(after=0OFFLOAD_GRAD)"
+    )
+
+
 LINES = [
     "0F 1F 2F",
     "0F 1F 2F | 2B 1B 0B",
     "0F 1F 2F | 2B 2OFFLOAD_GRAD 1RECOMPUTE 1B 1OFFLOAD_GRAD 0RECOMPUTE 0B 0OFFLOAD_GRAD",
     "0F 1F | 1FETCH_GRAD 1RECOMPUTE 1B 1ADD_GRAD 1OFFLOAD_GRAD 0FETCH_GRAD 0RECOMPUTE 0B "
     "0ADD_GRAD 0OFFLOAD_GRAD",
+    "0F 1F | 1FETCH_STATE 1B 1UPDATE 1OFFLOAD_STATE 0FETCH_STATE 0B 0UPDATE 0OFFLOAD_STATE",
+    "0F 1F | 1FETCH_GRAD 1FETCH_STATE 0FETCH_STATE 1B 1ADD_GRAD 1UPDATE 1OFFLOAD_STATE 0B "
+    "0UPDATE 0OFFLOAD_STATE",
+    "0F 1F | 1B 1NORM_GRAD 1OFFLOAD_GRAD 0B 0NORM_GRAD 0OFFLOAD_GRAD",
     "0PREFETCH@0 0F 1PREFETCH@1 1F | 1PREFETCH@0 1B 1OFFLOAD_GRAD 0PREFETCH@1 0B 0OFFLOAD_GRAD",
 ]
 
@@ -99,8 +128,9 @@ LINES = [
 def test_every_owned_value_dies_once_behind_its_readers(line: str, delay: int) -> None:
     for name, graph in freed(line, delay=delay).graphs.items():
         nodes = list(graph.nodes)
-        died = {ops.arguments(n)[0]: n for n in ops.nodes_of(graph, ops.free)}
-        counts = Counter(ops.arguments(n)[0] for n in ops.nodes_of(graph, ops.free))
+        releases = ops.nodes_of(graph, ops.free, ops.park)
+        died = {ops.arguments(n)[0]: n for n in releases}
+        counts = Counter(ops.arguments(n)[0] for n in releases)
         returned = set(graph.output_node().all_input_nodes)
         owned = {n for n in nodes if _owns(n, name)} - returned
         assert counts == Counter(owned)
@@ -112,9 +142,10 @@ def test_every_owned_value_dies_once_behind_its_readers(line: str, delay: int) -
 
 
 def _owns(node: fx.Node, graph: str) -> bool:
-    """Counted apart from the pass: results of computes, room, sums; a backward's inputs."""
+    """Counted apart from the pass: results of computes, room, sums, norms; a backward's inputs."""
     if node.op == "placeholder":
         return graph == "backward"
-    owners = (ops.alloc_grad, ops.fetch_grad, ops.add_grad, ops.snapshot)
+    owners = [ops.alloc_grad, ops.fetch_grad, ops.add_grad, ops.norm_grad, ops.snapshot]
+    owners += [ops.alloc_state, ops.fetch_state, ops.update]
     is_item = node.op == "call_function" and ops.op_of(node) is None
     return is_item or node.target in owners

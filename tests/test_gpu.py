@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacompile import megacompile
+from megacompile import megacompile, updates
 from megacompile.ir import Bucket, Stream, format_bytes
 from megacompile.runtime.host import HostBucket
 from megacompile.runtime.streams import Handle, Streams
-from tests.zoo import WIDTH, Block, Stack, batch, equal
+from tests.zoo import WIDTH, Block, Stack, batch, equal, stack, step
 
 pytestmark = pytest.mark.gpu
 
@@ -341,3 +341,66 @@ def test_parameters_stay_on_the_host_and_buffers_move() -> None:
     assert out.device.type == "cuda"
     out.square().mean().backward()
     assert {p.grad.device.type for p in model.parameters() if p.grad is not None} == {"cpu"}
+
+
+# --- the optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, clip: bool) -> list[float]:
+    """Losses of six steps; the updates overlap with the next forward."""
+    losses = []
+    for k in range(6):
+        loss = step(model, {name: x.cuda() for name, x in batch(k).items()})
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@pytest.mark.parametrize("how", ["on the host", "in the backward", "delayed"])
+def test_training_equals_the_plain_loop(
+    how: str, lowering: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if how == "delayed":
+        delay(monkeypatch, random_cycles(3))
+    plain = stack()[0].cuda()
+    streamed = stack()[0]
+    adamw = torch.optim.AdamW
+    in_backward = how != "on the host"
+    optimizer = adamw(streamed.parameters(), 0.01)
+    streamed = megacompile(
+        streamed, lowering=lowering, optimizer=optimizer if in_backward else None
+    )
+    wanted = train(plain, adamw(plain.parameters(), 0.01), clip=not in_backward)
+    got = train(streamed, optimizer, clip=not in_backward)
+    assert got == pytest.approx(wanted, rel=1e-4)
+    for mine, theirs in zip(streamed.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach(), theirs.detach().cpu(), rtol=1e-3, atol=2e-4)
+
+
+def test_norms_of_the_device_serve_clipping() -> None:
+    model = megacompile(stack()[0], lowering="inductor")
+    step(model, {name: x.cuda() for name, x in batch().items()})
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert {type(g).__name__ for g in gradients} == {"GuardedTensor"}
+    served = torch.nn.utils.get_total_norm(gradients)
+    assert {type(g).__name__ for g in gradients} == {"GuardedTensor"}, "nobody looked at them"
+    plain = torch.nn.utils.get_total_norm([g.clone() for g in gradients])
+    torch.testing.assert_close(served, plain, rtol=1e-6, atol=0)
+
+
+def test_muon_runs_on_the_device() -> None:
+    plain, model = stack()[0], megacompile(stack()[0])
+    for each in (plain, model):
+        optimizer = torch.optim.Muon([p for p in each.parameters() if p.dim() == 2], 0.01)
+        for k in range(3):
+            inputs = batch(k) if each is plain else {n: x.cuda() for n, x in batch(k).items()}
+            step(each, inputs)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert "torch.optim on the device" in updates(model).values()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=2e-2, atol=2e-3)

@@ -96,6 +96,12 @@ def test_the_executor_implements_nothing_else() -> None:
         (Spec(random=frozenset({2})), "forward", ops.save_rng, "2RNG"),
         (Spec(changes=frozenset({2})), "forward", ops.snapshot, "SNAPSHOT"),
         (Spec(changes=frozenset({2})), "forward", ops.assign, "ASSIGN"),
+        (Spec(norms=True), "backward", ops.norm_grad, "3NORM_GRAD"),
+        (Spec(update=True), "backward", ops.alloc_state, "3ALLOC_STATE"),
+        (Spec(update=True), "backward", ops.fetch_state, "3FETCH_STATE"),
+        (Spec(update=True), "backward", ops.update, "3UPDATE"),
+        (Spec(update=True), "backward", ops.offload_state, "3OFFLOAD_STATE"),
+        (Spec(update=True), "backward", ops.park, "PARK"),
         (Spec(), "forward", ops.begin, "BEGIN"),
         (Spec(), "backward", ops.free, "FREE"),
     ],
@@ -179,4 +185,10 @@ def test_actions_are_the_labels_without_what_only_manages_memory() -> None:
     assert ops.actions(schedule.backward) == (
         "1PREFETCH@0 0PREFETCH@1 1FETCH_GRAD 1RECOMPUTE 1B 1ADD_GRAD 1OFFLOAD_GRAD "
         "0FETCH_GRAD 0RECOMPUTE 0B 0ADD_GRAD 0OFFLOAD_GRAD"
+    )
+    updating = build(Spec(stages=2, slots=2, update=True))
+    assert updating.backward is not None
+    assert ops.actions(updating.backward) == (
+        "1PREFETCH@0 0PREFETCH@1 1FETCH_STATE 1RECOMPUTE 1B 1UPDATE 1OFFLOAD_STATE "
+        "0FETCH_STATE 0RECOMPUTE 0B 0UPDATE 0OFFLOAD_STATE"
     )

@@ -26,6 +26,7 @@ EVERYTHING = Spec(
     keep=frozenset({2}),
     changes=frozenset({1, 3}),
 )
+UPDATING = Spec(stages=3, update=True)
 SPECS = [
     Spec(),
     Spec(training=False, changes=frozenset({1})),
@@ -33,6 +34,10 @@ SPECS = [
     Spec(shared=True),
     Spec(hold=True, random=frozenset({0, 2})),
     EVERYTHING,
+    Spec(norms=True),
+    UPDATING,
+    replace(EVERYTHING, update=True),
+    replace(UPDATING, masters=True, accumulate=True),
 ]
 
 
@@ -164,6 +169,8 @@ def test_a_freed_value_is_gone_from_the_next_call_on(spec: Spec) -> None:
                 assert not recorder.alive[step] & freed, f"{node.name}: {freed} should be gone"
                 step += 1
                 names[node] = f"call {step}"
+                if node.target is ops.park:
+                    freed.add(names[node.args[0]])
         assert step == len(recorder.calls) > 0
 
 
@@ -217,6 +224,35 @@ def test_a_free_waits_for_a_copy_on_another_stream() -> None:
     assert [lines[i].split()[0] for i in waits] == ["wait(offload_grad_)", "wait(offload_grad_1)"]
     assert all(lines[i + 1].startswith("del ") for i in waits)
     assert all("# compute  WAIT" in lines[i] for i in waits)
+
+
+def test_what_is_parked_is_handed_over_without_a_wait() -> None:
+    code = show.graph_code(build(UPDATING), "backward")
+    lines = [line.split("  #")[0].strip() for line in code.splitlines()]
+    parked = lines.index("park(update_2, after=(offload_state_2,))")
+    assert lines[parked + 1 : parked + 3] == ["del update_2", "return (d0_0,)"]
+    assert "wait(offload_state_1)" in lines and "wait(offload_state_2)" not in lines
+
+
+def test_an_update_is_a_step_of_the_table() -> None:
+    table = show.table(build(replace(UPDATING, stages=2)))
+    assert table.partition("backward\n")[2] == (
+        """\
+step | h2d                                  | compute    | d2h
+   0 | 1PREFETCH@0 0PREFETCH@1 1FETCH_STATE | 1RECOMPUTE
+   1 |                                      | 1B
+   2 |                                      | 1UPDATE
+   3 | 0FETCH_STATE                         | 0RECOMPUTE | 1OFFLOAD_STATE
+   4 |                                      | 0B
+   5 |                                      | 0UPDATE
+   6 |                                      |            | 0OFFLOAD_STATE"""
+    )
+
+
+def test_states_are_measured_in_bytes() -> None:
+    code = show.graph_code(build(UPDATING), "backward")
+    sizes = re.findall(r"  \d(?:[A-Z]+_STATE|UPDATE) +(.*)", code)
+    assert len(sizes) == 3 * 4 and set(sizes) == {"1.25 KiB"}
 
 
 def test_variables_shadow_neither_ops_nor_objects() -> None:

@@ -32,6 +32,8 @@ RANDOM = Spec(random=frozenset({1, 2}))
 KEEPING = Spec(keep=frozenset({2}))
 CHANGING = Spec(changes=frozenset({1}))
 INFERENCE = Spec(training=False)
+NORMS = Spec(norms=True)
+UPDATING = Spec(update=True)
 EVERYTHING = Spec(
     stages=6,
     slots=3,
@@ -55,6 +57,14 @@ SPECS = [
     Spec(stages=2, slots=2, hold=True, shared=True),
     Spec(stages=5, slots=4, accumulate=True, hold=True),
     Spec(stages=1),
+    NORMS,
+    replace(EVERYTHING, norms=True),
+    UPDATING,
+    replace(SHARED, update=True),
+    replace(UPDATING, masters=True, hold=True),
+    replace(EVERYTHING, update=True),
+    replace(EVERYTHING, update=True, masters=True),
+    Spec(stages=1, update=True),
 ]
 
 
@@ -79,6 +89,17 @@ def test_memory_lives_as_long_as_one_of_its_names() -> None:
     frees[1].kwargs = {}
     (hazard,) = hazards(schedule)
     assert (hazard.kind, hazard.label) == (HazardKind.FREED_TOO_EARLY, "2OFFLOAD_GRAD")
+
+
+def test_what_is_parked_lives_until_its_copy_is_done() -> None:
+    """Another of its names may be given up behind the park."""
+    schedule = build(UPDATING)
+    graph = schedule.graphs["backward"]
+    graph.output_node().prepend(free_of(graph, "fetch_state_3"))
+    assert hazards(schedule) == []
+    free_of(graph, "update_3").kwargs = {}
+    (hazard,) = hazards(schedule)
+    assert (hazard.kind, hazard.label) == (HazardKind.FREED_TOO_EARLY, "0OFFLOAD_STATE")
 
 
 # Planted faults. An edit changes a copy in place, or returns another schedule.
@@ -116,7 +137,9 @@ def free_earlier(value: str, target: str) -> Edit:
 
 
 def free_of(graph: fx.Graph, value: str) -> fx.Node:
-    return next(n for n in ops.nodes_of(graph, ops.free) if arguments(n)[0].name == value)
+    """The free, or park, of a value."""
+    frees = ops.nodes_of(graph, ops.free, ops.park)
+    return next(n for n in frees if arguments(n)[0].name == value)
 
 
 def set_arg(graph: str, label: str, position: int, value: Any) -> Edit:
@@ -204,6 +227,56 @@ def offload_twice(schedule: Schedule) -> None:
     free_of(graph, "d2_1").kwargs = {"after": (second,)}
 
 
+def skip_update(label: str) -> Edit:
+    """Take out a bucket's update and its offload; its states are fetched for nothing."""
+
+    def edit(schedule: Schedule) -> None:
+        graph = schedule.graphs["backward"]
+        update = find(schedule, "backward", f"{label}UPDATE")
+        graph.erase_node(free_of(graph, update.name))
+        erase("backward", f"{label}OFFLOAD_STATE")(schedule)
+        erase("backward", f"{label}UPDATE")(schedule)
+
+    return edit
+
+
+def offload_state_twice(schedule: Schedule) -> None:
+    graph = schedule.graphs["backward"]
+    first = find(schedule, "backward", "2OFFLOAD_STATE")
+    with graph.inserting_after(first):
+        second = call(graph, ops.offload_state, *first.args)
+    free_of(graph, "update_1").kwargs = {"after": (second,)}
+
+
+def update_twice(schedule: Schedule) -> None:
+    """A second step on the states that the first one read."""
+    graph = schedule.graphs["backward"]
+    first, room = find(schedule, "backward", "2UPDATE"), find(schedule, "backward", "2ALLOC_STATE")
+    bucket, weights, gradients, _ = arguments(first)
+    with graph.inserting_before(room):
+        again = call(graph, ops.alloc_state, bucket, False)
+        fetched = call(graph, ops.fetch_state, bucket, again, False)
+    with graph.inserting_after(first):
+        updated = call(graph, ops.update, bucket, weights, gradients, fetched)
+    with graph.inserting_after(updated):
+        offload = call(graph, ops.offload_state, bucket, updated)
+    with graph.inserting_before(graph.output_node()):
+        for value in (again, fetched, updated):
+            call(graph, ops.free, value, after=(offload,))
+
+
+def update_before_later_reader(schedule: Schedule) -> None:
+    """The shared bucket is updated with the gradients of 3B, in front of 0B."""
+    goal = find(schedule, "backward", "2PREFETCH@0")
+    part, weights = find(schedule, "backward", "d3_2"), find(schedule, "backward", "0PREFETCH@1")
+    room, state = (find(schedule, "backward", f"0{op}_STATE") for op in ("ALLOC", "FETCH"))
+    update = find(schedule, "backward", "0UPDATE")
+    bucket = arguments(update)[0]
+    set_arguments(update, bucket, weights, part, state)
+    for moved in (room, state, update, find(schedule, "backward", "0OFFLOAD_STATE")):
+        goal.prepend(moved)
+
+
 def residual_instead_of_snapshot(schedule: Schedule) -> Schedule:
     """The backward takes the input itself, which the forward changes."""
     name = find(schedule, "forward", "SNAPSHOT").name
@@ -224,6 +297,21 @@ def small_slots(schedule: Schedule) -> Schedule:
 def swap_held(schedule: Schedule) -> Schedule:
     (a, first), (b, second) = schedule.held
     return replace(schedule, held=((a, second), (b, first)))
+
+
+def without_after(value: str) -> Edit:
+    """A value is given back, or parked, without a wait for the copy that reads it."""
+
+    def edit(schedule: Schedule) -> None:
+        free_of(schedule.graphs["backward"], value).kwargs = {}
+
+    return edit
+
+
+def park_again(schedule: Schedule) -> None:
+    graph = schedule.graphs["backward"]
+    with graph.inserting_before(graph.output_node()):
+        call(graph, ops.park, find(schedule, "backward", "update_1"))
 
 
 @dataclass(frozen=True)
@@ -570,6 +658,241 @@ FAULTS = [
             ("wrong argument", "backward", "1RECOMPUTE", ""),
         ),
     ),
+    Fault(
+        "carries of another bucket",
+        SHARED,
+        set_arg("backward", "0B", 5, lambda s, _: (find(s, "backward", "d3_1"),)),
+        (
+            ("use after free", "backward", "0B", "3B"),
+            ("gradients not ready", "backward", "3OFFLOAD_GRAD", "0B"),
+            ("gradients lost", "backward", "3B", ""),
+            ("wrong gradients", "backward", "0B", ""),
+        ),
+    ),
+    Fault(
+        "norms of other gradients",
+        NORMS,
+        set_arg("backward", "2OFFLOAD_GRAD", 2, node("backward", "3NORM_GRAD")),
+        (
+            ("use after free", "backward", "2OFFLOAD_GRAD", "3NORM_GRAD"),
+            ("wrong gradients", "backward", "2OFFLOAD_GRAD", "3NORM_GRAD"),
+        ),
+    ),
+    Fault(
+        "gradients instead of their norms",
+        NORMS,
+        set_arg("backward", "2OFFLOAD_GRAD", 2, node("backward", "d2_1")),
+        (("wrong gradients", "backward", "2OFFLOAD_GRAD", "2B"),),
+    ),
+    Fault(
+        "norms taken of another bucket",
+        NORMS,
+        set_arg("backward", "2NORM_GRAD", 0, bucket(1)),
+        (("wrong gradients", "backward", "1NORM_GRAD", "2B"),),
+    ),
+    Fault(
+        "norms freed while they are offloaded",
+        NORMS,
+        both(without_after("d2_1"), without_after("norm_grad_1")),
+        (
+            ("freed too early", "backward", "2OFFLOAD_GRAD", "FREE"),
+            ("freed too early", "backward", "2OFFLOAD_GRAD", "FREE"),
+        ),
+    ),
+    Fault(
+        "norms never freed", NORMS, forget("norm_grad_1"), (("leak", "backward", "2NORM_GRAD", ""),)
+    ),
+    Fault(
+        "update with the states of another bucket",
+        UPDATING,
+        set_arg("backward", "2UPDATE", 3, node("backward", "3FETCH_STATE")),
+        (
+            ("use after free", "backward", "2UPDATE", "3FETCH_STATE"),
+            ("wrong state", "backward", "2UPDATE", "3FETCH_STATE"),
+            ("updated too early", "backward", "2FETCH_STATE", "2OFFLOAD_STATE"),
+        ),
+    ),
+    Fault(
+        "update with states that were not fetched",
+        UPDATING,
+        set_arg("backward", "2UPDATE", 3, node("backward", "2ALLOC_STATE")),
+        (
+            ("wrong state", "backward", "2UPDATE", "2ALLOC_STATE"),
+            ("updated too early", "backward", "2FETCH_STATE", "2OFFLOAD_STATE"),
+        ),
+    ),
+    Fault(
+        "update that nobody offloads",
+        UPDATING,
+        erase("backward", "2OFFLOAD_STATE"),
+        (("state lost", "backward", "2UPDATE", ""),),
+    ),
+    Fault(
+        "new states for another bucket",
+        UPDATING,
+        set_arg("backward", "2OFFLOAD_STATE", 0, bucket(3)),
+        (("state lost", "backward", "2UPDATE", ""),),
+    ),
+    Fault(
+        "new states offloaded twice",
+        UPDATING,
+        offload_state_twice,
+        (("state lost", "backward", "2UPDATE", ""),),
+    ),
+    Fault(
+        "a bucket updated twice",
+        UPDATING,
+        update_twice,
+        (
+            ("slot overwritten", "backward", "2UPDATE", "0PREFETCH@1"),
+            ("state lost", "backward", "2UPDATE", "2UPDATE"),
+        ),
+    ),
+    Fault(
+        "update without weights",
+        UPDATING,
+        set_arg("backward", "2UPDATE", 1, None),
+        (("missing weights", "backward", "2UPDATE", ""),),
+    ),
+    Fault(
+        "update with weights of another bucket",
+        UPDATING,
+        set_arg("backward", "2UPDATE", 1, node("backward", "1PREFETCH@0")),
+        (("wrong weights", "backward", "2UPDATE", "1PREFETCH@0"),),
+    ),
+    Fault(
+        "update with a copy of the masters",
+        replace(UPDATING, masters=True),
+        set_arg("backward", "2UPDATE", 1, node("backward", "2PREFETCH@1")),
+        (("wrong weights", "backward", "2UPDATE", "2PREFETCH@1"),),
+    ),
+    Fault(
+        "update with an activation for weights",
+        UPDATING,
+        set_arg("backward", "2UPDATE", 1, node("backward", "d2_0")),
+        (("wrong weights", "backward", "2UPDATE", "2B"),),
+    ),
+    Fault(
+        "slot filled while the update reads it",
+        UPDATING,
+        lambda s: setattr(
+            find(s, "backward", "1PREFETCH@0"), "kwargs", {"after": (find(s, "backward", "d3_0"),)}
+        ),
+        (("slot overwritten", "backward", "3UPDATE", "1PREFETCH@0"),),
+    ),
+    Fault(
+        "states fetched to another bucket's room",
+        UPDATING,
+        set_arg("backward", "2FETCH_STATE", 1, node("backward", "3ALLOC_STATE")),
+        (
+            ("use after free", "backward", "2FETCH_STATE", "3ALLOC_STATE"),
+            ("wrong room", "backward", "2FETCH_STATE", ""),
+        ),
+    ),
+    Fault(
+        "states fetched to room for gradients",
+        replace(UPDATING, accumulate=True),
+        set_arg("backward", "2FETCH_STATE", 1, node("backward", "2ALLOC_GRAD")),
+        (("wrong room", "backward", "2FETCH_STATE", ""),),
+    ),
+    Fault(
+        "gradients that no update takes",
+        UPDATING,
+        skip_update("2"),
+        (
+            ("slot overwritten", "backward", "2B", "0PREFETCH@1"),
+            ("gradients lost", "backward", "2B", ""),
+        ),
+    ),
+    Fault(
+        "sum that no update takes",
+        replace(UPDATING, accumulate=True),
+        skip_update("2"),
+        (
+            ("slot overwritten", "backward", "2B", "0PREFETCH@1"),
+            ("gradients lost", "backward", "2ADD_GRAD", ""),
+        ),
+    ),
+    Fault(
+        "update with gradients of another bucket",
+        UPDATING,
+        set_arg("backward", "2UPDATE", 2, node("backward", "d3_1")),
+        (
+            ("use after free", "backward", "2UPDATE", "3B"),
+            ("gradients lost", "backward", "2B", ""),
+            ("wrong gradients", "backward", "2UPDATE", "3B"),
+        ),
+    ),
+    Fault(
+        "update before its backward",
+        UPDATING,
+        move_before("backward", "2UPDATE", "2B"),
+        (
+            ("use before made", "backward", "2UPDATE", "2B"),
+            ("slot overwritten", "backward", "2B", "0PREFETCH@1"),
+        ),
+    ),
+    Fault(
+        "update freed while it is offloaded",
+        UPDATING,
+        without_after("update_1"),
+        (("freed too early", "backward", "2OFFLOAD_STATE", "FREE"),),
+    ),
+    Fault(
+        "update parked while it is offloaded",
+        UPDATING,
+        without_after("update_3"),
+        (("freed too early", "backward", "0OFFLOAD_STATE", "PARK"),),
+    ),
+    Fault(
+        "update parked before it is offloaded",
+        UPDATING,
+        lambda s: find(s, "backward", "0OFFLOAD_STATE").prepend(
+            free_of(s.graphs["backward"], "update_3")
+        ),
+        (
+            ("use before made", "backward", "PARK", "0OFFLOAD_STATE"),
+            ("use after free", "backward", "0OFFLOAD_STATE", "0UPDATE"),
+        ),
+    ),
+    Fault(
+        "parked and freed", UPDATING, park_again, (("double free", "backward", "2UPDATE", "PARK"),)
+    ),
+    Fault(
+        "update never freed", UPDATING, forget("update_1"), (("leak", "backward", "2UPDATE", ""),)
+    ),
+    Fault(
+        "bucket prefetched behind its update",
+        UPDATING,
+        set_arg("backward", "1PREFETCH@0", 0, bucket(3)),
+        (
+            ("wrong weights", "backward", "1RECOMPUTE", "3PREFETCH@0"),
+            ("wrong weights", "backward", "1B", "3PREFETCH@0"),
+            ("wrong weights", "backward", "1UPDATE", "3PREFETCH@0"),
+            ("updated too early", "backward", "3PREFETCH@0", "3OFFLOAD_STATE"),
+        ),
+    ),
+    Fault(
+        "states fetched behind their update",
+        UPDATING,
+        set_arg("backward", "2FETCH_STATE", 0, bucket(3)),
+        (
+            ("wrong room", "backward", "3FETCH_STATE", ""),
+            ("wrong state", "backward", "2UPDATE", "3FETCH_STATE"),
+            ("updated too early", "backward", "3FETCH_STATE", "3OFFLOAD_STATE"),
+        ),
+    ),
+    Fault(
+        "update in front of a later reader",
+        replace(SHARED, update=True),
+        update_before_later_reader,
+        (
+            ("slot overwritten", "backward", "0UPDATE", "1PREFETCH@1"),
+            ("gradients not ready", "backward", "0UPDATE", "0B"),
+            ("gradients lost", "backward", "0B", ""),
+            ("updated too early", "backward", "0PREFETCH@0", "0OFFLOAD_STATE"),
+        ),
+    ),
 ]
 
 
@@ -647,6 +970,9 @@ SMALL = [
     Spec(stages=3, shared=True, accumulate=True),
     Spec(stages=4, hold=True, slots=3),
     Spec(stages=3, changes=frozenset({1}), keep=frozenset({0}), random=frozenset({1})),
+    Spec(stages=3, norms=True),
+    Spec(stages=3, update=True),
+    Spec(stages=3, update=True, accumulate=True, shared=True),
 ]
 
 
@@ -689,7 +1015,8 @@ def test_random_edits_are_judged_as_brute_force_judges_them(
     name = data.draw(st.sampled_from(sorted(schedule.graphs)))
     graph = schedule.graphs[name]
     for _ in range(data.draw(st.integers(1, 3))):
-        movable = ops.nodes_of(graph, ops.prefetch, ops.fetch_grad, ops.offload_grad, ops.free)
+        copies = (ops.prefetch, ops.fetch_grad, ops.offload_grad, ops.fetch_state)
+        movable = ops.nodes_of(graph, *copies, ops.offload_state, ops.free, ops.park)
         if not movable:
             continue
         node = data.draw(st.sampled_from(movable), label="node")

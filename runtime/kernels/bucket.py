@@ -8,8 +8,8 @@ the kernel all of it; their layout is what this module and the kernels share:
             (or of its codes), of each state's absmax, and the seed; 0 where there is none
     hyper   (params, columns) fp32 or fp64: rules.AdamHyper or rules.SgdHyper
 
-`blocks` depends on the sizes alone and is made once. The rest is copied in every call, from one
-pinned tensor of its own: the caching host allocator reuses that only when the copy is done.
+`blocks` depends on the sizes alone and is made once. The rest is fetched in every call, from one
+pinned tensor of its own (see `kernels.fetch`).
 
 Nothing here needs triton, which is imported when the first bucket on a CUDA device is updated.
 """
@@ -165,7 +165,7 @@ def pack(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """The table and the scalars on a device, by one copy that does not block.
+    """The table and the scalars on a device.
 
     The rows have an even number of columns, so both start at 16 bytes' alignment.
     """
@@ -175,6 +175,8 @@ def pack(
     packed.extend(bytes(-len(packed) % 8))
     staged = torch.frombuffer(packed, dtype=torch.int64)
     if device.type == "cuda":
-        staged = staged.pin_memory().to(device, non_blocking=True)
+        from megacompile.runtime.kernels.fetch import fetch
+
+        staged = fetch(staged, device)
     hyper = staged[len(table) :].view(dtype)[: len(scalars)]
     return staged[: len(table)].view(len(rows), -1), hyper.view(len(rows), -1)

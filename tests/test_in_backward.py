@@ -1,0 +1,287 @@
+"""The update inside of the backward: `megacompile(model, optimizer=...)`, against the plain loop."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from megacompile import megacompile
+from megacompile.api import accumulate
+from megacompile.errors import ModelError, OptimizerError, OptionError, OptionTypeError
+from tests import zoo
+from tests.zoo import WIDTH, Inputs
+
+STEPS = 10
+
+Make = Callable[[nn.Module], Optimizer]
+
+
+def net() -> Any:
+    """One parameter is frozen, some get no gradient."""
+    model, _ = zoo.unused()
+    model.layers[0].norm.weight.requires_grad_(False)
+    return model
+
+
+def data(seed: int) -> Inputs:
+    return zoo.batch(seed)
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    params = list(model.parameters())
+    matrices = [p for p in params if p.dim() > 1]
+    vectors = [p for p in params if p.dim() < 2]
+    return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0, "lr": 1e-3}]
+
+
+CASES: dict[str, Make] = {
+    "adamw": lambda m: AdamW(groups(m), lr=1e-2, weight_decay=0.1),
+    "adam, amsgrad": lambda m: Adam(groups(m), lr=1e-2, weight_decay=0.1, amsgrad=True),
+    "sgd": lambda m: SGD(groups(m), lr=0.1, weight_decay=0.01),
+    "sgd, momentum": lambda m: SGD(groups(m), lr=0.1, momentum=0.9, dampening=0.1),
+    "sgd, nesterov": lambda m: SGD(groups(m), lr=0.1, momentum=0.9, nesterov=True),
+}
+
+
+def pair(case: str = "adamw") -> tuple[tuple[Any, Optimizer], tuple[Any, Optimizer]]:
+    """(plain, its optimizer), (megacompiled with its optimizer, that)."""
+    plain = net()
+    streamed = copy.deepcopy(plain)
+    mine, theirs = CASES[case](plain), CASES[case](streamed)
+    megacompile(streamed, device="cpu", lowering="eager", optimizer=theirs)
+    return (plain, mine), (streamed, theirs)
+
+
+def train(
+    model: Any, optimizer: Optimizer, steps: int = STEPS, *, start: int = 0, micro: int = 1
+) -> None:
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 1.0 / (1 + i))
+    streamed = model._compiled_call_impl is not None
+    for i in range(start, start + steps):
+        for k in range(micro):
+            waits = streamed and k + 1 < micro
+            with accumulate(model) if waits else contextlib.nullcontext():
+                (model(**data(micro * i + k)) / micro).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    for group in optimizer.param_groups:
+        group["lr"] = group.pop("initial_lr")
+
+
+def assert_close(plain: nn.Module, streamed: nn.Module, tolerance: float = 1e-6) -> None:
+    for want, got in zip(plain.parameters(), streamed.parameters(), strict=True):
+        assert (got - want).norm() <= tolerance * want.norm()
+
+
+def host_gradients(model: Any) -> int:
+    """How many gradients have host memory."""
+    return sum(len(b.grads) for b in model._compiled_call_impl.machine.buckets.values())
+
+
+# --- numbers
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ten_steps(case: str) -> None:
+    (plain, mine), (streamed, theirs) = pair(case)
+    train(plain, mine)
+    train(streamed, theirs)
+    assert_close(plain, streamed)
+    assert host_gradients(streamed) == 0
+
+
+@pytest.mark.parametrize("case", ["adamw", "sgd, momentum"])
+def test_micro_batches(case: str) -> None:
+    (plain, mine), (streamed, theirs) = pair(case)
+    train(plain, mine, micro=3)
+    train(streamed, theirs, micro=3)
+    assert_close(plain, streamed)
+
+
+def test_what_gets_no_gradient_stays() -> None:
+    _, (streamed, theirs) = pair()
+    names = ("layers.0.norm.weight", "layers.1.extra", "spare.weight")
+    before = {name: streamed.get_parameter(name).detach().clone() for name in names}
+    train(streamed, theirs, 2)
+    for name, value in before.items():
+        param = streamed.get_parameter(name)
+        assert torch.equal(param.detach(), value)
+        assert param.grad is None
+        assert param not in theirs.state
+
+
+def test_the_gradient_of_an_input() -> None:
+    (plain, _), (streamed, _) = pair()
+    found = []
+    for model in (plain, streamed):
+        inputs = data(1)
+        inputs["x"].requires_grad_()
+        model(**inputs).backward()
+        found.append(inputs["x"].grad)
+    assert zoo.equal(*found)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad(set_to_none: bool) -> None:
+    (plain, mine), (streamed, theirs) = pair()
+    for model, optimizer in ((plain, mine), (streamed, theirs)):
+        for i in range(4):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            model(**data(i)).backward()
+            optimizer.step()
+            if i % 2:
+                model.zero_grad(set_to_none=set_to_none)
+    assert_close(plain, streamed)
+
+
+def test_zero_grad_between_backward_and_step() -> None:
+    """The update has been made; the plain loop would have skipped the step."""
+    _, (streamed, theirs) = pair()
+    streamed(**data(0)).backward()
+    theirs.zero_grad(set_to_none=False)
+    gradient = streamed.head.weight.grad
+    assert gradient is not None and gradient.shape == (WIDTH, WIDTH)
+
+
+@pytest.mark.parametrize("case", ["adamw", "adam, amsgrad", "sgd, momentum"])
+def test_states_move_between_plain_and_streamed(case: str) -> None:
+    (plain, mine), (streamed, theirs) = pair(case)
+    reference = copy.deepcopy(plain)
+    of_reference = CASES[case](reference)
+    for start in (0, 3, 6):
+        train(reference, of_reference, 3, start=start)
+    train(plain, mine, 3)
+    streamed.load_state_dict(plain.state_dict())
+    theirs.load_state_dict(copy.deepcopy(mine.state_dict()))
+    train(streamed, theirs, 3, start=3)
+    states = theirs.state_dict()
+    assert states.keys() == mine.state_dict().keys()
+    assert {k: list(v) for k, v in states["state"].items()} == {
+        k: list(v) for k, v in mine.state_dict()["state"].items()
+    }
+    plain.load_state_dict(streamed.state_dict())
+    mine.load_state_dict(copy.deepcopy(states))
+    train(plain, mine, 3, start=6)
+    assert_close(reference, plain)
+
+
+def test_autograd_grad_takes_gradients_and_updates_nothing() -> None:
+    (plain, _), (streamed, _) = pair()
+    before = streamed.head.weight.detach().clone()
+    found = [
+        torch.autograd.grad(model(**data(0)), [model.head.weight, model.layers[1].up.weight])
+        for model in (plain, streamed)
+    ]
+    for want, got in zip(*found, strict=True):
+        assert zoo.equal(want, got)
+    assert torch.equal(streamed.head.weight.detach(), before)
+    assert streamed.head.weight.grad is None
+
+
+# --- what it cannot do
+
+
+def gone() -> tuple[Any, Optimizer]:
+    """After a backward."""
+    _, (streamed, theirs) = pair()
+    streamed(**data(0)).backward()
+    return streamed, theirs
+
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "a product": lambda m: m.head.weight.grad * 2,
+    "norm": lambda m: m.head.weight.grad.norm(),
+    "item": lambda m: m.head.bias.grad[0].item(),
+    "clip_grad_norm_": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0),
+    "clip_grad_value_": lambda m: nn.utils.clip_grad_value_(m.parameters(), 1.0),
+    "mul_": lambda m: m.head.weight.grad.mul_(2),
+    "deepcopy": lambda m: copy.deepcopy(m.head.weight.grad),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_gradient_that_is_gone_says_so(use: str) -> None:
+    streamed, theirs = gone()
+    with pytest.raises(OptimizerError, match="p.grad of '.*' is not there") as caught:
+        USES[use](streamed)
+    assert "leave out optimizer=" in str(caught.value)
+    assert streamed.head.weight.grad.shape == (WIDTH, WIDTH)
+    theirs.step()
+    assert streamed.head.weight.grad is None
+
+
+def test_a_second_backward_before_step() -> None:
+    streamed, theirs = gone()
+    with pytest.raises(OptimizerError, match="updated in a backward already.*accumulate"):
+        streamed(**data(1)).backward()
+    theirs.step()
+    streamed(**data(1)).backward()
+    theirs.step()
+
+
+def test_an_option_changed_between_backward_and_step() -> None:
+    streamed, theirs = gone()
+    lr = theirs.param_groups[0]["lr"]
+    theirs.param_groups[0]["lr"] = 0.5
+    with pytest.raises(OptimizerError, match=r"lr: 0\.01 -> 0\.5.*change it after step\(\)"):
+        theirs.step()
+    theirs.param_groups[0]["lr"] = lr
+    theirs.step()
+    assert theirs.state[streamed.head.weight]["step"] == 1
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_are_refused(kind: str) -> None:
+    _, (streamed, _) = pair()
+    getattr(streamed.head.weight, kind)(lambda *_: None)
+    with pytest.raises((OptimizerError, ModelError), match="head.weight.*hook"):
+        streamed(**data(0)).backward()
+
+
+def test_optimizers_that_cannot() -> None:
+    model = net()
+    with pytest.raises(OptionError, match="optimizer=Adagrad; needed .*AdamW, Adam or SGD"):
+        megacompile(model, device="cpu", optimizer=Adagrad(model.parameters()))
+    with pytest.raises(OptionTypeError, match="'optimizer' got 3"):
+        megacompile(model, device="cpu", optimizer=3)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="differentiable or capturable"):
+        options: Any = {"differentiable": True}
+        megacompile(model, device="cpu", optimizer=AdamW(model.parameters(), **options))
+    assert model._compiled_call_impl is None
+
+
+def test_a_parameter_that_is_not_in_the_optimizer() -> None:
+    model = net()
+    optimizer = AdamW([p for n, p in model.named_parameters() if n != "head.bias"])
+    with pytest.raises(OptionError, match="head.bias is not in the optimizer"):
+        megacompile(model, device="cpu", optimizer=optimizer)
+    model.head.bias.requires_grad_(False)
+    megacompile(model, device="cpu", optimizer=optimizer)
+
+
+def test_accumulate_needs_an_optimizer() -> None:
+    model = net()
+    for _ in range(2):
+        with pytest.raises(ModelError, match=r"accumulate\(\): Stack was not megacompiled with"):
+            with accumulate(model):
+                raise AssertionError("not reached")
+        megacompile(model, device="cpu")
+
+
+def test_within_accumulate_gradients_are_there() -> None:
+    (plain, _), (streamed, _) = pair()
+    plain(**data(0)).backward()
+    with accumulate(streamed):
+        streamed(**data(0)).backward()
+    zoo.assert_same(plain, streamed)
+    want: Tensor = nn.utils.clip_grad_norm_(plain.parameters(), 1e-2)
+    assert zoo.equal(want, nn.utils.clip_grad_norm_(streamed.parameters(), 1e-2))
+    zoo.assert_same(plain, streamed)
