@@ -41,15 +41,15 @@ class HostBuffer(mmap.mmap):
     _address: int = 0
     _warned: bool = False
 
-    def __new__(cls, size_bytes: int, *, pin: bool) -> HostBuffer:
-        kind = mmap.MAP_SHARED if pin else mmap.MAP_PRIVATE
+    def __new__(cls, size_bytes: int, *, pin: bool, private: bool = False) -> HostBuffer:
+        kind = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
         made = super().__new__(cls, -1, max(size_bytes, mmap.PAGESIZE), kind | mmap.MAP_ANONYMOUS)
-        if not pin and hasattr(mmap, "MADV_HUGEPAGE"):
+        if private and hasattr(mmap, "MADV_HUGEPAGE"):
             made.madvise(mmap.MADV_HUGEPAGE)  # a tenth more bandwidth for the CPU
         return made
 
-    def __init__(self, size_bytes: int, *, pin: bool) -> None:
-        del size_bytes
+    def __init__(self, size_bytes: int, *, pin: bool, private: bool = False) -> None:
+        del size_bytes, private
         if pin:
             self._lock()
 
@@ -265,7 +265,7 @@ class HostBucket:
             if not isinstance(have := there.get(i), torch.Tensor) or have.dtype != dtype
         }
         if missing:
-            there |= self._room(missing, pin=pin)
+            there |= self._room(missing, pin=pin, private=not pin)
 
     def make_codes(self, name: str, params: Sequence[int], *, pin: bool) -> None:
         """The same for states in 8 bits: codes and a largest magnitude for each block."""
@@ -280,15 +280,17 @@ class HostBucket:
             absmax = torch.empty(absmax_numel(numel), device="meta")
             likes += [(f"{i}.codes", codes), (f"{i}.absmax", absmax)]
         layout = Bucket.layout(self.layout.key, self.layout.name, likes)
-        buffer = HostBuffer(layout.size_bytes, pin=pin)
+        buffer = HostBuffer(layout.size_bytes, pin=pin, private=not pin)
         made = [buffer.tensor(place) for place in layout.params]
         there |= {i: (made[2 * k], made[2 * k + 1]) for k, i in enumerate(missing)}
 
-    def _room(self, dtypes: Mapping[int, torch.dtype], *, pin: bool) -> dict[int, torch.Tensor]:
+    def _room(
+        self, dtypes: Mapping[int, torch.dtype], *, pin: bool, private: bool = False
+    ) -> dict[int, torch.Tensor]:
         """New memory like some of the parameters, one buffer for all of them."""
         places = dict(zip(dtypes, mirrored(self.layout, dtypes), strict=True))
         end = max((place.offset_bytes + place.size_bytes for place in places.values()), default=0)
-        buffer = HostBuffer(end, pin=pin)
+        buffer = HostBuffer(end, pin=pin, private=private)
         self._memory.append(buffer.bytes(end))
         return {i: buffer.tensor(place) for i, place in places.items()}
 

@@ -136,7 +136,7 @@ def adam_(
     h = AdamHyper(*hyper.to(math).unbind())
     p = param.to(math)
     g = grad.to(math) * h.scale
-    g = g + h.l2 * p
+    g = torch.where(h.l2 != 0, g + h.l2 * p, g)  # 0 * inf is not 0
     p = p * h.decay
     table = tables(param.device) if _any_codes(exp_avg, exp_avg_sq, max_exp_avg_sq) else None
     m = _lerp(_load(exp_avg, math, table, signed=True), g, h.one_minus_beta1)

@@ -48,9 +48,9 @@ class Served:
         """Multiply by what was noted, and let the tensor be plain."""
         self.settle()
         release(tensor)
+        self.check(tensor)
         factor, self.scale = self.scale, 1.0
         if factor != 1.0:
-            self.check(tensor)
             with torch.no_grad():
                 tensor.mul_(factor)
 

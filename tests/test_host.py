@@ -71,9 +71,9 @@ def test_a_buffer_takes_what_it_needs() -> None:
 
 
 @linux
-def test_a_buffer_is_shared_with_forked_loaders() -> None:
+def test_a_locked_buffer_is_shared_with_forked_loaders(cudart: Cudart) -> None:
     """A private mapping would become copy-on-write under the DMA, see the note of the module."""
-    flat = HostBuffer(100, pin=False).bytes(100)
+    flat = HostBuffer(100, pin=True).bytes(100)
     assert mapping_of(flat)[1] == "rw-s"
 
 
@@ -313,6 +313,66 @@ def test_what_cannot_be_locked_stays_pageable_and_is_said_once(cudart: Cudart) -
     params.clear()
     gc.collect()
     assert cudart.unlocked == [], "what was never locked"
+
+
+# --- states, codes, copies
+
+
+def test_states_mirror_the_parameters() -> None:
+    """Neighbours are as far apart, in elements, so that one span covers them in each."""
+    bucket = bucket_of([nn.Parameter(torch.randn(n)) for n in (5, 300, 7)])
+    bucket.make_state("exp_avg", {i: torch.bfloat16 for i in range(3)}, pin=False)
+    bucket.make_grads()
+    first = bucket.values[0].data_ptr()
+    distances = [(v.data_ptr() - first) // v.itemsize for v in bucket.values]
+    rooms = bucket.states["exp_avg"]
+    assert all(isinstance(room, Tensor) and not room.any() for room in rooms.values())
+    for found in (rooms, bucket.grads):
+        tensors = [t for t in found.values() if isinstance(t, Tensor)]
+        start = tensors[0].data_ptr()
+        assert [(t.data_ptr() - start) // t.itemsize for t in tensors] == distances
+        tensors[2].fill_(3)
+        span = bucket.span(tensors[0], distances[2] + 7)
+        assert span.dtype == tensors[0].dtype and span[-7:].tolist() == [3.0] * 7
+    with pytest.raises(AssertionError, match="leaves the memory"):
+        bucket.span(bucket.grads[2], 2**20)
+
+
+def test_a_state_is_kept_until_its_dtype_changes() -> None:
+    bucket = bucket_of([nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(3))])
+    bucket.make_state("m", {0: torch.float32}, pin=False)
+    before = bucket.states["m"][0]
+    bucket.make_state("m", {0: torch.float32, 1: torch.float32}, pin=False)
+    assert bucket.states["m"][0] is before
+    bucket.make_state("m", {0: torch.bfloat16}, pin=False)
+    assert bucket.states["m"][0] is not before
+
+
+def test_codes_and_largest_magnitudes() -> None:
+    bucket = bucket_of([nn.Parameter(torch.randn(5000)), nn.Parameter(torch.randn(3))])
+    bucket.make_codes("m", [0], pin=False)
+    made = bucket.states["m"][0]
+    assert isinstance(made, tuple)
+    codes, absmax = made
+    assert (codes.shape, codes.dtype, absmax.dtype) == ((5000,), torch.uint8, torch.float32)
+    bucket.make_codes("m", [0], pin=False)
+    assert bucket.states["m"][0] is made
+
+
+def test_a_copy_in_another_dtype_follows_the_parameters() -> None:
+    params = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(5))]
+    likes = [(f"p{i}", p.detach().to(torch.bfloat16)) for i, p in enumerate(params)]
+    bucket = HostBucket(Bucket.layout(0, "unit", likes), params, pin=False)
+    assert bucket.has_copy and bucket.flat.numel() == bucket.layout.size_bytes
+    assert not bucket_of([nn.Parameter(torch.ones(1))]).has_copy
+    for through_data in (False, True):
+        with torch.no_grad():
+            (params[0].data if through_data else params[0]).mul_(2)
+        bucket.refresh()
+        assert torch.equal(bucket.streamed[0], params[0].detach().to(torch.bfloat16))
+    bucket.streamed[1].fill_(7)
+    bucket.take_back(1)
+    assert params[1].tolist() == [7.0] * 5
 
 
 # --- how much there is

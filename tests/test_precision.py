@@ -313,8 +313,8 @@ def test_8_bit_states_save_as_fp32_and_move() -> None:
     )
 
 
-def test_8_bit_states_resume_bitwise() -> None:
-    """What was saved are the codes' values: to quantize them again changes nothing."""
+def test_8_bit_states_resume_within_their_rounding() -> None:
+    """Not bitwise: the table has no -1, so a block whose largest is negative is scaled anew."""
     whole, first, second = (streamed(Wide(), state_dtype="int8") for _ in range(3))
     train(whole, adamw(whole), 6)
     mine, theirs = adamw(first), adamw(second)
@@ -322,7 +322,8 @@ def test_8_bit_states_resume_bitwise() -> None:
     second.load_state_dict(saved(first.state_dict()))
     theirs.load_state_dict(saved(mine.state_dict()))
     train(second, theirs, 3, start=3)
-    zoo.assert_same(whole, second)
+    for want, got in zip(whole.parameters(), second.parameters(), strict=True):
+        assert (got - want).norm() < 2e-3 * want.norm()
 
 
 # --- stochastic rounding
@@ -338,7 +339,7 @@ def rounded(seed: int, lr: float = 1e-5, **options: Any) -> Any:
 
 @pytest.mark.parametrize("state_dtype", [None, torch.float32])
 def test_stochastic_rounding_is_by_the_seed(state_dtype: torch.dtype | None) -> None:
-    options = {"stochastic_rounding": True, "state_dtype": state_dtype}
+    options: dict[str, Any] = {"stochastic_rounding": True, "state_dtype": state_dtype}
     first, again, other = (rounded(seed, **options) for seed in (7, 7, 8))
     zoo.assert_same(first, again)
     assert not torch.equal(first.head.weight.detach(), other.head.weight.detach())

@@ -59,7 +59,7 @@ def groups(model: nn.Module, *, matrices: bool | None = None) -> list[dict[str, 
         hidden = name.startswith("layers") and param.dim() == 2
         if matrices is None or hidden == matrices:
             found[param.dim() > 1].append(param)
-    chosen = [{"params": found[1]}, {"params": found[0], "weight_decay": 0.0}]
+    chosen: list[dict[str, Any]] = [{"params": found[1]}, {"params": found[0], "weight_decay": 0.0}]
     return [group for group in chosen if group["params"]]
 
 
@@ -727,7 +727,7 @@ def train_until_killed(folder: str) -> None:
 
     optimizer.zero_grad()
     gradients(model, KILLED_AT)
-    BucketUpdate.__call__ = slow  # type: ignore[method-assign]
+    BucketUpdate.__call__ = slow  # type: ignore[assignment, method-assign]
     optimizer.step()
     assert started.wait(60)
     Path(folder, "in_flight").touch()

@@ -94,7 +94,8 @@ def _adam(
     m = load_state(table, _M, _M_ABSMAX, tile, index, mask, maps, 1, STATE0, MATH, ALIGNED)
     v = load_state(table, _V, _V_ABSMAX, tile, index, mask, maps, 0, STATE1, MATH, ALIGNED)
 
-    g = g + tl.load(hyper + _L2) * p
+    l2 = tl.load(hyper + _L2)
+    g = tl.where(l2 != 0, g + l2 * p, g)  # 0 * inf is not 0
     p = p * tl.load(hyper + _DECAY)
     m = m + tl.load(hyper + _ONE_MINUS_BETA1) * (g - m)
     v = v * tl.load(hyper + _BETA2) + tl.load(hyper + _ONE_MINUS_BETA2) * g * g
