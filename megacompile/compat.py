@@ -395,3 +395,9 @@ def put_first(handle: Any) -> None:
     hooks = handle.hooks_dict_ref()
     assert hooks is not None, "the hooks of an object that is gone"
     hooks.move_to_end(handle.id, last=False)
+
+
+def is_compiled(function: Callable[..., Any]) -> bool:
+    """Does Dynamo have code for a function, or has `torch.compiler.reset()` dropped it?"""
+    entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)
+    return bool(entries)

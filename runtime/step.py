@@ -129,6 +129,9 @@ class Updates:
                     aliased.add(key)  # see float64 in _step
         done = [(param, param.grad) for _, param in found]
         first = {key: update.new() for key, update in updates.items() if update.makes_states()}
+        compiled: set[object] = set()
+        for update in updates.values():
+            update.prepare(compiled)
         for key, update in updates.items():
             self._start(update, held[key])
         for key in first.keys() | aliased:

@@ -72,6 +72,11 @@ class _Run:
     update: rules.Update  # flat; padding between parameters is zeros, and stays so
     ours: bool  # the gradient lies in the bucket
 
+    @property
+    def several(self) -> bool:
+        """Has it more than one element? One would be compiled as a kind of its own."""
+        return self.update.param.numel() > 1
+
     def join(self, other: _Run, bucket: HostBucket) -> _Run | None:
         """This and the next one as one run; None where they differ or are no neighbours."""
         mine, theirs = self.update, other.update
@@ -136,11 +141,23 @@ class BucketUpdate:
 
     # By rule.
 
+    def prepare(self, done: set[object]) -> None:
+        """Compile what the update needs, in the thread that calls `optimizer.step()`.
+
+        While Dynamo compiles it changes the state of the whole process and then restores it (the
+        random generators, how FX makes code), which must not happen behind the user's back. `done`
+        are the kinds of update that this step has seen.
+        """
+        if self.way is Way.COMPILED:
+            for run in self._runs():
+                kind = (run.rule, _kind(run.update))
+                if run.several and kind not in done:
+                    compiled(run.rule).prepare(run.update)
+                    done.add(kind)
+
     def _by_rules(self) -> None:
         for run in self._runs():
-            if (
-                self.way is Way.COMPILED and run.update.param.numel() > 1
-            ):  # one is a kind of its own
+            if self.way is Way.COMPILED and run.several and compiled(run.rule).ready():
                 compiled(run.rule)(run.update)
             else:
                 rules.apply(run.rule, run.update)
@@ -233,6 +250,7 @@ def run_stock(
 
 
 TYPICAL = 2**22  # elements of a parameter that Inductor should have in mind
+_SMALL = 4096
 
 
 class _Compiled:
@@ -243,7 +261,8 @@ class _Compiled:
     """
 
     def __init__(self, rule: Rule) -> None:
-        function: Any = rules.adam_
+        self._function = rules.adam_ if rule is Rule.ADAM else rules.sgd_
+        function: Any = self._function
         if rule is not Rule.ADAM:
             function = functools.partial(rules.sgd_, nesterov=rule is Rule.NESTEROV)
         self._run: Callable[..., None] = torch.compile(
@@ -251,14 +270,21 @@ class _Compiled:
         )
         self._met: set[tuple[object, ...]] = set()
 
+    def prepare(self, update: rules.Update) -> None:
+        """Compile for updates of this kind, if that has not been done.
+
+        Later it is a small call, which compiles again where `torch.compiler.reset()` was called.
+        """
+        kind = _kind(update)
+        self._run(*_arguments(_like(update, _SMALL if kind in self._met else TYPICAL)))
+        self._met.add(kind)
+
+    def ready(self) -> bool:
+        """Is it still compiled? `torch.compiler.reset()` may have come in between."""
+        return compat.is_compiled(self._function)
+
     def __call__(self, update: rules.Update) -> None:
-        arguments = _arguments(update)
-        kind = tuple(str(compat.tree_map(_dtype_of, argument)) for argument in arguments)
-        if kind not in self._met:
-            typical = _arguments(_typical(update))
-            self._run(*typical)
-            self._met.add(kind)
-        self._run(*arguments)
+        self._run(*_arguments(update))
 
 
 compiled = functools.cache(_Compiled)
@@ -271,15 +297,20 @@ def _arguments(update: rules.Update) -> tuple[Any, ...]:
     return (update.param, update.grad, *update.states, update.copy, scalars, seed)
 
 
-def _typical(update: rules.Update) -> rules.Update:
-    """An update of a parameter of a typical size, on zeros."""
+def _kind(update: rules.Update) -> tuple[object, ...]:
+    """What a rule is compiled for: the dtypes, and what is there."""
+    return tuple(str(compat.tree_map(_dtype_of, a)) for a in _arguments(update))
+
+
+def _like(update: rules.Update, numel: int) -> rules.Update:
+    """An update of a parameter of another size, on zeros."""
 
     def zeros(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else torch.zeros(TYPICAL, dtype=tensor.dtype)
+        return None if tensor is None else torch.zeros(numel, dtype=tensor.dtype)
 
     def state(value: State | None) -> State | None:
         if isinstance(value, tuple):
-            return torch.zeros(TYPICAL, dtype=torch.uint8), torch.zeros(absmax_numel(TYPICAL))
+            return torch.zeros(numel, dtype=torch.uint8), torch.zeros(absmax_numel(numel))
         return zeros(value)
 
     param, grad = zeros(update.param), zeros(update.grad)

@@ -126,8 +126,8 @@ def test_parameters_and_gradients_are_pinned() -> None:
 
 def test_pinned_memory_has_the_exact_size() -> None:
     """33 MiB and a bit take 33 MiB and a page; the caching host allocator would take 64."""
-    size = 33 * 2**20 + 12
-    param = nn.Parameter(torch.ones(size, dtype=torch.uint8), requires_grad=False)
+    size = (33 * 2**20 + 12) // 4
+    param = nn.Parameter(torch.ones(size))
     bucket = HostBucket(Bucket.layout(0, "unit", [("p", param)]), [param], pin=True)
     assert mapping_bytes(bucket.flat) == 33 * 2**20 + 4096
     assert bucket.flat[:1].is_pinned() and bucket.flat[-1:].is_pinned()

@@ -25,7 +25,8 @@ from megacompile.errors import OptimizerError
 from megacompile.runtime import step as stepping
 from megacompile.runtime.guards import GuardedParameter
 from megacompile.runtime.host import HostBucket
-from megacompile.runtime.update import BucketUpdate, Way
+from megacompile.runtime.rules import Rule, Update, adam_hyper
+from megacompile.runtime.update import BucketUpdate, Way, compiled
 from tests import zoo
 from tests.zoo import WIDTH, Inputs, assert_same, equal, twins
 
@@ -748,3 +749,15 @@ def test_killed_in_the_middle_of_a_step_and_resumed(tmp_path: Path) -> None:
     optimizer.load_state_dict(states[1])
     train(resumed, [optimizer], STEPS - CHECKPOINT_AT, start=CHECKPOINT_AT)
     assert_same(whole, resumed)
+
+
+def test_a_reset_of_the_compiler_lets_nothing_compile_in_the_background() -> None:
+    """Dynamo, while it compiles, changes and restores the random state of the whole process."""
+    rule = compiled(Rule.ADAM)
+    zeros = [torch.zeros(64) for _ in range(4)]
+    hyper = adam_hyper(torch.optim.AdamW([nn.Parameter(zeros[0])]).param_groups[0], 1)
+    update = Update(zeros[0], zeros[1], (zeros[2], zeros[3], None), hyper)
+    rule.prepare(update)
+    assert rule.ready()
+    torch.compiler.reset()
+    assert not rule.ready()
