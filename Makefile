@@ -56,7 +56,9 @@ lint: $(INSTALLED)
 	$(PY) -m mypy
 
 bench: $(INSTALLED)
-	$(PY) -m benchmarks.forward_backward $(ARGS)
+	$(PY) -m benchmarks.forward_backward
+	$(PY) -m benchmarks.train_step
+	$(PY) -m benchmarks.precision
 
 format: $(INSTALLED)
 	$(PY) -m ruff check --fix .
