@@ -119,6 +119,17 @@ class View:
         return ops.nodes_of(self.graph, *targets)
 
 
+MAKE_MEMORY = (  # ops whose value owns memory of the compute stream's allocator
+    ops.snapshot,
+    ops.alloc_grad,
+    ops.fetch_grad,
+    ops.add_grad,
+    ops.norm_grad,
+    ops.alloc_state,
+    ops.fetch_state,
+    ops.update,
+)
+
 Check = Callable[[View], Iterator[Hazard]]
 
 

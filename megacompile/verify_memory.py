@@ -20,6 +20,7 @@ from torch import fx
 
 from megacompile import ops
 from megacompile.hazards import (
+    MAKE_MEMORY,
     Check,
     Hazard,
     HazardKind,
@@ -32,16 +33,6 @@ from megacompile.hazards import (
 )
 from megacompile.ir import Bucket, Slot, Stage, Stream, format_bytes
 
-_OWNERS = (
-    ops.snapshot,
-    ops.alloc_grad,
-    ops.fetch_grad,
-    ops.add_grad,
-    ops.norm_grad,
-    ops.alloc_state,
-    ops.fetch_state,
-    ops.update,
-)
 _TUPLE_OWNERS = (ops.forward, ops.recompute, ops.backward)
 
 
@@ -170,7 +161,7 @@ def _owns(node: fx.Node) -> bool:
     """Does the node name memory of the compute stream's allocator?"""
     if node.op == "call_function" and node.target is operator.getitem:
         return producer(node).target in _TUPLE_OWNERS
-    return node.target in _OWNERS
+    return node.target in MAKE_MEMORY
 
 
 def _lifetimes(view: View) -> Iterator[Hazard]:

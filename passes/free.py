@@ -17,20 +17,10 @@ from collections.abc import Mapping
 from torch import fx
 
 from megacompile import ops
-from megacompile.hazards import reads
+from megacompile.hazards import MAKE_MEMORY, reads
 from megacompile.ir import Schedule, Stream
 
 _OWNERS = (ops.forward, ops.recompute, ops.backward)
-_MADE = (
-    ops.snapshot,
-    ops.alloc_grad,
-    ops.fetch_grad,
-    ops.add_grad,
-    ops.norm_grad,
-    ops.alloc_state,
-    ops.fetch_state,
-    ops.update,
-)
 
 
 def insert_free(schedule: Schedule, *, delay: int = 1) -> Schedule:
@@ -82,7 +72,7 @@ def _owns(node: fx.Node, owns_inputs: bool) -> bool:
     if ops.op_of(node) is None:  # an item of a compute's result
         producer = node.args[0]
         return isinstance(producer, fx.Node) and producer.target in _OWNERS
-    return node.target in _MADE
+    return node.target in MAKE_MEMORY
 
 
 def _end_of_items(node: fx.Node, position: Mapping[fx.Node, int]) -> int:

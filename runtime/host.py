@@ -131,6 +131,7 @@ class HostBucket:
         self.flat = buffer.bytes(layout.size_bytes)  # (size_bytes,) uint8
         self.streamed = tuple(buffer.tensor(place) for place in layout.params)
         self._memory: list[torch.Tensor] = []  # flat, uint8: of masters, gradients, states
+        self._grad_memory: torch.Tensor | None = None  # that of them which holds the gradients
         self.values = self._masters()  # the parameters' own memory
         self.grads: dict[int, torch.Tensor] = {}
         self.states: dict[str, dict[int, State]] = {}  # name -> parameter -> state
@@ -254,7 +255,9 @@ class HostBucket:
         """Get memory for the gradients: the first time, or when the user still holds the last."""
         trained = [i for i, param in enumerate(self.params) if param.requires_grad]
         dtypes = {i: self.grad_dtype or self.params[i].dtype for i in trained}
+        self._memory = [memory for memory in self._memory if memory is not self._grad_memory]
         self.grads = self._room(dtypes, pin=self.pin)
+        self._grad_memory = self._memory[-1]
 
     def make_state(self, name: str, dtypes: Mapping[int, torch.dtype], *, pin: bool) -> None:
         """Get memory for a state, zeros, of those parameters that have none of that dtype yet."""
@@ -296,12 +299,21 @@ class HostBucket:
 
     def span(self, first: torch.Tensor, numel: int) -> torch.Tensor:
         """`numel` elements of this bucket's memory, from the first of a tensor in it: (numel,)."""
+        found = self._slice(first, numel)
+        assert found is not None, "a span that leaves the memory of its bucket"
+        return found
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Does a dense tensor lie in memory that this bucket has now?"""
+        return self._slice(tensor, tensor.numel()) is not None
+
+    def _slice(self, first: torch.Tensor, numel: int) -> torch.Tensor | None:
         start, size = first.data_ptr(), numel * first.itemsize
         for memory in (self.flat, *self._memory):
             offset = start - memory.data_ptr()
             if 0 <= offset and offset + size <= memory.numel():
                 return memory[offset : offset + size].view(first.dtype)
-        raise AssertionError("a span that leaves the memory of its bucket")
+        return None
 
 
 State = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # 8 bits: codes and largest magnitudes

@@ -118,6 +118,7 @@ class BucketUpdate:
     kind: type[Optimizer]
     device: torch.device
     steps: list[Step] = field(default_factory=list)
+    runs: list[_Run] = field(default_factory=list)  # from `prepare` until the update runs
 
     def makes_states(self) -> bool:
         """Will an optimizer's own first step make states? Ask before it runs."""
@@ -142,21 +143,24 @@ class BucketUpdate:
     # By rule.
 
     def prepare(self, done: set[object]) -> None:
-        """Compile what the update needs, in the thread that calls `optimizer.step()`.
+        """Find the runs, and compile what they need, in the thread that calls `optimizer.step()`.
 
         While Dynamo compiles it changes the state of the whole process and then restores it (the
         random generators, how FX makes code), which must not happen behind the user's back. `done`
         are the kinds of update that this step has seen.
         """
+        if self.way not in _OWN:
+            self.runs = self._runs()
         if self.way is Way.COMPILED:
-            for run in self._runs():
+            for run in self.runs:
                 kind = (run.rule, _kind(run.update))
                 if run.several and kind not in done:
                     compiled(run.rule).prepare(run.update)
                     done.add(kind)
 
     def _by_rules(self) -> None:
-        for run in self._runs():
+        runs, self.runs = self.runs, []  # views of gradients must not outlive the update
+        for run in runs:
             if self.way is Way.COMPILED and run.several and compiled(run.rule).ready():
                 compiled(run.rule)(run.update)
             else:
@@ -186,8 +190,7 @@ class BucketUpdate:
             copy=flat(bucket.streamed[i]) if bucket.has_copy else None,
             seed=step.seed,
         )
-        ours = i in bucket.grads and step.grad.data_ptr() == bucket.grads[i].data_ptr()
-        return _Run(step.rule, update, ours)
+        return _Run(step.rule, update, ours=bucket.holds(step.grad))
 
     # torch.optim's own step.
 

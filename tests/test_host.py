@@ -456,3 +456,13 @@ def test_no_memory_at_all_is_not_less_than_none(machine: Callable[..., None]) ->
     machine(2**20, max=2**20, current=2**24)
     with pytest.raises(HostMemoryError, match=r"available +0 B\n"):
         check_host_memory([("parameters", 1)])
+
+
+def test_memory_of_gradients_goes_when_it_is_made_anew() -> None:
+    bucket = bucket_of(parameters())
+    bucket.make_grads()
+    old = next(iter(bucket.grads.values()))
+    count = len(bucket._memory)
+    assert bucket.holds(old)
+    bucket.make_grads()
+    assert not bucket.holds(old) and len(bucket._memory) == count
