@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -18,6 +19,7 @@ from megacompile.ir import Capture, Code, PassRecord, Schedule, Template, Unit
 from megacompile.options import Lowering, Options
 from megacompile.passes.differentiate import differentiate
 from megacompile.passes.free import insert_free
+from megacompile.passes.hand_over import insert_hand_over
 from megacompile.passes.lower import lower
 from megacompile.passes.norms import insert_norms
 from megacompile.passes.offload import offload_gradients
@@ -51,6 +53,7 @@ def megacompile(
     state_dtype: torch.dtype | str | None = None,
     stochastic_rounding: bool = False,
     optimizer: torch.optim.Optimizer | None = None,
+    device_update: float | None = None,
 ) -> M:
     """Keep a model's parameters and gradients in host memory and stream them through a device.
 
@@ -76,6 +79,12 @@ def megacompile(
         optimizer: let the backward make the update of this AdamW, Adam or SGD, stage by stage:
             gradients never reach the host, and `optimizer.step()` only counts. No clipping by the
             global norm, no `p.grad`; micro-batches go into `accumulate(model)`, but for the last.
+        device_update: the share of the parameters, from 0 to 1, that `optimizer.step()` updates on
+            the device: the first in forward order, while the host does the others. Their states
+            come in during the backward and take device memory until the next one. Default: 0.4 (1
+            with 8-bit states or stochastic rounding, which are slow on the host), as far as a
+            sixth of the device's memory goes; 0 where `lowering` is "eager" or `compute_dtype` is
+            set.
 
     Raises:
         ModelError: not a module, or parameters that cannot be streamed.
@@ -103,6 +112,7 @@ def megacompile(
         state_dtype=state_dtype,
         stochastic_rounding=stochastic_rounding,
         optimizer=optimizer,
+        device_update=device_update,
     )
     check_model(model)
     present = model._compiled_call_impl
@@ -193,7 +203,7 @@ class _Compiler:
         passes: list[tuple[str, Callable[[Schedule], Schedule]]] = [
             ("templates", trace),
             ("differentiate", differentiate),
-            ("plan", functools.partial(make_plan, keep_last=keep_last)),
+            ("plan", functools.partial(self._plan, keep_last=keep_last)),
             ("recompute", insert_recompute),
             *self._gradient_passes(accumulate=accumulate, update=update),
             ("prefetch", functools.partial(insert_prefetch, lookahead=options.lookahead)),
@@ -210,6 +220,20 @@ class _Compiler:
             lambda: lower(schedule, lowering=options.lowering, progress=self._progress),
         )
 
+    def _plan(self, schedule: Schedule, *, keep_last: bool) -> Schedule:
+        options = self.options
+        share, limit = options.device_update or 0.0, math.inf
+        if options.device_update is None and options.hands_over:
+            share = 1.0 if options.host_is_slow else 0.4
+            limit = torch.cuda.get_device_properties(options.device).total_memory / 6
+        return make_plan(
+            schedule,
+            keep_last=keep_last,
+            hand_over=share,
+            hand_over_bytes=limit,
+            element_bytes=_state_bytes(options) + 4.0,  # the gradient, and the streamed copy
+        )
+
     def _gradient_passes(
         self, *, accumulate: bool, update: bool
     ) -> list[tuple[str, Callable[[Schedule], Schedule]]]:
@@ -224,10 +248,11 @@ class _Compiler:
                 state_bytes=_state_bytes(options),
             )
             return [("update", insert)]
-        passes = [("offload", functools.partial(offload_gradients, accumulate=accumulate))]
-        if options.lowering is Lowering.INDUCTOR:
-            passes.append(("norms", insert_norms))  # type: ignore[arg-type]
-        return passes  # type: ignore[return-value]
+        offload = functools.partial(offload_gradients, accumulate=accumulate)
+        if options.lowering is Lowering.EAGER:
+            return [("offload", offload)]
+        give = functools.partial(insert_hand_over, state_bytes=_state_bytes(options))
+        return [("offload", offload), ("norms", insert_norms), ("hand_over", give)]
 
     def _progress(
         self, work: Iterable[tuple[Template, Code]], total: int

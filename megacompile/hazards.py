@@ -182,6 +182,11 @@ def reads(node: fx.Node) -> list[fx.Node]:
     return list(found)
 
 
+def handed_over(graph: fx.Graph) -> set[fx.Node]:
+    """The values whose memory `hand_over` takes: nobody in the schedule gives it back."""
+    return {memory(value) for node in ops.nodes_of(graph, ops.hand_over) for value in reads(node)}
+
+
 def _happens_before(graph: fx.Graph, position: dict[fx.Node, int]) -> nx.DiGraph:
     """[Note: happens-before] as a graph; items are merged into their ops."""
     edges = nx.DiGraph()

@@ -25,6 +25,7 @@ signatures: `megacompile.runtime.executor` holds what they do.
     fetch_state   h2d       3FETCH_STATE   bucket, room -> states
     update        compute   3UPDATE        bucket, weights, gradients, states -> all of them, new
     offload_state d2h       3OFFLOAD_STATE  bucket, new parameters and states -> done
+    hand_over     compute   3HAND_OVER     bucket, gradients, states -> optimizer.step() takes them
     park          compute   PARK         value, after -> nothing; kept until `after` is done
     free          compute   -            value, after -> nothing; printed as `del`
 """
@@ -149,6 +150,14 @@ def offload_state(bucket: Bucket, updated: Any) -> Any:
     _unbound("offload_state")
 
 
+def hand_over(bucket: Bucket, gradients: Any, state: Any) -> Any:
+    """Leave gradients, parameters and states on the device: `optimizer.step()` updates them there.
+
+    What is on the host stays right: if anything is changed before the step, the step is made there.
+    """
+    _unbound("hand_over")
+
+
 def park(value: Any, *, after: tuple[Any, ...] = ()) -> None:
     """Keep a value until `after` is done, and no stream waits for it."""
     _unbound("park")
@@ -204,6 +213,7 @@ OPS: dict[Callable[..., Any], Op] = {
     fetch_state: Op("fetch_state", _H, _by_bucket("FETCH_STATE")),
     update: Op("update", _C, _by_bucket("UPDATE")),
     offload_state: Op("offload_state", _D, _by_bucket("OFFLOAD_STATE")),
+    hand_over: Op("hand_over", _C, _by_bucket("HAND_OVER")),
     park: Op("park", _C, _named("PARK")),
     free: Op("free", _C, _named("FREE")),
 }

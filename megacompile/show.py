@@ -317,6 +317,7 @@ def _wrap(text: str) -> list[str]:
 _OF_BUCKET = (
     *(ops.fetch_grad, ops.offload_grad, ops.add_grad, ops.alloc_grad),
     *(ops.fetch_state, ops.offload_state, ops.update, ops.alloc_state),
+    ops.hand_over,
 )
 
 

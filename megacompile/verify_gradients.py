@@ -71,7 +71,7 @@ def _gradients_kept(view: View) -> Iterator[Hazard]:
 def _gradients_match(view: View) -> Iterator[Hazard]:
     """What is carried, added and offloaded for a bucket are that bucket's gradients."""
     expected: list[tuple[fx.Node, Bucket, Any, str]] = []
-    for node in view.nodes(ops.offload_grad, ops.norm_grad, ops.update):
+    for node in view.nodes(ops.offload_grad, ops.norm_grad, ops.update, ops.hand_over):
         bucket: Any = node.args[0]
         value: Any = node.args[2 if node.target is ops.update else 1]
         if value.target is not ops.add_grad:
@@ -200,15 +200,17 @@ def _states(view: View) -> Iterator[Hazard]:
                 f"{bucket.label}; alloc_state(bucket_{bucket.label}) for it"
             )
             yield view.hazard(HazardKind.WRONG_ROOM, fetch, None, message)
-    for node in view.nodes(ops.update):
+    for node in view.nodes(ops.update, ops.hand_over):
         bucket = node.args[0]
-        state: Any = node.args[3]
+        state: Any = node.args[-1]
         if state.target is not ops.fetch_state or state.args[0].key != bucket.key:
             message = (
                 f"{label(node)} takes what {label(state)} gives as the states of bucket "
                 f"{bucket.label}; give it that bucket's fetch_state"
             )
             yield view.hazard(HazardKind.WRONG_STATE, node, state, message)
+        if node.target is ops.hand_over:
+            continue
         offloads: list[Any] = [user for user in node.users if user.target is ops.offload_state]
         if [offload.args[0].key for offload in offloads] != [bucket.key]:
             took = ", ".join(label(offload) for offload in offloads) or "nobody"

@@ -25,6 +25,7 @@ from megacompile.hazards import (
     Hazard,
     HazardKind,
     View,
+    handed_over,
     label,
     memory,
     named,
@@ -182,9 +183,18 @@ def _lifetimes(view: View) -> Iterator[Hazard]:
         if _owns(node) or node.op == "placeholder":
             names[memory(node)].append(node)
     returned = view.graph.output_node().all_input_nodes
-    for shared in names.values():
+    handed = handed_over(view.graph)
+    for root, shared in names.items():
         yield from _used_after_free(view, shared, frees)
         for name in shared:
+            if root in handed:
+                if name in frees:
+                    message = (
+                        f"{named(name)} is freed, but optimizer.step() will read it: it is handed "
+                        "over; drop its free"
+                    )
+                    yield view.hazard(HazardKind.DOUBLE_FREE, name, frees[name], message)
+                continue
             if _owns(name) and name not in frees and name not in returned:
                 message = (
                     f"{named(name)} is neither freed nor returned; free it behind its last reader"

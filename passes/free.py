@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from torch import fx
 
 from megacompile import ops
-from megacompile.hazards import MAKE_MEMORY, reads
+from megacompile.hazards import MAKE_MEMORY, handed_over, memory, reads
 from megacompile.ir import Schedule, Stream
 
 _OWNERS = (ops.forward, ops.recompute, ops.backward)
@@ -35,10 +35,11 @@ def _insert(graph: fx.Graph, delay: int, *, owns_inputs: bool) -> None:
     nodes = list(graph.nodes)
     position = {node: p for p, node in enumerate(nodes)}
     returned = set(graph.output_node().all_input_nodes)
+    handed = handed_over(graph)
     computes = [position[n] for n in ops.nodes_of(graph, ops.backward)]
     frees: list[tuple[int, fx.Node, tuple[fx.Node, ...], bool]] = []
     for node in nodes:
-        if node in returned or not _owns(node, owns_inputs):
+        if node in returned or memory(node) in handed or not _owns(node, owns_inputs):
             continue
         last = max((position[user] for user in _users(node)), default=position[node])
         last = max(last, _end_of_items(node, position))

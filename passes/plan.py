@@ -1,4 +1,4 @@
-"""Decide what is kept, recomputed or resident.
+"""Decide what is kept, recomputed, resident, and where updates are made.
 
 For now: everything is streamed and recomputed, but for the last stage. Its backward comes right
 after its forward, so keeping its saved tensors takes no memory at any other time, and saves one
@@ -12,13 +12,63 @@ from dataclasses import replace
 from megacompile.ir import Plan, Schedule
 
 
-def make_plan(schedule: Schedule, *, keep_last: bool = True) -> Schedule:
-    """The schedule with its plan. `keep_last=False` recomputes every stage."""
-    if not keep_last or schedule.backward is None:
+def make_plan(
+    schedule: Schedule,
+    *,
+    keep_last: bool = True,
+    hand_over: float = 0.0,
+    hand_over_bytes: float = 0.0,
+    element_bytes: float = 0.0,
+) -> Schedule:
+    """The schedule with its plan.
+
+    Args:
+        keep_last: False recomputes every stage.
+        hand_over: the share of the trained parameters, the first in forward order, that
+            `optimizer.step()` updates on the device.
+        hand_over_bytes: device memory that may hold what these updates need.
+        element_bytes: what an update needs of it for one parameter: value, gradient, states.
+    """
+    if schedule.backward is None:
         return replace(schedule, plan=Plan(frozenset(), ("every stage is recomputed",)))
+    keep, reason = _keep(schedule, keep_last)
+    chosen, why = _hand_over(schedule, hand_over, hand_over_bytes, element_bytes)
+    return replace(schedule, plan=Plan(keep, (reason, *why), chosen))
+
+
+def _keep(schedule: Schedule, keep_last: bool) -> tuple[frozenset[int], str]:
+    if not keep_last:
+        return frozenset(), "every stage is recomputed"
     last = schedule.stages[-1]
     if not last.traced.has_backward:
-        reason = f"stage {last.index} ({last.name}) has no backward: nothing to keep"
-        return replace(schedule, plan=Plan(frozenset(), (reason,)))
+        return frozenset(), f"stage {last.index} ({last.name}) has no backward: nothing to keep"
     reason = f"stage {last.index} ({last.name}) is kept: its backward comes next"
-    return replace(schedule, plan=Plan(frozenset({last.index}), (reason,)))
+    return frozenset({last.index}), reason
+
+
+def _hand_over(
+    schedule: Schedule, share: float, limit_bytes: float, element_bytes: float
+) -> tuple[frozenset[int], tuple[str, ...]]:
+    """The first buckets up to a share of the parameters, as far as the memory goes."""
+    trained = schedule.gradient_params
+    sizes = {
+        bucket.key: sum(bucket.params[i].numel for i in trained[bucket.key])
+        for bucket in schedule.buckets
+        if bucket.key in trained
+    }
+    total, so_far, chosen = sum(sizes.values()), 0, []
+    for bucket in schedule.buckets:
+        if bucket.key not in sizes:
+            continue
+        so_far += sizes[bucket.key]
+        if so_far > share * total or so_far * element_bytes > limit_bytes:
+            break
+        chosen.append(bucket)
+    if not chosen:
+        return frozenset(), ()
+    part = sum(sizes[bucket.key] for bucket in chosen)
+    reason = (
+        f"optimizer.step() updates buckets {chosen[0].label} to {chosen[-1].label} "
+        f"({part / total:.0%} of the parameters) on the device, and the host the others meanwhile"
+    )
+    return frozenset(bucket.key for bucket in chosen), (reason,)

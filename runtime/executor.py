@@ -26,12 +26,16 @@ from megacompile.ir import (
     Stream,
     TensorMeta,
 )
+from megacompile.runtime.flight import Flight
 from megacompile.runtime.gradients import Gradients
+from megacompile.runtime.handed import HandOver
 from megacompile.runtime.host import HostBucket
-from megacompile.runtime.in_backward import InBackward, Landing
+from megacompile.runtime.in_backward import InBackward
 from megacompile.runtime.proxies import StreamedParameter
+from megacompile.runtime.rooms import Landing, Rooms
 from megacompile.runtime.slots import DeviceSlots
 from megacompile.runtime.streams import Handle, Streams
+from megacompile.runtime.update import flat
 
 Group = dict[int, torch.Tensor]  # parameter's index in its bucket -> gradient
 Tensors = Sequence[torch.Tensor]
@@ -47,7 +51,9 @@ class Machine:
     buckets: dict[int, HostBucket]  # by key
     gradients: Gradients
     place: Callable[[StreamedParameter], tuple[Bucket, int]]  # a parameter's bucket and index
+    hand_over: HandOver  # where optimizer.step() updates on the device
     in_backward: InBackward | None = None  # where the backward updates
+    alive: list[Any] = field(default_factory=list)  # until the forward's last copy is done
     order: list[int] = field(default_factory=list)  # bucket keys, as the last forward read them
 
 
@@ -57,6 +63,7 @@ class Executor:
     def __init__(self, schedule: Schedule, machine: Machine) -> None:
         self.schedule = schedule
         self.machine = machine
+        machine.hand_over.keys |= schedule.plan.hand_over
         self._inputs = {
             name: [node.name for node in graph.find_nodes(op="placeholder")]
             for name, graph in schedule.graphs.items()
@@ -87,6 +94,7 @@ class Executor:
         """
         outputs, residuals = self._call("forward", inputs)
         self.machine.streams.synchronize(Stream.H2D)
+        self.machine.alive.clear()
         if self.schedule.backward is not None:
             self.machine.order[:] = [bucket.key for bucket in self.schedule.buckets]
         names = self.schedule.residuals
@@ -167,6 +175,17 @@ class _Ops:
             machine.slots.flat(slot, bucket).copy_(host.flat, non_blocking=True)
             return machine.slots.weights(slot, bucket)
 
+        fresh = host.in_flight.fresh if isinstance(host.in_flight, Flight) else {}
+        if len(fresh) == len(host.values):  # they are still on the device
+            machine.alive.append(fresh)
+
+            def move() -> Any:
+                weights = machine.slots.weights(slot, bucket)
+                for i, new in fresh.items():
+                    flat(weights[i]).copy_(new, non_blocking=True)
+                return weights
+
+            return self._issue(Stream.H2D, (after,), move)
         if landing is not None:  # the device waits for the copies there, not the host
             there = Handle(None, Stream.D2H, landing.params)
             return self._issue(Stream.H2D, (after, (there,)), copy)
@@ -308,18 +327,22 @@ class _Ops:
     def offload_grad(
         self, bucket: Bucket, gradients: Handle, norms: Handle | None = None
     ) -> Handle:
+        found, queue = self.machine.gradients, self.machine.streams.copies(Stream.D2H)
+
         def copy() -> None:
             key, group = gradients.value
-            found = self.machine.gradients
+            if norms is not None:  # first: clip_grad_norm_ waits for them alone
+                room = found.norms_room(key, self.gradient_params[key])
+                room.copy_(norms.value, non_blocking=True)
+                found.norms_copied(key, queue)
             for i, gradient in group.items():
                 if not found.drops(key, i):
                     found.room(key, i).copy_(gradient, non_blocking=True)
-            if norms is not None:
-                room = found.norms_room(key, self.gradient_params[key])
-                room.copy_(norms.value, non_blocking=True)
 
         waits = (gradients,) if norms is None else (gradients, norms)
-        return self._issue(Stream.D2H, waits, copy)
+        handle = self._issue(Stream.D2H, waits, copy)
+        found.copied(bucket.key, handle.event)
+        return handle
 
     # The optimizer's ops.
 
@@ -330,18 +353,34 @@ class _Ops:
         return updates
 
     def alloc_state(self, bucket: Bucket, masters: bool) -> Handle:
-        host, device = self.machine.buckets[bucket.key], self.machine.device
-        return self._issue(
-            Stream.COMPUTE, (), lambda: self._updates.alloc(host, device, masters=masters)
-        )
+        machine, trained = self.machine, self.gradient_params[bucket.key]
+        host = machine.buckets[bucket.key]
+
+        def allocate() -> Rooms:
+            if machine.in_backward is None:
+                return machine.hand_over.alloc(host, trained, masters=masters)
+            return machine.in_backward.alloc(host, machine.device, masters=masters)
+
+        return self._issue(Stream.COMPUTE, (), allocate)
 
     def fetch_state(self, bucket: Bucket, room: Handle, masters: bool) -> Handle:
         host = self.machine.buckets[bucket.key]
         landing = _landing(host)
         waits = (room,) if landing is None else (room, Handle(None, Stream.D2H, landing.states))
+        source = self.machine.in_backward or self.machine.hand_over
         return self._issue(
-            Stream.H2D, waits, lambda: self._updates.fetch(host, room.value, masters=masters)
+            Stream.H2D, waits, lambda: source.fetch(host, room.value, masters=masters)
         )
+
+    def hand_over(self, bucket: Bucket, gradients: Handle, state: Handle) -> Handle:
+        machine = self.machine
+        host, trained = machine.buckets[bucket.key], self.gradient_params[bucket.key]
+
+        def keep() -> None:
+            if all(machine.gradients.to_param(bucket.key, i) for i in trained):
+                machine.hand_over.keep(host, gradients.value[1], state.value)
+
+        return self._issue(Stream.COMPUTE, (gradients, state), keep)
 
     def update(
         self, bucket: Bucket, weights: Handle | None, gradients: Handle, state: Handle

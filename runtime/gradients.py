@@ -6,6 +6,7 @@ are asynchronous, so `p.grad` is set once, when `backward()` ends, behind the la
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,7 +42,8 @@ class Gradients:
         self._handed: set[Place] = set()  # all of those in the backward() that runs now
         self._dropped: frozenset[Place] = frozenset()
         self._consumed: set[Place] = set()  # by updates in the backward() that runs now
-        self._norms: dict[int, tuple[tuple[int, ...], torch.Tensor]] = {}  # of this backward()
+        self._norms: dict[int, Norms] = {}  # by bucket, of this backward()
+        self._copies: dict[int, torch.cuda.Event | None] = {}  # by bucket: its way to the host
 
     def bind(self, buckets: Mapping[int, HostBucket]) -> None:
         """Use these buckets from now on."""
@@ -65,6 +67,7 @@ class Gradients:
         for key, params in wanted.items():
             bucket = self.buckets[key]
             bucket.settle()
+            bucket.withdraw()
             self._norms.pop(key, None)
             for i in params:
                 self._open(bucket.params[i].grad)
@@ -103,8 +106,17 @@ class Gradients:
         """Where the norms of these gradients go: (2, len(indices)) float32, L2 and largest."""
         pin = self.streams.device.type == "cuda"
         room = torch.empty(2, len(indices), dtype=torch.float32, pin_memory=pin)
-        self._norms[key] = (tuple(indices), room)
+        self._norms[key] = Norms(tuple(indices), room)
         return room
+
+    def norms_copied(self, key: int, queue: torch.cuda.Stream | None) -> None:
+        """The norms of a bucket are on their way to their room."""
+        if queue is not None:
+            self._norms[key].copied = queue.record_event()
+
+    def copied(self, key: int, event: torch.cuda.Event | None) -> None:
+        """The gradients of a bucket are on their way to the host; `event` is behind them."""
+        self._copies[key] = event
 
     def so_far(self, key: int, index: int) -> torch.Tensor | None:
         """The host gradient to accumulate into; None where there is none yet."""
@@ -130,6 +142,10 @@ class Gradients:
     def drops(self, key: int, index: int) -> bool:
         """Does nobody want a gradient?"""
         return (key, index) in self._dropped
+
+    def to_param(self, key: int, index: int) -> bool:
+        """Does a gradient go to `p.grad`, and nowhere else?"""
+        return (key, index) not in self._returned | self._dropped
 
     def room(self, key: int, index: int) -> torch.Tensor:
         """Where a gradient goes."""
@@ -185,6 +201,7 @@ class Gradients:
         self._received.clear()
         self._handed.clear()
         self._norms.clear()
+        self._copies.clear()
         self._consumed.clear()
 
         def finish() -> None:
@@ -238,9 +255,14 @@ class Gradients:
                 gradient.data = bucket.grads[i]  # p.grad stays the tensor that it is
 
     def _finish(self) -> None:
-        """Set `p.grad`, now that `backward()` ends and the last copy is done."""
+        """Set `p.grad`, now that `backward()` ends.
+
+        Whoever reads one finds the copy to the host done: it is waited for here, but for buckets
+        that were handed over, whose gradients are guarded and wait when somebody looks at them.
+        """
+        lazy = self._lazy()
         if self._written or not self._consumed:
-            self.streams.synchronize(Stream.D2H)
+            self._await(self._copies.keys() - lazy)
         self._running = _nothing
         for key, i in self._consumed:
             consume(self.buckets[key].params[i], self.buckets[key].layout.params[i].name)
@@ -251,7 +273,7 @@ class Gradients:
             elif (key, i) in self._foreign:
                 with torch.no_grad():
                     param.grad.copy_(gradient)
-        self._serve()
+        self._serve(lazy)
         done = sorted(self._written | self._received)
         self._written.clear()
         self._received.clear()
@@ -260,17 +282,72 @@ class Gradients:
             for hook in compat.post_accumulate_hooks(param):
                 hook(param)
 
-    def _serve(self) -> None:
+    def _lazy(self) -> set[int]:
+        """The buckets whose gradients may still be on their way when `backward()` returns."""
+        return {
+            key
+            for key in self._norms.keys() & self._copies.keys()
+            if self.buckets[key].offered is not None
+            and all(
+                self.buckets[key].params[i].grad is None
+                and (key, i) in self._written - self._received
+                and not compat.post_accumulate_hooks(self.buckets[key].params[i])
+                for i in self._norms[key].indices
+            )
+        }
+
+    def _await(self, keys: Iterable[int]) -> None:
+        """Wait on the host for the copies of some buckets' gradients."""
+        for key in keys:
+            event = self._copies[key]
+            if event is not None:
+                event.synchronize()
+
+    def _serve(self, lazy: set[int]) -> None:
         """Let the gradients whose norms were taken on the device answer for them."""
-        for key, (indices, room) in self._norms.items():
+        for key, norms in self._norms.items():
             bucket = self.buckets[key]
-            for i, norms in zip(indices, zip(*room.tolist(), strict=True), strict=True):
+            settle = bucket.settle
+            if key in lazy:
+                settle = functools.partial(_settle, self._copies[key], bucket)
+            for k, i in enumerate(norms.indices):
                 gradient = bucket.params[i].grad
                 if gradient is None or (key, i) in self._foreign:
                     continue
                 if (key, i) in self._written and type(gradient) is torch.Tensor:
-                    Served(gradient, bucket.settle, norms, bucket.layout.params[i].name)
+                    of_it = functools.partial(norms.get, k)
+                    Served(gradient, settle, of_it, bucket.layout.params[i].name)
         self._norms.clear()
+
+
+class Norms:
+    """The norms of a bucket's gradients, on their way to the host.
+
+    Args:
+        indices: of the parameters.
+        room: (2, len(indices)) float32: L2 norms and largest absolute values.
+    """
+
+    def __init__(self, indices: tuple[int, ...], room: torch.Tensor) -> None:
+        self.indices = indices
+        self.copied: torch.cuda.Event | None = None  # behind the copy
+        self._room = room
+        self._values: list[list[float]] = []
+
+    def get(self, k: int) -> tuple[float, float]:
+        """Those of the k-th gradient."""
+        if not self._values:
+            if self.copied is not None:
+                self.copied.synchronize()
+            self._values = self._room.tolist()
+        return self._values[0][k], self._values[1][k]
+
+
+def _settle(copied: torch.cuda.Event | None, bucket: HostBucket) -> None:
+    """Wait until a bucket's gradients are on the host, and nothing in the background uses them."""
+    if copied is not None:
+        copied.synchronize()
+    bucket.settle()
 
 
 def _is_gone(gradient: torch.Tensor | None) -> bool:

@@ -71,6 +71,7 @@ class HostBuffer(mmap.mmap):
 
     def __del__(self) -> None:
         if self._address and torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # a copy may be under way
             torch.cuda.cudart().cudaHostUnregister(self._address)
 
     def tensor(self, param: Param) -> torch.Tensor:
@@ -97,6 +98,13 @@ class InFlight(Protocol):
 
     def wait(self) -> None:
         """Return when it is; raise if it failed."""
+
+
+class Offer(Protocol):
+    """Something that is right only as long as nobody changes the bucket."""
+
+    def drop(self) -> None:
+        """Nobody takes it."""
 
 
 class HostBucket:
@@ -136,7 +144,9 @@ class HostBucket:
         self.grads: dict[int, torch.Tensor] = {}
         self.states: dict[str, dict[int, State]] = {}  # name -> parameter -> state
         self.in_flight: InFlight | None = None
+        self.offered: Offer | None = None  # to optimizer.step(), by the backward
         self._guarded: list[torch.Tensor] = []  # until what is in flight is done
+        self._offer_guarded: list[torch.Tensor] = []  # until the offer is taken
         self._fresh: dict[int, int] = {}  # parameter -> its version when its copy was made
         for param, value in zip(self.params, self.values, strict=True):
             release(param)
@@ -227,6 +237,35 @@ class HostBucket:
             self._guarded = []
             if self.has_copy:
                 self._watch()
+
+    # What is offered to the next step.
+
+    def offer(self, what: Offer, params: Sequence[int], states: Sequence[torch.Tensor]) -> None:
+        """Keep something for the next step, unless somebody touches these before."""
+        self.withdraw()
+        self.offered = what
+        self._offer_guarded = [self.params[i] for i in params] + list(states)
+        for i in params:
+            guard(self.params[i], _Offered(self, i))
+        for state in states:
+            guard(state, _Offered(self, None))
+
+    def take_offer(self) -> Offer | None:
+        """What is offered, for the step that uses it (or `drop`s it)."""
+        offer, self.offered = self.offered, None
+        for tensor in self._offer_guarded:
+            if isinstance(guard_of(tensor), _Offered):
+                release(tensor)
+        self._offer_guarded = []
+        if offer is not None and self.has_copy:
+            self._watch()
+        return offer
+
+    def withdraw(self) -> None:
+        """What is offered is no longer right."""
+        offer = self.take_offer()
+        if offer is not None:
+            offer.drop()
 
     # What the user replaced.
 
@@ -360,6 +399,24 @@ class _Wait:
 
     def open(self, tensor: torch.Tensor) -> None:
         self.bucket.settle()
+        release(tensor)
+        if self.param is not None:
+            self.bucket.forget(self.param)
+
+    def serve(self, function: Any, args: Any, kwargs: Any) -> Any:
+        del function, args, kwargs
+        return NotImplemented
+
+
+@dataclass(frozen=True, slots=True)
+class _Offered:
+    """Guards a tensor that something offered was made from."""
+
+    bucket: HostBucket
+    param: int | None  # its index, where it is a parameter
+
+    def open(self, tensor: torch.Tensor) -> None:
+        self.bucket.withdraw()
         release(tensor)
         if self.param is not None:
             self.bucket.forget(self.param)

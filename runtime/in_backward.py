@@ -7,8 +7,7 @@ step. The hyperparameters are those of the optimizer when `backward()` is called
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,37 +18,10 @@ from megacompile import compat
 from megacompile.errors import OptimizerError
 from megacompile.runtime.guards import guard, guard_of
 from megacompile.runtime.host import HostBucket
-from megacompile.runtime.kernels.bucket import update_bucket
-from megacompile.runtime.rules import Rule, State, Update
-from megacompile.runtime.update import STATES, Step, flat, laid_out_as
+from megacompile.runtime.rooms import Rooms, Sources, fetch, make_rooms, update, write_back
+from megacompile.runtime.update import Step
 
 Place = tuple[int, int]
-
-
-@dataclass(slots=True)
-class Room:
-    """One parameter's new value and states on the device, flat."""
-
-    new: torch.Tensor  # (numel,) of the parameter's dtype on the host
-    copy: torch.Tensor | None  # (numel,) of the streamed dtype, where that is another
-    states: tuple[State | None, ...]
-
-
-Rooms = dict[int, Room]  # by the parameter's index in its bucket
-
-
-@dataclass(frozen=True, slots=True)
-class Landing:
-    """New parameters and states on their way to the host: an `InFlight`."""
-
-    params: torch.cuda.Event
-    states: torch.cuda.Event
-
-    def done(self) -> bool:
-        return bool(self.states.query())
-
-    def wait(self) -> None:
-        self.states.synchronize()
 
 
 class Consumed:
@@ -141,83 +113,27 @@ class InBackward:
 
     def alloc(self, host: HostBucket, device: torch.device, *, masters: bool) -> Rooms:
         """Memory on the device for the states of the parameters that are updated."""
-        rooms: Rooms = {}
-        for i, step in self.running[host.layout.key].items():
-            value, streamed = host.values[i], host.layout.params[i].dtype
-            numel = value.numel()
-            cast = masters and value.dtype != streamed
-
-            def empty(
-                dtype: torch.dtype, count: int = numel, device: torch.device = device
-            ) -> torch.Tensor:
-                return torch.empty(count, dtype=dtype, device=device)
-
-            rooms[i] = Room(
-                new=empty(value.dtype),
-                copy=empty(streamed) if cast else None,
-                states=tuple(_room_like(step.states.get(name), empty) for name in _names(step)),
-            )
-        return rooms
+        return make_rooms(host, self._sources(host), device, masters=masters)
 
     def fetch(self, host: HostBucket, rooms: Rooms, *, masters: bool) -> Rooms:
         """States, and masters, to the device."""
-        for i, room in rooms.items():
-            if masters:
-                room.new.copy_(flat(host.values[i]), non_blocking=True)
-            for target, source in self._pairs(host, i, room):
-                target.copy_(source, non_blocking=True)
+        fetch(host, rooms, self._sources(host), masters=masters)
         return rooms
 
     def update(
         self, host: HostBucket, weights: Sequence[torch.Tensor] | None, gradients: Any, rooms: Rooms
     ) -> Rooms:
         """The step: what was fetched is new afterwards."""
-        updates: dict[Rule, list[Update]] = {}
-        for i, room in rooms.items():
-            step = self.running[host.layout.key][i]
-            assert step.rule is not None
-            like = host.values[i] if weights is None else weights[i]
-            gradient = flat(laid_out_as(gradients[i], like))
-            updates.setdefault(step.rule, []).append(
-                Update(
-                    param=room.new if weights is None else flat(weights[i]),
-                    grad=gradient,
-                    states=room.states,
-                    hyper=step.hyper,
-                    out=None if weights is None else room.new,
-                    copy=room.copy,
-                    seed=step.seed,
-                )
-            )
-        for rule, of_rule in updates.items():
-            update_bucket(rule, [u for u in of_rule if u.param.numel()])
+        update(host, rooms, self.running[host.layout.key], gradients, weights)
         return rooms
 
     def offload(self, host: HostBucket, rooms: Rooms, queue: torch.cuda.Stream | None) -> None:
-        """New parameters and states to the host; the parameters first, which are wanted next."""
-        for i, room in rooms.items():
-            flat(host.values[i]).copy_(room.new, non_blocking=True)
-            if host.has_copy:
-                copy = room.new if room.copy is None else room.copy
-                flat(host.streamed[i]).copy_(copy, non_blocking=True)
-        params = None if queue is None else queue.record_event()
-        for i, room in rooms.items():
-            for source, target in self._pairs(host, i, room):
-                target.copy_(source, non_blocking=True)
-        if queue is not None and params is not None:
-            landing = Landing(params, queue.record_event())
-            host.land(landing, list(rooms), self._visible(host, rooms))
-        for i in rooms:
-            torch.autograd.graph.increment_version(host.params[i])
-            host.mark_fresh(i)
+        """New parameters and states to the host."""
+        write_back(host, rooms, self._sources(host), self._visible(host, rooms), queue)
 
-    def _pairs(
-        self, host: HostBucket, i: int, room: Room
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """A parameter's states on the device and on the host, flat."""
-        step = self.running[host.layout.key][i]
-        for name, there in zip(_names(step), room.states, strict=True):
-            yield from zip(_parts(there), _parts(step.states.get(name)), strict=True)
+    def _sources(self, host: HostBucket) -> Sources:
+        """The states on the host of the parameters that are updated."""
+        return {i: step.in_order() for i, step in self.running[host.layout.key].items()}
 
     def _visible(self, host: HostBucket, rooms: Iterable[int]) -> list[torch.Tensor]:
         """The states that the user can see."""
@@ -228,25 +144,6 @@ class InBackward:
         """Keep device memory until copies out of it are done."""
         self._parked = [entry for entry in self._parked if not entry[1].query()]
         self._parked += [(value, event) for event in events]
-
-
-def _names(step: Step) -> tuple[str, ...]:
-    assert step.rule is not None
-    return STATES[step.rule]
-
-
-def _parts(state: State | None) -> tuple[torch.Tensor, ...]:
-    """The flat tensors of a state."""
-    if state is None:
-        return ()
-    return state if isinstance(state, tuple) else (flat(state),)
-
-
-def _room_like(state: State | None, empty: Any) -> State | None:
-    if isinstance(state, tuple):
-        codes, absmax = state
-        return empty(codes.dtype, codes.numel()), empty(absmax.dtype, absmax.numel())
-    return None if state is None else empty(state.dtype)
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -27,14 +27,14 @@ class Served:
     Args:
         tensor: it.
         settle: waits until nothing in the background reads it.
-        norms: its L2 and its largest absolute value; None where they were not taken.
+        norms: gives its L2 norm and its largest absolute value; None where they were not taken.
     """
 
     def __init__(
         self,
         tensor: torch.Tensor,
         settle: Callable[[], None],
-        norms: tuple[float, float] | None,
+        norms: Callable[[], tuple[float, float]] | None,
         name: str,
     ) -> None:
         self.settle = settle
@@ -71,7 +71,7 @@ class Served:
         """The norm of the tensor now, 0-d float32 on the host; None if it is not known."""
         if self.norms is None or tensor._version != self.version:
             return None
-        norm = self.norms[0 if order == 2 else 1] * abs(self.scale)
+        norm = self.norms()[0 if order == 2 else 1] * abs(self.scale)
         return torch.tensor(norm, dtype=torch.float32)
 
 

@@ -14,8 +14,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -24,12 +23,13 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megacompile import compat
-from megacompile.errors import OptimizerError
 from megacompile.options import Lowering, Options
 from megacompile.runtime.blockwise import quantizes
 from megacompile.runtime.executor import Machine
+from megacompile.runtime.flight import Flight
 from megacompile.runtime.guards import guard_of, unguarded
-from megacompile.runtime.host import HostBucket
+from megacompile.runtime.handed import Handed
+from megacompile.runtime.host import HostBucket, Offer
 from megacompile.runtime.rules import Rule, adam_hyper, seed_of, sgd_hyper
 from megacompile.runtime.served import served
 from megacompile.runtime.states import BlockwiseTensor, to_plain
@@ -40,26 +40,6 @@ _ON_DEVICE = (Muon, Adafactor)
 _RULES = (Way.COMPILED, Way.TORCH, Way.BACKWARD)
 
 
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """The update of a bucket that has been started."""
-
-    future: Future[None]
-    name: str  # of the bucket
-
-    def done(self) -> bool:
-        return self.future.done()
-
-    def wait(self) -> None:
-        error = self.future.exception()
-        if error is not None:
-            raise OptimizerError(
-                f"optimizer.step(): the update of {self.name!r} failed in the background with "
-                f"{type(error).__name__}: {error}; its parameters and states are half updated: "
-                "load a checkpoint"
-            ) from error
-
-
 class Updates:
     """The optimizer steps of one model's parameters."""
 
@@ -67,6 +47,7 @@ class Updates:
         self.machine = machine
         self.options = options
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="megacompile-update")
+        self._copies = ThreadPoolExecutor(1, thread_name_prefix="megacompile-offload")
         self._said: set[str] = set()
         self.ways: dict[str, Way] = {}  # by the bucket's name, of the last step
         _LIVE.add(self)
@@ -108,6 +89,8 @@ class Updates:
             return []
         updates: dict[int, BucketUpdate] = {}
         held: dict[int, list[torch.Tensor]] = {}  # what the user can see of a bucket's update
+        states: dict[int, list[torch.Tensor]] = {}  # the states among it
+        offers: dict[int, Offer | None] = {}
         aliased: set[int] = set()
         by_bucket: dict[int, list[tuple[dict[str, Any], nn.Parameter]]] = {}
         for group, param in found:
@@ -116,10 +99,12 @@ class Updates:
             bucket = self.machine.buckets[key]
             pairs = by_bucket[key]
             update = self._update(optimizer, bucket, pairs)
-            updates[key], held[key] = update, []
+            updates[key], held[key], states[key] = update, [], []
+            offers[key] = bucket.take_offer()
             for (_, param), step in zip(pairs, update.steps, strict=True):
                 mine = self._visible(optimizer.state[param])
                 held[key] += mine
+                states[key] += mine
                 assert param.grad is not None
                 if guard_of(param.grad) is None:
                     held[key].append(param.grad)
@@ -129,11 +114,22 @@ class Updates:
                     aliased.add(key)  # see float64 in _step
         done = [(param, param.grad) for _, param in found]
         first = {key: update.new() for key, update in updates.items() if update.makes_states()}
+        handed = {
+            key: self._handed(update, offers[key], key in aliased)
+            for key, update in updates.items()
+        }
         compiled: set[object] = set()
         for update in updates.values():
             update.prepare(compiled)
         for key, update in updates.items():
-            self._start(update, held[key])
+            if handed[key] is None:
+                self._start(update, held[key])
+        for key, update in updates.items():
+            if (given := handed[key]) is not None:
+                given.step(update.bucket, update.steps, self._copies)
+        for key, update in updates.items():
+            if update.way in (*_RULES, Way.HANDED):
+                self.machine.hand_over.learn(key, update.steps, states[key])
         for key in first.keys() | aliased:
             updates[key].bucket.settle()
         for key, steps in first.items():
@@ -141,6 +137,17 @@ class Updates:
         for _, trained in found:
             _drop_empty(optimizer, trained)
         return done  # type: ignore[return-value]
+
+    def _handed(self, update: BucketUpdate, offer: Offer | None, aliased: bool) -> Handed | None:
+        """What the backward left on the device for an update, if that is still right."""
+        assert offer is None or isinstance(offer, Handed)
+        if offer is None:
+            return None
+        if aliased or update.way not in _RULES or not offer.fits(update.steps):
+            offer.drop()
+            return None
+        update.way = self.ways[update.bucket.layout.name] = Way.HANDED
+        return offer
 
     def _commit(
         self, optimizer: Optimizer, found: list[tuple[dict[str, Any], nn.Parameter]]
@@ -218,6 +225,7 @@ class Updates:
         update = BucketUpdate(bucket, way, type(optimizer), self.machine.device)
         self.ways[bucket.layout.name] = way
         pin = way is Way.DEVICE or self.machine.in_backward is not None
+        pin = pin or bucket.layout.key in self.machine.hand_over.keys
         self._make_rooms(optimizer, bucket, pairs, by_rule=way in _RULES, pin=pin and self._cuda)
         for group, param in pairs:
             gradient = param.grad
@@ -227,10 +235,12 @@ class Updates:
                 who.check(gradient)
             _, i = self._place(param)
             ours = bucket.grads.get(i)
-            if ours is None or ours.data_ptr() != gradient.data_ptr():
-                ours = gradient.detach()
+            foreign = ours is None or ours.data_ptr() != gradient.data_ptr()
+            taken = gradient.detach() if foreign or ours is None else ours
             scale = 1.0 if who is None else who.scale
-            update.steps.append(self._step(optimizer, bucket, group, param, ours, scale, way))
+            step = self._step(optimizer, bucket, group, param, taken, scale, way)
+            step.intact = not foreign and who is not None and who.version == gradient._version
+            update.steps.append(step)
             _count_up(optimizer.state[param])
         return update
 
@@ -351,10 +361,12 @@ class Updates:
                         signed=name not in ("exp_avg_sq", "max_exp_avg_sq"),
                         settle=bucket.settle,
                     )
+                    bucket.withdraw()
                     zeros = torch.zeros(bucket.values[i].shape)
                     view.store(zeros if given is None else to_plain(given).float())
                     state[name] = view
             elif given is None or given.data_ptr() != room.data_ptr() or room.numel() == 0:
+                bucket.withdraw()
                 if given is None:
                     room.zero_()
                 else:
@@ -374,7 +386,7 @@ class Updates:
         for i in indices:
             torch.autograd.graph.increment_version(bucket.params[i])
             bucket.mark_fresh(i)
-        flight = _Flight(self._thread.submit(update), bucket.layout.name)
+        flight = Flight(self._thread.submit(update), bucket.layout.name)
         bucket.start(flight, indices, visible)
 
     def _install(self, optimizer: Optimizer, bucket: HostBucket, steps: Iterable[Step]) -> None:

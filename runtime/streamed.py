@@ -26,6 +26,7 @@ from megacompile.runtime.captured import CapturedGraph, Compiler
 from megacompile.runtime.executor import Machine
 from megacompile.runtime.gradients import Gradients
 from megacompile.runtime.guards import unguarded
+from megacompile.runtime.handed import HandOver
 from megacompile.runtime.host import HostBucket
 from megacompile.runtime.in_backward import InBackward
 from megacompile.runtime.progress import bar
@@ -65,6 +66,7 @@ class StreamedModel:
             buckets={},
             gradients=Gradients(streams),
             place=self._place,
+            hand_over=HandOver(streams),
         )
         self.graphs: list[CapturedGraph] = []
         self._take_over()
@@ -107,7 +109,7 @@ class StreamedModel:
                     params,
                     pin=pin,
                     grad_dtype=self.options.grad_dtype,
-                    pin_masters=pin and self.options.optimizer is not None,
+                    pin_masters=pin and self.options.updates_on_device,
                 )
                 step(unit.bucket.size_bytes)
         self.machine.gradients.bind(self.machine.buckets)
@@ -145,6 +147,7 @@ class StreamedModel:
         if not fits or any(bucket.replaced() for bucket in buckets):
             for bucket in buckets:
                 bucket.settle()
+                bucket.withdraw()
             check_model(self.model)
             fits = fits and not self._exchanged()
             if not fits or not all(bucket.adopt() for bucket in buckets):

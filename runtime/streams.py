@@ -142,6 +142,10 @@ class Streams:
             return self._compute
         return self._copies[stream]
 
+    def copies(self, stream: Stream) -> torch.cuda.Stream | None:
+        """The queue of a copy stream; None on the CPU."""
+        return self._copies.get(stream)
+
     def synchronize(self, stream: Stream) -> None:
         """Wait on the host until everything issued on a copy stream is done."""
         if stream in self._copies:

@@ -5,6 +5,7 @@
     COMPILED  the rule of `runtime.rules`, compiled by Inductor to C++: one pass over memory
     FUSED     torch.optim's fused CPU kernels: one pass too, where there is no C++ compiler
     TORCH     the rule of `runtime.rules` as it is: what FUSED cannot do, without a C++ compiler
+    HANDED    not here: by `runtime.handed`, of what the backward left on the device
     BACKWARD  not here: by `runtime.in_backward` and its kernels, on the device
 
 Host memory bandwidth is the limit of all of them: AdamW with bf16 parameters and gradients and
@@ -35,6 +36,7 @@ class Way(enum.Enum):
     STOCK = "torch.optim"
     DEVICE = "torch.optim on the device"
     BACKWARD = "in the backward"
+    HANDED = "on the device"
     COMPILED = "compiled to C++"
     FUSED = "torch.optim, fused"
     TORCH = "torch"
@@ -62,6 +64,12 @@ class Step:
     rule: Rule | None = None
     hyper: Sequence[float] = ()
     seed: int | None = None
+    intact: bool = False  # the gradient is what the backward left, but for the scale
+
+    def in_order(self) -> tuple[State | None, ...]:
+        """The states in the rule's order."""
+        assert self.rule is not None
+        return tuple(self.states.get(name) for name in STATES[self.rule])
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +157,7 @@ class BucketUpdate:
         random generators, how FX makes code), which must not happen behind the user's back. `done`
         are the kinds of update that this step has seen.
         """
-        if self.way not in _OWN:
+        if self.way not in (*_OWN, Way.HANDED):
             self.runs = self._runs()
         if self.way is Way.COMPILED:
             for run in self.runs:
@@ -185,7 +193,7 @@ class BucketUpdate:
         update = rules.Update(
             param=flat(bucket.values[i]),
             grad=flat(laid_out_as(step.grad, bucket.values[i])),
-            states=tuple(_flat_state(step.states.get(name)) for name in STATES[step.rule]),
+            states=tuple(map(_flat_state, step.in_order())),
             hyper=step.hyper,
             copy=flat(bucket.streamed[i]) if bucket.has_copy else None,
             seed=step.seed,
@@ -259,6 +267,9 @@ _SMALL = 4096
 class _Compiled:
     """A rule as C++; it runs without Python's lock, so the thread that issues work is not held.
 
+    It leaves one core to that thread, which spins in many of CUDA's calls (`loss.item()`): a team
+    of threads is as fast as the slowest of them, and one that shared its core would halve it.
+
     One code serves all sizes. It is compiled on a typical size, because Inductor decides by the
     first size that it sees whether to use more than one thread.
     """
@@ -269,7 +280,10 @@ class _Compiled:
         if rule is not Rule.ADAM:
             function = functools.partial(rules.sgd_, nesterov=rule is Rule.NESTEROV)
         self._run: Callable[..., None] = torch.compile(
-            function, dynamic=True, fullgraph=True, options={"cpp_wrapper": True}
+            function,
+            dynamic=True,
+            fullgraph=True,
+            options={"cpp_wrapper": True, "cpp.threads": max(1, torch.get_num_threads() - 1)},
         )
         self._met: set[tuple[object, ...]] = set()
 

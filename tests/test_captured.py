@@ -17,6 +17,7 @@ from megacompile.ir import Bucket, Capture, ConstantInput, ParamInput, Schedule,
 from megacompile.runtime.captured import SHAPES_AT_ONCE, CapturedGraph, Program, Variant
 from megacompile.runtime.executor import Machine
 from megacompile.runtime.gradients import Gradients
+from megacompile.runtime.handed import HandOver
 from megacompile.runtime.proxies import StreamedParameter
 from megacompile.runtime.slots import DeviceSlots
 from megacompile.runtime.streams import Streams
@@ -49,7 +50,7 @@ class Compiler:
 
 def machine(place: Callable[[Any], tuple[Bucket, int]] = lambda proxy: (BUCKET, 0)) -> Machine:
     streams = Streams(CPU)
-    return Machine(CPU, streams, DeviceSlots(CPU), {}, Gradients(streams), place)
+    return Machine(CPU, streams, DeviceSlots(CPU), {}, Gradients(streams), place, HandOver(streams))
 
 
 def doubling() -> fx.GraphModule:

@@ -246,6 +246,7 @@ class Cudart:
         self.error = error
         self.locked: list[tuple[int, int]] = []
         self.unlocked: list[int] = []
+        self.calls: list[str] = []
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         assert flags == 0
@@ -253,6 +254,7 @@ class Cudart:
         return self.error
 
     def cudaHostUnregister(self, address: int) -> int:
+        assert self.calls == ["synchronize"], "a copy may be under way"
         self.unlocked.append(address)
         return 0
 
@@ -262,6 +264,7 @@ def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
     made = Cudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: made.calls.append("synchronize"))
     monkeypatch.setattr(HostBuffer, "_warned", False)
     return made
 

@@ -45,7 +45,8 @@ class Watched:
         for i, param in enumerate(self.params):
             values = grad(param)
             known = (lie * float(values.norm()), lie * float(values.abs().max()))
-            made = Served(values, self._settle, known if norms else None, f"p{i}")
+            norm = (lambda known=known: known) if norms else None
+            made = Served(values, self._settle, norm, f"p{i}")
             self.guards.append(made)
 
     def _settle(self) -> None:
@@ -225,7 +226,7 @@ def test_nan_norms() -> None:
     grad(wants[0])[0, 0] = math.nan
     watched = Watched()
     for guard in watched.guards:
-        guard.norms = (math.nan, math.nan)
+        guard.norms = lambda: (math.nan, math.nan)
     assert nn.utils.clip_grad_norm_(watched.params, 0.5).isnan()
     with pytest.raises(RuntimeError, match="non-finite"):
         nn.utils.clip_grad_norm_(wants, 0.5, error_if_nonfinite=True)

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from megacompile import megacompile
 from megacompile.errors import OptimizerError
 from megacompile.runtime import step as stepping
+from megacompile.runtime.flight import Flight
 from megacompile.runtime.guards import GuardedParameter
 from megacompile.runtime.host import HostBucket
 from megacompile.runtime.rules import Rule, Update, adam_hyper
@@ -236,7 +237,7 @@ class Gate:
         self.ran: list[str] = []
         self.fails = ""  # the bucket whose update raises
         self._queue: list[tuple[BucketUpdate, threading.Event]] = []
-        run, wait, start = BucketUpdate.__call__, stepping._Flight.wait, stepping.Updates._start
+        run, wait, start = BucketUpdate.__call__, Flight.wait, stepping.Updates._start
 
         def gated_start(updates: Any, update: BucketUpdate, visible: Any) -> None:
             may = threading.Event()
@@ -262,7 +263,7 @@ class Gate:
 
         monkeypatch.setattr(stepping.Updates, "_start", gated_start)
         monkeypatch.setattr(BucketUpdate, "__call__", gated_run)
-        monkeypatch.setattr(stepping._Flight, "wait", gated_wait)
+        monkeypatch.setattr(Flight, "wait", gated_wait)
 
     def hold(self) -> None:
         self.held = True

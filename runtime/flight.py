@@ -1,0 +1,73 @@
+"""Work of `optimizer.step()` that goes on behind it: an update by the host, or its way back there.
+
+[Note: small pieces] The copy engine that brings states to the host is first in, first out for all
+streams: a `loss.item()` waits for everything that was issued before it. So a thread issues the
+copies in pieces, two at a time, and sleeps until one is done instead of spinning: the host's update
+needs the core.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megacompile.errors import OptimizerError
+
+PIECE_BYTES = 64 * 2**20  # about a millisecond
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """The update of a bucket that has been started: an `InFlight`."""
+
+    future: Future[None]
+    name: str  # of the bucket
+    fresh: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    """New parameters on the device, flat, as the next forward reads them: index -> (numel,)."""
+
+    def done(self) -> bool:
+        return self.future.done()
+
+    def wait(self) -> None:
+        error = self.future.exception()
+        if error is not None:
+            raise OptimizerError(
+                f"optimizer.step(): the update of {self.name!r} failed in the background with "
+                f"{type(error).__name__}: {error}; its parameters and states are half updated: "
+                "load a checkpoint"
+            ) from error
+
+
+def copy_in_pieces(
+    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    queue: torch.cuda.Stream,
+    behind: torch.cuda.Event,
+) -> None:
+    """Copy (there, here) pairs of flat tensors to page-locked host memory, and wait for the end.
+
+    Args:
+        queue: the stream that copies.
+        behind: what comes first.
+    """
+    under_way: deque[torch.cuda.Event] = deque()
+    with torch.cuda.stream(queue), torch.no_grad():
+        queue.wait_event(behind)
+        for there, here in pairs:
+            numel = PIECE_BYTES // there.itemsize
+            for source, target in zip(there.split(numel), here.split(numel), strict=True):
+                target.copy_(source, non_blocking=True)
+                under_way.append(_event(queue))
+                if len(under_way) > 2:
+                    under_way.popleft().synchronize()
+        _event(queue).synchronize()
+
+
+def _event(queue: torch.cuda.Stream) -> torch.cuda.Event:
+    event: Any = torch.cuda.Event(blocking=True)
+    event.record(queue)
+    return event  # type: ignore[no-any-return]
