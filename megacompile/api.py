@@ -54,6 +54,9 @@ def megacompile(
     stochastic_rounding: bool = False,
     optimizer: torch.optim.Optimizer | None = None,
     device_update: float | None = None,
+    gpu_memory: int | float | str | None = None,
+    host_memory: int | float | str | None = None,
+    resident: int | float | str = "auto",
 ) -> M:
     """Keep a model's parameters and gradients in host memory and stream them through a device.
 
@@ -85,6 +88,11 @@ def megacompile(
             with 8-bit states or stochastic rounding, which are slow on the host), as far as a
             sixth of the device's memory goes; 0 where `lowering` is "eager" or `compute_dtype` is
             set.
+        gpu_memory: device memory that may be used: bytes, "20GiB" or a fraction of the device's.
+            Default: what is free when the plan is made, less a margin of 5 %.
+        host_memory: the same of the host.
+        resident: device memory for buckets that live there, with their gradients and optimizer
+            states: a size, 0 or "all". Default: "auto", as much as makes the step fastest.
 
     Raises:
         ModelError: not a module, or parameters that cannot be streamed.
@@ -113,6 +121,9 @@ def megacompile(
         stochastic_rounding=stochastic_rounding,
         optimizer=optimizer,
         device_update=device_update,
+        gpu_memory=gpu_memory,
+        host_memory=host_memory,
+        resident=resident,
     )
     check_model(model)
     present = model._compiled_call_impl
@@ -178,6 +189,7 @@ class _Compiler:
         self.options = options
         self.units = units
         self.templates: TemplateCache = {}
+        self.resident: frozenset[int] = frozenset()  # keys of the buckets on the device
 
     def partition(self, capture: Capture) -> Schedule:
         return _timed("partition", None, lambda: partition(capture, self.units))
@@ -231,6 +243,7 @@ class _Compiler:
             keep_last=keep_last,
             hand_over=share,
             hand_over_bytes=limit,
+            resident=self.resident,
             element_bytes=_state_bytes(options) + 4.0,  # the gradient, and the streamed copy
         )
 

@@ -340,6 +340,7 @@ class Plan:
 
     keep: frozenset[int] = frozenset()  # stages whose saved tensors are kept, not recomputed
     reasons: tuple[str, ...] = ()
+    resident: frozenset[int] = frozenset()  # buckets (keys) that live on the device
     hand_over: frozenset[int] = frozenset()  # buckets (keys) that step() updates on the device
 
 

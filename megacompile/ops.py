@@ -10,6 +10,7 @@ signatures: `megacompile.runtime.executor` holds what they do.
     begin         compute   BEGIN        () -> a point after everything that was queued before
     prefetch      h2d       3PREFETCH@1  bucket, slot -> weights
     hold          compute   3HOLD@1      bucket, slot -> weights that the forward left in the slot
+    resident      compute   3RESIDENT    bucket -> weights that stay on the device
     save_rng      compute   3RNG         stage -> the generators' state
     snapshot      compute   SNAPSHOT     tensor -> copy, made before the tensor is changed in place
     forward       compute   3F           stage, weights, args -> outputs, new values, saved
@@ -59,6 +60,11 @@ def prefetch(bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Any:
 def hold(bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Any:
     """Take the weights that the forward left in a slot."""
     _unbound("hold")
+
+
+def resident(bucket: Bucket) -> Any:
+    """Take the weights of a bucket that lives on the device."""
+    _unbound("resident")
 
 
 def save_rng(stage: Stage) -> Any:
@@ -198,6 +204,7 @@ OPS: dict[Callable[..., Any], Op] = {
     begin: Op("begin", _C, _named("BEGIN")),
     prefetch: Op("prefetch", _H, _by_slot("PREFETCH")),
     hold: Op("hold", _C, _by_slot("HOLD")),
+    resident: Op("resident", _C, _by_bucket("RESIDENT")),
     save_rng: Op("save_rng", _C, _by_stage("RNG")),
     snapshot: Op("snapshot", _C, _named("SNAPSHOT")),
     forward: Op("forward", _C, _by_stage("F")),
@@ -217,6 +224,9 @@ OPS: dict[Callable[..., Any], Op] = {
     park: Op("park", _C, _named("PARK")),
     free: Op("free", _C, _named("FREE")),
 }
+
+
+GIVE_WEIGHTS = (prefetch, hold, resident)
 
 
 def call(
@@ -278,5 +288,5 @@ def items(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
 
 def actions(graph: fx.Graph) -> str:
     """The graph as one line of labels: "0PREFETCH@0 0F"; `begin`, frees, allocations left out."""
-    quiet = (free, park, alloc_grad, alloc_state, begin)
+    quiet = (free, park, alloc_grad, alloc_state, begin, resident)
     return " ".join(label(n) for n in nodes_of(graph) if n.target not in quiet)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from megacompile.errors import OptionError, OptionTypeError
+from megacompile.sizes import host_total_bytes, parse_bytes
 
 
 class Lowering(enum.Enum):
@@ -38,6 +40,9 @@ class Options:
             `optimizer.step()` updates on the device. Default: 0.4, or 1 where `host_is_slow`, as
             far as a sixth of the device's memory goes, with INDUCTOR on CUDA and without
             `compute_dtype`; else 0.
+        gpu_memory: bytes of device memory that the plan may use. Default: what is free.
+        host_memory: bytes of host memory. Default: what is free.
+        resident: bytes of device memory for buckets that live there. Default: the plan decides.
     """
 
     device: torch.device
@@ -51,6 +56,9 @@ class Options:
     stochastic_rounding: bool = False
     optimizer: torch.optim.Optimizer | None = None
     device_update: float | None = None
+    gpu_memory: int | None = None
+    host_memory: int | None = None
+    resident: int | None = None
 
     @property
     def hands_over(self) -> bool:
@@ -66,6 +74,17 @@ class Options:
     def host_is_slow(self) -> bool:
         """Does the host take several times longer for an update than its memory would?"""
         return self.state_dtype == "int8" or self.stochastic_rounding
+
+    def element_bytes(self, param: torch.Tensor) -> float:
+        """Bytes of the gradient, two moments and the master of one element of a parameter."""
+        gradient = (self.grad_dtype or param.dtype).itemsize
+        moment: float = param.dtype.itemsize
+        if self.state_dtype == "int8":
+            moment = 1 + 4 / 256
+        elif isinstance(self.state_dtype, torch.dtype):
+            moment = self.state_dtype.itemsize
+        master = param.dtype.itemsize if self.compute_dtype is not None else 0
+        return gradient + 2 * moment + master
 
     @property
     def updates_on_device(self) -> bool:
@@ -86,6 +105,9 @@ class Options:
         stochastic_rounding: bool = False,
         optimizer: torch.optim.Optimizer | None = None,
         device_update: float | None = None,
+        gpu_memory: int | float | str | None = None,
+        host_memory: int | float | str | None = None,
+        resident: int | float | str = "auto",
     ) -> Options:
         """Validate what the user gave and fill in the rest.
 
@@ -128,6 +150,9 @@ class Options:
             stochastic_rounding=_flag("stochastic_rounding", stochastic_rounding),
             optimizer=_optimizer(optimizer),
             device_update=device_update,
+            gpu_memory=_size("gpu_memory", gpu_memory, _device_bytes(resolved_device)),
+            host_memory=_size("host_memory", host_memory, host_total_bytes()),
+            resident=_resident(resident, resolved_device, optimizer),
         )
 
     def differences(self, other: Options) -> list[str]:
@@ -191,6 +216,32 @@ def _share(name: str, value: Any) -> float | None:
     if not 0 <= value <= 1:  # nor nan
         raise OptionError(f"megacompile(): got {name}={value}; needed a number from 0 to 1")
     return float(value)
+
+
+def _size(name: str, value: Any, total_bytes: int) -> int | None:
+    return None if value is None else parse_bytes(name, value, total_bytes)
+
+
+def _device_bytes(device: torch.device) -> int:
+    """Memory of a device: all of it."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return host_total_bytes()
+
+
+def _resident(
+    value: Any, device: torch.device, optimizer: torch.optim.Optimizer | None
+) -> int | None:
+    """Bytes for resident buckets; None: the plan decides."""
+    if value == "auto":
+        return 0 if optimizer is not None else None
+    size = sys.maxsize if value == "all" else parse_bytes("resident", value, _device_bytes(device))
+    if size and optimizer is not None:
+        raise OptionError(
+            f"megacompile(): got resident={value!r} with optimizer=...; resident buckets are "
+            "updated in optimizer.step(); leave one of them out"
+        )
+    return size
 
 
 def _lowering(value: object, device: torch.device) -> Lowering:

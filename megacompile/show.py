@@ -47,6 +47,7 @@ _SHAPES = 3  # more tensors than this are counted, not listed
 _STEPS = (ops.forward, ops.recompute, ops.backward, ops.add_grad, ops.update)  # a row each
 _QUIET = (  # not in the table
     ops.begin,
+    ops.resident,
     ops.alloc_grad,
     ops.alloc_state,
     ops.free,
@@ -324,7 +325,7 @@ _OF_BUCKET = (
 def _detail(node: fx.Node) -> str:
     """Bytes of a copy, shapes of what a compute gives."""
     value = node.meta.get("value")
-    if node.target in (ops.prefetch, ops.hold):
+    if node.target in ops.GIVE_WEIGHTS:
         bucket: Any = node.args[0]
         return format_bytes(bucket.size_bytes)
     if node.target in _OF_BUCKET:

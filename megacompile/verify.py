@@ -154,7 +154,7 @@ def _weights(view: View) -> Iterator[Hazard]:
                     message = f"{where}, but is given no weights for it; prefetch it and pass it"
                     yield view.hazard(HazardKind.MISSING_WEIGHTS, node, None, message)
                 continue
-            got: Any = given.args[0] if given.target in (ops.prefetch, ops.hold) else None
+            got: Any = given.args[0] if given.target in ops.GIVE_WEIGHTS else None
             if got is None or got.key != bucket.key:
                 message = (
                     f"{where}, but is given what {label(given)} gives; give it a prefetch of "

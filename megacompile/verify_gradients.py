@@ -241,7 +241,7 @@ def _update_weights(view: View, node: fx.Node, state: Any) -> Iterator[Hazard]:
                 "prefetch the bucket and pass it"
             )
             yield view.hazard(HazardKind.MISSING_WEIGHTS, node, None, message)
-    elif weights.target not in (ops.prefetch, ops.hold) or weights.args[0].key != bucket.key:
+    elif weights.target not in ops.GIVE_WEIGHTS or weights.args[0].key != bucket.key:
         message = (
             f"{label(node)} is given what {label(weights)} gives, not bucket {bucket.label}; give "
             f"it a prefetch of bucket {bucket.label}"

@@ -3,7 +3,7 @@
     before: 2B 2OFFLOAD_GRAD        after: 2B 2NORM_GRAD 2OFFLOAD_GRAD
 
 What is offloaded is what is measured, sums over several backwards included, so that clipping needs
-no pass over host memory.
+no pass over host memory. Gradients that stay on the device are measured there, by whoever asks.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ def insert_norms(schedule: Schedule) -> Schedule:
     assert new.backward is not None
     for node in ops.nodes_of(new.backward, ops.offload_grad):
         bucket, gradients = ops.arguments(node)
+        if bucket.key in new.plan.resident:
+            continue
         with new.backward.inserting_before(node):
             name = f"n{bucket.label.replace('.', '_')}"
             norms = ops.call(new.backward, ops.norm_grad, bucket, gradients, name=name)

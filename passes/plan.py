@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megacompile.ir import Plan, Schedule
+from megacompile.ir import Plan, Schedule, format_bytes
 
 
 def make_plan(
@@ -19,6 +19,7 @@ def make_plan(
     hand_over: float = 0.0,
     hand_over_bytes: float = 0.0,
     element_bytes: float = 0.0,
+    resident: frozenset[int] = frozenset(),
 ) -> Schedule:
     """The schedule with its plan.
 
@@ -28,12 +29,26 @@ def make_plan(
             `optimizer.step()` updates on the device.
         hand_over_bytes: device memory that may hold what these updates need.
         element_bytes: what an update needs of it for one parameter: value, gradient, states.
+        resident: keys of the buckets that live on the device.
     """
+    here = resident & {bucket.key for bucket in schedule.buckets}
     if schedule.backward is None:
-        return replace(schedule, plan=Plan(frozenset(), ("every stage is recomputed",)))
+        plan = Plan(frozenset(), ("every stage is recomputed",), resident=here)
+        return replace(schedule, plan=plan)
     keep, reason = _keep(schedule, keep_last)
-    chosen, why = _hand_over(schedule, hand_over, hand_over_bytes, element_bytes)
-    return replace(schedule, plan=Plan(keep, (reason, *why), chosen))
+    chosen, why = _hand_over(schedule, here, hand_over, hand_over_bytes, element_bytes)
+    reasons = (reason, *_residents(schedule, here), *why)
+    return replace(schedule, plan=Plan(keep, reasons, here, chosen))
+
+
+def _residents(schedule: Schedule, resident: frozenset[int]) -> tuple[str, ...]:
+    if not resident:
+        return ()
+    size = sum(bucket.size_bytes for bucket in schedule.buckets if bucket.key in resident)
+    return (
+        f"{len(resident)} of {len(schedule.buckets)} buckets live on the device "
+        f"({format_bytes(size)} of parameters)",
+    )
 
 
 def _keep(schedule: Schedule, keep_last: bool) -> tuple[frozenset[int], str]:
@@ -47,14 +62,18 @@ def _keep(schedule: Schedule, keep_last: bool) -> tuple[frozenset[int], str]:
 
 
 def _hand_over(
-    schedule: Schedule, share: float, limit_bytes: float, element_bytes: float
+    schedule: Schedule,
+    resident: frozenset[int],
+    share: float,
+    limit_bytes: float,
+    element_bytes: float,
 ) -> tuple[frozenset[int], tuple[str, ...]]:
     """The first buckets up to a share of the parameters, as far as the memory goes."""
     trained = schedule.gradient_params
     sizes = {
         bucket.key: sum(bucket.params[i].numel for i in trained[bucket.key])
         for bucket in schedule.buckets
-        if bucket.key in trained
+        if bucket.key in trained and bucket.key not in resident
     }
     total, so_far, chosen = sum(sizes.values()), 0, []
     for bucket in schedule.buckets:

@@ -4,12 +4,12 @@
 
 A recompute and the backward after it are one use. Buckets that a stage's code does not read then
 (an embedding's backward needs no weight) are not fetched. A bucket that the use before reads too
-is fetched once for both.
+is fetched once for both. Buckets that live on the device (`plan.resident`) are taken from there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -30,7 +30,7 @@ def insert_prefetch(schedule: Schedule, *, lookahead: int = 1) -> Schedule:
     """The schedule in which every compute has its weights."""
     new = schedule.copy()
     for graph in new.graphs.values():
-        _insert(graph, uses(graph), lookahead)
+        _insert(graph, uses(graph), lookahead, schedule.plan.resident)
     return new
 
 
@@ -70,15 +70,25 @@ def buckets_read(node: fx.Node) -> tuple[Bucket, ...]:
     return stage.buckets_read(stage.traced.backward_primals)
 
 
-def _insert(graph: fx.Graph, all_uses: Sequence[Use], lookahead: int) -> None:
+def _insert(
+    graph: fx.Graph, all_uses: Sequence[Use], lookahead: int, resident: Collection[int]
+) -> None:
     body = next(n for n in graph.nodes if n.op != "placeholder")
+    there: dict[int, fx.Node] = {}  # bucket key -> its weights, where it is resident
     with graph.inserting_before(body):
         ops.call(graph, ops.begin, name="start")
+        for bucket in dict.fromkeys(bucket for use in all_uses for bucket in use.buckets):
+            if bucket.key in resident and bucket.key not in there:
+                name = f"w{bucket.label.replace('.', '_')}"
+                there[bucket.key] = ops.call(graph, ops.resident, bucket, name=name)
     weights: dict[tuple[int, int], fx.Node] = {}  # (use, bucket key) -> prefetch
     counts: dict[int, int] = {}
     for i, use in enumerate(all_uses):
         where = first_node(all_uses[max(0, i - lookahead)])
         for bucket in use.buckets:
+            if bucket.key in there:
+                weights[i, bucket.key] = there[bucket.key]
+                continue
             if (i - 1, bucket.key) in weights:
                 weights[i, bucket.key] = weights[i - 1, bucket.key]
                 continue

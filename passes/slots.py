@@ -35,8 +35,9 @@ def assign_slots(schedule: Schedule, *, slots: int, hold: bool) -> Schedule:
         if attempt is not None:
             break
         count += 1
-    size = max((bucket.size_bytes for bucket in new.buckets), default=0)
-    made = tuple(Slot(i, size) for i in range(count))
+    streamed = [b for b in new.buckets if b.key not in new.plan.resident]
+    size = max((bucket.size_bytes for bucket in streamed), default=0)
+    made = tuple(Slot(i, size) for i in range(count if streamed else 0))
     for places in attempt:
         for node, earlier in places.reused.items():
             node.replace_all_uses_with(earlier)

@@ -34,6 +34,8 @@ from megacompile.runtime.proxies import StreamedParameter
 class Compiler(Protocol):
     """Makes schedules; `megacompile.api` binds it to the passes."""
 
+    resident: frozenset[int]  # keys of the buckets that live on the device
+
     def partition(self, capture: Capture) -> Schedule:
         """Stages only."""
 

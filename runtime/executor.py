@@ -195,6 +195,10 @@ class _Ops:
         slots = self.machine.slots
         return self._issue(Stream.COMPUTE, (after,), lambda: slots.weights(slot, bucket))
 
+    def resident(self, bucket: Bucket) -> Handle:
+        host = self.machine.buckets[bucket.key]
+        return self._issue(Stream.COMPUTE, (), lambda: host.streamed)
+
     def save_rng(self, stage: Stage) -> Handle:
         del stage
         return self._issue(Stream.COMPUTE, (), lambda: _rng_state(self.machine.device))

@@ -300,8 +300,12 @@ class Gradients:
         """Wait on the host for the copies of some buckets' gradients."""
         for key in keys:
             event = self._copies[key]
-            if event is not None:
+            if event is None:
+                continue
+            if self.buckets[key].resident is None:
                 event.synchronize()
+            else:  # who reads them does so on the compute stream
+                torch.cuda.current_stream(self.streams.device).wait_event(event)
 
     def _serve(self, lazy: set[int]) -> None:
         """Let the gradients whose norms were taken on the device answer for them."""

@@ -1,4 +1,6 @@
-"""Host memory of the parameters and gradients: exact-size, page-locked, one buffer a bucket.
+"""Memory of the parameters, gradients and states of a bucket: flat buffers, one for each kind.
+
+On the host they are exact-size and page-locked; those of a resident bucket lie on the device.
 
 [Note: exact-size pinned memory]
 `torch.empty(pin_memory=True)` rounds up to a power of two: a 525 MiB layer takes 1 GiB. An
@@ -90,6 +92,25 @@ class HostBuffer(mmap.mmap):
         return torch.frombuffer(self, dtype=torch.uint8)[:size_bytes]  # 0 is no count for it
 
 
+class DeviceBuffer:
+    """Memory of the device's allocator, with the interface of `HostBuffer`: a tensor at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def tensor(self, param: Param) -> torch.Tensor:
+        """A tensor like `param`, with a storage of its own."""
+        with torch.inference_mode(False):  # it outlives the mode
+            return torch.empty_strided(
+                param.shape, param.stride, dtype=param.dtype, device=self.device
+            )
+
+    def bytes(self, size_bytes: int) -> torch.Tensor:
+        """Nothing: what lies on the device is not copied as a whole."""
+        del size_bytes
+        return torch.empty(0, dtype=torch.uint8)
+
+
 class InFlight(Protocol):
     """Work on a bucket's host memory that has been started."""
 
@@ -119,6 +140,7 @@ class HostBucket:
         pin: page-lock what is copied to and from the device.
         grad_dtype: of the gradients. Default: each parameter's own.
         pin_masters: page-lock parameters that are not streamed themselves.
+        resident: the device that all of it lies on, if it does.
     """
 
     def __init__(
@@ -129,13 +151,15 @@ class HostBucket:
         pin: bool,
         grad_dtype: torch.dtype | None = None,
         pin_masters: bool = False,
+        resident: torch.device | None = None,
     ) -> None:
+        self.resident = resident
         self.layout = layout
         self.params = tuple(params)
         self.pin = pin
         self.pin_masters = pin_masters
         self.grad_dtype = grad_dtype
-        buffer = HostBuffer(layout.size_bytes, pin=pin)
+        buffer = self._buffer(layout.size_bytes, pin=pin)
         self.flat = buffer.bytes(layout.size_bytes)  # (size_bytes,) uint8
         self.streamed = tuple(buffer.tensor(place) for place in layout.params)
         self._memory: list[torch.Tensor] = []  # flat, uint8: of masters, gradients, states
@@ -155,6 +179,13 @@ class HostBucket:
             if grad_dtype is not None and param.requires_grad:
                 param.grad_dtype = grad_dtype
         self.refresh()
+
+    def _buffer(
+        self, size_bytes: int, *, pin: bool, private: bool = False
+    ) -> HostBuffer | DeviceBuffer:
+        if self.resident is not None:
+            return DeviceBuffer(self.resident)
+        return HostBuffer(size_bytes, pin=pin, private=private)
 
     def _masters(self) -> tuple[torch.Tensor, ...]:
         named = zip(self.layout.params, self.params, strict=True)
@@ -322,7 +353,7 @@ class HostBucket:
             absmax = torch.empty(absmax_numel(numel), device="meta")
             likes += [(f"{i}.codes", codes), (f"{i}.absmax", absmax)]
         layout = Bucket.layout(self.layout.key, self.layout.name, likes)
-        buffer = HostBuffer(layout.size_bytes, pin=pin, private=not pin)
+        buffer = self._buffer(layout.size_bytes, pin=pin, private=not pin)
         made = [buffer.tensor(place) for place in layout.params]
         there |= {i: (made[2 * k], made[2 * k + 1]) for k, i in enumerate(missing)}
 
@@ -332,7 +363,7 @@ class HostBucket:
         """New memory like some of the parameters, one buffer for all of them."""
         places = dict(zip(dtypes, mirrored(self.layout, dtypes), strict=True))
         end = max((place.offset_bytes + place.size_bytes for place in places.values()), default=0)
-        buffer = HostBuffer(end, pin=pin, private=private)
+        buffer = self._buffer(end, pin=pin, private=private)
         self._memory.append(buffer.bytes(end))
         return {i: buffer.tensor(place) for i, place in places.items()}
 

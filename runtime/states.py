@@ -35,7 +35,7 @@ class BlockwiseTensor(torch.Tensor):
         settle: Callable[[], None],
     ) -> BlockwiseTensor:
         looks = torch.empty_like(like, dtype=torch.float32, device="meta")
-        self: BlockwiseTensor = compat.wrapper(cls, looks, torch.device("cpu"))
+        self: BlockwiseTensor = compat.wrapper(cls, looks, codes.device)
         self.codes, self.absmax, self.signed, self.settle = codes, absmax, signed, settle
         return self
 
@@ -58,7 +58,9 @@ class BlockwiseTensor(torch.Tensor):
     def store(self, values: torch.Tensor) -> None:
         """Quantize new values, of this tensor's shape."""
         self.settle()
-        laid_out = torch.empty_strided(self.shape, self.stride(), dtype=torch.float32)
+        laid_out = torch.empty_strided(
+            self.shape, self.stride(), dtype=torch.float32, device=self.codes.device
+        )
         flat = laid_out.copy_(values).as_strided((self.numel(),), (1,))
         for room, new in zip((self.codes, self.absmax), quantize(flat, self.signed), strict=True):
             room.copy_(new)

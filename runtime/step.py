@@ -30,6 +30,7 @@ from megacompile.runtime.flight import Flight
 from megacompile.runtime.guards import guard_of, unguarded
 from megacompile.runtime.handed import Handed
 from megacompile.runtime.host import HostBucket, Offer
+from megacompile.runtime.rooms import note_changes
 from megacompile.runtime.rules import Rule, adam_hyper, seed_of, sgd_hyper
 from megacompile.runtime.served import served
 from megacompile.runtime.states import BlockwiseTensor, to_plain
@@ -37,7 +38,7 @@ from megacompile.runtime.update import BucketUpdate, Step, Way
 
 _BY_RULE = (AdamW, Adam, SGD)
 _ON_DEVICE = (Muon, Adafactor)
-_RULES = (Way.COMPILED, Way.TORCH, Way.BACKWARD)
+_RULES = (Way.COMPILED, Way.TORCH, Way.BACKWARD, Way.RESIDENT)
 
 
 class Updates:
@@ -75,7 +76,7 @@ class Updates:
             (group, param)
             for group in optimizer.param_groups
             for param in group["params"]
-            if param.grad is not None and self.owns(param)
+            if param.grad is not None and self.owns(param) and not self._left_to(optimizer, param)
         ]
         if not found:
             return []
@@ -122,13 +123,16 @@ class Updates:
         for update in updates.values():
             update.prepare(compiled)
         for key, update in updates.items():
-            if handed[key] is None:
+            if update.way is Way.RESIDENT:
+                update()
+                note_changes(update.bucket, [step.index for step in update.steps])
+            elif handed[key] is None:
                 self._start(update, held[key])
         for key, update in updates.items():
             if (given := handed[key]) is not None:
                 given.step(update.bucket, update.steps, self._copies)
         for key, update in updates.items():
-            if update.way in (*_RULES, Way.HANDED):
+            if update.way in (Way.COMPILED, Way.TORCH, Way.HANDED):
                 self.machine.hand_over.learn(key, update.steps, states[key])
         for key in first.keys() | aliased:
             updates[key].bucket.settle()
@@ -138,12 +142,18 @@ class Updates:
             _drop_empty(optimizer, trained)
         return done  # type: ignore[return-value]
 
+    def _left_to(self, optimizer: Optimizer, param: nn.Parameter) -> bool:
+        """Does the optimizer's own step update a parameter on the device?"""
+        resident = self.machine.buckets[self._place(param)[0]].resident is not None
+        eager = self.options.lowering is Lowering.EAGER
+        return resident and (eager or type(optimizer) not in _BY_RULE)
+
     def _handed(self, update: BucketUpdate, offer: Offer | None, aliased: bool) -> Handed | None:
         """What the backward left on the device for an update, if that is still right."""
         assert offer is None or isinstance(offer, Handed)
         if offer is None:
             return None
-        if aliased or update.way not in _RULES or not offer.fits(update.steps):
+        if aliased or update.way not in (Way.COMPILED, Way.TORCH) or not offer.fits(update.steps):
             offer.drop()
             return None
         update.way = self.ways[update.bucket.layout.name] = Way.HANDED
@@ -256,6 +266,8 @@ class Updates:
     ) -> Way:
         if isinstance(optimizer, _ON_DEVICE):
             return Way.DEVICE if self._cuda else Way.STOCK
+        if bucket.resident is not None:
+            return Way.RESIDENT
         plain = all(
             param.grad is not None
             and param.grad.dtype == param.dtype == self._state_dtype(param)

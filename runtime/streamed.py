@@ -11,7 +11,7 @@ import functools
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,7 @@ class StreamedModel:
             hand_over=HandOver(streams),
         )
         self.graphs: list[CapturedGraph] = []
+        self.resident: frozenset[int] = frozenset()  # keys of the buckets on the device
         self._take_over()
         self.updates = Updates(self.machine, options)
         if options.optimizer is not None:
@@ -100,6 +101,8 @@ class StreamedModel:
         named = dict(self.model.named_parameters(remove_duplicate=False))
         pin = self.options.device.type == "cuda"
         self.machine.buckets.clear()
+        if self.options.resident is not None:
+            self.resident = _first_that_fit(units, named, self.options)
         total = sum(unit.bucket.size_bytes for unit in units)
         with bar("moving parameters to the host", total, self.options.progress, unit="B") as step:
             for unit in units:
@@ -110,11 +113,13 @@ class StreamedModel:
                     pin=pin,
                     grad_dtype=self.options.grad_dtype,
                     pin_masters=pin and self.options.updates_on_device,
+                    resident=self.options.device if unit.bucket.key in self.resident else None,
                 )
                 step(unit.bucket.size_bytes)
         self.machine.gradients.bind(self.machine.buckets)
         self.machine.slots.forget()
         self.compiler = self.make_compiler(units)
+        self.compiler.resident = self.resident
         self._buckets_of = {
             id(param): (bucket.layout, i)
             for bucket in self.machine.buckets.values()
@@ -197,6 +202,22 @@ class StreamedModel:
         graph = CapturedGraph(name, module, lambda: self.compiler, self.machine, autograd.run)
         self.graphs.append(graph)
         return _weakly(graph.__call__)
+
+
+def _first_that_fit(
+    units: Sequence[Unit], named: Mapping[str, nn.Parameter], options: Options
+) -> frozenset[int]:
+    """The first buckets that fit, with gradients and states, into `options.resident` bytes."""
+    assert options.resident is not None
+    chosen, left = [], options.resident
+    for unit in units:
+        params = [named[place.name] for place in unit.bucket.params]
+        left -= sum(place.size_bytes for place in unit.bucket.params)
+        left -= sum(round(p.numel() * options.element_bytes(p)) for p in params if p.requires_grad)
+        if left < 0:
+            break
+        chosen.append(unit.bucket.key)
+    return frozenset(chosen)
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,6 +6,7 @@
     FUSED     torch.optim's fused CPU kernels: one pass too, where there is no C++ compiler
     TORCH     the rule of `runtime.rules` as it is: what FUSED cannot do, without a C++ compiler
     HANDED    not here: by `runtime.handed`, of what the backward left on the device
+    RESIDENT  the kernels of `runtime.kernels`, on a bucket that lives on the device
     BACKWARD  not here: by `runtime.in_backward` and its kernels, on the device
 
 Host memory bandwidth is the limit of all of them: AdamW with bf16 parameters and gradients and
@@ -27,6 +28,7 @@ from megacompile import compat
 from megacompile.runtime import rules
 from megacompile.runtime.blockwise import absmax_numel
 from megacompile.runtime.host import HostBucket
+from megacompile.runtime.kernels.bucket import update_bucket
 from megacompile.runtime.rules import Rule, State
 
 
@@ -37,6 +39,7 @@ class Way(enum.Enum):
     DEVICE = "torch.optim on the device"
     BACKWARD = "in the backward"
     HANDED = "on the device"
+    RESIDENT = "on the device, resident"
     COMPILED = "compiled to C++"
     FUSED = "torch.optim, fused"
     TORCH = "torch"
@@ -145,6 +148,8 @@ class BucketUpdate:
         with torch.no_grad():
             if self.way in _OWN:
                 self._stock()
+            elif self.way is Way.RESIDENT:
+                self._by_kernel()
             else:
                 self._by_rules()
 
@@ -157,7 +162,7 @@ class BucketUpdate:
         random generators, how FX makes code), which must not happen behind the user's back. `done`
         are the kinds of update that this step has seen.
         """
-        if self.way not in (*_OWN, Way.HANDED):
+        if self.way in (Way.COMPILED, Way.TORCH):
             self.runs = self._runs()
         if self.way is Way.COMPILED:
             for run in self.runs:
@@ -173,6 +178,16 @@ class BucketUpdate:
                 compiled(run.rule)(run.update)
             else:
                 rules.apply(run.rule, run.update)
+
+    def _by_kernel(self) -> None:
+        by_rule: dict[Rule, list[rules.Update]] = {}
+        for step in self.steps:
+            assert step.rule is not None
+            update = self._run(step).update
+            if update.param.numel():
+                by_rule.setdefault(step.rule, []).append(update)
+        for rule, updates in by_rule.items():
+            update_bucket(rule, updates)
 
     def _runs(self) -> list[_Run]:
         """The updates, neighbours with the same hyperparameters as one: a call costs more than

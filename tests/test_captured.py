@@ -32,6 +32,8 @@ BUCKET = Bucket.layout(0, "unit", [("weight", torch.empty(3)), ("bias", torch.em
 class Compiler:
     """Notes what it is asked for; its schedules are made by hand and never run."""
 
+    resident: frozenset[int] = frozenset()
+
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
         self.captures: list[Capture] = []

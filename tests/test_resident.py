@@ -1,0 +1,140 @@
+"""Buckets that live on the device: parameters, gradients and optimizer states."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from megacompile import megacompile, ops, schedules, updates
+from megacompile.errors import OptionError
+from tests.cases import CASES, build
+from tests.test_step import adamw, data, net, schedulers, train
+from tests.zoo import assert_same, twins
+
+KB = 1000
+
+
+def residents(model: Any) -> set[str]:
+    """The buckets that live on the device."""
+    buckets = model._compiled_call_impl.machine.buckets.values()
+    return {bucket.layout.name for bucket in buckets if bucket.resident is not None}
+
+
+def kinds(model: Any) -> dict[str, set[str]]:
+    """The buckets of each op in the schedules of a model."""
+    found: dict[str, set[str]] = {}
+    for schedule in schedules(model):
+        for graph in schedule.graphs.values():
+            for node in ops.nodes_of(graph, ops.prefetch, ops.hold, ops.resident):
+                op = ops.op_of(node)
+                assert op is not None
+                found.setdefault(op.name, set()).add(ops.arguments(node)[0].name)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("resident", ["all", 2 * KB])
+def test_two_steps_are_bitwise_the_plain_ones(case: str, resident: Any) -> None:
+    made = build(case)
+    plain, streamed = twins(made.model, resident=resident)
+    losses = []
+    for model in (plain, streamed):
+        torch.manual_seed(0)
+        for i in range(2):
+            loss = made.loss(model, i, torch.device("cpu"))
+            loss.backward()
+        losses.append(loss)
+    assert torch.equal(*losses)
+    assert_same(plain, streamed)
+
+
+def test_what_is_resident_is_not_copied() -> None:
+    plain, streamed = twins(net(), resident="all")
+    train(streamed, adamw(streamed), 1)
+    assert kinds(streamed).keys() == {"resident"}
+    assert all(schedule.slots == () for schedule in schedules(streamed))
+    plain, streamed = twins(net(), resident=30 * KB)
+    train(streamed, adamw(streamed), 1)
+    some = residents(streamed)
+    assert some and kinds(streamed)["resident"] == some & kinds(streamed)["resident"]
+    assert kinds(streamed)["prefetch"] and not kinds(streamed)["prefetch"] & some
+    assert any("live on the device" in r for r in schedules(streamed)[0].plan.reasons)
+
+
+@pytest.mark.parametrize("resident", ["all", 30 * KB])
+def test_ten_steps_eager(resident: Any) -> None:
+    """Resident parameters take the optimizer's own step."""
+    plain, streamed = twins(net(), resident=resident)
+    mine, theirs = adamw(plain), adamw(streamed)
+    for model, of in ((plain, mine), (streamed, theirs)):
+        train(model, of, of=schedulers(of))
+    assert_same(plain, streamed)
+
+
+@pytest.mark.parametrize("resident", ["all", 30 * KB])
+def test_ten_steps_by_kernel(resident: Any) -> None:
+    plain, streamed = twins(net(), resident=resident, lowering="inductor", progress=False)
+    for model in (plain, streamed):
+        of = adamw(model)
+        train(model, of, of=schedulers(of))
+    ways = {name: way for name, way in updates(streamed).items() if name in residents(streamed)}
+    assert set(ways.values()) == {"on the device, resident"}
+    for want, got in zip(plain.parameters(), streamed.parameters(), strict=True):
+        assert (got - want).norm() <= 1e-5 * want.norm()
+
+
+def test_states_have_the_dtype_that_was_asked_for() -> None:
+    model = net()
+    megacompile(
+        model, device="cpu", lowering="inductor", resident="all", state_dtype=torch.bfloat16
+    )
+    optimizer = AdamW(model.parameters())
+    model(**data(0)).backward()
+    optimizer.step()
+    assert optimizer.state[model.embed.weight]["exp_avg"].dtype == torch.bfloat16
+    saved = io.BytesIO()
+    torch.save(optimizer.state_dict(), saved)
+
+
+def test_the_checkpoint_is_the_plain_one() -> None:
+    plain, streamed = twins(net(), resident="all")
+    assert plain.state_dict().keys() == streamed.state_dict().keys()
+    saved = io.BytesIO()
+    torch.save(streamed.state_dict(), saved)
+    largest = sum(p.numel() * p.itemsize for p in plain.parameters())
+    assert saved.tell() < 2 * largest, "a tensor was saved with the memory of others"
+
+
+def test_other_optimizers_take_their_own_step() -> None:
+    plain, streamed = twins(net(), resident="all", lowering="inductor", progress=False)
+    for model in (plain, streamed):
+        optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
+        for i in range(3):
+            model(**data(i)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for want, got in zip(plain.parameters(), streamed.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_clipping_of_resident_and_streamed_parameters_together() -> None:
+    plain, streamed = twins(net(), resident=30 * KB, lowering="inductor", progress=False)
+    norms = []
+    for model in (plain, streamed):
+        model(**data(0)).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1e-2))
+        SGD(model.parameters(), lr=0.1).step()
+    torch.testing.assert_close(norms[1], norms[0], rtol=1e-5, atol=0)
+    for want, got in zip(plain.parameters(), streamed.parameters(), strict=True):
+        torch.testing.assert_close(got + 0, want + 0, rtol=1e-5, atol=1e-7)
+
+
+def test_resident_with_an_update_in_the_backward_is_refused() -> None:
+    model = net()
+    with pytest.raises(OptionError, match="resident='all' with optimizer="):
+        megacompile(model, device="cpu", resident="all", optimizer=AdamW(model.parameters()))
