@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -12,10 +13,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+import megacompile.runtime.head
 from megacompile import ops
 from megacompile.errors import ModelError, OptionError
-from megacompile.ir import Capture, Code, PassRecord, Schedule, Template, Unit
-from megacompile.options import Lowering, Options
+from megacompile.ir import Capture, Code, PassRecord, Plan, Schedule, Template, Unit
+from megacompile.options import Head, Lowering, Options
+from megacompile.passes.chunk import STOOD_BACK, chunk_head
 from megacompile.passes.differentiate import differentiate
 from megacompile.passes.free import insert_free
 from megacompile.passes.lower import lower
@@ -29,6 +32,7 @@ from megacompile.passes.slots import assign_slots
 from megacompile.passes.templates import TemplateCache, trace_templates
 from megacompile.passes.units import find_units
 from megacompile.passes.update import insert_updates
+from megacompile.runtime.head import bind_operators
 from megacompile.runtime.host import check_host_memory
 from megacompile.runtime.progress import bar
 from megacompile.runtime.streamed import HostApply, StreamedModel, refuse_nested
@@ -51,6 +55,7 @@ def megacompile(
     state_dtype: torch.dtype | str | None = None,
     stochastic_rounding: bool = False,
     optimizer: torch.optim.Optimizer | None = None,
+    head: Head | str = "auto",
 ) -> M:
     """Keep a model's parameters and gradients in host memory and stream them through a device.
 
@@ -76,6 +81,11 @@ def megacompile(
         optimizer: let the backward make the update of this AdamW, Adam or SGD, stage by stage:
             gradients never reach the host, and `optimizer.step()` only counts. No clipping by the
             global norm, no `p.grad`; micro-batches go into `accumulate(model)`, but for the last.
+        head: "chunked" computes the last linear layer and its `cross_entropy` in chunks of tokens,
+            gradients with it, so that no more than 1 GiB of logits is ever there; equal up to
+            rounding. "whole" leaves them as they are, "auto" (default) takes chunks with Inductor
+            where logits exceed 1 GiB. A head whose logits the model returns, or that does anything
+            else with them, is left as it is; the schedule's plan says why.
 
     Raises:
         ModelError: not a module, or parameters that cannot be streamed.
@@ -103,6 +113,7 @@ def megacompile(
         state_dtype=state_dtype,
         stochastic_rounding=stochastic_rounding,
         optimizer=optimizer,
+        head=head,
     )
     check_model(model)
     present = model._compiled_call_impl
@@ -168,9 +179,18 @@ class _Compiler:
         self.options = options
         self.units = units
         self.templates: TemplateCache = {}
+        bind_operators()
 
     def partition(self, capture: Capture) -> Schedule:
-        return _timed("partition", None, lambda: partition(capture, self.units))
+        options = self.options
+        capture, reasons = chunk_head(capture, head=options.head, lowering=options.lowering)
+        for reason in reasons:
+            if options.head is Head.CHUNKED and reason.startswith(STOOD_BACK):
+                warnings.warn(
+                    f"megacompile(): {capture.name}: head='chunked', but {reason}", stacklevel=2
+                )
+        stages = _timed("partition", None, lambda: partition(capture, self.units))
+        return replace(stages, plan=Plan(reasons=reasons))
 
     def build(
         self,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from megacompile.errors import OptionError, OptionTypeError
+
+_E = TypeVar("_E", bound=enum.Enum)
 
 
 class Lowering(enum.Enum):
@@ -17,6 +19,14 @@ class Lowering(enum.Enum):
 
     EAGER = "eager"  # the traced ATen graph, one kernel at a time: bitwise equal to the plain model
     INDUCTOR = "inductor"  # fused by TorchInductor: fast, equal within its own tolerance
+
+
+class Head(enum.Enum):
+    """How a language model's head and its loss are computed."""
+
+    AUTO = "auto"  # in chunks with Inductor, where logits would take more than 1 GiB
+    WHOLE = "whole"  # as the model has it
+    CHUNKED = "chunked"  # in chunks of tokens, so that logits are never there as a whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +44,7 @@ class Options:
         state_dtype: of the optimizer's moments, or "int8". Default: each parameter's own.
         stochastic_rounding: of bfloat16 parameters by the optimizer.
         optimizer: whose update is made in the backward. Default: in `optimizer.step()`.
+        head: whether the head and its loss are computed in chunks of tokens.
     """
 
     device: torch.device
@@ -46,6 +57,7 @@ class Options:
     state_dtype: torch.dtype | str | None = None
     stochastic_rounding: bool = False
     optimizer: torch.optim.Optimizer | None = None
+    head: Head = Head.AUTO
 
     @staticmethod
     def resolve(
@@ -60,6 +72,7 @@ class Options:
         state_dtype: torch.dtype | str | None = None,
         stochastic_rounding: bool = False,
         optimizer: torch.optim.Optimizer | None = None,
+        head: Head | str = "auto",
     ) -> Options:
         """Validate what the user gave and fill in the rest.
 
@@ -89,6 +102,7 @@ class Options:
             state_dtype=_dtype("state_dtype", state_dtype, (torch.float32, torch.bfloat16, "int8")),
             stochastic_rounding=_flag("stochastic_rounding", stochastic_rounding),
             optimizer=_optimizer(optimizer),
+            head=_choice("head", head, Head),
         )
 
     def differences(self, other: Options) -> list[str]:
@@ -147,15 +161,20 @@ def _count(name: str, value: object, *, least: int) -> int:
 def _lowering(value: object, device: torch.device) -> Lowering:
     if value is None:
         return Lowering.INDUCTOR if device.type == "cuda" else Lowering.EAGER
-    if isinstance(value, Lowering):
+    return _choice("lowering", value, Lowering)
+
+
+def _choice(name: str, value: object, choices: type[_E]) -> _E:
+    """A member of an enum, or its value."""
+    if isinstance(value, choices):
         return value
-    names = ", ".join(repr(member.value) for member in Lowering)
+    names = ", ".join(repr(member.value) for member in choices)
     if not isinstance(value, str):
-        raise OptionTypeError(_wrong_type("lowering", value, f"one of {names}"))
+        raise OptionTypeError(_wrong_type(name, value, f"one of {names}"))
     try:
-        return Lowering(value)
+        return choices(value)
     except ValueError:
-        raise OptionError(f"megacompile(): got lowering={value!r}; needed one of {names}") from None
+        raise OptionError(f"megacompile(): got {name}={value!r}; needed one of {names}") from None
 
 
 def _device(value: object) -> torch.device:
