@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-import megacompile.runtime.head
 from megacompile import ops
 from megacompile.errors import ModelError, OptionError
 from megacompile.ir import Capture, Code, PassRecord, Plan, Schedule, Template, Unit

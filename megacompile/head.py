@@ -164,7 +164,7 @@ class _Loss(torch.autograd.Function):
         return total / over
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         found, rest = ctx.saved_tensors[:GRADIENTS], ctx.saved_tensors[GRADIENTS:]
         scale = grad.to(found[-1].dtype)
