@@ -67,14 +67,14 @@ def chunk_head(
 
     A capture that is left as it is, is returned itself.
     """
-    if not any(node.target in _LOSSES for node in capture.module.graph.nodes):
+    own = inline_checkpoints(capture)
+    if not any(node.target in _LOSSES for node in own.module.graph.nodes):
         return capture, ("no head: no cross_entropy was captured",) if head is Head.CHUNKED else ()
     if head is Head.WHOLE:
         return capture, (f"{STOOD_BACK}head='whole'",)
     if head is Head.AUTO and lowering is Lowering.EAGER:
         why = "lowering='eager' is bitwise, and head='chunked' is equal up to rounding"
         return capture, (f"{STOOD_BACK}{why}",)
-    own = inline_checkpoints(capture)
     own = replace(own, module=fx.GraphModule(own.module, copy_graph(own.module.graph)))
     finder = _Finder(own, propagate(own))
     heads, reasons = [], []
@@ -122,16 +122,21 @@ class _Found:
 
     @property
     def chunk_rows(self) -> int:
-        """Rows of a chunk: `CHUNK_BYTES` of logits at most, in chunks of equal size."""
-        at_most = max(1, CHUNK_BYTES * self.rows // self.logits_bytes)
-        if at_most > _ALIGNED_ROWS:
-            at_most -= at_most % _ALIGNED_ROWS
-        equal = math.ceil(self.rows / math.ceil(self.rows / at_most))
-        return min(at_most, -(-equal // _ALIGNED_ROWS) * _ALIGNED_ROWS)
+        """Rows of a chunk."""
+        return rows_of_a_chunk(self.rows, self.logits_bytes // self.rows, CHUNK_BYTES)
 
     def __str__(self) -> str:
         size = format_bytes(self.logits_bytes)
         return f"{self.rows} tokens by {self.classes} classes ({size} of logits)"
+
+
+def rows_of_a_chunk(rows: int, row_bytes: int, limit_bytes: int) -> int:
+    """For as few chunks as the limit allows, of equal size and whole tiles if that is possible."""
+    at_most = max(1, limit_bytes // row_bytes)
+    if at_most > _ALIGNED_ROWS:
+        at_most -= at_most % _ALIGNED_ROWS
+    equal = math.ceil(rows / math.ceil(rows / at_most))
+    return min(at_most, -(-equal // _ALIGNED_ROWS) * _ALIGNED_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +158,6 @@ class _Finder:
         parts = self._bind(linear, _LINEAR)
         hidden, weight, bias = parts["input"], parts["weight"], parts.get("bias")
         rows, classes = self._rows(chain, linear, of["target"])
-        class_weight = of.get("weight")
-        if class_weight is not None and self.meta(class_weight).requires_grad:
-            raise _Whole(f"the class weights of {loss} require grad")
         found = _Found(
             linear=linear,
             chain=chain,
@@ -164,7 +166,7 @@ class _Finder:
             weight=weight,
             bias=bias,
             target=of["target"],
-            class_weight=class_weight,
+            class_weight=of.get("weight"),
             mean=_REDUCTIONS[reduction],
             ignore_index=int(self.literal(of.get("ignore_index", -100))),
             label_smoothing=float(self.literal(of.get("label_smoothing", 0.0))),
@@ -219,8 +221,14 @@ class _Finder:
         for other in node.users:
             if other.op == "output":
                 raise _Whole(f"the logits ({node}) are returned to the caller; return the loss")
-            if other is not user and not self.values.is_constant(other):
+            if other is not user and not self._asks_for_size(other):
                 raise _Whole(f"the logits ({node}) are also used by {other}")
+
+    def _asks_for_size(self, user: fx.Node) -> bool:
+        """Does a user of a tensor only look at what it is? What changes it has no value."""
+        value = self.values.of[user]
+        looks = value is not None and not self.values.mutates[user]
+        return looks and self.values.is_constant(user)
 
     def _check_step(self, node: fx.Node, *, last: bool) -> None:
         """Does a node between the head and its loss commute with the linear layer?"""
@@ -239,10 +247,13 @@ class _Finder:
             raise _Whole(f"its logits come from {_target(node)} ({node}), not from linear")
 
     def _check_index(self, node: fx.Node, dims: int) -> None:
+        more = _Whole(f"{node} indexes the logits with more than slices")
+        if not all(map(self.values.is_constant, node.all_input_nodes[1:])):
+            raise more
         index = self.literal(node.args[1])
         entries = index if isinstance(index, tuple) else (index,)
         if not all(e is Ellipsis or type(e) in (int, slice) for e in entries):
-            raise _Whole(f"{node} indexes the logits with more than slices")
+            raise more
         count = sum(e is not Ellipsis for e in entries)
         reaches_last = entries[-1] is not Ellipsis and (count == dims or Ellipsis in entries)
         if reaches_last and entries[-1] not in _EVERY_CLASS:
@@ -305,7 +316,7 @@ def _rewrite(module: fx.GraphModule, found: _Found, finder: _Finder) -> None:
     graph = module.graph
     for node in (found.linear, *found.chain):  # sizes of the logits, as the numbers they are
         for user in list(node.users):
-            if finder.values.is_constant(user):
+            if user not in found.chain and user is not found.loss:
                 _replace_by_number(user, finder.values.of[user])
     with graph.inserting_before(found.loss):
         hidden = found.hidden

@@ -30,9 +30,13 @@ class Rows:
     @staticmethod
     def of(logits: Tensor, target: Tensor, class_weight: Tensor | None, ignore_index: int) -> Rows:
         valid = target != ignore_index
+        target = torch.where(valid, target, 0)
+        if target.device.type == "cpu":  # elsewhere gather asserts it
+            for wrong in target[(target < 0) | (target >= logits.shape[1])][:1].tolist():
+                raise IndexError(f"Target {wrong} is out of bounds.")  # as torch says it
         if class_weight is not None:
             class_weight = class_weight.to(sum_dtype(logits.dtype))
-        return Rows(logits, torch.where(valid, target, 0), valid, class_weight)
+        return Rows(logits, target, valid, class_weight)
 
     def coefficients(self, label_smoothing: float) -> tuple[Tensor, Tensor]:
         """a and b of the formula, (rows,) each."""
@@ -48,13 +52,9 @@ class Rows:
 
 
 def rows(chunk: Rows, label_smoothing: float, *, gradient: bool) -> Tensor:
-    """The loss's sum over a chunk, (); with `gradient`, the logits become its gradient.
-
-    Raises:
-        IndexError: a target is no class (on CUDA, a device-side assertion).
-    """
+    """The loss's sum over a chunk, (); with `gradient`, the logits become its gradient."""
     a, b = chunk.coefficients(label_smoothing)
-    # gather checks the targets, which the kernel does not
+    # On CUDA gather checks the targets, which the kernel does not.
     of_target = chunk.logits.gather(1, chunk.target[:, None])[:, 0].to(a.dtype)
     smooth = label_smoothing != 0
     normalize = normalize_plain
