@@ -45,18 +45,17 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def empty_gradients(
     hidden: Tensor, weight: Tensor, of_hidden: bool, of_weight: bool, of_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for the gradients of a total, without elements for those that are not wanted.
+    """Room in `sum_dtype` for the gradients of a total with respect to hidden, weight and bias.
 
-    That of `hidden` has its dtype; those of the weight (C, H) and the bias (C,), which are sums
-    over chunks, have `sum_dtype`.
+    Those that are not wanted have no elements. They are rounded once, when they are scaled.
     """
     dtype = sum_dtype(hidden.dtype)
-    classes = weight.shape[0]
-    return (
-        hidden.new_empty(tuple(hidden.shape) if of_hidden else (0,)),
-        hidden.new_empty((classes, weight.shape[1]) if of_weight else (0,), dtype=dtype),
-        hidden.new_empty((classes,) if of_bias else (0,), dtype=dtype),
+    shapes = (tuple(hidden.shape), tuple(weight.shape), tuple(weight.shape[:1]))
+    of_each = zip(shapes, (of_hidden, of_weight, of_bias), strict=True)
+    one, two, three = (
+        hidden.new_empty(shape if wanted else (0,), dtype=dtype) for shape, wanted in of_each
     )
+    return one, two, three
 
 
 def _fake(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:

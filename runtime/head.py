@@ -3,8 +3,8 @@
     for each chunk:   z = x W^T + bias;   z <- d total / d z, in place;   dx = z W;   dW += z^T x
 
 At any time there is one chunk of logits, in the dtype that `linear` gives them, and the gradients.
-Sums over rows are float32 (float64 for float64), those over chunks too: adding chunk after chunk to
-a bfloat16 gradient would round it once a chunk.
+Those are float32 (float64 for float64): adding chunk after chunk to a bfloat16 gradient would round
+it once a chunk.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def _linear_cross_entropy(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wanted = (of_hidden, of_weight, of_bias)
     gradients = empty_gradients(hidden, weight, *wanted)
+    for gradient in gradients:
+        gradient.zero_()
     d_hidden, d_weight, d_bias = gradients
-    d_weight.zero_()
-    d_bias.zero_()
     total = hidden.new_zeros((), dtype=sum_dtype(hidden.dtype))
     room = hidden.new_empty(min(chunk_rows, hidden.shape[0]), weight.shape[0])
     for start in range(0, hidden.shape[0], chunk_rows):
@@ -57,7 +57,7 @@ def _linear_cross_entropy(
         chunk = Rows.of(logits, target[start : start + chunk_rows], class_weight, ignore_index)
         total += rows(chunk, label_smoothing, gradient=any(wanted))
         if of_hidden:
-            torch.mm(logits, weight, out=d_hidden[start : start + chunk_rows])
+            _add_product(d_hidden[start : start + chunk_rows], logits, weight)
         if of_weight:
             _add_product(d_weight, logits.t(), x)
         if of_bias:
@@ -91,9 +91,9 @@ def _adds_to_wider(device: torch.device, dtype: torch.dtype) -> bool:
     """
     addmm: Any = torch.addmm
     total = torch.full((16, 16), 1.0, device=device)
-    factor = torch.full((16, 16), 1 / 64, dtype=dtype, device=device)
+    factor = torch.full((16, 16), 1 / 1024, dtype=dtype, device=device)
     try:
         addmm(total, factor, factor, out_dtype=torch.float32, out=total)
     except (RuntimeError, TypeError):
         return False
-    return bool((total == 1 + 16 / 64**2).all())  # in bfloat16 that is 1.0
+    return bool((total == 1 + 16 / 1024**2).all())  # 1.0 in halves

@@ -219,9 +219,12 @@ def test_the_reason_says_what_was_found() -> None:
 
 
 def test_the_head_stays_in_its_module() -> None:
-    """Its stage reads the head's bucket, and the loss is in it."""
+    """In its meta; so the head's bucket is read by the stage that the loss is in."""
     captured = capture(Model(hf), IDS, limit_bytes=4 * WIDTH * WIDTH)  # a unit a module
     after, _ = chunked(captured)
+    head = captured.capture.module.graph.find_nodes(op="call_function", target=F.linear)[-1]
+    for new in after.module.graph.find_nodes(op="call_function", target=linear_cross_entropy):
+        assert compat.module_calls(new) == compat.module_calls(head) != []
     schedule: Schedule = partition(after, captured.units)
     last = schedule.stages[-1]
     names = [captured.param_name(last, i) for i in range(len(last.primals))]

@@ -184,7 +184,7 @@ def test_halves_are_as_exact_as_the_plain_head(dtype: torch.dtype) -> None:
     for mine, theirs, true in zip(got, plain, want, strict=True):
         assert mine.dtype == dtype
         error, allowed = ((g.double() - true).norm() for g in (mine, theirs))
-        assert error <= 1.25 * allowed, (error / true.norm(), allowed / true.norm())
+        assert error <= allowed, (error / true.norm(), allowed / true.norm())
 
 
 def test_a_loss_scale_saves_float16_from_underflow() -> None:
@@ -221,13 +221,46 @@ def test_backward_twice_over_one_graph() -> None:
         close(two, 2 * one)
 
 
-def test_autocast() -> None:
+def spied(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What the operator is called with from now on."""
+    calls: list[tuple[Any, ...]] = []
+    operator = torch.ops.megacompile.linear_cross_entropy
+
+    def spy(*args: Any) -> Any:
+        calls.append(args)
+        return operator(*args)
+
+    monkeypatch.setattr(torch.ops.megacompile, "linear_cross_entropy", spy)
+    return calls
+
+
+def test_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = spied(monkeypatch)
     head = make(255, bias=True)
     with torch.autocast("cpu", torch.bfloat16):
         want, got = head.plain(mean=True), head.chunked(mean=True)
     close(got, want, 1e-4)
     for mine, theirs in zip(head.gradients(got), head.gradients(want), strict=True):
         close(mine, theirs, 1e-2)  # bf16
+    assert [t.dtype for t in calls[0][:3]] == [torch.bfloat16] * 3
+
+
+def test_autocast_leaves_double_precision_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = spied(monkeypatch)
+    head = make(7, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        head.chunked(mean=True)
+    assert [t.dtype for t in calls[0][:2]] == [torch.float64] * 2
+
+
+@pytest.mark.parametrize("mean", [True, False])
+def test_what_is_in_an_ignored_row_does_not_count(mean: bool) -> None:
+    head = make(7)
+    head.target[3] = IGNORED
+    with torch.no_grad():
+        head.hidden[3] = float("nan")
+    close(head.chunked(mean=mean), head.plain(mean=mean))
+    assert head.chunked(mean=mean).isfinite()
 
 
 @pytest.mark.parametrize("target", [CLASSES, -1])
@@ -287,16 +320,9 @@ def test_no_work_for_gradients_that_nobody_wants() -> None:
 
 
 def test_under_no_grad_no_gradients_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    flags: list[Any] = []
-    operator = torch.ops.megacompile.linear_cross_entropy
-
-    def spy(*args: Any) -> Any:
-        flags.append(args[-3:])
-        return operator(*args)
-
-    monkeypatch.setattr(torch.ops.megacompile, "linear_cross_entropy", spy)
+    calls = spied(monkeypatch)
     head = make(7, bias=True)
     with torch.no_grad():
         assert not head.chunked(mean=True).requires_grad
     head.chunked(mean=True)
-    assert flags == [(False, False, False), (True, True, True)]
+    assert [call[-3:] for call in calls] == [(False, False, False), (True, True, True)]
