@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
 
 OPERATOR = "megacompile::linear_cross_entropy"
 
@@ -64,6 +65,16 @@ def _fake(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 
 torch.library.register_fake(OPERATOR, _fake)
+
+
+def _flops(hidden: tuple[int, int], weight: tuple[int, int], *rest: Any, **_: Any) -> int:
+    """Of the matrix products: for the logits, and for the gradients of hidden and weight."""
+    of_hidden, of_weight, _bias = rest[-GRADIENTS:]
+    products: int = 1 + of_hidden + of_weight
+    return 2 * hidden[0] * hidden[1] * weight[0] * products
+
+
+register_flop_formula(torch.ops.megacompile.linear_cross_entropy)(_flops)
 
 
 def _fake_scale(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -24,3 +24,6 @@ def narrow_heads(graph: fx.Graph) -> None:
         flags = node.args[-GRADIENTS:]
         now = tuple(flag and 1 + i in used for i, flag in enumerate(flags))
         node.args = (*node.args[:-GRADIENTS], *now)
+        total, *gradients = node.meta["val"]
+        of_each = zip(gradients, now, strict=True)
+        node.meta["val"] = (total, *(g if wanted else g.new_empty(0) for g, wanted in of_each))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megacompile import megacompile, schedules
 from megacompile.ir import Code, Schedule
 from megacompile.passes import chunk
+from megacompile.simulate import work_of
 
 BATCH, LENGTH, WIDTH, CLASSES = 3, 85, 16, 64
 ROWS = BATCH * LENGTH  # 255
@@ -227,6 +228,9 @@ def test_what_is_saved_are_gradients() -> None:
     last = schedule.stages[-1].traced
     assert flags(schedule, Code.FORWARD) == (False, False, False)
     assert flags(schedule, Code.FORWARD_SAVING) == (True, True, True)
+    products = 2 * ROWS * WIDTH * CLASSES
+    layers = work_of(last, Code.FORWARD)[0] - products  # that share the stage with the head
+    assert work_of(last, Code.FORWARD_SAVING)[0] == layers + 3 * products
     saved = [meta.shape for meta in last.saved]
     assert (CLASSES, WIDTH) in saved and (ROWS, WIDTH) in saved
     backward = last.graphs[Code.BACKWARD].graph
@@ -275,7 +279,9 @@ def test_inductor() -> None:
     """Compiled, where "auto" takes chunks by itself."""
     plain, streamed = twins(Decoder(tied=True), lowering="inductor", head="auto")
     step(plain, streamed, ids())
-    assert "in chunks" in schedule_of(streamed).plan.reasons[0]
+    schedule = schedule_of(streamed)
+    assert "in chunks" in schedule.plan.reasons[0] and not logits_in(schedule)
+    assert flags(schedule, Code.FORWARD_SAVING) == (True, True, False)
 
 
 # --- what stands back

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from megacompile.head import linear_cross_entropy
 from megacompile.runtime.head import _linear_cross_entropy, bind_operators
@@ -273,6 +274,16 @@ def test_a_target_that_is_no_class(target: int) -> None:
 
 
 # --- memory and work
+
+
+def test_flops_are_those_of_the_products() -> None:
+    head, product = make(255, bias=True), 2 * 255 * WIDTH * CLASSES
+    with FlopCounterMode(display=False) as counter:
+        loss = head.chunked(mean=True)
+    assert counter.get_total_flops() == 3 * product
+    with FlopCounterMode(display=False) as counter:
+        torch.autograd.grad(loss, head.leaves)
+    assert counter.get_total_flops() == 0
 
 
 class Watch(TorchDispatchMode):
