@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.head import main
 from megacompile.head import linear_cross_entropy
 from megacompile.runtime.head import _linear_cross_entropy, bind_operators
 
@@ -337,3 +338,17 @@ def test_under_no_grad_no_gradients_are_computed(monkeypatch: pytest.MonkeyPatch
         assert not head.chunked(mean=True).requires_grad
     head.chunked(mean=True)
     assert [call[-3:] for call in calls] == [(False, False, False), (True, True, True)]
+
+
+def test_the_benchmark_on_a_small_head() -> None:
+    sizes = "--device cpu --dtype float32 --tokens 255 --width 32 --vocabulary 500 --steps 1"
+    rows = main([*sizes.split(), "--chunk-mib", "0.1", "1"])
+    names = [str(row["head"]) for row in rows]
+    assert names[:3] == [
+        "whole",
+        "in chunks of 52 (0.09918 MiB)",
+        "in chunks of 256 (0.4883 MiB)",
+    ]
+    for row in rows[:3]:
+        assert row["loss"] == rows[0]["loss"]
+        assert all(float(str(row[f"error of {name}"])) < 1e-6 for name in ("dx", "dW"))
