@@ -243,7 +243,7 @@ class _Finder:
         elif node.target in _TRANSPOSES:
             if not last or not self._is_class_first(node):
                 raise _Whole(f"{node} permutes the logits")
-        elif node.target not in _RESHAPES:
+        elif node.target not in _RESHAPES or meta.dtype != before.dtype:
             raise _Whole(f"its logits come from {_target(node)} ({node}), not from linear")
 
     def _check_index(self, node: fx.Node, dims: int) -> None:

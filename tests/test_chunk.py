@@ -210,6 +210,16 @@ def test_what_is_computed_in_chunks(loss: Loss, bias: bool) -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
 
 
+def test_a_loss_in_bfloat16_stays_one() -> None:
+    """Without a cast the loss has the dtype of the logits; ours is rounded once, at the end."""
+    captured = capture(Model(sized).bfloat16(), IDS)
+    after, _ = chunked(captured)
+    (got,) = run_stages(captured, partition(after, captured.units))
+    want = captured.model(IDS)
+    assert got.dtype == want.dtype == torch.bfloat16
+    torch.testing.assert_close(got, want, rtol=2**-7, atol=0)
+
+
 def test_the_reason_says_what_was_found() -> None:
     _, reasons = chunked(capture(Model(hf), IDS))
     assert reasons == (
@@ -304,6 +314,11 @@ def cast_by_to(m: Model, x: Tensor, ids: Tensor) -> Tensor:
     return flat(m.head(x).to(torch.bfloat16), ids)
 
 
+def bits(m: Model, x: Tensor, ids: Tensor) -> Tensor:
+    logits = F.linear(x.half(), m.head.weight.half())
+    return flat(logits.view(torch.bfloat16).float(), ids)
+
+
 def no_linear(m: Model, x: Tensor, ids: Tensor) -> Tensor:
     return flat(torch.matmul(x, m.head.weight.t()), ids)
 
@@ -346,6 +361,7 @@ REFUSED: dict[Loss, str] = {
     positions_as_classes: "the second dimension of [2, 9, 40] is not that of the classes",
     cast_down: "its logits come from bfloat16",
     cast_by_to: "casts f32[2, 9, 40] to bf16[2, 9, 40]",
+    bits: "its logits come from view",
     no_linear: "its logits come from matmul (matmul), not from linear",
     input_changes: "changes what the head read, before the loss",
     grad_mode: "changes grad mode or autocast between the head and its loss",

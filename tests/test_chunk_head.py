@@ -125,6 +125,23 @@ def test_odd_counts_of_tokens(length: int) -> None:
     step(plain, streamed, ids(batch=1, length=length), reduction="sum")
 
 
+def test_changing_lengths() -> None:
+    """Dynamo captures the second length with sizes as inputs; they are numbers to the pass."""
+
+    class Shifted(Decoder):
+        def forward(self, ids: Tensor, **options: Any) -> Any:
+            scores = self.head(self.norm(self.layers[0](self.embed(ids))))
+            batch, length, classes = scores.shape
+            kept = scores[:, : length - 1].contiguous().view(batch * (length - 1), classes)
+            return F.cross_entropy(kept, ids[:, 1:].reshape(-1))
+
+    plain, streamed = twins(Shifted())
+    for length in (30, 31, 47):
+        step(plain, streamed, ids(length=length))
+        reason = schedule_of(streamed).plan.reasons[0]
+        assert f"the head of {BATCH * (length - 1)} tokens" in reason
+
+
 @pytest.mark.parametrize(
     "options",
     [
