@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from megacompile import compat
 from megacompile.head import linear_cross_entropy
-from megacompile.ir import Capture, ParamRef, Schedule, TensorMeta
+from megacompile.ir import Ambient, Capture, ParamRef, Schedule, TensorInput, TensorMeta
 from megacompile.options import Head, Lowering
 from megacompile.passes import chunk
 from megacompile.passes.chunk import chunk_head
@@ -21,7 +21,7 @@ from megacompile.passes.inline import inline_checkpoints
 from megacompile.passes.partition import partition
 from megacompile.passes.propagate import propagate
 from megacompile.runtime.head import bind_operators
-from tests.capturing import Captured, capture, run_stages
+from tests.capturing import CPU, Captured, capture, run_stages
 
 bind_operators()
 
@@ -208,6 +208,26 @@ def test_what_is_computed_in_chunks(loss: Loss, bias: bool) -> None:
         assert (a is None) == (b is None), name
         if a is not None and b is not None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
+
+
+def test_questions_of_size_become_numbers() -> None:
+    """Dynamo writes none of these where it knows the sizes; other tracers do."""
+
+    def function(x: Tensor, weight: Tensor, y: Tensor) -> tuple[Tensor, Any]:
+        logits = F.linear(x, weight)
+        shape = logits.shape
+        loss = F.cross_entropy(logits.view(shape[0] * shape[1], logits.size(-1)), y.view(-1))
+        return loss, logits.dim()
+
+    x, weight = torch.randn(BATCH, LENGTH, WIDTH), torch.randn(CLASSES, WIDTH)
+    inputs = tuple(TensorInput(TensorMeta.of(t)) for t in (x, weight, IDS))
+    module = fx.symbolic_trace(function)
+    traced = Capture("traced", module, inputs, CPU, Ambient.current(CPU))
+    after, (reason,) = chunk_head(traced, head=Head.CHUNKED, lowering=Lowering.EAGER)
+    assert "in chunks of 5 tokens" in reason and not largest(after, rows=BATCH * LENGTH)
+    got, dims = after.module(x, weight, IDS)
+    torch.testing.assert_close(got, module(x, weight, IDS)[0])
+    assert dims == 3
 
 
 def test_a_loss_in_bfloat16_stays_one() -> None:
