@@ -83,6 +83,7 @@ def _normalize_rows(
     GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    DTYPE: tl.constexpr = logits.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     z = logits + row * stride
     lanes = tl.arange(0, BLOCK)
@@ -123,5 +124,5 @@ def _normalize_rows(
                 else:
                     gradient -= of_class
             gradient = tl.where(index == here, gradient - of_target, gradient)
-            rounded = round_nearest(gradient, logits.dtype.element_ty)
+            rounded = round_nearest(gradient, DTYPE)
             tl.store(z + index, rounded, mask=inside)
