@@ -15,12 +15,13 @@ from megacompile.errors import (
     UnsupportedGraphError,
 )
 from megacompile.ir import Schedule
-from megacompile.options import Lowering, Options
+from megacompile.options import Head, Lowering, Options
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BackwardError",
+    "Head",
     "HostMemoryError",
     "Lowering",
     "MegacompileError",

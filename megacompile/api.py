@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -15,8 +16,9 @@ from torch import nn
 
 from megacompile import ops
 from megacompile.errors import ModelError, OptionError
-from megacompile.ir import Capture, Code, PassRecord, Schedule, Template, Unit
-from megacompile.options import Lowering, Options
+from megacompile.ir import Capture, Code, PassRecord, Plan, Schedule, Template, Unit
+from megacompile.options import Head, Lowering, Options
+from megacompile.passes.chunk import STOOD_BACK, chunk_head
 from megacompile.passes.differentiate import differentiate
 from megacompile.passes.free import insert_free
 from megacompile.passes.hand_over import insert_hand_over
@@ -31,6 +33,7 @@ from megacompile.passes.slots import assign_slots
 from megacompile.passes.templates import TemplateCache, trace_templates
 from megacompile.passes.units import find_units
 from megacompile.passes.update import insert_updates
+from megacompile.runtime.head import bind_operators
 from megacompile.runtime.host import check_host_memory
 from megacompile.runtime.progress import bar
 from megacompile.runtime.streamed import HostApply, StreamedModel, refuse_nested
@@ -57,6 +60,7 @@ def megacompile(
     gpu_memory: int | float | str | None = None,
     host_memory: int | float | str | None = None,
     resident: int | float | str = "auto",
+    head: Head | str = "auto",
 ) -> M:
     """Keep a model's parameters and gradients in host memory and stream them through a device.
 
@@ -93,6 +97,11 @@ def megacompile(
         host_memory: the same of the host.
         resident: device memory for buckets that live there, with their gradients and optimizer
             states: a size, 0 or "all". Default: "auto", as much as makes the step fastest.
+        head: "chunked" computes the last linear layer and its `cross_entropy` in chunks of tokens,
+            gradients with it, so that no more than 1 GiB of logits is ever there; equal up to
+            rounding. "whole" leaves them as they are, "auto" (default) takes chunks with Inductor
+            where logits exceed 1 GiB. A head whose logits the model returns, or that does anything
+            else with them, is left as it is; the schedule's plan says why.
 
     Raises:
         ModelError: not a module, or parameters that cannot be streamed.
@@ -124,6 +133,7 @@ def megacompile(
         gpu_memory=gpu_memory,
         host_memory=host_memory,
         resident=resident,
+        head=head,
     )
     check_model(model)
     present = model._compiled_call_impl
@@ -190,9 +200,18 @@ class _Compiler:
         self.units = units
         self.templates: TemplateCache = {}
         self.resident: frozenset[int] = frozenset()  # keys of the buckets on the device
+        bind_operators()
 
     def partition(self, capture: Capture) -> Schedule:
-        return _timed("partition", None, lambda: partition(capture, self.units))
+        options = self.options
+        capture, reasons = chunk_head(capture, head=options.head, lowering=options.lowering)
+        for reason in reasons:
+            if options.head is Head.CHUNKED and reason.startswith(STOOD_BACK):
+                warnings.warn(
+                    f"megacompile(): {capture.name}: head='chunked', but {reason}", stacklevel=2
+                )
+        stages = _timed("partition", None, lambda: partition(capture, self.units))
+        return replace(stages, plan=Plan(reasons=reasons))
 
     def build(
         self,

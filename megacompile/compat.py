@@ -49,6 +49,9 @@ EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 CHECKPOINT_OPTIONS = frozenset(inspect.signature(checkpoint).parameters) | {"preserve_rng_state"}
 
+# What torch.nn.functional.cross_entropy calls.
+CROSS_ENTROPY_LOSS: Callable[..., Any] = torch._C._nn.cross_entropy_loss
+
 NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl  # for subclasses that only dispatch
 
 Tensors = Sequence[torch.Tensor]

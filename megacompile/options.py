@@ -6,12 +6,14 @@ import enum
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from megacompile.errors import OptionError, OptionTypeError
 from megacompile.sizes import host_total_bytes, parse_bytes
+
+_E = TypeVar("_E", bound=enum.Enum)
 
 
 class Lowering(enum.Enum):
@@ -19,6 +21,14 @@ class Lowering(enum.Enum):
 
     EAGER = "eager"  # the traced ATen graph, one kernel at a time: bitwise equal to the plain model
     INDUCTOR = "inductor"  # fused by TorchInductor: fast, equal within its own tolerance
+
+
+class Head(enum.Enum):
+    """How a language model's head and its loss are computed."""
+
+    AUTO = "auto"  # in chunks with Inductor, where logits would take more than 1 GiB
+    WHOLE = "whole"  # as the model has it
+    CHUNKED = "chunked"  # in chunks of tokens, so that logits are never there as a whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +53,7 @@ class Options:
         gpu_memory: bytes of device memory that the plan may use. Default: what is free.
         host_memory: bytes of host memory. Default: what is free.
         resident: bytes of device memory for buckets that live there. Default: the plan decides.
+        head: whether the head and its loss are computed in chunks of tokens.
     """
 
     device: torch.device
@@ -59,6 +70,7 @@ class Options:
     gpu_memory: int | None = None
     host_memory: int | None = None
     resident: int | None = None
+    head: Head = Head.AUTO
 
     @property
     def hands_over(self) -> bool:
@@ -108,6 +120,7 @@ class Options:
         gpu_memory: int | float | str | None = None,
         host_memory: int | float | str | None = None,
         resident: int | float | str = "auto",
+        head: Head | str = "auto",
     ) -> Options:
         """Validate what the user gave and fill in the rest.
 
@@ -150,9 +163,10 @@ class Options:
             stochastic_rounding=_flag("stochastic_rounding", stochastic_rounding),
             optimizer=_optimizer(optimizer),
             device_update=device_update,
-            gpu_memory=_size("gpu_memory", gpu_memory, _device_bytes(resolved_device)),
-            host_memory=_size("host_memory", host_memory, host_total_bytes()),
+            gpu_memory=_size("gpu_memory", gpu_memory, resolved_device),
+            host_memory=_size("host_memory", host_memory, torch.device("cpu")),
             resident=_resident(resident, resolved_device, optimizer),
+            head=_choice("head", head, Head),
         )
 
     def differences(self, other: Options) -> list[str]:
@@ -218,7 +232,8 @@ def _share(name: str, value: Any) -> float | None:
     return float(value)
 
 
-def _size(name: str, value: Any, total_bytes: int) -> int | None:
+def _size(name: str, value: Any, device: torch.device) -> int | None:
+    total_bytes = _device_bytes(device) if isinstance(value, float) else 0
     return None if value is None else parse_bytes(name, value, total_bytes)
 
 
@@ -235,7 +250,7 @@ def _resident(
     """Bytes for resident buckets; None: the plan decides."""
     if value == "auto":
         return 0 if optimizer is not None else None
-    size = sys.maxsize if value == "all" else parse_bytes("resident", value, _device_bytes(device))
+    size = sys.maxsize if value == "all" else _size("resident", value, device)
     if size and optimizer is not None:
         raise OptionError(
             f"megacompile(): got resident={value!r} with optimizer=...; resident buckets are "
@@ -247,15 +262,20 @@ def _resident(
 def _lowering(value: object, device: torch.device) -> Lowering:
     if value is None:
         return Lowering.INDUCTOR if device.type == "cuda" else Lowering.EAGER
-    if isinstance(value, Lowering):
+    return _choice("lowering", value, Lowering)
+
+
+def _choice(name: str, value: object, choices: type[_E]) -> _E:
+    """A member of an enum, or its value."""
+    if isinstance(value, choices):
         return value
-    names = ", ".join(repr(member.value) for member in Lowering)
+    names = ", ".join(repr(member.value) for member in choices)
     if not isinstance(value, str):
-        raise OptionTypeError(_wrong_type("lowering", value, f"one of {names}"))
+        raise OptionTypeError(_wrong_type(name, value, f"one of {names}"))
     try:
-        return Lowering(value)
+        return choices(value)
     except ValueError:
-        raise OptionError(f"megacompile(): got lowering={value!r}; needed one of {names}") from None
+        raise OptionError(f"megacompile(): got {name}={value!r}; needed one of {names}") from None
 
 
 def _device(value: object) -> torch.device:

@@ -31,13 +31,15 @@ def make_plan(
         element_bytes: what an update needs of it for one parameter: value, gradient, states.
         resident: keys of the buckets that live on the device.
     """
+    so_far = schedule.plan.reasons
     here = resident & {bucket.key for bucket in schedule.buckets}
     if schedule.backward is None:
-        plan = Plan(frozenset(), ("every stage is recomputed",), resident=here)
+        reasons = (*so_far, "every stage is recomputed", *_residents(schedule, here))
+        plan = Plan(frozenset(), reasons, here)
         return replace(schedule, plan=plan)
     keep, reason = _keep(schedule, keep_last)
     chosen, why = _hand_over(schedule, here, hand_over, hand_over_bytes, element_bytes)
-    reasons = (reason, *_residents(schedule, here), *why)
+    reasons = (*so_far, reason, *_residents(schedule, here), *why)
     return replace(schedule, plan=Plan(keep, reasons, here, chosen))
 
 

@@ -39,6 +39,7 @@ from megacompile.ir import (
 from megacompile.options import Lowering
 from megacompile.passes.canonical import graph_key
 from megacompile.passes.edit import calls_by_stage
+from megacompile.passes.narrow import narrow_heads
 
 TemplateCache = MutableMapping[Hashable, Template]
 _VIEWS = {"t", "view", "transpose", "permute", "expand", "reshape", "unsqueeze", "squeeze"}
@@ -327,6 +328,7 @@ def _extract(
         if node in needed:
             env[node] = graph.node_copy(node, lambda n: env[n])
     graph.output(tuple(env[n] if isinstance(n, fx.Node) else n for n in outputs))
+    narrow_heads(graph)
     return fx.GraphModule(module, graph)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from megacompile import Lowering, OptionError, Options, megacompile
+from megacompile import Head, Lowering, OptionError, Options, megacompile
 from megacompile.errors import OptionTypeError
 
 CPU = torch.device("cpu")
@@ -65,6 +65,9 @@ def test_options_are_frozen(no_cuda: None) -> None:
         ({"lowering": "eager"}, "lowering", Lowering.EAGER),
         ({"lowering": "inductor"}, "lowering", Lowering.INDUCTOR),
         ({"lowering": Lowering.INDUCTOR}, "lowering", Lowering.INDUCTOR),
+        ({}, "head", Head.AUTO),
+        ({"head": "whole"}, "head", Head.WHOLE),
+        ({"head": Head.CHUNKED}, "head", Head.CHUNKED),
         ({"lookahead": 1}, "lookahead", 1),
         ({"lookahead": 100}, "lookahead", 100),
         ({"lookahead": 1}, "slots", 2),  # slots follow the lookahead
@@ -122,6 +125,7 @@ def test_the_lowering_follows_the_device(two_gpus: None) -> None:
         ({"lowering": "triton"}, "got lowering='triton'; needed one of 'eager', 'inductor'"),
         ({"lowering": "Eager"}, "got lowering='Eager'"),
         ({"lowering": ""}, "got lowering=''"),
+        ({"head": "chunks"}, "got head='chunks'; needed one of 'auto', 'whole', 'chunked'"),
         ({"device": "gpu"}, "got device='gpu'"),
         ({"device": ""}, "got device=''"),
         ({"device": "meta"}, "got device='meta'; needed a 'cuda' device or 'cpu'"),
@@ -164,6 +168,8 @@ def test_an_index_that_torch_would_wrap(two_gpus: None, given: int) -> None:
         ({"slots": [3]}, r"'slots' got \[3\] \(list\)"),
         ({"lowering": 1}, r"'lowering' got 1 \(int\); needed one of 'eager', 'inductor'"),
         ({"lowering": True}, r"'lowering' got True \(bool\)"),
+        ({"head": 4}, r"'head' got 4 \(int\); needed one of 'auto', 'whole', 'chunked'"),
+        ({"head": None}, r"'head' got None \(NoneType\)"),
         ({"lowering": nn.ReLU}, r"'lowering' got .*\(type\)"),
         ({"progress": 1}, r"'progress' got 1 \(int\); needed True, False or None"),
         ({"progress": "yes"}, r"'progress' got 'yes' \(str\)"),
