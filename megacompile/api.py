@@ -200,6 +200,7 @@ class _Compiler:
         self.units = units
         self.templates: TemplateCache = {}
         self.resident: frozenset[int] = frozenset()  # keys of the buckets on the device
+        self.wanted: frozenset[int] = frozenset()  # what they should be from the next call on
         bind_operators()
 
     def partition(self, capture: Capture) -> Schedule:

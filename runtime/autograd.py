@@ -64,12 +64,13 @@ class _Call:
 
     def forward(self, args: Sequence[Any]) -> list[torch.Tensor]:
         """Run the forward schedule; gives the computed outputs, each once."""
-        del args
         executor = self.program.executor(self.variant)
         outputs, residuals = executor.forward(
             {name: value.detach() for name, value in self.inputs_by_name.items()}
         )
         self.residuals = residuals
+        if args:  # autograd holds this call
+            self.machine.pending.add(self)
         self.generation = self.machine.slots.generation
         self.buckets = self.machine.gradients.buckets
         self.param_versions = [(proxy, proxy.root._version) for proxy in self.params]
@@ -172,6 +173,7 @@ class _Call:
         taken = dict(self.residuals)
         if not compat.keeps_graph():
             self.residuals = None
+            self.machine.pending.discard(self)
         return taken
 
     def _check(self) -> None:

@@ -35,6 +35,7 @@ class Compiler(Protocol):
     """Makes schedules; `megacompile.api` binds it to the passes."""
 
     resident: frozenset[int]  # keys of the buckets that live on the device
+    wanted: frozenset[int]  # keys of those that should, from the next call on
 
     def partition(self, capture: Capture) -> Schedule:
         """Stages only."""

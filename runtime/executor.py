@@ -7,6 +7,7 @@ The code that `print(schedule)` shows is compiled as it is; the names in it are 
 from __future__ import annotations
 
 import linecache
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +54,9 @@ class Machine:
     place: Callable[[StreamedParameter], tuple[Bucket, int]]  # a parameter's bucket and index
     hand_over: HandOver  # where optimizer.step() updates on the device
     in_backward: InBackward | None = None  # where the backward updates
+    pending: weakref.WeakSet[Any] = field(
+        default_factory=weakref.WeakSet
+    )  # with a backward to come
     alive: list[Any] = field(default_factory=list)  # until the forward's last copy is done
     order: list[int] = field(default_factory=list)  # bucket keys, as the last forward read them
 

@@ -122,6 +122,28 @@ class Gradients:
         """The host gradient to accumulate into; None where there is none yet."""
         return self.buckets[key].grads[index] if (key, index) in self._so_far else None
 
+    def take(self, key: int) -> dict[int, torch.Tensor]:
+        """Take a bucket's own gradients out of `p.grad`: by the parameter's index."""
+        bucket = self.buckets[key]
+        taken = {}
+        for i, ours in bucket.grads.items():
+            gradient = bucket.params[i].grad
+            if gradient is None or consumed(gradient):
+                continue
+            self._open(gradient)
+            if gradient.data_ptr() == ours.data_ptr():
+                taken[i] = gradient.detach()
+                bucket.params[i].grad = None
+        return taken
+
+    @staticmethod
+    def put(bucket: HostBucket, taken: Mapping[int, torch.Tensor]) -> None:
+        """Put them into a bucket that lies elsewhere."""
+        if taken:
+            bucket.make_grads()
+        for i, gradient in taken.items():
+            bucket.params[i].grad = bucket.grads[i].copy_(gradient).detach()
+
     @contextmanager
     def aside(
         self, returned: Iterable[Place], dropped: Iterable[Place]

@@ -81,6 +81,8 @@ class StreamedModel:
         with self._alone:
             with unguarded():
                 self._adopt()
+                if self.compiler.wanted != self.resident and not self.machine.pending:
+                    self.move(self.compiler.wanted)
             args, kwargs = compat.tree_map(self._to_device, (args, kwargs))
             with self.proxies.swapped_in(), compat.guards_on_hooks():
                 return self._compiled(*args, **kwargs)
@@ -99,7 +101,6 @@ class StreamedModel:
         """Move parameters to host buckets, bucket by bucket, and buffers to the device."""
         units = self.divide(self.model)
         named = dict(self.model.named_parameters(remove_duplicate=False))
-        pin = self.options.device.type == "cuda"
         self.machine.buckets.clear()
         if self.options.resident is not None:
             self.resident = _first_that_fit(units, named, self.options)
@@ -107,28 +108,59 @@ class StreamedModel:
         with bar("moving parameters to the host", total, self.options.progress, unit="B") as step:
             for unit in units:
                 params = [named[place.name] for place in unit.bucket.params]
-                self.machine.buckets[unit.bucket.key] = HostBucket(
-                    unit.bucket,
-                    params,
-                    pin=pin,
-                    grad_dtype=self.options.grad_dtype,
-                    pin_masters=pin and self.options.updates_on_device,
-                    resident=self.options.device if unit.bucket.key in self.resident else None,
-                )
+                key = unit.bucket.key
+                made = self._bucket(unit.bucket, params, key in self.resident)
+                self.machine.buckets[key] = made
                 step(unit.bucket.size_bytes)
         self.machine.gradients.bind(self.machine.buckets)
         self.machine.slots.forget()
         self.compiler = self.make_compiler(units)
-        self.compiler.resident = self.resident
+        self.compiler.resident = self.compiler.wanted = self.resident
         self._buckets_of = {
             id(param): (bucket.layout, i)
             for bucket in self.machine.buckets.values()
             for i, param in enumerate(bucket.params)
         }
+        self._make_proxies()
+        self._buffers_to_device()
+
+    def _make_proxies(self) -> None:
         receive = self.machine.gradients.receive
         self.proxies = Proxies(self.model, self.options.device, receive, self._source)
         self._params_of = {id(proxy): id(param) for param, proxy in self.proxies.pairs()}
-        self._buffers_to_device()
+
+    @torch.inference_mode(False)
+    def move(self, resident: frozenset[int]) -> None:
+        """Let these buckets live on the device, and all others on the host.
+
+        Gradients move along; optimizer states when the next step finds them elsewhere.
+        """
+        for key, old in list(self.machine.buckets.items()):
+            if (key in resident) == (old.resident is not None):
+                continue
+            old.settle()
+            old.withdraw()
+            gradients = self.machine.gradients.take(key)
+            self.machine.buckets[key] = self._bucket(old.layout, old.params, key in resident)
+            del old
+            self.machine.gradients.put(self.machine.buckets[key], gradients)
+        self.resident = self.compiler.resident = self.compiler.wanted = resident
+        self.machine.gradients.bind(self.machine.buckets)
+        self.machine.slots.forget()
+        self._make_proxies()
+        for graph in self.graphs:
+            graph.programs.clear()
+
+    def _bucket(self, layout: Bucket, params: Sequence[nn.Parameter], resident: bool) -> HostBucket:
+        pin = self.options.device.type == "cuda" and not resident
+        return HostBucket(
+            layout,
+            params,
+            pin=pin,
+            grad_dtype=self.options.grad_dtype,
+            pin_masters=pin and self.options.updates_on_device,
+            resident=self.options.device if resident else None,
+        )
 
     def _let_go(self) -> None:
         """Drop what refers to the old buckets, so that each is freed while the next is filled."""

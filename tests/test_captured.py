@@ -33,6 +33,7 @@ class Compiler:
     """Notes what it is asked for; its schedules are made by hand and never run."""
 
     resident: frozenset[int] = frozenset()
+    wanted: frozenset[int] = frozenset()
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error

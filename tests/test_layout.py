@@ -10,7 +10,7 @@ Every check is a function from its subject to a list of faults, and is tried on 
      \\ /
     inspection (hazards, verify*, simulate, show)
       |
-    base (ops, ir, errors, options, validate, compat, hardware, head)
+    base (ops, ir, errors, options, validate, compat, hardware, head, sizes)
 """
 
 import ast
@@ -35,7 +35,7 @@ LAYERS = {  # by module name below megacompile; "" is the package itself
     **dict.fromkeys(("hazards", "simulate", "show"), "inspection"),
     **dict.fromkeys(("verify", "verify_gradients", "verify_memory"), "inspection"),
     **dict.fromkeys(("ops", "ir", "errors", "options", "validate", "compat", "hardware"), "base"),
-    "head": "base",
+    **dict.fromkeys(("head", "sizes"), "base"),
 }
 MAY_IMPORT = {
     "front": {"api", "inspection", "base", "front"},

@@ -138,3 +138,73 @@ def test_resident_with_an_update_in_the_backward_is_refused() -> None:
     model = net()
     with pytest.raises(OptionError, match="resident='all' with optimizer="):
         megacompile(model, device="cpu", resident="all", optimizer=AdamW(model.parameters()))
+
+
+# Moves.
+
+
+def want(model: Any, *names: str) -> None:
+    """Let these buckets live on the device from the next call on."""
+    streamed = model._compiled_call_impl
+    keys = [b.layout.key for b in streamed.machine.buckets.values() if b.layout.name in names]
+    streamed.compiler.wanted = frozenset(keys)
+
+
+PLACES = [(), ("embed", "layers.0"), ("embed", "layers.0", "layers.1"), ("layers.1",), ()]
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_buckets_move_between_steps(lowering: str) -> None:
+    """There and back, with gradients that accumulate and states that go on."""
+    plain, streamed = twins(net(), lowering=lowering, progress=False)
+    (mine,), (theirs,) = adamw(plain), adamw(streamed)
+    for i, places in enumerate(PLACES):
+        for k in range(2):
+            plain(**data(2 * i + k)).backward()
+            streamed(**data(2 * i + k)).backward()
+            if k == 0:
+                want(streamed, *places)  # between two micro-batches
+        assert residents(streamed) == set(places)
+        for optimizer in (mine, theirs):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=bool(i % 2))
+    if lowering == "eager":
+        assert_same(plain, streamed)
+    for one, other in zip(plain.parameters(), streamed.parameters(), strict=True):
+        assert (one - other).norm() <= 1e-5 * one.norm()
+
+
+def test_nothing_moves_before_a_backward_that_is_to_come() -> None:
+    plain, streamed = twins(net())
+    losses = []
+    for model in (plain, streamed):
+        first = model(**data(0))
+        if model is streamed:
+            want(model, "embed", "layers.1")
+        second = model(**data(1))
+        if model is streamed:
+            assert residents(model) == set()
+        second.backward()
+        first.backward()
+        losses.append(model(**data(2)).detach())
+    assert residents(streamed) == {"embed", "layers.1"}
+    assert torch.equal(*losses)
+    assert_same(plain, streamed)
+
+
+def test_a_forward_without_a_backward_does_not_hold_up_moves() -> None:
+    _, streamed = twins(net())
+    dropped = streamed(**data(0))
+    del dropped
+    want(streamed, "embed")
+    streamed(**data(0))
+    assert residents(streamed) == {"embed"}
+
+
+def test_names_and_objects_stay() -> None:
+    _, streamed = twins(net())
+    before = {name: id(param) for name, param in streamed.named_parameters()}
+    streamed(**data(0)).backward()
+    want(streamed, "embed", "layers.0")
+    streamed(**data(0)).backward()
+    assert before == {name: id(param) for name, param in streamed.named_parameters()}
