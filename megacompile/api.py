@@ -124,7 +124,7 @@ def megacompile(
         check_optimizer(model, optimizer)
     check_host_memory(host_rows(model, gradients=optimizer is None))
     divide = functools.partial(find_units, compute_dtype=options.compute_dtype)
-    streamed = StreamedModel(model, options, divide, functools.partial(_Compiler, options))
+    streamed = StreamedModel(model, options, divide, functools.partial(PassCompiler, options))
     model._compiled_call_impl = streamed
     model._apply = HostApply(model)  # type: ignore[method-assign]
     return model
@@ -161,7 +161,7 @@ def _streamed(model: nn.Module, caller: str) -> StreamedModel:
     return streamed
 
 
-class _Compiler:
+class PassCompiler:
     """Runs the passes in order and keeps their history."""
 
     def __init__(self, options: Options, units: tuple[Unit, ...]) -> None:
@@ -183,6 +183,33 @@ class _Compiler:
         hold: bool,
         update: bool,
     ) -> Schedule:
+        schedule = self.plan(
+            stages,
+            capture,
+            tangents=tangents,
+            keep_last=keep_last,
+            accumulate=accumulate,
+            hold=hold,
+            update=update,
+        )
+        return _timed(
+            "lower",
+            schedule,
+            lambda: lower(schedule, lowering=self.options.lowering, progress=self._progress),
+        )
+
+    def plan(
+        self,
+        stages: Schedule,
+        capture: Capture,
+        *,
+        tangents: tuple[int, ...],
+        keep_last: bool,
+        accumulate: bool,
+        hold: bool,
+        update: bool,
+    ) -> Schedule:
+        """The verified schedule, whose templates have graphs and no code yet."""
         options = self.options
         trace = functools.partial(
             trace_templates,
@@ -204,11 +231,7 @@ class _Compiler:
         for name, function in passes:
             schedule = _timed(name, schedule, functools.partial(function, schedule))
         verify(schedule)
-        return _timed(
-            "lower",
-            schedule,
-            lambda: lower(schedule, lowering=options.lowering, progress=self._progress),
-        )
+        return schedule
 
     def _gradient_passes(
         self, *, accumulate: bool, update: bool
