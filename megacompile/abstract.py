@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from megacompile import compat, ops
+from megacompile import compat
 from megacompile.api import PassCompiler
 from megacompile.errors import ModelError
 from megacompile.ir import (
