@@ -69,12 +69,10 @@ class AbstractProgram:
             accumulate: add to gradients that are on the host already.
             hold: the backward takes what the forward left in the slots.
         """
-        tangents = expected_tangents(self.stages)
-        trains = self.capture.ambient.grad_enabled and bool(tangents)
         return self.compiler.plan(
             self.stages,
             self.capture,
-            tangents=tangents if trains else (),
+            tangents=expected_tangents(self.stages),
             keep_last=True,
             accumulate=accumulate,
             hold=hold,
@@ -196,7 +194,8 @@ class _Capturing:
         made: dict[int, torch.Tensor] = {}
         sites: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         for module in self.model.modules():
-            for holder in (module._parameters, module._buffers):
+            holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for holder in holders:
                 sites += [(holder, name, t) for name, t in holder.items() if t is not None]
         for holder, name, tensor in sites:
             if id(tensor) not in made:

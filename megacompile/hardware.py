@@ -74,7 +74,7 @@ H200 = Hardware(
     "NVIDIA H200",
     *(55.5, 55.5, 50.8, 50.8, 804.0, 4300.0, 4e-6),
     matmul32_tflop_s=52.0,
-    sustained=0.86,
+    sustained=0.85,
     attention_share=0.4,
     copy_s=8e-6,
     host_memory_gb_s=150.0,

@@ -18,11 +18,11 @@ from typing import Any
 from torch import fx
 
 from megacompile import ops
-from megacompile.cost import Returned, analysis_of
+from megacompile.cost import analysis_of, code_of
+from megacompile.fusion import Returned
 from megacompile.hazards import MAKE_MEMORY, memory
 from megacompile.ir import (
     ArgRef,
-    Code,
     Schedule,
     Stage,
     format_bytes,
@@ -99,9 +99,14 @@ def device_memory(schedules: Schedule | Sequence[Schedule], *, fused: bool = Tru
 
 
 def _parked_bytes(schedule: Schedule) -> int:
-    graph = schedule.backward
-    parks = [] if graph is None else ops.nodes_of(graph, ops.park)
-    return sum(tensors_bytes(memory(node.args[0]).meta.get("value")) for node in parks)  # type: ignore[arg-type]
+    if schedule.backward is None:
+        return 0
+    total = 0
+    for node in ops.nodes_of(schedule.backward, ops.park):
+        value = node.args[0]
+        assert isinstance(value, fx.Node)
+        total += tensors_bytes(memory(value).meta.get("value"))
+    return total
 
 
 @dataclass(slots=True)
@@ -171,7 +176,7 @@ class _Replay:
 
     def _compute(self, name: str, node: fx.Node) -> None:
         stage: Stage = ops.arguments(node)[0]
-        analysis = analysis_of(stage.traced, _code_of(node), fused=self.fused)
+        analysis = analysis_of(stage.traced, code_of(node), fused=self.fused)
         results = sum(tensors_bytes(item.meta.get("value")) for _, item in ops.items(node))
         peak = analysis.peak_bytes if analysis.kernels else results
         self._moment(name, node, peak)
@@ -256,12 +261,6 @@ class _Replay:
 
 
 _OF_STATES = (ops.alloc_state, ops.fetch_state, ops.update)
-
-
-def _code_of(node: fx.Node) -> Code:
-    if node.target is ops.forward:
-        return Code.FORWARD_SAVING if node.args[3] else Code.FORWARD
-    return Code.RECOMPUTE if node.target is ops.recompute else Code.BACKWARD
 
 
 def _kind_of(call: fx.Node, stage: Stage, k: int) -> Kind:

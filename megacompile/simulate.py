@@ -8,7 +8,7 @@ An op starts when its stream has come to it and everything it waits for is done:
     the CPU's update and the next forward begin when the gradients are on the host
 
 Copies take their bytes over the bandwidth, which is less while both directions run. The CPU's
-update and the copies share host memory: where they want more than it has, each gets its share.
+update and the copies share host memory: where they want more than it has, each gets a fair share.
 Computes take what `megacompile.cost` says. Times are in seconds.
 """
 
@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from megacompile import ops
-from megacompile.cost import compute_s, work_of
+from megacompile.cost import code_of, copied_bytes, copies_of, node_s, work_of
 from megacompile.hardware import Hardware
 from megacompile.hazards import producer
-from megacompile.ir import Code, Schedule, Stage, Stream, format_bytes, tensors_bytes
+from megacompile.ir import Code, Schedule, Stage, Stream, format_bytes
 from megacompile.memory import DeviceMemory, device_memory
 from megacompile.optimizer_cost import OptimizerCost, host_updates
 
@@ -82,17 +82,16 @@ class Timeline:
         return max(Lane, key=lambda lane: self.critical_s.get(lane, 0.0))
 
     def device_bytes(self) -> list[tuple[float, int]]:
-        """Device memory over the last step: (time, bytes) where computes of it start."""
-        starts = {
-            (e.graph, e.label): e.start_s
-            for e in self.events
-            if e.stream is Lane.COMPUTE and e.step == self.events[-1].step
-        }
-        found = [
-            (starts[moment.graph, moment.label], moment.total_bytes)
-            for moment in self.memory.moments
-            if (moment.graph, moment.label) in starts
-        ]
+        """Device memory over the last step: (time, bytes) where its computes start."""
+        last = max((e.step for e in self.events), default=0)
+        starts: dict[tuple[str, str], list[float]] = {}
+        for event in self.events:
+            if event.step == last:
+                starts.setdefault((event.graph, event.label), []).append(event.start_s)
+        found = []
+        for moment in self.memory.moments:
+            if times := starts.get((moment.graph, moment.label)):
+                found.append((times.pop(0), moment.total_bytes))
         return sorted(found)
 
     def __str__(self) -> str:
@@ -163,6 +162,7 @@ class _Op:
     work: float  # seconds of a compute, bytes of a copy or an update
     waits: list[int]  # ops of other lanes
     step: int
+    since: int = -1  # the op that it is the second half of
 
 
 class _Run:
@@ -226,11 +226,14 @@ class _Run:
     def events(self) -> tuple[Event, ...]:
         lanes = list(Lane)
         order = sorted(range(len(self.ops)), key=self.stop_s.__getitem__)
-        return tuple(
-            Event(op.graph, op.label, lanes[op.lane], self.start_s[i], self.stop_s[i], op.step)
-            for i in order
-            if (op := self.ops[i]).label
-        )
+        found = []
+        for i in order:
+            op = self.ops[i]
+            start = self.start_s[i if op.since < 0 else op.since]
+            if op.label:
+                lane = lanes[op.lane]
+                found.append(Event(op.graph, op.label, lane, start, self.stop_s[i], op.step))
+        return tuple(found)
 
     def critical(self, last: int, start_s: float) -> dict[Lane, float]:
         """Seconds by lane on the way back from an op to a time: who let whom start."""
@@ -251,8 +254,19 @@ def _rates(hardware: Hardware, lanes: int) -> tuple[float, float, float, float]:
         d2h * (hardware.d2h_both_gb_s if h2d else hardware.d2h_gb_s),
         hardware.update_gb_s if host else 0.0,
     ]
-    share = min(1.0, hardware.host_memory_gb_s / max(sum(wanted), 1e-9)) if host else 1.0
-    return (1.0, *(rate * share * 1e9 for rate in wanted))  # type: ignore[return-value]
+    given = _shares(wanted, hardware.host_memory_gb_s) if host else wanted
+    return (1.0, *(rate * 1e9 for rate in given))  # type: ignore[return-value]
+
+
+def _shares(wanted: Sequence[float], total: float) -> list[float]:
+    """Max-min fair: who wants less than an equal share gets it, the others divide the rest."""
+    given = [0.0] * len(wanted)
+    left = total
+    order = sorted((k for k in range(len(wanted)) if wanted[k]), key=wanted.__getitem__)
+    for position, k in enumerate(order):
+        given[k] = min(wanted[k], left / (len(order) - position))
+        left -= given[k]
+    return given
 
 
 class _Script:
@@ -277,7 +291,7 @@ class _Script:
             for a in (optimizer.arithmetic_s,)
             for u in host_updates(s, optimizer)
         ]
-        self.ready: dict[int, list[int]] = {}  # bucket -> ops of the last step that its read awaits
+        self.ready: dict[_Place, int] = {}  # the op of the last step that brings it up to date
         self.turn: list[int] = []  # what the next graph's begin waits for
 
     def _update_bytes(self, size_bytes: float, numel: int, arithmetic_s: float) -> float:
@@ -285,7 +299,7 @@ class _Script:
 
     def add(self, run: _Run, step: int) -> int:
         """Gives the op that ends the step: the last compute."""
-        ready: dict[int, list[int]] = {}
+        ready: dict[_Place, int] = {}
         last_compute = -1
         for graph in self.graphs:
             first = len(run.ops)
@@ -294,24 +308,28 @@ class _Script:
                 waits = [first + wait for wait in item.waits]
                 if item.begins:
                     waits += self.turn
-                if item.reads is not None:
-                    waits += self.ready.get(item.reads, [])
-                op = _Op(graph.name, item.label, item.lane, item.work, waits, step)
+                if item.reads in self.ready:
+                    waits.append(self.ready[item.reads])
+                since = len(run.ops) - 1 if item.continues else -1
+                op = _Op(graph.name, item.label, item.lane, item.work, waits, step, since)
                 index = run.add(op)
                 if item.lane == graph.drains:
                     drained = index
                 if item.lane == _COMPUTE:
                     last_compute = index
                 if item.lands is not None:
-                    ready[item.lands] = [index]
+                    ready[item.lands] = index
             self.turn = [drained] if drained >= 0 else []
         after = [*self.turn, *([last_compute] if last_compute >= 0 else [])]
         for key, label, size_bytes in self.updates:
             op = _Op("update", label, _HOST, size_bytes, after, step)
-            ready[key] = [run.add(op)]
+            ready["params", key] = run.add(op)
         self.ready = ready
         end = _Op("update", "", _COMPUTE, 0.0, list(self.turn), step)
         return run.add(end)
+
+
+_Place = tuple[str, int]  # "params" or "states", the bucket's key
 
 
 @dataclass(slots=True)
@@ -323,8 +341,9 @@ class _Item:
     work: float
     waits: list[int]  # positions in the graph's items
     begins: bool = False  # waits for what the graph before it left running
-    reads: int | None = None  # bucket whose last update it waits for
-    lands: int | None = None  # bucket that is up to date on the host after it
+    reads: _Place | None = None  # what of the last step's update it waits for
+    lands: _Place | None = None  # what is up to date on the host after it
+    continues: bool = False  # the second half of the item before
 
 
 class _Graph:
@@ -361,17 +380,20 @@ class _Graph:
             item.work = self._compute_s(node)
         elif node.target is ops.offload_state:  # parameters first: they are wanted next
             bucket = ops.arguments(node)[0]
-            whole, params = _copied_bytes(node), self._param_bytes(node)
+            whole, params = copied_bytes(node), self._param_bytes(node)
             item.work = self._copy(params, len(bucket.params))
-            item.lands = bucket.key
+            item.label, item.lands = "", ("params", bucket.key)
             self.items.append(item)
-            item = _Item(label, lane, self._copy(whole - params, 2 * len(bucket.params)), [])
+            work = self._copy(whole - params, 2 * len(bucket.params))
+            item = _Item(label, lane, work, [], lands=("states", bucket.key), continues=True)
         else:
-            size = _copied_bytes(node)
+            size = copied_bytes(node)
             if node.target is ops.fetch_state and not ops.arguments(node)[2]:
                 size -= self._param_bytes(node)  # they are on the device already
-            item.work = self._copy(size, _copies(node))
-            item.reads = ops.arguments(node)[0].key if node.target is ops.prefetch else None
+            item.work = self._copy(size, copies_of(node))
+            if node.target in (ops.prefetch, ops.fetch_state):
+                what = "params" if node.target is ops.prefetch else "states"
+                item.reads = what, ops.arguments(node)[0].key
         self._position[node] = len(self.items)
         self.items.append(item)
 
@@ -391,57 +413,3 @@ class _Graph:
         if key not in self._seconds:
             self._seconds[key] = node_s(node, self.hardware, fused=self.fused)
         return self._seconds[key]
-
-
-def code_of(node: fx.Node) -> Code:
-    """Which piece of its template a compute node runs."""
-    if node.target is ops.forward:
-        return Code.FORWARD_SAVING if node.args[3] else Code.FORWARD
-    return Code.RECOMPUTE if node.target is ops.recompute else Code.BACKWARD
-
-
-def _copied_bytes(node: fx.Node) -> int:
-    """Bytes of a copy: of the bucket, of what is fetched, of what is offloaded."""
-    if node.target is ops.prefetch:
-        return int(ops.arguments(node)[0].size_bytes)
-    if ops.stream_of(node) is Stream.H2D and "value" in node.meta:
-        return tensors_bytes(node.meta["value"])
-    taken: dict[fx.Node, None] = {}
-    fx.map_arg(node.args, lambda n: taken.setdefault(n))
-    return sum(tensors_bytes(source.meta.get("value")) for source in taken)
-
-
-def _copies(node: fx.Node) -> int:
-    """How many copies an op issues: a bucket's parameters are one, its gradients one each."""
-    if node.target is ops.prefetch:
-        return 1
-    if node.target is ops.fetch_state:
-        return 2 * len(ops.arguments(node)[0].params)
-    values = [source.meta.get("value") for source in node.all_input_nodes]
-    return max([len(value) for value in values if isinstance(value, tuple)], default=1)
-
-
-_MOVES = {  # op -> how often it moves the bytes of its value through device memory
-    ops.snapshot: 2,
-    ops.assign: 2,
-    ops.add_grad: 3,
-}
-
-
-def node_s(node: fx.Node, hardware: Hardware, *, fused: bool = True) -> float:
-    """Seconds that a compute node takes alone."""
-    if node.target in (ops.forward, ops.recompute, ops.backward):
-        return compute_s(ops.arguments(node)[0].traced, code_of(node), hardware, fused=fused)
-    if node.target is ops.norm_grad:  # two norms
-        moved = 2 * tensors_bytes(_meta(node.args[1]))
-    elif node.target is ops.update:  # states and new parameters, read and written; gradients
-        moved = 2 * tensors_bytes(_meta(node)) + tensors_bytes(_meta(node.args[2]))
-    elif node.target in _MOVES and callable(node.target):
-        moved = _MOVES[node.target] * tensors_bytes(_meta(node))
-    else:
-        return 0.0
-    return moved / (hardware.memory_gb_s * 1e9) + hardware.launch_s
-
-
-def _meta(node: object) -> object:
-    return node.meta.get("value") if isinstance(node, fx.Node) else None
