@@ -218,6 +218,7 @@ class _Walk:
     done: list[_Op] = field(default_factory=list)
     of: dict[fx.Node, Reads] = field(default_factory=dict)  # what reading a node reads
     inputs: dict[int, int] = field(default_factory=dict)  # buffer -> index of the placeholder
+    realized: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)  # -> its buffers
 
     def __post_init__(self) -> None:
         for node in self.graph.nodes:
@@ -254,8 +255,10 @@ class _Walk:
     def _item(self, node: fx.Node) -> Reads:
         source, index = node.args
         assert isinstance(source, fx.Node) and isinstance(index, int)
-        made = list(self.of[source].items())
-        return dict(made[index : index + 1]) if len(made) > index else dict(made)
+        made = self.realized.get(source)
+        if made is None:  # part of whoever reads it
+            return self.of[source]
+        return {made[index]: self.buffers[made[index]].size_bytes} if index < len(made) else {}
 
     @staticmethod
     def _scatters_into_constant(node: fx.Node) -> bool:
@@ -302,6 +305,7 @@ class _Walk:
         sizes = [_bytes([t]) for t in _tensors(node)]
         writes = tuple(self._buffer(size, level, internal=True) for size in sizes)
         self.of[node] = dict(zip(writes, sizes, strict=True))
+        self.realized[node] = writes
         self.done.append(_Op(node, reads, writes, library, level, inner, flops, extra_bytes))
 
     # The results.

@@ -199,12 +199,8 @@ class _Replay:
         kind = _kind_of(call, stage, k)
         key: Any = k
         size = tensors_bytes(item.meta.get("value"))
-        skip = 0
-        if call.target is ops.recompute and stage.traced.random:
-            skip = len(stage.outputs) + len(stage.mutated)
-        position = k + skip
-        grouped = isinstance(item.meta.get("value"), tuple)
-        found = returned[position] if position < len(returned) and not grouped else None
+        position = _position(call, stage, k)
+        found = returned[position] if position is not None and position < len(returned) else None
         if found is not None:
             if found.memory < 0:
                 return self._input_block(call, stage, -1 - found.memory)
@@ -261,6 +257,19 @@ class _Replay:
 
 
 _OF_STATES = (ops.alloc_state, ops.fetch_state, ops.update)
+
+
+def _position(call: fx.Node, stage: Stage, k: int) -> int | None:
+    """Where the graph of a call returns its result k; None for a group of gradients."""
+    template = stage.traced
+    if call.target is ops.recompute and template.random:  # the forward's graph: results first
+        return k + len(stage.outputs) + len(stage.mutated)
+    if call.target is ops.backward:
+        of_args = [
+            i for i, p in enumerate(template.gradients) if isinstance(stage.primals[p], ArgRef)
+        ]
+        return of_args[k] if k < len(of_args) else None
+    return k
 
 
 def _kind_of(call: fx.Node, stage: Stage, k: int) -> Kind:
