@@ -67,7 +67,8 @@ class AbstractProgram:
 
         Args:
             accumulate: add to gradients that are on the host already.
-            hold: the backward takes what the forward left in the slots.
+            hold: the backward takes what the forward left in the slots. Right where no other
+                captured graph runs in between.
         """
         return self.compiler.plan(
             self.stages,
@@ -95,11 +96,12 @@ def abstract_schedules(
         options: default: those of `megacompile(model)` on CUDA.
 
     Raises:
-        ModelError: no graph was captured.
+        ModelError: not a module, one without parameters, or no graph was captured.
         UnsupportedGraphError: a captured graph cannot be scheduled.
     """
     programs = abstract_programs(model, args, kwargs, options=options)
-    return [program.schedule() for program in programs]
+    last = programs[-1]  # its backward comes right after its forward
+    return [program.schedule(hold=program is last) for program in programs]
 
 
 def abstract_programs(
@@ -111,7 +113,13 @@ def abstract_programs(
 ) -> list[AbstractProgram]:
     """Capture `model(*args, **kwargs)` on fake tensors; see `abstract_schedules`."""
     if not isinstance(model, nn.Module):
-        raise ModelError(f"abstract_programs(): got {type(model).__name__}; needed a nn.Module")
+        raise ModelError(
+            f"abstract_programs(): got {type(model).__name__}; needed a torch.nn.Module"
+        )
+    if next(model.parameters(), None) is None:
+        raise ModelError(
+            f"abstract_programs(): {type(model).__name__} has no parameters; needed at least one"
+        )
     return _Capturing(model, options or abstract_options()).run(args, kwargs or {})
 
 
@@ -125,6 +133,7 @@ class _Capturing:
         units = find_units(model, compute_dtype=options.compute_dtype)
         self.compiler = PassCompiler(options, units)
         self.programs: list[AbstractProgram] = []
+        self.inputs: dict[int, torch.Tensor] = {}  # fake, by the id of what was given
         self.places: dict[int, tuple[Bucket, int]] = {}  # by the id of a fake parameter
         by_name = {p.name: (u.bucket, i) for u in units for i, p in enumerate(u.bucket.params)}
         named = model.named_parameters(remove_duplicate=False)
@@ -178,8 +187,10 @@ class _Capturing:
     def _fake_input(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        dtype = self.options.compute_dtype if value.dtype == torch.float32 else None
-        return self._fake(value, dtype or value.dtype)
+        if id(value) not in self.inputs:  # one tensor given twice is one input
+            dtype = self.options.compute_dtype if value.dtype == torch.float32 else None
+            self.inputs[id(value)] = self._fake(value, dtype or value.dtype)
+        return self.inputs[id(value)]
 
     def _fake(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         with self.fakes:
@@ -200,7 +211,7 @@ class _Capturing:
         for holder, name, tensor in sites:
             if id(tensor) not in made:
                 made[id(tensor)] = self._stand_in(tensor)
-            holder[name] = made[id(tensor)]  # type: ignore[assignment]
+            holder[name] = made[id(tensor)]
         try:
             yield
         finally:

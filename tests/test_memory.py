@@ -123,7 +123,8 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        y: torch.Tensor = self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return x + y
 
 
 @pytest.mark.parametrize("in_backward", [False, True])

@@ -66,7 +66,7 @@ def copies(*sizes: float) -> Schedule:
     return Schedule("copies", made.done(), None, ())
 
 
-def spans(timeline: Timeline, step: int = 0) -> dict[str, tuple[float, float]]:
+def spans(timeline: Timeline, step: int = 0) -> dict[str, tuple[Any, Any]]:
     return {
         e.label: (pytest.approx(e.start_s), pytest.approx(e.stop_s))
         for e in timeline.events
