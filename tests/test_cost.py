@@ -62,6 +62,12 @@ def test_a_matrix_product_parts_its_neighbours() -> None:
     assert [kernel.flops for kernel in analysis.kernels] == [0, 2 * N**3, 0]
 
 
+def test_no_kernel_reaches_around_a_matrix_product() -> None:
+    """Both elementwise kernels read x; the second cannot begin before the product is done."""
+    analysis = found(lambda x, w: ((x * 2) @ w) + x, (N, N), (N, N))
+    assert sizes(analysis) == [2 * SQUARE, 3 * SQUARE, 3 * SQUARE]
+
+
 def test_views_are_free() -> None:
     analysis = found(lambda x, w: (x.view(N, N) @ w.t()).reshape(N * N), (N * N,), (N, N))
     assert sizes(analysis) == [3 * SQUARE]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import fx, nn
 
-from megacompile import megacompile, ops, schedules
+from megacompile import api, megacompile, ops, schedules
+from megacompile.abstract import abstract_options, abstract_schedules
 from megacompile.cost import analysis_of, code_of
 from megacompile.hazards import MAKE_MEMORY, memory
-from megacompile.ir import Schedule, tensors_bytes
+from megacompile.ir import Plan, Schedule, tensors_bytes
 from megacompile.memory import Kind, Moment, device_memory, host_memory
 from megacompile.optimizer_cost import OptimizerCost, host_updates
 from tests.schedules import ACTIVATION, SAVED, STATE, WEIGHT, Spec, build
@@ -169,6 +171,56 @@ def test_parked_states_stay_until_the_next_backward_parks() -> None:
     assert parks > 0
     forward = moment(schedule, "forward", "0F").live_bytes[Kind.STATES]
     assert forward == parks * STATE.size_bytes
+
+
+def test_old_parked_states_go_with_the_first_park() -> None:
+    """Of two graphs: the later one's backward runs first, and parks."""
+    schedule = build(Spec(stages=4, update=True))
+    assert schedule.backward is not None
+    parked = len(ops.nodes_of(schedule.backward, ops.park)) * STATE.size_bytes
+    moments = device_memory([schedule, schedule]).moments
+    second, first = (m for m in moments if (m.graph, m.label) == ("backward", "3RECOMPUTE"))
+    assert second.live_bytes[Kind.STATES] == 2 * parked + STATE.size_bytes  # old ones, its own
+    assert first.live_bytes[Kind.STATES] == parked + STATE.size_bytes  # the second's new ones
+
+
+def test_residuals_that_the_backward_does_not_take_end_at_the_turn() -> None:
+    schedule = build(Spec(keep=frozenset({2})))
+    before = {(m.graph, m.label): m.total_bytes for m in device_memory(schedule).moments}
+    graph = schedule.forward
+    (free,) = [n for n in ops.nodes_of(graph, ops.free) if _node(n.args[0]).name == "y1_0"]
+    value = _node(free.args[0])
+    graph.erase_node(free)
+    outputs, residuals = ops.returned(graph)
+    graph.output_node().args = ((outputs, (*residuals, value)),)
+    after = {(m.graph, m.label): m.total_bytes for m in device_memory(schedule).moments}
+    more = {key: after[key] - before[key] for key in after if after[key] != before[key]}
+    assert more == {("forward", "3F"): ACTIVATION.size_bytes}
+
+
+class Sigmoid(nn.Module):
+    """Saves its result for the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(self.linear(x))
+
+
+def test_a_saved_result_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keep_all(schedule: Schedule, *, keep_last: bool) -> Schedule:
+        del keep_last
+        return replace(schedule, plan=Plan(frozenset(range(len(schedule.stages)))))
+
+    monkeypatch.setattr(api, "make_plan", keep_all)
+    model = nn.Sequential(*(Sigmoid() for _ in range(4)))
+    options = abstract_options(device="cpu")
+    (schedule,) = abstract_schedules(model, (torch.ones(8, 32),), options=options)
+    assert sum(stage.traced.saved_bytes for stage in schedule.stages) == 4 * 8 * 32 * 4
+    alive = moment(schedule, "backward", "3B").live_bytes
+    assert alive[Kind.ACTIVATIONS] + alive[Kind.SAVED] == 4 * 8 * 32 * 4  # y0 to y3
 
 
 def test_slots_are_shared_by_captured_graphs() -> None:
