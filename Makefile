@@ -59,6 +59,7 @@ bench: $(INSTALLED)
 	$(PY) -m benchmarks.forward_backward
 	$(PY) -m benchmarks.train_step
 	$(PY) -m benchmarks.precision
+	$(PY) -m benchmarks.predict
 
 format: $(INSTALLED)
 	$(PY) -m ruff check --fix .

@@ -21,10 +21,11 @@ def analysis_of(template: Template, code: Code, *, fused: bool = True) -> Analys
     module = template.graphs.get(code)
     if module is None:
         return _EMPTY
-    kept: dict[bool, Analysis] = module.meta.setdefault("megacompile_cost", {})
-    if fused not in kept:
-        kept[fused] = analyse(module.graph, fused=fused)
-    return kept[fused]
+    kept: dict[bool, tuple[fx.Graph, Analysis]] = module.meta.setdefault("megacompile_cost", {})
+    found = kept.get(fused)
+    if found is None or found[0] is not module.graph:  # `meta` is copied along with a module
+        found = kept[fused] = module.graph, analyse(module.graph, fused=fused)
+    return found[1]
 
 
 def work_of(template: Template, code: Code, *, fused: bool = True) -> Work:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -194,6 +195,17 @@ def test_an_analysis_is_made_once(trained: Schedule) -> None:
     eager = analysis_of(template, Code.BACKWARD, fused=False)
     assert eager is analysis_of(template, Code.BACKWARD, fused=False)
     assert eager is not analysis_of(template, Code.BACKWARD)
+
+
+def test_another_graph_is_analysed_anew(trained: Schedule) -> None:
+    template = trained.stages[1].traced
+    before = work_of(template, Code.FORWARD)
+    module = template.graphs[Code.FORWARD]
+    changed = fx.GraphModule(module, fx.Graph())
+    changed.meta = dict(module.meta)
+    changed.graph.output(())
+    other = replace(template, graphs={Code.FORWARD: changed})
+    assert work_of(other, Code.FORWARD).flops == 0 < before.flops
 
 
 def test_nodes_take_what_their_template_does(trained: Schedule) -> None:
