@@ -77,7 +77,9 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
     else:
         rows = [_row(measured, H200, show=args.show) for measured in MEASURED]
         rows += _layers()
-    publish(f"Predicted for {known(args.gpu).name}", rows, args.out)
+    fitted = "sustained and attention_share: fitted to an H200's times"
+    title = f"Predicted for {known(args.gpu).name} ({fitted})"
+    publish(title, rows, args.out)
     return rows
 
 
