@@ -60,6 +60,7 @@ bench: $(INSTALLED)
 	$(PY) -m benchmarks.train_step
 	$(PY) -m benchmarks.precision
 	$(PY) -m benchmarks.head
+	$(PY) -m benchmarks.predict
 
 format: $(INSTALLED)
 	$(PY) -m ruff check --fix .

@@ -155,7 +155,7 @@ def megacompile(
         check_optimizer(model, optimizer)
     check_host_memory(host_rows(model, gradients=optimizer is None))
     divide = functools.partial(find_units, compute_dtype=options.compute_dtype)
-    streamed = StreamedModel(model, options, divide, functools.partial(_Compiler, options))
+    streamed = StreamedModel(model, options, divide, functools.partial(PassCompiler, options))
     model._compiled_call_impl = streamed
     model._apply = HostApply(model)  # type: ignore[method-assign]
     return model
@@ -192,7 +192,7 @@ def _streamed(model: nn.Module, caller: str) -> StreamedModel:
     return streamed
 
 
-class _Compiler:
+class PassCompiler:
     """Runs the passes in order and keeps their history."""
 
     def __init__(self, options: Options, units: tuple[Unit, ...]) -> None:
@@ -225,6 +225,33 @@ class _Compiler:
         hold: bool,
         update: bool,
     ) -> Schedule:
+        schedule = self.plan(
+            stages,
+            capture,
+            tangents=tangents,
+            keep_last=keep_last,
+            accumulate=accumulate,
+            hold=hold,
+            update=update,
+        )
+        return _timed(
+            "lower",
+            schedule,
+            lambda: lower(schedule, lowering=self.options.lowering, progress=self._progress),
+        )
+
+    def plan(
+        self,
+        stages: Schedule,
+        capture: Capture,
+        *,
+        tangents: tuple[int, ...],
+        keep_last: bool,
+        accumulate: bool,
+        hold: bool,
+        update: bool,
+    ) -> Schedule:
+        """The verified schedule, whose templates have graphs and no code yet."""
         options = self.options
         trace = functools.partial(
             trace_templates,
@@ -246,11 +273,7 @@ class _Compiler:
         for name, function in passes:
             schedule = _timed(name, schedule, functools.partial(function, schedule))
         verify(schedule)
-        return _timed(
-            "lower",
-            schedule,
-            lambda: lower(schedule, lowering=options.lowering, progress=self._progress),
-        )
+        return schedule
 
     def _plan(self, schedule: Schedule, *, keep_last: bool) -> Schedule:
         options = self.options

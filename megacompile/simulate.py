@@ -1,189 +1,415 @@
-"""Predict when each op of a schedule runs: a discrete-event simulation of its three streams.
+"""Predict when each op of a schedule runs: a discrete-event simulation of its streams and the CPU.
 
 An op starts when its stream has come to it and everything it waits for is done: the edges that
-`megacompile.verify` checks and the runtime keeps. Copies take their bytes over the bandwidth, which
-is shared while both directions run. A compute takes the larger of its matrix products over the
-matmul rate and its memory traffic over the memory bandwidth, where elementwise operations are
-counted as fused: only what enters and leaves a stage, and what matrix products read and write,
-goes through device memory.
+`megacompile.verify` checks and the runtime keeps, and between steps those of the runtime itself:
+
+    a forward's prefetch waits until its bucket is updated: by the CPU, or by the last backward
+    a backward begins when the forward's prefetches are done, because the forward returns then
+    the CPU's update and the next forward begin when the gradients are on the host
+
+Copies take their bytes over the bandwidth, which is less while both directions run. The CPU's
+update and the copies share host memory: where they want more than it has, each gets a fair share.
+Computes take what `megacompile.cost` says. Times are in seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cache
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
 from megacompile import ops
+from megacompile.cost import code_of, copied_bytes, copies_of, node_s, work_of
 from megacompile.hardware import Hardware
 from megacompile.hazards import producer
-from megacompile.ir import Code, Schedule, Stream, Template, TensorMeta, tensors_bytes
+from megacompile.ir import Code, Schedule, Stage, Stream, format_bytes
+from megacompile.memory import DeviceMemory, device_memory
+from megacompile.optimizer_cost import OptimizerCost, host_updates
+
+__all__ = ["Event", "Lane", "Timeline", "node_s", "simulate", "work_of"]
+
+
+class Lane(enum.Enum):
+    """The streams of a schedule, and the CPU's update."""
+
+    COMPUTE = "compute"
+    H2D = "h2d"
+    D2H = "d2h"
+    HOST = "host"
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
     """One op in the predicted timeline."""
 
-    graph: str
+    graph: str  # "forward", "backward" or "update"
     label: str
-    stream: Stream
+    stream: Lane
     start_s: float
     stop_s: float
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The predicted run of a schedule's graphs, one after the other."""
+    """The predicted run of one or more steps."""
 
-    events: tuple[Event, ...]
-    total_s: float
-
-    def busy_s(self, stream: Stream) -> float:
-        """Seconds in which a stream has work."""
-        return sum(e.stop_s - e.start_s for e in self.events if e.stream is stream)
+    events: tuple[Event, ...]  # of every step, in the order in which they end
+    total_s: float  # from the start to the end of everything
+    step_s: float  # from the end of the step before the last one to the end of the last
+    start_s: float  # where that period starts
+    critical_s: Mapping[Lane, float]  # of that period: what the end of the step waited for
+    memory: DeviceMemory = field(repr=False)
 
     @property
-    def bound(self) -> Stream:
-        """The busiest stream: what the total can at best be brought down to."""
-        return max(Stream, key=self.busy_s)
+    def stop_s(self) -> float:
+        """Where the last step's period ends."""
+        return self.start_s + self.step_s
+
+    def busy_s(self, stream: Lane | Stream) -> float:
+        """Seconds of the last step's period in which a stream has work."""
+        lane = Lane(stream.value)
+        spans = ((e.start_s, e.stop_s) for e in self.events if e.stream is lane)
+        return sum(
+            max(0.0, min(stop, self.stop_s) - max(start, self.start_s)) for start, stop in spans
+        )
+
+    @property
+    def bound(self) -> Lane:
+        """What the step waits for most of its time."""
+        return max(Lane, key=lambda lane: self.critical_s.get(lane, 0.0))
+
+    def device_bytes(self) -> list[tuple[float, int]]:
+        """Device memory over the last step: (time, bytes) where its computes start."""
+        last = max((e.step for e in self.events), default=0)
+        starts: dict[tuple[str, str], list[float]] = {}
+        for event in self.events:
+            if event.step == last:
+                starts.setdefault((event.graph, event.label), []).append(event.start_s)
+        found = []
+        for moment in self.memory.moments:
+            if times := starts.get((moment.graph, moment.label)):
+                found.append((times.pop(0), moment.total_bytes))
+        return sorted(found)
 
     def __str__(self) -> str:
-        lines = [f"{self.total_s * 1e3:.1f} ms predicted, bound by {self.bound.value}"]
-        for stream in Stream:
-            busy = self.busy_s(stream)
-            lines.append(f"{stream.value:8} {busy * 1e3:9.1f} ms busy, {busy / self.total_s:4.0%}")
+        lines = [
+            f"{self.step_s * 1e3:.1f} ms predicted, bound by {self.bound.value}, "
+            f"{format_bytes(self.memory.peak.total_bytes)} of device memory"
+        ]
+        for lane in Lane:
+            busy, critical = self.busy_s(lane), self.critical_s.get(lane, 0.0)
+            if busy or lane is not Lane.HOST:
+                share = (busy / self.step_s, critical / self.step_s) if self.step_s else (0.0, 0.0)
+                lines.append(
+                    f"{lane.value:8} {busy * 1e3:9.1f} ms busy, {share[0]:4.0%}; "
+                    f"waited for {share[1]:4.0%}"
+                )
         return "\n".join(lines)
 
 
-def simulate(schedule: Schedule, hardware: Hardware) -> Timeline:
-    """Predict a step's forward and backward on `hardware`. Times are in seconds."""
-    events: list[Event] = []
-    now = 0.0
-    for name, graph in schedule.graphs.items():
-        found, now = _Run(name, graph, hardware, now).events()
-        events += found
-    return Timeline(tuple(events), now)
+def simulate(
+    schedule: Schedule | Sequence[Schedule],
+    hardware: Hardware,
+    *,
+    optimizer: OptimizerCost | None = None,
+    steps: int = 1,
+    fused: bool = True,
+) -> Timeline:
+    """Predict `steps` steps on `hardware`.
+
+    Args:
+        schedule: or several, where the model was captured in several graphs: their forwards run
+            in order, their backwards in the opposite one.
+        optimizer: what updates between two steps; None: nothing.
+        steps: one runs from idle to idle; with three, the last one's period is that of training.
+        fused: elementwise operations are fused (lowering "inductor").
+    """
+    schedules = [schedule] if isinstance(schedule, Schedule) else list(schedule)
+    run = _Run(hardware)
+    script = _Script(schedules, hardware, optimizer, fused)
+    ends = [script.add(run, step) for step in range(steps)]
+    run.go()
+    start = run.stop_s[ends[-2]] if steps > 1 else 0.0
+    total = max(run.stop_s, default=0.0)
+    stop = run.stop_s[ends[-1]] if steps > 1 else total
+    last = ends[-1] if steps > 1 else max(range(len(run.ops)), key=run.stop_s.__getitem__)
+    return Timeline(
+        events=run.events(),
+        total_s=total,
+        step_s=stop - start,
+        start_s=start,
+        critical_s=run.critical(last, start),
+        memory=device_memory(schedules, fused=fused),
+    )
+
+
+# The ops.
+
+_LANES = {stream: list(Lane).index(Lane(stream.value)) for stream in Stream}
+_COMPUTE, _H2D, _D2H, _HOST = range(4)
 
 
 @dataclass(slots=True)
 class _Op:
-    node: fx.Node
-    stream: Stream
-    waits: frozenset[fx.Node]
-    left: float  # bytes of a copy, seconds of a compute
-    start_s: float = -1.0
+    """An op of one step."""
+
+    graph: str
+    label: str
+    lane: int
+    work: float  # seconds of a compute, bytes of a copy or an update
+    waits: list[int]  # ops of other lanes
+    step: int
+    since: int = -1  # the op that it is the second half of
 
 
 class _Run:
-    """One graph, from a point in time at which every stream is idle."""
+    """Ops in the order of their lanes, and when they ran."""
 
-    def __init__(self, name: str, graph: fx.Graph, hardware: Hardware, now_s: float) -> None:
+    def __init__(self, hardware: Hardware) -> None:
+        self.ops: list[_Op] = []
+        self.start_s: list[float] = []
+        self.stop_s: list[float] = []
+        self.blocker: list[int] = []  # the op whose end let this one start, or -1
+        self.rates = [_rates(hardware, lanes) for lanes in range(16)]
+
+    def add(self, op: _Op) -> int:
+        self.ops.append(op)
+        return len(self.ops) - 1
+
+    def go(self) -> None:
+        """Run everything."""
+        count = len(self.ops)
+        self.start_s, self.stop_s = [0.0] * count, [0.0] * count
+        self.blocker = [-1] * count
+        missing = [len(op.waits) for op in self.ops]
+        readers: list[list[int]] = [[] for _ in range(count)]
+        for i, op in enumerate(self.ops):
+            for wait in op.waits:
+                readers[wait].append(i)
+        queues = [[i for i, op in enumerate(self.ops) if op.lane == k] for k in range(4)]
+        heads, left, running, now, done = [0] * 4, [0.0] * 4, 0, 0.0, 0
+        last_of = [-1] * 4
+        while done < count:
+            for k in range(4):
+                if running >> k & 1 or heads[k] == len(queues[k]):
+                    continue
+                i = queues[k][heads[k]]
+                if missing[i]:
+                    continue
+                running |= 1 << k
+                left[k] = self.ops[i].work
+                self.start_s[i] = now
+                blockers = [*self.ops[i].waits, *([last_of[k]] if last_of[k] >= 0 else [])]
+                self.blocker[i] = max(blockers, key=self.stop_s.__getitem__, default=-1)
+            assert running, "a schedule whose ops wait for each other"
+            rates = self.rates[running]
+            active = [k for k in range(4) if running >> k & 1]
+            times = [left[k] / rates[k] if left[k] else 0.0 for k in active]
+            step = min(times)
+            now += step
+            for k, time_s in zip(active, times, strict=True):
+                if time_s > step * (1 + 1e-12):
+                    left[k] -= step * rates[k]
+                    continue
+                i = queues[k][heads[k]]
+                self.stop_s[i] = now
+                heads[k] += 1
+                running &= ~(1 << k)
+                last_of[k] = i
+                done += 1
+                for reader in readers[i]:
+                    missing[reader] -= 1
+
+    def events(self) -> tuple[Event, ...]:
+        lanes = list(Lane)
+        order = sorted(range(len(self.ops)), key=self.stop_s.__getitem__)
+        found = []
+        for i in order:
+            op = self.ops[i]
+            start = self.start_s[i if op.since < 0 else op.since]
+            if op.label:
+                lane = lanes[op.lane]
+                found.append(Event(op.graph, op.label, lane, start, self.stop_s[i], op.step))
+        return tuple(found)
+
+    def critical(self, last: int, start_s: float) -> dict[Lane, float]:
+        """Seconds by lane on the way back from an op to a time: who let whom start."""
+        lanes = list(Lane)
+        found = dict.fromkeys(Lane, 0.0)
+        while last >= 0 and self.stop_s[last] > start_s:
+            begin = max(self.start_s[last], start_s)
+            found[lanes[self.ops[last].lane]] += self.stop_s[last] - begin
+            last = self.blocker[last]
+        return found
+
+
+def _rates(hardware: Hardware, lanes: int) -> tuple[float, float, float, float]:
+    """Work a second of each lane while those in the mask run."""
+    h2d, d2h, host = (lanes >> k & 1 for k in (_H2D, _D2H, _HOST))
+    wanted = [
+        h2d * (hardware.h2d_both_gb_s if d2h else hardware.h2d_gb_s),
+        d2h * (hardware.d2h_both_gb_s if h2d else hardware.d2h_gb_s),
+        hardware.update_gb_s if host else 0.0,
+    ]
+    given = _shares(wanted, hardware.host_memory_gb_s) if host else wanted
+    return (1.0, *(rate * 1e9 for rate in given))  # type: ignore[return-value]
+
+
+def _shares(wanted: Sequence[float], total: float) -> list[float]:
+    """Max-min fair: who wants less than an equal share gets it, the others divide the rest."""
+    given = [0.0] * len(wanted)
+    left = total
+    order = sorted((k for k in range(len(wanted)) if wanted[k]), key=wanted.__getitem__)
+    for position, k in enumerate(order):
+        given[k] = min(wanted[k], left / (len(order) - position))
+        left -= given[k]
+    return given
+
+
+class _Script:
+    """Adds the ops of a step to a run."""
+
+    def __init__(
+        self,
+        schedules: Sequence[Schedule],
+        hardware: Hardware,
+        optimizer: OptimizerCost | None,
+        fused: bool,
+    ) -> None:
+        self.hardware = hardware
+        self.graphs = [_Graph(s, "forward", hardware, fused) for s in schedules]
+        self.graphs += [
+            _Graph(s, "backward", hardware, fused) for s in reversed(schedules) if s.backward
+        ]
+        self.updates = [
+            (u.bucket.key, f"{u.bucket.label}UPDATE", self._update_bytes(u.size_bytes, u.numel, a))
+            for s in schedules
+            if optimizer is not None
+            for a in (optimizer.arithmetic_s,)
+            for u in host_updates(s, optimizer)
+        ]
+        self.ready: dict[_Place, int] = {}  # the op of the last step that brings it up to date
+        self.turn: list[int] = []  # what the next graph's begin waits for
+
+    def _update_bytes(self, size_bytes: float, numel: int, arithmetic_s: float) -> float:
+        return max(size_bytes, numel / 1e9 * arithmetic_s * self.hardware.update_gb_s * 1e9)
+
+    def add(self, run: _Run, step: int) -> int:
+        """Gives the op that ends the step: the last compute."""
+        ready: dict[_Place, int] = {}
+        last_compute = -1
+        for graph in self.graphs:
+            first = len(run.ops)
+            drained = -1
+            for item in graph.items:
+                waits = [first + wait for wait in item.waits]
+                if item.begins:
+                    waits += self.turn
+                if item.reads in self.ready:
+                    waits.append(self.ready[item.reads])
+                since = len(run.ops) - 1 if item.continues else -1
+                op = _Op(graph.name, item.label, item.lane, item.work, waits, step, since)
+                index = run.add(op)
+                if item.lane == graph.drains:
+                    drained = index
+                if item.lane == _COMPUTE:
+                    last_compute = index
+                if item.lands is not None:
+                    ready[item.lands] = index
+            self.turn = [drained] if drained >= 0 else []
+        after = [*self.turn, *([last_compute] if last_compute >= 0 else [])]
+        for key, label, size_bytes in self.updates:
+            op = _Op("update", label, _HOST, size_bytes, after, step)
+            ready["params", key] = run.add(op)
+        self.ready = ready
+        end = _Op("update", "", _COMPUTE, 0.0, list(self.turn), step)
+        return run.add(end)
+
+
+_Place = tuple[str, int]  # "params" or "states", the bucket's key
+
+
+@dataclass(slots=True)
+class _Item:
+    """An op of a graph, before it belongs to a step."""
+
+    label: str
+    lane: int
+    work: float
+    waits: list[int]  # positions in the graph's items
+    begins: bool = False  # waits for what the graph before it left running
+    reads: _Place | None = None  # what of the last step's update it waits for
+    lands: _Place | None = None  # what is up to date on the host after it
+    continues: bool = False  # the second half of the item before
+
+
+class _Graph:
+    """One graph of a schedule as items."""
+
+    def __init__(self, schedule: Schedule, name: str, hardware: Hardware, fused: bool) -> None:
         self.name = name
         self.hardware = hardware
-        self.now_s = now_s
-        self.queues: dict[Stream, list[_Op]] = {stream: [] for stream in Stream}
-        for node in ops.nodes_of(graph):
-            stream = ops.stream_of(node)
-            waits = frozenset(
-                p
-                for p in map(producer, node.all_input_nodes)
-                if ops.op_of(p) is not None and node.target is not ops.park
-            )
-            self.queues[stream].append(_Op(node, stream, waits, self._work(node)))
+        self.fused = fused
+        self.trained = schedule.gradient_params if schedule.backward is not None else {}
+        self.items: list[_Item] = []
+        self.drains = _H2D if name == "forward" else _D2H
+        self._position: dict[fx.Node, int] = {}
+        self._seconds: dict[tuple[int, Code], float] = {}
+        graph = schedule.graphs[name]
+        for node in graph.nodes:
+            if ops.op_of(node) is not None and node.target is not ops.park:
+                self._add(node)
+        if any(item.lands is not None for item in self.items):
+            self.drains = -1  # new parameters land while the next forward begins
 
-    def _work(self, node: fx.Node) -> float:
-        if ops.stream_of(node) is not Stream.COMPUTE:
-            return float(_copied_bytes(node))
-        return compute_s(node, self.hardware)
+    def _add(self, node: fx.Node) -> None:
+        lane = _LANES[ops.stream_of(node)]
+        waits = []
+        for source in node.all_input_nodes:
+            position = self._position.get(producer(source))
+            if position is not None and self.items[position].lane != lane:
+                waits.append(position)
+        if node.target is ops.free and not waits:
+            return
+        label = ops.label(node)
+        item = _Item(label, lane, 0.0, waits, begins=node.target is ops.begin)
+        if lane == _COMPUTE:
+            item.work = self._compute_s(node)
+        elif node.target is ops.offload_state:  # parameters first: they are wanted next
+            bucket = ops.arguments(node)[0]
+            whole, params = copied_bytes(node), self._param_bytes(node)
+            item.work = self._copy(params, len(bucket.params))
+            item.label, item.lands = "", ("params", bucket.key)
+            self.items.append(item)
+            work = self._copy(whole - params, 2 * len(bucket.params))
+            item = _Item(label, lane, work, [], lands=("states", bucket.key), continues=True)
+        else:
+            size = copied_bytes(node)
+            if node.target is ops.fetch_state and not ops.arguments(node)[2]:
+                size -= self._param_bytes(node)  # they are on the device already
+            item.work = self._copy(size, copies_of(node))
+            if node.target in (ops.prefetch, ops.fetch_state):
+                what = "params" if node.target is ops.prefetch else "states"
+                item.reads = what, ops.arguments(node)[0].key
+        self._position[node] = len(self.items)
+        self.items.append(item)
 
-    def events(self) -> tuple[list[Event], float]:
-        """Run to the end; gives the events and the time then."""
-        done: set[fx.Node] = set()
-        events: list[Event] = []
-        while any(self.queues.values()):
-            running = [q[0] for q in self.queues.values() if q and q[0].waits <= done]
-            assert running, "a schedule whose ops wait for each other"
-            rates = {op.stream: self._rate(op, running) for op in running}
-            for op in running:
-                op.start_s = self.now_s if op.start_s < 0 else op.start_s
-            step = min(op.left / rates[op.stream] for op in running)
-            self.now_s += step
-            for op in running:
-                op.left -= step * rates[op.stream]
-                if op.left <= 1e-9 * rates[op.stream]:
-                    done.add(op.node)
-                    self.queues[op.stream].pop(0)
-                    name = ops.label(op.node)
-                    events.append(Event(self.name, name, op.stream, op.start_s, self.now_s))
-        return events, self.now_s
+    def _copy(self, size_bytes: float, copies: int) -> float:
+        """Bytes, with those that could have been copied while copies were set up."""
+        return size_bytes + copies * self.hardware.copy_s * self.hardware.h2d_gb_s * 1e9
 
-    def _rate(self, op: _Op, running: Iterable[_Op]) -> float:
-        """Bytes a second of a copy; a compute's work is in seconds."""
-        if op.stream is Stream.COMPUTE:
-            return 1.0
-        alone = sum(other.stream is not Stream.COMPUTE for other in running) == 1
-        hardware = self.hardware
-        if op.stream is Stream.H2D:
-            return 1e9 * (hardware.h2d_gb_s if alone else hardware.h2d_both_gb_s)
-        return 1e9 * (hardware.d2h_gb_s if alone else hardware.d2h_both_gb_s)
+    def _param_bytes(self, node: fx.Node) -> int:
+        bucket = ops.arguments(node)[0]
+        return sum(bucket.params[i].size_bytes for i in self.trained.get(bucket.key, ()))
 
-
-def _copied_bytes(node: fx.Node) -> int:
-    if node.target is ops.prefetch:
-        return int(ops.arguments(node)[0].size_bytes)
-    return tensors_bytes(ops.arguments(node)[1].meta.get("value"))
-
-
-_FREE_OF_COST = (
-    ops.begin,
-    ops.hold,
-    ops.save_rng,
-    ops.free,
-    ops.park,
-    ops.alloc_grad,
-    ops.alloc_state,
-)
-
-
-def compute_s(node: fx.Node, hardware: Hardware) -> float:
-    """Seconds that a compute node takes."""
-    if node.target in _FREE_OF_COST:
-        return 0.0
-    if node.target in (ops.forward, ops.recompute, ops.backward):
-        stage = ops.arguments(node)[0]
-        code = Code.RECOMPUTE if node.target is ops.recompute else Code.BACKWARD
-        if node.target is ops.forward:
-            code = Code.FORWARD_SAVING if ops.arguments(node)[3] else Code.FORWARD
-        flops, traffic_bytes = work_of(stage.traced, code)
-    else:  # snapshot, assign, add_grad: read and write
-        flops, traffic_bytes = 0, 3 * tensors_bytes(node.meta.get("value"))
-    by_rate = flops / (hardware.matmul_tflop_s * 1e12)
-    by_memory = traffic_bytes / (hardware.memory_gb_s * 1e9)
-    return max(by_rate, by_memory) + hardware.launch_s
-
-
-@cache
-def work_of(template: Template, code: Code) -> tuple[int, int]:
-    """(operations of matrix products and attention, bytes through device memory) of a piece."""
-    graph = template.graphs[code].graph
-    flops = 0
-    traffic = sum(_bytes(node) for node in graph.find_nodes(op="placeholder"))
-    traffic += sum(_bytes(node) for node in graph.output_node().all_input_nodes)
-    for node in graph.nodes:
-        packet = getattr(node.target, "overloadpacket", None)
-        if node.op != "call_function" or packet not in flop_registry:
-            continue
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        flops += int(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]))
-        traffic += _bytes(node) + sum(_bytes(source) for source in node.all_input_nodes)
-    return flops, traffic
-
-
-def _bytes(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    values = value if isinstance(value, (tuple, list)) else [value]
-    return sum(TensorMeta.of(v).size_bytes for v in values if isinstance(v, torch.Tensor))
+    def _compute_s(self, node: fx.Node) -> float:
+        if node.target not in (ops.forward, ops.recompute, ops.backward):
+            return node_s(node, self.hardware, fused=self.fused)
+        stage: Stage = ops.arguments(node)[0]
+        key = id(stage.template), code_of(node)
+        if key not in self._seconds:
+            self._seconds[key] = node_s(node, self.hardware, fused=self.fused)
+        return self._seconds[key]

@@ -65,6 +65,26 @@ class Variant:
     update: bool = False  # the optimizer's, in the backward
 
 
+def computed_outputs(outputs: Sequence[Any]) -> list[int]:
+    """Positions of the outputs that stages compute, each value once."""
+    first: dict[fx.Node, int] = {}
+    for k, node in enumerate(outputs):
+        if isinstance(node, fx.Node) and node.op != "placeholder":
+            first.setdefault(node, k)
+    return list(first.values())
+
+
+def expected_tangents(stages: Schedule) -> tuple[int, ...]:
+    """The outputs that will get a gradient: a scalar loss alone, or else all that can.
+
+    A guess, made before the first backward; a backward that differs corrects it.
+    """
+    outputs, _ = ops.returned(stages.forward)
+    metas = {k: outputs[k].meta["value"] for k in computed_outputs(outputs)}
+    able = [k for k, m in metas.items() if m.requires_grad and m.dtype.is_floating_point]
+    return tuple([k for k in able if metas[k].shape == ()][:1] or able)
+
+
 class Program:
     """The schedules of one capture, built when they are first needed."""
 
@@ -76,17 +96,7 @@ class Program:
         outputs, _ = ops.returned(self.stages.forward)
         self.outputs: tuple[Any, ...] = tuple(outputs)
         self.executors: dict[Variant, Executor] = {}
-        self.tangents = self._expected_tangents()
-
-    def _expected_tangents(self) -> tuple[int, ...]:
-        """The outputs that will get a gradient: a scalar loss alone, or else all that can.
-
-        A guess, made before the first backward; a backward that differs corrects it.
-        """
-        metas = [(k, self._meta(k)) for k in self.tensor_outputs()]
-        able = [k for k, meta in metas if meta.requires_grad and meta.dtype.is_floating_point]
-        scalars = [k for k, meta in metas if k in able and meta.shape == ()]
-        return tuple(scalars[:1] or able)
+        self.tangents = expected_tangents(self.stages)
 
     def _meta(self, output: int) -> TensorMeta:
         meta = self.outputs[output].meta["value"]
@@ -95,11 +105,7 @@ class Program:
 
     def tensor_outputs(self) -> list[int]:
         """Positions of the outputs that stages compute, each value once."""
-        first: dict[fx.Node, int] = {}
-        for k, node in enumerate(self.outputs):
-            if isinstance(node, fx.Node) and node.op != "placeholder":
-                first.setdefault(node, k)
-        return list(first.values())
+        return computed_outputs(self.outputs)
 
     def differentiable(self, output: int) -> bool:
         """Does a graph output require grad? (Also under `no_grad`, if the graph enables it.)"""

@@ -4,11 +4,11 @@ Every check is a function from its subject to a list of faults, and is tried on 
 
     front (megacompile, __main__, cli)
       |
-     api                   the only module that imports both passes and runtime
+     api, abstract         the only modules that import both passes and runtime
      / \\
     passes  runtime        never each other
      \\ /
-    inspection (hazards, verify*, simulate, show)
+    inspection (hazards, verify*, fusion, cost, memory, simulate, show)
       |
     base (ops, ir, errors, options, validate, compat, hardware, head, sizes)
 """
@@ -29,17 +29,18 @@ LINKED = ("passes", "runtime")  # top-level folders that are subpackages of mega
 
 LAYERS = {  # by module name below megacompile; "" is the package itself
     **dict.fromkeys(("", "__main__", "cli"), "front"),
-    "api": "api",
+    **dict.fromkeys(("api", "abstract"), "api"),
     "passes": "passes",
     "runtime": "runtime",
     **dict.fromkeys(("hazards", "simulate", "show"), "inspection"),
+    **dict.fromkeys(("fusion", "cost", "memory", "optimizer_cost"), "inspection"),
     **dict.fromkeys(("verify", "verify_gradients", "verify_memory"), "inspection"),
     **dict.fromkeys(("ops", "ir", "errors", "options", "validate", "compat", "hardware"), "base"),
     **dict.fromkeys(("head", "sizes"), "base"),
 }
 MAY_IMPORT = {
     "front": {"api", "inspection", "base", "front"},
-    "api": {"passes", "runtime", "inspection", "base"},
+    "api": {"api", "passes", "runtime", "inspection", "base"},
     "passes": {"passes", "inspection", "base"},
     "runtime": {"runtime", "inspection", "base"},
     "inspection": {"inspection", "base"},

@@ -1,120 +1,337 @@
-"""The predicted timeline: on schedules whose times can be worked out by hand, and on a real one."""
+"""The predicted timeline: on schedules whose times can be worked out by hand, and on real ones."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import fx, nn
 
-from megacompile import hardware, megacompile, ops, schedules
-from megacompile.cli import main
+from megacompile import megacompile, ops, schedules
 from megacompile.hardware import H200, Hardware
-from megacompile.ir import Bucket, Code, Schedule, Slot, Stream
-from megacompile.simulate import simulate, work_of
+from megacompile.ir import Bucket, Param, Schedule, Slot, TensorMeta
+from megacompile.optimizer_cost import OptimizerCost
+from megacompile.simulate import Event, Lane, Timeline, simulate
+from tests import schedules as hand_made
 
 UNIT = Hardware("unit", 2.0, 2.0, 1.0, 1.0, 1.0, 1.0, 0.0)  # 2 GB/s alone, 1 GB/s together
+LANES = list(Lane)
 
 
 def gigabytes(key: int, size: float) -> Bucket:
-    return Bucket(key, f"b{key}", (), int(size * 1e9), str(key))
+    """A bucket of one parameter of float32."""
+    numel = int(size * 1e9 / 4)
+    param = Param("weight", (numel,), (1,), torch.float32, 0)
+    return Bucket(key, f"b{key}", (param,), numel * 4, str(key))
+
+
+def floats(size: float) -> TensorMeta:
+    return TensorMeta((int(size * 1e9 / 4),), torch.float32, (1,))
+
+
+class Graph:
+    """A graph written op by op; sizes in GB."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.start = ops.call(self.graph, ops.begin, name="start")
+
+    def prefetch(self, key: int, size: float, *after: fx.Node) -> fx.Node:
+        waits = after or (self.start,)
+        place = Slot(key, 0)
+        return ops.call(self.graph, ops.prefetch, gigabytes(key, size), place, after=waits)
+
+    def compute(self, source: fx.Node, seconds: float) -> fx.Node:
+        """A copy within device memory: 1 GB/s, each byte read and written."""
+        node = ops.call(self.graph, ops.snapshot, source)
+        node.meta["value"] = floats(seconds / 2)
+        return node
+
+    def offload(self, key: int, size: float, source: fx.Node) -> fx.Node:
+        source.meta.setdefault("value", floats(size))
+        return ops.call(self.graph, ops.offload_grad, gigabytes(key, size), source)
+
+    def done(self, outputs: Any = ((), ())) -> fx.Graph:
+        self.graph.output(outputs)
+        return self.graph
 
 
 def copies(*sizes: float) -> Schedule:
     """A forward that only prefetches, one bucket of each size in GB."""
-    graph = fx.Graph()
-    start = ops.call(graph, ops.begin, name="start")
+    made = Graph()
     for i, size in enumerate(sizes):
-        ops.call(graph, ops.prefetch, gigabytes(i, size), Slot(i, 0), name=f"w{i}", after=(start,))
-    graph.output(((), ()))
-    return Schedule("copies", graph, None, ())
+        made.prefetch(i, size)
+    return Schedule("copies", made.done(), None, ())
+
+
+def spans(timeline: Timeline, step: int = 0) -> dict[str, tuple[Any, Any]]:
+    return {
+        e.label: (pytest.approx(e.start_s), pytest.approx(e.stop_s))
+        for e in timeline.events
+        if e.step == step and e.stop_s > 0
+    }
 
 
 def test_copies_of_one_direction_follow_one_another() -> None:
     timeline = simulate(copies(2.0, 4.0), UNIT)
-    assert [(e.label, e.start_s, e.stop_s) for e in timeline.events[1:]] == [
-        ("0PREFETCH@0", 0.0, 1.0),
-        ("1PREFETCH@1", 1.0, 3.0),
-    ]
-    assert timeline.total_s == 3.0
-    assert timeline.bound is Stream.H2D
+    assert spans(timeline) == {"0PREFETCH@0": (0.0, 1.0), "1PREFETCH@1": (1.0, 3.0)}
+    assert timeline.total_s == timeline.step_s == 3.0
+    assert timeline.bound is Lane.H2D
+    assert timeline.critical_s[Lane.H2D] == 3.0
+
+
+def test_every_copy_has_a_cost_of_its_own() -> None:
+    assert simulate(copies(2.0, 4.0), UNIT.replace(copy_s=0.25)).total_s == 3.5
 
 
 def test_both_directions_share_the_bandwidth_while_both_run() -> None:
-    schedule = copies(2.0)
-    graph = schedule.forward
-    with graph.inserting_before(graph.output_node()):
-        room = ops.call(graph, ops.alloc_grad, gigabytes(9, 1.0), name="room")
-        room.meta["value"] = (_floats(0.5),)  # 0.5 GB
-        ops.call(graph, ops.offload_grad, gigabytes(9, 0.5), room, name="o")
-    timeline = simulate(schedule, UNIT)
-    times = {e.label: e.stop_s for e in timeline.events}
+    made = Graph()
+    made.prefetch(0, 2.0)
+    room = ops.call(made.graph, ops.alloc_grad, gigabytes(9, 1.0), name="room")
+    room.meta["value"] = (floats(0.5),)
+    made.offload(9, 0.5, room)
+    timeline = simulate(Schedule("both", made.done(), None, ()), UNIT)
     # 0.5 s together move 0.5 GB each way; the other 1.5 GB go at 2 GB/s
-    assert times["9OFFLOAD_GRAD"] == pytest.approx(0.5)
-    assert times["0PREFETCH@0"] == pytest.approx(0.5 + 0.75)
+    assert spans(timeline) == {"9OFFLOAD_GRAD": (0.0, 0.5), "0PREFETCH@0": (0.0, 0.5 + 0.75)}
 
 
-def _floats(gb: float) -> object:
-    from megacompile.ir import TensorMeta
+def test_a_compute_waits_for_its_weights_and_its_slot_for_the_compute() -> None:
+    made = Graph()
+    first = made.compute(made.prefetch(0, 2.0), 3.0)
+    second = made.prefetch(1, 2.0, first)
+    made.compute(second, 1.0)
+    timeline = simulate(Schedule("chain", made.done(), None, ()), UNIT)
+    assert [e.stop_s for e in timeline.events[1:]] == [1.0, 4.0, 5.0, 6.0]
+    assert timeline.critical_s == {
+        Lane.COMPUTE: pytest.approx(4.0),
+        Lane.H2D: pytest.approx(2.0),
+        Lane.D2H: 0.0,
+        Lane.HOST: 0.0,
+    }
+    assert timeline.bound is Lane.COMPUTE
+    assert timeline.busy_s(Lane.H2D) == 2.0
 
-    count = int(gb * 1e9 / 4)
-    return TensorMeta((count,), torch.float32, (1,))
+
+# --- several steps
 
 
-def trained() -> Schedule:
-    model = megacompile(nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))), device="cpu")
+def trained(monkeypatch: pytest.MonkeyPatch, backward_s: float = 1.0) -> Schedule:
+    """Two buckets of 2 GB: forward 1 s each, backward 1 s each, gradients offloaded."""
+    forward, backward = Graph(), Graph()
+    for key in (0, 1):
+        forward.compute(forward.prefetch(key, 2.0), 1.0)
+    for key in (1, 0):
+        gradients = backward.compute(backward.start, backward_s)
+        gradients.meta["value"] = floats(backward_s / 2)
+        backward.offload(key, 0.0, gradients)
+    monkeypatch.setattr(Schedule, "gradient_params", {0: (0,), 1: (0,)})
+    monkeypatch.setattr(Schedule, "buckets", (gigabytes(0, 2.0), gigabytes(1, 2.0)))
+    return Schedule("trained", forward.done(), backward.done(()), ())
+
+
+def test_the_next_forward_waits_for_its_own_buckets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGD moves 12 bytes a parameter: 6 GB a bucket, 3 s at 2 GB/s."""
+    hardware = UNIT.replace(update_gb_s=2.0)
+    sgd = OptimizerCost(states=0)
+    timeline = simulate(trained(monkeypatch), hardware, optimizer=sgd, steps=2)
+    first = spans(timeline)
+    # prefetches until 2; 0F 1 to 2, 1F 2 to 3, backwards 3 to 5, the last gradients there at 5.25
+    assert first["0OFFLOAD_GRAD"] == (5.0, 5.25)
+    assert (first["0UPDATE"], first["1UPDATE"]) == ((5.25, 8.25), (8.25, 11.25))
+    second = spans(timeline, step=1)
+    assert second["0PREFETCH@0"] == (8.25, 9.25)
+    assert second["1PREFETCH@1"] == (11.25, 12.25)
+    # 1F until 13.25, two backwards, the last offload
+    assert second["0OFFLOAD_GRAD"] == (15.25, 15.5)
+    assert timeline.start_s == pytest.approx(5.25)
+    assert timeline.step_s == pytest.approx(15.5 - 5.25)
+    assert timeline.bound is Lane.HOST
+    assert timeline.critical_s[Lane.HOST] == pytest.approx(6.0)
+    assert timeline.busy_s(Lane.HOST) == pytest.approx(6.0)
+
+
+def test_update_and_copies_share_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    hardware = UNIT.replace(update_gb_s=2.0, host_memory_gb_s=3.0)
+    schedule = trained(monkeypatch)
+    shared = simulate(schedule, hardware, optimizer=OptimizerCost(states=0), steps=2)
+    second = spans(shared, step=1)
+    # 0PREFETCH beside 1UPDATE: 4 GB/s wanted, 3 there, so 1.5 each
+    assert second["0PREFETCH@0"] == (8.25, 8.25 + 2.0 / 1.5)
+    # the update did 2 GB of its 6 by then
+    assert spans(shared)["1UPDATE"] == (8.25, 8.25 + 2.0 / 1.5 + 2.0)
+
+
+def test_arithmetic_limits_a_slow_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a billion elements a bucket: 5 s."""
+    slow = OptimizerCost(states=0, arithmetic_s=10.0)
+    hardware = UNIT.replace(update_gb_s=2.0)
+    timeline = simulate(trained(monkeypatch), hardware, optimizer=slow, steps=2)
+    assert timeline.busy_s(Lane.HOST) == pytest.approx(10.0)
+
+
+def test_the_third_step_is_like_the_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    hardware = UNIT.replace(update_gb_s=2.0, host_memory_gb_s=3.0)
+    schedule = trained(monkeypatch)
+    periods = [
+        simulate(schedule, hardware, optimizer=OptimizerCost(states=0), steps=n).step_s
+        for n in (3, 4, 7)
+    ]
+    assert periods[1:] == pytest.approx(periods[:1] * 2)
+
+
+def test_updates_in_the_backward_are_awaited_by_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New parameters go first, and a prefetch waits for those alone; states wait for states."""
+    backward = Graph()
+    bucket = gigabytes(0, 2.0)
+    room = ops.call(backward.graph, ops.alloc_state, bucket, False)
+    state = ops.call(backward.graph, ops.fetch_state, bucket, room, False)
+    new = ops.call(backward.graph, ops.update, bucket, None, room, state)
+    for node in (room, state, new):
+        node.meta["value"] = floats(6.0)  # 4 GB of states, 2 GB of parameters on the way back
+    ops.call(backward.graph, ops.offload_state, bucket, new)
+    forward = Graph()
+    forward.compute(forward.prefetch(0, 2.0), 9.0)
+    monkeypatch.setattr(Schedule, "gradient_params", {0: (0,)})
+    schedule = Schedule("updates", forward.done(), backward.done(()), ())
+    timeline = simulate(schedule, UNIT.replace(memory_gb_s=18.0), steps=2)
+    first, second = spans(timeline), spans(timeline, step=1)
+    # prefetch 1 s, 0.5 s, states 4 GB at 2 GB/s, update 3 * 6 GB at 18 GB/s
+    assert first["0FETCH_STATE"] == (1.5, 3.5)
+    assert first["0UPDATE"] == (3.5, 4.5)
+    # parameters 2 GB alone; 2 GB of the states beside the prefetch, at half the rate; 2 GB alone
+    assert second["0PREFETCH@0"] == (5.5, 7.5)
+    assert first["0OFFLOAD_STATE"] == (4.5, 8.5)
+    assert second["0FETCH_STATE"] == (8.5, 10.5)  # not at 8.0, when the compute is done
+    assert timeline.step_s == pytest.approx(11.5 - 4.5)
+
+
+def test_a_backward_begins_when_the_prefetches_are_done() -> None:
+    forward, backward = Graph(), Graph()
+    forward.prefetch(0, 4.0)
+    backward.compute(backward.start, 1.0)
+    schedule = Schedule("turn", forward.done(), backward.done(()), ())
+    assert simulate(schedule, UNIT).total_s == 3.0
+
+
+def test_captured_graphs_run_in_order_and_back() -> None:
+    def schedule(name: str) -> Schedule:
+        forward, backward = Graph(), Graph()
+        forward.compute(forward.start, 1.0)
+        backward.compute(backward.start, 2.0)
+        return Schedule(name, forward.done(), backward.done(()), ())
+
+    timeline = simulate([schedule("a"), schedule("b")], UNIT)
+    order = [e.graph for e in timeline.events if e.label == "SNAPSHOT"]
+    assert order == ["forward", "forward", "backward", "backward"]
+    assert timeline.total_s == 6.0
+
+
+def test_ops_that_wait_for_each_other_are_refused() -> None:
+    made = Graph()
+    first = made.prefetch(0, 1.0)
+    second = made.compute(first, 1.0)
+    first.kwargs = {"after": (second,)}
+    # an edge that points backward orders nothing, as in verify
+    assert simulate(Schedule("loop", made.done(), None, ()), UNIT).total_s == 1.5
+
+
+# --- real schedules
+
+
+def streamed(**options: Any) -> Schedule:
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    if options.pop("in_backward", False):
+        options["optimizer"] = torch.optim.AdamW(model.parameters())
+    model = megacompile(model, device="cpu", **options)
     model(torch.randn(8, 32)).sum().backward()
     return schedules(model)[0]
 
 
-def test_work_of_a_linear_layer_is_its_matrix_products() -> None:
-    stage = trained().stages[1]
-    product = 2 * 8 * 32 * 32
-    assert work_of(stage.traced, Code.FORWARD)[0] == product
-    assert work_of(stage.traced, Code.BACKWARD)[0] == 2 * product
-
-
-def test_every_op_runs_once_and_after_what_it_waits_for() -> None:
-    schedule = trained()
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_every_op_runs_once_and_after_what_it_waits_for(in_backward: bool) -> None:
+    schedule = streamed(in_backward=in_backward)
     timeline = simulate(schedule, H200)
     for name, graph in schedule.graphs.items():
-        nodes = ops.nodes_of(graph)
         events = [e for e in timeline.events if e.graph == name]
-        assert sorted(e.label for e in events) == sorted(map(ops.label, nodes))
-        for stream in Stream:
-            own = sorted((e for e in events if e.stream is stream), key=lambda e: e.stop_s)
-            assert all(a.stop_s <= b.start_s for a, b in zip(own, own[1:], strict=False))
+        nodes = [n for n in ops.nodes_of(graph) if n.target not in (ops.park, ops.free)]
+        found = sorted(e.label for e in events if e.label != "FREE")
+        assert found == sorted(map(ops.label, nodes))
+        _in_order(events)
+        by_label = {e.label: e for e in events}
+        for node in nodes:
+            for source in node.all_input_nodes:
+                earlier = by_label.get(ops.label(source))
+                if earlier is not None and ops.op_of(source) is not None:
+                    assert earlier.stop_s <= by_label[ops.label(node)].stop_s
     assert timeline.total_s == max(e.stop_s for e in timeline.events)
 
 
-def test_a_slower_bus_makes_the_step_bound_by_copies() -> None:
-    schedule = trained()
-    slow = replace(H200, h2d_gb_s=1e-3, h2d_both_gb_s=1e-3)
-    assert simulate(schedule, slow).bound is Stream.H2D
-    assert simulate(schedule, slow).total_s > simulate(schedule, H200).total_s
-    assert "bound by h2d" in str(simulate(schedule, slow))
+def _in_order(events: list[Event]) -> None:
+    """No two ops of a lane overlap."""
+    for lane in Lane:
+        own = sorted((e for e in events if e.stream is lane), key=lambda e: e.stop_s)
+        assert all(a.stop_s <= b.start_s for a, b in zip(own, own[1:], strict=False))
 
 
-def test_hardware_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(hardware, "_COPY_BYTES", 2**16)
-    first = hardware.load("cpu")
-    monkeypatch.setattr(hardware, "measure", lambda device: pytest.fail("measured twice"))
-    assert hardware.load("cpu") == first
-    assert first.h2d_gb_s > 0 and first.matmul_tflop_s > 0
+RATES = (
+    *("h2d_gb_s", "d2h_gb_s", "h2d_both_gb_s", "d2h_both_gb_s", "matmul32_tflop_s"),
+    *("memory_gb_s", "host_memory_gb_s", "update_gb_s"),
+)
 
 
-def test_command_line_prints_rates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(hardware, "_COPY_BYTES", 2**16)
-    assert main(["hardware", "--device", "cpu", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["name"] == "CPU"
-    assert main(["hardware", "--device", "cpu"]) == 0
-    assert "GB/s" in capsys.readouterr().out
-    assert main(["hardware", "--device", "cuda:99"]) == 2
-    assert "cuda:99" in capsys.readouterr().err
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_more_of_anything_is_never_slower(rate: str, in_backward: bool) -> None:
+    schedule = streamed(in_backward=in_backward)
+    slow = H200.replace(
+        **dict.fromkeys(RATES[:4], 1e-3),
+        **{"matmul32_tflop_s": 1e-5, "memory_gb_s": 1e-1, "update_gb_s": 2e-3},
+        host_memory_gb_s=3e-3,
+        copy_s=0.0,
+        launch_s=0.0,
+    )
+    matters = ["h2d_gb_s", "d2h_gb_s", "matmul32_tflop_s", "memory_gb_s"]
+    matters += [] if in_backward else ["update_gb_s"]
+    cost = OptimizerCost(in_backward=in_backward)
+    times = []
+    for factor in (1.0, 1.3, 2.0, 10.0):
+        hardware = replace(slow, **{rate: getattr(slow, rate) * factor})
+        times.append(simulate(schedule, hardware, optimizer=cost, steps=3).total_s)
+    assert all(b <= a * (1 + 1e-9) for a, b in zip(times, times[1:], strict=False))
+    assert times[-1] < times[0] or rate not in matters
+
+
+def test_the_slowest_part_bounds_the_step() -> None:
+    schedule = streamed()
+    adamw = OptimizerCost()
+    cases = {
+        Lane.H2D: H200.replace(h2d_gb_s=1e-4, h2d_both_gb_s=1e-4),
+        Lane.D2H: H200.replace(d2h_gb_s=1e-4, d2h_both_gb_s=1e-4),
+        Lane.COMPUTE: H200.replace(launch_s=1.0),
+        Lane.HOST: H200.replace(update_gb_s=1e-4),
+    }
+    for lane, hardware in cases.items():
+        timeline = simulate(schedule, hardware, optimizer=adamw, steps=3)
+        assert timeline.bound is lane
+        assert f"bound by {lane.value}" in str(timeline)
+        assert sum(timeline.critical_s.values()) == pytest.approx(timeline.step_s)
+        for other in Lane:
+            assert timeline.busy_s(other) <= timeline.step_s * (1 + 1e-9)
+
+
+def test_memory_over_time_is_that_of_the_computes() -> None:
+    schedule = streamed()
+    timeline = simulate(schedule, H200, optimizer=OptimizerCost(), steps=2)
+    found = timeline.device_bytes()
+    assert len(found) == len(timeline.memory.moments)
+    assert max(size for _, size in found) == timeline.memory.peak.total_bytes
+    assert all(timeline.start_s - 1.0 <= time_s <= timeline.total_s for time_s, _ in found)
+
+
+@pytest.mark.parametrize("spec", [hand_made.Spec(), hand_made.Spec(update=True, stages=6)])
+def test_hand_made_schedules_without_graphs_take_time_too(spec: hand_made.Spec) -> None:
+    timeline = simulate(hand_made.build(spec), H200, optimizer=OptimizerCost(), steps=3)
+    assert timeline.step_s > 0
+    assert timeline.memory.peak.total_bytes > 0

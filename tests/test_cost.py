@@ -1,0 +1,224 @@
+"""Kernels of ATen graphs, what they move, need and take: against what can be counted by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from megacompile import compat, megacompile, ops, schedules
+from megacompile.cost import analysis_of, code_of, compute_s, node_s, work_of
+from megacompile.fusion import Analysis, Kernel, Kind, analyse
+from megacompile.hardware import H200, Hardware
+from megacompile.ir import Code, Schedule
+
+UNIT = Hardware("unit", 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0)  # 1 TFLOP/s, 1 GB/s
+HALF = torch.bfloat16
+N = 64
+SQUARE = N * N * 2  # bytes of a (64, 64) bf16 matrix
+
+
+def traced(function: Callable[..., Any], *shapes: tuple[int, ...], dtype: Any = HALF) -> fx.Graph:
+    """The ATen graph of a function, as the passes trace it for Inductor."""
+    with compat.fake_mode():
+        inputs = [torch.empty(shape, dtype=dtype) for shape in shapes]
+        decompositions = compat.inductor_decompositions()
+
+        def flat(primals: Any, tangents: Any) -> Any:
+            found = function(*primals)
+            return found if isinstance(found, (tuple, list)) else (found,)
+
+        return compat.trace(flat, inputs, [], decompositions).graph
+
+
+def found(function: Callable[..., Any], *shapes: tuple[int, ...], **options: Any) -> Analysis:
+    return analyse(traced(function, *shapes), **options)
+
+
+def sizes(analysis: Analysis) -> list[int]:
+    return [kernel.size_bytes for kernel in analysis.kernels]
+
+
+def test_elementwise_chains_are_one_kernel() -> None:
+    analysis = found(lambda x: (x * 2 + 1).relu().exp(), (N, N))
+    assert sizes(analysis) == [2 * SQUARE]
+    assert analysis.work == (0, 2 * SQUARE, 1)
+
+
+def test_without_fusion_every_node_is_a_kernel() -> None:
+    analysis = found(lambda x: (x * 2 + 1).relu(), (N, N), fused=False)
+    assert sizes(analysis) == [2 * SQUARE] * 3
+
+
+def test_a_matrix_product_parts_its_neighbours() -> None:
+    analysis = found(lambda x, w: ((x * 2) @ w).relu(), (N, N), (N, N))
+    assert [kernel.kind for kernel in analysis.kernels] == [
+        *(Kind.MEMORY, Kind.PRODUCT, Kind.MEMORY)
+    ]
+    assert sizes(analysis) == [2 * SQUARE, 3 * SQUARE, 2 * SQUARE]
+    assert [kernel.flops for kernel in analysis.kernels] == [0, 2 * N**3, 0]
+
+
+def test_no_kernel_reaches_around_a_matrix_product() -> None:
+    """Both elementwise kernels read x; the second cannot begin before the product is done."""
+    analysis = found(lambda x, w: ((x * 2) @ w) + x, (N, N), (N, N))
+    assert sizes(analysis) == [2 * SQUARE, 3 * SQUARE, 3 * SQUARE]
+
+
+def test_views_are_free() -> None:
+    analysis = found(lambda x, w: (x.view(N, N) @ w.t()).reshape(N * N), (N * N,), (N, N))
+    assert sizes(analysis) == [3 * SQUARE]
+
+
+def test_a_reduction_shares_a_kernel_with_what_reads_it() -> None:
+    """A norm over rows reads its input once and writes its result once."""
+    analysis = found(lambda x: x / x.sum(-1, keepdim=True), (N, N))
+    assert sizes(analysis) == [2 * SQUARE]
+
+
+def test_sums_over_columns_are_kernels_of_their_own() -> None:
+    analysis = found(lambda x: (x.sum(-1), x.sum(0)), (N, N))
+    assert sizes(analysis) == [SQUARE + N * 2] * 2
+
+
+def test_a_slice_is_read_in_part() -> None:
+    assert sizes(found(lambda x: x[: N // 2] * 2, (N, N))) == [SQUARE]
+
+
+def test_a_gather_reads_what_it_takes() -> None:
+    def lookup(weight: torch.Tensor) -> torch.Tensor:
+        index = torch.zeros(4, dtype=torch.int64)
+        return nn.functional.embedding(index, weight)
+
+    analysis = found(lookup, (100 * N, N))
+    assert sum(sizes(analysis)) < 4 * N * 2 * 3
+
+
+def test_attention_counts_half_where_it_is_causal() -> None:
+    def attention(causal: bool) -> Callable[..., Any]:
+        return lambda q, k, v: nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    shape = (2, 4, 128, 32)
+    whole = found(attention(False), shape, shape, shape)
+    (kernel,) = [k for k in whole.kernels if k.kind is Kind.ATTENTION]
+    assert kernel.flops == 2 * (2 * 2 * 4 * 128 * 128 * 32)
+    assert found(attention(True), shape, shape, shape).work.flops == kernel.flops // 2
+
+
+def test_attention_backward_has_five_products() -> None:
+    def gradients(q: Any, k: Any, v: Any) -> Any:
+        inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+        out = nn.functional.scaled_dot_product_attention(*inputs)
+        return torch.autograd.grad(out.sum(), inputs)
+
+    shape = (2, 4, 128, 32)
+    analysis = found(gradients, shape, shape, shape)
+    product = 2 * 2 * 4 * 128 * 128 * 32
+    flops = [k.flops for k in analysis.kernels if k.kind is Kind.ATTENTION]
+    assert flops == [2 * product, 5 * product]
+
+
+def test_peak_memory_by_hand() -> None:
+    # x @ w, relu (in place of it), @ w: two products' results at once
+    analysis = found(lambda x, w: (x @ w).relu() @ w, (N, N), (N, N))
+    assert analysis.peak_bytes == 2 * SQUARE
+    kept = found(lambda x, w: [a := x @ w, b := a @ w, b @ a], (N, N), (N, N))
+    assert kept.peak_bytes == 3 * SQUARE
+
+
+def test_returned_memory_is_shared_by_views() -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> Any:
+        y = x @ w
+        return y, y.view(-1), x.t()
+
+    first, second, third = found(function, (N, N), (N, N)).returned
+    assert first is not None and second is not None and third is not None
+    assert first.memory == second.memory >= 0
+    assert third.memory == -1  # the first input's
+    assert first.size_bytes == SQUARE
+
+
+# --- seconds
+
+
+def test_the_slower_of_rate_and_bandwidth_counts() -> None:
+    assert Kernel("k", Kind.PRODUCT, 10**12, 10**6, True).seconds(UNIT) == pytest.approx(1.0)
+    assert Kernel("k", Kind.PRODUCT, 10**6, 10**9, True).seconds(UNIT) == pytest.approx(1.0)
+    launch = UNIT.replace(launch_s=0.5)
+    assert Kernel("k", Kind.MEMORY, 0, 10**9, True).seconds(launch) == pytest.approx(1.5)
+
+
+def test_rates_are_of_the_dtype_and_the_kind() -> None:
+    machine = UNIT.replace(
+        matmul32_tflop_s=0.5, sustained=0.8, attention_share=0.25, memory_gb_s=1e9
+    )
+    work = 10**12
+    seconds = [
+        Kernel("k", Kind.PRODUCT, work, 0, True).seconds(machine),
+        Kernel("k", Kind.PRODUCT, work, 0, False).seconds(machine),
+        Kernel("k", Kind.ATTENTION, work, 0, True).seconds(machine),
+    ]
+    assert seconds == pytest.approx([1 / 0.8, 2 / 0.8, 4.0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_products_know_their_dtype(dtype: torch.dtype) -> None:
+    graph = traced(lambda x, w: x @ w, (N, N), (N, N), dtype=dtype)
+    (kernel,) = analyse(graph).kernels
+    assert kernel.half == (dtype is HALF)
+
+
+# --- templates and nodes
+
+
+@pytest.fixture(scope="module")
+def trained() -> Schedule:
+    model = megacompile(nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))), device="cpu")
+    model(torch.randn(8, 32)).sum().backward()
+    return schedules(model)[0]
+
+
+def test_work_of_a_linear_layer_is_its_matrix_products(trained: Schedule) -> None:
+    stage = trained.stages[1]
+    product = 2 * 8 * 32 * 32
+    assert work_of(stage.traced, Code.FORWARD).flops == product
+    assert work_of(stage.traced, Code.BACKWARD).flops == 2 * product
+
+
+def test_an_analysis_is_made_once(trained: Schedule) -> None:
+    template = trained.stages[1].traced
+    assert analysis_of(template, Code.FORWARD) is analysis_of(template, Code.FORWARD)
+    eager = analysis_of(template, Code.BACKWARD, fused=False)
+    assert eager is analysis_of(template, Code.BACKWARD, fused=False)
+    assert eager is not analysis_of(template, Code.BACKWARD)
+
+
+def test_another_graph_is_analysed_anew(trained: Schedule) -> None:
+    template = trained.stages[1].traced
+    before = work_of(template, Code.FORWARD)
+    module = template.graphs[Code.FORWARD]
+    changed = fx.GraphModule(module, fx.Graph())
+    changed.meta = dict(module.meta)
+    changed.graph.output(())
+    other = replace(template, graphs={Code.FORWARD: changed})
+    assert work_of(other, Code.FORWARD).flops == 0 < before.flops
+
+
+def test_nodes_take_what_their_template_does(trained: Schedule) -> None:
+    for graph in trained.graphs.values():
+        for node in ops.nodes_of(graph, ops.forward, ops.recompute, ops.backward):
+            template = ops.arguments(node)[0].traced
+            assert node_s(node, H200) == compute_s(template, code_of(node), H200)
+        for node in ops.nodes_of(graph, ops.begin, ops.hold, ops.free):
+            assert node_s(node, H200) == 0.0
+
+
+def test_code_without_a_graph_costs_nothing(trained: Schedule) -> None:
+    from tests.schedules import Spec, build
+
+    template = build(Spec()).stages[0].traced
+    assert compute_s(template, Code.FORWARD, H200) == 0.0

@@ -1,0 +1,127 @@
+"""Machines: given by name, changed, measured once and kept in a file."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacompile import hardware
+from megacompile.cli import main
+from megacompile.errors import OptionError
+from megacompile.hardware import H200, NAMES, Hardware, known
+
+
+@pytest.fixture
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Measure little, and keep it in a folder of the test's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(hardware, "_COPY_BYTES", 2**16)
+    monkeypatch.setattr(hardware, "_SUSTAINED_S", 0.001)
+    return tmp_path / "megacompile"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "this"])
+def test_known_machines_are_whole(name: str) -> None:
+    found = known(name)
+    assert found == known(name.upper())
+    for field in fields(Hardware):
+        value = getattr(found, field.name)
+        if field.name == "host_bytes":
+            assert value is None  # a GPU does not say what host it is in
+        elif field.name != "name":
+            assert value > 0 and math.isfinite(value), field.name
+    assert found.h2d_both_gb_s <= found.h2d_gb_s
+    assert found.update_gb_s <= found.host_memory_gb_s
+    assert found.matmul32_tflop_s < found.matmul_tflop_s
+
+
+def test_faster_machines_have_greater_figures() -> None:
+    order = [known(name) for name in ("h200", "h100", "a100", "3090", "3080")]
+    for rate in ("matmul_tflop_s", "memory_gb_s", "h2d_gb_s", "host_memory_gb_s"):
+        rates = [getattr(machine, rate) for machine in order]
+        assert rates == sorted(rates, reverse=True), rate
+
+
+def test_unknown_machines_are_refused() -> None:
+    with pytest.raises(OptionError, match="got 'h300'; needed one of h200, h100, a100, 4090"):
+        known("h300")
+
+
+def test_replace_gives_another_machine() -> None:
+    changed = H200.replace(host_bytes=2**40, launch_s=0.0)
+    assert (changed.host_bytes, changed.launch_s, changed.name) == (2**40, 0.0, "NVIDIA H200")
+    assert H200.host_bytes is None
+    assert changed.replace(host_bytes=None).host_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"host_gib": 1}, "got 'host_gib'; needed one of name, h2d_gb_s"),
+        ({"h2d_gb_s": 0.0}, "got h2d_gb_s=0.0; needed a positive number"),
+        ({"device_bytes": -1}, "got device_bytes=-1"),
+        ({"copy_s": float("nan")}, "got copy_s=nan"),
+    ],
+)
+def test_replace_refuses(changes: dict[str, Any], fault: str) -> None:
+    with pytest.raises(OptionError, match=fault):
+        H200.replace(**changes)
+
+
+def test_hardware_is_measured_once(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = hardware.load("cpu")
+    with monkeypatch.context() as patched:
+        patched.setattr(hardware, "measure", lambda device: pytest.fail("measured twice"))
+        assert hardware.load("cpu") == first
+    for field in fields(Hardware):
+        value = getattr(first, field.name)
+        assert field.name == "name" or value > 0, field.name
+    assert first.sustained <= 1.0
+    assert first.update_gb_s <= first.host_memory_gb_s
+
+
+def test_this_is_the_machine_at_hand(quick: Path) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert known("this") == hardware.load(device)
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"name": "old"}', '{"unknown": 1}', "[1]"])
+def test_a_file_that_cannot_be_read_is_written_anew(quick: Path, content: str) -> None:
+    hardware.load("cpu")
+    (path,) = quick.iterdir()
+    path.write_text(content)
+    found = hardware.load("cpu")
+    assert json.loads(path.read_text()) == asdict(found)
+
+
+def test_another_torch_or_format_measures_again(
+    quick: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hardware.load("cpu")
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    hardware.load("cpu")
+    monkeypatch.setattr(hardware, "_FORMAT", hardware._FORMAT + 1)
+    hardware.load("cpu")
+    names = sorted(path.name for path in quick.iterdir())
+    assert len(names) == 3
+    assert sum("torch-9.9" in name for name in names) == 2
+
+
+def test_host_memory_is_found() -> None:
+    found = hardware._host_bytes()
+    assert found is None or 2**28 < found < 2**50
+
+
+def test_command_line_prints_rates(quick: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["hardware", "--device", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["name"] == "CPU"
+    assert main(["hardware", "--device", "cpu"]) == 0
+    assert "GB/s" in capsys.readouterr().out
+    assert main(["hardware", "--device", "cuda:99"]) == 2
+    assert "cuda:99" in capsys.readouterr().err
