@@ -3,11 +3,12 @@
 model = megacompile(model)
 """
 
-from megacompile.api import accumulate, megacompile, schedules, updates
+from megacompile.api import accumulate, megacompile, schedules, trace, updates
 from megacompile.errors import (
     BackwardError,
     HostMemoryError,
     MegacompileError,
+    MissingExtraError,
     ModelError,
     OptimizerError,
     OptionError,
@@ -24,6 +25,7 @@ __all__ = [
     "HostMemoryError",
     "Lowering",
     "MegacompileError",
+    "MissingExtraError",
     "ModelError",
     "OptimizerError",
     "OptionError",
@@ -34,5 +36,6 @@ __all__ = [
     "accumulate",
     "megacompile",
     "schedules",
+    "trace",
     "updates",
 ]

@@ -14,6 +14,7 @@ from torch import nn
 
 from megacompile import ops
 from megacompile.errors import ModelError, OptionError
+from megacompile.hardware import Hardware
 from megacompile.ir import Capture, Code, PassRecord, Schedule, Template, Unit
 from megacompile.options import Lowering, Options
 from megacompile.passes.differentiate import differentiate
@@ -32,6 +33,7 @@ from megacompile.passes.update import insert_updates
 from megacompile.runtime.host import check_host_memory
 from megacompile.runtime.progress import bar
 from megacompile.runtime.streamed import HostApply, StreamedModel, refuse_nested
+from megacompile.runtime.trace import Trace, Traced
 from megacompile.validate import check_model, check_optimizer, host_rows
 from megacompile.verify import verify
 
@@ -149,6 +151,44 @@ def updates(model: nn.Module) -> dict[str, str]:
         ModelError: the model is not megacompiled.
     """
     return {name: way.value for name, way in _streamed(model, "updates").updates.ways.items()}
+
+
+def trace(*models: nn.Module, hardware: Hardware | None = None) -> Trace:
+    """Record when every op of megacompiled models runs, on every stream, in a `with` block.
+
+    Nothing waits for the record: on CUDA it is timed events on the ops' own streams, read when the
+    block is over. Updates that `optimizer.step()` makes on the host are in it as a lane of their
+    own. Blocks may be nested, and span steps and models.
+
+    Args:
+        models: one or more.
+        hardware: the machine's rates, for a prediction to hold against what is measured. Default:
+            those on file, which `python -m megacompile hardware` puts there; without any there is
+            no prediction.
+
+    Raises:
+        ModelError: a model is not megacompiled.
+
+    Example::
+
+        with megacompile.trace(model) as t:
+            train_step(model, optimizer)
+        print(t.table())
+        t.save("step.json")  # for ui.perfetto.dev
+        t.plot("step.png")
+    """
+    if not models:
+        raise ModelError("trace(): got no model; needed at least one")
+    names: dict[str, int] = {}
+    traced = []
+    for model in dict.fromkeys(models):
+        streamed = _streamed(model, "trace")
+        name = type(model).__name__
+        names[name] = names.get(name, 0) + 1
+        if names[name] > 1:
+            name += f" {names[name]}"
+        traced.append(Traced(name, streamed.machine, streamed.schedules))
+    return Trace(traced, hardware)
 
 
 def _streamed(model: nn.Module, caller: str) -> StreamedModel:

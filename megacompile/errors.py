@@ -42,3 +42,7 @@ class UnsupportedGraphError(MegacompileError, RuntimeError):
 
 class OptimizerError(MegacompileError, RuntimeError):
     """An optimizer step that cannot be done as asked for, or that failed in the background."""
+
+
+class MissingExtraError(MegacompileError, ImportError):
+    """A package that an optional part needs is not installed; the message names the extra."""

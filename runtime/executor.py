@@ -32,6 +32,7 @@ from megacompile.runtime.in_backward import InBackward, Landing
 from megacompile.runtime.proxies import StreamedParameter
 from megacompile.runtime.slots import DeviceSlots
 from megacompile.runtime.streams import Handle, Streams
+from megacompile.runtime.trace import RECORDED, Recording, Tracer
 
 Group = dict[int, torch.Tensor]  # parameter's index in its bucket -> gradient
 Tensors = Sequence[torch.Tensor]
@@ -49,6 +50,7 @@ class Machine:
     place: Callable[[StreamedParameter], tuple[Bucket, int]]  # a parameter's bucket and index
     in_backward: InBackward | None = None  # where the backward updates
     order: list[int] = field(default_factory=list)  # bucket keys, as the last forward read them
+    tracer: Tracer | None = None  # while a trace of the model is on
 
 
 class Executor:
@@ -61,15 +63,16 @@ class Executor:
             name: [node.name for node in graph.find_nodes(op="placeholder")]
             for name, graph in schedule.graphs.items()
         }
+        self._bound = {name: _Ops(schedule, machine) for name in schedule.graphs}
         self._run = {name: self._compile(name) for name in schedule.graphs}
 
     def _compile(self, name: str) -> Callable[[list[Any]], Any]:
         source = show.graph_code(self.schedule, name)
         filename = f"<megacompile {self.schedule.name} {name} {id(self)}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-        bound = _Ops(self.schedule, self.machine)
+        bound = self._bound[name]
         namespace: dict[str, Any] = {
-            op.name: _ranged(getattr(bound, op.name), op) for op in ops.OPS.values()
+            op.name: _ranged(bound, getattr(bound, op.name), op) for op in ops.OPS.values()
         }
         namespace |= {"wait": bound.wait, **show.names(self.schedule)}
         exec(compile(source, filename, "exec"), namespace)
@@ -109,6 +112,9 @@ class Executor:
             machine.slots.generation += 1
             taken = [Handle(inputs.pop(key), Stream.COMPUTE, None) for key in self._inputs[name]]
             inputs.clear()
+            tracer = machine.tracer
+            recording = None if tracer is None else tracer.run(self.schedule, name)
+            self._bound[name].recording = recording
             return self._run[name](taken)
 
 
@@ -116,13 +122,20 @@ def _plain(value: Any) -> Any:
     return value.value if isinstance(value, Handle) else value
 
 
-def _ranged(function: Callable[..., Any], op: ops.Op) -> Callable[..., Any]:
-    """The op, with its printed name as a range in `torch.profiler` while that is on."""
+def _ranged(bound: _Ops, function: Callable[..., Any], op: ops.Op) -> Callable[..., Any]:
+    """The op, recorded while a trace is on, and a range in `torch.profiler` while that is on.
+
+    The range has the op's printed name behind a space: the profiler's tables take "1F" for a
+    mangled C++ name (an identifier of one letter) and would print "F"; "2F " would become "F ".
+    """
+    recorded = op.name in RECORDED
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if bound.recording is not None and recorded:
+            bound.recording.next_op()
         if not compat.profiler_enabled():
             return function(*args, **kwargs)
-        with torch.profiler.record_function(op.label(args)):
+        with torch.profiler.record_function(f" {op.label(args)}"):
             return function(*args, **kwargs)
 
     return run
@@ -142,14 +155,17 @@ class _Ops:
     def __init__(self, schedule: Schedule, machine: Machine) -> None:
         self.machine = machine
         self.gradient_params = schedule.gradient_params
+        self.recording: Recording | None = None  # of the run that is on
 
     def _issue(
         self, stream: Stream, waits: Any, work: Callable[[], Any], host: HostBucket | None = None
     ) -> Handle:
+        if self.recording is not None:
+            work = self.recording.timed(work)
         return self.machine.streams.issue(stream, _handles(waits), work, host)
 
     def _issue_many(self, waits: Any, work: Callable[[], Sequence[Any]]) -> tuple[Handle, ...]:
-        whole = self.machine.streams.issue(Stream.COMPUTE, _handles(waits), work)
+        whole = self._issue(Stream.COMPUTE, waits, work)
         return tuple(Handle(value, Stream.COMPUTE, whole.event) for value in whole.value)
 
     def begin(self) -> Handle:

@@ -374,7 +374,9 @@ class Updates:
         for i in indices:
             torch.autograd.graph.increment_version(bucket.params[i])
             bucket.mark_fresh(i)
-        flight = _Flight(self._thread.submit(update), bucket.layout.name)
+        tracer = self.machine.tracer
+        work = update if tracer is None else tracer.on_host(update, bucket.layout)
+        flight = _Flight(self._thread.submit(work), bucket.layout.name)
         bucket.start(flight, indices, visible)
 
     def _install(self, optimizer: Optimizer, bucket: HostBucket, steps: Iterable[Step]) -> None:
