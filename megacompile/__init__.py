@@ -3,7 +3,7 @@
 model = megacompile(model)
 """
 
-from megacompile.api import accumulate, megacompile, schedules, trace, updates
+from megacompile.api import Trace, accumulate, megacompile, schedules, trace, updates
 from megacompile.errors import (
     BackwardError,
     HostMemoryError,
@@ -13,6 +13,7 @@ from megacompile.errors import (
     OptimizerError,
     OptionError,
     ScheduleError,
+    TraceError,
     UnsupportedGraphError,
 )
 from megacompile.ir import Schedule
@@ -32,6 +33,8 @@ __all__ = [
     "Options",
     "Schedule",
     "ScheduleError",
+    "Trace",
+    "TraceError",
     "UnsupportedGraphError",
     "accumulate",
     "megacompile",

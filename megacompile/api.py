@@ -1,4 +1,7 @@
-"""The front door: `megacompile()`, `schedules()`. The only file that knows passes and runtime."""
+"""The front door: `megacompile()`, `schedules()`, `trace()`.
+
+The only file that knows passes and runtime.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from megacompile import ops
+from megacompile import log, ops
 from megacompile.errors import ModelError, OptionError
 from megacompile.hardware import Hardware
 from megacompile.ir import Capture, Code, PassRecord, Schedule, Template, Unit
@@ -33,11 +36,14 @@ from megacompile.passes.update import insert_updates
 from megacompile.runtime.host import check_host_memory
 from megacompile.runtime.progress import bar
 from megacompile.runtime.streamed import HostApply, StreamedModel, refuse_nested
-from megacompile.runtime.trace import Trace, Traced
+from megacompile.runtime.trace import Trace as Trace
+from megacompile.runtime.trace import Traced
 from megacompile.validate import check_model, check_optimizer, host_rows
 from megacompile.verify import verify
 
 M = TypeVar("M", bound=nn.Module)
+
+LISTENERS: list[Callable[[nn.Module], None]] = []  # told of each model that is megacompiled
 
 
 def megacompile(
@@ -94,6 +100,7 @@ def megacompile(
             optimizer.step()
             optimizer.zero_grad()
     """
+    log.configure()
     options = Options.resolve(
         device=device,
         lowering=lowering,
@@ -129,6 +136,9 @@ def megacompile(
     streamed = StreamedModel(model, options, divide, functools.partial(_Compiler, options))
     model._compiled_call_impl = streamed
     model._apply = HostApply(model)  # type: ignore[method-assign]
+    log.buckets_placed(type(model).__name__, [b.layout for b in streamed.machine.buckets.values()])
+    for listener in tuple(LISTENERS):
+        listener(model)
     return model
 
 
@@ -210,7 +220,9 @@ class _Compiler:
         self.templates: TemplateCache = {}
 
     def partition(self, capture: Capture) -> Schedule:
-        return _timed("partition", None, lambda: partition(capture, self.units))
+        schedule = _timed("partition", None, lambda: partition(capture, self.units))
+        log.captured(capture, schedule)
+        return schedule
 
     def build(
         self,
@@ -244,11 +256,13 @@ class _Compiler:
         for name, function in passes:
             schedule = _timed(name, schedule, functools.partial(function, schedule))
         verify(schedule)
-        return _timed(
+        schedule = _timed(
             "lower",
             schedule,
             lambda: lower(schedule, lowering=options.lowering, progress=self._progress),
         )
+        log.schedule_made(schedule)
+        return schedule
 
     def _gradient_passes(
         self, *, accumulate: bool, update: bool
@@ -331,6 +345,7 @@ def _timed(name: str, before: Schedule | None, function: Callable[[], Schedule])
         nodes=sum(len(graph.nodes) for graph in after.graphs.values()),
     )
     history: tuple[Any, ...] = () if before is None else before.history
+    log.pass_done(after.name, record, history[-1].nodes if history else 0)
     return replace(after, history=(*history, record))
 
 

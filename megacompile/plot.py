@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megacompile.errors import MissingExtraError, OptionError
+from megacompile.errors import MissingExtraError, TraceError
 from megacompile.timeline import UPDATE_ON_HOST, Span, Timeline
 
 _COLOURS = {  # distinct for readers with any kind of colour vision (Okabe and Ito, 2008), and tints
@@ -42,13 +42,13 @@ def draw(path: str | Path, measured: Timeline, predicted: Timeline | None = None
 
     Raises:
         MissingExtraError: matplotlib is not installed.
-        OptionError: nothing was traced, or an ending that matplotlib does not know.
+        TraceError: nothing was traced, or an ending that matplotlib does not know.
     """
     figure = _figure(measured, predicted)
     ending = Path(path).suffix.removeprefix(".") or "png"
     known = sorted(figure.canvas.get_supported_filetypes())
     if ending not in known:
-        raise OptionError(f"plot(): got {str(path)!r}; needed an ending among {', '.join(known)}")
+        raise TraceError(f"plot(): got {str(path)!r}; needed an ending among {', '.join(known)}")
     figure.savefig(path, dpi=150, format=ending)
 
 
@@ -61,7 +61,7 @@ def _figure(measured: Timeline, predicted: Timeline | None) -> Any:
             "(save('step.json') needs nothing, and opens in ui.perfetto.dev)"
         ) from error
     if not measured.spans:
-        raise OptionError("plot(): nothing ran while the trace was on; call the model in its block")
+        raise TraceError("plot(): nothing ran while the trace was on; call the model in its block")
     panels = [(measured, "measured")]
     if predicted is not None and predicted.spans:
         panels.insert(0, (predicted, "predicted"))

@@ -14,7 +14,7 @@ inside of an op shows in neither.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import fx
 
 from megacompile import hazards, ops
 from megacompile.ir import Bucket, Schedule, Stage, format_bytes, tensors_bytes
+from megacompile.show import columns
 
 HOST = "host"
 LANES = ("h2d", "compute", "d2h", HOST)
@@ -251,21 +252,6 @@ def table(measured: Timeline, predicted: Timeline | None = None) -> str:
     if predicted is not None:
         blocks.append(_graphs(measured, predicted))
     return "\n\n".join(blocks)
-
-
-def columns(rows: Sequence[Sequence[str]], left: Iterable[int] = (0,)) -> str:
-    """Rows in columns: those named in `left` to the left, numbers to the right."""
-    flush = set(left)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-
-    def line(row: Sequence[str]) -> str:
-        cells = [
-            cell.ljust(width) if i in flush else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        return "  ".join(cells).rstrip()
-
-    return "\n".join(map(line, rows))
 
 
 def _head(timeline: Timeline) -> str:

@@ -72,8 +72,9 @@ class Executor:
         linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
         bound = self._bound[name]
         namespace: dict[str, Any] = {
-            op.name: _ranged(bound, getattr(bound, op.name), op) for op in ops.OPS.values()
+            op.name: _ranged(getattr(bound, op.name), op) for op in ops.OPS.values()
         }
+        namespace |= {op: _recorded(bound, namespace[op]) for op in RECORDED}
         namespace |= {"wait": bound.wait, **show.names(self.schedule)}
         exec(compile(source, filename, "exec"), namespace)
         function: Callable[[list[Any]], Any] = namespace[f"run_{name}"]
@@ -122,17 +123,25 @@ def _plain(value: Any) -> Any:
     return value.value if isinstance(value, Handle) else value
 
 
-def _ranged(bound: _Ops, function: Callable[..., Any], op: ops.Op) -> Callable[..., Any]:
-    """The op, recorded while a trace is on, and a range in `torch.profiler` while that is on.
+def _recorded(bound: _Ops, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The op, in the record of a trace while one is on."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if bound.recording is not None:
+            bound.recording.next_op()
+        return function(*args, **kwargs)
+
+    return run
+
+
+def _ranged(function: Callable[..., Any], op: ops.Op) -> Callable[..., Any]:
+    """The op, with its printed name as a range in `torch.profiler` while that is on.
 
     The range has the op's printed name behind a space: the profiler's tables take "1F" for a
     mangled C++ name (an identifier of one letter) and would print "F"; "2F " would become "F ".
     """
-    recorded = op.name in RECORDED
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if bound.recording is not None and recorded:
-            bound.recording.next_op()
         if not compat.profiler_enabled():
             return function(*args, **kwargs)
         with torch.profiler.record_function(f" {op.label(args)}"):

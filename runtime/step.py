@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megacompile import compat
+from megacompile import compat, log
 from megacompile.errors import OptimizerError
 from megacompile.options import Lowering, Options
 from megacompile.runtime.blockwise import quantizes
@@ -134,6 +134,7 @@ class Updates:
             update.prepare(compiled)
         for key, update in updates.items():
             self._start(update, held[key])
+            log.logger("update").info("%s: %s", update.bucket.layout.name, update.way.value)
         for key in first.keys() | aliased:
             updates[key].bucket.settle()
         for key, steps in first.items():

@@ -23,6 +23,7 @@ from typing import Any, Self
 import torch
 
 from megacompile import ops, perfetto, plot, prediction, timeline
+from megacompile.errors import TraceError
 from megacompile.hardware import Hardware
 from megacompile.ir import Bucket, Schedule
 from megacompile.timeline import HOST, UNSEEN, UPDATE_ON_HOST, OpInfo, Run, Span, Timeline
@@ -191,7 +192,7 @@ class Trace:
 
     def __enter__(self) -> Self:
         if self._start_s is not None:
-            raise RuntimeError("trace(): this trace was on already; make a new one for each block")
+            raise TraceError("trace(): this trace was on already; make a new one for each block")
         with _TURN:
             for model in self._models:
                 machine = model.machine
