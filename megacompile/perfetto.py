@@ -22,10 +22,9 @@ def save(path: str | Path, measured: Timeline, predicted: Timeline | None = None
 
 def document(measured: Timeline, predicted: Timeline | None = None) -> dict[str, Any]:
     """The file's JSON object."""
-    models = list(dict.fromkeys(span.model for span in measured.spans))
     events: list[dict[str, Any]] = []
     pid = 0
-    for model in models:
+    for model in measured.models:
         for timeline, what in ((measured, "measured"), (predicted, "predicted")):
             if timeline is None or all(span.model != model for span in timeline.spans):
                 continue

@@ -99,9 +99,8 @@ def _figure(measured: Timeline, predicted: Timeline | None) -> Any:
 
 def lanes(timeline: Timeline) -> list[tuple[str, str]]:
     """The rows of the picture, (model, lane), from top to bottom."""
-    models = list(dict.fromkeys(span.model for span in timeline.spans))
     used = {(span.model, span.op.lane) for span in timeline.spans}
-    every = [(model, lane) for model in models for lane in timeline.lanes]
+    every = [(model, lane) for model in timeline.models for lane in timeline.lanes]
     return [row for row in every if row in used]
 
 

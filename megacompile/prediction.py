@@ -76,4 +76,4 @@ def predicted(measured: Timeline, hardware: Hardware) -> Timeline:
                 info = infos[event.name].popleft()
                 times = (start + event.start_s, start + event.stop_s)
                 spans.append(Span(info, *times, run.model, i, info.live_bytes))
-    return Timeline(tuple(in_order(spans)), measured.runs, hardware.name)
+    return Timeline(tuple(in_order(spans)), measured.runs, hardware.name, measured.order)

@@ -139,6 +139,13 @@ class Timeline:
     spans: tuple[Span, ...]
     runs: tuple[Run, ...] = ()
     device: str = ""
+    order: tuple[str, ...] = ()  # of the models, where it is not that of their first spans
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The models that have spans."""
+        used = dict.fromkeys(span.model for span in self.spans)
+        return tuple(dict.fromkeys([*(m for m in self.order if m in used), *used]))
 
     @property
     def start_s(self) -> float:

@@ -230,7 +230,8 @@ class Trace:
             if model.tracer is not None:
                 spans += self._spans(model, model.tracer, runs)
         devices = dict.fromkeys(str(model.machine.device) for model in self._models)
-        found = Timeline(tuple(timeline.in_order(spans)), tuple(runs), ", ".join(devices))
+        order = tuple(model.name for model in self._models)
+        found = Timeline(tuple(timeline.in_order(spans)), tuple(runs), ", ".join(devices), order)
         if self._over:
             self._measured = found
             for model in self._models:

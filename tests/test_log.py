@@ -112,7 +112,7 @@ def test_what_is_asked_for_is_printed_and_nothing_else(
     monkeypatch.setenv(log.VARIABLE, "schedule,plan")
     model = train()
     printed = capsys.readouterr().err
-    (schedule,) = schedules(model)  # type: ignore[arg-type]
+    (schedule,) = schedules(model)
     assert schedule.table() in printed
     assert schedule.code() not in printed, "that is DEBUG"
     assert "megacompile.plan INFO: Stack: keeps saved tensors of stages: 4" in printed
@@ -130,7 +130,7 @@ def messages(caplog: pytest.LogCaptureFixture, subject: str) -> list[str]:
 def test_every_subject_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "megacompile"):
         model = train()
-    (schedule,) = schedules(model)  # type: ignore[arg-type]
+    (schedule,) = schedules(model)
     ours = {r.name for r in caplog.records if r.name.startswith("megacompile")}
     assert ours == {f"megacompile.{subject}" for subject in log.SUBJECTS}
     nodes = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,9 @@ def test_a_row_a_stream_and_model() -> None:
         return Span(OpInfo("0F", "forward", lane, ""), 0.0, 1.0, model, -1)
 
     timeline = Timeline((span("a", "compute"), span("b", "host"), span("a", "h2d")))
-    assert plot.lanes(timeline) == [("a", "h2d"), ("a", "compute"), ("b", "host")]
+    rows = [("a", "h2d"), ("a", "compute"), ("b", "host")]
+    assert plot.lanes(timeline) == rows
+    assert plot.lanes(replace(timeline, order=("c", "b", "a"))) == [rows[2], *rows[:2]]
 
 
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib, the extra viz")
