@@ -53,7 +53,7 @@ class _Clock:
         if device.type != "cuda":
             return
         with torch.cuda.device(device):
-            stream = torch.cuda.Stream(device)
+            stream = torch.cuda.Stream(device, priority=-1)  # of a pool that copies do not use
             best = float("inf")
             for _ in range(_CLOCK_TRIES):
                 event = torch.cuda.Event(enable_timing=True)

@@ -422,7 +422,7 @@ class Cuda:
 
         stats = {"allocated_bytes": {"all": {"current": 77}}}
         monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device: "new")
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: "new")
         monkeypatch.setattr(torch.cuda, "device", device)
         monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
 
