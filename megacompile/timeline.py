@@ -334,19 +334,21 @@ def compare(measured: Timeline, predicted: Timeline) -> list[Comparison]:
 
 
 def _graphs(measured: Timeline, predicted: Timeline) -> str:
-    rows = [["graph", "runs", "measured ms", "predicted ms", "off by"]]
-    for found in compare(measured, predicted):
-        off = found.predicted_s / found.measured_s - 1 if found.measured_s else 0.0
-        rows.append(
-            [
-                f"{found.model} {found.graph}",
-                str(found.count),
-                _ms(found.measured_s),
-                _ms(found.predicted_s),
-                f"{off:+.0%}",
-            ]
-        )
+    rows = [["graph", "runs", "measured ms each", "predicted ms each", "off by"]]
+    found = compare(measured, predicted)
+    for one in found:
+        name = f"{one.model} {one.graph}"
+        rows.append(_compared(name, one.count, one.measured_s, one.predicted_s))
+    sums = [
+        sum(getattr(f, name) * f.count for f in found) for name in ("measured_s", "predicted_s")
+    ]
+    rows.append(_compared("all of them, in all", sum(f.count for f in found), *sums))
     return columns(rows)
+
+
+def _compared(name: str, count: int, measured_s: float, predicted_s: float) -> list[str]:
+    off = f"{predicted_s / measured_s - 1:+.0%}" if measured_s else "-"
+    return [name, str(count), _ms(measured_s), _ms(predicted_s), off]
 
 
 def _ms(seconds: float) -> str:

@@ -193,6 +193,9 @@ def test_a_prediction_is_the_cost_models() -> None:
     assert [row[1] for row in rows[-2:]] == ["forward", "backward"]
     shown = [float(row[-2]) for row in rows[-2:]]
     assert sum(shown) == pytest.approx(total * 1e3, rel=1e-2)
+    together = table.splitlines()[-1].split()
+    assert together[:6] == ["all", "of", "them,", "in", "all", "2"]
+    assert float(together[-2]) == pytest.approx(total * 1e3, rel=1e-2)
     graphs = t.to_dict()["predicted"]["graphs"]
     assert [graph["runs"] for graph in graphs] == [1, 1]
 

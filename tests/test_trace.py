@@ -142,6 +142,51 @@ def test_several_steps_and_micro_batches() -> None:
     assert "Stack forward x5, Stack backward x4" in t.table()
 
 
+def test_updates_in_the_backward_are_ops_like_others() -> None:
+    plain, inputs = stack()
+    optimizer = torch.optim.AdamW(plain.parameters())
+    model = megacompile.megacompile(plain, optimizer=optimizer, device="cpu")
+    with trace(model) as t:
+        with megacompile.accumulate(model):
+            step(model, inputs)
+        step(model, inputs)
+        optimizer.step()
+    for i, run in enumerate(t.measured.runs):
+        nodes = wanted(run.schedule, run.graph)
+        assert names(t.measured.of_run(i)) == [ops.label(n) for n in nodes]
+    buckets = len(schedules(model)[0].buckets)
+    counts = Counter(span.op.kind for span in t.spans)
+    for kind in ("fetch_state", "update", "offload_state", "fetch_grad"):
+        assert counts[kind] == buckets
+    assert HOST not in t.measured.lanes
+
+
+def test_every_captured_graph_is_recorded() -> None:
+    """A graph break makes two of them."""
+
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            torch._dynamo.graph_break()
+            return self.second(x).mean()
+
+    _, model = twins(Broken())
+    with trace(model) as t:
+        step(model, {"x": stack()[1]["x"]})
+    made = schedules(model)
+    assert len(made) == 2
+    runs = [(run.schedule.name, run.graph) for run in t.measured.runs]
+    first, second = (schedule.name for schedule in made)
+    assert runs == [
+        *((first, "forward"), (second, "forward")),
+        *((second, "backward"), (first, "backward")),
+    ]
+
+
 # --- the host's updates
 
 
