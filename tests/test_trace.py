@@ -172,7 +172,8 @@ def test_every_captured_graph_is_recorded() -> None:
         def forward(self, x: Tensor) -> Tensor:
             x = self.first(x)
             torch._dynamo.graph_break()
-            return self.second(x).mean()
+            loss: Tensor = self.second(x).mean()
+            return loss
 
     _, model = twins(Broken())
     with trace(model) as t:
