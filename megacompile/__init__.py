@@ -3,15 +3,17 @@
 model = megacompile(model)
 """
 
-from megacompile.api import accumulate, megacompile, schedules, updates
+from megacompile.api import Trace, accumulate, megacompile, schedules, trace, updates
 from megacompile.errors import (
     BackwardError,
     HostMemoryError,
     MegacompileError,
+    MissingExtraError,
     ModelError,
     OptimizerError,
     OptionError,
     ScheduleError,
+    TraceError,
     UnsupportedGraphError,
 )
 from megacompile.ir import Schedule
@@ -25,15 +27,19 @@ __all__ = [
     "HostMemoryError",
     "Lowering",
     "MegacompileError",
+    "MissingExtraError",
     "ModelError",
     "OptimizerError",
     "OptionError",
     "Options",
     "Schedule",
     "ScheduleError",
+    "Trace",
+    "TraceError",
     "UnsupportedGraphError",
     "accumulate",
     "megacompile",
     "schedules",
+    "trace",
     "updates",
 ]

@@ -1,4 +1,7 @@
-"""The front door: `megacompile()`, `schedules()`. The only file that knows passes and runtime."""
+"""The front door: `megacompile()`, `schedules()`, `trace()`.
+
+The only file that knows passes and runtime.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from megacompile import ops
+from megacompile import log, ops
 from megacompile.errors import ModelError, OptionError
+from megacompile.hardware import Hardware
 from megacompile.ir import Capture, Code, PassRecord, Plan, Schedule, Template, Unit
 from megacompile.options import Head, Lowering, Options
 from megacompile.passes.chunk import STOOD_BACK, chunk_head
@@ -37,10 +41,14 @@ from megacompile.runtime.head import bind_operators
 from megacompile.runtime.host import check_host_memory
 from megacompile.runtime.progress import bar
 from megacompile.runtime.streamed import HostApply, StreamedModel, refuse_nested
+from megacompile.runtime.trace import Trace as Trace
+from megacompile.runtime.trace import Traced
 from megacompile.validate import check_model, check_optimizer, host_rows
 from megacompile.verify import verify
 
 M = TypeVar("M", bound=nn.Module)
+
+LISTENERS: list[Callable[[nn.Module], None]] = []  # told of each model that is megacompiled
 
 
 def megacompile(
@@ -118,6 +126,7 @@ def megacompile(
             optimizer.step()
             optimizer.zero_grad()
     """
+    log.configure()
     options = Options.resolve(
         device=device,
         lowering=lowering,
@@ -158,6 +167,9 @@ def megacompile(
     streamed = StreamedModel(model, options, divide, functools.partial(PassCompiler, options))
     model._compiled_call_impl = streamed
     model._apply = HostApply(model)  # type: ignore[method-assign]
+    log.buckets_placed(type(model).__name__, [b.layout for b in streamed.machine.buckets.values()])
+    for listener in tuple(LISTENERS):
+        listener(model)
     return model
 
 
@@ -180,6 +192,44 @@ def updates(model: nn.Module) -> dict[str, str]:
         ModelError: the model is not megacompiled.
     """
     return {name: way.value for name, way in _streamed(model, "updates").updates.ways.items()}
+
+
+def trace(*models: nn.Module, hardware: Hardware | None = None) -> Trace:
+    """Record when every op of megacompiled models runs, on every stream, in a `with` block.
+
+    Nothing waits for the record: on CUDA it is timed events on the ops' own streams, read when the
+    block is over. Updates that `optimizer.step()` makes on the host are in it as a lane of their
+    own. Blocks may be nested, and span steps and models.
+
+    Args:
+        models: one or more.
+        hardware: the machine's rates, for a prediction to hold against what is measured. Default:
+            those on file, which `python -m megacompile hardware` puts there; without any there is
+            no prediction.
+
+    Raises:
+        ModelError: a model is not megacompiled.
+
+    Example::
+
+        with megacompile.trace(model) as t:
+            train_step(model, optimizer)
+        print(t.table())
+        t.save("step.json")  # for ui.perfetto.dev
+        t.plot("step.png")
+    """
+    if not models:
+        raise ModelError("trace(): got no model; needed at least one")
+    names: dict[str, int] = {}
+    traced = []
+    for model in dict.fromkeys(models):
+        streamed = _streamed(model, "trace")
+        name = type(model).__name__
+        names[name] = names.get(name, 0) + 1
+        if names[name] > 1:
+            name += f" {names[name]}"
+        traced.append(Traced(name, streamed.machine, streamed.schedules))
+    return Trace(traced, hardware)
 
 
 def _streamed(model: nn.Module, caller: str) -> StreamedModel:
@@ -212,6 +262,7 @@ class PassCompiler:
                     f"megacompile(): {capture.name}: head='chunked', but {reason}", stacklevel=2
                 )
         stages = _timed("partition", None, lambda: partition(capture, self.units))
+        log.captured(capture, stages)
         return replace(stages, plan=Plan(reasons=reasons))
 
     def build(
@@ -234,11 +285,13 @@ class PassCompiler:
             hold=hold,
             update=update,
         )
-        return _timed(
+        schedule = _timed(
             "lower",
             schedule,
             lambda: lower(schedule, lowering=self.options.lowering, progress=self._progress),
         )
+        log.schedule_made(schedule)
+        return schedule
 
     def plan(
         self,
@@ -287,7 +340,7 @@ class PassCompiler:
             hand_over=share,
             hand_over_bytes=limit,
             resident=self.resident,
-            element_bytes=_state_bytes(options) + 4.0,  # the gradient, and the streamed copy
+            element_bytes=options.state_bytes,
         )
 
     def _gradient_passes(
@@ -301,13 +354,13 @@ class PassCompiler:
                 accumulate=accumulate,
                 lookahead=options.lookahead,
                 masters=options.compute_dtype is not None,
-                state_bytes=_state_bytes(options),
+                state_bytes=options.state_bytes,
             )
             return [("update", insert)]
         offload = functools.partial(offload_gradients, accumulate=accumulate)
         if options.lowering is Lowering.EAGER:
             return [("offload", offload)]
-        give = functools.partial(insert_hand_over, state_bytes=_state_bytes(options))
+        give = functools.partial(insert_hand_over, state_bytes=options.state_bytes)
         return [("offload", offload), ("norms", insert_norms), ("hand_over", give)]
 
     def _progress(
@@ -318,15 +371,6 @@ class PassCompiler:
             for item in work:
                 yield item
                 step(1)
-
-
-def _state_bytes(options: Options) -> float:
-    """Bytes of an element's two moments, and of its parameter on the way back."""
-    dtype = options.state_dtype
-    moment = 1.0 if dtype == "int8" else 4.0
-    if isinstance(dtype, torch.dtype):
-        moment = float(dtype.itemsize)
-    return 2 * moment + (4.0 if options.compute_dtype is not None else 2.0)
 
 
 @contextlib.contextmanager
@@ -372,6 +416,7 @@ def _timed(name: str, before: Schedule | None, function: Callable[[], Schedule])
         nodes=sum(len(graph.nodes) for graph in after.graphs.values()),
     )
     history: tuple[Any, ...] = () if before is None else before.history
+    log.pass_done(after.name, record, history[-1].nodes if history else 0)
     return replace(after, history=(*history, record))
 
 

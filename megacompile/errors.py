@@ -42,3 +42,11 @@ class UnsupportedGraphError(MegacompileError, RuntimeError):
 
 class OptimizerError(MegacompileError, RuntimeError):
     """An optimizer step that cannot be done as asked for, or that failed in the background."""
+
+
+class TraceError(MegacompileError, RuntimeError):
+    """A trace that cannot be taken or drawn."""
+
+
+class MissingExtraError(MegacompileError, ImportError):
+    """A package that an optional part needs is not installed; the message names the extra."""

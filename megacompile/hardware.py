@@ -205,15 +205,26 @@ def load(device: torch.device | str) -> Hardware:
     cannot be read is written anew.
     """
     device = torch.device(device)
-    path = _cache() / f"{_key(device)}.json"
-    try:
-        return Hardware(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
-        pass
+    found = cached(device)
+    if found is not None:
+        return found
     measured = measure(device)
+    path = _file(device)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(asdict(measured), indent=2))
     return measured
+
+
+def cached(device: torch.device) -> Hardware | None:
+    """The figures of `device` if it was measured before."""
+    try:
+        return Hardware(**json.loads(_file(device).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _file(device: torch.device) -> Path:
+    return _cache() / f"{_key(device)}.json"
 
 
 def _key(device: torch.device) -> str:

@@ -422,6 +422,33 @@ class Schedule:
 
         return show.table(self)
 
+    def diff(self, other: Schedule, *, code: bool = False) -> str:
+        """What `other` does differently: what it was made with, then a unified diff by stage.
+
+        With `code`, the Python is compared instead of the actions. "" where they do the same.
+        """
+        from megacompile import changes
+
+        return changes.diff(self, other, code=code)
+
+    def passes(self) -> str:
+        """The history as a table: each pass, its time, the nodes before and after it."""
+        from megacompile import changes
+
+        return changes.passes(self)
+
+    def to_networkx(self) -> Any:
+        """A `networkx.MultiDiGraph`: ops as nodes, with `kind` on the edges that order them."""
+        from megacompile import export
+
+        return export.to_networkx(self)
+
+    def to_dot(self) -> str:
+        """The same in the DOT language, a cluster for each stream."""
+        from megacompile import export
+
+        return export.to_dot(self)
+
     def __str__(self) -> str:
         return self.code()
 

@@ -1,4 +1,4 @@
-"""A schedule as text: the Python that runs, the step x stream table, the diff of two schedules.
+"""A schedule as text: the Python that runs, the step x stream table.
 
 The code is what the executor runs, not a rendering of it: one function a graph, one line an op,
 with the stream, the printed name and the bytes or shapes as a comment. `getitem` nodes vanish
@@ -19,10 +19,8 @@ A variable has the name of its FX node, with "_" behind it where an op or object
 from __future__ import annotations
 
 import builtins
-import difflib
 import itertools
 import keyword
-import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -109,13 +107,6 @@ def table(schedule: Schedule, marks: Mapping[fx.Node, str] | None = None) -> str
     return "\n\n".join(blocks)
 
 
-def diff(before: Schedule, after: Schedule) -> str:
-    """The unified diff of two schedules' code; "" where they run the same."""
-    old, new = (_unaligned(schedule) for schedule in (before, after))
-    old_name, new_name = (_made_by(schedule) for schedule in (before, after))
-    return "\n".join(difflib.unified_diff(old, new, old_name, new_name, lineterm=""))
-
-
 def result_count(node: fx.Node) -> int:
     """How many values an op that gives a tuple gives; 1 for every other op."""
     if node.target not in _MULTIPLE:
@@ -128,17 +119,6 @@ def result_count(node: fx.Node) -> int:
         return len(stage.traced.saved)
     inputs = [i for i in stage.traced.gradients if isinstance(stage.primals[i], ArgRef)]
     return len(inputs) + len(stage.buckets_read(stage.traced.gradients))
-
-
-def _unaligned(schedule: Schedule) -> list[str]:
-    """The code's lines without the columns of comments, which one long line would shift."""
-    lines = "\n".join(graph_code(schedule, name) for name in schedule.graphs).splitlines()
-    return [re.sub(r"(?<=\S) {2,}", "  ", line) for line in lines]
-
-
-def _made_by(schedule: Schedule) -> str:
-    made_by = schedule.history[-1].name if schedule.history else "hand"
-    return f"{schedule.name} by {made_by}"
 
 
 # The header.
@@ -391,3 +371,18 @@ def _rows(name: str, rows: list[dict[Stream, list[str]]], notes: list[list[str]]
         left = "step" if step == 0 else f"{step - 1:>4}"
         columns = " | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
         yield f"{left} | {columns}{''.join(f'  <-- {mark}' for mark in marked)}".rstrip(" |")
+
+
+def columns(rows: Sequence[Sequence[str]], left: Iterable[int] = (0,)) -> str:
+    """Rows in columns: those named in `left` to the left, numbers to the right."""
+    flush = set(left)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+
+    def line(row: Sequence[str]) -> str:
+        cells = [
+            cell.ljust(width) if i in flush else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        return "  ".join(cells).rstrip()
+
+    return "\n".join(map(line, rows))

@@ -13,6 +13,8 @@ freed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import fx
 
@@ -22,11 +24,13 @@ from megacompile.passes.offload import suffix_of
 from megacompile.passes.prefetch import uses
 
 
-def insert_hand_over(schedule: Schedule, *, state_bytes: float) -> Schedule:
+def insert_hand_over(
+    schedule: Schedule, *, state_bytes: Callable[[torch.dtype], float]
+) -> Schedule:
     """The schedule whose backward hands over the buckets of `plan.hand_over`.
 
     Args:
-        state_bytes: of a parameter's element and its states, for the cost model.
+        state_bytes: of one element, streamed in a dtype, with its states; for the cost model.
     """
     if schedule.backward is None or not schedule.plan.hand_over:
         return schedule
@@ -51,8 +55,9 @@ def insert_hand_over(schedule: Schedule, *, state_bytes: float) -> Schedule:
             state = ops.call(graph, ops.fetch_state, bucket, room, True, name=f"s{suffix}")
         with graph.inserting_before(graph.output_node()):  # compute must not wait for the fetch
             ops.call(graph, ops.hand_over, bucket, gradients, state, name=f"keep{suffix}")
-        numel = sum(bucket.params[i].numel for i in new.gradient_params[bucket.key])
-        meta = TensorMeta((int(numel * state_bytes),), torch.uint8, (1,))
+        params = [bucket.params[i] for i in new.gradient_params[bucket.key]]
+        size = sum(param.numel * state_bytes(param.dtype) for param in params)
+        meta = TensorMeta((int(size),), torch.uint8, (1,))
         room.meta["value"] = state.meta["value"] = meta
     return new
 

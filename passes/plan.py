@@ -7,7 +7,10 @@ pass over the head, the largest matrix of most language models.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+
+import torch
 
 from megacompile.ir import Plan, Schedule, format_bytes
 
@@ -18,7 +21,7 @@ def make_plan(
     keep_last: bool = True,
     hand_over: float = 0.0,
     hand_over_bytes: float = 0.0,
-    element_bytes: float = 0.0,
+    element_bytes: Callable[[torch.dtype], float] = lambda dtype: 0.0,
     resident: frozenset[int] = frozenset(),
 ) -> Schedule:
     """The schedule with its plan.
@@ -28,7 +31,7 @@ def make_plan(
         hand_over: the share of the trained parameters, the first in forward order, that
             `optimizer.step()` updates on the device.
         hand_over_bytes: device memory that may hold what these updates need.
-        element_bytes: what an update needs of it for one parameter: value, gradient, states.
+        element_bytes: of a parameter and its states, for one element streamed in a dtype.
         resident: keys of the buckets that live on the device.
     """
     so_far = schedule.plan.reasons
@@ -68,7 +71,7 @@ def _hand_over(
     resident: frozenset[int],
     share: float,
     limit_bytes: float,
-    element_bytes: float,
+    element_bytes: Callable[[torch.dtype], float],
 ) -> tuple[frozenset[int], tuple[str, ...]]:
     """The first buckets up to a share of the parameters, as far as the memory goes."""
     trained = schedule.gradient_params
@@ -77,12 +80,15 @@ def _hand_over(
         for bucket in schedule.buckets
         if bucket.key in trained and bucket.key not in resident
     }
-    total, so_far, chosen = sum(sizes.values()), 0, []
+    total, so_far, needed, chosen = sum(sizes.values()), 0, 0.0, []
     for bucket in schedule.buckets:
         if bucket.key not in sizes:
             continue
         so_far += sizes[bucket.key]
-        if so_far > share * total or so_far * element_bytes > limit_bytes:
+        for i in trained[bucket.key]:
+            place = bucket.params[i]
+            needed += place.numel * (element_bytes(place.dtype) + place.dtype.itemsize)
+        if so_far > share * total or needed > limit_bytes:
             break
         chosen.append(bucket)
     if not chosen:

@@ -11,6 +11,8 @@ backwards left on the host is added first, as in `offload`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import fx
 
@@ -28,7 +30,7 @@ def insert_updates(
     accumulate: bool,
     lookahead: int,
     masters: bool,
-    state_bytes: float,
+    state_bytes: Callable[[torch.dtype], float],
 ) -> Schedule:
     """The schedule whose backward updates every bucket that gets gradients.
 
@@ -36,7 +38,7 @@ def insert_updates(
         accumulate: add the gradients that are on the host already.
         lookahead: how many stages ahead states are fetched.
         masters: the states include the parameters, because what is streamed is a copy.
-        state_bytes: of a parameter's element on the way there and back, for the cost model.
+        state_bytes: of one element, streamed in a dtype, with its states; for the cost model.
     """
     if schedule.backward is None:
         return schedule
@@ -62,8 +64,9 @@ def insert_updates(
             room = ops.call(graph, ops.alloc_state, bucket, masters, name=f"room_s{suffix}")
             state = ops.call(graph, ops.fetch_state, bucket, room, masters, name=f"s{suffix}")
         updated.args = (bucket, weights, total, state)
-        numel = sum(bucket.params[i].numel for i in new.gradient_params[bucket.key])
-        meta = TensorMeta((int(numel * state_bytes),), _BYTE, (1,))
+        params = [bucket.params[i] for i in new.gradient_params[bucket.key]]
+        size = sum(param.numel * state_bytes(param.dtype) for param in params)
+        meta = TensorMeta((int(size),), _BYTE, (1,))
         for node in (room, state, updated):
             node.meta["value"] = meta
     return new

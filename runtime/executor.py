@@ -36,6 +36,7 @@ from megacompile.runtime.proxies import StreamedParameter
 from megacompile.runtime.rooms import Landing, Rooms
 from megacompile.runtime.slots import DeviceSlots
 from megacompile.runtime.streams import Handle, Streams
+from megacompile.runtime.trace import RECORDED, Recording, Tracer
 from megacompile.runtime.update import flat
 
 Group = dict[int, torch.Tensor]  # parameter's index in its bucket -> gradient
@@ -59,6 +60,7 @@ class Machine:
     )  # with a backward to come
     alive: list[Any] = field(default_factory=list)  # until the forward's last copy is done
     order: list[int] = field(default_factory=list)  # bucket keys, as the last forward read them
+    tracer: Tracer | None = None  # while a trace of the model is on
 
 
 class Executor:
@@ -72,16 +74,18 @@ class Executor:
             name: [node.name for node in graph.find_nodes(op="placeholder")]
             for name, graph in schedule.graphs.items()
         }
+        self._bound = {name: _Ops(schedule, machine) for name in schedule.graphs}
         self._run = {name: self._compile(name) for name in schedule.graphs}
 
     def _compile(self, name: str) -> Callable[[list[Any]], Any]:
         source = show.graph_code(self.schedule, name)
         filename = f"<megacompile {self.schedule.name} {name} {id(self)}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-        bound = _Ops(self.schedule, self.machine)
+        bound = self._bound[name]
         namespace: dict[str, Any] = {
             op.name: _ranged(getattr(bound, op.name), op) for op in ops.OPS.values()
         }
+        namespace |= {op: _recorded(bound, namespace[op]) for op in RECORDED}
         namespace |= {"wait": bound.wait, **show.names(self.schedule)}
         exec(compile(source, filename, "exec"), namespace)
         function: Callable[[list[Any]], Any] = namespace[f"run_{name}"]
@@ -121,6 +125,9 @@ class Executor:
             machine.slots.generation += 1
             taken = [Handle(inputs.pop(key), Stream.COMPUTE, None) for key in self._inputs[name]]
             inputs.clear()
+            tracer = machine.tracer
+            recording = None if tracer is None else tracer.run(self.schedule, name)
+            self._bound[name].recording = recording
             return self._run[name](taken)
 
 
@@ -128,13 +135,28 @@ def _plain(value: Any) -> Any:
     return value.value if isinstance(value, Handle) else value
 
 
+def _recorded(bound: _Ops, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The op, in the record of a trace while one is on."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if bound.recording is not None:
+            bound.recording.next_op()
+        return function(*args, **kwargs)
+
+    return run
+
+
 def _ranged(function: Callable[..., Any], op: ops.Op) -> Callable[..., Any]:
-    """The op, with its printed name as a range in `torch.profiler` while that is on."""
+    """The op, with its printed name as a range in `torch.profiler` while that is on.
+
+    The range has the op's printed name behind a space: the profiler's tables take "1F" for a
+    mangled C++ name (an identifier of one letter) and would print "F"; "2F " would become "F ".
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not compat.profiler_enabled():
             return function(*args, **kwargs)
-        with torch.profiler.record_function(op.label(args)):
+        with torch.profiler.record_function(f" {op.label(args)}"):
             return function(*args, **kwargs)
 
     return run
@@ -154,14 +176,17 @@ class _Ops:
     def __init__(self, schedule: Schedule, machine: Machine) -> None:
         self.machine = machine
         self.gradient_params = schedule.gradient_params
+        self.recording: Recording | None = None  # of the run that is on
 
     def _issue(
         self, stream: Stream, waits: Any, work: Callable[[], Any], host: HostBucket | None = None
     ) -> Handle:
+        if self.recording is not None:
+            work = self.recording.timed(work)
         return self.machine.streams.issue(stream, _handles(waits), work, host)
 
     def _issue_many(self, waits: Any, work: Callable[[], Sequence[Any]]) -> tuple[Handle, ...]:
-        whole = self.machine.streams.issue(Stream.COMPUTE, _handles(waits), work)
+        whole = self._issue(Stream.COMPUTE, waits, work)
         return tuple(Handle(value, Stream.COMPUTE, whole.event) for value in whole.value)
 
     def begin(self) -> Handle:

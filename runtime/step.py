@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megacompile import compat
+from megacompile import compat, log
 from megacompile.options import Lowering, Options
 from megacompile.runtime.blockwise import quantizes
 from megacompile.runtime.executor import Machine
@@ -128,6 +128,7 @@ class Updates:
                 note_changes(update.bucket, [step.index for step in update.steps])
             elif handed[key] is None:
                 self._start(update, held[key])
+            log.logger("update").info("%s: %s", update.bucket.layout.name, update.way.value)
         for key, update in updates.items():
             if (given := handed[key]) is not None:
                 given.step(update.bucket, update.steps, self._copies)
@@ -398,7 +399,9 @@ class Updates:
         for i in indices:
             torch.autograd.graph.increment_version(bucket.params[i])
             bucket.mark_fresh(i)
-        flight = Flight(self._thread.submit(update), bucket.layout.name)
+        tracer = self.machine.tracer
+        work = update if tracer is None else tracer.on_host(update, bucket.layout)
+        flight = Flight(self._thread.submit(work), bucket.layout.name)
         bucket.start(flight, indices, visible)
 
     def _install(self, optimizer: Optimizer, bucket: HostBucket, steps: Iterable[Step]) -> None:

@@ -243,9 +243,9 @@ def _first_that_fit(
     assert options.resident is not None
     chosen, left = [], options.resident
     for unit in units:
-        params = [named[place.name] for place in unit.bucket.params]
-        left -= sum(place.size_bytes for place in unit.bucket.params)
-        left -= sum(round(p.numel() * options.element_bytes(p)) for p in params if p.requires_grad)
+        places = enumerate(unit.bucket.params)
+        trained = [i for i, place in places if named[place.name].requires_grad]
+        left -= options.resident_bytes(unit.bucket, trained)
         if left < 0:
             break
         chosen.append(unit.bucket.key)

@@ -171,7 +171,8 @@ def test_a_traceback_shows_the_line_of_the_schedule(
 def ranges(model: nn.Module, folder: Path) -> Counter[str]:
     """The ranges of a step that have the form of a label.
 
-    As they stand in the trace: `profile.events()` takes "1F" for a mangled C++ name, and says "F".
+    In the trace and in the profiler's tables, which take "1F" for a mangled C++ name and would say
+    "F": hence the space before it.
     """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
         step(model, batch())
@@ -179,7 +180,11 @@ def ranges(model: nn.Module, folder: Path) -> Counter[str]:
     profiled.export_chrome_trace(str(path))
     events = json.loads(path.read_text())["traceEvents"]
     names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
-    return Counter(name for name in names if LABEL.fullmatch(name))
+    traced = Counter(name.strip() for name in names if LABEL.fullmatch(name.strip()))
+    tabled = {row.key.strip(): row.count for row in profiled.key_averages()}
+    assert traced == {name: n for name, n in tabled.items() if LABEL.fullmatch(name)}
+    assert all(f" {name} " in profiled.key_averages().table(row_limit=-1) for name in traced)
+    return traced
 
 
 @pytest.mark.parametrize("made", [dropout, batchnorm], ids=lambda made: made.__name__)

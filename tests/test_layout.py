@@ -2,15 +2,15 @@
 
 Every check is a function from its subject to a list of faults, and is tried on a planted fault too.
 
-    front (megacompile, __main__, cli)
+    front (megacompile, __main__, cli/)
       |
      api, abstract         the only modules that import both passes and runtime
      / \\
     passes  runtime        never each other
      \\ /
-    inspection (hazards, verify*, fusion, cost, memory, simulate, show)
+    inspection (hazards, verify*, fusion, cost, memory, simulate, show, changes, timeline, ...)
       |
-    base (ops, ir, errors, options, validate, compat, hardware, head, sizes)
+    base (ops, ir, errors, options, validate, compat, hardware, head, sizes, log)
 """
 
 import ast
@@ -26,17 +26,19 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKED = ("passes", "runtime")  # top-level folders that are subpackages of megacompile
+FOLDERS = (*LINKED, "cli")  # subpackages: their modules share a layer
 
 LAYERS = {  # by module name below megacompile; "" is the package itself
     **dict.fromkeys(("", "__main__", "cli"), "front"),
     **dict.fromkeys(("api", "abstract"), "api"),
     "passes": "passes",
     "runtime": "runtime",
-    **dict.fromkeys(("hazards", "simulate", "show"), "inspection"),
+    **dict.fromkeys(("hazards", "simulate", "show", "changes", "export"), "inspection"),
+    **dict.fromkeys(("timeline", "prediction", "perfetto", "plot"), "inspection"),
     **dict.fromkeys(("fusion", "cost", "memory", "optimizer_cost"), "inspection"),
     **dict.fromkeys(("verify", "verify_gradients", "verify_memory"), "inspection"),
     **dict.fromkeys(("ops", "ir", "errors", "options", "validate", "compat", "hardware"), "base"),
-    **dict.fromkeys(("head", "sizes"), "base"),
+    **dict.fromkeys(("head", "sizes", "log"), "base"),
 }
 MAY_IMPORT = {
     "front": {"api", "inspection", "base", "front"},
@@ -46,8 +48,10 @@ MAY_IMPORT = {
     "inspection": {"inspection", "base"},
     "base": {"base"},
 }
-# Schedule.code() and .table() call show when they are called: inside a function, and nowhere else.
-MAY_IMPORT_LATE = {("megacompile.ir", "megacompile.show")}
+# Schedule's methods call these when they are called: inside a function, and nowhere else.
+MAY_IMPORT_LATE = {
+    ("megacompile.ir", f"megacompile.{name}") for name in ("show", "changes", "export")
+}
 
 
 # --- the tree
@@ -152,7 +156,7 @@ def layer(module: str) -> str | None:
     """The layer of one of our modules; None where `LAYERS` does not know it."""
     name = module.removeprefix("megacompile").removeprefix(".")
     folder = name.partition(".")[0]
-    return LAYERS.get(folder if folder in LINKED else name)
+    return LAYERS.get(folder if folder in FOLDERS else name)
 
 
 def direction_faults(module: str, source: str, modules: set[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""`show`: the code runs and does what the graph says; the table and the diff read well."""
+"""`show`: the code runs and does what the graph says; the table reads well."""
 
 from __future__ import annotations
 
@@ -338,19 +338,6 @@ def test_marks_stand_behind_their_rows() -> None:
         "   2 |                         | 2F",
         "   3 |                         | FREE    |      <-- quiet, but marked",
     ]
-
-
-def test_the_diff_shows_what_a_pass_changed() -> None:
-    before = build(Spec(stages=2, training=False))
-    after = before.copy()
-    find(after, "forward", "1PREFETCH@1").kwargs = {"after": ()}
-    lines = show.diff(before, after).splitlines()
-    changed = [line for line in lines if re.match(r"[-+] ", line)]
-    assert [re.sub(r"\s+#.*", "", line) for line in changed] == [
-        "-    prefetch_1 = prefetch(bucket_1, slot_1, after=(begin_,))",
-        "+    prefetch_1 = prefetch(bucket_1, slot_1)",
-    ]
-    assert show.diff(before, before.copy()) == ""
 
 
 def test_a_schedule_that_has_no_slots_or_templates_yet_can_be_printed() -> None:

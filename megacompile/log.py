@@ -1,0 +1,159 @@
+"""Logging: the logger `megacompile` with a child for each subject, and MEGACOMPILE_LOG.
+
+    MEGACOMPILE_LOG=schedule,plan     these subjects, at INFO, on stderr
+    MEGACOMPILE_LOG=+passes           at DEBUG
+    MEGACOMPILE_LOG=all               every subject; +all at DEBUG; later names win: all,+plan
+    MEGACOMPILE_LOG=help              print the subjects
+
+The variable is read by `megacompile()`. Where it is not set nothing is installed, and the loggers
+are configured as any others: `logging.getLogger("megacompile.plan").setLevel(logging.INFO)`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megacompile.errors import OptionError
+from megacompile.ir import Bucket, Capture, PassRecord, Schedule, format_bytes
+
+VARIABLE = "MEGACOMPILE_LOG"
+SUBJECTS = {
+    "capture": "what Dynamo captured, and for which inputs schedules are made",
+    "plan": "what a schedule keeps and recomputes, and why",
+    "passes": "each pass with its time and nodes; at DEBUG the actions before and after it",
+    "schedule": "a schedule's table; at DEBUG the Python that runs",
+    "memory": "what parameters take on the host and slots on the device",
+    "update": "how optimizer.step() updates each bucket",
+}
+_FORMAT = "%(asctime)s %(name)s %(levelname)s: %(message)s"
+
+_configured: str | None = None  # the variable as it was when it was last read
+_handler: logging.Handler | None = None
+
+
+def logger(subject: str) -> logging.Logger:
+    """The logger of a subject."""
+    assert subject in SUBJECTS, subject
+    return logging.getLogger(f"megacompile.{subject}")
+
+
+class Lazy:
+    """A text that is made when a handler wants it: `log.info("%s", Lazy(schedule.table))`."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make = make
+
+    def __str__(self) -> str:
+        return str(self.make())
+
+
+def configure() -> None:
+    """Do what MEGACOMPILE_LOG says; once for each value that it has.
+
+    Raises:
+        OptionError: it names a subject that there is not.
+    """
+    global _configured, _handler
+    value = os.environ.get(VARIABLE, "")
+    if value == (_configured or ""):
+        return
+    levels, wants_help = parse(value)
+    _configured = value
+    if wants_help:
+        print(help_text(), file=sys.stderr)
+    for subject in SUBJECTS:
+        logger(subject).setLevel(levels.get(subject, logging.NOTSET))
+    root = logging.getLogger("megacompile")
+    if _handler is not None:
+        root.removeHandler(_handler)
+        root.propagate, _handler = True, None
+    if levels:
+        _handler = logging.StreamHandler()
+        _handler.setFormatter(logging.Formatter(_FORMAT))
+        root.addHandler(_handler)
+        root.propagate = False  # the root logger's handlers would print it again
+
+
+def parse(value: str) -> tuple[dict[str, int], bool]:
+    """(subject -> level, is help asked for) of the variable's value.
+
+    Raises:
+        OptionError: with the subjects that there are.
+    """
+    levels: dict[str, int] = {}
+    wants_help = False
+    for entry in value.split(","):
+        name = entry.strip()
+        level = logging.DEBUG if name.startswith("+") else logging.INFO
+        name = name.removeprefix("+").strip()
+        if name == "help":
+            wants_help = True
+        elif name == "all":
+            levels |= dict.fromkeys(SUBJECTS, level)
+        elif name in SUBJECTS:
+            levels[name] = level
+        elif name or entry.strip():
+            raise OptionError(
+                f"{VARIABLE}={value}: got {entry.strip()!r}; needed names among "
+                f"{', '.join(SUBJECTS)}, all, help, separated by commas, with + for DEBUG"
+            )
+    return levels, wants_help
+
+
+def help_text() -> str:
+    """The subjects, one a line."""
+    width = max(map(len, SUBJECTS))
+    lines = [f"  {name:<{width}}  {text}" for name, text in SUBJECTS.items()]
+    return "\n".join(
+        [
+            f"{VARIABLE}=NAME,+NAME,...  logs these subjects to stderr, + at DEBUG; all: every one",
+            *lines,
+        ]
+    )
+
+
+# What is said of each subject.
+
+
+def captured(capture: Capture, stages: Schedule) -> None:
+    """Dynamo's graph was bound to its inputs and partitioned."""
+    logger("capture").info(
+        "%s: %d inputs on %s, %d stages",
+        capture.name,
+        len(capture.inputs),
+        capture.device,
+        len(stages.stages),
+    )
+
+
+def pass_done(name: str, record: PassRecord, nodes_before: int) -> None:
+    """A pass has run on the schedule `name`."""
+    ms = record.time_s * 1e3
+    text = "%s: %s %.1f ms, %d -> %d nodes"
+    logger("passes").info(text, name, record.name, ms, nodes_before, record.nodes)
+    logger("passes").debug("before %s:\n%s", record.name, record.before)
+    logger("passes").debug("after %s:\n%s", record.name, record.after)
+
+
+def schedule_made(schedule: Schedule) -> None:
+    """The last pass has run."""
+    plan = schedule.plan
+    kept = ", ".join(map(str, sorted(plan.keep))) or "none"
+    reasons = "".join(f"; {reason}" for reason in plan.reasons)
+    logger("plan").info("%s: keeps saved tensors of stages: %s%s", schedule.name, kept, reasons)
+    size = Lazy(lambda: format_bytes(sum(slot.size_bytes for slot in schedule.slots)))
+    logger("memory").info("%s: %d slots of %s", schedule.name, len(schedule.slots), size)
+    logger("schedule").info("%s\n%s", schedule.name, Lazy(schedule.table))
+    logger("schedule").debug("%s", Lazy(schedule.code))
+
+
+def buckets_placed(name: str, buckets: Sequence[Bucket]) -> None:
+    """A model's parameters were moved to host buckets."""
+    total = Lazy(lambda: format_bytes(sum(bucket.size_bytes for bucket in buckets)))
+    logger("memory").info("%s: %s in %d host buckets", name, total, len(buckets))
+    for bucket in buckets:
+        logger("memory").debug("%s: %d bytes", bucket.name, bucket.size_bytes)

@@ -1,0 +1,96 @@
+"""A timeline in the trace event format, which ui.perfetto.dev and chrome://tracing open.
+
+One process a model and one for what was predicted of it, a thread a lane, a complete event ("X") an
+op, counter events ("C") for device memory; times in microseconds. The format:
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megacompile.timeline import Span, Timeline
+
+
+def save(path: str | Path, measured: Timeline, predicted: Timeline | None = None) -> None:
+    """Write a file; `predicted` becomes processes of its own."""
+    Path(path).write_text(json.dumps(document(measured, predicted)) + "\n")
+
+
+def document(measured: Timeline, predicted: Timeline | None = None) -> dict[str, Any]:
+    """The file's JSON object."""
+    events: list[dict[str, Any]] = []
+    pid = 0
+    for model in measured.models:
+        for timeline, what in ((measured, "measured"), (predicted, "predicted")):
+            if timeline is None or all(span.model != model for span in timeline.spans):
+                continue
+            pid += 1
+            where = f" on {timeline.device}" if timeline.device else ""
+            events += _process(pid, f"{model}, {what}{where}", timeline, model)
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"producer": "megacompile", "device": measured.device},
+    }
+
+
+def _process(pid: int, name: str, timeline: Timeline, model: str) -> Iterator[dict[str, Any]]:
+    yield _metadata(pid, 0, "process_name", {"name": name})
+    yield _metadata(pid, 0, "process_sort_index", {"sort_index": pid})
+    threads = {lane: tid for tid, lane in enumerate(timeline.lanes, start=1)}
+    for lane, tid in threads.items():
+        yield _metadata(pid, tid, "thread_name", {"name": lane})
+        yield _metadata(pid, tid, "thread_sort_index", {"sort_index": tid})
+    for span in timeline.spans:
+        if span.model == model:
+            yield _complete(pid, threads[span.op.lane], span, timeline)
+            if span.memory_bytes is not None:
+                yield _memory(pid, span)
+
+
+def _metadata(pid: int, tid: int, name: str, args: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": pid, "tid": tid, "args": args}
+
+
+def _complete(pid: int, tid: int, span: Span, timeline: Timeline) -> dict[str, Any]:
+    op = span.op
+    args: dict[str, Any] = {"op": op.kind}
+    if op.module:
+        args["module"] = op.module
+    if op.size_bytes:
+        args["bytes"] = op.size_bytes
+        if span.duration_s > 0:
+            args["GB/s"] = round(op.size_bytes / span.duration_s / 1e9, 3)
+    if span.memory_bytes is not None:
+        args["device memory bytes"] = span.memory_bytes
+    if span.run >= 0:
+        args["graph"] = timeline.runs[span.run].graph
+        args["run"] = span.run
+    return {
+        "name": op.name,
+        "cat": op.kind,
+        "ph": "X",
+        "ts": _us(span.start_s),
+        "dur": max(0.0, round(_us(span.stop_s) - _us(span.start_s), 3)),
+        "pid": pid,
+        "tid": tid,
+        "args": args,
+    }
+
+
+def _memory(pid: int, span: Span) -> dict[str, Any]:
+    return {
+        "name": "device memory",
+        "ph": "C",
+        "ts": _us(span.start_s),
+        "pid": pid,
+        "args": {"bytes": span.memory_bytes},
+    }
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)

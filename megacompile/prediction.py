@@ -1,0 +1,73 @@
+"""The cost model's timeline, laid over what was measured. The only place that calls `simulate`.
+
+What is taken of a prediction is a list of (op's printed name, stream, start, end) a graph.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from typing import NamedTuple
+
+import torch
+
+from megacompile import hardware as rates
+from megacompile.hardware import Hardware
+from megacompile.ir import Schedule
+from megacompile.simulate import simulate
+from megacompile.timeline import OpInfo, Span, Timeline, describe, in_order
+
+
+class Predicted(NamedTuple):
+    """One op in the cost model's timeline of a graph."""
+
+    name: str
+    lane: str
+    start_s: float
+    stop_s: float
+
+
+def predict(schedule: Schedule, hardware: Hardware) -> dict[str, list[Predicted]]:
+    """By graph, with times from the graph's start."""
+    found: dict[str, list[Predicted]] = {name: [] for name in schedule.graphs}
+    for event in simulate(schedule, hardware).events:
+        found[event.graph].append(
+            Predicted(event.label, event.stream.value, event.start_s, event.stop_s)
+        )
+    for name, events in found.items():
+        start = min((event.start_s for event in events), default=0.0)
+        found[name] = [
+            event._replace(start_s=event.start_s - start, stop_s=event.stop_s - start)
+            for event in events
+        ]
+    return found
+
+
+def on_file(device: torch.device) -> Hardware | None:
+    """The rates of a machine that was measured before; nothing is measured now.
+
+    `python -m megacompile hardware` measures them: that takes memory of the device, which is not
+    to be had in the middle of a training.
+    """
+    return rates.cached(device)
+
+
+def predicted(measured: Timeline, hardware: Hardware) -> Timeline:
+    """The prediction of each run that was measured, from where the measured one begins."""
+    known: dict[int, dict[str, list[Predicted]]] = {}
+    spans: list[Span] = []
+    for i, run in enumerate(measured.runs):
+        if not (ran := measured.of_run(i)):
+            continue
+        key = id(run.schedule)
+        if key not in known:
+            known[key] = predict(run.schedule, hardware)
+        start = min(span.start_s for span in ran)
+        infos: defaultdict[str, deque[OpInfo]] = defaultdict(deque)
+        for info in describe(run.schedule, run.graph):
+            infos[info.name].append(info)
+        for event in sorted(known[key][run.graph], key=lambda event: event.start_s):
+            if infos[event.name]:  # `begin` and frees are not drawn
+                info = infos[event.name].popleft()
+                times = (start + event.start_s, start + event.stop_s)
+                spans.append(Span(info, *times, run.model, i, info.live_bytes))
+    return Timeline(tuple(in_order(spans)), measured.runs, hardware.name, measured.order)

@@ -1,0 +1,221 @@
+"""The file for Perfetto: held against the trace event format, and against the spans."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacompile import hardware, perfetto, prediction, trace
+from megacompile.hardware import H200, Hardware
+from megacompile.simulate import simulate
+from megacompile.timeline import OpInfo, Span, Timeline
+from tests.zoo import stack, step, twins
+
+NUMBER = (int, float)
+REQUIRED: dict[
+    str, dict[str, Any]
+] = {  # by phase: the keys that the format asks for, and their types
+    "X": {"name": str, "cat": str, "ts": NUMBER, "dur": NUMBER, "pid": int, "tid": int},
+    "M": {"name": str, "pid": int, "args": dict},
+    "C": {"name": str, "ts": NUMBER, "pid": int, "args": dict},
+}
+METADATA = {  # name -> the key of its args
+    "process_name": "name",
+    "thread_name": "name",
+    "process_sort_index": "sort_index",
+    "thread_sort_index": "sort_index",
+}
+
+
+def faults(document: Any) -> list[str]:
+    """Where a document is not the JSON object form of the trace event format.
+
+    Besides the keys: names before what they name is used, complete events of a thread nested or one
+    after the other, counters with numbers.
+    """
+    if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
+        return ["no object with a list traceEvents"]
+    found = []
+    if document.get("displayTimeUnit") not in ("ms", "ns"):
+        found.append("displayTimeUnit")
+    named: set[tuple[int, int | None]] = set()
+    open_until: dict[tuple[int, int], list[float]] = {}
+    complete = []
+    for event in document["traceEvents"]:
+        phase = event.get("ph")
+        if phase not in REQUIRED:
+            found.append(f"phase {phase!r}")
+            continue
+        wrong = [k for k, kind in REQUIRED[phase].items() if not isinstance(event.get(k), kind)]
+        found += [f"{phase} {event.get('name')}: {key}" for key in wrong]
+        if wrong:
+            continue
+        if phase == "M":
+            if METADATA.get(event["name"], "?") not in event["args"]:
+                found.append(f"metadata {event['name']}")
+            if event["name"] == "process_name":
+                named.add((event["pid"], None))
+            if event["name"] == "thread_name":
+                named.add((event["pid"], event["tid"]))
+        elif (event["pid"], None) not in named:
+            found.append(f"process {event['pid']} has no name")
+        if phase == "C" and not all(isinstance(v, NUMBER) for v in event["args"].values()):
+            found.append(f"counter {event['name']}")
+        if phase == "X":
+            complete.append(event)
+    for event in sorted(complete, key=lambda e: (e["ts"], -e["dur"])):
+        key = (event["pid"], event["tid"])
+        if key not in named:
+            found.append(f"thread {key} has no name")
+        if event["dur"] < 0:
+            found.append(f"{event['name']} ends before it begins")
+        stack_of = open_until.setdefault(key, [])
+        while stack_of and stack_of[-1] <= event["ts"] + 1e-3:
+            stack_of.pop()
+        end = event["ts"] + event["dur"]
+        if stack_of and end > stack_of[-1] + 1e-2:
+            found.append(f"{event['name']} overlaps the one before it")
+        stack_of.append(end)
+    return found
+
+
+@pytest.fixture(scope="module")
+def timelines() -> tuple[Timeline, Timeline]:
+    """Two steps of two models, measured and predicted."""
+    models = [twins(stack()[0])[1] for _ in range(2)]
+    with trace(*models, hardware=H200) as t:
+        for _ in range(2):
+            for model in models:
+                step(model, stack()[1])
+    assert t.predicted is not None
+    return t.measured, t.predicted
+
+
+def test_the_file_is_in_the_trace_event_format(
+    timelines: tuple[Timeline, Timeline], tmp_path: Path
+) -> None:
+    perfetto.save(tmp_path / "step.json", *timelines)
+    document = json.loads((tmp_path / "step.json").read_text())
+    assert faults(document) == []
+    assert faults(perfetto.document(timelines[0])) == []
+
+
+def test_it_has_every_span_with_its_name_times_and_bytes(
+    timelines: tuple[Timeline, Timeline],
+) -> None:
+    events = perfetto.document(*timelines)["traceEvents"]
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert list(processes.values()) == [
+        "Stack, measured on cpu",
+        "Stack, predicted on NVIDIA H200",
+        "Stack 2, measured on cpu",
+        "Stack 2, predicted on NVIDIA H200",
+    ]
+    threads = {
+        (e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"
+    }
+    complete = [e for e in events if e["ph"] == "X"]
+    for timeline, what in zip(timelines, ("measured", "predicted"), strict=True):
+        wanted = Counter(
+            (s.model, s.op.lane, s.op.name, round(s.start_s * 1e6, 3), s.op.size_bytes)
+            for s in timeline.spans
+        )
+        got = Counter(
+            (
+                processes[e["pid"]].partition(",")[0],
+                threads[e["pid"], e["tid"]],
+                e["name"],
+                e["ts"],
+                e["args"].get("bytes", 0),
+            )
+            for e in complete
+            if what in processes[e["pid"]]
+        )
+        assert got == wanted
+    prefetch = next(e for e in complete if e["cat"] == "prefetch")
+    assert prefetch["args"]["module"] == "embed"
+    assert prefetch["args"]["graph"] == "forward"
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (lambda e: e.pop("ts"), "X 0F: ts"),
+        (lambda e: e.update(dur=-1.0), "0F ends before it begins"),
+        (lambda e: e.update(tid=9), "thread (1, 9) has no name"),
+        (lambda e: e.update(pid=9), "process 9 has no name"),
+        (lambda e: e.update(ph="Z"), "phase 'Z'"),
+        (lambda e: e.update(dur=1.5e6), "1F overlaps the one before it"),
+    ],
+)
+def test_faults_in_a_file_are_found(change: Any, fault: str) -> None:
+    info = OpInfo("0F", "forward", "compute", "layers.0")
+    spans = (
+        Span(info, 0.0, 1.0, "m", -1),
+        Span(OpInfo("1F", "forward", "compute", "layers.1"), 1.0, 2.0, "m", -1),
+    )
+    document = perfetto.document(Timeline(spans, (), "cpu"))
+    assert faults(document) == []
+    change(next(e for e in document["traceEvents"] if e["name"] == "0F"))
+    assert fault in faults(document)
+
+
+# --- the prediction
+
+
+def test_a_prediction_has_the_ops_that_were_measured(timelines: tuple[Timeline, Timeline]) -> None:
+    measured, predicted = timelines
+    for i in range(len(measured.runs)):
+        wanted = Counter(span.op for span in measured.of_run(i))
+        assert Counter(span.op for span in predicted.of_run(i)) == wanted
+        start = min(span.start_s for span in measured.of_run(i))
+        assert min(span.start_s for span in predicted.of_run(i)) == pytest.approx(start)
+
+
+def test_a_prediction_is_the_cost_models() -> None:
+    """Its lengths are those of `simulate`, whatever was measured."""
+    _, model = twins(stack()[0])
+    slow = Hardware("slow", 1e-3, 1e-3, 1e-3, 1e-3, 1.0, 1.0, 0.0)
+    with trace(model, hardware=slow) as t:
+        step(model, stack()[1])
+    assert t.predicted is not None
+    total = sum(t.predicted.run_s(i) for i in range(2))
+    assert total == pytest.approx(simulate(t.measured.runs[1].schedule, slow).total_s)
+    table = t.table()
+    assert "predicted busy ms" in table
+    rows = [line.split() for line in table.splitlines() if line.startswith("Stack ")]
+    assert [row[1] for row in rows[-2:]] == ["forward", "backward"]
+    shown = [float(row[-2]) for row in rows[-2:]]
+    assert sum(shown) == pytest.approx(total * 1e3, rel=1e-2)
+    together = table.splitlines()[-1].split()
+    assert together[:6] == ["all", "of", "them,", "in", "all", "2"]
+    assert float(together[-2]) == pytest.approx(total * 1e3, rel=1e-2)
+    graphs = t.to_dict()["predicted"]["graphs"]
+    assert [graph["runs"] for graph in graphs] == [1, 1]
+
+
+def test_rates_on_file_are_used_and_nothing_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(device: Any) -> Hardware:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(hardware, "measure", refused)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _, model = twins(stack()[0])
+    with trace(model) as t:
+        step(model, stack()[1])
+    assert t.predicted is None
+    assert t.to_dict()["predicted"] is None
+    (tmp_path / "megacompile").mkdir()
+    (tmp_path / "megacompile" / "cpu.json").write_text(json.dumps(asdict(H200)))
+    late: Any = t.predicted
+    assert late.device == "NVIDIA H200"
+    (tmp_path / "megacompile" / "cpu.json").write_text('{"name": "of another version"}')
+    assert prediction.on_file(torch.device("cpu")) is None
