@@ -10,17 +10,18 @@ import functools
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from megacompile import log, ops
-from megacompile.errors import ModelError, OptionError
-from megacompile.hardware import Hardware
-from megacompile.ir import Capture, Code, PassRecord, Plan, Schedule, Template, Unit
+from megacompile import compat, log, ops
+from megacompile.errors import DeviceMemoryError, ModelError, OptionError
+from megacompile.hardware import H200, Hardware, cached, load
+from megacompile.ir import Capture, Code, PassRecord, Plan, Schedule, Template, Unit, format_bytes
+from megacompile.optimizer_cost import OptimizerCost
 from megacompile.options import Head, Lowering, Options
 from megacompile.passes.chunk import STOOD_BACK, chunk_head
 from megacompile.passes.differentiate import differentiate
@@ -37,6 +38,7 @@ from megacompile.passes.slots import assign_slots
 from megacompile.passes.templates import TemplateCache, trace_templates
 from megacompile.passes.units import find_units
 from megacompile.passes.update import insert_updates
+from megacompile.planner import Choice, Found, Problem, does_not_fit, search
 from megacompile.runtime.head import bind_operators
 from megacompile.runtime.host import check_host_memory
 from megacompile.runtime.progress import bar
@@ -47,6 +49,9 @@ from megacompile.validate import check_model, check_optimizer, host_rows
 from megacompile.verify import verify
 
 M = TypeVar("M", bound=nn.Module)
+
+_MARGIN = 0.05  # of free device memory, for what is not planned: fragmentation, cuBLAS, NCCL
+_TOLERANCE = 1.1  # how much more than there is a plan may need before it is refused
 
 LISTENERS: list[Callable[[nn.Module], None]] = []  # told of each model that is megacompiled
 
@@ -251,6 +256,9 @@ class PassCompiler:
         self.templates: TemplateCache = {}
         self.resident: frozenset[int] = frozenset()  # keys of the buckets on the device
         self.wanted: frozenset[int] = frozenset()  # what they should be from the next call on
+        self.planned = False  # has it been decided what is resident?
+        self.budget: int | None = None  # bytes of device memory
+        self.choices: dict[Schedule, tuple[Choice, tuple[str, ...]]] = {}  # by captured stages
         bind_operators()
 
     def partition(self, capture: Capture) -> Schedule:
@@ -305,43 +313,118 @@ class PassCompiler:
         update: bool,
     ) -> Schedule:
         """The verified schedule, whose templates have graphs and no code yet."""
-        options = self.options
         trace = functools.partial(
             trace_templates,
             ambient=capture.ambient,
             cache=self.templates,
-            lowering=options.lowering,
+            lowering=self.options.lowering,
         )
-        passes: list[tuple[str, Callable[[Schedule], Schedule]]] = [
-            ("templates", trace),
-            ("differentiate", differentiate),
-            ("plan", functools.partial(self._plan, keep_last=keep_last)),
-            ("recompute", insert_recompute),
-            *self._gradient_passes(accumulate=accumulate, update=update),
-            ("prefetch", functools.partial(insert_prefetch, lookahead=options.lookahead)),
-            ("slots", functools.partial(assign_slots, slots=options.slots, hold=hold)),
-            ("free", insert_free),
-        ]
         schedule = replace(stages, tangents=tangents)
-        for name, function in passes:
-            schedule = _timed(name, schedule, functools.partial(function, schedule))
+        schedule = _run(schedule, [("templates", trace), ("differentiate", differentiate)])
+        finish = functools.partial(
+            self._finish, schedule, accumulate=accumulate, hold=hold, update=update
+        )
+        choice, reasons = self._choose(stages, schedule, finish)
+        if not keep_last:
+            choice = replace(choice, keep=0)
+        schedule = finish(replace(choice, resident=self.resident), reasons)
         verify(schedule)
         return schedule
 
-    def _plan(self, schedule: Schedule, *, keep_last: bool) -> Schedule:
+    def _finish(
+        self,
+        schedule: Schedule,
+        choice: Choice,
+        reasons: tuple[str, ...] = (),
+        *,
+        accumulate: bool,
+        hold: bool,
+        update: bool,
+        draft: bool = False,
+    ) -> Schedule:
+        """The passes behind the choice of a plan."""
         options = self.options
         share, limit = options.device_update or 0.0, math.inf
-        if options.device_update is None and options.hands_over:
+        if options.device_update is None and options.hands_over and choice.hands_over:
             share = 1.0 if options.host_is_slow else 0.4
-            limit = torch.cuda.get_device_properties(options.device).total_memory / 6
-        return make_plan(
-            schedule,
-            keep_last=keep_last,
+            limit = self._budget_bytes() / 6
+        plan = functools.partial(
+            make_plan,
+            keep=choice.keep,
             hand_over=share,
             hand_over_bytes=limit,
-            resident=self.resident,
+            resident=choice.resident,
             element_bytes=options.state_bytes,
         )
+        schedule = replace(schedule, plan=Plan(reasons=(*schedule.plan.reasons, *reasons)))
+        if draft:
+            schedule = replace(schedule.copy(), draft=True)
+        return _run(
+            schedule,
+            [
+                ("plan", plan),
+                ("recompute", insert_recompute),
+                *self._gradient_passes(accumulate=accumulate, update=update),
+                ("prefetch", functools.partial(insert_prefetch, lookahead=options.lookahead)),
+                ("slots", functools.partial(assign_slots, slots=options.slots, hold=hold)),
+                ("free", insert_free),
+            ],
+        )
+
+    def _choose(
+        self, stages: Schedule, schedule: Schedule, finish: Callable[..., Schedule]
+    ) -> tuple[Choice, tuple[str, ...]]:
+        """What the plan is made from; sought once for each captured graph and shape."""
+        options = self.options
+        floor = Choice(resident=self.resident)
+        if schedule.backward is None or not options.plans:
+            return floor, ()
+        if stages not in self.choices:
+            problem = Problem(
+                build=lambda choice: finish(choice, draft=True),
+                buckets=schedule.buckets,
+                stages=sum(stage.traced.has_backward for stage in schedule.stages),
+                hardware=self._hardware(),
+                optimizer=OptimizerCost.of(options),
+                budget_bytes=self._budget_bytes(),
+                fused=options.lowering is Lowering.INDUCTOR,
+                resident=self.resident,
+                trained=schedule.gradient_params,
+            )
+            free = options.resident is None and not self.planned
+            found = search(problem, resident=free, hand_over=options.device_update is None)
+            if found is None:
+                found = self._too_small(problem)
+            self.choices[stages] = found.choice, found.reasons
+            if free:
+                self.planned, self.wanted = True, found.choice.resident
+        return self.choices[stages]
+
+    @staticmethod
+    def _too_small(problem: Problem) -> Found:
+        """Not even the floor fits. The prediction may be off by a little; then it is tried."""
+        choice = Choice(0, problem.resident, hands_over=False)
+        peak = problem.memory(choice).peak
+        text = (
+            f"device memory: {format_bytes(peak.total_bytes)} needed, "
+            f"{format_bytes(problem.budget_bytes)} there"
+        )
+        if peak.total_bytes > _TOLERANCE * problem.budget_bytes:
+            raise DeviceMemoryError(does_not_fit(problem, peak))
+        return Found(choice, math.inf, peak.total_bytes, 0, (f"{text}: tried nevertheless",))
+
+    def _budget_bytes(self) -> int:
+        """Device memory that a plan may use: what the user said, or what was free at first."""
+        if self.budget is None:
+            self.budget = self.options.gpu_memory
+        if self.budget is None:
+            self.budget = int(compat.free_device_bytes(self.options.device) * (1 - _MARGIN))
+        return self.budget
+
+    def _hardware(self) -> Hardware:
+        if self.options.device.type == "cuda":
+            return load(self.options.device)
+        return cached(self.options.device) or H200  # nobody measures for a plan on the CPU
 
     def _gradient_passes(
         self, *, accumulate: bool, update: bool
@@ -403,6 +486,17 @@ def accumulate(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         updates.accumulating = before
+
+
+def _run(
+    schedule: Schedule, passes: Sequence[tuple[str, Callable[[Schedule], Schedule]]]
+) -> Schedule:
+    for name, function in passes:
+        if schedule.draft:
+            schedule = function(schedule)
+        else:
+            schedule = _timed(name, schedule, functools.partial(function, schedule))
+    return schedule
 
 
 def _timed(name: str, before: Schedule | None, function: Callable[[], Schedule]) -> Schedule:

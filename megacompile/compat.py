@@ -6,6 +6,7 @@ All of them were seen on torch 2.11.0 and 2.13.0.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -288,6 +289,17 @@ def storage_users(tensor: torch.Tensor) -> int:
     storage = tensor.untyped_storage()
     # one user is `storage` itself
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
+def free_device_bytes(device: torch.device) -> int:
+    """Device memory that this process can still get, within the limit that it was given."""
+    if device.type != "cuda":
+        return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    free, total = torch.cuda.mem_get_info(device)
+    reserved, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    share = 1.0 if fraction is None else float(fraction(device))
+    return min(free, int(share * total) - reserved) + reserved - used
 
 
 def profiler_enabled() -> bool:

@@ -28,6 +28,10 @@ class HostMemoryError(MegacompileError, MemoryError):
     """The host has too little memory; raised before anything is allocated."""
 
 
+class DeviceMemoryError(MegacompileError, RuntimeError):
+    """A step does not fit into device memory; the message has the table of what needs what."""
+
+
 class ScheduleError(MegacompileError, RuntimeError):
     """A schedule has a hazard or an inconsistency; the message marks it in the schedule."""
 

@@ -375,6 +375,7 @@ class Schedule:
     slots: tuple[Slot, ...] = ()
     held: tuple[tuple[int, Bucket], ...] = ()  # (slot, bucket) that the forward leaves in place
     history: tuple[PassRecord, ...] = ()
+    draft: bool = False  # only to be simulated: passes change its graphs in place
 
     @property
     def graphs(self) -> dict[str, fx.Graph]:
@@ -403,7 +404,9 @@ class Schedule:
         return tuple(dict.fromkeys(stage.traced for stage in self.stages))
 
     def copy(self) -> Schedule:
-        """The same schedule with graphs of its own, for a pass to change."""
+        """The same schedule with graphs of its own for a pass to change; a draft gives itself."""
+        if self.draft:
+            return self
         return replace(
             self,
             forward=copy_graph(self.forward),

@@ -11,7 +11,7 @@ What a forward returns to the user is dropped where the backward does not need i
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from megacompile.fusion import Returned
 from megacompile.hazards import MAKE_MEMORY, memory
 from megacompile.ir import (
     ArgRef,
+    Bucket,
     Schedule,
     Stage,
     format_bytes,
@@ -75,11 +76,17 @@ class DeviceMemory:
         return max(self.moments, key=lambda moment: moment.total_bytes, default=empty)
 
 
-def device_memory(schedules: Schedule | Sequence[Schedule], *, fused: bool = True) -> DeviceMemory:
+def device_memory(
+    schedules: Schedule | Sequence[Schedule],
+    *,
+    optimizer: OptimizerCost | None = None,
+    fused: bool = True,
+) -> DeviceMemory:
     """Walk a step of schedules that follow one another in the forward.
 
     Slots are shared. New optimizer states that are parked at the end of a backward are taken back
-    when the next backward parks its own.
+    when the next backward parks its own; those that it hands over when the next backward begins.
+    Resident buckets are there all the time.
     """
     each = [schedules] if isinstance(schedules, Schedule) else list(schedules)
     replay = _Replay(fused)
@@ -91,11 +98,34 @@ def device_memory(schedules: Schedule | Sequence[Schedule], *, fused: bool = Tru
     parked = sum(_parked_bytes(schedule) for schedule in each)
     replay.live[Kind.STATES] += parked
     replay.parked_before = parked
+    cost = optimizer or OptimizerCost(states=0)
+    handed = sum(_of_plan(s, s.plan.hand_over, cost.handed_bytes) for s in each)
+    residents = {key for schedule in each for key in schedule.plan.resident}
+    replay.live[Kind.PARAMETERS] += _resident_bytes(each, residents, cost)
+    replay.live[Kind.STATES] += handed
     kept = [replay.forward(schedule) for schedule in each]
+    replay.live[Kind.STATES] -= handed
     for schedule, residuals in zip(reversed(each), reversed(kept), strict=True):
         if schedule.backward is not None:
             replay.backward(schedule, residuals)
     return DeviceMemory(tuple(replay.moments))
+
+
+def _of_plan(
+    schedule: Schedule, keys: Collection[int], size_of: Callable[[Bucket, Iterable[int]], float]
+) -> int:
+    trained = schedule.gradient_params if schedule.backward is not None else {}
+    chosen = [b for b in schedule.buckets if b.key in keys]
+    return int(sum(size_of(bucket, trained.get(bucket.key, ())) for bucket in chosen))
+
+
+def _resident_bytes(schedules: Sequence[Schedule], keys: Iterable[int], cost: OptimizerCost) -> int:
+    """A bucket that several schedules read is there once."""
+    largest = [
+        max(_of_plan(schedule, {key}, cost.resident_bytes) for schedule in schedules)
+        for key in keys
+    ]
+    return sum(largest)
 
 
 def _parked_bytes(schedule: Schedule) -> int:
@@ -293,7 +323,10 @@ def host_memory(
                 trained.setdefault(key, set()).update(params)
     found = dict.fromkeys((Kind.PARAMETERS, Kind.MASTERS, Kind.GRADIENTS, Kind.STATES), 0.0)
     cost = optimizer or OptimizerCost(states=0)
+    resident = {key for schedule in each for key in schedule.plan.resident}
     for key, bucket in buckets.items():
+        if key in resident:
+            continue
         found[Kind.PARAMETERS] += bucket.size_bytes
         for i, param in enumerate(bucket.params):
             item = param.dtype.itemsize

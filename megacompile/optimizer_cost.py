@@ -1,6 +1,7 @@
 """What the optimizer adds to a step: bytes in host memory, and time on the CPU.
 
-    exact            the CPU updates bucket after bucket, in forward order, beside the next forward
+    exact            the CPU updates bucket after bucket, in forward order, beside the next forward;
+                     the device those that live there, and those that the backward handed over
     in the backward  the schedule has the update; the CPU does nothing
 
 An update on the CPU is limited by host memory: it reads parameters, gradients and states once and
@@ -10,6 +11,7 @@ moves 22 bytes a parameter.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -65,33 +67,59 @@ class OptimizerCost:
         each = self.master_of(item_bytes) if self.state_bytes is None else self.state_bytes
         return self.states * each
 
+    def resident_bytes(self, bucket: Bucket, trained: Iterable[int]) -> float:
+        """Device memory of a bucket that lives there: parameters, and what training adds."""
+        size = float(bucket.size_bytes)
+        for param in (bucket.params[i] for i in trained):
+            item = param.dtype.itemsize
+            master = self.master_bytes or 0.0
+            size += param.numel * (self.grad_of(item) + self.states_of(item) + master)
+        return size
+
+    def handed_bytes(self, bucket: Bucket, trained: Iterable[int]) -> float:
+        """Device memory of a bucket that is handed over to `optimizer.step()`."""
+        size = 0.0
+        for param in (bucket.params[i] for i in trained):
+            item = param.dtype.itemsize
+            copy = 0 if self.master_bytes is None else item
+            size += param.numel * (item + self.master_of(item) + self.states_of(item) + copy)
+        return size
+
     def grad_of(self, item_bytes: int) -> float:
         return self.master_of(item_bytes) if self.grad_bytes is None else self.grad_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class HostUpdate:
-    """The update of one bucket by the CPU."""
+class BucketUpdate:
+    """The update of one bucket."""
 
     bucket: Bucket
     numel: int
     size_bytes: float  # read plus written
+    grad_bytes: float  # of that, the gradient
 
 
-def host_updates(schedule: Schedule, optimizer: OptimizerCost) -> list[HostUpdate]:
-    """The updates between two steps, in the order in which the forward reads the buckets."""
-    if optimizer.in_backward:
+def host_updates(schedule: Schedule, optimizer: OptimizerCost) -> list[BucketUpdate]:
+    """Those that the CPU makes between two steps, in the order in which the forward reads."""
+    there = schedule.plan.resident | schedule.plan.hand_over
+    return [u for u in updates(schedule, optimizer) if u.bucket.key not in there]
+
+
+def updates(schedule: Schedule, optimizer: OptimizerCost) -> list[BucketUpdate]:
+    """The updates of `optimizer.step()`, wherever they are made, in the same order."""
+    if optimizer.in_backward or schedule.backward is None:
         return []
     trained = schedule.gradient_params
     found = []
     for bucket in schedule.buckets:
         params = [bucket.params[i] for i in trained.get(bucket.key, ())]
-        moved = 0.0
+        moved = gradient = 0.0
         for param in params:
             item = param.dtype.itemsize
             copy = 0.0 if optimizer.master_bytes is None else item
+            gradient += param.numel * optimizer.grad_of(item)
             both = optimizer.master_of(item) + optimizer.states_of(item)
             moved += param.numel * (2 * both + optimizer.grad_of(item) + copy)
         if params:
-            found.append(HostUpdate(bucket, sum(p.numel for p in params), moved))
+            found.append(BucketUpdate(bucket, sum(p.numel for p in params), moved, gradient))
     return found

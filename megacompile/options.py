@@ -84,6 +84,11 @@ class Options:
         )
 
     @property
+    def plans(self) -> bool:
+        """Is a plan sought? On the CPU only for memory that the user names."""
+        return self.device.type == "cuda" or self.gpu_memory is not None
+
+    @property
     def host_is_slow(self) -> bool:
         """Does the host take several times longer for an update than its memory would?"""
         return self.state_dtype == "int8" or self.stochastic_rounding

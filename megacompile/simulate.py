@@ -26,7 +26,7 @@ from megacompile.hardware import Hardware
 from megacompile.hazards import producer
 from megacompile.ir import Code, Schedule, Stage, Stream, format_bytes
 from megacompile.memory import DeviceMemory, device_memory
-from megacompile.optimizer_cost import OptimizerCost, host_updates
+from megacompile.optimizer_cost import OptimizerCost, host_updates, updates
 
 __all__ = ["Event", "Lane", "Timeline", "node_s", "simulate", "work_of"]
 
@@ -142,7 +142,7 @@ def simulate(
         step_s=stop - start,
         start_s=start,
         critical_s=run.critical(last, start),
-        memory=device_memory(schedules, fused=fused),
+        memory=device_memory(schedules, optimizer=optimizer, fused=fused),
     )
 
 
@@ -291,6 +291,13 @@ class _Script:
             for a in (optimizer.arithmetic_s,)
             for u in host_updates(s, optimizer)
         ]
+        self.on_device = [
+            (u, s.plan.hand_over)
+            for s in schedules
+            if optimizer is not None
+            for u in updates(s, optimizer)
+            if u.bucket.key in s.plan.resident | s.plan.hand_over
+        ]
         self.ready: dict[_Place, int] = {}  # the op of the last step that brings it up to date
         self.turn: list[int] = []  # what the next graph's begin waits for
 
@@ -321,6 +328,16 @@ class _Script:
                     ready[item.lands] = index
             self.turn = [drained] if drained >= 0 else []
         after = [*self.turn, *([last_compute] if last_compute >= 0 else [])]
+        for update, handed in self.on_device:
+            key, label = update.bucket.key, f"{update.bucket.label}UPDATE"
+            seconds = update.size_bytes / (self.hardware.memory_gb_s * 1e9)
+            made = run.add(_Op("update", label, _COMPUTE, seconds, list(self.turn), step))
+            if key in handed:
+                ready["params", key] = made
+                back = update.size_bytes - update.grad_bytes
+                label = f"{update.bucket.label}OFFLOAD_STATE"
+                op = _Op("update", label, _D2H, back / 2, [made], step)
+                ready["states", key] = run.add(op)
         for key, label, size_bytes in self.updates:
             op = _Op("update", label, _HOST, size_bytes, after, step)
             ready["params", key] = run.add(op)
@@ -346,6 +363,9 @@ class _Item:
     continues: bool = False  # the second half of the item before
 
 
+_GRADIENTS = (ops.offload_grad, ops.fetch_grad)
+
+
 class _Graph:
     """One graph of a schedule as items."""
 
@@ -353,6 +373,7 @@ class _Graph:
         self.name = name
         self.hardware = hardware
         self.fused = fused
+        self.plan = schedule.plan
         self.trained = schedule.gradient_params if schedule.backward is not None else {}
         self.items: list[_Item] = []
         self.drains = _H2D if name == "forward" else _D2H
@@ -387,7 +408,12 @@ class _Graph:
             work = self._copy(whole - params, 2 * len(bucket.params))
             item = _Item(label, lane, work, [], lands=("states", bucket.key), continues=True)
         else:
+            bucket = ops.arguments(node)[0]
             size = copied_bytes(node)
+            if node.target is ops.prefetch and bucket.key in self.plan.hand_over:
+                size = 0  # the device made them, and has them still
+            if node.target in _GRADIENTS and bucket.key in self.plan.resident:
+                size = 0
             if node.target is ops.fetch_state and not ops.arguments(node)[2]:
                 size -= self._param_bytes(node)  # they are on the device already
             item.work = self._copy(size, copies_of(node))

@@ -1,8 +1,8 @@
-"""Decide what is kept, recomputed, resident, and where updates are made.
+"""Write down what is kept, recomputed, resident, and where updates are made.
 
-For now: everything is streamed and recomputed, but for the last stage. Its backward comes right
-after its forward, so keeping its saved tensors takes no memory at any other time, and saves one
-pass over the head, the largest matrix of most language models.
+How much of it is for the caller to say (`megacompile.planner`). Where nobody says, the last stage
+is kept: its backward comes right after its forward, so its saved tensors take no memory at any
+other time, and it saves one pass over the head, the largest matrix of most language models.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megacompile.ir import Plan, Schedule, format_bytes
 def make_plan(
     schedule: Schedule,
     *,
-    keep_last: bool = True,
+    keep: int = 1,
     hand_over: float = 0.0,
     hand_over_bytes: float = 0.0,
     element_bytes: Callable[[torch.dtype], float] = lambda dtype: 0.0,
@@ -27,7 +27,7 @@ def make_plan(
     """The schedule with its plan.
 
     Args:
-        keep_last: False recomputes every stage.
+        keep: how many of the last stages keep their saved tensors.
         hand_over: the share of the trained parameters, the first in forward order, that
             `optimizer.step()` updates on the device.
         hand_over_bytes: device memory that may hold what these updates need.
@@ -40,10 +40,10 @@ def make_plan(
         reasons = (*so_far, "every stage is recomputed", *_residents(schedule, here))
         plan = Plan(frozenset(), reasons, here)
         return replace(schedule, plan=plan)
-    keep, reason = _keep(schedule, keep_last)
+    kept, reason = _keep(schedule, keep)
     chosen, why = _hand_over(schedule, here, hand_over, hand_over_bytes, element_bytes)
     reasons = (*so_far, reason, *_residents(schedule, here), *why)
-    return replace(schedule, plan=Plan(keep, reasons, here, chosen))
+    return replace(schedule, plan=Plan(kept, reasons, here, chosen))
 
 
 def _residents(schedule: Schedule, resident: frozenset[int]) -> tuple[str, ...]:
@@ -56,14 +56,19 @@ def _residents(schedule: Schedule, resident: frozenset[int]) -> tuple[str, ...]:
     )
 
 
-def _keep(schedule: Schedule, keep_last: bool) -> tuple[frozenset[int], str]:
-    if not keep_last:
-        return frozenset(), "every stage is recomputed"
+def _keep(schedule: Schedule, count: int) -> tuple[frozenset[int], str]:
     last = schedule.stages[-1]
-    if not last.traced.has_backward:
+    if count == 1 and not last.traced.has_backward:
         return frozenset(), f"stage {last.index} ({last.name}) has no backward: nothing to keep"
-    reason = f"stage {last.index} ({last.name}) is kept: its backward comes next"
-    return frozenset({last.index}), reason
+    able = [stage for stage in schedule.stages if stage.traced.has_backward]
+    kept = able[len(able) - min(count, len(able)) :]
+    if not kept:
+        return frozenset(), "every stage is recomputed"
+    if kept == [last]:
+        reason = f"stage {last.index} ({last.name}) is kept: its backward comes next"
+    else:
+        reason = f"stages {kept[0].index} to {kept[-1].index} are kept: there is room"
+    return frozenset(stage.index for stage in kept), reason
 
 
 def _hand_over(

@@ -194,7 +194,7 @@ def after_templates(
         gradients["norms"] = insert_norms
     return {
         "differentiate": differentiate,
-        "plan": functools.partial(make_plan, keep_last=keep_last),
+        "plan": functools.partial(make_plan, keep=int(keep_last)),
         "recompute": insert_recompute,
         **gradients,
         "prefetch": functools.partial(insert_prefetch, lookahead=lookahead),

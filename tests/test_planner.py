@@ -1,0 +1,150 @@
+"""The search for a plan, and plans that are carried out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megacompile import megacompile, schedules
+from megacompile.abstract import abstract_options, abstract_programs
+from megacompile.errors import DeviceMemoryError
+from megacompile.hardware import H200
+from megacompile.ir import Schedule
+from megacompile.memory import device_memory
+from megacompile.optimizer_cost import OptimizerCost
+from megacompile.planner import Choice, Problem, search
+from tests.test_resident import residents
+from tests.test_step import adamw, data, net, train
+from tests.zoo import assert_same, twins
+
+GIB = 2**30
+
+
+class Tower(nn.Module):
+    """Layers that are large enough for memory to matter, on meta."""
+
+    def __init__(self, depth: int = 12, width: int = 4096) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)]
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def problem(budget_bytes: int, tokens: int = 16384) -> Problem:
+    """To plan a tower on an H200, without one."""
+    options = abstract_options(device="cpu", state_dtype=torch.float32)
+    model = Tower().to("meta", torch.bfloat16)
+    inputs = (torch.empty(tokens, 4096, device="meta", dtype=torch.bfloat16),)
+    (program,) = abstract_programs(model, inputs, options=options)
+    built: list[Problem] = []
+    compiler: Any = program.compiler
+    choose = compiler._choose
+
+    def catch(stages: Schedule, schedule: Schedule, finish: Any) -> Any:
+        built.append(
+            Problem(
+                build=lambda choice: finish(choice, draft=True),
+                buckets=schedule.buckets,
+                stages=sum(stage.traced.has_backward for stage in schedule.stages),
+                hardware=H200,
+                optimizer=OptimizerCost.of(options),
+                budget_bytes=budget_bytes,
+                trained=schedule.gradient_params,
+            )
+        )
+        return choose(stages, schedule, finish)
+
+    compiler._choose = catch
+    program.schedule()
+    return built[0]
+
+
+FACTORS = (1.02, 1.2, 1.5, 2, 3, 5, 9)  # of the least that can be done with
+
+
+def test_more_memory_is_never_slower_and_never_too_much() -> None:
+    times = []
+    least = problem(GIB).memory(Choice(0, hands_over=False)).peak.total_bytes
+    for factor in FACTORS:
+        budget = int(factor * least)
+        tower = problem(budget)
+        found = search(tower)
+        assert found is not None
+        assert found.peak_bytes <= budget
+        assert found.peak_bytes == tower.memory(found.choice).peak.total_bytes
+        times.append(found.step_s)
+    for less, more in zip(times, times[1:], strict=False):
+        assert more <= less * 1.011
+    assert times[-1] < 0.9 * times[0]
+
+
+def test_with_room_for_everything_nothing_is_streamed() -> None:
+    tower = problem(64 * GIB)
+    found = search(tower)
+    assert found is not None
+    assert found.choice.keep == tower.stages
+    assert len(found.choice.resident) == len(tower.buckets)
+    assert f"{tower.stages} of {tower.stages} stages are kept" in found.reasons[0]
+
+
+def test_the_quick_estimate_of_memory_is_an_upper_bound() -> None:
+    tower = problem(64 * GIB)
+    for count in (0, 3, 12):
+        keys = frozenset(bucket.key for bucket in tower.buckets[:count])
+        for keep in (0, 1, 6, 12):
+            choice = Choice(keep, keys, hands_over=False)
+            exact = tower.memory(choice).peak.total_bytes
+            quick = 64 * GIB - tower._room_bytes(choice)
+            quick += tower._peak_bytes(Choice(keep, frozenset(), hands_over=False))
+            assert exact <= quick <= exact + 3 * tower.buckets[0].size_bytes
+
+
+def test_what_may_not_be_is_not() -> None:
+    found = search(problem(12 * GIB), resident=False, keep=False)
+    assert found is not None and found.choice.keep <= 1 and not found.choice.resident
+
+
+def test_nothing_is_found_where_the_floor_does_not_fit() -> None:
+    assert search(problem(GIB // 4)) is None
+
+
+# Carried out.
+
+
+@pytest.mark.parametrize("budget", ["60KiB", "80KiB", "1GiB"])
+def test_a_planned_model_trains_like_the_plain_one(budget: str) -> None:
+    plain, streamed = twins(net(), gpu_memory=budget)
+    for model in (plain, streamed):
+        train(model, adamw(model), 4)
+    assert_same(plain, streamed)
+    (schedule,) = schedules(streamed)
+    assert any("of device memory" in reason for reason in schedule.plan.reasons)
+    cost = OptimizerCost()
+    assert (
+        device_memory(schedule, optimizer=cost).peak.total_bytes
+        <= {
+            "60KiB": 60 * 2**10,
+            "80KiB": 80 * 2**10,
+            "1GiB": GIB,
+        }[budget]
+    )
+    assert (len(residents(streamed)) == 5) == (budget == "1GiB")
+
+
+def test_a_choice_can_be_pinned() -> None:
+    _, streamed = twins(net(), gpu_memory="1GiB", resident=0)
+    train(streamed, adamw(streamed), 2)
+    assert residents(streamed) == set()
+
+
+def test_a_model_that_cannot_fit_says_so_with_the_table() -> None:
+    model = megacompile(net(), device="cpu", gpu_memory="1KiB")
+    with pytest.raises(DeviceMemoryError, match=r"(?s)too small.*slots.*needed.*there +1 KiB"):
+        model(**data(0))
