@@ -143,7 +143,8 @@ class Adversary(Streams):
         handle.event = queued = Work(stream, events, run, release)  # type: ignore[assignment]
         self.queues[stream].append(queued)  # type: ignore[arg-type]
         for _ in range(self.policy.after_issue()):
-            self._step()
+            if not self._step():
+                break
         return handle
 
     def synchronize(self, stream: Stream) -> None:
