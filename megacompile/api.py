@@ -51,6 +51,7 @@ def megacompile(
     state_dtype: torch.dtype | str | None = None,
     stochastic_rounding: bool = False,
     optimizer: torch.optim.Optimizer | None = None,
+    detect_anomaly: bool = False,
 ) -> M:
     """Keep a model's parameters and gradients in host memory and stream them through a device.
 
@@ -76,6 +77,10 @@ def megacompile(
         optimizer: let the backward make the update of this AdamW, Adam or SGD, stage by stage:
             gradients never reach the host, and `optimizer.step()` only counts. No clipping by the
             global norm, no `p.grad`; micro-batches go into `accumulate(model)`, but for the last.
+
+        detect_anomaly: raise `AnomalyError` where a stage's backward gives NaN or inf; it names the
+            stage, the parameter, and whether it came in or arose there. The host then waits for
+            each stage. (`torch.autograd.detect_anomaly()` does so too, for NaN.)
 
     Raises:
         ModelError: not a module, or parameters that cannot be streamed.
@@ -103,6 +108,7 @@ def megacompile(
         state_dtype=state_dtype,
         stochastic_rounding=stochastic_rounding,
         optimizer=optimizer,
+        detect_anomaly=detect_anomaly,
     )
     check_model(model)
     present = model._compiled_call_impl

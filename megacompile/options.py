@@ -34,6 +34,7 @@ class Options:
         state_dtype: of the optimizer's moments, or "int8". Default: each parameter's own.
         stochastic_rounding: of bfloat16 parameters by the optimizer.
         optimizer: whose update is made in the backward. Default: in `optimizer.step()`.
+        detect_anomaly: raise where a stage's backward gives NaN or inf.
     """
 
     device: torch.device
@@ -46,6 +47,7 @@ class Options:
     state_dtype: torch.dtype | str | None = None
     stochastic_rounding: bool = False
     optimizer: torch.optim.Optimizer | None = None
+    detect_anomaly: bool = False
 
     @staticmethod
     def resolve(
@@ -60,6 +62,7 @@ class Options:
         state_dtype: torch.dtype | str | None = None,
         stochastic_rounding: bool = False,
         optimizer: torch.optim.Optimizer | None = None,
+        detect_anomaly: bool = False,
     ) -> Options:
         """Validate what the user gave and fill in the rest.
 
@@ -89,6 +92,7 @@ class Options:
             state_dtype=_dtype("state_dtype", state_dtype, (torch.float32, torch.bfloat16, "int8")),
             stochastic_rounding=_flag("stochastic_rounding", stochastic_rounding),
             optimizer=_optimizer(optimizer),
+            detect_anomaly=_flag("detect_anomaly", detect_anomaly),
         )
 
     def differences(self, other: Options) -> list[str]:

@@ -26,6 +26,7 @@ from megacompile.ir import (
     Stream,
     TensorMeta,
 )
+from megacompile.runtime import anomaly
 from megacompile.runtime.gradients import Gradients
 from megacompile.runtime.host import HostBucket
 from megacompile.runtime.in_backward import InBackward, Landing
@@ -49,6 +50,7 @@ class Machine:
     place: Callable[[StreamedParameter], tuple[Bucket, int]]  # a parameter's bucket and index
     in_backward: InBackward | None = None  # where the backward updates
     order: list[int] = field(default_factory=list)  # bucket keys, as the last forward read them
+    detect_anomaly: bool = False  # is NaN or inf in a gradient an error?
 
 
 class Executor:
@@ -238,7 +240,11 @@ class _Ops:
                 else:
                     flows.append(groups[stage.buckets[ref.bucket].key][ref.param])
             inputs += map(_conform, flows, template.tangent_metas)
+            looks = anomaly.wanted(self.machine.detect_anomaly)
+            given = list(inputs) if looks else ()
             found = template.code[Code.BACKWARD](inputs)
+            if looks:
+                anomaly.check(stage, given, found, inf=self.machine.detect_anomaly)
             return self._sort(stage, found, groups)
 
         return self._issue_many((weights, args, saved, tangents, carries), run)

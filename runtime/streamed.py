@@ -65,6 +65,7 @@ class StreamedModel:
             buckets={},
             gradients=Gradients(streams),
             place=self._place,
+            detect_anomaly=options.detect_anomaly,
         )
         self.graphs: list[CapturedGraph] = []
         self._take_over()

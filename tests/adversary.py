@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from megacompile import compat, ops, show
-from megacompile.ir import Bucket, Schedule, Slot, Stage, Stream
+from megacompile.ir import Bucket, Slot, Stage, Stream
 from megacompile.runtime import captured
 from megacompile.runtime.executor import Executor, Machine, _handles, _Ops
 from megacompile.runtime.streams import Handle, Streams
@@ -407,7 +407,7 @@ class LateExecutor(Executor):
             for room in rooms:
                 room.fill_(torch.nan)
 
-        self.device.issue(Stream.COMPUTE, (), late, release=True)
+        self.device.issue(Stream.COMPUTE, (), late)
 
 
 def _handles_of(value: Any, *, keep: bool = False) -> Any:
@@ -433,6 +433,3 @@ def adversarial() -> Iterator[None]:
     """For its duration, schedules that are built are made to run on an `Adversary`."""
     with mock.patch.object(captured, "Executor", LateExecutor):
         yield
-
-
-__all__ = ["Adversary", "Policy", "Random", "Witness", "adversarial", "attach", "Schedule"]

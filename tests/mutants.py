@@ -10,7 +10,7 @@ import enum
 import operator
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -28,6 +28,7 @@ class Harm(enum.Enum):
     NONE = "harmless"
     WRONG = "wrong result"
     CRASH = "crash"
+    UNDECIDED = "undecided"  # too many interleavings
 
 
 @dataclass(frozen=True)
@@ -75,13 +76,29 @@ class Truth:
                 start = machine.next(last)
         except Crash as error:
             return Verdict(Harm.CRASH, name, None, str(error))
+        except OverflowError as error:
+            return Verdict(Harm.UNDECIDED, name, None, str(error))
         return Verdict(Harm.NONE)
 
 
 def _by_name(machine: Machine, cells: Cells) -> object:
-    """What can be seen: host memory, and what is returned, in its order."""
+    """What can be seen: host memory, and what is returned, in its order.
+
+    Of the residuals, only those that the schedule's own backward takes.
+    """
     kept, returned = machine.seen(cells)
-    return kept, returned
+    backward = machine.schedule.backward
+    if machine.name == "backward" or backward is None:
+        return kept, returned
+    taken = {node.name for node in backward.find_nodes(op="placeholder")}
+    outputs: list[fx.Node] = []
+    fx.map_arg(ops.returned(machine.graph)[0], outputs.append)
+    residuals = dict(machine.returned[len(outputs) :])
+    return (
+        kept,
+        tuple(cells[cell] for _, cell in machine.returned[: len(outputs)]),
+        tuple((name, cells[cell]) for name, cell in residuals.items() if name in taken),
+    )
 
 
 def mutate(schedule: Schedule, rng: random.Random) -> tuple[Schedule, str]:
@@ -309,6 +326,3 @@ def _kind(node: fx.Node) -> object:
     return node.target
 
 
-def without_history(schedule: Schedule) -> Schedule:
-    """The same, for hypothesis and errors to print shortly."""
-    return replace(schedule, history=())

@@ -8,13 +8,19 @@ optimizer, whose losses, outputs, gradients, parameters and buffers must be thos
 every bit. Where the backward makes the optimizer's update, parameters must be in every bit those of
 program order, and within 1e-5 of the plain loop. Models and plans are drawn by hypothesis; several
 interleavings (`--interleavings`) share a model and a plan, whose tracing takes most of the time.
+
+A mutant is a schedule with one or two edits: `tests.mutants` says which, and decides by all
+interleavings whether it is harmful. Half of the schedules are made by the passes for random models,
+half by hand (`tests.schedules`).
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
+import random
 import sys
 import time
 import warnings
@@ -30,8 +36,11 @@ from torch import Tensor
 from megacompile import api, megacompile, schedules
 from megacompile.ir import Plan, Schedule
 from megacompile.passes.plan import make_plan
+from megacompile.verify import hazards
 from tests import adversary, nets
+from tests.mutants import Harm, Truth, mutate
 from tests.nets import Choice, Net
+from tests.schedules import Spec, build
 from tests.zoo import equal
 
 Result = dict[str, Tensor]
@@ -274,21 +283,133 @@ def prove(cases: int, seed: int, interleavings: int, *, shrink: bool = False) ->
     return counts
 
 
+@dataclasses.dataclass
+class Mutants:
+    """How `verify` judged mutants, and schedules that are right."""
+
+    judged: collections.Counter[tuple[Harm, bool]]
+    edits: int = 0
+    schedules: int = 0
+    false_alarms: int = 0
+    missed: list[str] = dataclasses.field(default_factory=list)
+
+    def of(self, *harms: Harm, reported: bool) -> int:
+        return sum(self.judged[harm, reported] for harm in harms)
+
+    def __str__(self) -> str:
+        harmful = (Harm.WRONG, Harm.CRASH)
+        wrong, crash = (self.of(harm, reported=True) for harm in harmful)
+        return (
+            f"{self.schedules} unmodified schedules, {self.false_alarms} false alarms\n"
+            f"{sum(self.judged.values())} mutants\n"
+            f"  harmful, caught: {wrong + crash} ({wrong} that give wrong results, {crash} that "
+            "raise)\n"
+            f"  harmful, missed: {self.of(*harmful, reported=False)}\n"
+            f"  harmless, flagged: {self.of(Harm.NONE, reported=True)}\n"
+            f"  harmless, passed: {self.of(Harm.NONE, reported=False)}\n"
+            f"  with too many interleavings to decide: "
+            f"{self.of(Harm.UNDECIDED, reported=True)} flagged, "
+            f"{self.of(Harm.UNDECIDED, reported=False)} passed"
+        )
+
+
+def real_schedules(count: int, seed: int) -> list[Schedule]:
+    """At least `count` schedules that the passes make for random models and plans."""
+    found: list[Schedule] = []
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=[hypothesis.Phase.generate],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(nets.nets(), nets.choices())
+    def one(net: Net, choice: Choice) -> None:
+        if len(found) >= count or plain_refuses(net, choice):
+            return
+        subject = Subject(net, choice, Counts())
+        subject.wrong(InOrder())
+        graphs = subject.model._compiled_call_impl.graphs
+        programs = [p for graph in graphs for p in graph.programs.values() if p is not None]
+        found.extend(e.schedule for p in programs for e in p.executors.values())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        one()
+    return found
+
+
+def hand_made(count: int, seed: int) -> list[Schedule]:
+    """Random schedules of `tests.schedules`, which no pass makes."""
+    rng = random.Random(seed)
+
+    def some(stages: int) -> frozenset[int]:
+        return frozenset(i for i in range(stages) if rng.random() < 0.25)
+
+    found = []
+    for _ in range(count):
+        stages = rng.randint(1, 6)
+        spec = Spec(
+            stages=stages,
+            slots=rng.randint(2, 4),
+            accumulate=rng.random() < 0.4,
+            shared=stages > 1 and rng.random() < 0.3,
+            hold=rng.random() < 0.4,
+            random=some(stages),
+            keep=some(stages),
+            changes=some(stages),
+            update=rng.random() < 0.3,
+            masters=rng.random() < 0.3,
+        )
+        norms = not spec.update and rng.random() < 0.3
+        found.append(build(dataclasses.replace(spec, norms=norms)))
+    return found
+
+
+def prove_verify(mutants: int, seed: int, originals: list[Schedule]) -> Mutants:
+    """Judge the originals, and `mutants` mutants of them."""
+    counts = Mutants(collections.Counter(), schedules=len(originals))
+    truths = []
+    for schedule in originals:
+        counts.false_alarms += bool(hazards(schedule))
+        truths.append(Truth(schedule))
+    rng = random.Random(seed)
+    for _ in range(mutants):
+        truth = rng.choice(truths)
+        mutant, edits = mutate(truth.schedule, rng)
+        verdict, reported = truth.judge(mutant), bool(hazards(mutant))
+        counts.judged[verdict.harm, reported] += 1
+        if verdict.harm in (Harm.WRONG, Harm.CRASH) and not reported:
+            counts.missed.append(f"missed: {verdict.graph}: {edits} ({verdict.why})")
+    return counts
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.prove", description=__doc__)
     parser.add_argument("--cases", type=int, default=0)
     parser.add_argument("--mutants", type=int, default=0)
+    parser.add_argument("--schedules", type=int, default=320, help="that are mutated")
     parser.add_argument("--interleavings", type=int, default=8, help="of a model and plan")
     parser.add_argument("--shrink", action="store_true", help="look for a smaller model that differs")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     start = time.perf_counter()
+    failed = False
     if args.cases:
         counts = prove(args.cases, args.seed, args.interleavings, shrink=args.shrink)
         print("\n".join([*counts.found, str(counts)]))
+        failed |= counts.mismatches > 0
+    if args.mutants:
+        half = args.schedules // 2
+        originals = real_schedules(half, args.seed) + hand_made(half, args.seed)
+        found = prove_verify(args.mutants, args.seed, originals)
+        print("\n".join([*found.missed, str(found)]))
+        failed |= bool(found.missed) or found.false_alarms > 0
     print(f"{time.perf_counter() - start:.0f} s")
-    return 0
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -657,7 +657,7 @@ def in_order(machine: Machine) -> Cells:
     raise Crash("deadlock")
 
 
-def explore(machine: Machine, limit: int = 200_000) -> Iterator[tuple[Cells, Path]]:
+def explore(machine: Machine, limit: int = 20_000) -> Iterator[tuple[Cells, Path]]:
     """The final cells of all interleavings, each once, with one that leads there.
 
     A state is how far each stream has come and what the cells hold: interleavings that meet in one go

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,11 +13,14 @@ from unittest import mock
 import pytest
 from torch import fx
 
-from megacompile import api, ops
+from megacompile import api, ops, verify_memory
 from megacompile.ir import Schedule
+from megacompile.runtime.executor import Machine
 from tests import adversary, prove
+from tests.mutants import Harm, Truth, mutate
 from tests.nets import Choice, Net
 from tests.prove import Counts, Subject, differences
+from tests.symbolic import Path
 
 NET = Net(
     kinds=("linear", "block", "dropout", "batch norm", "linear"),
@@ -115,17 +119,17 @@ def test_a_planted_fault_is_seen(name: str) -> None:
         for graph in subject.model._compiled_call_impl.graphs:
             graph.programs.clear()
     with planted(FAULTS[name]):
-        found = [seen(subject, seed) for seed in SEEDS]
+        found = [seen(subject, adversary.Random(seed)) for seed in SEEDS]
     assert any(found)
     if name != "two buckets in one slot":
         assert not all(found), "only some interleavings show it"
 
 
-def seen(subject: Subject, seed: int) -> bool:
+def seen(subject: Subject, policy: adversary.Policy) -> bool:
     """Is an interleaving wrong, in its numbers or with an error?"""
     try:
-        return subject.wrong(adversary.Random(seed)) != []
-    except (RuntimeError, IndexError, NameError):
+        return subject.wrong(policy) != []
+    except (RuntimeError, LookupError, NameError, AttributeError, TypeError):
         return True
 
 
@@ -137,3 +141,65 @@ def test_differences_are_found() -> None:
     assert differences(subject.wanted, other) == [name]
     del other[name]
     assert differences(subject.wanted, other) == [name]
+
+
+# Mutants.
+
+
+def test_verify_reports_every_harmful_mutant_and_nothing_else() -> None:
+    originals = prove.hand_made(60, seed=1) + prove.real_schedules(8, seed=1)
+    counts = prove.prove_verify(300, 1, originals)
+    assert counts.missed == [] and counts.false_alarms == 0
+    assert counts.of(Harm.WRONG, reported=True) > 50
+    assert counts.of(Harm.NONE, reported=False) > 20, "it does not report everything"
+
+
+def test_a_blind_verifier_is_found_out() -> None:
+    """The test of the test: without one of its checks, `verify` misses harmful mutants."""
+    originals = prove.hand_made(40, seed=2)
+    with mock.patch.object(verify_memory, "CHECKS", ()):
+        assert prove.prove_verify(150, 2, originals).missed
+
+
+class Replay(adversary.LateExecutor):
+    """Runs the backward of a mutant in a given order."""
+
+    def __init__(self, mutant: Schedule, machine: Machine, path: Path) -> None:
+        self.path = path
+        super().__init__(mutant, machine)
+
+    def _compile(self, name: str) -> Callable[[list[Any]], Any]:
+        run = super()._compile(name)
+
+        def replay(taken: list[Any]) -> Any:
+            self.device.policy = adversary.Witness(self.path)
+            return run(taken)
+
+        return replay if name == "backward" else run
+
+
+@pytest.mark.parametrize("lookahead", [1, 3])
+def test_what_is_wrong_on_symbols_is_wrong_in_numbers(lookahead: int) -> None:
+    """The interleaving in which a mutant goes wrong, carried out on the adversarial device."""
+    net = dataclasses.replace(NET, in_loss=False)
+    subject = Subject(net, Choice(lookahead=lookahead, backwards=1), Counts())
+    assert subject.wrong(adversary.Policy()) == []
+    assert subject.wrong(adversary.Policy()) == []  # the gradients that are expected by now
+    (graph,) = subject.model._compiled_call_impl.graphs
+    (program,) = graph.programs.values()
+    variant, executor = list(program.executors.items())[-1]
+    assert variant.hold and not variant.accumulate
+    truth, rng = Truth(executor.schedule), random.Random(0)
+    shown, hidden = 0, []
+    for _ in range(150):
+        mutant, edits = mutate(executor.schedule, rng)
+        verdict = truth.judge(mutant)
+        if verdict.graph != "backward" or verdict.path is None:
+            continue
+        replay = Replay(mutant, executor.machine, verdict.path)
+        with mock.patch.dict(program.executors, {variant: replay}):
+            wrong = seen(subject, adversary.Policy())
+        shown += wrong
+        hidden += [] if wrong else [edits]
+    # poison cannot see all: memory with another view of it is left alone
+    assert shown >= 10 and len(hidden) <= shown / 4, hidden
