@@ -58,7 +58,12 @@ def hazards(schedule: Schedule) -> list[Hazard]:
         return found
     found += _residuals(views)
     for view in views:
-        for check in (*_CHECKS, *verify_memory.CHECKS, *verify_gradients.CHECKS, *verify_flow.CHECKS):
+        for check in (
+            *_CHECKS,
+            *verify_memory.CHECKS,
+            *verify_gradients.CHECKS,
+            *verify_flow.CHECKS,
+        ):
             found += check(view)
     return found
 

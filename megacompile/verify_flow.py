@@ -1,4 +1,4 @@
-"""The part of `verify` that is about what flows: nothing is missing, and values reach those they are for.
+"""The part of `verify` that is about what flows: all that is needed, to those whom it is for.
 
 What must hold:
 

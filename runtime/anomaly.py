@@ -1,9 +1,8 @@
 """NaN and inf in gradients, named by the stage whose backward gives them.
 
-With `megacompile(model, detect_anomaly=True)` both are errors. Under `torch.autograd.detect_anomaly()`
-NaN alone is, as in torch: a GradScaler expects an inf now and then. A check reads the values, so the
-host waits for the device behind each stage.
-"""
+With `megacompile(model, detect_anomaly=True)` both are errors. Under
+`torch.autograd.detect_anomaly()` NaN alone is, as in torch: a GradScaler expects an inf now and
+then. A check reads the values, so the host waits for the device behind each stage."""
 
 from __future__ import annotations
 
@@ -53,9 +52,7 @@ def check(
     )
 
 
-def _bad(
-    names: Any, tensors: Sequence[Any], inf: bool
-) -> Iterator[tuple[str, str]]:
+def _bad(names: Any, tensors: Sequence[Any], inf: bool) -> Iterator[tuple[str, str]]:
     """The tensors with NaN (or inf), and how many."""
     for name, tensor in zip(names, tensors, strict=False):
         if not isinstance(tensor, torch.Tensor) or not (

@@ -1,17 +1,16 @@
 """An adversarial device: the streams of a schedule, simulated on the CPU, in any order allowed.
 
-What runs is the code that is printed, with the ops of `megacompile.runtime.executor`; only `Streams`
-is another. Its `issue` queues the work, and work is carried out when and in the order in which a
-policy says, as far as the order of the streams and the events that ops wait for allow: the host may
-be far ahead, one stream may starve, any other may run away.
+What runs is the code that is printed, with the ops of `megacompile.runtime.executor`; only
+`Streams` is another. Its `issue` queues the work, and work is carried out when and in the order in
+which a policy says, as far as the order of the streams and the events that ops wait for allow: the
+host may be far ahead, one stream may starve, any other may run away.
 
 Memory lies: what is freed, what is not written yet (slots, room for gradients and states, the
-gradients' memory on the host) holds NaN. A value lives as long as the printed code has a name for it:
-its `del` is an op of the compute stream, as it is for CUDA's caching allocator.
+gradients' memory on the host) holds NaN. A value lives as long as the printed code has a name for
+it: its `del` is an op of the compute stream, as it is for CUDA's caching allocator.
 
-[Note: what poison cannot see] Memory that somebody outside of the schedule may hold (inputs and outputs
-of the model, gradients that autograd passes in) is never poisoned.
-"""
+[Note: what poison cannot see] Memory that somebody outside of the schedule may hold (inputs and
+outputs of the model, gradients that autograd passes in) is never poisoned."""
 
 from __future__ import annotations
 
@@ -139,9 +138,9 @@ class Adversary(Streams):
             handle.value = work()
             self.memory.name(handle)
 
-        events = tuple(e for w in waits if isinstance(e := w.event, Work))
-        handle.event = queued = Work(stream, events, run, release)  # type: ignore[assignment]
-        self.queues[stream].append(queued)  # type: ignore[arg-type]
+        queued = Work(stream, events_of(waits), run, release)
+        handle.event = queued  # type: ignore[assignment]
+        self.queues[stream].append(queued)
         for _ in range(self.policy.after_issue()):
             if not self._step():
                 break
@@ -207,8 +206,14 @@ class Memory:
                 self.poisoned += 1
 
 
+def events_of(handles: Iterable[Handle]) -> tuple[Work, ...]:
+    """The ops that must be done for some values to be there."""
+    events: list[Any] = [handle.event for handle in handles]
+    return tuple(event for event in events if isinstance(event, Work))
+
+
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def poison(storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
@@ -283,7 +288,7 @@ class LateOps(_Ops):
 
     def park(self, value: Handle, *, after: tuple[Handle, ...] = ()) -> None:
         streams: Any = self.machine.streams
-        streams.parks[value] = tuple(e for h in after if isinstance(e := h.event, Work))
+        streams.parks[value] = events_of(after)
 
     def forward(self, stage: Stage, weights: Any, args: Any, saving: bool) -> tuple[Handle, ...]:
         results = len(stage.outputs) + len(stage.mutated)

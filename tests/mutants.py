@@ -17,7 +17,8 @@ from torch import fx
 
 from megacompile import ops
 from megacompile.ir import Bucket, Schedule, Slot
-from tests.symbolic import Cells, Crash, Machine, Path, Start, explore
+from tests.symbolic import Cells, Crash, Path, Start, explore
+from tests.symbolic_ops import Machine
 
 Edit = Callable[[Schedule, fx.Graph, random.Random], str]
 
@@ -123,9 +124,7 @@ def _waiting(graph: fx.Graph) -> list[fx.Node]:
 
 def _places(graph: fx.Graph) -> list[fx.Node]:
     """The nodes that something can be put in front of: results stay behind their op."""
-    return [
-        n for n in graph.nodes if n.op != "placeholder" and n.target is not operator.getitem
-    ]
+    return [n for n in graph.nodes if n.op != "placeholder" and n.target is not operator.getitem]
 
 
 def _nearby(nodes: Sequence[fx.Node], node: fx.Node, rng: random.Random) -> fx.Node:
@@ -324,5 +323,3 @@ def _kind(node: fx.Node) -> object:
     if node.target in (ops.alloc_state, ops.fetch_state, ops.update):
         return "state"
     return node.target
-
-

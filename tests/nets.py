@@ -1,9 +1,8 @@
 """Random small models and plans, as data that hypothesis can draw, shrink and print.
 
-A `Net` calls its layers in any order, some twice; adds earlier values to later ones; takes one or two
-inputs; gives a loss and what else was asked for. A `Plan` is the options and choices that its schedule
-is built with.
-"""
+A `Net` calls its layers in any order, some twice; adds earlier values to later ones; takes one or
+two inputs; gives a loss and what else was asked for. A `Choice` is the options and choices that its
+schedule is built with."""
 
 from __future__ import annotations
 
@@ -53,6 +52,10 @@ class Choice:
 class Layer(nn.Module):
     """One of `KINDS`; (BATCH, WIDTH) -> (BATCH, WIDTH)."""
 
+    norm: nn.Module
+    scale: Tensor
+    seen: Tensor
+
     def __init__(self, kind: str, hidden: int) -> None:
         super().__init__()
         self.kind = kind
@@ -72,7 +75,8 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(x)
         if self.kind == "block":
-            return x + self.down(F.gelu(self.up(self.norm(y))))
+            y = x + self.down(F.gelu(self.up(self.norm(y))))
+            return y
         if self.kind == "batch norm":
             return F.silu(self.norm(y))
         if self.kind == "dropout":

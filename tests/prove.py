@@ -1,13 +1,14 @@
 """The proof, as a command: random models and plans on an adversarial device; mutants of schedules.
 
-    python -m tests.prove --cases 2000 --seed 0      (model, plan, interleaving) against the plain model
+    python -m tests.prove --cases 2000 --seed 0      random models against the plain ones
     python -m tests.prove --mutants 1000 --seed 0    broken schedules against `verify`
 
-A case is one interleaving of one plan of one model: two or four forwards and backwards, or steps of an
-optimizer, whose losses, outputs, gradients, parameters and buffers must be those of the plain model in
-every bit. Where the backward makes the optimizer's update, parameters must be in every bit those of
-program order, and within 1e-5 of the plain loop. Models and plans are drawn by hypothesis; several
-interleavings (`--interleavings`) share a model and a plan, whose tracing takes most of the time.
+A case is one interleaving of one plan of one model: two or four forwards and backwards, or steps of
+an optimizer, whose losses, outputs, gradients, parameters and buffers must be those of the plain
+model in every bit. Where the backward makes the optimizer's update, parameters must be in every bit
+those of program order, and within 1e-5 of the plain loop. Models and plans are drawn by hypothesis;
+several interleavings (`--interleavings`) share a model and a plan, whose tracing takes most of the
+time.
 
 A mutant is a schedule with one or two edits: `tests.mutants` says which, and decides by all
 interleavings whether it is harmful. Half of the schedules are made by the passes for random models,
@@ -78,8 +79,8 @@ class Counts:
         of_these = [f"{sum(map(bool, map(f, self.models)))} {what}" for what, f in features.items()]
         return (
             f"{self.cases} (model, plan, interleaving) cases, {self.mismatches} mismatches\n"
-            f"  {len(self.models)} distinct models, {len(self.plans)} distinct (model, plan) pairs, "
-            f"{self.in_backward} of these with the update in the backward\n"
+            f"  {len(self.models)} distinct models, {len(self.plans)} distinct (model, plan) "
+            f"pairs, {self.in_backward} of these with the update in the backward\n"
             f"  of the models {', '.join(of_these)}\n"
             f"  {self.stages} stages, {self.kept} of them kept by a random choice\n"
             f"  {self.ops} ops executed, {self.poisoned} times memory was poisoned\n"
@@ -392,7 +393,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--mutants", type=int, default=0)
     parser.add_argument("--schedules", type=int, default=320, help="that are mutated")
     parser.add_argument("--interleavings", type=int, default=8, help="of a model and plan")
-    parser.add_argument("--shrink", action="store_true", help="look for a smaller model that differs")
+    parser.add_argument(
+        "--shrink", action="store_true", help="look for a smaller model that differs"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)

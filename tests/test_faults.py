@@ -2,11 +2,11 @@
 
 What `p.grad` is after a backward that failed:
 
-- it was None: it is None still. (In plain PyTorch the layers that came before the failure have theirs.)
+- it was None: it is None still. (In plain PyTorch the layers that came before the failure have
+  theirs.)
 - it held a gradient: each parameter's is what it was, or has the new one added whole, as in plain
-  PyTorch, where the layers that came before the failure have accumulated too. So, as there, a step that
-  failed is repeated from `zero_grad()`.
-"""
+  PyTorch, where the layers that came before the failure have accumulated too. So, as there, a step
+  that failed is repeated from `zero_grad()`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from megacompile import megacompile
-from megacompile.errors import AnomalyError, BackwardError, OptimizerError, OptionTypeError
+from megacompile.errors import AnomalyError, OptimizerError, OptionTypeError
 from megacompile.runtime.streams import Streams
 from tests import zoo
 from tests.zoo import WIDTH, Block, Stack, assert_same, batch, equal, step
@@ -150,8 +150,10 @@ def test_training_goes_on_behind_a_failed_step(countdown: _Countdown, error: Bas
     optimizers = [torch.optim.AdamW(each.parameters(), 0.01) for each in (plain, model)]
     train(plain, optimizers[0], 12)
     train(model, optimizers[1], 2)
+    count = ops_of_a_step(countdown, model)
+    optimizers[1].zero_grad()
     for k in range(2, 12):
-        countdown.issued, countdown.fails_at, countdown.error = 0, 5 * k, error
+        countdown.issued, countdown.fails_at, countdown.error = 0, (5 * k) % count, error
         with pytest.raises(type(error)):
             train(model, optimizers[1], 1, start=k)
         countdown.fails_at = -1
@@ -215,20 +217,6 @@ def in_accumulate_hook(model: Any) -> Iterator[None]:
     handle.remove()
 
 
-@contextmanager
-def between(model: Any) -> Iterator[None]:
-    """The loss is there, and its backward never comes."""
-    plain = model.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        plain(*args, **kwargs)
-        raise Planted("between forward and backward")
-
-    model.forward = forward
-    yield
-    del model.forward
-
-
 PLACES: dict[str, Callable[[Any], Any]] = {
     "forward": in_forward,
     "module hook": in_module_hook,
@@ -267,36 +255,25 @@ def test_a_loss_that_is_never_differentiated() -> None:
 
 
 def test_an_update_in_the_backward_that_fails_says_so(countdown: _Countdown) -> None:
-    """Some layers are updated and some are not: nothing can go on from there but a checkpoint."""
-    plain, model = twins()
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    model = megacompile(copy.deepcopy(plain), device="cpu", lowering="eager")
-    model = copy.deepcopy(plain)
+    """Some layers are updated and some are not: the next backward does not just go on."""
+    torch.manual_seed(0)
+    model: Any = Stack(layers=2, block=Block)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     megacompile(model, device="cpu", lowering="eager", optimizer=optimizer)
     train(model, optimizer, 1)
-    start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    before = copy.deepcopy(model.state_dict())
     count = ops_of_a_step(countdown, model)
     optimizer.step()
     optimizer.zero_grad()
-    model.load_state_dict(start[0])
-    optimizer.load_state_dict(start[1])
-    train(model, optimizer, 1, start=1)
-    wanted = copy.deepcopy(model.state_dict())
-    model.load_state_dict(start[0])
-    optimizer.load_state_dict(start[1])
+    model.load_state_dict(before)
     countdown.issued, countdown.fails_at = 0, count - 5
     with pytest.raises(Planted):
-        train(model, optimizer, 1, start=1)
-    countdown.fails_at = -1
-    with pytest.raises((OptimizerError, BackwardError)):
         step(model, batch(1))
-    optimizer.step()
-    optimizer.zero_grad()
-    model.load_state_dict(start[0])
-    optimizer.load_state_dict(start[1])
-    train(model, optimizer, 1, start=1)
-    assert all(equal(wanted[name], value) for name, value in model.state_dict().items())
+    countdown.fails_at = -1
+    changed = [name for name, value in model.state_dict().items() if not equal(value, before[name])]
+    assert 0 < len(changed) < len(before), "half updated"
+    with pytest.raises(OptimizerError):
+        step(model, batch(1))
 
 
 # --- NaN and inf
@@ -311,7 +288,8 @@ class Root(nn.Module):
         self.gain = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(x) * self.gain.sqrt()
+        out: Tensor = x + self.linear(x) * self.gain.sqrt()
+        return out
 
 
 def rooted(gain: float, **options: Any) -> Any:
@@ -323,8 +301,8 @@ def rooted(gain: float, **options: Any) -> Any:
 
 
 INF = (
-    r"backward of stage 'layers.1' \(2B\): the gradient of parameter 'layers.1.gain' has 3 inf among "
-    r"16 elements; what came in is finite: it arises in this stage"
+    r"backward of stage 'layers.1' \(2B\): the gradient of parameter 'layers.1.gain' has 3 inf "
+    r"among 16 elements; what came in is finite: it arises in this stage"
 )
 
 

@@ -33,9 +33,7 @@ LAYERS = {  # by module name below megacompile; "" is the package itself
     "passes": "passes",
     "runtime": "runtime",
     **dict.fromkeys(("hazards", "simulate", "show"), "inspection"),
-    **dict.fromkeys(
-        ("verify", "verify_flow", "verify_gradients", "verify_memory"), "inspection"
-    ),
+    **dict.fromkeys(("verify", "verify_flow", "verify_gradients", "verify_memory"), "inspection"),
     **dict.fromkeys(("ops", "ir", "errors", "options", "validate", "compat", "hardware"), "base"),
 }
 MAY_IMPORT = {

@@ -1,4 +1,6 @@
-"""The proof on a few cases, and that it sees what it is there to see: `python -m tests.prove` does more.
+"""The proof on a few cases, and that it sees what it is there to see.
+
+`python -m tests.prove` does more.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from torch import fx
 
 from megacompile import api, ops, verify_memory
 from megacompile.ir import Schedule
+from megacompile.passes.free import insert_free
 from megacompile.runtime.executor import Machine
 from tests import adversary, prove
 from tests.mutants import Harm, Truth, mutate
@@ -98,7 +101,7 @@ FAULTS: dict[str, Fault] = {
 
 @contextmanager
 def planted(fault: Fault) -> Iterator[None]:
-    insert = api.insert_free
+    insert = insert_free
 
     def faulty(schedule: Schedule) -> Schedule:
         new = insert(schedule).copy()

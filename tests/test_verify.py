@@ -193,7 +193,8 @@ def both(*edits: Edit) -> Edit:
 def set_after(schedule: Schedule, value: str, waited: str) -> None:
     """Let the free of a value wait for another one, too."""
     free = free_of(schedule.graphs["backward"], value)
-    free.kwargs = {"after": (*free.kwargs["after"], find(schedule, "backward", waited))}
+    after: Any = free.kwargs["after"]
+    free.kwargs = {"after": (*after, find(schedule, "backward", waited))}
 
 
 def free_again(schedule: Schedule) -> None:
@@ -642,8 +643,10 @@ FAULTS = [
         "state saved behind the forward that draws",
         RANDOM,
         lambda s: find(s, "forward", "y1_0").append(find(s, "forward", "1RNG")),
-        (("wrong rng", "forward", "1RNG", ""),
-            ("wrong rng", "backward", "1RECOMPUTE", ""),),
+        (
+            ("wrong rng", "forward", "1RNG", ""),
+            ("wrong rng", "backward", "1RECOMPUTE", ""),
+        ),
     ),
     Fault(
         "state of another stage",
