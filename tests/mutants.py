@@ -229,7 +229,11 @@ def change_value(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str
     """An op takes another value: a data edge is rerouted."""
     readers = [n for n in ops.nodes_of(graph) if any(isinstance(v, fx.Node) for v in _flat(n.args))]
     node = rng.choice(readers)
-    was = rng.choice([v for v in _flat(node.args) if isinstance(v, fx.Node)])
+    taken = node.args[1] if node.target is ops.forward else node.args  # what it computes stays
+    values = [v for v in _flat(taken) if isinstance(v, fx.Node)]
+    if not values:
+        return ""
+    was = rng.choice(values)
     others = [n for n in graph.nodes if n.op != "output" and n is not was and n is not node]
     like = [n for n in others if _kind(n) == _kind(was)]
     if not like and rng.random() < 0.7:
