@@ -106,14 +106,15 @@ class Adversary(Streams):
         self.parks: dict[Handle, tuple[Work, ...]] = {}  # what must be done before they go
         self.parked: list[tuple[tuple[Work, ...], Handle]] = []  # whose names are gone
         self.executed = 0
-        self.drains = False  # everything, when a run ends
+        self.ends: Sequence[Stream] = tuple(Stream)  # what is drained when a run ends
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        self.memory.known.clear()
+        if not any(self.queues.values()):
+            self.memory.known.clear()
         try:
             yield
-            for stream in Stream if self.drains else [Stream.COMPUTE]:
+            for stream in self.ends:
                 self.synchronize(stream)
         except BaseException:
             for queue in self.queues.values():
@@ -149,6 +150,12 @@ class Adversary(Streams):
     def synchronize(self, stream: Stream) -> None:
         while self.queues[stream]:
             assert self._step(), "deadlock: each stream waits for another"
+
+    def wait_for(self, handle: Handle) -> None:
+        """Go on until a value is there."""
+        for work in events_of([handle]):
+            while work.run is not None:
+                assert self._step(), "deadlock: each stream waits for another"
 
     def _step(self) -> bool:
         heads = [queue[0] for queue in self.queues.values() if queue]
@@ -330,7 +337,7 @@ class LateExecutor(Executor):
 
         def run(taken: list[Handle]) -> Any:
             device = self.device
-            device.drains = self._needs_drain()
+            device.ends = self._ends(name)
             self._before(name)
             seen = self._outside(name)
             inputs = []
@@ -341,6 +348,8 @@ class LateExecutor(Executor):
             taken.clear()
             result = _handles_of(code(inputs), keep=True)
             self._show(name, result)
+            for handle in _handles(result):
+                device.wait_for(handle)
             return result
 
         return run
@@ -380,11 +389,17 @@ class LateExecutor(Executor):
             for handle in _handles(result[0]):
                 self.device.memory.visible.extend(map(_storage, tensors_in(handle.value)))
 
-    def _needs_drain(self) -> bool:
-        """Copies to the host that find their place when they run must not outlive this run."""
+    def _ends(self, name: str) -> Sequence[Stream]:
+        """What must be done when a run ends.
+
+        Of a forward the computes, because random numbers are drawn when they run. Of a backward
+        nothing: `backward()` itself must wait for what it needs. But copies to the host that find
+        their place when they run must not outlive it.
+        """
         gradients = self.machine.gradients
-        aside = gradients._returned or gradients._dropped
-        return bool(aside) or self.machine.in_backward is not None
+        if gradients._returned or gradients._dropped or self.machine.in_backward is not None:
+            return tuple(Stream)
+        return (Stream.COMPUTE,) if name == "forward" else ()
 
     def _before(self, name: str) -> None:
         """What an earlier schedule still does when this one begins: everything but held slots."""
