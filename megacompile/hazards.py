@@ -168,10 +168,12 @@ def memory(node: fx.Node) -> fx.Node:
     Fetched gradients fill their room, sums replace what was fetched, assigned inputs stay where
     they are.
     """
+    seen = {node}  # values that are made of one another would lead around for ever
     while callable(node.target) and node.target in _SHOWS:
         source = node.args[_SHOWS[node.target]]
-        if not isinstance(source, fx.Node):
+        if not isinstance(source, fx.Node) or source in seen:
             break
+        seen.add(source)
         node = source
     return node
 

@@ -149,7 +149,8 @@ def _changes_kept(view: View) -> Iterator[Hazard]:
             )
             yield view.hazard(HazardKind.CHANGE_LOST, node, None, message)
     for assign in view.nodes(ops.assign):
-        target, value = assign.all_input_nodes[:2]
+        target: Any = assign.args[0]
+        value: Any = assign.args[1]
         if root.get(value) is not root.get(target):
             message = (
                 f"{label(assign)} writes {named(value)} over {target.name}, whose new value it is "
