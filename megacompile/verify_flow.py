@@ -150,10 +150,10 @@ def _changes_kept(view: View) -> Iterator[Hazard]:
             yield view.hazard(HazardKind.CHANGE_LOST, node, None, message)
     for assign in view.nodes(ops.assign):
         target: Any = assign.args[0]
-        value: Any = assign.args[1]
-        if root.get(value) is not root.get(target):
+        new: Any = assign.args[1]
+        if new is target or root.get(new) is not root.get(target):
             message = (
-                f"{label(assign)} writes {named(value)} over {target.name}, whose new value it is "
+                f"{label(assign)} writes {named(new)} over {target.name}, whose new value it is "
                 "not; assign what the stage gives for it"
             )
             yield view.hazard(HazardKind.CHANGE_LOST, assign, None, message)

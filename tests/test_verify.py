@@ -1095,3 +1095,17 @@ def test_order_is_streams_and_edges_only() -> None:
     assert before("BEGIN", "3PREFETCH@1"), "a path of edges"
     assert before("2PREFETCH@0", "2F"), "a data edge"
     assert not before("1F", "2PREFETCH@0"), "nothing else"
+
+
+def test_it_ends_on_values_that_are_made_of_one_another() -> None:
+    schedule = build(ADDING)
+    total, fetched = (find(schedule, "backward", label) for label in ("2ADD_GRAD", "2FETCH_GRAD"))
+    set_arguments(fetched, arguments(fetched)[0], total)
+    assert HazardKind.USE_BEFORE_MADE in {hazard.kind for hazard in hazards(schedule)}
+
+
+def test_an_input_assigned_to_itself_is_found() -> None:
+    schedule = build(CHANGING)
+    assign = find(schedule, "forward", "ASSIGN")
+    set_arguments(assign, arguments(assign)[0], arguments(assign)[0])
+    assert HazardKind.CHANGE_LOST in {hazard.kind for hazard in hazards(schedule)}
