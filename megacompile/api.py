@@ -74,6 +74,7 @@ def megacompile(
     host_memory: int | float | str | None = None,
     resident: int | float | str = "auto",
     head: Head | str = "auto",
+    detect_anomaly: bool = False,
 ) -> M:
     """Keep a model's parameters and gradients in host memory and stream them through a device.
 
@@ -116,6 +117,10 @@ def megacompile(
             where logits exceed 1 GiB. A head whose logits the model returns, or that does anything
             else with them, is left as it is; the schedule's plan says why.
 
+        detect_anomaly: raise `AnomalyError` where a stage's backward gives NaN or inf; it names the
+            stage, the parameter, and whether it came in or arose there. The host then waits for
+            each stage. (`torch.autograd.detect_anomaly()` does so too, for NaN.)
+
     Raises:
         ModelError: not a module, or parameters that cannot be streamed.
         OptionError: a bad option, or a second call with other options.
@@ -148,6 +153,7 @@ def megacompile(
         host_memory=host_memory,
         resident=resident,
         head=head,
+        detect_anomaly=detect_anomaly,
     )
     check_model(model)
     present = model._compiled_call_impl

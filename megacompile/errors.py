@@ -44,6 +44,10 @@ class UnsupportedGraphError(MegacompileError, RuntimeError):
     """A captured graph that cannot be scheduled; it runs in eager mode on streamed copies."""
 
 
+class AnomalyError(MegacompileError, RuntimeError):
+    """A gradient with NaN or inf, found with `detect_anomaly=True`; names the stage."""
+
+
 class OptimizerError(MegacompileError, RuntimeError):
     """An optimizer step that cannot be done as asked for, or that failed in the background."""
 

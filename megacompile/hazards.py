@@ -43,6 +43,7 @@ class HazardKind(enum.Enum):
     NOT_OWNED = "not owned"  # what is given back has no memory of its own (weights, an event)
     LEAK = "leak"  # a value is neither given back nor returned
     CHANGED_IN_PLACE = "changed in place"  # a reader of the old value may run after `assign`
+    CHANGE_LOST = "change lost"  # what a stage changes in place does not reach its input
     WRONG_SAVED = "wrong saved"  # a backward takes saved tensors that are not its stage's
     WRONG_RNG = "wrong rng"  # a recompute would draw other random numbers than the forward
     GRADIENTS_NOT_READY = "gradients not ready"  # offloaded before every backward has added to them
@@ -167,10 +168,12 @@ def memory(node: fx.Node) -> fx.Node:
     Fetched gradients fill their room, sums replace what was fetched, assigned inputs stay where
     they are.
     """
+    seen = {node}  # values that are made of one another would lead around for ever
     while callable(node.target) and node.target in _SHOWS:
         source = node.args[_SHOWS[node.target]]
-        if not isinstance(source, fx.Node):
+        if not isinstance(source, fx.Node) or source in seen:
             break
+        seen.add(source)
         node = source
     return node
 

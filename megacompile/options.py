@@ -55,6 +55,7 @@ class Options:
         host_memory: bytes of host memory. Default: what is free.
         resident: bytes of device memory for buckets that live there. Default: the plan decides.
         head: whether the head and its loss are computed in chunks of tokens.
+        detect_anomaly: raise where a stage's backward gives NaN or inf.
     """
 
     device: torch.device
@@ -72,6 +73,7 @@ class Options:
     host_memory: int | None = None
     resident: int | None = None
     head: Head = Head.AUTO
+    detect_anomaly: bool = False
 
     @property
     def hands_over(self) -> bool:
@@ -136,6 +138,7 @@ class Options:
         host_memory: int | float | str | None = None,
         resident: int | float | str = "auto",
         head: Head | str = "auto",
+        detect_anomaly: bool = False,
     ) -> Options:
         """Validate what the user gave and fill in the rest.
 
@@ -182,6 +185,7 @@ class Options:
             host_memory=_size("host_memory", host_memory, torch.device("cpu")),
             resident=_resident(resident, resolved_device, optimizer),
             head=_choice("head", head, Head),
+            detect_anomaly=_flag("detect_anomaly", detect_anomaly),
         )
 
     def differences(self, other: Options) -> list[str]:

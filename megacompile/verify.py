@@ -5,7 +5,8 @@ What must hold, given [Note: happens-before] in `megacompile.hazards`:
 - every op has what it reads: its arguments, made before it, and the weights of its buckets;
 - the backward sees what the forward saw: arguments, saved tensors, random numbers;
 - memory is not reused while it is read: see `megacompile.verify_memory`;
-- gradients reach the host once and whole: see `megacompile.verify_gradients`.
+- gradients reach the host once and whole: see `megacompile.verify_gradients`;
+- values reach those that they are for: see `megacompile.verify_flow`.
 
 The checks read the graphs alone: no device, no data.
 """
@@ -18,7 +19,7 @@ from typing import Any
 
 from torch import fx
 
-from megacompile import ops, show, verify_gradients, verify_memory
+from megacompile import ops, show, verify_flow, verify_gradients, verify_memory
 from megacompile.errors import ScheduleError
 from megacompile.hazards import Check, Hazard, HazardKind, Order, View, label, named, producer
 from megacompile.ir import ArgRef, Bucket, Primal, Schedule
@@ -52,9 +53,17 @@ def verify(schedule: Schedule) -> None:
 def hazards(schedule: Schedule) -> list[Hazard]:
     """Everything that is wrong with a schedule; [] if nothing."""
     views = [View(schedule, name, graph, Order(graph)) for name, graph in schedule.graphs.items()]
-    found = list(_residuals(views))
+    found = [hazard for view in views for hazard in verify_flow.incomplete(view)]
+    if found:  # the checks below rely on what is missing
+        return found
+    found += _residuals(views)
     for view in views:
-        for check in (*_CHECKS, *verify_memory.CHECKS, *verify_gradients.CHECKS):
+        for check in (
+            *_CHECKS,
+            *verify_memory.CHECKS,
+            *verify_gradients.CHECKS,
+            *verify_flow.CHECKS,
+        ):
             found += check(view)
     return found
 
@@ -246,6 +255,8 @@ def _own_saved(view: View, node: fx.Node, forward: fx.Node) -> Iterator[Hazard]:
 def _random_numbers(view: View) -> Iterator[Hazard]:
     """A recompute of a random stage starts from the state that was saved before its forward."""
     saved = {node.name: node for node in ops.nodes_of(view.schedule.forward, ops.save_rng)}
+    if view.name == "forward":
+        yield from _states_saved(view)
     for node in view.nodes(ops.recompute):
         stage: Any = node.args[0]
         if not stage.traced.random:
@@ -260,6 +271,15 @@ def _random_numbers(view: View) -> Iterator[Hazard]:
                 f"{where}, but {rng.name} is not the state just before its forward; save it "
                 f"directly before {stage.index}F"
             )
+            yield view.hazard(HazardKind.WRONG_RNG, node, None, message)
+
+
+def _states_saved(view: View) -> Iterator[Hazard]:
+    """A backward for other outputs may take the states that this one does not."""
+    for node in view.nodes(ops.save_rng):
+        stage: Any = node.args[0]
+        if stage.traced.random and _draws_next(node) != stage.index:
+            message = f"{label(node)} is not just before {stage.index}F draws; move it there"
             yield view.hazard(HazardKind.WRONG_RNG, node, None, message)
 
 

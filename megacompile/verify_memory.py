@@ -208,7 +208,7 @@ def _used_after_free(
     for name in shared:
         for user in name.users:
             if name in frees and view.order.issued_before(frees[name], user):
-                if user.target in (ops.free, ops.park):
+                if user.target in (ops.free, ops.park) and user.args[0] is name:
                     continue  # a double free, reported as such
                 message = (
                     f"{label(user)} takes {named(name)}, which is freed before it; "

@@ -28,6 +28,7 @@ from megacompile.ir import (
     TensorMeta,
 )
 from megacompile.runtime.flight import Flight
+from megacompile.runtime import anomaly
 from megacompile.runtime.gradients import Gradients
 from megacompile.runtime.handed import HandOver
 from megacompile.runtime.host import HostBucket
@@ -61,6 +62,7 @@ class Machine:
     alive: list[Any] = field(default_factory=list)  # until the forward's last copy is done
     order: list[int] = field(default_factory=list)  # bucket keys, as the last forward read them
     tracer: Tracer | None = None  # while a trace of the model is on
+    detect_anomaly: bool = False  # is NaN or inf in a gradient an error?
 
 
 class Executor:
@@ -290,7 +292,11 @@ class _Ops:
                 else:
                     flows.append(groups[stage.buckets[ref.bucket].key][ref.param])
             inputs += map(_conform, flows, template.tangent_metas)
+            looks = anomaly.wanted(self.machine.detect_anomaly)
+            given = list(inputs) if looks else ()
             found = template.code[Code.BACKWARD](inputs)
+            if looks:
+                anomaly.check(stage, given, found, inf=self.machine.detect_anomaly)
             return self._sort(stage, found, groups)
 
         return self._issue_many((weights, args, saved, tangents, carries), run)

@@ -67,6 +67,7 @@ class StreamedModel:
             gradients=Gradients(streams),
             place=self._place,
             hand_over=HandOver(streams),
+            detect_anomaly=options.detect_anomaly,
         )
         self.graphs: list[CapturedGraph] = []
         self.resident: frozenset[int] = frozenset()  # keys of the buckets on the device

@@ -190,6 +190,13 @@ def both(*edits: Edit) -> Edit:
     return edit
 
 
+def set_after(schedule: Schedule, value: str, waited: str) -> None:
+    """Let the free of a value wait for another one, too."""
+    free = free_of(schedule.graphs["backward"], value)
+    after: Any = free.kwargs["after"]
+    free.kwargs = {"after": (*after, find(schedule, "backward", waited))}
+
+
 def free_again(schedule: Schedule) -> None:
     graph = schedule.graphs["backward"]
     with graph.inserting_before(graph.output_node()):
@@ -578,7 +585,41 @@ FAULTS = [
             move_before("forward", "ASSIGN", "1F"),
             set_arg("forward", "ASSIGN", 1, node("forward", "y0_0")),
         ),
-        (("changed in place", "forward", "1F", "ASSIGN"),),
+        (
+            ("changed in place", "forward", "1F", "ASSIGN"),
+            ("change lost", "forward", "1F", ""),
+            ("change lost", "forward", "ASSIGN", ""),
+        ),
+    ),
+    Fault(
+        "new value not written",
+        CHANGING,
+        erase("forward", "ASSIGN"),
+        (("change lost", "forward", "1F", ""),),
+    ),
+    Fault(
+        "saved tensor not passed",
+        PLAIN,
+        set_arg("backward", "2B", 3, lambda _, saved: (None, *saved[1:])),
+        (("arguments", "backward", "2B", ""),),
+    ),
+    Fault(
+        "gradients not passed",
+        PLAIN,
+        set_arg("backward", "2OFFLOAD_GRAD", 1, None),
+        (("arguments", "backward", "2OFFLOAD_GRAD", ""),),
+    ),
+    Fault(
+        "gradient of another value passed",
+        PLAIN,
+        set_arg("backward", "3B", 4, lambda s, _: (find(s, "backward", "y2_0"),)),
+        (("wrong gradients", "backward", "3B", ""),),
+    ),
+    Fault(
+        "state freed while another free waits for it",
+        PLAIN,
+        lambda s: set_after(s, "d1_1", "s2_0"),
+        (("use after free", "backward", "FREE", "2RECOMPUTE"),),
     ),
     Fault(
         "snapshot made too late",
@@ -602,7 +643,10 @@ FAULTS = [
         "state saved behind the forward that draws",
         RANDOM,
         lambda s: find(s, "forward", "y1_0").append(find(s, "forward", "1RNG")),
-        (("wrong rng", "backward", "1RECOMPUTE", ""),),
+        (
+            ("wrong rng", "forward", "1RNG", ""),
+            ("wrong rng", "backward", "1RECOMPUTE", ""),
+        ),
     ),
     Fault(
         "state of another stage",
@@ -1051,3 +1095,17 @@ def test_order_is_streams_and_edges_only() -> None:
     assert before("BEGIN", "3PREFETCH@1"), "a path of edges"
     assert before("2PREFETCH@0", "2F"), "a data edge"
     assert not before("1F", "2PREFETCH@0"), "nothing else"
+
+
+def test_it_ends_on_values_that_are_made_of_one_another() -> None:
+    schedule = build(ADDING)
+    total, fetched = (find(schedule, "backward", label) for label in ("2ADD_GRAD", "2FETCH_GRAD"))
+    set_arguments(fetched, arguments(fetched)[0], total)
+    assert HazardKind.USE_BEFORE_MADE in {hazard.kind for hazard in hazards(schedule)}
+
+
+def test_an_input_assigned_to_itself_is_found() -> None:
+    schedule = build(CHANGING)
+    assign = find(schedule, "forward", "ASSIGN")
+    set_arguments(assign, arguments(assign)[0], arguments(assign)[0])
+    assert HazardKind.CHANGE_LOST in {hazard.kind for hazard in hazards(schedule)}

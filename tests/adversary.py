@@ -1,0 +1,455 @@
+"""An adversarial device: the streams of a schedule, simulated on the CPU, in any order allowed.
+
+What runs is the code that is printed, with the ops of `megacompile.runtime.executor`; only
+`Streams` is another. Its `issue` queues the work, and work is carried out when and in the order in
+which a policy says, as far as the order of the streams and the events that ops wait for allow: the
+host may be far ahead, one stream may starve, any other may run away.
+
+Memory lies: what is freed, what is not written yet (slots, room for gradients and states, the
+gradients' memory on the host) holds NaN. A value lives as long as the printed code has a name for
+it: its `del` is an op of the compute stream, as it is for CUDA's caching allocator.
+
+[Note: what poison cannot see] Memory that somebody outside of the schedule may hold (inputs and
+outputs of the model, gradients that autograd passes in) is never poisoned."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from megacompile import compat, ops, show
+from megacompile.ir import Bucket, Slot, Stage, Stream
+from megacompile.runtime import captured
+from megacompile.runtime.executor import Executor, Machine, _handles, _Ops
+from megacompile.runtime.streams import Handle, Streams
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Work:
+    """One op in its queue; it stands for the event behind it too."""
+
+    stream: Stream
+    waits: tuple[Work, ...]
+    run: Callable[[], Any] | None  # None: done
+    release: bool = False  # a `del`, or the wait before it
+
+    @property
+    def ready(self) -> bool:
+        return all(earlier.run is None for earlier in self.waits)
+
+
+class Policy:
+    """When and in which order work that is ready is carried out."""
+
+    def after_issue(self) -> int:
+        """How many ops run now, while the host issues the next."""
+        return 0
+
+    def pick(self, ready: Sequence[Work]) -> Work:
+        """Which of the heads of the queues is next."""
+        return ready[0]
+
+
+class Random(Policy):
+    """Each seed is a device of its own: how far the host is ahead, and who starves."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.weights = {stream: self.random.choice((0, 1, 1, 20)) for stream in Stream}
+        self.pace = self.random.choice((0, 0, 1, 2, 100))
+
+    def after_issue(self) -> int:
+        return self.random.randint(0, self.pace)
+
+    def pick(self, ready: Sequence[Work]) -> Work:
+        weights = [self.weights[work.stream] for work in ready]
+        if not any(weights):
+            return self.random.choice(ready)
+        return self.random.choices(ready, weights)[0]
+
+
+class Witness(Policy):
+    """The order of another simulation: the stream of each op, those that free memory apart.
+
+    These run as soon as they can; behind the end of the order anything may.
+    """
+
+    def __init__(self, order: Iterable[Stream]) -> None:
+        self.order = deque(order)
+
+    def pick(self, ready: Sequence[Work]) -> Work:
+        frees = [work for work in ready if work.release]
+        if frees or not self.order:
+            return (frees or ready)[0]
+        wanted = [work for work in ready if work.stream is self.order[0]]
+        if wanted:
+            self.order.popleft()
+        return (wanted or ready)[0]
+
+
+class Adversary(Streams):
+    """Stands in for `Streams` of a device with queues of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.policy = Policy()
+        self.queues: dict[Stream, deque[Work]] = {stream: deque() for stream in Stream}
+        self.memory = Memory()
+        self.parks: dict[Handle, tuple[Work, ...]] = {}  # what must be done before they go
+        self.parked: list[tuple[tuple[Work, ...], Handle]] = []  # whose names are gone
+        self.executed = 0
+        self.ends: Sequence[Stream] = tuple(Stream)  # what is drained when a run ends
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        if not any(self.queues.values()):
+            self.memory.known.clear()
+        try:
+            yield
+            for stream in self.ends:
+                self.synchronize(stream)
+        except BaseException:
+            for queue in self.queues.values():
+                queue.clear()
+            self.parked.clear()
+            raise
+
+    def issue(
+        self,
+        stream: Stream,
+        waits: Iterable[Handle],
+        work: Callable[[], Any],
+        host: Any = None,
+        *,
+        release: bool = False,
+    ) -> Handle:
+        handle = Handle(None, stream)
+
+        def run() -> None:
+            if host is not None:
+                host.settle()
+            handle.value = work()
+            self.memory.name(handle)
+
+        queued = Work(stream, events_of(waits), run, release)
+        handle.event = queued  # type: ignore[assignment]
+        self.queues[stream].append(queued)
+        for _ in range(self.policy.after_issue()):
+            if not self._step():
+                break
+        return handle
+
+    def synchronize(self, stream: Stream) -> None:
+        while self.queues[stream]:
+            assert self._step(), "deadlock: each stream waits for another"
+
+    def wait_for(self, handle: Handle) -> None:
+        """Go on until a value is there."""
+        for work in events_of([handle]):
+            while work.run is not None:
+                assert self._step(), "deadlock: each stream waits for another"
+
+    def _step(self) -> bool:
+        heads = [queue[0] for queue in self.queues.values() if queue]
+        ready = [work for work in heads if work.ready]
+        if not ready:
+            return False
+        work = self.policy.pick(ready)
+        self.queues[work.stream].popleft()
+        assert work.run is not None
+        work.run()
+        work.run, work.waits = None, ()
+        self.executed += not work.release
+        for entry in [entry for entry in self.parked if all(w.run is None for w in entry[0])]:
+            self.parked.remove(entry)
+            self.memory.forget(entry[1])
+        return True
+
+    def free(self, handle: Handle) -> None:
+        """A name is gone; its memory is used again behind what was queued before."""
+        kept_for = self.parks.pop(handle, ())
+
+        def forget() -> None:
+            self.parked.append((kept_for, handle)) if kept_for else self.memory.forget(handle)
+
+        self.issue(Stream.COMPUTE, (), forget, release=True)
+
+
+class Memory:
+    """Which names there are for device memory, by storage."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, tuple[set[Handle], dict[int, Tensor]]] = {}
+        self.visible: deque[int] = deque(maxlen=64)  # storages that the user may hold
+        self.poisoned = 0
+
+    def name(self, handle: Handle) -> None:
+        for tensor in tensors_in(handle.value):
+            names, tensors = self.known.setdefault(_storage(tensor), (set(), {}))
+            names.add(handle)
+            tensors[id(tensor)] = tensor
+
+    def forget(self, handle: Handle) -> None:
+        """Poison the memory that a name stood for, unless it has another."""
+        for tensor in tensors_in(handle.value):
+            storage = _storage(tensor)
+            if storage not in self.known:
+                continue
+            names, tensors = self.known[storage]
+            names.discard(handle)
+            if names:
+                continue
+            del self.known[storage]
+            if storage not in self.visible and compat.storage_users(tensor) == len(tensors):
+                poison(tensor.untyped_storage(), tensor.dtype)
+                self.poisoned += 1
+
+
+def events_of(handles: Iterable[Handle]) -> tuple[Work, ...]:
+    """The ops that must be done for some values to be there."""
+    events: list[Any] = [handle.event for handle in handles]
+    return tuple(event for event in events if isinstance(event, Work))
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def poison(storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
+    """NaN all over; for integers what is no index."""
+    value = torch.nan if dtype.is_floating_point or dtype.is_complex else 0x7F
+    if storage.nbytes() >= dtype.itemsize:
+        count = storage.nbytes() // dtype.itemsize
+        torch.empty(0, dtype=dtype).set_(storage, 0, (count,), (1,)).fill_(value)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in what an op gives."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+class Name:
+    """A variable's hold on a value: the printed code has these, the ops get the handles."""
+
+    def __init__(self, handle: Handle, device: Adversary) -> None:
+        self.handle, self.device = handle, device
+        self.kept = False
+
+    def __del__(self) -> None:
+        if not self.kept:
+            self.device.free(self.handle)
+
+
+class LateOps(_Ops):
+    """The ops of the executor, whose results may come later than the call."""
+
+    _count = 0  # results of the op that is called now
+    _fresh = False  # does it give memory that nothing was written to?
+
+    def _issue(self, stream: Any, waits: Any, work: Any, host: Any = None) -> Handle:
+        fresh, self._fresh = self._fresh, False
+
+        def run() -> Any:
+            value = work()
+            for tensor in tensors_in(value) if fresh else ():
+                poison(tensor.untyped_storage(), tensor.dtype)
+            return value
+
+        return super()._issue(stream, waits, run, host)
+
+    def _issue_many(self, waits: Any, work: Callable[[], Sequence[Any]]) -> tuple[Handle, ...]:
+        streams: Any = self.machine.streams
+        items = [Handle(None, Stream.COMPUTE) for _ in range(self._count)]
+
+        def run() -> None:
+            for item, value in zip(items, work(), strict=True):
+                item.value = value
+                streams.memory.name(item)
+
+        whole = streams.issue(Stream.COMPUTE, _handles(waits), run)
+        for item in items:
+            item.event = whole.event
+        return tuple(items)
+
+    def wait(self, *handles: Handle) -> None:
+        streams: Any = self.machine.streams
+        streams.issue(Stream.COMPUTE, handles, lambda: None, release=True)
+
+    def park(self, value: Handle, *, after: tuple[Handle, ...] = ()) -> None:
+        streams: Any = self.machine.streams
+        streams.parks[value] = events_of(after)
+
+    def forward(self, stage: Stage, weights: Any, args: Any, saving: bool) -> tuple[Handle, ...]:
+        results = len(stage.outputs) + len(stage.mutated)
+        self._count = results + (len(stage.traced.saved) if saving else 0)
+        return super().forward(stage, weights, args, saving)
+
+    def recompute(self, stage: Stage, weights: Any, args: Any, rng: Any) -> tuple[Handle, ...]:
+        self._count = len(stage.traced.saved)
+        return super().recompute(stage, weights, args, rng)
+
+    def backward(self, stage: Stage, *args: Any) -> tuple[Handle, ...]:
+        params = stage.buckets_read(stage.traced.gradients)
+        of_args = len(stage.traced.gradients) - sum(
+            hasattr(stage.primals[i], "param") for i in stage.traced.gradients
+        )
+        self._count = of_args + len(params)
+        return super().backward(stage, *args)
+
+    def alloc_grad(self, bucket: Bucket) -> Handle:
+        self._fresh = True
+        return super().alloc_grad(bucket)
+
+    def alloc_state(self, bucket: Bucket, masters: bool) -> Handle:
+        self._fresh = True
+        return super().alloc_state(bucket, masters)
+
+
+class LateExecutor(Executor):
+    """Runs the printed code with `LateOps`, and sees where names end."""
+
+    def _compile(self, name: str) -> Callable[[list[Any]], Any]:
+        bound = LateOps(self.schedule, self.machine)
+        namespace: dict[str, Any] = {
+            op.name: self._named(getattr(bound, op.name)) for op in ops.OPS.values()
+        }
+        namespace |= {"wait": self._named(bound.wait), **show.names(self.schedule)}
+        exec(compile(show.graph_code(self.schedule, name), f"<{name}>", "exec"), namespace)
+        code = namespace[f"run_{name}"]
+
+        def run(taken: list[Handle]) -> Any:
+            device = self.device
+            device.ends = self._ends(name)
+            self._before(name)
+            seen = self._outside(name)
+            inputs = []
+            for handle, outside in zip(taken, seen, strict=True):
+                device.memory.name(handle)
+                inputs.append(Name(handle, device))
+                inputs[-1].kept = outside
+            taken.clear()
+            result = _handles_of(code(inputs), keep=True)
+            self._show(name, result)
+            for handle in _handles(result):
+                device.wait_for(handle)
+            return result
+
+        return run
+
+    @property
+    def device(self) -> Adversary:
+        streams = self.machine.streams
+        assert isinstance(streams, Adversary)
+        return streams
+
+    def _named(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = {key: _handles_of(value) for key, value in kwargs.items()}
+            return self._names_of(function(*_handles_of(args), **given))
+
+        return call
+
+    def _names_of(self, result: Any) -> Any:
+        if isinstance(result, tuple):
+            return tuple(map(self._names_of, result))
+        return Name(result, self.device) if isinstance(result, Handle) else result
+
+    def _outside(self, name: str) -> list[bool]:
+        """Which inputs of a graph may somebody else hold?"""
+        names = self.inputs(name)
+        if name == "forward" or compat.keeps_graph():
+            return [True] * len(names)
+        outputs, _ = ops.returned(self.schedule.forward)
+        seen = {node.name for node in outputs if hasattr(node, "name")}
+        seen |= {node.name for node in self.schedule.forward.find_nodes(op="placeholder")}
+        return [key in seen or key.removeprefix("t").isdigit() for key in names]
+
+    def _show(self, name: str, result: Any) -> None:
+        """The user gets the outputs of a forward: nobody knows for how long."""
+        if name == "forward":
+            self.device.synchronize(Stream.COMPUTE)
+            for handle in _handles(result[0]):
+                self.device.memory.visible.extend(map(_storage, tensors_in(handle.value)))
+
+    def _ends(self, name: str) -> Sequence[Stream]:
+        """What must be done when a run ends.
+
+        Of a forward the computes, because random numbers are drawn when they run. Of a backward
+        nothing: `backward()` itself must wait for what it needs. But copies to the host that find
+        their place when they run must not outlive it.
+        """
+        gradients = self.machine.gradients
+        if gradients._returned or gradients._dropped or self.machine.in_backward is not None:
+            return tuple(Stream)
+        return (Stream.COMPUTE,) if name == "forward" else ()
+
+    def _before(self, name: str) -> None:
+        """What an earlier schedule still does when this one begins: everything but held slots."""
+        graph, machine = self.schedule.graphs[name], self.machine
+        held: set[int] = set()
+        for node in ops.nodes_of(graph, ops.hold):
+            slot: Any = node.args[1]
+            assert isinstance(slot, Slot)
+            held.add(slot.index)
+        rooms: list[Tensor] = []
+        if name == "backward":
+            so_far = machine.gradients._so_far
+            rooms = [
+                tensor
+                for key, params in self.schedule.gradient_params.items()
+                for i, tensor in machine.buckets[key].grads.items()
+                if i in params and (key, i) not in so_far
+            ]
+            rooms = [] if machine.in_backward is not None else rooms
+
+        def late() -> None:
+            for i, buffer in enumerate(machine.slots.buffers):
+                if i not in held:
+                    buffer.fill_(255)  # NaN in every floating dtype
+            for room in rooms:
+                room.fill_(torch.nan)
+
+        self.device.issue(Stream.COMPUTE, (), late)
+
+
+def _handles_of(value: Any, *, keep: bool = False) -> Any:
+    """The handles that names stand for, in nested tuples; with `keep` they are never freed."""
+    if isinstance(value, tuple):
+        return tuple(_handles_of(item, keep=keep) for item in value)
+    if isinstance(value, Name):
+        value.kept = value.kept or keep
+        return value.handle
+    return value
+
+
+def attach(model: Any) -> Adversary:
+    """Put a megacompiled model on an adversarial device; its calls belong into `adversarial()`."""
+    machine: Machine = model._compiled_call_impl.machine
+    assert machine.device.type == "cpu"
+    machine.streams = machine.gradients.streams = device = Adversary()
+    return device
+
+
+@contextmanager
+def adversarial() -> Iterator[None]:
+    """For its duration, schedules that are built are made to run on an `Adversary`."""
+    with mock.patch.object(captured, "Executor", LateExecutor):
+        yield

@@ -1,0 +1,329 @@
+"""Mutants of real schedules: an edge is dropped, an op moved, another value, slot or bucket taken.
+
+Whether a mutant can produce a wrong result is decided by all interleavings of `tests.symbolic`, and
+`verify` must report every one that can.
+"""
+
+from __future__ import annotations
+
+import enum
+import operator
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from megacompile import ops
+from megacompile.ir import Bucket, Schedule, Slot
+from tests.symbolic import Cells, Crash, Path, Start, explore
+from tests.symbolic_ops import Machine
+
+Edit = Callable[[Schedule, fx.Graph, random.Random], str]
+
+
+class Harm(enum.Enum):
+    """What a mutant can do."""
+
+    NONE = "harmless"
+    WRONG = "wrong result"
+    CRASH = "crash"
+    UNDECIDED = "undecided"  # too many interleavings
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The truth about a mutant."""
+
+    harm: Harm
+    graph: str = ""  # the graph that goes wrong
+    path: Path | None = None  # an interleaving that shows a wrong result
+    why: str = ""
+
+
+class Truth:
+    """What a schedule gives in every interleaving; mutants of it are judged by that.
+
+    Raises:
+        AssertionError: the schedule itself gives more than one result.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        backward = schedule.backward
+        self.accumulate = backward is not None and bool(ops.nodes_of(backward, ops.fetch_grad))
+        self.right: dict[str, object] = {}
+        start = Start()
+        for name in schedule.graphs:
+            machine = Machine(schedule, name, start, self.accumulate)
+            seen = {machine.seen(cells): cells for cells, _ in explore(machine)}
+            assert len(seen) == 1, f"{schedule.name} {name} has {len(seen)} results"
+            ((result, cells),) = seen.items()
+            self.right[name] = _by_name(machine, cells)
+            start = machine.next(cells)
+
+    def judge(self, mutant: Schedule) -> Verdict:
+        """Can some interleaving of `mutant` give something else than its original does?"""
+        start = Start()
+        try:
+            for name in mutant.graphs:
+                machine = Machine(mutant, name, start, self.accumulate)
+                last: Cells = []
+                for cells, path in explore(machine):
+                    if _by_name(machine, cells) != self.right[name]:
+                        return Verdict(Harm.WRONG, name, path)
+                    last = cells
+                start = machine.next(last)
+        except Crash as error:
+            return Verdict(Harm.CRASH, name, None, str(error))
+        except OverflowError as error:
+            return Verdict(Harm.UNDECIDED, name, None, str(error))
+        return Verdict(Harm.NONE)
+
+
+def _by_name(machine: Machine, cells: Cells) -> object:
+    """What can be seen: host memory, and what is returned, in its order.
+
+    Of the residuals, only those that the schedule's own backward takes.
+    """
+    kept, returned = machine.seen(cells)
+    backward = machine.schedule.backward
+    if machine.name == "backward" or backward is None:
+        return kept, returned
+    taken = {node.name for node in backward.find_nodes(op="placeholder")}
+    outputs: list[fx.Node] = []
+    fx.map_arg(ops.returned(machine.graph)[0], outputs.append)
+    residuals = dict(machine.returned[len(outputs) :])
+    return (
+        kept,
+        tuple(cells[cell] for _, cell in machine.returned[: len(outputs)]),
+        tuple((name, cells[cell]) for name, cell in residuals.items() if name in taken),
+    )
+
+
+def mutate(schedule: Schedule, rng: random.Random) -> tuple[Schedule, str]:
+    """A schedule with one edit, or two, and what they were."""
+    while True:
+        mutant = schedule.copy()
+        done = []
+        for _ in range(rng.choice((1, 1, 1, 2))):
+            graph = rng.choice(list(mutant.graphs.values()))
+            name = rng.choice(list(EDITS))
+            done.append(EDITS[name](mutant, graph, rng))
+        if all(done):
+            return mutant, "; ".join(done)
+
+
+# Edits. Each gives what it did; "" where there is nothing to edit.
+
+
+def _waiting(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.kwargs.get("after")]
+
+
+def _places(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that something can be put in front of: results stay behind their op."""
+    return [n for n in graph.nodes if n.op != "placeholder" and n.target is not operator.getitem]
+
+
+def _nearby(nodes: Sequence[fx.Node], node: fx.Node, rng: random.Random) -> fx.Node:
+    """One of the nodes, more often one that is near."""
+    if rng.random() < 0.5:
+        return rng.choice(nodes)
+    at = nodes.index(node)
+    return nodes[max(0, min(len(nodes) - 1, at + rng.choice((-4, -3, -2, -1, 2, 3, 4, 5))))]
+
+
+def drop_edge(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
+    if not (waiting := _waiting(graph)):
+        return ""
+    node = rng.choice(waiting)
+    after: Any = node.kwargs["after"]
+    lost = rng.choice(after)
+    node.kwargs = {"after": tuple(n for n in after if n is not lost)}
+    return f"{ops.label(node)} {node.name} no longer waits for {lost.name}"
+
+
+def reroute_edge(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
+    if not (waiting := _waiting(graph)):
+        return ""
+    node = rng.choice(waiting)
+    others = [n for n in graph.nodes if n.op == "call_function" and n is not node and n.users]
+    other = rng.choice(others)
+    after: Any = node.kwargs["after"]
+    node.kwargs = {"after": (*after[1:], other)}
+    return f"{ops.label(node)} {node.name} waits for {other.name}, not {after[0].name}"
+
+
+def _move(node: fx.Node, graph: fx.Graph, rng: random.Random) -> str:
+    places = _places(graph)
+    goal = _nearby(places, node, rng)
+    if goal is node:
+        return ""
+    results = [item for _, item in sorted(ops.items(node))]
+    goal.prepend(node)
+    for item in results:
+        goal.prepend(item)
+    return f"{ops.label(node)} {node.name} is issued before {ops.label(goal)} {goal.name}"
+
+
+def move_copy(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
+    copies = (ops.prefetch, ops.fetch_grad, ops.offload_grad, ops.fetch_state, ops.offload_state)
+    found = ops.nodes_of(graph, *copies)
+    return _move(rng.choice(found), graph, rng) if found else ""
+
+
+def move_free(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
+    if not (found := ops.nodes_of(graph, ops.free, ops.park)):
+        return ""
+    node = rng.choice(found)
+    done = _move(node, graph, rng)
+    if done and node.kwargs.get("after") and rng.random() < 0.5:
+        node.kwargs = {}
+        done += " and waits for nothing"
+    return done
+
+
+def move_compute(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
+    quiet = (ops.assign, ops.snapshot, ops.save_rng, ops.alloc_grad, ops.alloc_state, ops.begin)
+    found = ops.nodes_of(graph, ops.hold, ops.add_grad, ops.norm_grad, ops.recompute, *quiet)
+    return _move(rng.choice(found), graph, rng) if found else ""
+
+
+def delete(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
+    effects = (ops.free, ops.park, ops.assign, ops.offload_grad, ops.offload_state)
+    found = [node for node in ops.nodes_of(graph, *effects) if not node.users]
+    if not found:
+        return ""
+    node = rng.choice(found)
+    graph.erase_node(node)
+    return f"{ops.label(node)} {node.name} is left out"
+
+
+def change_slot(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
+    found = ops.nodes_of(graph, ops.prefetch, ops.hold)
+    if not found:
+        return ""
+    node = rng.choice(found)
+    was: Any = node.args[1]
+    slots = [slot for slot in schedule.slots if slot.index != was.index]
+    slots.append(Slot(len(schedule.slots), was.size_bytes))  # one that is not there
+    slot = rng.choice(slots)
+    node.args = (node.args[0], slot)  # type: ignore[assignment]
+    return f"{ops.label(node)} {node.name} was at {was!r}"
+
+
+def change_bucket(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
+    of_bucket = [n for n in ops.nodes_of(graph) if n.args and isinstance(n.args[0], Bucket)]
+    if not of_bucket or len(schedule.buckets) < 2:
+        return ""
+    node = rng.choice(of_bucket)
+    was: Any = node.args[0]
+    bucket: Any = rng.choice([b for b in schedule.buckets if b.key != was.key])
+    node.args = (bucket, *node.args[1:])
+    return f"{ops.label(node)} {node.name} was of bucket {was.label}"
+
+
+def change_value(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
+    """An op takes another value: a data edge is rerouted."""
+    readers = [n for n in ops.nodes_of(graph) if any(isinstance(v, fx.Node) for v in _flat(n.args))]
+    node = rng.choice(readers)
+    taken = node.args[1] if node.target is ops.forward else node.args  # what it computes stays
+    values = [v for v in _flat(taken) if isinstance(v, fx.Node)]
+    if not values:
+        return ""
+    was = rng.choice(values)
+    others = [n for n in graph.nodes if n.op != "output" and n is not was and n is not node]
+    like = [n for n in others if _kind(n) == _kind(was)]
+    if not like and rng.random() < 0.7:
+        return ""
+    other = rng.choice(like or others)
+    node.args = fx.map_arg(node.args, lambda n: other if n is was else n)
+    return f"{ops.label(node)} {node.name} takes {other.name}, not {was.name}"
+
+
+def drop_value(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
+    """A stage is not given something."""
+    found = ops.nodes_of(graph, ops.forward, ops.recompute, ops.backward, ops.update)
+    if not found:
+        return ""
+    node = rng.choice(found)
+    values = [v for v in _flat(node.args) if isinstance(v, fx.Node)]
+    if not values:
+        return ""
+    was = rng.choice(values)
+    node.args = _without(node.args, was)
+    return f"{ops.label(node)} {node.name} is not given {was.name}"
+
+
+def swap(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
+    """Two neighbours that do not need one another change places."""
+    found = [n for n in _places(graph) if n.op == "call_function"]
+    first = rng.choice(found)
+    at = found.index(first)
+    if at + 1 == len(found) or first in found[at + 1].all_input_nodes:
+        return ""
+    second = found[at + 1]
+    results = [item for _, item in sorted(ops.items(second))]
+    if any(item in second.all_input_nodes for _, item in ops.items(first)):
+        return ""
+    for node in (second, *results):
+        first.prepend(node)
+    return f"{ops.label(second)} {second.name} comes before {ops.label(first)} {first.name}"
+
+
+def change_held(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
+    """The backward takes from a slot what it fetched before."""
+    backward = schedule.backward
+    found = [] if backward is None else ops.nodes_of(backward, ops.prefetch)
+    if not found:
+        return ""
+    node = rng.choice(found)
+    node.target = ops.hold
+    return f"{ops.label(node)} {node.name} was a prefetch"
+
+
+EDITS: dict[str, Edit] = {
+    "drop edge": drop_edge,
+    "reroute edge": reroute_edge,
+    "move copy": move_copy,
+    "move free": move_free,
+    "move compute": move_compute,
+    "delete": delete,
+    "slot": change_slot,
+    "bucket": change_bucket,
+    "value": change_value,
+    "no value": drop_value,
+    "swap": swap,
+    "held": change_held,
+}
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, (tuple, list)):
+        return [leaf for item in value for leaf in _flat(item)]
+    return [value]
+
+
+def _without(value: Any, lost: fx.Node) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(_without(item, lost) for item in value)
+    return None if value is lost else value
+
+
+def _kind(node: fx.Node) -> object:
+    """Values of a kind can be taken for one another without a mistake in their types."""
+    if node.target is operator.getitem:
+        source: Any = node.args[0]
+        group = isinstance(node.meta.get("value"), tuple)
+        return (source.target is ops.backward and group) or "tensor"
+    if node.op == "placeholder" or node.target in (ops.snapshot, ops.assign):
+        return "tensor"
+    if node.target in (ops.prefetch, ops.hold):
+        return "weights"
+    if node.target in (ops.alloc_grad, ops.fetch_grad, ops.add_grad):
+        return True
+    if node.target in (ops.alloc_state, ops.fetch_state, ops.update):
+        return "state"
+    return node.target

@@ -1,0 +1,312 @@
+"""The ops of a schedule on symbols: `Machine` is `tests.symbolic.Layout` with the ops of the
+executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megacompile.ir import ArgRef, Bucket, ParamRef, SavedRef, Stage
+from tests.symbolic import (
+    Cells,
+    Crash,
+    Group,
+    Layout,
+    Run,
+    States,
+    Tensor,
+    Value,
+    Weights,
+    poisons,
+    term,
+)
+
+
+class Machine(Layout):
+    """Each op gives what it runs, and its value; their contracts are those of `megacompile.ops`."""
+
+    def _begin(self) -> tuple[Run, Value]:
+        return _nothing, None
+
+    def _prefetch(self, bucket: Bucket, slot: Any) -> tuple[Run, Value]:
+        into, source = self._slot(slot, bucket), self.persistent["params", bucket.key]
+
+        def run(cells: Cells) -> None:
+            cells[into] = cells[source]
+
+        return run, Weights(into, bucket)
+
+    def _hold(self, bucket: Bucket, slot: Any) -> tuple[Run, Value]:
+        return _nothing, Weights(self._slot(slot, bucket), bucket)
+
+    def _slot(self, slot: Any, bucket: Bucket) -> int:
+        if slot is None or self.sizes.get(slot.index, -1) < bucket.size_bytes:
+            raise Crash(f"{slot} is too small, or not there")
+        return self.slots[slot.index]
+
+    def _save_rng(self, stage: Stage) -> tuple[Run, Value]:
+        return self._copy(self.rng)
+
+    def _snapshot(self, tensor: Any) -> tuple[Run, Value]:
+        return self._copy(self.tensor(tensor))
+
+    def _copy(self, source: int) -> tuple[Run, Value]:
+        made = self.cell()
+
+        def run(cells: Cells) -> None:
+            cells[made] = cells[source]
+
+        return run, Tensor(made)
+
+    def _assign(self, target: Any, value: Any) -> tuple[Run, Value]:
+        into, source = self.tensor(target), self.tensor(value)
+
+        return self._copies([(into, source)]), Tensor(into)
+
+    def _primals(
+        self, stage: Stage, weights: Any, args: Any
+    ) -> list[Callable[[Cells], int] | None]:
+        """How to read each of a stage's inputs; None for what is not given."""
+        found: list[Callable[[Cells], int] | None] = []
+        for ref in stage.primals:
+            given = weights if isinstance(ref, ParamRef) else args
+            index = ref.bucket if isinstance(ref, ParamRef) else ref.index
+            if index >= len(given):
+                raise Crash(f"stage {stage.index} is given too little")
+            if given[index] is None:
+                found.append(None)
+            elif isinstance(ref, ParamRef):
+                value = self.get(given[index])
+                if not isinstance(value, Weights) or ref.param >= len(value.bucket.params):
+                    raise Crash(f"{given[index]} is no weights")
+                found.append(_part(value.slot, value.bucket.params[ref.param].offset_bytes))
+            else:
+                found.append(_whole(self.tensor(given[index])))
+        return found
+
+    def _forward(
+        self, stage: Stage, weights: Any, args: Any, saving: bool
+    ) -> tuple[Run, tuple[Value, ...]]:
+        template = stage.traced
+        reads = _all(self._primals(stage, weights, args))
+        keeps = [reads[i] for i in template.recompute_primals]
+        outs = [self.cell() for _ in range(len(stage.outputs) + len(stage.mutated))]
+        saved = [self.cell() for _ in range(len(template.saved) if saving else 0)]
+
+        def run(cells: Cells) -> None:
+            rng = self._draw(cells) if template.random else 0
+            given, kept = _read(reads, cells), _read(keeps, cells)
+            for i, cell in enumerate(outs):
+                cells[cell] = _of("output", id(template), i, rng, *given)
+            for i, cell in enumerate(saved):
+                cells[cell] = _of("saved", id(template), i, rng, *kept)
+
+        return run, tuple(map(Tensor, (*outs, *saved)))
+
+    def _draw(self, cells: Cells) -> int:
+        rng = cells[self.rng]
+        cells[self.rng] = term("next", rng)
+        return rng
+
+    def _recompute(
+        self, stage: Stage, weights: Any, args: Any, rng: Any
+    ) -> tuple[Run, tuple[Value, ...]]:
+        template = stage.traced
+        primals = self._primals(stage, weights, args)
+        reads = _all([primals[i] for i in template.recompute_primals])
+        if template.random and rng is None:
+            raise Crash("a random stage without a generator's state gives its outputs too")
+        state = None if rng is None else self.tensor(rng)
+        saved = [self.cell() for _ in template.saved]
+
+        def run(cells: Cells) -> None:
+            drawn = cells[state] if template.random and state is not None else 0
+            kept = _read(reads, cells)
+            for i, cell in enumerate(saved):
+                cells[cell] = _of("saved", id(template), i, drawn, *kept)
+
+        return run, tuple(map(Tensor, saved))
+
+    def _backward(
+        self, stage: Stage, weights: Any, args: Any, saved: Any, tangents: Any, carries: Any
+    ) -> tuple[Run, tuple[Value, ...]]:
+        template = stage.traced
+        primals = self._primals(stage, weights, args)
+        arg_carries = [i for i in template.carries if isinstance(stage.primals[i], ArgRef)]
+        values, groups = carries[: len(arg_carries)], carries[len(arg_carries) :]
+        so_far = {group.key: dict(group.of) for group in map(self.group, groups)}
+        if len(values) < len(arg_carries) or len(saved) < len(template.saved):
+            raise Crash("too few carries or saved tensors")
+        reads: list[Callable[[Cells], int]] = []
+        for item in template.backward_inputs:
+            if isinstance(item, SavedRef):
+                reads.append(_whole(self.tensor(saved[item.index])))
+            else:
+                reads += _all([primals[item]])
+        reads += [_whole(self.tensor(tangent)) for tangent in tangents]
+        flowing = iter(values)
+        for i in template.carries:
+            ref = stage.primals[i]
+            if isinstance(ref, ArgRef):
+                reads.append(_whole(self.tensor(next(flowing))))
+            else:
+                try:
+                    reads.append(_whole(so_far[stage.buckets[ref.bucket].key][ref.param]))
+                except KeyError:
+                    raise Crash("no gradients so far") from None
+        if len(reads) != len(template.backward_inputs) + len(template.tangent_metas):
+            raise Crash("a backward takes more, or less")
+        return self._gradients(stage, reads, so_far)
+
+    def _gradients(
+        self, stage: Stage, reads: list[Callable[[Cells], int]], so_far: dict[int, dict[int, int]]
+    ) -> tuple[Run, tuple[Value, ...]]:
+        template = stage.traced
+        made = {primal: self.cell() for primal in template.gradients}
+        of_args: list[Value] = []
+        for primal, cell in made.items():
+            ref = stage.primals[primal]
+            if isinstance(ref, ArgRef):
+                of_args.append(Tensor(cell))
+            else:
+                so_far.setdefault(stage.buckets[ref.bucket].key, {})
+        merged = {b.key: dict(so_far[b.key]) for b in stage.gradient_buckets}
+        for primal, cell in made.items():
+            ref = stage.primals[primal]
+            if isinstance(ref, ParamRef):
+                merged[stage.buckets[ref.bucket].key][ref.param] = cell
+
+        def run(cells: Cells) -> None:
+            given = _read(reads, cells)
+            for primal, cell in made.items():
+                cells[cell] = _of("gradient", id(template), primal, *given)
+
+        groups = [Group(key, tuple(of.items())) for key, of in merged.items()]
+        return run, (*of_args, *groups)
+
+    # Gradients on the host.
+
+    def _alloc_grad(self, bucket: Bucket) -> tuple[Run, Value]:
+        room = tuple((i, self.cell()) for i in self.gradient_params[bucket.key])
+        return poisons([cell for _, cell in room]), Group(bucket.key, room)
+
+    def _fetch_grad(self, bucket: Bucket, room: Any) -> tuple[Run, Value]:
+        group = self.group(room)
+        pairs = [(cell, self._host_grad(group.key, i)) for i, cell in group.of]
+        return self._copies(pairs), group
+
+    def _host_grad(self, key: int, i: int) -> int:
+        try:
+            return self.persistent["gradient", key, i]
+        except KeyError:
+            raise Crash(f"no gradient {i} of bucket {key}") from None
+
+    def _add_grad(self, bucket: Bucket, so_far: Any, gradients: Any) -> tuple[Run, Value]:
+        total, new = self.group(so_far), self.group(gradients)
+        to = dict(total.of)
+        if not to.keys() >= dict(new.of).keys():
+            raise Crash("gradients that there is no room for")
+        pairs = [(to[i], cell) for i, cell in new.of]
+
+        def run(cells: Cells) -> None:
+            for into, source in pairs:
+                self._put(cells, into, _of("+", cells[into], cells[source]))
+
+        return run, total
+
+    def _norm_grad(self, bucket: Bucket, gradients: Any) -> tuple[Run, Value]:
+        of = dict(self.group(gradients).of)
+        if not of.keys() >= set(self.gradient_params[bucket.key]):
+            raise Crash("norms of what is not there")
+        sources = [of[i] for i in self.gradient_params[bucket.key]]
+        made = self.cell()
+
+        def run(cells: Cells) -> None:
+            cells[made] = _of("norms", *(cells[cell] for cell in sources))
+
+        return run, Tensor(made)
+
+    def _offload_grad(self, bucket: Bucket, gradients: Any, norms: Any = None) -> tuple[Run, Value]:
+        group = self.group(gradients)
+        pairs = [(self._host_grad(group.key, i), cell) for i, cell in group.of]
+        if norms is not None:
+            pairs.append((self.persistent["norms", group.key], self.tensor(norms)))
+        return self._copies(pairs), None
+
+    # Updates.
+
+    def _alloc_state(self, bucket: Bucket, masters: bool) -> tuple[Run, Value]:
+        room = States(bucket, self.cell())
+        return poisons([room.cell]), room
+
+    def _fetch_state(self, bucket: Bucket, room: Any, masters: bool) -> tuple[Run, Value]:
+        into = self._room(bucket, room)
+        sources = [self.persistent["states", bucket.key]]
+        sources += [self.persistent["params", bucket.key]] if masters else []
+
+        def run(cells: Cells) -> None:
+            self._put(cells, into.cell, _of("fetched", *(cells[cell] for cell in sources)))
+
+        return run, into
+
+    def _room(self, bucket: Bucket, room: Any) -> States:
+        """Room for a bucket; that of another one does where their parameters are alike."""
+        made = self.states(room)
+        mine, theirs = bucket.params, made.bucket.params
+        if [(p.shape, p.dtype) for p in mine] != [(p.shape, p.dtype) for p in theirs]:
+            raise Crash("room of another size")
+        return made
+
+    def _update(
+        self, bucket: Bucket, weights: Any, gradients: Any, state: Any
+    ) -> tuple[Run, Value]:
+        rooms, group = self._room(bucket, state), dict(self.group(gradients).of)
+        wanted = self.gradient_params[bucket.key]
+        if not group.keys() >= set(wanted):
+            raise Crash("an update without gradients")
+        given = None if weights is None else self.get(weights)
+        if given is not None and not isinstance(given, Weights):
+            raise Crash("no weights")
+
+        def run(cells: Cells) -> None:
+            old = term("no weights") if given is None else cells[given.slot]
+            new = [cells[group[i]] for i in wanted]
+            updated = _of("updated", bucket.key, old, *new, cells[rooms.cell])
+            self._put(cells, rooms.cell, updated)
+
+        return run, rooms
+
+    def _offload_state(self, bucket: Bucket, updated: Any) -> tuple[Run, Value]:
+        cell = self._room(bucket, updated).cell
+        host = [self.persistent["params", bucket.key], self.persistent["states", bucket.key]]
+        return self._copies([(into, cell) for into in host]), None
+
+
+def _nothing(cells: Cells) -> None:
+    del cells
+
+
+def _whole(cell: int) -> Callable[[Cells], int]:
+    return lambda cells: cells[cell]
+
+
+def _part(cell: int, offset: int) -> Callable[[Cells], int]:
+    return lambda cells: _of("part", offset, cells[cell])
+
+
+def _of(kind: str, *parts: int) -> int:
+    """A term of others; poison spoils it (numbers that are no terms are never 0)."""
+    return term(kind, *parts)
+
+
+def _all(
+    reads: list[Callable[[Cells], int] | None],
+) -> list[Callable[[Cells], int]]:
+    found = [read for read in reads if read is not None]
+    if len(found) != len(reads):
+        raise Crash("an input is not given")
+    return found
+
+
+def _read(reads: list[Callable[[Cells], int]], cells: Cells) -> list[int]:
+    return [read(cells) for read in reads]

@@ -1,0 +1,208 @@
+"""The proof on a few cases, and that it sees what it is there to see.
+
+`python -m tests.prove` does more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch import fx
+
+from megacompile import api, ops, verify_memory
+from megacompile.ir import Schedule
+from megacompile.passes.free import insert_free
+from megacompile.runtime.executor import Machine
+from tests import adversary, prove
+from tests.mutants import Harm, Truth, mutate
+from tests.nets import Choice, Net
+from tests.prove import Counts, Subject, differences
+from tests.symbolic import Path
+
+NET = Net(
+    kinds=("linear", "block", "dropout", "batch norm", "linear"),
+    hidden=8,
+    calls=(0, 1, 2, 3, 4, 1),
+    skips=((3, 0),),
+    tied=((4, 0),),
+    second=1,
+    input_grad=True,
+    outputs=(2,),
+    in_loss=True,
+)
+SEEDS = range(12)
+
+
+def test_random_cases_equal_the_plain_model() -> None:
+    counts = prove.prove(40, seed=0, interleavings=8)
+    assert counts.found == []
+    assert counts.cases >= 40 and counts.mismatches == 0 and len(counts.plans) >= 4
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        Choice(),
+        Choice(lookahead=3, keep=0b101),
+        Choice(optimizer="adamw"),
+        Choice(optimizer="sgd", in_backward=True),
+    ],
+    ids=str,
+)
+def test_a_model_with_everything(choice: Choice) -> None:
+    subject = Subject(NET, choice, Counts())
+    if choice.in_backward:
+        assert subject.to_program_order() == []
+    for seed in SEEDS:
+        assert subject.wrong(adversary.Random(seed)) == [], seed
+    assert subject.device.memory.poisoned > 0
+
+
+# What it must see. A fault is planted behind the passes, and `verify` looks away.
+
+Fault = Callable[[fx.Graph], None]
+
+
+def no_after(*targets: Callable[..., Any]) -> Fault:
+    def plant(graph: fx.Graph) -> None:
+        for node in ops.nodes_of(graph, *targets):
+            node.kwargs = {}
+
+    return plant
+
+
+def frees_at_once(graph: fx.Graph) -> None:
+    """Each value that is offloaded is given back as soon as its copy was issued."""
+    for node in ops.nodes_of(graph, ops.free):
+        for reader in node.all_input_nodes[1:]:
+            node.kwargs = {}
+            reader.append(node)
+
+
+def swapped_slots(graph: fx.Graph) -> None:
+    """The second prefetch goes where the first one went."""
+    first, second, *_ = ops.nodes_of(graph, ops.prefetch)
+    second.args = (second.args[0], first.args[1])
+
+
+FAULTS: dict[str, Fault] = {
+    "slots are filled at once": no_after(ops.prefetch),
+    "memory is freed under a copy": frees_at_once,
+    "two buckets in one slot": swapped_slots,
+    "parked for nobody": no_after(ops.park),
+}
+
+
+@contextmanager
+def planted(fault: Fault) -> Iterator[None]:
+    insert = insert_free
+
+    def faulty(schedule: Schedule) -> Schedule:
+        new = insert(schedule).copy()
+        for graph in new.graphs.values():
+            fault(graph)
+        return new
+
+    with mock.patch.object(api, "insert_free", faulty), mock.patch.object(api, "verify"):
+        yield
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_seen(name: str) -> None:
+    choice = Choice(optimizer="sgd" if "parked" in name else "", in_backward="parked" in name)
+    subject = Subject(NET, choice, Counts())
+    if choice.in_backward:
+        assert subject.to_program_order() == []
+        for graph in subject.model._compiled_call_impl.graphs:
+            graph.programs.clear()
+    with planted(FAULTS[name]):
+        found = [seen(subject, adversary.Random(seed)) for seed in SEEDS]
+    assert any(found)
+    if name != "two buckets in one slot":
+        assert not all(found), "only some interleavings show it"
+
+
+def seen(subject: Subject, policy: adversary.Policy) -> bool:
+    """Is an interleaving wrong, in its numbers or with an error?"""
+    try:
+        return subject.wrong(policy) != []
+    except (RuntimeError, LookupError, NameError, AttributeError, TypeError):
+        return True
+
+
+def test_differences_are_found() -> None:
+    subject = Subject(dataclasses.replace(NET, outputs=()), Choice(), Counts())
+    other = {**subject.wanted}
+    name, value = next((k, v) for k, v in other.items() if k.endswith("grad"))
+    other[name] = value.nextafter(value + 1)
+    assert differences(subject.wanted, other) == [name]
+    del other[name]
+    assert differences(subject.wanted, other) == [name]
+
+
+# Mutants.
+
+
+def test_verify_reports_every_harmful_mutant_and_nothing_else() -> None:
+    originals = prove.hand_made(60, seed=1) + prove.real_schedules(8, seed=1)
+    counts = prove.prove_verify(300, 1, originals)
+    assert counts.missed == [] and counts.false_alarms == 0
+    assert counts.of(Harm.WRONG, reported=True) > 50
+    assert counts.of(Harm.NONE, reported=False) > 20, "it does not report everything"
+
+
+def test_a_blind_verifier_is_found_out() -> None:
+    """The test of the test: without one of its checks, `verify` misses harmful mutants."""
+    originals = prove.hand_made(40, seed=2)
+    with mock.patch.object(verify_memory, "CHECKS", ()):
+        assert prove.prove_verify(150, 2, originals).missed
+
+
+class Replay(adversary.LateExecutor):
+    """Runs the backward of a mutant in a given order."""
+
+    def __init__(self, mutant: Schedule, machine: Machine, path: Path) -> None:
+        self.path = path
+        super().__init__(mutant, machine)
+
+    def _compile(self, name: str) -> Callable[[list[Any]], Any]:
+        run = super()._compile(name)
+
+        def replay(taken: list[Any]) -> Any:
+            self.device.policy = adversary.Witness(self.path)
+            return run(taken)
+
+        return replay if name == "backward" else run
+
+
+@pytest.mark.parametrize("lookahead", [1, 3])
+def test_what_is_wrong_on_symbols_is_wrong_in_numbers(lookahead: int) -> None:
+    """The interleaving in which a mutant goes wrong, carried out on the adversarial device."""
+    net = dataclasses.replace(NET, in_loss=False)
+    subject = Subject(net, Choice(lookahead=lookahead, backwards=1), Counts())
+    assert subject.wrong(adversary.Policy()) == []
+    assert subject.wrong(adversary.Policy()) == []  # the gradients that are expected by now
+    (graph,) = subject.model._compiled_call_impl.graphs
+    (program,) = graph.programs.values()
+    variant, executor = list(program.executors.items())[-1]
+    assert variant.hold and not variant.accumulate
+    truth, rng = Truth(executor.schedule), random.Random(0)
+    shown, hidden = 0, []
+    for _ in range(150):
+        mutant, edits = mutate(executor.schedule, rng)
+        verdict = truth.judge(mutant)
+        if verdict.graph != "backward" or verdict.path is None:
+            continue
+        replay = Replay(mutant, executor.machine, verdict.path)
+        with mock.patch.dict(program.executors, {variant: replay}):
+            wrong = seen(subject, adversary.Policy())
+        shown += wrong
+        hidden += [] if wrong else [edits]
+    # poison cannot see all: memory with another view of it is left alone
+    assert shown >= 10 and len(hidden) <= shown / 4, hidden
