@@ -15,11 +15,12 @@ from megacompile.errors import (
     UnsupportedGraphError,
 )
 from megacompile.ir import Schedule
-from megacompile.options import Lowering, Options
+from megacompile.options import Activations, Lowering, Options
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Activations",
     "BackwardError",
     "HostMemoryError",
     "Lowering",

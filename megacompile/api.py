@@ -16,18 +16,20 @@ from torch import nn
 from megacompile import ops
 from megacompile.errors import ModelError, OptionError
 from megacompile.ir import Capture, Code, PassRecord, Schedule, Template, Unit
-from megacompile.options import Lowering, Options
+from megacompile.options import Activations, Lowering, Options
 from megacompile.passes.differentiate import differentiate
 from megacompile.passes.free import insert_free
 from megacompile.passes.hand_over import insert_hand_over
 from megacompile.passes.lower import lower
 from megacompile.passes.norms import insert_norms
 from megacompile.passes.offload import offload_gradients
+from megacompile.passes.offload_activations import offload_activations
 from megacompile.passes.partition import partition
 from megacompile.passes.plan import make_plan
 from megacompile.passes.prefetch import insert_prefetch
 from megacompile.passes.recompute import insert_recompute
 from megacompile.passes.slots import assign_slots
+from megacompile.passes.split import split_stages
 from megacompile.passes.templates import TemplateCache, trace_templates
 from megacompile.passes.units import find_units
 from megacompile.passes.update import insert_updates
@@ -54,6 +56,7 @@ def megacompile(
     stochastic_rounding: bool = False,
     optimizer: torch.optim.Optimizer | None = None,
     device_update: float | None = None,
+    activations: Activations | str = Activations.AUTO,
 ) -> M:
     """Keep a model's parameters and gradients in host memory and stream them through a device.
 
@@ -85,6 +88,13 @@ def megacompile(
             with 8-bit states or stochastic rounding, which are slow on the host), as far as a
             sixth of the device's memory goes; 0 where `lowering` is "eager" or `compute_dtype` is
             set.
+        activations: what the backward takes from the forward. "keep" leaves every stage's saved
+            tensors on the device: fastest, most memory. "selective" leaves about half of them there
+            and computes the rest again. "recompute" leaves the stages' inputs there and computes
+            all else again (but for the last stage, whose backward comes next). "offload" does so
+            too, and lets the stages' inputs wait in host memory, so that device memory does not
+            grow with the number of layers: for long contexts. "auto" (the default) chooses; for
+            now it is "recompute".
 
     Raises:
         ModelError: not a module, or parameters that cannot be streamed.
@@ -113,6 +123,7 @@ def megacompile(
         stochastic_rounding=stochastic_rounding,
         optimizer=optimizer,
         device_update=device_update,
+        activations=activations,
     )
     check_model(model)
     present = model._compiled_call_impl
@@ -204,7 +215,9 @@ class _Compiler:
             ("templates", trace),
             ("differentiate", differentiate),
             ("plan", functools.partial(self._plan, keep_last=keep_last)),
+            ("split", functools.partial(split_stages, cache=self.templates)),
             ("recompute", insert_recompute),
+            ("activations", functools.partial(offload_activations, lookahead=options.lookahead)),
             *self._gradient_passes(accumulate=accumulate, update=update),
             ("prefetch", functools.partial(insert_prefetch, lookahead=options.lookahead)),
             ("slots", functools.partial(assign_slots, slots=options.slots, hold=hold)),
@@ -229,6 +242,8 @@ class _Compiler:
         return make_plan(
             schedule,
             keep_last=keep_last,
+            activations=options.activations.value,
+            lookahead=options.lookahead,
             hand_over=share,
             hand_over_bytes=limit,
             element_bytes=_state_bytes(options) + 4.0,  # the gradient, and the streamed copy

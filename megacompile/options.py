@@ -19,6 +19,16 @@ class Lowering(enum.Enum):
     INDUCTOR = "inductor"  # fused by TorchInductor: fast, equal within its own tolerance
 
 
+class Activations(enum.Enum):
+    """What becomes of the tensors that a stage's backward takes from its forward."""
+
+    AUTO = "auto"  # what the plan finds best
+    KEEP = "keep"  # saved tensors stay on the device
+    SELECTIVE = "selective"  # about half of them do, the rest is computed again
+    RECOMPUTE = "recompute"  # stage inputs stay on the device, all else is computed again
+    OFFLOAD = "offload"  # stage inputs wait on the host, all else is computed again
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """What a user may choose. `resolve` fills in what was left open.
@@ -38,6 +48,7 @@ class Options:
             `optimizer.step()` updates on the device. Default: 0.4, or 1 where `host_is_slow`, as
             far as a sixth of the device's memory goes, with INDUCTOR on CUDA and without
             `compute_dtype`; else 0.
+        activations: what becomes of activations between forward and backward.
     """
 
     device: torch.device
@@ -51,6 +62,7 @@ class Options:
     stochastic_rounding: bool = False
     optimizer: torch.optim.Optimizer | None = None
     device_update: float | None = None
+    activations: Activations = Activations.AUTO
 
     @property
     def hands_over(self) -> bool:
@@ -86,6 +98,7 @@ class Options:
         stochastic_rounding: bool = False,
         optimizer: torch.optim.Optimizer | None = None,
         device_update: float | None = None,
+        activations: Activations | str = Activations.AUTO,
     ) -> Options:
         """Validate what the user gave and fill in the rest.
 
@@ -128,6 +141,7 @@ class Options:
             stochastic_rounding=_flag("stochastic_rounding", stochastic_rounding),
             optimizer=_optimizer(optimizer),
             device_update=device_update,
+            activations=_activations(activations),
         )
 
     def differences(self, other: Options) -> list[str]:
@@ -191,6 +205,17 @@ def _share(name: str, value: Any) -> float | None:
     if not 0 <= value <= 1:  # nor nan
         raise OptionError(f"megacompile(): got {name}={value}; needed a number from 0 to 1")
     return float(value)
+
+
+def _activations(value: object) -> Activations:
+    known = [each.value for each in Activations]
+    if isinstance(value, Activations):
+        return value
+    if not isinstance(value, str):
+        raise OptionTypeError(_wrong_type("activations", value, f"one of {known}"))
+    if value not in known:
+        raise OptionError(f"megacompile(): got activations={value!r}; needed one of {known}")
+    return Activations(value)
 
 
 def _lowering(value: object, device: torch.device) -> Lowering:

@@ -5,6 +5,7 @@ What must hold, given [Note: happens-before] in `megacompile.hazards`:
 - every op has what it reads: its arguments, made before it, and the weights of its buckets;
 - the backward sees what the forward saw: arguments, saved tensors, random numbers;
 - memory is not reused while it is read: see `megacompile.verify_memory`;
+- what waits on the host is found there again: see `megacompile.verify_activations`;
 - gradients reach the host once and whole: see `megacompile.verify_gradients`.
 
 The checks read the graphs alone: no device, no data.
@@ -18,9 +19,19 @@ from typing import Any
 
 from torch import fx
 
-from megacompile import ops, show, verify_gradients, verify_memory
+from megacompile import ops, show, verify_activations, verify_gradients, verify_memory
 from megacompile.errors import ScheduleError
-from megacompile.hazards import Check, Hazard, HazardKind, Order, View, label, named, producer
+from megacompile.hazards import (
+    Check,
+    Hazard,
+    HazardKind,
+    Order,
+    View,
+    fetched_from,
+    label,
+    named,
+    producer,
+)
 from megacompile.ir import ArgRef, Bucket, Primal, Schedule
 
 __all__ = ["Hazard", "HazardKind", "hazards", "verify"]
@@ -54,7 +65,8 @@ def hazards(schedule: Schedule) -> list[Hazard]:
     views = [View(schedule, name, graph, Order(graph)) for name, graph in schedule.graphs.items()]
     found = list(_residuals(views))
     for view in views:
-        for check in (*_CHECKS, *verify_memory.CHECKS, *verify_gradients.CHECKS):
+        parts = (verify_memory, verify_activations, verify_gradients)
+        for check in (*_CHECKS, *(check for part in parts for check in part.CHECKS)):
             found += check(view)
     return found
 
@@ -213,7 +225,7 @@ def _same_arguments(view: View, node: fx.Node, forward: fx.Node) -> Iterator[Haz
         if arg is None or source is None:
             continue
         copies = [user.name for user in source.users if user.target is ops.snapshot]
-        if arg.name not in (source.name, *copies):
+        if fetched_from(view.schedule, arg).name not in (source.name, *copies):
             message = (
                 f"{label(node)} takes {arg.name} as argument {i}, but {label(forward)} read "
                 f"{source.name}; pass {source.name}"
@@ -230,8 +242,8 @@ def _own_saved(view: View, node: fx.Node, forward: fx.Node) -> Iterator[Hazard]:
         if value is None:
             continue
         source = producer(value)
-        if source.op == "placeholder":
-            right = kept.get(value.name) == i
+        if source.op == "placeholder" or source.target is ops.fetch:
+            right = kept.get(fetched_from(view.schedule, value).name) == i
         else:
             of: Any = source.args[0] if source.target is ops.recompute else None
             right = of is not None and of.index == stage.index and value.args[1] == i

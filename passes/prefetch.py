@@ -100,7 +100,10 @@ def _insert(graph: fx.Graph, all_uses: Sequence[Use], lookahead: int) -> None:
             node.args = (stage, taken, *node.args[2:])
 
 
-_PREPARES = (ops.save_rng, ops.alloc_grad, ops.fetch_grad, ops.alloc_state, ops.fetch_state)
+_PREPARES = (
+    *(ops.save_rng, ops.alloc, ops.fetch, ops.alloc_grad, ops.fetch_grad),
+    *(ops.alloc_state, ops.fetch_state),
+)
 
 
 def first_node(use: Use) -> fx.Node:

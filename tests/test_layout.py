@@ -33,7 +33,9 @@ LAYERS = {  # by module name below megacompile; "" is the package itself
     "passes": "passes",
     "runtime": "runtime",
     **dict.fromkeys(("hazards", "simulate", "show"), "inspection"),
-    **dict.fromkeys(("verify", "verify_gradients", "verify_memory"), "inspection"),
+    **dict.fromkeys(
+        ("verify", "verify_activations", "verify_gradients", "verify_memory"), "inspection"
+    ),
     **dict.fromkeys(("ops", "ir", "errors", "options", "validate", "compat", "hardware"), "base"),
 }
 MAY_IMPORT = {
