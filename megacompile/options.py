@@ -208,13 +208,14 @@ def _share(name: str, value: Any) -> float | None:
 
 
 def _activations(value: object) -> Activations:
-    known = [each.value for each in Activations]
     if isinstance(value, Activations):
         return value
+    known = [each.value for each in Activations]
+    needed = "one of " + ", ".join(map(repr, known))
     if not isinstance(value, str):
-        raise OptionTypeError(_wrong_type("activations", value, f"one of {known}"))
+        raise OptionTypeError(_wrong_type("activations", value, needed))
     if value not in known:
-        raise OptionError(f"megacompile(): got activations={value!r}; needed one of {known}")
+        raise OptionError(f"megacompile(): got activations={value!r}; needed {needed}")
     return Activations(value)
 
 

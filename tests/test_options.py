@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from megacompile import Lowering, OptionError, Options, megacompile
+from megacompile import Activations, Lowering, OptionError, Options, megacompile
 from megacompile.errors import OptionTypeError
 
 CPU = torch.device("cpu")
@@ -72,6 +72,12 @@ def test_options_are_frozen(no_cuda: None) -> None:
         ({"slots": 3}, "slots", 3),
         ({"slots": 9}, "slots", 9),
         ({"lookahead": 1, "slots": 2}, "slots", 2),
+        ({}, "activations", Activations.AUTO),
+        ({"activations": "auto"}, "activations", Activations.AUTO),
+        ({"activations": "keep"}, "activations", Activations.KEEP),
+        ({"activations": "selective"}, "activations", Activations.SELECTIVE),
+        ({"activations": "recompute"}, "activations", Activations.RECOMPUTE),
+        ({"activations": Activations.OFFLOAD}, "activations", Activations.OFFLOAD),
         ({"progress": None}, "progress", None),
         ({"progress": True}, "progress", True),
         ({"progress": False}, "progress", False),
@@ -122,6 +128,12 @@ def test_the_lowering_follows_the_device(two_gpus: None) -> None:
         ({"lowering": "triton"}, "got lowering='triton'; needed one of 'eager', 'inductor'"),
         ({"lowering": "Eager"}, "got lowering='Eager'"),
         ({"lowering": ""}, "got lowering=''"),
+        (
+            {"activations": "host"},
+            "got activations='host'; needed one of 'auto', 'keep', 'selective', 'recompute', 'offl",
+        ),
+        ({"activations": ""}, "got activations=''"),
+        ({"activations": "Keep"}, "got activations='Keep'"),
         ({"device": "gpu"}, "got device='gpu'"),
         ({"device": ""}, "got device=''"),
         ({"device": "meta"}, "got device='meta'; needed a 'cuda' device or 'cpu'"),
@@ -165,6 +177,9 @@ def test_an_index_that_torch_would_wrap(two_gpus: None, given: int) -> None:
         ({"lowering": 1}, r"'lowering' got 1 \(int\); needed one of 'eager', 'inductor'"),
         ({"lowering": True}, r"'lowering' got True \(bool\)"),
         ({"lowering": nn.ReLU}, r"'lowering' got .*\(type\)"),
+        ({"activations": 0.5}, r"'activations' got 0.5 \(float\); needed one of 'auto', 'keep'"),
+        ({"activations": None}, r"'activations' got None \(NoneType\)"),
+        ({"activations": True}, r"'activations' got True \(bool\)"),
         ({"progress": 1}, r"'progress' got 1 \(int\); needed True, False or None"),
         ({"progress": "yes"}, r"'progress' got 'yes' \(str\)"),
         ({"device": 1.0}, r"'device' got 1.0 \(float\); needed a torch.device, 'cuda:0' or 'cpu'"),
