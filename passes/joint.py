@@ -115,10 +115,10 @@ def _parted(
     params = sum(isinstance(ref, ParamRef) for ref in stage.primals)
     work = _extract(joint, ops.returned(joint.graph))  # the partitioner changes its argument
     _forbid_saving_parameters(work, params)
-    random = [node for node in work.graph.nodes if compat.is_random(node)]
+    random = _random(work)
     if random and budget < 1:
         budget = max(budget, _LEAST)
-        for node in random:
+        for node in random.values():
             compat.mark_must_save(node)
     forward, backward = compat.split_joint(
         work,
@@ -126,8 +126,14 @@ def _parted(
         static_primals=range(params),
         memory_budget=budget,
     )
-    assert not any(compat.is_random(node) for node in backward.graph.nodes), "drawn again"
+    if budget < 1 and (_random(forward).keys() != random.keys() or _random(backward)):
+        return _parted(stage, joint, 1.0)  # the partitioner would draw them again, its own way
     return forward, backward
+
+
+def _random(module: fx.GraphModule) -> dict[str, fx.Node]:
+    """The nodes that draw random numbers, by name."""
+    return {node.name: node for node in module.graph.nodes if compat.is_random(node)}
 
 
 def _output_metas(module: fx.GraphModule) -> tuple[TensorMeta, ...]:

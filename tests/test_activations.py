@@ -9,14 +9,16 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from megacompile import HostMemoryError, megacompile, ops, schedules
-from megacompile.ir import TensorMeta
+from megacompile import HostMemoryError, api, compat, megacompile, ops, schedules
+from megacompile.ir import Plan, Schedule, TensorMeta
+from megacompile.passes.plan import make_plan
 from megacompile.runtime import activations, executor
 from megacompile.runtime.activations import HostPool, OnHost, taken
 from megacompile.runtime.host import HostBuffer
@@ -81,6 +83,77 @@ def test_the_choice_is_what_runs(choice: str) -> None:
     assert (again > 0) == (choice in ("recompute", "offload"))
     budgets = {stage.traced.budget for stage in schedule.stages}
     assert budgets == ({0.5, 1.0} if choice == "selective" else {1.0})
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, change: Callable[[Schedule, bool], Plan]) -> None:
+    """Let `change(schedule, keep_last)` make the plans."""
+    plain = make_plan
+
+    def make(schedule: Schedule, *, keep_last: bool, **options: Any) -> Schedule:
+        made = plain(schedule, keep_last=keep_last, **options)
+        if schedule.backward is None:
+            return made
+        return replace(made, plan=change(schedule, keep_last))
+
+    monkeypatch.setattr(api, "make_plan", make)
+
+
+def everything(schedule: Schedule, keep_last: bool) -> Plan:
+    """Stages in turn are kept whole, kept in part and recomputed; all but the last two wait."""
+    able = [stage.index for stage in schedule.stages if stage.traced.has_backward]
+    keep = frozenset(i for i in able if i % 3 and keep_last)
+    budgets = tuple((i, 0.4) for i in sorted(keep) if i % 3 == 1)
+    return Plan(keep, offload=frozenset(range(len(schedule.stages) - 2)), budgets=budgets)
+
+
+@pytest.mark.parametrize("name", ["demo gpt", "batch norm", "shared layer", "tied", "dropout"])
+def test_a_mixed_plan_is_bitwise_the_plain_model(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saved tensors wait on the host too, whole and in part."""
+    planned(monkeypatch, everything)
+    case = cases.build(name)
+    plain, model = twins(case.model, lookahead=1)
+    for i in range(2):
+        for each in (plain, model):
+            torch.manual_seed(i)
+            case.loss(each, i, CPU).backward()
+        assert_same(plain, model)
+    (schedule,) = schedules(model)
+    waiting = [node.name for node in ops.nodes_of(schedule.forward, ops.offload)]
+    assert any(each.startswith("s") for each in waiting) and any(each[0] == "y" for each in waiting)
+
+
+@pytest.mark.skipif(not compat.has_cpp_compiler(), reason="Inductor needs a C++ compiler")
+def test_a_mixed_plan_with_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned(monkeypatch, everything)
+    torch.manual_seed(0)
+    plain, model = twins(Stack(layers=4), lookahead=1, lowering="inductor", progress=False)
+    for i in range(2):
+        for each in (plain, model):
+            loss(each, i).backward()
+    for mine, theirs in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    assert pool(model).peak_bytes
+
+
+@pytest.mark.parametrize("guessed", [True, False], ids=["only the guess", "only the other"])
+def test_a_backward_that_is_planned_otherwise_is_right_too(
+    guessed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forward left on the host what this backward looks for on the device, or other way."""
+
+    def plan(schedule: Schedule, keep_last: bool) -> Plan:
+        return Plan(offload=frozenset(range(4)) if keep_last is guessed else frozenset())
+
+    planned(monkeypatch, plan)
+    torch.manual_seed(0)
+    plain, model = twins(Two(), lookahead=1)
+    x = batch()["x"]
+    for each in (plain, model):
+        each(x)[1].sum().backward()
+    zoo.assert_same(plain, model)
+    assert pool(model).peak_bytes
 
 
 class Skips(nn.Module):
