@@ -17,11 +17,12 @@ from megacompile.errors import (
     UnsupportedGraphError,
 )
 from megacompile.ir import Schedule
-from megacompile.options import Head, Lowering, Options
+from megacompile.options import Activations, Head, Lowering, Options
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Activations",
     "BackwardError",
     "Head",
     "HostMemoryError",

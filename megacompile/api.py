@@ -22,7 +22,7 @@ from megacompile.errors import DeviceMemoryError, ModelError, OptionError
 from megacompile.hardware import H200, Hardware, cached, load
 from megacompile.ir import Capture, Code, PassRecord, Plan, Schedule, Template, Unit, format_bytes
 from megacompile.optimizer_cost import OptimizerCost
-from megacompile.options import Head, Lowering, Options
+from megacompile.options import Activations, Head, Lowering, Options
 from megacompile.passes.chunk import STOOD_BACK, chunk_head
 from megacompile.passes.differentiate import differentiate
 from megacompile.passes.free import insert_free
@@ -30,11 +30,13 @@ from megacompile.passes.hand_over import insert_hand_over
 from megacompile.passes.lower import lower
 from megacompile.passes.norms import insert_norms
 from megacompile.passes.offload import offload_gradients
+from megacompile.passes.offload_activations import offload_activations
 from megacompile.passes.partition import partition
 from megacompile.passes.plan import make_plan
 from megacompile.passes.prefetch import insert_prefetch
 from megacompile.passes.recompute import insert_recompute
 from megacompile.passes.slots import assign_slots
+from megacompile.passes.split import split_stages
 from megacompile.passes.templates import TemplateCache, trace_templates
 from megacompile.passes.units import find_units
 from megacompile.passes.update import insert_updates
@@ -75,6 +77,7 @@ def megacompile(
     resident: int | float | str = "auto",
     head: Head | str = "auto",
     detect_anomaly: bool = False,
+    activations: Activations | str = Activations.AUTO,
 ) -> M:
     """Keep a model's parameters and gradients in host memory and stream them through a device.
 
@@ -120,6 +123,13 @@ def megacompile(
         detect_anomaly: raise `AnomalyError` where a stage's backward gives NaN or inf; it names the
             stage, the parameter, and whether it came in or arose there. The host then waits for
             each stage. (`torch.autograd.detect_anomaly()` does so too, for NaN.)
+        activations: what the backward takes from the forward. "keep" leaves every stage's saved
+            tensors on the device: fastest, most memory. "selective" leaves about half of them there
+            and computes the rest again. "recompute" leaves the stages' inputs there and computes
+            all else again (but for the last stage, whose backward comes next). "offload" does so
+            too, and lets the stages' inputs wait in host memory, so that device memory does not
+            grow with the number of layers: for long contexts. "auto" (the default) keeps as many
+            stages as there is room for and as pay, and offloads where nothing else fits.
 
     Raises:
         ModelError: not a module, or parameters that cannot be streamed.
@@ -154,6 +164,7 @@ def megacompile(
         resident=resident,
         head=head,
         detect_anomaly=detect_anomaly,
+        activations=activations,
     )
     check_model(model)
     present = model._compiled_call_impl
@@ -357,19 +368,24 @@ class PassCompiler:
         plan = functools.partial(
             make_plan,
             keep=choice.keep,
+            activations="offload" if choice.offload else options.activations.value,
+            lookahead=options.lookahead,
             hand_over=share,
             hand_over_bytes=limit,
             resident=choice.resident,
             element_bytes=options.state_bytes,
         )
         schedule = replace(schedule, plan=Plan(reasons=(*schedule.plan.reasons, *reasons)))
+        activations = functools.partial(offload_activations, lookahead=options.lookahead)
         if draft:
             schedule = replace(schedule.copy(), draft=True)
         return _run(
             schedule,
             [
                 ("plan", plan),
+                ("split", functools.partial(split_stages, cache=self.templates)),
                 ("recompute", insert_recompute),
+                ("activations", activations),
                 *self._gradient_passes(accumulate=accumulate, update=update),
                 ("prefetch", functools.partial(insert_prefetch, lookahead=options.lookahead)),
                 ("slots", functools.partial(assign_slots, slots=options.slots, hold=hold)),
@@ -398,7 +414,10 @@ class PassCompiler:
                 trained=schedule.gradient_params,
             )
             free = options.resident is None and not self.planned
-            found = search(problem, resident=free, hand_over=options.device_update is None)
+            pinned = options.activations is not Activations.AUTO
+            found = search(
+                problem, resident=free, pinned=pinned, hand_over=options.device_update is None
+            )
             if found is None:
                 found = self._too_small(problem)
             self.choices[stages] = found.choice, found.reasons

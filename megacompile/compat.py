@@ -148,16 +148,48 @@ def split_joint(
     static_primals: Sequence[int],
     memory_budget: float = 1.0,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """AOTAutograd's min-cut partitioner: (forward returning outputs and saved, backward)."""
+    """AOTAutograd's min-cut partitioner: (forward returning outputs and saved, backward).
+
+    With a budget below 1 it runs nodes on their fake values, to count what they cost.
+    """
+    if memory_budget < 1:
+        _share_fake_mode(joint)
     with functorch_config.patch(activation_memory_budget=memory_budget):
         return min_cut_rematerialization_partition(
             joint, None, num_fwd_outputs=outputs, static_lifetime_input_indices=list(static_primals)
         )
 
 
+def _share_fake_mode(module: fx.GraphModule) -> None:
+    """Give a graph that was traced on real tensors fake values of one mode.
+
+    Seen on torch 2.11 and 2.13: each has a mode of its own, and no operator takes two.
+    """
+    values = [node.meta.get("val") for node in module.graph.nodes]
+    fakes = [v for v in _pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
+    if len({id(getattr(value, "fake_mode", None)) for value in fakes}) <= 1:
+        return
+    with fake_mode():
+        for node, value in zip(module.graph.nodes, values, strict=True):
+            if value is not None:
+                node.meta["val"] = _pytree.tree_map_only(torch.Tensor, _same_looks, value)
+
+
+def _same_looks(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+
+
 def mark_must_recompute(node: fx.Node) -> None:
     """Forbid the partitioner to save a node's value for the backward."""
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    node.meta["ac_graph_id"] = 0
+
+
+def mark_must_save(node: fx.Node) -> None:
+    """Forbid the partitioner to compute a node's value again in the backward."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     node.meta["ac_graph_id"] = 0
 
 

@@ -45,6 +45,9 @@ class HazardKind(enum.Enum):
     CHANGED_IN_PLACE = "changed in place"  # a reader of the old value may run after `assign`
     CHANGE_LOST = "change lost"  # what a stage changes in place does not reach its input
     WRONG_SAVED = "wrong saved"  # a backward takes saved tensors that are not its stage's
+    NOT_OFFLOADED = "not offloaded"  # a fetch takes what no offload of the forward gives
+    OFFLOAD_LOST = "offload lost"  # a value goes to the host, and the backward cannot find it
+    ON_HOST = "on host"  # a compute takes the copy on the host of a value
     WRONG_RNG = "wrong rng"  # a recompute would draw other random numbers than the forward
     GRADIENTS_NOT_READY = "gradients not ready"  # offloaded before every backward has added to them
     WRONG_GRADIENTS = "wrong gradients"  # gradients of one bucket where another's belong
@@ -122,6 +125,8 @@ class View:
 
 MAKE_MEMORY = (  # ops whose value owns memory of the compute stream's allocator
     ops.snapshot,
+    ops.alloc,
+    ops.fetch,
     ops.alloc_grad,
     ops.fetch_grad,
     ops.add_grad,
@@ -154,6 +159,7 @@ def producer(node: fx.Node) -> fx.Node:
 
 
 _SHOWS = {  # op -> argument that it writes to
+    ops.fetch: 2,
     ops.fetch_grad: 1,
     ops.add_grad: 1,
     ops.assign: 0,
@@ -183,6 +189,23 @@ def reads(node: fx.Node) -> list[fx.Node]:
     found: dict[fx.Node, None] = {}
     fx.map_arg(node.args, lambda n: found.setdefault(n))
     return list(found)
+
+
+def fetched_from(schedule: Schedule, value: fx.Node) -> fx.Node:
+    """The forward's value that a `fetch` of the backward brings back; any other value as it is.
+
+    The two graphs share no edge: the offload is the residual that the backward's placeholder of
+    the same name stands for, and what the runtime hands over there carries the copy's event.
+    """
+    if value.target is not ops.fetch:
+        return value
+    on_host: Any = value.args[1]
+    for node in ops.nodes_of(schedule.forward, ops.offload):
+        if on_host.op == "placeholder" and node.name == on_host.name:
+            source: Any = node.args[1]
+            assert isinstance(source, fx.Node)
+            return source
+    return value
 
 
 def handed_over(graph: fx.Graph) -> set[fx.Node]:

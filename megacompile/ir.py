@@ -27,8 +27,8 @@ class Stream(enum.Enum):
     """The in-order queues a schedule's ops run on."""
 
     COMPUTE = "compute"  # the user's current stream: every forward, recompute and backward
-    H2D = "h2d"  # host to device: weights and gradients that are accumulated into
-    D2H = "d2h"  # device to host: gradients
+    H2D = "h2d"  # host to device: weights, activations, gradients that are accumulated into
+    D2H = "d2h"  # device to host: gradients, and activations until their backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +283,8 @@ class Template:
     random: bool  # draws random numbers: a recompute needs the generator's state
     graphs: dict[Code, fx.GraphModule] = field(repr=False)
     code: dict[Code, LoweredFn] = field(default_factory=dict, repr=False)
+    joint: fx.GraphModule | None = field(default=None, repr=False)  # forward and backward, unsplit
+    budget: float = 1.0  # the share of the saved tensors that it was split for
 
     @property
     def has_backward(self) -> bool:
@@ -342,6 +344,8 @@ class Plan:
     reasons: tuple[str, ...] = ()
     resident: frozenset[int] = frozenset()  # buckets (keys) that live on the device
     hand_over: frozenset[int] = frozenset()  # buckets (keys) that step() updates on the device
+    offload: frozenset[int] = frozenset()  # stages whose residuals wait on the host
+    budgets: tuple[tuple[int, float], ...] = ()  # (kept stage, share of its saved tensors, 0 to 1)
 
 
 @dataclass(frozen=True, slots=True)

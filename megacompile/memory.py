@@ -182,7 +182,10 @@ class _Replay:
 
     def backward(self, schedule: Schedule, residuals: dict[str, _Block]) -> None:
         assert schedule.backward is not None
+        on_host = {node.name for node in ops.nodes_of(schedule.forward, ops.offload)}
         for node in schedule.backward.find_nodes(op="placeholder"):
+            if node.name in on_host:
+                continue
             if node.name in residuals:
                 self.blocks[node] = residuals[node.name]
             else:
@@ -255,7 +258,8 @@ class _Replay:
         place = memory(node)
         if place is node or place not in self.blocks:
             kind = Kind.STATES if node.target in _OF_STATES else Kind.GRADIENTS
-            kind = Kind.ACTIVATIONS if node.target is ops.snapshot else kind
+            if node.target in (ops.snapshot, ops.alloc, ops.fetch):
+                kind = Kind.ACTIVATIONS
             block = _Block(kind, tensors_bytes(node.meta.get("value")), owned=True)
             self.live[kind] += block.size_bytes
         else:

@@ -17,6 +17,9 @@ signatures: `megacompile.runtime.executor` holds what they do.
     assign        compute   ASSIGN       tensor, new value -> the tensor, changed in place
     recompute     compute   3RECOMPUTE   stage, weights, args, rng -> saved
     backward      compute   3B           stage, weights, args, saved, tangents, carries -> gradients
+    offload       d2h       3OFFLOAD     stage, value -> its copy on the host
+    alloc         compute   3ALLOC       stage, copy on the host -> room for the value
+    fetch         h2d       3FETCH       stage, copy on the host, room -> the value again
     alloc_grad    compute   3ALLOC_GRAD  bucket -> room for its gradients
     fetch_grad    h2d       3FETCH_GRAD  bucket, room -> gradients so far, for accumulation
     add_grad      compute   3ADD_GRAD    bucket, gradients so far, gradients -> their sum
@@ -106,6 +109,21 @@ def backward(
     the stage's graph, so that sums run in the order in which autograd adds them.
     """
     _unbound("backward")
+
+
+def offload(stage: Stage, value: Any) -> Any:
+    """Copy what a stage's backward takes from the forward to the host, where it waits."""
+    _unbound("offload")
+
+
+def alloc(stage: Stage, on_host: Any) -> Any:
+    """Device memory for a value that waits on the host."""
+    _unbound("alloc")
+
+
+def fetch(stage: Stage, on_host: Any, room: Any) -> Any:
+    """Copy a value back to the device, once its `offload` is done."""
+    _unbound("fetch")
 
 
 def alloc_grad(bucket: Bucket) -> Any:
@@ -211,6 +229,9 @@ OPS: dict[Callable[..., Any], Op] = {
     assign: Op("assign", _C, _named("ASSIGN")),
     recompute: Op("recompute", _C, _by_stage("RECOMPUTE")),
     backward: Op("backward", _C, _by_stage("B")),
+    offload: Op("offload", _D, _by_stage("OFFLOAD")),
+    alloc: Op("alloc", _C, _by_stage("ALLOC")),
+    fetch: Op("fetch", _H, _by_stage("FETCH")),
     alloc_grad: Op("alloc_grad", _C, _by_bucket("ALLOC_GRAD")),
     fetch_grad: Op("fetch_grad", _H, _by_bucket("FETCH_GRAD")),
     add_grad: Op("add_grad", _C, _by_bucket("ADD_GRAD")),
@@ -288,5 +309,5 @@ def items(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
 
 def actions(graph: fx.Graph) -> str:
     """The graph as one line of labels: "0PREFETCH@0 0F"; `begin`, frees, allocations left out."""
-    quiet = (free, park, alloc_grad, alloc_state, begin, resident)
+    quiet = (free, park, alloc, alloc_grad, alloc_state, begin, resident)
     return " ".join(label(n) for n in nodes_of(graph) if n.target not in quiet)

@@ -32,6 +32,16 @@ class Head(enum.Enum):
     CHUNKED = "chunked"  # in chunks of tokens, so that logits are never there as a whole
 
 
+class Activations(enum.Enum):
+    """What becomes of the tensors that a stage's backward takes from its forward."""
+
+    AUTO = "auto"  # what the plan finds best
+    KEEP = "keep"  # saved tensors stay on the device
+    SELECTIVE = "selective"  # about half of them do, the rest is computed again
+    RECOMPUTE = "recompute"  # stage inputs stay on the device, all else is computed again
+    OFFLOAD = "offload"  # stage inputs wait on the host, all else is computed again
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """What a user may choose. `resolve` fills in what was left open.
@@ -56,6 +66,7 @@ class Options:
         resident: bytes of device memory for buckets that live there. Default: the plan decides.
         head: whether the head and its loss are computed in chunks of tokens.
         detect_anomaly: raise where a stage's backward gives NaN or inf.
+        activations: what becomes of activations between forward and backward.
     """
 
     device: torch.device
@@ -74,6 +85,7 @@ class Options:
     resident: int | None = None
     head: Head = Head.AUTO
     detect_anomaly: bool = False
+    activations: Activations = Activations.AUTO
 
     @property
     def hands_over(self) -> bool:
@@ -139,6 +151,7 @@ class Options:
         resident: int | float | str = "auto",
         head: Head | str = "auto",
         detect_anomaly: bool = False,
+        activations: Activations | str = Activations.AUTO,
     ) -> Options:
         """Validate what the user gave and fill in the rest.
 
@@ -186,6 +199,7 @@ class Options:
             resident=_resident(resident, resolved_device, optimizer),
             head=_choice("head", head, Head),
             detect_anomaly=_flag("detect_anomaly", detect_anomaly),
+            activations=_choice("activations", activations, Activations),
         )
 
     def differences(self, other: Options) -> list[str]:

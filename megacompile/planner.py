@@ -31,6 +31,7 @@ class Choice:
     keep: int = 1  # stages, counted from the last, whose saved tensors are kept
     resident: frozenset[int] = frozenset()  # bucket keys
     hands_over: bool = True
+    offload: bool = False  # what recomputes take from the forward waits on the host
 
     def __str__(self) -> str:
         return f"{self.keep} stages kept, {len(self.resident)} buckets resident"
@@ -120,30 +121,33 @@ class Problem:
 
 
 def search(
-    problem: Problem, *, resident: bool = True, keep: bool = True, hand_over: bool = True
+    problem: Problem, *, resident: bool = True, pinned: bool = False, hand_over: bool = True
 ) -> Found | None:
     """The fastest choice that fits; None where not even the floor does.
 
     Args:
         resident: buckets may live on the device.
-        keep: stages may be kept.
+        pinned: what is kept or offloaded is not for the search to say.
         hand_over: buckets may be handed over.
     """
     counts = [0]
     if resident:
         total = len(problem.buckets)
         counts = sorted({round(total * k / _GRID) for k in range(_GRID + 1)})
+    keeps = (1, 1) if pinned else (0, problem.stages)
     tried: dict[Choice, float] = {}
     for count in counts:
-        _try(problem, count, tried, keep=keep, hands_over=hand_over)
+        _try(problem, count, tried, keeps, hands_over=hand_over)
     if hand_over:
-        _try(problem, 0, tried, keep=keep, hands_over=False)
+        _try(problem, 0, tried, keeps, hands_over=False)
+    if not tried and not pinned:
+        _try(problem, 0, tried, keeps, hands_over=False, offload=True)
     if not tried:
         return None
     best = min(tried, key=tried.__getitem__)
     if resident and len(best.resident) in counts:
         for count in _between(counts, len(best.resident)):
-            _try(problem, count, tried, keep=keep, hands_over=best.hands_over)
+            _try(problem, count, tried, keeps, hands_over=best.hands_over)
     fast = [choice for choice in tried if tried[choice] <= min(tried.values()) * (1 + _EQUAL)]
     best = max(fast, key=lambda choice: (len(choice.resident), -tried[choice]))
     peak = problem.memory(best).peak.total_bytes
@@ -157,15 +161,21 @@ def _between(counts: Sequence[int], at: int) -> Iterable[int]:
 
 
 def _try(
-    problem: Problem, count: int, tried: dict[Choice, float], *, keep: bool, hands_over: bool
+    problem: Problem,
+    count: int,
+    tried: dict[Choice, float],
+    keeps: tuple[int, int],
+    *,
+    hands_over: bool,
+    offload: bool = False,
 ) -> None:
     """Simulate the choice with `count` resident buckets that keeps as many stages as fit."""
     keys = problem.resident | {bucket.key for bucket in problem.buckets[:count]}
-    least = Choice(0, keys, hands_over)
+    low, most = keeps
+    least = Choice(low, keys, hands_over, offload)
     if not problem.fits(least):
         return
-    most = problem.stages if keep else min(1, problem.stages)
-    low, high = 0, most + 1  # low fits, high does not, as far as is known
+    high = most + 1  # does not fit, as far as is known; low does
     while high - low > 1:
         middle = problem.guess(least, low, high)
         if problem.fits(replace(least, keep=middle)):
@@ -189,6 +199,8 @@ def _reasons(
         f"{len(tried)} plans that fit"
     ]
     floor = [s for choice, s in tried.items() if not choice.resident]
+    if best.offload:
+        lines.append("nothing else fits but to let the stages' inputs wait on the host")
     if floor and best.resident:
         lines.append(f"with every bucket streamed it would take {min(floor) * 1e3:.0f} ms")
     return tuple(lines)

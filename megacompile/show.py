@@ -46,6 +46,7 @@ _STEPS = (ops.forward, ops.recompute, ops.backward, ops.add_grad, ops.update)  #
 _QUIET = (  # not in the table
     ops.begin,
     ops.resident,
+    ops.alloc,
     ops.alloc_grad,
     ops.alloc_state,
     ops.free,
@@ -161,6 +162,8 @@ def _stages_line(run: list[Stage]) -> str:
         return f"{text}, not traced"
     random = ", random" if first.template.random else ""
     saved = format_bytes(first.template.saved_bytes)
+    if first.template.budget < 1:
+        saved += f" within a budget of {first.template.budget:g}"
     return f"{text}, template {first.template.index} (saves {saved}{random})"
 
 

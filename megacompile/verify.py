@@ -6,6 +6,7 @@ What must hold, given [Note: happens-before] in `megacompile.hazards`:
 - the backward sees what the forward saw: arguments, saved tensors, random numbers;
 - memory is not reused while it is read: see `megacompile.verify_memory`;
 - gradients reach the host once and whole: see `megacompile.verify_gradients`;
+- what waits on the host is found there again: see `megacompile.verify_activations`;
 - values reach those that they are for: see `megacompile.verify_flow`.
 
 The checks read the graphs alone: no device, no data.
@@ -19,9 +20,26 @@ from typing import Any
 
 from torch import fx
 
-from megacompile import ops, show, verify_flow, verify_gradients, verify_memory
+from megacompile import (
+    ops,
+    show,
+    verify_activations,
+    verify_flow,
+    verify_gradients,
+    verify_memory,
+)
 from megacompile.errors import ScheduleError
-from megacompile.hazards import Check, Hazard, HazardKind, Order, View, label, named, producer
+from megacompile.hazards import (
+    Check,
+    Hazard,
+    HazardKind,
+    Order,
+    View,
+    fetched_from,
+    label,
+    named,
+    producer,
+)
 from megacompile.ir import ArgRef, Bucket, Primal, Schedule
 
 __all__ = ["Hazard", "HazardKind", "hazards", "verify"]
@@ -58,12 +76,8 @@ def hazards(schedule: Schedule) -> list[Hazard]:
         return found
     found += _residuals(views)
     for view in views:
-        for check in (
-            *_CHECKS,
-            *verify_memory.CHECKS,
-            *verify_gradients.CHECKS,
-            *verify_flow.CHECKS,
-        ):
+        parts = (verify_memory, verify_activations, verify_gradients, verify_flow)
+        for check in (*_CHECKS, *(check for part in parts for check in part.CHECKS)):
             found += check(view)
     return found
 
@@ -222,7 +236,7 @@ def _same_arguments(view: View, node: fx.Node, forward: fx.Node) -> Iterator[Haz
         if arg is None or source is None:
             continue
         copies = [user.name for user in source.users if user.target is ops.snapshot]
-        if arg.name not in (source.name, *copies):
+        if fetched_from(view.schedule, arg).name not in (source.name, *copies):
             message = (
                 f"{label(node)} takes {arg.name} as argument {i}, but {label(forward)} read "
                 f"{source.name}; pass {source.name}"
@@ -239,8 +253,8 @@ def _own_saved(view: View, node: fx.Node, forward: fx.Node) -> Iterator[Hazard]:
         if value is None:
             continue
         source = producer(value)
-        if source.op == "placeholder":
-            right = kept.get(value.name) == i
+        if source.op == "placeholder" or source.target is ops.fetch:
+            right = kept.get(fetched_from(view.schedule, value).name) == i
         else:
             of: Any = source.args[0] if source.target is ops.recompute else None
             right = of is not None and of.index == stage.index and value.args[1] == i

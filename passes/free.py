@@ -5,9 +5,9 @@
 Memory comes from the compute stream's allocator, so a value that a copy on another stream reads
 may be given back only when that copy is done: `free(value, after=copy)` makes the compute stream
 wait for it. To keep that wait from stalling, such a free is put off until `delay` further
-backwards have been issued. New optimizer states on their way to the host are different: at the end
-of a backward nothing is left to compute, and the next forward should not wait for them, so they are
-parked: `park(value, after=copy)`.
+backwards (in a forward: forwards) have been issued. New optimizer states on their way to the host
+are different: at the end of a backward nothing is left to compute, and the next forward should not
+wait for them, so they are parked: `park(value, after=copy)`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def _insert(graph: fx.Graph, delay: int, *, owns_inputs: bool) -> None:
     position = {node: p for p, node in enumerate(nodes)}
     returned = set(graph.output_node().all_input_nodes)
     handed = handed_over(graph)
-    computes = [position[n] for n in ops.nodes_of(graph, ops.backward)]
+    steps = ops.nodes_of(graph, ops.backward) or ops.nodes_of(graph, ops.forward)
+    computes = [position[n] for n in steps]
     frees: list[tuple[int, fx.Node, tuple[fx.Node, ...], bool]] = []
     for node in nodes:
         if node in returned or memory(node) in handed or not _owns(node, owns_inputs):
@@ -59,9 +60,12 @@ def _insert(graph: fx.Graph, delay: int, *, owns_inputs: bool) -> None:
 
 
 def _users(node: fx.Node) -> list[fx.Node]:
-    """The readers of a value; those of room for gradients read it as what was fetched into it."""
+    """The readers of a value; those of room read it as what was fetched into it.
+
+    What waits on the host is done with when what was fetched from it is: no wait is needed then.
+    """
     users = list(node.users)
-    fetches = [user for user in users if user.target in (ops.fetch_grad, ops.fetch_state)]
+    fetches = [u for u in users if u.target in (ops.fetch, ops.fetch_grad, ops.fetch_state)]
     return users + [reader for fetch in fetches for reader in fetch.users]
 
 

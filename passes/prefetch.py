@@ -110,7 +110,10 @@ def _insert(
             node.args = (stage, taken, *node.args[2:])
 
 
-_PREPARES = (ops.save_rng, ops.alloc_grad, ops.fetch_grad, ops.alloc_state, ops.fetch_state)
+_PREPARES = (
+    *(ops.save_rng, ops.alloc, ops.fetch, ops.alloc_grad, ops.fetch_grad),
+    *(ops.alloc_state, ops.fetch_state),
+)
 
 
 def first_node(use: Use) -> fx.Node:

@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from megacompile import compat
 from megacompile.errors import BackwardError
+from megacompile.runtime.activations import taken
 from megacompile.runtime.captured import Program, Variant
 from megacompile.runtime.executor import Executor, Machine
 from megacompile.runtime.gradients import Place
@@ -120,10 +121,12 @@ class _Call:
     def _run(self, tangents: dict[int, torch.Tensor]) -> dict[str, torch.Tensor]:
         residuals = self._take_residuals()
         executor = self._executor(tuple(tangents))
+        device = self.machine.device
+        queue = torch.cuda.current_stream(device) if device.type == "cuda" else None
         inputs = {f"t{k}": gradient for k, gradient in tangents.items()}
         for name in executor.inputs("backward"):
             if name not in inputs:
-                inputs[name] = residuals[name]
+                inputs[name] = taken(residuals, name, self.machine.activations, queue)
         del tangents, residuals
         return executor.backward(inputs)
 

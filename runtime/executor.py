@@ -27,8 +27,9 @@ from megacompile.ir import (
     Stream,
     TensorMeta,
 )
-from megacompile.runtime.flight import Flight
 from megacompile.runtime import anomaly
+from megacompile.runtime.activations import HostPool
+from megacompile.runtime.flight import Flight
 from megacompile.runtime.gradients import Gradients
 from megacompile.runtime.handed import HandOver
 from megacompile.runtime.host import HostBucket
@@ -63,6 +64,10 @@ class Machine:
     order: list[int] = field(default_factory=list)  # bucket keys, as the last forward read them
     tracer: Tracer | None = None  # while a trace of the model is on
     detect_anomaly: bool = False  # is NaN or inf in a gradient an error?
+    activations: HostPool = field(init=False)  # host memory of what waits for its backward
+
+    def __post_init__(self) -> None:
+        self.activations = HostPool(pin=self.device.type == "cuda")
 
 
 class Executor:
@@ -317,6 +322,23 @@ class _Ops:
             if isinstance(ref, ParamRef):
                 merged[stage.buckets[ref.bucket].key][ref.param] = gradient
         return [*of_args, *merged.items()]
+
+    # What waits on the host between a forward and its backward.
+
+    def offload(self, stage: Stage, value: Handle) -> Handle:
+        del stage
+        pool, queue = self.machine.activations, self.machine.streams.copies(Stream.D2H)
+        return self._issue(Stream.D2H, (value,), lambda: pool.store(value.value, queue))
+
+    def alloc(self, stage: Stage, on_host: Handle) -> Handle:
+        del stage
+        return self._issue(Stream.COMPUTE, (), lambda: on_host.value.empty())
+
+    def fetch(self, stage: Stage, on_host: Handle, room: Handle) -> Handle:
+        del stage
+        copy, queue = on_host.value, self.machine.streams.copies(Stream.H2D)
+        offloaded = Handle(None, Stream.D2H, copy.ready)  # in the forward, which is another graph
+        return self._issue(Stream.H2D, (room, offloaded), lambda: copy.copy_to(room.value, queue))
 
     def alloc_grad(self, bucket: Bucket) -> Handle:
         device = self.machine.device

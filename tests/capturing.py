@@ -37,11 +37,13 @@ from megacompile.passes.differentiate import differentiate
 from megacompile.passes.free import insert_free
 from megacompile.passes.norms import insert_norms
 from megacompile.passes.offload import offload_gradients
+from megacompile.passes.offload_activations import offload_activations
 from megacompile.passes.partition import partition
 from megacompile.passes.plan import make_plan
 from megacompile.passes.prefetch import insert_prefetch
 from megacompile.passes.recompute import insert_recompute
 from megacompile.passes.slots import assign_slots
+from megacompile.passes.split import split_stages
 from megacompile.passes.templates import TemplateCache, trace_templates
 from megacompile.passes.units import UNIT_LIMIT_BYTES, find_units
 from megacompile.passes.update import insert_updates
@@ -138,7 +140,7 @@ class Captured:
 
     def passes(self, *, cache: TemplateCache | None = None, **options: Any) -> dict[str, Pass]:
         """The passes that follow `partition`, in order."""
-        return {"templates": self._trace(cache), **after_templates(**options)}
+        return {"templates": self._trace(cache), **after_templates(cache=cache, **options)}
 
     def build(self, until: str = "free", **options: Any) -> Schedule:
         """The schedule after the pass called `until`."""
@@ -166,6 +168,8 @@ class Captured:
 def after_templates(
     *,
     keep_last: bool = True,
+    activations: str = "auto",
+    cache: TemplateCache | None = None,
     accumulate: bool = False,
     norms: bool = False,
     update: bool = False,
@@ -194,8 +198,12 @@ def after_templates(
         gradients["norms"] = insert_norms
     return {
         "differentiate": differentiate,
-        "plan": functools.partial(make_plan, keep=int(keep_last)),
+        "plan": functools.partial(
+            make_plan, keep=int(keep_last), activations=activations, lookahead=lookahead
+        ),
+        "split": functools.partial(split_stages, cache={} if cache is None else cache),
         "recompute": insert_recompute,
+        "activations": functools.partial(offload_activations, lookahead=lookahead),
         **gradients,
         "prefetch": functools.partial(insert_prefetch, lookahead=lookahead),
         "slots": functools.partial(assign_slots, slots=slots, hold=hold),

@@ -35,7 +35,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megacompile import api, megacompile, schedules
-from megacompile.ir import Plan, Schedule
+from megacompile.ir import Schedule
 from megacompile.passes.plan import make_plan
 from megacompile.verify import hazards
 from tests import adversary, nets
@@ -92,14 +92,15 @@ class Counts:
 def kept(bits: int, counts: Counts) -> Iterator[None]:
     """Keep the saved tensors of the stages whose bit is set."""
 
-    def chosen(schedule: Schedule, *, keep_last: bool = True, **options: Any) -> Schedule:
-        planned = make_plan(schedule, keep_last=keep_last, **options)
-        if bits < 0 or not keep_last or schedule.backward is None:
+    def chosen(schedule: Schedule, *, keep: int = 1, **options: Any) -> Schedule:
+        planned = make_plan(schedule, keep=keep, **options)
+        if bits < 0 or not keep or schedule.backward is None:
             return planned
         able = [s.index for s in schedule.stages if s.traced.has_backward]
-        keep = frozenset(i for i in able if bits >> (i % 8) & 1)
-        counts.kept += len(keep)
-        return dataclasses.replace(planned, plan=Plan(keep, ("at random",)))
+        drawn = frozenset(i for i in able if bits >> (i % 8) & 1)
+        counts.kept += len(drawn)
+        plan = dataclasses.replace(planned.plan, keep=drawn, reasons=("at random",))
+        return dataclasses.replace(planned, plan=plan)
 
     with mock.patch.object(api, "make_plan", chosen):
         yield

@@ -51,6 +51,7 @@ class Spec:
     norms: bool = False  # the norms of gradients go to the host with them
     update: bool = False  # the backward updates each bucket instead of offloading its gradients
     masters: bool = False  # updates take the parameters with the states, not from the slots
+    offload: frozenset[int] = frozenset()  # stages whose residuals wait on the host
 
     def __str__(self) -> str:
         """The parts that are not the default, for the ids of tests."""
@@ -224,15 +225,24 @@ class _Forward:
         self.inputs: dict[int, list[fx.Node]] = {}  # of each stage, as its recompute takes them
         self.saved: dict[int, list[fx.Node]] = {}
         self.rng: dict[int, fx.Node] = {}
+        self.on_host: dict[fx.Node, fx.Node] = {}  # value -> its offload
         x = _placeholder(graph, "x")
         states = {i: _placeholder(graph, f"state_{i}") for i in sorted(spec.changes)}
         self.weights = _Weights(graph, spec, stages, {})
         self.weights.start(call(graph, ops.begin))
         for stage in stages:
             y = self._stage(stage, x, states.get(stage.index))
-            if x.op != "placeholder" and x not in self.residuals:
-                call(graph, ops.free, x)
+            snapshots = self.inputs.get(stage.index, [])[1:]
+            for value in [*self.saved.get(stage.index - 1, []), x, *snapshots]:
+                offload = self.on_host.get(value)
+                if offload is not None:
+                    call(graph, ops.free, value, after=(offload,))
+                elif value is x and x.op != "placeholder" and x not in self.residuals:
+                    call(graph, ops.free, x)
             x = y
+        for value in self.saved.get(stages[-1].index, []):
+            if value in self.on_host:
+                call(graph, ops.free, value, after=(self.on_host[value],))
         graph.output(((x,), tuple(self.residuals)))
 
     def _stage(self, stage: Stage, x: fx.Node, state: fx.Node | None) -> fx.Node:
@@ -240,7 +250,7 @@ class _Forward:
         saving = spec.training and i in spec.keep
         if spec.training and not saving:
             self.inputs[i] = [x] if state is None else [x, call(graph, ops.snapshot, state)]
-            self.residuals += self.inputs[i]
+            self._hand_on(stage, self.inputs[i])
             if stage.traced.random:
                 self.rng[i] = call(graph, ops.save_rng, stage)
                 self.residuals.append(self.rng[i])
@@ -253,14 +263,24 @@ class _Forward:
             call(graph, ops.free, values[1])
         if saving:
             self.saved[i] = values[-SAVED:]
-            self.residuals += self.saved[i]
+            self._hand_on(stage, self.saved[i])
         return values[0]
+
+    def _hand_on(self, stage: Stage, values: Sequence[fx.Node]) -> None:
+        """Make values residuals, as they are or by way of the host."""
+        for value in values:
+            if stage.index in self.spec.offload and value.op != "placeholder":
+                name = f"{value.name}_host"
+                self.on_host[value] = call(self.graph, ops.offload, stage, value, name=name)
+                self.on_host[value].meta["value"] = ACTIVATION
+            self.residuals.append(self.on_host.get(value, value))
 
 
 class _Backward:
     def __init__(self, spec: Spec, stages: Sequence[Stage], forward: _Forward) -> None:
         self.graph = graph = fx.Graph()
-        self.spec, self.forward = spec, forward
+        self.spec, self.forward, self.stages = spec, forward, stages
+        self.brought: dict[int, list[fx.Node]] = {}  # stage -> copies on the host, and rooms
         self.values = {n: _placeholder(graph, n.name) for n in forward.residuals}
         self.carried: dict[int, fx.Node] = {}  # bucket key -> gradients so far
         self.contributors = [bucket.key for stage in stages for bucket in stage.buckets]
@@ -270,6 +290,7 @@ class _Backward:
         begin = call(graph, ops.begin)
         self.weights = _Weights(graph, spec, order, forward.weights.held())
         self.weights.start(begin)
+        self._fetch_back(order[0])
         for stage in order:
             gradient = self._stage(stage, gradient)
         self._free_later(ops.park if spec.update else ops.free)
@@ -278,6 +299,8 @@ class _Backward:
     def _stage(self, stage: Stage, tangent: fx.Node) -> fx.Node:
         graph, i = self.graph, stage.index
         weights = self.weights.take(len(stage.buckets))
+        if i > 0:
+            self._fetch_back(self.stages[i - 1])
         rooms = self._fetch(stage) if self.spec.accumulate else {}
         states = self._fetch_states(stage) if self.spec.update else {}
         saved = self._saved(stage, weights)
@@ -308,7 +331,21 @@ class _Backward:
     def values_of(self, i: int) -> list[fx.Node]:
         """The residuals that nobody takes after the backward of stage i."""
         nodes = [*self.forward.inputs.get(i, []), self.forward.rng.get(i)]
-        return [self.values[node] for node in nodes if node is not None]
+        taken = [self.values[node] for node in nodes if node is not None]
+        return [*taken, *self.brought.get(i, [])]
+
+    def _fetch_back(self, stage: Stage) -> None:
+        """Bring what a stage takes back from the host."""
+        forward, i = self.forward, stage.index
+        for value in [*forward.inputs.get(i, []), *forward.saved.get(i, [])]:
+            if value not in forward.on_host:
+                continue
+            on_host = self.values[forward.on_host[value]]
+            room = call(self.graph, ops.alloc, stage, on_host)
+            self.values[value] = call(self.graph, ops.fetch, stage, on_host, room)
+            for node in (room, self.values[value]):
+                node.meta["value"] = ACTIVATION
+            self.brought.setdefault(i, []).extend([on_host, room])
 
     def _saved(self, stage: Stage, weights: tuple[fx.Node, ...]) -> list[fx.Node]:
         i = stage.index

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import mmap
 import random
 import warnings
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 
 from megacompile import megacompile, updates
 from megacompile.ir import Bucket, Stream, format_bytes
+from megacompile.runtime.activations import HostPool
+from megacompile.runtime.executor import _Ops
 from megacompile.runtime.host import HostBucket
 from megacompile.runtime.streams import Handle, Streams
 from tests.zoo import WIDTH, Block, Stack, batch, equal, stack, step
@@ -63,13 +66,16 @@ def cycles_on(slow: Stream) -> Callable[[Stream], int]:
 
 
 def poison(model: Any) -> None:
-    """NaN in every slot and gradient buffer, so that what is read too early shows."""
+    """NaN in every slot and host buffer that is written anew: what is read too early shows."""
     machine = model._compiled_call_impl.machine
     for buffer in machine.slots.buffers:
         buffer.fill_(255)
     for bucket in machine.buckets.values():
         for gradient in bucket.grads.values():
             gradient.fill_(torch.nan)
+    assert machine.activations.held_bytes >= machine.activations.lent_bytes
+    for room in machine.activations._free:
+        room.buffer.bytes(room.size_bytes).fill_(255)
 
 
 def twins(**options: Any) -> tuple[Any, Any]:
@@ -169,6 +175,66 @@ def test_random_delays_change_nothing(
             poison(model)
             assert_equal(wanted, gradients(model), f"seed {seed}")
             assert sum(slept()) > 0
+
+
+OFFLOADING: dict[str, Any] = {"activations": "offload", "lookahead": 1}
+
+
+@pytest.mark.parametrize("choice", ["keep", "selective", "offload"])
+def test_activations_in_the_face_of_random_delays(
+    monkeypatch: pytest.MonkeyPatch, choice: str
+) -> None:
+    """The host buffers of one micro-batch are lent to the next while copies are late."""
+    plain, model = twins(**OFFLOADING | {"activations": choice})
+    wanted = gradients(plain)
+    assert_equal(wanted, gradients(model), "no delays")
+    assert bool(model._compiled_call_impl.machine.activations.peak_bytes) == (choice == "offload")
+    for seed in range(SEEDS):
+        with monkeypatch.context() as patch:
+            delay(patch, random_cycles(seed))
+            poison(model)
+            assert_equal(wanted, gradients(model), f"seed {seed}")
+
+
+@pytest.mark.parametrize("slow", list(Stream), ids=lambda stream: stream.value)
+def test_activations_with_one_slow_stream(monkeypatch: pytest.MonkeyPatch, slow: Stream) -> None:
+    plain, model = twins(**OFFLOADING)
+    wanted = gradients(plain, 3)
+    assert_equal(wanted, gradients(model, 3), "no delays")
+    delay(monkeypatch, cycles_on(slow))
+    poison(model)
+    assert_equal(wanted, gradients(model, 3), slow)
+
+
+def test_activations_wait_in_pinned_memory_of_the_exact_size() -> None:
+    _, model = twins(**OFFLOADING)
+    gradients(model)
+    rooms = model._compiled_call_impl.machine.activations
+    assert rooms.held_bytes == rooms.peak_bytes > 0
+    for room in rooms._free:
+        assert room.buffer.bytes(room.size_bytes).is_pinned()
+        assert len(room.buffer) == max(room.size_bytes, mmap.PAGESIZE)
+
+
+def test_a_late_offload_shows_without_its_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test of the tests: a fetch that does not wait for its offload gets old bytes."""
+    plain, model = twins(**OFFLOADING)
+    wanted = gradients(plain)
+    assert_equal(wanted, gradients(model), "no delays")
+    delay(monkeypatch, cycles_on(Stream.D2H))
+    stored = HostPool.store
+
+    def store(self: HostPool, value: Tensor, queue: Any) -> Any:
+        waiting = stored(self, value, queue)
+        waiting.ready = None
+        return waiting
+
+    monkeypatch.setattr(HostPool, "store", store)
+    monkeypatch.setattr(_Ops, "wait", lambda self, *handles: None)  # nor does the compute stream
+    poison(model)
+    got = gradients(model)
+    assert any(not equal(wanted[name], got[name]) for name in wanted)
+    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("slow", list(Stream), ids=lambda stream: stream.value)

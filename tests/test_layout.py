@@ -36,7 +36,8 @@ LAYERS = {  # by module name below megacompile; "" is the package itself
     **dict.fromkeys(("hazards", "simulate", "show", "changes", "export"), "inspection"),
     **dict.fromkeys(("timeline", "prediction", "perfetto", "plot"), "inspection"),
     **dict.fromkeys(("fusion", "cost", "memory", "optimizer_cost", "planner"), "inspection"),
-    **dict.fromkeys(("verify", "verify_flow", "verify_gradients", "verify_memory"), "inspection"),
+    **dict.fromkeys(("verify", "verify_flow", "verify_activations"), "inspection"),
+    **dict.fromkeys(("verify_gradients", "verify_memory"), "inspection"),
     **dict.fromkeys(("ops", "ir", "errors", "options", "validate", "compat", "hardware"), "base"),
     **dict.fromkeys(("head", "sizes", "log"), "base"),
 }

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from megacompile import Head, Lowering, OptionError, Options, megacompile
+from megacompile import Activations, Head, Lowering, OptionError, Options, megacompile
 from megacompile.errors import OptionTypeError
 
 CPU = torch.device("cpu")
@@ -75,6 +75,12 @@ def test_options_are_frozen(no_cuda: None) -> None:
         ({"slots": 3}, "slots", 3),
         ({"slots": 9}, "slots", 9),
         ({"lookahead": 1, "slots": 2}, "slots", 2),
+        ({}, "activations", Activations.AUTO),
+        ({"activations": "auto"}, "activations", Activations.AUTO),
+        ({"activations": "keep"}, "activations", Activations.KEEP),
+        ({"activations": "selective"}, "activations", Activations.SELECTIVE),
+        ({"activations": "recompute"}, "activations", Activations.RECOMPUTE),
+        ({"activations": Activations.OFFLOAD}, "activations", Activations.OFFLOAD),
         ({"progress": None}, "progress", None),
         ({"progress": True}, "progress", True),
         ({"progress": False}, "progress", False),
@@ -126,6 +132,12 @@ def test_the_lowering_follows_the_device(two_gpus: None) -> None:
         ({"lowering": "Eager"}, "got lowering='Eager'"),
         ({"lowering": ""}, "got lowering=''"),
         ({"head": "chunks"}, "got head='chunks'; needed one of 'auto', 'whole', 'chunked'"),
+        (
+            {"activations": "host"},
+            "got activations='host'; needed one of 'auto', 'keep', 'selective', 'recompute', 'offl",
+        ),
+        ({"activations": ""}, "got activations=''"),
+        ({"activations": "Keep"}, "got activations='Keep'"),
         ({"device": "gpu"}, "got device='gpu'"),
         ({"device": ""}, "got device=''"),
         ({"device": "meta"}, "got device='meta'; needed a 'cuda' device or 'cpu'"),
@@ -171,6 +183,9 @@ def test_an_index_that_torch_would_wrap(two_gpus: None, given: int) -> None:
         ({"head": 4}, r"'head' got 4 \(int\); needed one of 'auto', 'whole', 'chunked'"),
         ({"head": None}, r"'head' got None \(NoneType\)"),
         ({"lowering": nn.ReLU}, r"'lowering' got .*\(type\)"),
+        ({"activations": 0.5}, r"'activations' got 0.5 \(float\); needed one of 'auto', 'keep'"),
+        ({"activations": None}, r"'activations' got None \(NoneType\)"),
+        ({"activations": True}, r"'activations' got True \(bool\)"),
         ({"progress": 1}, r"'progress' got 1 \(int\); needed True, False or None"),
         ({"progress": "yes"}, r"'progress' got 'yes' \(str\)"),
         ({"device": 1.0}, r"'device' got 1.0 \(float\); needed a torch.device, 'cuda:0' or 'cpu'"),

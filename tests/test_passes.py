@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megacompile import ops
-from megacompile.ir import Schedule
+from megacompile.ir import Plan, Schedule
 from megacompile.passes.templates import TemplateCache
 from megacompile.verify import verify
 from tests import zoo
@@ -27,6 +28,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "one ahead": {"lookahead": 1, "slots": 2},
     "accumulate": {"accumulate": True, "keep_last": False},
     "hold": {"hold": True, "slots": 4},
+    "keep": {"activations": "keep"},
+    "selective": {"activations": "selective"},
+    "offload": {"activations": "offload", "lookahead": 1},
+    "offload without keeping": {"activations": "offload", "lookahead": 1, "keep_last": False},
     "hold and accumulate": {"hold": True, "accumulate": True, "lookahead": 3, "slots": 4},
 }
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
@@ -109,21 +114,30 @@ def chains(draw: st.DrawFn) -> dict[str, Any]:
     st.integers(0, 2),
     st.booleans(),
     st.booleans(),
-    st.booleans(),
+    st.sets(st.integers(0, 4)),
+    st.sets(st.integers(0, 4)),
 )
 def test_any_chain_is_safe(
-    stubs: dict[str, Any], lookahead: int, spare: int, hold: bool, keep_last: bool, accumulate: bool
+    stubs: dict[str, Any],
+    lookahead: int,
+    spare: int,
+    hold: bool,
+    accumulate: bool,
+    keep: set[int],
+    offload: set[int],
 ) -> None:
-    """Stages of no or many buckets, of each other's, that save nothing, that draw numbers."""
+    """Stages of no or many buckets, of each other's, that save nothing, that draw numbers.
+
+    Any of them may be kept, and what any of them takes may wait on the host.
+    """
     schedule = parse(" ".join(f"{i}F" for i in stubs["reads"]), **stubs)
-    for function in after_templates(
-        keep_last=keep_last,
-        accumulate=accumulate,
-        hold=hold,
-        lookahead=lookahead,
-        slots=lookahead + 1 + spare,
-    ).values():
+    for name, function in after_templates(
+        accumulate=accumulate, hold=hold, lookahead=lookahead, slots=lookahead + 1 + spare
+    ).items():
         schedule = apply(function, schedule)
+        if name == "plan":
+            plan = Plan(frozenset(keep), offload=frozenset(offload))
+            schedule = replace(schedule, plan=plan)
     verify(schedule)
 
 

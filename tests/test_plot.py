@@ -82,7 +82,7 @@ def test_what_stands_in_the_picture(tmp_path: Path) -> None:
     assert legend == ["prefetch", "forward", "recompute", "backward", "offload grad"]
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    canvas = FigureCanvasAgg(figure)
+    canvas: Any = FigureCanvasAgg(figure)
     canvas.draw()
     renderer = canvas.get_renderer()
     box = figure.axes[0].get_legend().get_window_extent(renderer)

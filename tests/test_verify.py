@@ -34,6 +34,8 @@ CHANGING = Spec(changes=frozenset({1}))
 INFERENCE = Spec(training=False)
 NORMS = Spec(norms=True)
 UPDATING = Spec(update=True)
+OFFLOADING = Spec(offload=frozenset({1, 2}))
+KEPT_THERE = Spec(offload=frozenset({1, 2}), keep=frozenset({1, 2}))
 EVERYTHING = Spec(
     stages=6,
     slots=3,
@@ -65,6 +67,10 @@ SPECS = [
     replace(EVERYTHING, update=True),
     replace(EVERYTHING, update=True, masters=True),
     Spec(stages=1, update=True),
+    OFFLOADING,
+    KEPT_THERE,
+    replace(EVERYTHING, offload=frozenset({0, 1, 2, 3})),
+    replace(UPDATING, offload=frozenset({1, 2, 3}), keep=frozenset({3})),
 ]
 
 
@@ -321,6 +327,43 @@ def park_again(schedule: Schedule) -> None:
         call(graph, ops.park, find(schedule, "backward", "update_1"))
 
 
+def free_at_once(value: str) -> Edit:
+    """An activation is given back behind its last reader, without a wait for its offload."""
+
+    def edit(schedule: Schedule) -> None:
+        free_of(schedule.forward, value).kwargs = {}
+
+    return edit
+
+
+def fetch_what_stayed(schedule: Schedule) -> None:
+    """A fetch from a residual that is on the device, which no offload made ready."""
+    other = find(schedule, "backward", "x")
+    for label in ("1ALLOC", "1FETCH"):
+        set_arg("backward", label, 1, other)(schedule)
+    free = free_of(schedule.graphs["backward"], "y0_0_host")
+    schedule.graphs["backward"].erase_node(free)
+
+
+def forget_offload(schedule: Schedule) -> Schedule:
+    """The copy on the host is no residual; the backward takes the value itself."""
+    backward = schedule.graphs["backward"]
+    for name in ("alloc_1", "y0_0_host"):
+        backward.erase_node(free_of(backward, name))
+    fetch, on_host = find(schedule, "backward", "1FETCH"), find(schedule, "backward", "y0_0_host")
+    room = find(schedule, "backward", "1ALLOC")
+    fetch.replace_all_uses_with(on_host)
+    for node in (fetch, room):
+        backward.erase_node(node)
+    on_host.name = "y0_0"
+    schedule.forward.erase_node(free_of(schedule.forward, "y0_0"))
+    outputs, residuals = arguments(schedule.forward.output_node())[0]
+    value = find(schedule, "forward", "y0_0")
+    changed = tuple(value if node.name == "y0_0_host" else node for node in residuals)
+    schedule.forward.output_node().args = ((outputs, changed),)
+    return replace(schedule, residuals=tuple(node.name for node in changed))
+
+
 @dataclass(frozen=True)
 class Fault:
     name: str
@@ -330,6 +373,81 @@ class Fault:
 
 
 FAULTS = [
+    Fault(
+        "an activation is given back before its offload is done",
+        OFFLOADING,
+        free_at_once("y0_0"),
+        (("freed too early", "forward", "1OFFLOAD", "FREE"),),
+    ),
+    Fault(
+        "a saved tensor is given back before its offload is done",
+        KEPT_THERE,
+        free_at_once("y1_2"),
+        (("freed too early", "forward", "1OFFLOAD", "FREE"),),
+    ),
+    Fault(
+        "a fetch of what no offload gives",
+        OFFLOADING,
+        fetch_what_stayed,
+        (
+            ("not offloaded", "backward", "1FETCH", ""),
+            ("wrong argument", "backward", "1RECOMPUTE", ""),
+        ),
+    ),
+    Fault(
+        "a fetch to another value's room",
+        OFFLOADING,
+        set_arg("backward", "1FETCH", 2, node("backward", "2ALLOC")),
+        (
+            ("wrong room", "backward", "1FETCH", ""),
+            ("wrong room", "backward", "2FETCH", ""),
+        ),
+    ),
+    Fault(
+        "another stage's activation",
+        OFFLOADING,
+        set_arg("backward", "1RECOMPUTE", 2, lambda s, _: (find(s, "backward", "2FETCH"),)),
+        (
+            ("wrong argument", "backward", "1RECOMPUTE", ""),
+            ("use after free", "backward", "1RECOMPUTE", "2FETCH"),
+        ),
+    ),
+    Fault(
+        "another stage's saved tensor, from the host",
+        KEPT_THERE,
+        set_arg("backward", "1FETCH", 1, node("backward", "y1_2_host")),
+        (
+            ("wrong saved", "backward", "1B", "1FETCH"),
+            ("wrong room", "backward", "1FETCH", ""),
+        ),
+    ),
+    Fault(
+        "a compute takes the copy on the host",
+        OFFLOADING,
+        set_arg("backward", "1RECOMPUTE", 2, lambda s, _: (find(s, "backward", "y0_0_host"),)),
+        (
+            ("on host", "backward", "1RECOMPUTE", "y0_0_host"),
+            ("wrong argument", "backward", "1RECOMPUTE", ""),
+        ),
+    ),
+    Fault(
+        "an offload that the backward does not find",
+        OFFLOADING,
+        forget_offload,
+        (("offload lost", "forward", "1OFFLOAD", ""),),
+    ),
+    Fault(
+        "the copy on the host is given back while it is read",
+        OFFLOADING,
+        free_earlier("y0_0_host", "1RECOMPUTE"),
+        (("freed too early", "backward", "1FETCH", "FREE"),),
+    ),
+    Fault(
+        "an activation comes back before there is room",
+        OFFLOADING,
+        move_before("backward", "1FETCH", "1ALLOC"),
+        (("use before made", "backward", "1FETCH", "1ALLOC"),),
+    ),
     Fault(
         "prefetch without after",
         PLAIN,
@@ -1017,6 +1135,9 @@ SMALL = [
     Spec(stages=3, norms=True),
     Spec(stages=3, update=True),
     Spec(stages=3, update=True, accumulate=True, shared=True),
+    Spec(stages=3, offload=frozenset({1, 2})),
+    Spec(stages=3, offload=frozenset({0, 1}), keep=frozenset({1})),
+    Spec(stages=3, offload=frozenset({1, 2}), changes=frozenset({1}), accumulate=True),
 ]
 
 
@@ -1060,7 +1181,8 @@ def test_random_edits_are_judged_as_brute_force_judges_them(
     graph = schedule.graphs[name]
     for _ in range(data.draw(st.integers(1, 3))):
         copies = (ops.prefetch, ops.fetch_grad, ops.offload_grad, ops.fetch_state)
-        movable = ops.nodes_of(graph, *copies, ops.offload_state, ops.free, ops.park)
+        others = (ops.offload_state, ops.offload, ops.fetch, ops.free, ops.park)
+        movable = ops.nodes_of(graph, *copies, *others)
         if not movable:
             continue
         node = data.draw(st.sampled_from(movable), label="node")
