@@ -40,7 +40,7 @@ from megacompile.passes.split import split_stages
 from megacompile.passes.templates import TemplateCache, trace_templates
 from megacompile.passes.units import find_units
 from megacompile.passes.update import insert_updates
-from megacompile.planner import Choice, Found, Problem, does_not_fit, search
+from megacompile.planner import Choice, Found, Problem, does_not_fit, search, table
 from megacompile.runtime.head import bind_operators
 from megacompile.runtime.host import check_host_memory
 from megacompile.runtime.progress import bar
@@ -275,6 +275,9 @@ class PassCompiler:
         self.wanted: frozenset[int] = frozenset()  # what they should be from the next call on
         self.planned = False  # has it been decided what is resident?
         self.budget: int | None = None  # bytes of device memory
+        self.needed = 0  # bytes that the largest plan takes, as predicted
+        self.floors: list[int] = []  # bytes that plans take at least
+        self.problem: Problem | None = None  # the last one
         self.choices: dict[Schedule, tuple[Choice, tuple[str, ...]]] = {}  # by captured stages
         bind_operators()
 
@@ -402,6 +405,7 @@ class PassCompiler:
         if schedule.backward is None or not options.plans:
             return floor, ()
         if stages not in self.choices:
+            free = options.resident is None and not self.planned
             problem = Problem(
                 build=lambda choice: finish(choice, draft=True),
                 buckets=schedule.buckets,
@@ -410,10 +414,9 @@ class PassCompiler:
                 optimizer=OptimizerCost.of(options),
                 budget_bytes=self._budget_bytes(),
                 fused=options.lowering is Lowering.INDUCTOR,
-                resident=self.resident,
+                resident=frozenset() if free else self.resident,
                 trained=schedule.gradient_params,
             )
-            free = options.resident is None and not self.planned
             pinned = options.activations is not Activations.AUTO
             found = search(
                 problem, resident=free, pinned=pinned, hand_over=options.device_update is None
@@ -421,6 +424,9 @@ class PassCompiler:
             if found is None:
                 found = self._too_small(problem)
             self.choices[stages] = found.choice, found.reasons
+            self.needed = max(self.needed, found.peak_bytes)
+            self.floors.append(problem.floor_bytes())
+            self.problem = problem
             if free:
                 self.planned, self.wanted = True, found.choice.resident
         return self.choices[stages]
@@ -437,6 +443,27 @@ class PassCompiler:
         if peak.total_bytes > _TOLERANCE * problem.budget_bytes:
             raise DeviceMemoryError(does_not_fit(problem, peak))
         return Found(choice, math.inf, peak.total_bytes, 0, (f"{text}: tried nevertheless",))
+
+    def step_down(self) -> str:
+        """Plan with less device memory from now on; "" where that changes nothing.
+
+        What the last plan needs was too much, so the next one gets nine tenths of it.
+        """
+        if not self.needed or not self.options.plans:
+            return ""
+        floor = min(self.floors, default=0)
+        if self.needed <= floor:
+            return ""
+        self.budget = max(int(0.9 * self.needed), floor)
+        self.planned = False  # stages that have their choice keep it: a backward may be to come
+        self.needed = 0
+        return f"at most {format_bytes(self.budget)} of device memory"
+
+    def needs(self) -> str:
+        """What of device memory the least demanding plan needs, as a table; "" if not known."""
+        if self.problem is None:
+            return ""
+        return table(self.problem, self.problem.floor().peak)
 
     def _budget_bytes(self) -> int:
         """Device memory that a plan may use: what the user said, or what was free at first."""

@@ -102,6 +102,16 @@ class Problem:
             if bucket.key in choice.resident - self.resident
         )
 
+    def floor(self) -> DeviceMemory:
+        """Memory of a plan that keeps nothing on the device that need not be there."""
+        streamed = Choice(0, self.resident, hands_over=False)
+        both = [self.memory(streamed), self.memory(replace(streamed, offload=True))]
+        return min(both, key=lambda memory: memory.peak.total_bytes)
+
+    def floor_bytes(self) -> int:
+        """Its peak."""
+        return self.floor().peak.total_bytes
+
     def guess(self, choice: Choice, low: int, high: int) -> int:
         """About how many stages can be kept, between `low`, which fits, and `high`, which does not:
         the peak grows by about the same for each."""
@@ -206,15 +216,20 @@ def _reasons(
     return tuple(lines)
 
 
-def does_not_fit(problem: Problem, peak: Moment) -> str:
-    """The error of a model for which there is too little device memory: what needs what."""
+def table(problem: Problem, peak: Moment) -> str:
+    """What needs how much of device memory, and what there is."""
     needed = sorted(peak.live_bytes.items(), key=lambda item: -item[1])
     rows = [(kind.value, size) for kind, size in needed if size]
     rows += [("needed", peak.total_bytes), ("there", problem.budget_bytes)]
     width = max(len(what) for what, _ in rows)
-    table = "\n".join(f"  {what:<{width}}  {format_bytes(size):>10}" for what, size in rows)
+    return "\n".join(f"  {what:<{width}}  {format_bytes(size):>10}" for what, size in rows)
+
+
+def does_not_fit(problem: Problem, peak: Moment) -> str:
+    """The error of a model for which there is too little device memory."""
     return (
         f"megacompile(): device memory is too small, at {peak.graph} {peak.label}, with every "
-        f"stage recomputed and nothing resident\n{table}\nuse smaller batches or sequences; where "
-        'the head is the largest, let the model return its loss alone (head="chunked")'
+        f"stage recomputed and nothing resident\n{table(problem, peak)}\nuse smaller batches or "
+        "sequences; where the head is the largest, let the model return its loss alone "
+        '(head="chunked")'
     )

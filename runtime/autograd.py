@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from megacompile import compat
-from megacompile.errors import BackwardError
+from megacompile import compat, ops
+from megacompile.errors import BackwardError, DeviceMemoryError
+from megacompile.runtime import shortage
 from megacompile.runtime.activations import taken
 from megacompile.runtime.captured import Program, Variant
 from megacompile.runtime.executor import Executor, Machine
@@ -65,14 +66,11 @@ class _Call:
 
     def forward(self, args: Sequence[Any]) -> list[torch.Tensor]:
         """Run the forward schedule; gives the computed outputs, each once."""
-        executor = self.program.executor(self.variant)
-        outputs, residuals = executor.forward(
-            {name: value.detach() for name, value in self.inputs_by_name.items()}
-        )
-        self.residuals = residuals
+        self.random = shortage.random_state(self.machine.device)
+        outputs = self._compute()
+        residuals = self.residuals or {}
         if args:  # autograd holds this call
             self.machine.pending.add(self)
-        self.generation = self.machine.slots.generation
         self.buckets = self.machine.gradients.buckets
         self.param_versions = [(proxy, proxy.root._version) for proxy in self.params]
         self.input_versions = {
@@ -81,6 +79,14 @@ class _Call:
             if name in self.inputs_by_name
         }
         return [outputs[k] for k in self.program.tensor_outputs()]
+
+    def _compute(self) -> list[Any]:
+        executor = self.program.executor(self.variant)
+        outputs, self.residuals = executor.forward(
+            {name: value.detach() for name, value in self.inputs_by_name.items()}
+        )
+        self.generation = self.machine.slots.generation
+        return outputs
 
     @property
     def hosts(self) -> list[nn.Parameter]:
@@ -119,6 +125,41 @@ class _Call:
         return returned, dropped
 
     def _run(self, tangents: dict[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+        while True:
+            try:
+                return self._attempt(dict(tangents))
+            except torch.OutOfMemoryError as error:
+                ran_out = shortage.first_line(error)  # not the error: its frames hold memory
+            self._start_again(ran_out)
+
+    def _start_again(self, ran_out: str) -> None:
+        """After a backward that ran out of device memory: the forward again, by a plan that needs
+        less. Gradients that are on the host already stay as they are."""
+        program, gradients = self.program, self.machine.gradients
+        self.residuals = None
+        why = ""
+        if ops.nodes_of(program.stages.forward, ops.assign):
+            why = "it changes buffers"
+        elif self._updates():
+            why = "it updates parameters"
+        elif any(call is not self for call in self.machine.pending):
+            why = "another forward waits for its backward"
+        if why:
+            raise DeviceMemoryError(
+                f"{program.capture.name}: device memory ran out in the backward ({ran_out}), and "
+                f"the step cannot be repeated, because {why}; let the plan use less from the "
+                "start: megacompile(model, gpu_memory=...)"
+            )
+        gradients.repeat()
+        program.replan()
+        shortage.step_down(program.compiler, ran_out, "the backward")
+        now = shortage.random_state(self.machine.device)
+        shortage.set_random_state(self.machine.device, self.random)
+        self.variant = program.variant()
+        self._compute()
+        shortage.set_random_state(self.machine.device, now)
+
+    def _attempt(self, tangents: dict[int, torch.Tensor]) -> dict[str, torch.Tensor]:
         residuals = self._take_residuals()
         executor = self._executor(tuple(tangents))
         device = self.machine.device

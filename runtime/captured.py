@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +36,12 @@ class Compiler(Protocol):
 
     resident: frozenset[int]  # keys of the buckets that live on the device
     wanted: frozenset[int]  # keys of those that should, from the next call on
+
+    def step_down(self) -> str:
+        """Make plans that need less from now on; says how, or "" where nothing is left to give."""
+
+    def needs(self) -> str:
+        """What the least demanding plan needs of device memory, as a table; "" if not known."""
 
     def partition(self, capture: Capture) -> Schedule:
         """Stages only."""
@@ -102,6 +108,11 @@ class Program:
         meta = self.outputs[output].meta["value"]
         assert isinstance(meta, TensorMeta)
         return meta
+
+    def replan(self) -> None:
+        """Forget the schedules, and what they were planned from."""
+        self.stages = replace(self.stages)
+        self.executors.clear()
 
     def tensor_outputs(self) -> list[int]:
         """Positions of the outputs that stages compute, each value once."""

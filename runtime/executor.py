@@ -36,6 +36,7 @@ from megacompile.runtime.host import HostBucket
 from megacompile.runtime.in_backward import InBackward
 from megacompile.runtime.proxies import StreamedParameter
 from megacompile.runtime.rooms import Landing, Rooms
+from megacompile.runtime.shortage import random_state, set_random_state
 from megacompile.runtime.slots import DeviceSlots
 from megacompile.runtime.streams import Handle, Streams
 from megacompile.runtime.trace import RECORDED, Recording, Tracer
@@ -57,9 +58,8 @@ class Machine:
     place: Callable[[StreamedParameter], tuple[Bucket, int]]  # a parameter's bucket and index
     hand_over: HandOver  # where optimizer.step() updates on the device
     in_backward: InBackward | None = None  # where the backward updates
-    pending: weakref.WeakSet[Any] = field(
-        default_factory=weakref.WeakSet
-    )  # with a backward to come
+    before_step: Callable[[], None] = lambda: None  # called when an optimizer's step begins
+    pending: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # backwards to come
     alive: list[Any] = field(default_factory=list)  # until the forward's last copy is done
     order: list[int] = field(default_factory=list)  # bucket keys, as the last forward read them
     tracer: Tracer | None = None  # while a trace of the model is on
@@ -237,7 +237,7 @@ class _Ops:
 
     def save_rng(self, stage: Stage) -> Handle:
         del stage
-        return self._issue(Stream.COMPUTE, (), lambda: _rng_state(self.machine.device))
+        return self._issue(Stream.COMPUTE, (), lambda: random_state(self.machine.device))
 
     def snapshot(self, tensor: Handle) -> Handle:
         return self._issue(Stream.COMPUTE, (tensor,), lambda: tensor.value.clone())
@@ -266,12 +266,12 @@ class _Ops:
             primals = [primals[i] for i in template.recompute_primals]
             if rng is None:
                 return code(primals)
-            now = _rng_state(self.machine.device)
-            _set_rng_state(self.machine.device, rng.value)
+            now = random_state(self.machine.device)
+            set_random_state(self.machine.device, rng.value)
             try:
                 return code(primals)[skip:]
             finally:
-                _set_rng_state(self.machine.device, now)
+                set_random_state(self.machine.device, now)
 
         return self._issue_many((weights, args), run)
 
@@ -392,7 +392,8 @@ class _Ops:
 
         def copy() -> None:
             key, group = gradients.value
-            if norms is not None:  # first: clip_grad_norm_ waits for them alone
+            again = any(found.drops(key, i) for i in group)
+            if norms is not None and not again:  # first: clip_grad_norm_ waits for them alone
                 room = found.norms_room(key, self.gradient_params[key])
                 room.copy_(norms.value, non_blocking=True)
                 found.norms_copied(key, queue)
@@ -402,7 +403,8 @@ class _Ops:
 
         waits = (gradients,) if norms is None else (gradients, norms)
         handle = self._issue(Stream.D2H, waits, copy)
-        found.copied(bucket.key, handle.event)
+        if not found.all_dropped(bucket.key, self.gradient_params[bucket.key]):
+            found.copied(bucket.key, handle.event)
         return handle
 
     # The optimizer's ops.
@@ -498,14 +500,3 @@ def _primals(stage: Stage, weights: Any, args: Any) -> list[Any]:
             value = None if handle is None else handle.value
         found.append(value)
     return found
-
-
-def _rng_state(device: torch.device) -> tuple[torch.Tensor, ...]:
-    host = torch.get_rng_state()
-    return (host, torch.cuda.get_rng_state(device)) if device.type == "cuda" else (host,)
-
-
-def _set_rng_state(device: torch.device, state: tuple[torch.Tensor, ...]) -> None:
-    torch.set_rng_state(state[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state[1], device)

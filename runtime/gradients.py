@@ -33,6 +33,9 @@ class Gradients:
         self.buckets: dict[int, HostBucket] = {}
         self._places: dict[int, Place] = {}  # id(parameter) -> place
         self._written: set[Place] = set()  # by the backward() that runs now
+        self._wanted: set[Place] = set()  # of the schedule that runs now
+        self._attempted: set[Place] = set()  # those of them that it is the first to write
+        self._sent: set[int] = set()  # the buckets that it has sent to the host
         self._so_far: set[Place] = set()  # had a gradient when the schedule that runs now began
         self._foreign: set[Place] = set()  # p.grad is a tensor of the user's
         self._received: set[Place] = set()  # from eager code, in the backward() that runs now
@@ -68,7 +71,8 @@ class Gradients:
             bucket = self.buckets[key]
             bucket.settle()
             bucket.withdraw()
-            self._norms.pop(key, None)
+            if not self.all_dropped(key, params):
+                self._norms.pop(key, None)
             for i in params:
                 self._open(bucket.params[i].grad)
             if not bucket.grads.keys() >= set(params) or self._held_by_user(key, bucket):
@@ -76,6 +80,8 @@ class Gradients:
         places = {(key, i) for key, params in wanted.items() for i in params}
         places -= self._returned | self._dropped
         self._so_far = {place for place in places if self._has_gradient(*place)}
+        self._wanted, self._attempted = places, places - self._written
+        self._sent.clear()
         self._written.update(places)
         return bool(self._so_far)
 
@@ -117,6 +123,7 @@ class Gradients:
     def copied(self, key: int, event: torch.cuda.Event | None) -> None:
         """The gradients of a bucket are on their way to the host; `event` is behind them."""
         self._copies[key] = event
+        self._sent.add(key)
 
     def so_far(self, key: int, index: int) -> torch.Tensor | None:
         """The host gradient to accumulate into; None where there is none yet."""
@@ -161,9 +168,22 @@ class Gradients:
         finally:
             self._aside, self._returned, self._dropped = {}, frozenset(), frozenset()
 
+    def repeat(self) -> None:
+        """The schedule that runs now starts again: what it has sent to the host is not sent twice.
+
+        Those places are dropped from now on, so that what accumulates is not added again.
+        """
+        done = {place for place in self._wanted if place[0] in self._sent}
+        self._written -= self._attempted - done
+        self._dropped |= done
+
     def drops(self, key: int, index: int) -> bool:
         """Does nobody want a gradient?"""
         return (key, index) in self._dropped
+
+    def all_dropped(self, key: int, indices: Iterable[int]) -> bool:
+        """Does nobody want any of these?"""
+        return all((key, i) in self._dropped for i in indices)
 
     def to_param(self, key: int, index: int) -> bool:
         """Does a gradient go to `p.grad`, and nowhere else?"""

@@ -72,6 +72,8 @@ class Updates:
 
     def step(self, optimizer: Optimizer) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Start the update of our parameters; gives those that are done, and their gradients."""
+        if any(self.owns(param) for group in optimizer.param_groups for param in group["params"]):
+            self.machine.before_step()  # it may move buckets, and their gradients
         found = [
             (group, param)
             for group in optimizer.param_groups

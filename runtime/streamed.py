@@ -21,7 +21,7 @@ from megacompile import compat
 from megacompile.errors import ModelError
 from megacompile.ir import Bucket, Schedule, Unit
 from megacompile.options import Options
-from megacompile.runtime import autograd
+from megacompile.runtime import autograd, shortage
 from megacompile.runtime.captured import CapturedGraph, Compiler
 from megacompile.runtime.executor import Machine
 from megacompile.runtime.gradients import Gradients
@@ -76,17 +76,31 @@ class StreamedModel:
         if options.optimizer is not None:
             self.machine.in_backward = InBackward(options.optimizer, self.updates.prepare)
         self._compiled = torch.compile(_frame_of(model), backend=_weakly(self._capture))
+        self.machine.before_step = compat.weak_call(self._move_if_wanted)
         self._alone = threading.RLock()  # the swap and the slots serve one call at a time
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._alone:
             with unguarded():
                 self._adopt()
-                if self.compiler.wanted != self.resident and not self.machine.pending:
-                    self.move(self.compiler.wanted)
+                self._move_if_wanted()
             args, kwargs = compat.tree_map(self._to_device, (args, kwargs))
-            with self.proxies.swapped_in(), compat.guards_on_hooks():
-                return self._compiled(*args, **kwargs)
+            before = shortage.Before.of(self.model, self.options.device)
+            while True:
+                try:
+                    with self.proxies.swapped_in(), compat.guards_on_hooks():
+                        return self._compiled(*args, **kwargs)
+                except torch.OutOfMemoryError as error:
+                    ran_out = shortage.first_line(error)  # not the error: its frames hold memory
+                self._step_down(before, ran_out)
+
+    def _step_down(self, before: shortage.Before, ran_out: str) -> None:
+        """After a forward that ran out of device memory: a plan that needs less, from the start."""
+        before.restore(self.model, ran_out)
+        shortage.step_down(self.compiler, ran_out, "the forward")
+        for graph in self.graphs:
+            graph.programs.clear()
+        self._move_if_wanted()
 
     def schedules(self) -> list[Schedule]:
         """The newest schedule of every program that ran, in the order of capture."""
@@ -129,6 +143,12 @@ class StreamedModel:
         receive = self.machine.gradients.receive
         self.proxies = Proxies(self.model, self.options.device, receive, self._source)
         self._params_of = {id(proxy): id(param) for param, proxy in self.proxies.pairs()}
+
+    def _move_if_wanted(self) -> None:
+        """Carry out what the plan says of resident buckets, unless a backward is to come."""
+        with self._alone:
+            if self.compiler.wanted != self.resident and not self.machine.pending:
+                self.move(self.compiler.wanted)
 
     @torch.inference_mode(False)
     def move(self, resident: frozenset[int]) -> None:

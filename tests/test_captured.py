@@ -35,6 +35,12 @@ class Compiler:
     resident: frozenset[int] = frozenset()
     wanted: frozenset[int] = frozenset()
 
+    def step_down(self) -> str:
+        return ""
+
+    def needs(self) -> str:
+        return ""
+
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
         self.captures: list[Capture] = []
