@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -457,7 +458,27 @@ def put_first(handle: Any) -> None:
     hooks.move_to_end(handle.id, last=False)
 
 
-def is_compiled(function: Callable[..., Any]) -> bool:
-    """Does Dynamo have code for a function, or has `torch.compiler.reset()` dropped it?"""
-    entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)
-    return bool(entries)
+def compiled_function(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: dict[str, Any],
+) -> Callable[..., Any]:
+    """`torch.compile(function)` for arguments like these, of any size, as a plain function.
+
+    It runs Dynamo's code for them without Dynamo's look at the arguments: there is no guard, and
+    nothing that `torch.compiler.reset()` could take away.
+    """
+    compiled = torch.compile(function, dynamic=True, fullgraph=True, options=options)
+    compiled(*args, **kwargs)
+    frame: Any = torch._C._dynamo.eval_frame
+    code = frame._debug_get_cache_entry_list(function.__code__)[0].code  # the last one that ran
+    made = types.FunctionType(
+        code,
+        dict(function.__globals__),  # what Dynamo has put there stays
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made

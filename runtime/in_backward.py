@@ -75,12 +75,23 @@ class InBackward:
         self.uncommitted: set[Place] = set()  # updated, and step() was not called yet
         self.running: dict[int, dict[int, Step]] = {}  # the steps of the backward that runs now
         self._options: list[dict[str, Any]] = []  # of the groups, when it began
+        self._ended = True  # the last backward did, without an error
+        self._backward = -1  # its id
         self._parked: list[tuple[Any, torch.cuda.Event]] = []
 
     def begin(self, buckets: Mapping[int, HostBucket], wanted: Mapping[int, Sequence[int]]) -> None:
         """Take the hyperparameters for the backward of one schedule."""
         places = {(key, i) for key, params in wanted.items() for i in params}
         again = sorted(places & self.uncommitted)
+        backward, self._backward = self._backward, compat.backward_id()
+        if self.uncommitted and not self._ended and backward != self._backward:
+            self.uncommitted.clear()
+            raise OptimizerError(
+                "the last backward failed after it had updated some parameters, and others not: "
+                "load a checkpoint of the model and the optimizer, and go on from there"
+            )
+        self._ended = False
+        compat.when_backward_ends(self._end)
         if again:
             key, i = again[0]
             raise OptimizerError(
@@ -96,6 +107,10 @@ class InBackward:
             buckets[key].settle()
             self.running[key] = self.prepare(self.optimizer, buckets[key], params)
         self.uncommitted |= places
+
+    def _end(self) -> None:
+        """The backward is over, and did not fail."""
+        self._ended = True
 
     def commit(self) -> list[Place]:
         """`optimizer.step()` was called; gives the parameters whose step it is."""

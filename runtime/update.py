@@ -174,7 +174,7 @@ class BucketUpdate:
     def _by_rules(self) -> None:
         runs, self.runs = self.runs, []  # views of gradients must not outlive the update
         for run in runs:
-            if self.way is Way.COMPILED and run.several and compiled(run.rule).ready():
+            if self.way is Way.COMPILED and run.several:
                 compiled(run.rule)(run.update)
             else:
                 rules.apply(run.rule, run.update)
@@ -276,7 +276,6 @@ def run_stock(
 
 
 TYPICAL = 2**22  # elements of a parameter that Inductor should have in mind
-_SMALL = 4096
 
 
 class _Compiled:
@@ -286,37 +285,29 @@ class _Compiled:
     of threads is as fast as the slowest of them, and one that shared its core would halve it.
 
     One code serves all sizes. It is compiled on a typical size, because Inductor decides by the
-    first size that it sees whether to use more than one thread.
+    first size that it sees whether to use more than one thread. What runs in the background is that
+    code, without Dynamo in front of it: its caches are not made for a thread that runs while
+    another one compiles, or calls `torch.compiler.reset()`.
     """
 
     def __init__(self, rule: Rule) -> None:
-        self._function = rules.adam_ if rule is Rule.ADAM else rules.sgd_
-        function: Any = self._function
-        if rule is not Rule.ADAM:
-            function = functools.partial(rules.sgd_, nesterov=rule is Rule.NESTEROV)
-        self._run: Callable[..., None] = torch.compile(
-            function,
-            dynamic=True,
-            fullgraph=True,
-            options={"cpp_wrapper": True, "cpp.threads": max(1, torch.get_num_threads() - 1)},
-        )
-        self._met: set[tuple[object, ...]] = set()
+        self._function: Callable[..., None] = rules.adam_ if rule is Rule.ADAM else rules.sgd_
+        self._options = {} if rule is Rule.ADAM else {"nesterov": rule is Rule.NESTEROV}
+        self._codes: dict[tuple[object, ...], Callable[..., None]] = {}  # by kind
 
     def prepare(self, update: rules.Update) -> None:
-        """Compile for updates of this kind, if that has not been done.
-
-        Later it is a small call, which compiles again where `torch.compiler.reset()` was called.
-        """
+        """Compile for updates of this kind, if that has not been done."""
         kind = _kind(update)
-        self._run(*_arguments(_like(update, _SMALL if kind in self._met else TYPICAL)))
-        self._met.add(kind)
-
-    def ready(self) -> bool:
-        """Is it still compiled? `torch.compiler.reset()` may have come in between."""
-        return compat.is_compiled(self._function)
+        if kind not in self._codes:
+            self._codes[kind] = compat.compiled_function(
+                self._function,
+                _arguments(_like(update, TYPICAL)),
+                self._options,
+                {"cpp_wrapper": True, "cpp.threads": max(1, torch.get_num_threads() - 1)},
+            )
 
     def __call__(self, update: rules.Update) -> None:
-        self._run(*_arguments(update))
+        self._codes[_kind(update)](*_arguments(update), **self._options)
 
 
 compiled = functools.cache(_Compiled)

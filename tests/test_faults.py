@@ -261,7 +261,7 @@ def test_an_update_in_the_backward_that_fails_says_so(countdown: _Countdown) -> 
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     megacompile(model, device="cpu", lowering="eager", optimizer=optimizer)
     train(model, optimizer, 1)
-    before = copy.deepcopy(model.state_dict())
+    before, states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     count = ops_of_a_step(countdown, model)
     optimizer.step()
     optimizer.zero_grad()
@@ -272,8 +272,11 @@ def test_an_update_in_the_backward_that_fails_says_so(countdown: _Countdown) -> 
     countdown.fails_at = -1
     changed = [name for name, value in model.state_dict().items() if not equal(value, before[name])]
     assert 0 < len(changed) < len(before), "half updated"
-    with pytest.raises(OptimizerError):
+    with pytest.raises(OptimizerError, match="last backward failed.*load a checkpoint"):
         step(model, batch(1))
+    model.load_state_dict(before)
+    optimizer.load_state_dict(states)
+    train(model, optimizer, 2)  # goes on
 
 
 # --- NaN and inf

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import unittest.mock
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,8 +27,8 @@ from megacompile.runtime import step as stepping
 from megacompile.runtime.flight import Flight
 from megacompile.runtime.guards import GuardedParameter
 from megacompile.runtime.host import HostBucket
-from megacompile.runtime.rules import Rule, Update, adam_hyper
-from megacompile.runtime.update import BucketUpdate, Way, compiled
+from megacompile.runtime.rules import Rule, Update, adam_hyper, apply
+from megacompile.runtime.update import BucketUpdate, Way, _Compiled
 from tests import zoo
 from tests.zoo import WIDTH, Inputs, assert_same, equal, twins
 
@@ -752,13 +753,28 @@ def test_killed_in_the_middle_of_a_step_and_resumed(tmp_path: Path) -> None:
     assert_same(whole, resumed)
 
 
-def test_a_reset_of_the_compiler_lets_nothing_compile_in_the_background() -> None:
-    """Dynamo, while it compiles, changes and restores the random state of the whole process."""
-    rule = compiled(Rule.ADAM)
-    zeros = [torch.zeros(64) for _ in range(4)]
-    hyper = adam_hyper(torch.optim.AdamW([nn.Parameter(zeros[0])]).param_groups[0], 1)
-    update = Update(zeros[0], zeros[1], (zeros[2], zeros[3], None), hyper)
-    rule.prepare(update)
-    assert rule.ready()
-    torch.compiler.reset()
-    assert not rule.ready()
+def test_a_rule_in_the_background_is_out_of_the_compilers_hands() -> None:
+    """Dynamo, while it compiles, changes and restores the random state of the whole process, and a
+    reset frees what another thread runs: so the code runs without it."""
+    rule = _Compiled(Rule.ADAM)
+    wants: dict[torch.dtype, Tensor] = {}
+    updates = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        generator = torch.Generator().manual_seed(0)
+        tensors = [torch.rand(64, generator=generator).to(dtype) for _ in range(4)]
+        group = torch.optim.AdamW([nn.Parameter(tensors[0])]).param_groups[0]
+        states = (tensors[2], tensors[3], None)
+        updates[dtype] = Update(tensors[0], tensors[1], states, adam_hyper(group, 1))
+        wanted = copy.deepcopy(updates[dtype])
+        apply(Rule.ADAM, wanted)
+        wants[dtype] = wanted.param
+        rule.prepare(updates[dtype])
+    other = _Compiled(Rule.ADAM)  # finds both in Dynamo's cache, the older one behind
+    other.prepare(updates[torch.float32])
+    for made, dtype in ((other, torch.float32), (rule, torch.bfloat16)):
+        before = torch.get_rng_state()
+        torch.compiler.reset()
+        with unittest.mock.patch.object(torch, "compile", side_effect=AssertionError):
+            made(updates[dtype])
+        assert torch.equal(torch.get_rng_state(), before)
+        torch.testing.assert_close(updates[dtype].param, wants[dtype], rtol=1e-6, atol=1e-6)
