@@ -39,7 +39,13 @@ class Work:
     stream: Stream
     waits: tuple[Work, ...]
     run: Callable[[], Any] | None  # None: done
+    device: Adversary
     release: bool = False  # a `del`, or the wait before it
+
+    def synchronize(self) -> None:
+        """The host waits for the event."""
+        while self.run is not None:
+            assert self.device._step(), "deadlock: each stream waits for another"
 
     @property
     def ready(self) -> bool:
@@ -139,7 +145,7 @@ class Adversary(Streams):
             handle.value = work()
             self.memory.name(handle)
 
-        queued = Work(stream, events_of(waits), run, release)
+        queued = Work(stream, events_of(waits), run, self, release)
         handle.event = queued  # type: ignore[assignment]
         self.queues[stream].append(queued)
         for _ in range(self.policy.after_issue()):
@@ -154,8 +160,7 @@ class Adversary(Streams):
     def wait_for(self, handle: Handle) -> None:
         """Go on until a value is there."""
         for work in events_of([handle]):
-            while work.run is not None:
-                assert self._step(), "deadlock: each stream waits for another"
+            work.synchronize()
 
     def _step(self) -> bool:
         heads = [queue[0] for queue in self.queues.values() if queue]

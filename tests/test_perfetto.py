@@ -213,9 +213,10 @@ def test_rates_on_file_are_used_and_nothing_is_measured(
         step(model, stack()[1])
     assert t.predicted is None
     assert t.to_dict()["predicted"] is None
-    (tmp_path / "megacompile").mkdir()
-    (tmp_path / "megacompile" / "cpu.json").write_text(json.dumps(asdict(H200)))
+    file = hardware._file(torch.device("cpu"))
+    file.parent.mkdir()
+    file.write_text(json.dumps(asdict(H200)))
     late: Any = t.predicted
     assert late.device == "NVIDIA H200"
-    (tmp_path / "megacompile" / "cpu.json").write_text('{"name": "of another version"}')
+    file.write_text('{"name": "of another version"}')
     assert prediction.on_file(torch.device("cpu")) is None
