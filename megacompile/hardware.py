@@ -161,11 +161,16 @@ def known(name: str) -> Hardware:
 
 
 def measure(device: torch.device | str) -> Hardware:
-    """Measure `device` (about five seconds on a GPU).
+    """Measure `device` (about five seconds on a GPU); the random generators stay as they are.
 
     On the CPU, a copy is one within host memory, and directions do not overlap.
     """
     device = torch.device(device)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        return _measured(device)
+
+
+def _measured(device: torch.device) -> Hardware:
     probe = _Probe(device)
     copy = _COPY_BYTES / 1e9
     h2d, d2h = copy / probe.seconds(probe.h2d), copy / probe.seconds(probe.d2h)

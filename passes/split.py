@@ -30,7 +30,9 @@ def split_stages(schedule: Schedule, *, cache: TemplateCache) -> Schedule:
         else stage
         for stage in schedule.stages
     )
-    return differentiate(with_stages(_undifferentiated(schedule), stages))
+    own = replace(schedule, draft=False)  # names that are given anew must not be taken
+    made = differentiate(with_stages(_undifferentiated(own), stages))
+    return replace(made, draft=schedule.draft)
 
 
 def _within(stage: Stage, budget: float, cache: TemplateCache) -> Template:

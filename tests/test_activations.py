@@ -498,3 +498,15 @@ def test_buffers_are_of_the_exact_size() -> None:
     size = 33 * 2**20 + 12
     assert kept.room.size_bytes == size
     assert isinstance(kept.room.buffer, HostBuffer) and len(kept.room.buffer) == size
+
+
+@pytest.mark.parametrize("choice", ["selective", "offload", "keep"])
+def test_choices_are_planned_for_too(choice: str) -> None:
+    """A plan is sought by way of drafts, whose graphs are changed in place."""
+    made = cases.build("dropout")
+    plain, streamed = twins(made.model, activations=choice, gpu_memory="1GiB")
+    for model in (plain, streamed):
+        torch.manual_seed(0)
+        for i in range(2):
+            made.loss(model, i, torch.device("cpu")).backward()
+    assert_same(plain, streamed)

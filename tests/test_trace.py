@@ -534,7 +534,7 @@ class Deep(nn.Module):
 @pytest.mark.gpu
 def test_on_a_gpu_the_spans_keep_the_schedules_edges() -> None:
     """What an op waits for is over when it begins, across streams too (by 10 us of resolution)."""
-    model = megacompile.megacompile(Deep(), lowering="eager")
+    model = megacompile.megacompile(Deep(), lowering="eager", resident=0, activations="recompute")
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.randn(4096, 2048, device="cuda")
     for _ in range(3):
@@ -564,7 +564,7 @@ def test_on_a_gpu_the_spans_keep_the_schedules_edges() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_span_has_the_length_of_its_work() -> None:
-    model = megacompile.megacompile(Deep(), lowering="eager")
+    model = megacompile.megacompile(Deep(), lowering="eager", resident=0, activations="recompute")
     x = torch.randn(64, 2048, device="cuda")
     model(x).backward()
     (schedule,) = schedules(model)
