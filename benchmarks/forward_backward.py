@@ -1,8 +1,8 @@
 """Forward and backward of a Qwen2 model: streamed against resident, time, memory, gradients.
 
 The resident model has every parameter on the GPU, each layer compiled, and activation
-checkpointing on each layer; the streamed one is the same model after `megacompile(model, resident=0)`: every
-parameter streamed, every layer recomputed. Both run the same tokens in one process.
+checkpointing on each layer; the streamed one is the same model after `megacompile(model)` with
+`resident=0` and `activations="recompute"`. Both run the same tokens in one process.
 
     python -m benchmarks.forward_backward --layers 12 28 --out results.md
 """
@@ -66,8 +66,7 @@ def _measure(layers: int, args: argparse.Namespace) -> list[dict[str, object]]:
     torch.cuda.empty_cache()
 
     start = time.perf_counter()
-    streamed = {"resident": 0, "activations": "recompute"}
-    megacompile(model, lookahead=args.lookahead, progress=True, **streamed)
+    megacompile(model, lookahead=args.lookahead, progress=True, resident=0, activations="recompute")
     moved_s = time.perf_counter() - start
     gc.collect()
     torch.cuda.empty_cache()
