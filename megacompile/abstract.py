@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 
 from megacompile import compat
-from megacompile.api import PassCompiler
+from megacompile.compiler import PassCompiler
 from megacompile.errors import ModelError
 from megacompile.ir import (
     Ambient,

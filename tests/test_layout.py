@@ -4,7 +4,7 @@ Every check is a function from its subject to a list of faults, and is tried on 
 
     front (megacompile, __main__, cli/)
       |
-     api, abstract         the only modules that import both passes and runtime
+     api, compiler, abstract   the only modules that import both passes and runtime
      / \\
     passes  runtime        never each other
      \\ /
@@ -30,7 +30,7 @@ FOLDERS = (*LINKED, "cli")  # subpackages: their modules share a layer
 
 LAYERS = {  # by module name below megacompile; "" is the package itself
     **dict.fromkeys(("", "__main__", "cli"), "front"),
-    **dict.fromkeys(("api", "abstract"), "api"),
+    **dict.fromkeys(("api", "compiler", "abstract"), "api"),
     "passes": "passes",
     "runtime": "runtime",
     **dict.fromkeys(("hazards", "simulate", "show", "changes", "export"), "inspection"),
