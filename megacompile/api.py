@@ -1,4 +1,4 @@
-"""The front door: `megacompile()`, `schedules()`, `trace()`.
+"""The front door: `megacompile()`, `schedules()`, `trace()`, `explain()`.
 
 With `compiler` and `abstract` the only file that knows passes and runtime.
 """
@@ -8,22 +8,28 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 
 from megacompile import log
+from megacompile.alternatives import Planned, alternatives
 from megacompile.compiler import PassCompiler
 from megacompile.errors import ModelError, OptionError
+from megacompile.explanation import Explanation, explanation
 from megacompile.hardware import Hardware
 from megacompile.ir import Schedule
+from megacompile.optimizer_cost import OptimizerCost
 from megacompile.options import Activations, Head, Lowering, Options
 from megacompile.passes.units import find_units
 from megacompile.runtime.host import check_host_memory
 from megacompile.runtime.streamed import HostApply, StreamedModel, refuse_nested
 from megacompile.runtime.trace import Trace as Trace
 from megacompile.runtime.trace import Traced
+from megacompile.situation import Situation
 from megacompile.validate import check_model, check_optimizer, host_rows
 
 M = TypeVar("M", bound=nn.Module)
@@ -225,7 +231,95 @@ def trace(*models: nn.Module, hardware: Hardware | None = None) -> Trace:
         if names[name] > 1:
             name += f" {names[name]}"
         traced.append(Traced(name, streamed.machine, streamed.schedules))
-    return Trace(traced, hardware)
+    found = Trace(traced, hardware)
+    for model in models:
+        _TRACES[_streamed(model, "trace")] = ref(found)
+    return found
+
+
+def explain(
+    model: nn.Module,
+    *,
+    trace: Trace | None = None,
+    hardware: Hardware | None = None,
+    changes: bool = True,
+) -> Explanation:
+    """What a megacompiled model's step does and why, on one screen.
+
+    Its stages; where every byte is, on the device and on the host; the plan and its reasons; how
+    busy each stream is and what bounds the step; what would help, and by how much. Times are
+    predicted, for a step in the middle of training; a trace puts measured ones beside them. The
+    optimizer is taken for an AdamW with the states that the options name.
+
+    Args:
+        model: has run a step, whose newest schedules are explained.
+        trace: of whole steps of the model. Default: the last one taken, if it still is there.
+        hardware: the machine's rates. Default: on CUDA those measured (in seconds, once), on the
+            CPU those on file, or those of an H200.
+        changes: try other plans, which takes about as long as planning did for each.
+
+    Returns:
+        `print()` it; `to_dict()` has it for programs, and notebooks show it as tables.
+
+    Raises:
+        ModelError: the model is not megacompiled, or has not run.
+
+    Example::
+
+        with megacompile.trace(model):
+            train_step(model, optimizer)
+        print(megacompile.explain(model))
+    """
+    streamed = _streamed(model, "explain")
+    name = type(model).__name__
+    planned, made = _newest(streamed)
+    if not made:
+        raise ModelError(f"explain(): {name} has not run yet; call it on a batch first")
+    options, compiler = streamed.options, streamed.compiler
+    assert isinstance(compiler, PassCompiler)
+    machine = hardware or compiler.rates()
+    there = compiler.budget or options.gpu_memory or machine.device_bytes
+    now = Situation(
+        tuple(made),
+        machine,
+        OptimizerCost.of(options),
+        options.lowering is Lowering.INDUCTOR,
+        there,
+        options.host_memory or machine.host_bytes,
+    )
+    if trace is None and streamed in _TRACES:
+        trace = _TRACES[streamed]()
+    plans = options.plans and any(schedule.backward is not None for schedule in made)
+    return explanation(
+        now,
+        model=name,
+        parameters=sum(p.numel() for p in model.parameters()),
+        traced=None if trace is None else trace.measured,
+        rebuilt=alternatives(compiler, planned, now) if plans and changes else None,
+        try_changes=changes,
+    )
+
+
+# The last trace of each model, as long as somebody else keeps it.
+_TRACES: WeakKeyDictionary[StreamedModel, ref[Trace]] = WeakKeyDictionary()
+
+
+def _newest(streamed: StreamedModel) -> tuple[list[Planned], list[Schedule]]:
+    """Of every captured graph the schedule of the newest shape, that of a training step if any."""
+    planned, schedules = [], []
+    for graph in streamed.graphs:
+        ran = [
+            (program, variant, executor.schedule)
+            for program in graph.programs.values()
+            if program is not None
+            for variant, executor in program.executors.items()
+        ]
+        trained = [each for each in ran if each[2].backward is not None]
+        if ran:
+            program, variant, schedule = (trained or ran)[-1]
+            planned.append(Planned(program.stages, program.capture, asdict(variant)))
+            schedules.append(schedule)
+    return planned, schedules
 
 
 def _streamed(model: nn.Module, caller: str) -> StreamedModel:

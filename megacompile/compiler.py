@@ -37,15 +37,18 @@ from megacompile.runtime.head import bind_operators
 from megacompile.runtime.progress import bar
 from megacompile.verify import verify
 
-_MARGIN = 0.05  # of free device memory, for what is not planned: fragmentation, cuBLAS, NCCL
+MARGIN = 0.05  # of free device memory, for what is not planned: fragmentation, cuBLAS, NCCL
 _TOLERANCE = 1.1  # how much more than there is a plan may need before it is refused
 
 
 class PassCompiler:
     """Runs the passes in order and keeps their history."""
 
-    def __init__(self, options: Options, units: tuple[Unit, ...]) -> None:
+    def __init__(
+        self, options: Options, units: tuple[Unit, ...], *, hardware: Hardware | None = None
+    ) -> None:
         self.options = options
+        self.machine = hardware  # a GPU that plans are made for; None: the one at hand
         self.units = units
         self.templates: TemplateCache = {}
         self.resident: frozenset[int] = frozenset()  # keys of the buckets on the device
@@ -139,9 +142,11 @@ class PassCompiler:
         """The passes behind the choice of a plan."""
         options = self.options
         share, limit = options.device_update or 0.0, math.inf
-        if options.device_update is None and options.hands_over and choice.hands_over:
+        on_gpu = options.device.type == "cuda" or self.machine is not None
+        hands_over = choice.hands_over and options.hands_over and on_gpu
+        if options.device_update is None and hands_over:
             share = 1.0 if options.host_is_slow else 0.4
-            limit = self._budget_bytes() / 6
+            limit = self.budget_bytes() / 6
         plan = functools.partial(
             make_plan,
             keep=choice.keep,
@@ -176,16 +181,16 @@ class PassCompiler:
         """What the plan is made from; sought once for each captured graph and shape."""
         options = self.options
         floor = Choice(resident=self.resident)
-        if schedule.backward is None or not options.plans:
+        if schedule.backward is None or not (options.plans or self.machine is not None):
             return floor, ()
         if stages not in self.choices:
             problem = Problem(
                 build=lambda choice: finish(choice, draft=True),
                 buckets=schedule.buckets,
                 stages=sum(stage.traced.has_backward for stage in schedule.stages),
-                hardware=self._hardware(),
+                hardware=self.rates(),
                 optimizer=OptimizerCost.of(options),
-                budget_bytes=self._budget_bytes(),
+                budget_bytes=self.budget_bytes(),
                 fused=options.lowering is Lowering.INDUCTOR,
                 resident=self.resident,
                 trained=schedule.gradient_params,
@@ -215,15 +220,31 @@ class PassCompiler:
             raise DeviceMemoryError(does_not_fit(problem, peak))
         return Found(choice, math.inf, peak.total_bytes, 0, (f"{text}: tried nevertheless",))
 
-    def _budget_bytes(self) -> int:
+    def budget_bytes(self) -> int:
         """Device memory that a plan may use: what the user said, or what was free at first."""
         if self.budget is None:
             self.budget = self.options.gpu_memory
+        if self.budget is None and self.machine is not None and self.machine.device_bytes:
+            self.budget = int(self.machine.device_bytes * (1 - MARGIN))
         if self.budget is None:
-            self.budget = int(compat.free_device_bytes(self.options.device) * (1 - _MARGIN))
+            self.budget = int(compat.free_device_bytes(self.options.device) * (1 - MARGIN))
         return self.budget
 
-    def _hardware(self) -> Hardware:
+    def other(self, options: Options, *, hardware: Hardware, budget_bytes: int) -> PassCompiler:
+        """One that plans the same model with other options, from nothing, and knows its code."""
+        made = PassCompiler(options, self.units, hardware=hardware)
+        made.templates = self.templates
+        made.budget = budget_bytes
+        return made
+
+    def floor(self, stages: Schedule, hardware_is_too_small: str) -> None:
+        """Plan these stages with as little device memory as can be, though that is too much."""
+        self.choices[stages] = Choice(0, self.resident, hands_over=False), (hardware_is_too_small,)
+
+    def rates(self) -> Hardware:
+        """Of the machine that is planned for."""
+        if self.machine is not None:
+            return self.machine
         if self.options.device.type == "cuda":
             return load(self.options.device)
         return cached(self.options.device) or H200  # nobody measures for a plan on the CPU

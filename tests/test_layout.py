@@ -30,11 +30,12 @@ FOLDERS = (*LINKED, "cli")  # subpackages: their modules share a layer
 
 LAYERS = {  # by module name below megacompile; "" is the package itself
     **dict.fromkeys(("", "__main__", "cli"), "front"),
-    **dict.fromkeys(("api", "compiler", "abstract"), "api"),
+    **dict.fromkeys(("api", "compiler", "alternatives", "abstract"), "api"),
     "passes": "passes",
     "runtime": "runtime",
     **dict.fromkeys(("hazards", "simulate", "show", "changes", "export"), "inspection"),
     **dict.fromkeys(("timeline", "prediction", "perfetto", "plot"), "inspection"),
+    **dict.fromkeys(("situation", "explanation"), "inspection"),
     **dict.fromkeys(("fusion", "cost", "memory", "optimizer_cost", "planner"), "inspection"),
     **dict.fromkeys(("verify", "verify_flow", "verify_activations"), "inspection"),
     **dict.fromkeys(("verify_gradients", "verify_memory"), "inspection"),
