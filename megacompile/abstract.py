@@ -84,7 +84,7 @@ class AbstractProgram:
                 captured graph runs in between.
         """
         stages, capture, variant = self.planned(accumulate=accumulate, hold=hold)
-        return self.compiler.plan(stages, capture, **variant)
+        return self.compiler.settled(stages, capture, **variant)
 
 
 def abstract_schedules(

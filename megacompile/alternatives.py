@@ -21,7 +21,7 @@ class Planned(NamedTuple):
 
     stages: Schedule
     capture: Capture
-    variant: dict[str, Any]  # the keyword arguments of `PassCompiler.plan`
+    variant: dict[str, Any]  # the keyword arguments of `PassCompiler.settled`
 
 
 def alternatives(
@@ -36,7 +36,7 @@ def alternatives(
         other = compiler.other(changed, hardware=now.hardware, budget_bytes=budget_bytes)
         update = changed.optimizer is not None
         schedules = tuple(
-            other.plan(stages, capture, **{**variant, "update": update})
+            other.settled(stages, capture, **{**variant, "update": update})
             for stages, capture, variant in planned
         )
         cost = OptimizerCost.of(changed, states=states)

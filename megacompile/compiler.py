@@ -230,6 +230,15 @@ class PassCompiler:
             self.budget = int(compat.free_device_bytes(self.options.device) * (1 - MARGIN))
         return self.budget
 
+    def settled(self, stages: Schedule, capture: Capture, **variant: Any) -> Schedule:
+        """`plan`, and again with the buckets where it wants them, as a model's next call would."""
+        schedule = self.plan(stages, capture, **variant)
+        if self.wanted == self.resident:
+            return schedule
+        self.resident = self.wanted
+        self.choices.clear()
+        return self.plan(stages, capture, **variant)
+
     def other(self, options: Options, *, hardware: Hardware, budget_bytes: int) -> PassCompiler:
         """One that plans the same model with other options, from nothing, and knows its code."""
         made = PassCompiler(options, self.units, hardware=hardware)
@@ -237,9 +246,9 @@ class PassCompiler:
         made.budget = budget_bytes
         return made
 
-    def floor(self, stages: Schedule, hardware_is_too_small: str) -> None:
+    def floor(self, stages: Schedule, reason: str) -> None:
         """Plan these stages with as little device memory as can be, though that is too much."""
-        self.choices[stages] = Choice(0, self.resident, hands_over=False), (hardware_is_too_small,)
+        self.choices[stages] = Choice(0, self.resident, hands_over=False), (reason,)
 
     def rates(self) -> Hardware:
         """Of the machine that is planned for."""

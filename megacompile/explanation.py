@@ -24,6 +24,8 @@ _WIDTH = 100
 _ROWS = 8  # groups of stages that are shown
 _EXPLAINED = 0.02  # a resource that is responsible for less is left out
 
+_Section = tuple[str, list[list[str]] | list[str]]  # a title, and columns or sentences
+
 
 @dataclass(frozen=True, slots=True)
 class StageGroup:
@@ -126,22 +128,24 @@ class Explanation:
             f"{count} stages of {self.templates} templates"
         )
 
-    def _sections(self) -> list[tuple[str, list[list[str]] | list[str]]]:
+    def _sections(self) -> list[_Section]:
         measured = ""
         if self.traced_step_s is not None:
             measured = f", {_time(self.traced_step_s)} traced (busiest: {self.traced_bound})"
         step = f"a step: {_time(self.step_s)} predicted{measured}; bound by {self.bound}"
         when = f"the device's peak is at {self.device.when}"
-        sections: list[tuple[str, list[list[str]] | list[str]]] = [
+        sections: list[_Section] = [
             ("stages", self._stage_rows()),
             (f"memory: {when}", self.memory_rows()),
             ("the plan", list(self.reasons)),
             (step, self._stream_rows()),
             ("its time depends on", [self.bounds_text()]),
         ]
-        if self.changes:
-            sections.append(("what would help", self._change_rows()))
-        return sections
+        return sections + (self._change_sections() if self.changes else [])
+
+    def _change_sections(self) -> list[_Section]:
+        notes = [f"{change.name}: {change.note}" for change in self.changes if change.note]
+        return [("what would help, of what was tried", self._change_rows()), ("", notes)]
 
     def _stage_rows(self) -> list[list[str]]:
         rows = [["stage", "module", "template", "parameters", "is", "F", "RECOMPUTE", "B"]]
@@ -176,8 +180,13 @@ class Explanation:
             rows.append(cells)
         return rows
 
+    def change_lines(self) -> list[str]:
+        """What would help, for a terminal."""
+        (title, rows), (_, notes) = self._change_sections()
+        return [title, *_lines(rows), *_lines(notes)]
+
     def _change_rows(self) -> list[list[str]]:
-        rows = [["change", "work a second", "a step", "device", "host", ""]]
+        rows = [["change", "work a second", "a step", "device", "host"]]
         for change in self.changes:
             sizes = (change.device_bytes, change.host_bytes)
             rows.append(
@@ -186,7 +195,6 @@ class Explanation:
                     "-" if change.gain is None else f"{change.gain:+.0%}",
                     "-" if change.step_s is None else _time(change.step_s),
                     *("" if size is None else format_bytes(size) for size in sizes),
-                    textwrap.shorten(change.note, 40, placeholder="..."),
                 ]
             )
         return rows
@@ -194,7 +202,7 @@ class Explanation:
     def __str__(self) -> str:
         lines = [self._title()]
         for title, rows in self._sections():
-            lines += ["", title]
+            lines += ["", title] if title else []
             lines += _lines(rows)
         return "\n".join(lines)
 
@@ -232,7 +240,7 @@ def explanation(
     """
     timeline = now.timeline()
     peak = now.device.peak
-    device = {kind.value: size for kind, size in peak.live_bytes.items() if size}
+    device = now.device_kinds()
     host = now.host()
     steps, busy = _traced(traced, model)
     streams = [
@@ -338,6 +346,11 @@ def _treatment(schedule: Schedule, stage: Stage) -> str:
     if keys & plan.hand_over:
         words.append("handed over")
     return ", ".join(words)
+
+
+def in_lines(texts: Sequence[str]) -> list[str]:
+    """A dash for each, wrapped."""
+    return _lines(texts)
 
 
 def _lines(rows: Sequence[list[str]] | Sequence[str]) -> list[str]:

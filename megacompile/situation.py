@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from megacompile import ops
 from megacompile.errors import MegacompileError
 from megacompile.hardware import Hardware
-from megacompile.ir import Schedule, format_bytes, tensors_bytes
+from megacompile.ir import Bucket, Schedule, format_bytes, tensors_bytes
 from megacompile.memory import DeviceMemory, Kind, host_memory
-from megacompile.optimizer_cost import OptimizerCost
+from megacompile.optimizer_cost import EIGHT_BITS, OptimizerCost
 from megacompile.simulate import Timeline, simulate
 
 _FASTER = 1.1
@@ -68,6 +68,29 @@ class Situation:
         """Device memory over the step."""
         return self.timeline().memory
 
+    def device_kinds(self) -> dict[str, int]:
+        """Bytes of device memory by kind where it is fullest; of resident buckets by what it is."""
+        found = {kind.value: size for kind, size in self.device.peak.live_bytes.items()}
+        gradients = states = 0.0
+        for bucket, trained in self._residents():
+            for param in (bucket.params[i] for i in trained):
+                gradients += param.numel * self.optimizer.grad_of(param.dtype.itemsize)
+            states += self.optimizer.resident_bytes(bucket, trained) - bucket.size_bytes
+        found[Kind.PARAMETERS.value] -= int(states)
+        found[Kind.GRADIENTS.value] += int(gradients)
+        found[Kind.STATES.value] += int(states) - int(gradients)
+        return {kind: size for kind, size in found.items() if size}
+
+    def _residents(self) -> list[tuple[Bucket, tuple[int, ...]]]:
+        """Each once, with the parameters that get a gradient."""
+        found = {}
+        for schedule in self.schedules:
+            trained = schedule.gradient_params if schedule.backward is not None else {}
+            for bucket in schedule.buckets:
+                if bucket.key in schedule.plan.resident:
+                    found[bucket.key] = bucket, trained.get(bucket.key, ())
+        return list(found.values())
+
     def host(self) -> dict[str, int]:
         """Bytes in host memory by kind, activations that wait there included."""
         found = {kind.value: n for kind, n in host_memory(self.schedules, self.optimizer).items()}
@@ -77,6 +100,19 @@ class Situation:
             for node in ops.nodes_of(schedule.forward, ops.offload)
         )
         return {**found, **({Kind.ACTIVATIONS.value: waiting} if waiting else {})}
+
+    def host_with_less(self) -> dict[str, int]:
+        """Bytes in host memory with options of the optimizer that need fewer; plan as it is."""
+        now = self.optimizer
+        small = replace(now, state_bytes=EIGHT_BITS) if now.states else now
+        options = {
+            "8-bit optimizer states": small,
+            "the update in the backward": replace(now, in_backward=True),
+            "8-bit states and the update in the backward": replace(small, in_backward=True),
+        }
+        before = sum(host_memory(self.schedules, now).values())
+        sizes = {k: sum(host_memory(self.schedules, c).values()) for k, c in options.items()}
+        return {name: size for name, size in sizes.items() if size < before}
 
     def bounds(self) -> dict[str, float]:
         """The share of the step that each resource is responsible for, the largest first.
@@ -131,7 +167,7 @@ def changes(
     if any(schedule.backward is not None for schedule in now.schedules):
         found.append(_twice_the_batch(now))
     if now.optimizer.states and not now.optimizer.in_backward:
-        found.append(_faster(now, "host memory and CPU twice as fast", _HOST))
+        found.append(_faster(now, "a host with memory and CPU twice as fast", _HOST))
     found.append(_faster(now, "a link to the host twice as fast", ("h2d", "d2h")))
     return tuple(sorted(found, key=lambda change: -(change.gain or -1.0)))
 
@@ -154,7 +190,7 @@ def _faster(now: Situation, name: str, resources: Sequence[str]) -> Change:
     for resource in resources:
         machine = faster(machine, resource, 2.0)
     step_s = now.timeline(machine).step_s
-    return Change(name, now.step_s / step_s - 1, step_s, note="another machine")
+    return Change(name, now.step_s / step_s - 1, step_s)
 
 
 def _twice_the_batch(now: Situation) -> Change:
