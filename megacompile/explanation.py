@@ -131,8 +131,8 @@ class Explanation:
     def _sections(self) -> list[_Section]:
         measured = ""
         if self.traced_step_s is not None:
-            measured = f", {_time(self.traced_step_s)} traced (busiest: {self.traced_bound})"
-        step = f"a step: {_time(self.step_s)} predicted{measured}; bound by {self.bound}"
+            measured = f", {duration(self.traced_step_s)} traced (busiest: {self.traced_bound})"
+        step = f"a step: {duration(self.step_s)} predicted{measured}; bound by {self.bound}"
         when = f"the device's peak is at {self.device.when}"
         sections: list[_Section] = [
             ("stages", self._stage_rows()),
@@ -159,7 +159,7 @@ class Explanation:
                     str(group.template),
                     format_bytes(group.parameter_bytes) if group.parameter_bytes else "",
                     group.treatment,
-                    *(_time(time_s) if time_s else "" for time_s in times),
+                    *(duration(time_s) if time_s else "" for time_s in times),
                 ]
             )
         if left := self.stages[_ROWS:]:
@@ -172,11 +172,11 @@ class Explanation:
         head = ["stream", "busy", "of the step", "waited for"]
         rows = [head + (["traced busy", "of the step"] if traced else [])]
         for row in self.streams:
-            cells = [row.stream, _time(row.predicted_s)]
+            cells = [row.stream, duration(row.predicted_s)]
             cells += [_share(part, self.step_s) for part in (row.predicted_s, row.waited_s)]
             if traced:
                 busy = row.traced_s or 0.0
-                cells += [_time(busy), _share(busy, traced)]
+                cells += [duration(busy), _share(busy, traced)]
             rows.append(cells)
         return rows
 
@@ -193,7 +193,7 @@ class Explanation:
                 [
                     change.name,
                     "-" if change.gain is None else f"{change.gain:+.0%}",
-                    "-" if change.step_s is None else _time(change.step_s),
+                    "-" if change.step_s is None else duration(change.step_s),
                     *("" if size is None else format_bytes(size) for size in sizes),
                 ]
             )
@@ -382,7 +382,8 @@ def _count(number: float) -> str:
     return f"{number:.3g}{unit}"
 
 
-def _time(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """ "8.41 us", "1.26 s": three significant digits."""
     if seconds < 1e-4:
         return f"{seconds * 1e6:.3g} us"
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"

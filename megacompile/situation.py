@@ -105,14 +105,19 @@ class Situation:
         """Bytes in host memory with options of the optimizer that need fewer; plan as it is."""
         now = self.optimizer
         small = replace(now, state_bytes=EIGHT_BITS) if now.states else now
-        options = {
-            "8-bit optimizer states": small,
-            "the update in the backward": replace(now, in_backward=True),
-            "8-bit states and the update in the backward": replace(small, in_backward=True),
+        streamed = [  # buckets that live on the device are not updated in the backward
+            replace(schedule, plan=replace(schedule.plan, resident=frozenset()))
+            for schedule in self.schedules
+        ]
+        in_backward = replace(now, in_backward=True), replace(small, in_backward=True)
+        sizes = {
+            "8-bit optimizer states": host_memory(self.schedules, small),
+            "the update in the backward": host_memory(streamed, in_backward[0]),
+            "8-bit states and the update in the backward": host_memory(streamed, in_backward[1]),
         }
         before = sum(host_memory(self.schedules, now).values())
-        sizes = {k: sum(host_memory(self.schedules, c).values()) for k, c in options.items()}
-        return {name: size for name, size in sizes.items() if size < before}
+        sums = {name: sum(kinds.values()) for name, kinds in sizes.items()}
+        return {name: size for name, size in sums.items() if size < before}
 
     def bounds(self) -> dict[str, float]:
         """The share of the step that each resource is responsible for, the largest first.

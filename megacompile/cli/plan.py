@@ -25,7 +25,7 @@ from megacompile.alternatives import alternatives
 from megacompile.cli import outputs, target
 from megacompile.cli.target import Target
 from megacompile.errors import DeviceMemoryError, MegacompileError, OptionError
-from megacompile.explanation import Explanation, explanation, in_lines
+from megacompile.explanation import Explanation, duration, explanation, in_lines
 from megacompile.hardware import NAMES, Hardware, known
 from megacompile.ir import Schedule, format_bytes
 from megacompile.optimizer_cost import OptimizerCost
@@ -118,6 +118,7 @@ def run(args: argparse.Namespace) -> int:
     """Plan, and print."""
     _check(args)
     hardware = _hardware(args)
+    _budget(args, hardware)  # what is wrong with it is said before the model is built
     answers = _sweep(args, hardware) if args.sweep else [_answer(args, hardware, args.batch)]
     fitting = [answer for answer in answers if not answer.why_not]
     best = max(fitting or answers[:1], key=lambda answer: answer.tokens_s or 0.0)
@@ -146,6 +147,12 @@ def _hardware(args: argparse.Namespace) -> Hardware:
         size = _size("--host-memory", args.host_memory, there)
         hardware = hardware.replace(host_bytes=size)
     return hardware
+
+
+def _budget(args: argparse.Namespace, hardware: Hardware) -> int | None:
+    if args.gpu_memory is None:
+        return None
+    return _size("--gpu-memory", args.gpu_memory, hardware.device_bytes or 0)
 
 
 def _size(name: str, text: str, total_bytes: int) -> int:
@@ -192,10 +199,9 @@ def _answer(args: argparse.Namespace, hardware: Hardware, batch: int) -> Answer:
     made = target.build(args.target, batch=batch, seq=args.seq, dtype=dtype)
     options = _options(args, made, hardware)
     programs = _programs(made, options, hardware)
-    schedules, why_not = _schedules(programs)
     compiler = programs[0].compiler
     now = Situation(
-        tuple(schedules),
+        tuple(_schedules(programs)),
         hardware,
         OptimizerCost.of(options, states=_STATES[args.optimizer]),
         device_bytes=compiler.budget_bytes(),
@@ -209,18 +215,15 @@ def _answer(args: argparse.Namespace, hardware: Hardware, batch: int) -> Answer:
         rebuilt=alternatives(compiler, planned, now) if args.changes else None,
         try_changes=args.changes,
     )
+    why_not: tuple[str, ...] = ()
+    if explained.device.fits is False:
+        why_not += (_device_too_small(explained),)
     if explained.host.fits is False:
         why_not += _host_too_small(now, explained)
-    if explained.device.fits is False and not why_not:
-        needed, there = explained.device.needed_bytes, explained.device.there_bytes or 0
-        why_not += (f"device memory: {format_bytes(needed)} needed, {format_bytes(there)} there",)
     return Answer(made, batch, explained, why_not, time.perf_counter() - start)
 
 
 def _options(args: argparse.Namespace, made: Target, hardware: Hardware) -> Options:
-    budget = None
-    if args.gpu_memory is not None:
-        budget = _size("--gpu-memory", args.gpu_memory, hardware.device_bytes or 0)
     optimizer: torch.optim.Optimizer | None = None
     if args.update_in_backward:
         params = list(made.model.parameters())
@@ -229,7 +232,7 @@ def _options(args: argparse.Namespace, made: Target, hardware: Hardware) -> Opti
         else:
             optimizer = torch.optim.SGD(params, momentum=0.9 * _STATES[args.optimizer])
     return abstract_options(
-        gpu_memory=budget,
+        gpu_memory=_budget(args, hardware),
         state_dtype=_STATE_DTYPES[args.state_dtype],
         compute_dtype=_DTYPES.get(args.compute_dtype),
         optimizer=optimizer,
@@ -251,19 +254,25 @@ def _programs(made: Target, options: Options, hardware: Hardware) -> list[Abstra
         ) from error
 
 
-def _schedules(programs: list[AbstractProgram]) -> tuple[list[Schedule], tuple[str, ...]]:
-    """Where device memory is too small, the schedules that need the least, and why they do not."""
+def _schedules(programs: list[AbstractProgram]) -> list[Schedule]:
+    """Where device memory is too small, the schedules that need the least."""
     found: list[Schedule] = []
-    why_not: tuple[str, ...] = ()
     for program in programs:
         hold = program is programs[-1]
         try:
             found.append(program.schedule(hold=hold))
-        except DeviceMemoryError as error:
-            why_not = ("device memory is too small: smaller batches or sequences need less",)
-            program.compiler.floor(program.stages, str(error).splitlines()[0])
+        except DeviceMemoryError:
+            program.compiler.floor(program.stages, "this is the plan that needs the least")
             found.append(program.schedule(hold=hold))
-    return found, why_not
+    return found
+
+
+def _device_too_small(explained: Explanation) -> str:
+    needed, there = explained.device.needed_bytes, explained.device.there_bytes or 0
+    return (
+        f"device memory: {format_bytes(needed)} needed, {format_bytes(there)} there; smaller "
+        "batches or sequences need less"
+    )
 
 
 def _host_too_small(now: Situation, explained: Explanation) -> tuple[str, ...]:
@@ -316,11 +325,11 @@ def _verdict(answer: Answer) -> list[str]:
 def _speed(answer: Answer, tokens: float) -> list[str]:
     explained = answer.explained
     whether = " if it did fit" if answer.why_not else ""
-    rows = [["a step", f"{explained.step_s:,.3g} s{whether}, bound by {explained.bound}"]]
+    rows = [["a step", f"{duration(explained.step_s)}{whether}, bound by {explained.bound}"]]
     rows.append(["its time depends on", explained.bounds_text()])
     if (rate := answer.tokens_s) is not None:
         rows.append(["tokens/s", f"{rate:,.0f}"])
-        rows.append(["TFLOP/s by 6NT", f"{answer.tflop_s:,.0f}"])
+        rows.append(["TFLOP/s by 6NT", f"{answer.tflop_s:,.3g}"])
         rows.append([f"{tokens:g} tokens take".replace("e+", "e"), _long(tokens / rate)])
     return columns(rows, left=(0, 1)).splitlines()
 
@@ -333,14 +342,14 @@ def _long(seconds: float) -> str:
 
 
 def _sweep_table(answers: list[Answer]) -> str:
-    rows = [["batch", "s a step", "tokens/s", "TFLOP/s", "device", "fits"]]
+    rows = [["batch", "a step", "tokens/s", "TFLOP/s", "device", "fits"]]
     for each in answers:
         rows.append(
             [
                 str(each.batch),
-                f"{each.explained.step_s:.3g}",
+                duration(each.explained.step_s),
                 f"{each.tokens_s or 0:,.0f}",
-                f"{each.tflop_s or 0:,.0f}",
+                f"{each.tflop_s or 0:,.3g}",
                 format_bytes(each.explained.device.needed_bytes),
                 "no" if each.why_not else "yes",
             ]
