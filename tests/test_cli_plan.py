@@ -84,10 +84,8 @@ def test_it_prints_what_is_asked_for(config: str, capsys: pytest.CaptureFixture[
 
 def test_options_of_the_optimizer(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     def host(*options: str) -> dict[str, int]:
-        argv = (config, *SMALL, "--gpu-memory", "2MiB", *options)
-        kinds: dict[str, int] = answer(capsys, *argv, "--update-in-backward")["plan"]["host"][
-            "kinds"
-        ]
+        argv = (config, *SMALL, "--gpu-memory", "16MiB", *options, "--update-in-backward")
+        kinds: dict[str, int] = answer(capsys, *argv)["plan"]["host"]["kinds"]
         return kinds
 
     numel = target.build(config, batch=2, seq=16, dtype=None).parameters
@@ -104,10 +102,10 @@ def test_options_of_the_optimizer(config: str, capsys: pytest.CaptureFixture[str
 def test_what_does_not_fit_is_said_with_the_table(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["plan", config, *SMALL, "--gpu-memory", "2MiB", "--host-memory", "1MiB"]
+    argv = ["plan", config, *SMALL, "--gpu-memory", "2MiB", "--host-memory", "100KiB"]
     assert main(argv) == 1
     out = capsys.readouterr().out
-    assert "it does NOT fit: host memory: " in out and "1 MiB there" in out
+    assert "it does NOT fit: host memory: " in out and "100 KiB there" in out
     assert "with 8-bit optimizer states it would" in out
     assert "needed" in out and "if it did fit" in out
     found = answer(capsys, config, *SMALL, "--gpu-memory", "64KiB", code=1)

@@ -1,4 +1,4 @@
-"""`explain(model)`: its figures against the model, the schedule and the trace; what bounds a step."""
+"""`explain(model)`: its figures against model, schedule and trace; what bounds a step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Net(nn.Module):
         x = self.first(x)
         for layer in self.layers:
             x = x + layer(x)
-        return self.last(x).square().mean()
+        result: torch.Tensor = self.last(x).square().mean()
+        return result
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
