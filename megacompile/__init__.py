@@ -3,7 +3,7 @@
 model = megacompile(model)
 """
 
-from megacompile.api import Trace, accumulate, megacompile, schedules, trace, updates
+from megacompile.api import Trace, accumulate, explain, megacompile, schedules, trace, updates
 from megacompile.errors import (
     BackwardError,
     HostMemoryError,
@@ -16,6 +16,7 @@ from megacompile.errors import (
     TraceError,
     UnsupportedGraphError,
 )
+from megacompile.explanation import Explanation
 from megacompile.ir import Schedule
 from megacompile.options import Activations, Head, Lowering, Options
 
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Activations",
     "BackwardError",
+    "Explanation",
     "Head",
     "HostMemoryError",
     "Lowering",
@@ -39,6 +41,7 @@ __all__ = [
     "TraceError",
     "UnsupportedGraphError",
     "accumulate",
+    "explain",
     "megacompile",
     "schedules",
     "trace",

@@ -19,8 +19,10 @@ import torch
 from torch import fx, nn
 
 from megacompile import compat
-from megacompile.api import PassCompiler
+from megacompile.alternatives import Planned
+from megacompile.compiler import PassCompiler
 from megacompile.errors import ModelError
+from megacompile.hardware import Hardware
 from megacompile.ir import (
     Ambient,
     Bucket,
@@ -62,6 +64,17 @@ class AbstractProgram:
     stages: Schedule
     compiler: PassCompiler
 
+    def planned(self, *, accumulate: bool = False, hold: bool = True) -> Planned:
+        """What `schedule` builds, for `megacompile.alternatives`."""
+        variant = {
+            "tangents": expected_tangents(self.stages),
+            "keep_last": True,
+            "accumulate": accumulate,
+            "hold": hold,
+            "update": self.compiler.options.optimizer is not None,
+        }
+        return Planned(self.stages, self.capture, variant)
+
     def schedule(self, *, accumulate: bool = False, hold: bool = True) -> Schedule:
         """The schedule of a step in the middle of training, verified, without code.
 
@@ -70,15 +83,8 @@ class AbstractProgram:
             hold: the backward takes what the forward left in the slots. Right where no other
                 captured graph runs in between.
         """
-        return self.compiler.plan(
-            self.stages,
-            self.capture,
-            tangents=expected_tangents(self.stages),
-            keep_last=True,
-            accumulate=accumulate,
-            hold=hold,
-            update=self.compiler.options.optimizer is not None,
-        )
+        stages, capture, variant = self.planned(accumulate=accumulate, hold=hold)
+        return self.compiler.settled(stages, capture, **variant)
 
 
 def abstract_schedules(
@@ -110,8 +116,14 @@ def abstract_programs(
     kwargs: Mapping[str, Any] | None = None,
     *,
     options: Options | None = None,
+    hardware: Hardware | None = None,
 ) -> list[AbstractProgram]:
-    """Capture `model(*args, **kwargs)` on fake tensors; see `abstract_schedules`."""
+    """Capture `model(*args, **kwargs)` on fake tensors; see `abstract_schedules`.
+
+    Args:
+        hardware: the machine that plans are made for; default: that at hand. Where `options` say
+            nothing of device memory, that of the machine, less 5 %.
+    """
     if not isinstance(model, nn.Module):
         raise ModelError(
             f"abstract_programs(): got {type(model).__name__}; needed a torch.nn.Module"
@@ -120,18 +132,18 @@ def abstract_programs(
         raise ModelError(
             f"abstract_programs(): {type(model).__name__} has no parameters; needed at least one"
         )
-    return _Capturing(model, options or abstract_options()).run(args, kwargs or {})
+    return _Capturing(model, options or abstract_options(), hardware).run(args, kwargs or {})
 
 
 class _Capturing:
     """One call of a model under Dynamo, on fake tensors."""
 
-    def __init__(self, model: nn.Module, options: Options) -> None:
+    def __init__(self, model: nn.Module, options: Options, hardware: Hardware | None) -> None:
         self.model = model
         self.options = options
         self.fakes = compat.fake_mode()
         units = find_units(model, compute_dtype=options.compute_dtype)
-        self.compiler = PassCompiler(options, units)
+        self.compiler = PassCompiler(options, units, hardware=hardware)
         self.programs: list[AbstractProgram] = []
         self.inputs: dict[int, torch.Tensor] = {}  # fake, by the id of what was given
         self.places: dict[int, tuple[Bucket, int]] = {}  # by the id of a fake parameter

@@ -1,59 +1,39 @@
-"""The front door: `megacompile()`, `schedules()`, `trace()`.
+"""The front door: `megacompile()`, `schedules()`, `trace()`, `explain()`.
 
-The only file that knows passes and runtime.
+With `compiler` and `abstract` the only file that knows passes and runtime.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import math
-import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 
-from megacompile import compat, log, ops
-from megacompile.errors import DeviceMemoryError, ModelError, OptionError
-from megacompile.hardware import H200, Hardware, cached, load
-from megacompile.ir import Capture, Code, PassRecord, Plan, Schedule, Template, Unit, format_bytes
+from megacompile import log
+from megacompile.alternatives import Planned, alternatives
+from megacompile.compiler import PassCompiler
+from megacompile.errors import ModelError, OptionError
+from megacompile.explanation import Explanation, explanation
+from megacompile.hardware import Hardware
+from megacompile.ir import Schedule
 from megacompile.optimizer_cost import OptimizerCost
 from megacompile.options import Activations, Head, Lowering, Options
-from megacompile.passes.chunk import STOOD_BACK, chunk_head
-from megacompile.passes.differentiate import differentiate
-from megacompile.passes.free import insert_free
-from megacompile.passes.hand_over import insert_hand_over
-from megacompile.passes.lower import lower
-from megacompile.passes.norms import insert_norms
-from megacompile.passes.offload import offload_gradients
-from megacompile.passes.offload_activations import offload_activations
-from megacompile.passes.partition import partition
-from megacompile.passes.plan import make_plan
-from megacompile.passes.prefetch import insert_prefetch
-from megacompile.passes.recompute import insert_recompute
-from megacompile.passes.slots import assign_slots
-from megacompile.passes.split import split_stages
-from megacompile.passes.templates import TemplateCache, trace_templates
 from megacompile.passes.units import find_units
-from megacompile.passes.update import insert_updates
-from megacompile.planner import Choice, Found, Problem, does_not_fit, search, table
-from megacompile.runtime.head import bind_operators
 from megacompile.runtime.host import check_host_memory
-from megacompile.runtime.progress import bar
 from megacompile.runtime.streamed import HostApply, StreamedModel, refuse_nested
 from megacompile.runtime.trace import Trace as Trace
 from megacompile.runtime.trace import Traced
+from megacompile.situation import Situation
 from megacompile.validate import check_model, check_optimizer, host_rows
-from megacompile.verify import verify
 
 M = TypeVar("M", bound=nn.Module)
 
-_MARGIN = 0.05  # of free device memory, for what is not planned: fragmentation, cuBLAS, NCCL
-_TOLERANCE = 1.1  # how much more than there is a plan may need before it is refused
 
 LISTENERS: list[Callable[[nn.Module], None]] = []  # told of each model that is megacompiled
 
@@ -251,7 +231,95 @@ def trace(*models: nn.Module, hardware: Hardware | None = None) -> Trace:
         if names[name] > 1:
             name += f" {names[name]}"
         traced.append(Traced(name, streamed.machine, streamed.schedules))
-    return Trace(traced, hardware)
+    found = Trace(traced, hardware)
+    for model in models:
+        _TRACES[_streamed(model, "trace")] = ref(found)
+    return found
+
+
+def explain(
+    model: nn.Module,
+    *,
+    trace: Trace | None = None,
+    hardware: Hardware | None = None,
+    changes: bool = True,
+) -> Explanation:
+    """What a megacompiled model's step does and why, on one screen.
+
+    Its stages; where every byte is, on the device and on the host; the plan and its reasons; how
+    busy each stream is and what bounds the step; what would help, and by how much. Times are
+    predicted, for a step in the middle of training; a trace puts measured ones beside them. The
+    optimizer is taken for an AdamW with the states that the options name.
+
+    Args:
+        model: has run a step, whose newest schedules are explained.
+        trace: of whole steps of the model. Default: the last one taken, if it still is there.
+        hardware: the machine's rates. Default: on CUDA those measured (in seconds, once), on the
+            CPU those on file, or those of an H200.
+        changes: try other plans, which takes about as long as planning did for each.
+
+    Returns:
+        `print()` it; `to_dict()` has it for programs, and notebooks show it as tables.
+
+    Raises:
+        ModelError: the model is not megacompiled, or has not run.
+
+    Example::
+
+        with megacompile.trace(model):
+            train_step(model, optimizer)
+        print(megacompile.explain(model))
+    """
+    streamed = _streamed(model, "explain")
+    name = type(model).__name__
+    planned, made = _newest(streamed)
+    if not made:
+        raise ModelError(f"explain(): {name} has not run yet; call it on a batch first")
+    options, compiler = streamed.options, streamed.compiler
+    assert isinstance(compiler, PassCompiler)
+    machine = hardware or compiler.rates()
+    there = compiler.budget or options.gpu_memory or machine.device_bytes
+    now = Situation(
+        tuple(made),
+        machine,
+        OptimizerCost.of(options),
+        options.lowering is Lowering.INDUCTOR,
+        there,
+        options.host_memory or machine.host_bytes,
+    )
+    if trace is None and streamed in _TRACES:
+        trace = _TRACES[streamed]()
+    plans = options.plans and any(schedule.backward is not None for schedule in made)
+    return explanation(
+        now,
+        model=name,
+        parameters=sum(p.numel() for p in model.parameters()),
+        traced=None if trace is None else trace.measured,
+        rebuilt=alternatives(compiler, planned, now) if plans and changes else None,
+        try_changes=changes,
+    )
+
+
+# The last trace of each model, as long as somebody else keeps it.
+_TRACES: WeakKeyDictionary[StreamedModel, ref[Trace]] = WeakKeyDictionary()
+
+
+def _newest(streamed: StreamedModel) -> tuple[list[Planned], list[Schedule]]:
+    """Of every captured graph the schedule of the newest shape, that of a training step if any."""
+    planned, schedules = [], []
+    for graph in streamed.graphs:
+        ran = [
+            (program, variant, executor.schedule)
+            for program in graph.programs.values()
+            if program is not None
+            for variant, executor in program.executors.items()
+        ]
+        trained = [each for each in ran if each[2].backward is not None]
+        if ran:
+            program, variant, schedule = (trained or ran)[-1]
+            planned.append(Planned(program.stages, program.capture, asdict(variant)))
+            schedules.append(schedule)
+    return planned, schedules
 
 
 def _streamed(model: nn.Module, caller: str) -> StreamedModel:
@@ -262,250 +330,6 @@ def _streamed(model: nn.Module, caller: str) -> StreamedModel:
             "call model = megacompile(model) first"
         )
     return streamed
-
-
-class PassCompiler:
-    """Runs the passes in order and keeps their history."""
-
-    def __init__(self, options: Options, units: tuple[Unit, ...]) -> None:
-        self.options = options
-        self.units = units
-        self.templates: TemplateCache = {}
-        self.resident: frozenset[int] = frozenset()  # keys of the buckets on the device
-        self.wanted: frozenset[int] = frozenset()  # what they should be from the next call on
-        self.planned = False  # has it been decided what is resident?
-        self.budget: int | None = None  # bytes of device memory
-        self.needed = 0  # bytes that the largest plan takes, as predicted
-        self.floors: list[int] = []  # bytes that plans take at least
-        self.problem: Problem | None = None  # the last one
-        self.choices: dict[Schedule, tuple[Choice, tuple[str, ...]]] = {}  # by captured stages
-        bind_operators()
-
-    def partition(self, capture: Capture) -> Schedule:
-        options = self.options
-        capture, reasons = chunk_head(capture, head=options.head, lowering=options.lowering)
-        for reason in reasons:
-            if options.head is Head.CHUNKED and reason.startswith(STOOD_BACK):
-                warnings.warn(
-                    f"megacompile(): {capture.name}: head='chunked', but {reason}", stacklevel=2
-                )
-        stages = _timed("partition", None, lambda: partition(capture, self.units))
-        log.captured(capture, stages)
-        return replace(stages, plan=Plan(reasons=reasons))
-
-    def build(
-        self,
-        stages: Schedule,
-        capture: Capture,
-        *,
-        tangents: tuple[int, ...],
-        keep_last: bool,
-        accumulate: bool,
-        hold: bool,
-        update: bool,
-    ) -> Schedule:
-        schedule = self.plan(
-            stages,
-            capture,
-            tangents=tangents,
-            keep_last=keep_last,
-            accumulate=accumulate,
-            hold=hold,
-            update=update,
-        )
-        schedule = _timed(
-            "lower",
-            schedule,
-            lambda: lower(schedule, lowering=self.options.lowering, progress=self._progress),
-        )
-        log.schedule_made(schedule)
-        return schedule
-
-    def plan(
-        self,
-        stages: Schedule,
-        capture: Capture,
-        *,
-        tangents: tuple[int, ...],
-        keep_last: bool,
-        accumulate: bool,
-        hold: bool,
-        update: bool,
-    ) -> Schedule:
-        """The verified schedule, whose templates have graphs and no code yet."""
-        trace = functools.partial(
-            trace_templates,
-            ambient=capture.ambient,
-            cache=self.templates,
-            lowering=self.options.lowering,
-        )
-        schedule = replace(stages, tangents=tangents)
-        schedule = _run(schedule, [("templates", trace), ("differentiate", differentiate)])
-        finish = functools.partial(
-            self._finish, schedule, accumulate=accumulate, hold=hold, update=update
-        )
-        choice, reasons = self._choose(stages, schedule, finish)
-        if not keep_last:
-            choice = replace(choice, keep=0)
-        schedule = finish(replace(choice, resident=self.resident), reasons)
-        verify(schedule)
-        return schedule
-
-    def _finish(
-        self,
-        schedule: Schedule,
-        choice: Choice,
-        reasons: tuple[str, ...] = (),
-        *,
-        accumulate: bool,
-        hold: bool,
-        update: bool,
-        draft: bool = False,
-    ) -> Schedule:
-        """The passes behind the choice of a plan."""
-        options = self.options
-        share, limit = options.device_update or 0.0, math.inf
-        if options.device_update is None and options.hands_over and choice.hands_over:
-            share = 1.0 if options.host_is_slow else 0.4
-            limit = self._budget_bytes() / 6
-        plan = functools.partial(
-            make_plan,
-            keep=choice.keep,
-            activations="offload" if choice.offload else options.activations.value,
-            lookahead=options.lookahead,
-            hand_over=share,
-            hand_over_bytes=limit,
-            resident=choice.resident,
-            element_bytes=options.state_bytes,
-        )
-        schedule = replace(schedule, plan=Plan(reasons=(*schedule.plan.reasons, *reasons)))
-        activations = functools.partial(offload_activations, lookahead=options.lookahead)
-        if draft:
-            schedule = replace(schedule.copy(), draft=True)
-        return _run(
-            schedule,
-            [
-                ("plan", plan),
-                ("split", functools.partial(split_stages, cache=self.templates)),
-                ("recompute", insert_recompute),
-                ("activations", activations),
-                *self._gradient_passes(accumulate=accumulate, update=update),
-                ("prefetch", functools.partial(insert_prefetch, lookahead=options.lookahead)),
-                ("slots", functools.partial(assign_slots, slots=options.slots, hold=hold)),
-                ("free", insert_free),
-            ],
-        )
-
-    def _choose(
-        self, stages: Schedule, schedule: Schedule, finish: Callable[..., Schedule]
-    ) -> tuple[Choice, tuple[str, ...]]:
-        """What the plan is made from; sought once for each captured graph and shape."""
-        options = self.options
-        floor = Choice(resident=self.resident)
-        if schedule.backward is None or not options.plans:
-            return floor, ()
-        if stages not in self.choices:
-            free = options.resident is None and not self.planned
-            problem = Problem(
-                build=lambda choice: finish(choice, draft=True),
-                buckets=schedule.buckets,
-                stages=sum(stage.traced.has_backward for stage in schedule.stages),
-                hardware=self._hardware(),
-                optimizer=OptimizerCost.of(options),
-                budget_bytes=self._budget_bytes(),
-                fused=options.lowering is Lowering.INDUCTOR,
-                resident=frozenset() if free else self.resident,
-                trained=schedule.gradient_params,
-            )
-            pinned = options.activations is not Activations.AUTO
-            found = search(
-                problem, resident=free, pinned=pinned, hand_over=options.device_update is None
-            )
-            if found is None:
-                found = self._too_small(problem)
-            self.choices[stages] = found.choice, found.reasons
-            self.needed = max(self.needed, found.peak_bytes)
-            self.floors.append(problem.floor_bytes())
-            self.problem = problem
-            if free:
-                self.planned, self.wanted = True, found.choice.resident
-        return self.choices[stages]
-
-    @staticmethod
-    def _too_small(problem: Problem) -> Found:
-        """Not even the floor fits. The prediction may be off by a little; then it is tried."""
-        choice = Choice(0, problem.resident, hands_over=False)
-        peak = problem.memory(choice).peak
-        text = (
-            f"device memory: {format_bytes(peak.total_bytes)} needed, "
-            f"{format_bytes(problem.budget_bytes)} there"
-        )
-        if peak.total_bytes > _TOLERANCE * problem.budget_bytes:
-            raise DeviceMemoryError(does_not_fit(problem, peak))
-        return Found(choice, math.inf, peak.total_bytes, 0, (f"{text}: tried nevertheless",))
-
-    def step_down(self) -> str:
-        """Plan with less device memory from now on; "" where that changes nothing.
-
-        What the last plan needs was too much, so the next one gets nine tenths of it.
-        """
-        if not self.needed or not self.options.plans:
-            return ""
-        floor = min(self.floors, default=0)
-        if self.needed <= floor:
-            return ""
-        self.budget = max(int(0.9 * self.needed), floor)
-        self.planned = False  # stages that have their choice keep it: a backward may be to come
-        self.needed = 0
-        return f"at most {format_bytes(self.budget)} of device memory"
-
-    def needs(self) -> str:
-        """What of device memory the least demanding plan needs, as a table; "" if not known."""
-        if self.problem is None:
-            return ""
-        return table(self.problem, self.problem.floor().peak)
-
-    def _budget_bytes(self) -> int:
-        """Device memory that a plan may use: what the user said, or what was free at first."""
-        if self.budget is None:
-            self.budget = self.options.gpu_memory
-        if self.budget is None:
-            self.budget = int(compat.free_device_bytes(self.options.device) * (1 - _MARGIN))
-        return self.budget
-
-    def _hardware(self) -> Hardware:
-        if self.options.device.type == "cuda":
-            return load(self.options.device)
-        return cached(self.options.device) or H200  # nobody measures for a plan on the CPU
-
-    def _gradient_passes(
-        self, *, accumulate: bool, update: bool
-    ) -> list[tuple[str, Callable[[Schedule], Schedule]]]:
-        """What becomes of the gradients: they are offloaded, or updates are made of them."""
-        options = self.options
-        if update:
-            insert = functools.partial(
-                insert_updates,
-                accumulate=accumulate,
-                lookahead=options.lookahead,
-                masters=options.compute_dtype is not None,
-                state_bytes=options.state_bytes,
-            )
-            return [("update", insert)]
-        offload = functools.partial(offload_gradients, accumulate=accumulate)
-        if options.lowering is Lowering.EAGER:
-            return [("offload", offload)]
-        give = functools.partial(insert_hand_over, state_bytes=options.state_bytes)
-        return [("offload", offload), ("norms", insert_norms), ("hand_over", give)]
-
-    def _progress(
-        self, work: Iterable[tuple[Template, Code]], total: int
-    ) -> Iterator[tuple[Template, Code]]:
-        show = self.options.progress if self.options.lowering is Lowering.INDUCTOR else False
-        with bar("compiling stages", total, show) as step:
-            for item in work:
-                yield item
-                step(1)
 
 
 @contextlib.contextmanager
@@ -538,33 +362,3 @@ def accumulate(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         updates.accumulating = before
-
-
-def _run(
-    schedule: Schedule, passes: Sequence[tuple[str, Callable[[Schedule], Schedule]]]
-) -> Schedule:
-    for name, function in passes:
-        if schedule.draft:
-            schedule = function(schedule)
-        else:
-            schedule = _timed(name, schedule, functools.partial(function, schedule))
-    return schedule
-
-
-def _timed(name: str, before: Schedule | None, function: Callable[[], Schedule]) -> Schedule:
-    start = time.perf_counter()
-    after = function()
-    record = PassRecord(
-        name=name,
-        before="" if before is None else _actions(before),
-        after=_actions(after),
-        time_s=time.perf_counter() - start,
-        nodes=sum(len(graph.nodes) for graph in after.graphs.values()),
-    )
-    history: tuple[Any, ...] = () if before is None else before.history
-    log.pass_done(after.name, record, history[-1].nodes if history else 0)
-    return replace(after, history=(*history, record))
-
-
-def _actions(schedule: Schedule) -> str:
-    return "\n".join(ops.actions(graph) for graph in schedule.graphs.values())

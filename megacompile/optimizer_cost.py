@@ -20,6 +20,7 @@ from megacompile.ir import Bucket, Schedule
 from megacompile.options import Options
 
 _BLOCK = 256  # elements of an 8-bit state that share a float32 scale
+EIGHT_BITS = 1.0 + 4.0 / _BLOCK  # bytes of such a state
 
 # Seconds per billion parameters where arithmetic is the limit, measured on 16 CPU cores.
 _EIGHT_BITS_S = 2.5
@@ -43,7 +44,7 @@ class OptimizerCost:
         dtype = options.state_dtype
         state_bytes = None
         if dtype == "int8":
-            state_bytes = 1.0 + 4.0 / _BLOCK
+            state_bytes = EIGHT_BITS
         elif isinstance(dtype, torch.dtype):
             state_bytes = float(dtype.itemsize)
         slow = _EIGHT_BITS_S if dtype == "int8" and states else 0.0

@@ -89,10 +89,9 @@ class Options:
 
     @property
     def hands_over(self) -> bool:
-        """Does `optimizer.step()` update on the device where nobody said how much?"""
+        """Does `optimizer.step()` update on a GPU where nobody said how much?"""
         return (
-            self.device.type == "cuda"
-            and self.lowering is Lowering.INDUCTOR
+            self.lowering is Lowering.INDUCTOR
             and self.optimizer is None
             and self.compute_dtype is None
         )

@@ -104,6 +104,8 @@ class _Interpreter(fx.Interpreter):
 
     def _note_requires_grad(self, n: fx.Node) -> None:
         """A tensor made by `torch.zeros` requires grad once a part of it is set to what does."""
+        if not self.values.mutates[n]:
+            return  # most nodes; else time would grow with the square of the graph
         for holder, value in self.env.items():
             if holder in self.values.requires_grad_after or not isinstance(value, torch.Tensor):
                 continue

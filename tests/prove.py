@@ -34,7 +34,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megacompile import api, megacompile, schedules
+from megacompile import api, compiler, megacompile, schedules
 from megacompile.ir import Schedule
 from megacompile.passes.plan import make_plan
 from megacompile.verify import hazards
@@ -102,7 +102,7 @@ def kept(bits: int, counts: Counts) -> Iterator[None]:
         plan = dataclasses.replace(planned.plan, keep=drawn, reasons=("at random",))
         return dataclasses.replace(planned, plan=plan)
 
-    with mock.patch.object(api, "make_plan", chosen):
+    with mock.patch.object(compiler, "make_plan", chosen):
         yield
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacompile import HostMemoryError, api, compat, megacompile, ops, schedules
+from megacompile import HostMemoryError, compat, compiler, megacompile, ops, schedules
 from megacompile.ir import Plan, Schedule, TensorMeta
 from megacompile.passes.plan import make_plan
 from megacompile.runtime import activations, executor
@@ -95,7 +95,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, change: Callable[[Schedule, bool], 
             return made
         return replace(made, plan=change(schedule, bool(keep)))
 
-    monkeypatch.setattr(api, "make_plan", make)
+    monkeypatch.setattr(compiler, "make_plan", make)
 
 
 def everything(schedule: Schedule, keep_last: bool) -> Plan:

@@ -4,7 +4,7 @@ Every check is a function from its subject to a list of faults, and is tried on 
 
     front (megacompile, __main__, cli/)
       |
-     api, abstract         the only modules that import both passes and runtime
+     api, compiler, abstract   the only modules that import both passes and runtime
      / \\
     passes  runtime        never each other
      \\ /
@@ -30,11 +30,12 @@ FOLDERS = (*LINKED, "cli")  # subpackages: their modules share a layer
 
 LAYERS = {  # by module name below megacompile; "" is the package itself
     **dict.fromkeys(("", "__main__", "cli"), "front"),
-    **dict.fromkeys(("api", "abstract"), "api"),
+    **dict.fromkeys(("api", "compiler", "alternatives", "abstract"), "api"),
     "passes": "passes",
     "runtime": "runtime",
     **dict.fromkeys(("hazards", "simulate", "show", "changes", "export"), "inspection"),
     **dict.fromkeys(("timeline", "prediction", "perfetto", "plot"), "inspection"),
+    **dict.fromkeys(("situation", "explanation"), "inspection"),
     **dict.fromkeys(("fusion", "cost", "memory", "optimizer_cost", "planner"), "inspection"),
     **dict.fromkeys(("verify", "verify_flow", "verify_activations"), "inspection"),
     **dict.fromkeys(("verify_gradients", "verify_memory"), "inspection"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from megacompile import api, megacompile, ops, schedules
+from megacompile import compiler, megacompile, ops, schedules
 from megacompile.abstract import abstract_options, abstract_schedules
 from megacompile.cost import analysis_of, code_of
 from megacompile.hazards import MAKE_MEMORY, memory
@@ -214,7 +214,7 @@ def test_a_saved_result_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
         del options
         return replace(schedule, plan=Plan(frozenset(range(len(schedule.stages)))))
 
-    monkeypatch.setattr(api, "make_plan", keep_all)
+    monkeypatch.setattr(compiler, "make_plan", keep_all)
     model = nn.Sequential(*(Sigmoid() for _ in range(4)))
     options = abstract_options(device="cpu")
     (schedule,) = abstract_schedules(model, (torch.ones(8, 32),), options=options)

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
-from megacompile.cli import demo, hardware, trace
+from megacompile.cli import demo, hardware, plan, trace
 from megacompile.errors import MegacompileError
 
-COMMANDS: tuple[ModuleType, ...] = (demo, trace, hardware)
+COMMANDS: tuple[ModuleType, ...] = (demo, plan, trace, hardware)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,0 +1,239 @@
+"""`python -m megacompile plan`: its figures against the model's, what fits, and how it fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megacompile.cli import main, target
+from megacompile.cli.plan import _long
+
+pytest.importorskip("transformers")
+
+CONFIG = {
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+SMALL = ("--batch", "2", "--seq", "16")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return str(path)
+
+
+def answer(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> dict[str, Any]:
+    assert main(["plan", *argv, "--json"]) == code
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_the_figures_are_those_of_the_model(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = answer(capsys, config, *SMALL, "--gpu-memory", "4MiB", "--host-memory", "1GiB")
+    numel = target.build(config, batch=2, seq=16, dtype=None).parameters
+    plan = found["plan"]
+    assert plan["parameters"] == numel
+    assert found["fits"] and plan["device"]["needed_bytes"] <= 4 * 2**20
+    assert plan["device"]["there_bytes"] == 4 * 2**20
+    assert plan["host"]["there_bytes"] == 2**30
+    held = {k: plan["device"]["kinds"].get(k, 0) + plan["host"]["kinds"].get(k, 0) for k in STATES}
+    assert held["optimizer states"] == 8 * numel
+    assert found["tokens_a_step"] == 32
+    assert found["tokens_per_s"] == pytest.approx(32 / found["step_s"])
+    assert found["tflop_s"] == pytest.approx(6 * numel * found["tokens_per_s"] / 1e12)
+    assert found["tokens_take_s"] == pytest.approx(1e12 / found["tokens_per_s"])
+
+
+STATES = ("optimizer states",)
+
+
+def test_it_prints_what_is_asked_for(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(Path(config).parent), *SMALL, "--gpu", "4090", "--tokens", "3e9"]) == 0
+    out = capsys.readouterr().out
+    for words in (
+        "Qwen2ForCausalLM",
+        "RTX 4090",
+        "2 x 16 tokens a step, adamw, float32 states",
+        "it fits on the device; the host needs",
+        "tokens/s",
+        "TFLOP/s by 6NT",
+        "3e9 tokens take",
+        "the plan",
+        "gives its loss and no logits",
+    ):
+        assert words in out.replace("3e+09", "3e9").replace("3e09", "3e9"), words
+    assert max(map(len, out.splitlines()[1:])) <= 100
+
+
+def test_options_of_the_optimizer(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def host(*options: str) -> dict[str, int]:
+        argv = (config, *SMALL, "--gpu-memory", "16MiB", *options, "--update-in-backward")
+        kinds: dict[str, int] = answer(capsys, *argv)["plan"]["host"]["kinds"]
+        return kinds
+
+    numel = target.build(config, batch=2, seq=16, dtype=None).parameters
+    exact = host()
+    assert exact["optimizer states"] == 8 * numel and "gradients" not in exact
+    assert host("--state-dtype", "int8")["optimizer states"] == int(2 * numel * (1 + 4 / 256))
+    assert host("--state-dtype", "same")["optimizer states"] == 4 * numel
+    assert host("--optimizer", "momentum")["optimizer states"] == 4 * numel
+    assert "optimizer states" not in host("--optimizer", "sgd")
+    masters = host("--dtype", "float32", "--compute-dtype", "bfloat16")
+    assert masters["masters"] == 4 * numel and masters["parameters"] < 2.1 * numel
+
+
+def test_what_does_not_fit_is_said_with_the_table(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["plan", config, *SMALL, "--gpu-memory", "2MiB", "--host-memory", "100KiB"]
+    assert main(argv) == 1
+    out = capsys.readouterr().out
+    assert "it does NOT fit: host memory: " in out and "100 KiB there" in out
+    assert "with 8-bit optimizer states it would" in out
+    assert "needed" in out and "if it did fit" in out
+    found = answer(capsys, config, *SMALL, "--gpu-memory", "64KiB", code=1)
+    assert found["why_not"][0].startswith("device memory: ")
+    assert found["plan"]["device"]["fits"] is False
+    assert found["plan"]["device"]["needed_bytes"] > 2**16
+    assert "this is the plan that needs the least" in found["plan"]["reasons"]
+
+
+def test_more_memory_is_used_and_helps(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    less = answer(capsys, config, *SMALL, "--gpu-memory", "1.5MiB")
+    more = answer(capsys, config, *SMALL, "--gpu-memory", "64MiB")
+    assert more["step_s"] < less["step_s"]
+    assert more["plan"]["host"]["needed_bytes"] < less["plan"]["host"]["needed_bytes"]
+
+
+def test_sweep_finds_the_best_batch(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, config, "--seq", "64", "--sweep", "batch", "--gpu-memory", "4MiB")
+    batches = [each["batch"] for each in found["sweep"]]
+    assert batches == [2**k for k in range(len(batches))] and len(batches) > 2
+    fitting = [each for each in found["sweep"] if each["fits"]]
+    assert found["tokens_per_s"] == max(each["tokens_per_s"] for each in fitting)
+    assert not found["sweep"][-1]["fits"] or len(fitting) == len(batches)
+    assert main(["plan", config, "--seq", "64", "--sweep", "batch", "--gpu-memory", "4MiB"]) == 0
+    out = capsys.readouterr().out
+    assert f"{found['batch']} x 64 tokens a step" in out
+    assert "tokens/s" in out.splitlines()[-len(batches) - 1]
+
+
+def test_changes_are_tried_when_asked_for(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", config, *SMALL, "--gpu-memory", "4MiB", "--changes"]) == 0
+    out = capsys.readouterr().out
+    assert "what would help" in out and "8-bit optimizer states" in out
+
+
+def tower(batch: int, seq: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+    return model, (torch.empty(batch * seq, 16),)
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.embedding(tokens).square().mean()
+        return result
+
+
+def fixed() -> tuple[nn.Module, list[torch.Tensor], dict[str, Any]]:
+    return nn.Linear(16, 16), [torch.empty(4, 16)], {}
+
+
+def nothing() -> int:
+    return 3
+
+
+def broken() -> nn.Module:
+    raise ValueError("no such\nthing")
+
+
+def breaking() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return nn.Linear(16, 16), (torch.empty(4, 15),)
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("tower", 32), ("Words", 32), ("fixed", None)])
+def test_functions(name: str, tokens: int | None, capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, f"tests.test_cli_plan:{name}", *SMALL)
+    assert found["tokens_a_step"] == tokens
+    assert (found["tokens_per_s"] is None) == (tokens is None)
+    assert "float32" in _printed(capsys, f"tests.test_cli_plan:{name}", *SMALL)
+
+
+def _printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(["plan", *argv]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["nowhere.json"], "there is no file 'nowhere.json'"),
+        (["nowhere"], "no package.module:function"),
+        (["no_such_module:f"], "cannot import no_such_module"),
+        (["tests.test_cli_plan:missing"], "has no function 'missing'"),
+        (["tests.test_cli_plan:nothing"], "got int; needed a torch.nn.Module"),
+        (["tests.test_cli_plan:broken"], "ValueError: no such"),
+        (["tests.test_cli_plan:breaking"], "cannot be captured"),
+        (["tests.test_cli_plan:fixed", "--sweep", "batch"], "takes no arguments batch and seq"),
+        (["CONFIG", "--gpu", "tpu"], "got 'tpu'; needed one of h200"),
+        (["CONFIG", "--gpu-memory", "much"], "--gpu-memory much: needed a size"),
+        (["CONFIG", "--host-memory", "0.5"], "of what? give a size"),
+        (["CONFIG", "--batch", "0"], "--batch 0: needed 1 or more"),
+        (["CONFIG", "--seq", "128"], "the config has max_position_embeddings 64"),
+        (["EMPTY"], "has no model_type"),
+        (["TEXT"], "is no JSON"),
+        (["UNKNOWN"], "transformers: ValueError"),
+    ],
+)
+def test_errors_are_one_line_and_code_2(
+    argv: list[str],
+    words: str,
+    config: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    files = {"EMPTY": "{}", "TEXT": "hello", "UNKNOWN": '{"model_type": "no such model"}'}
+    for name, text in files.items():
+        (tmp_path / f"{name}.json").write_text(text)
+    names = {"CONFIG": config, **{name: str(tmp_path / f"{name}.json") for name in files}}
+    assert main(["plan", *(names.get(arg, arg) for arg in argv)]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
+def test_the_configs_of_the_examples_are_the_models_they_are_named_for() -> None:
+    billions = {"qwen2.5-7b": 7.62, "qwen2.5-14b": 14.8, "qwen2.5-32b": 32.8, "qwen2.5-72b": 72.7}
+    for name, size in {**billions, "120b": 120.0}.items():
+        made = target.build(
+            str(ROOT / "examples" / "configs" / f"{name}.json"), batch=1, seq=8, dtype=None
+        )
+        assert made.parameters / 1e9 == pytest.approx(size, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(7200, "2.0 hours"), (86400 * 3, "3 days"), (86400 * 3652.5, "3,652 days (10.0 years)")],
+)
+def test_long_times_are_readable(seconds: float, text: str) -> None:
+    assert _long(seconds) == text
