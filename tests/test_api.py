@@ -236,7 +236,7 @@ def test_the_newest_schedule_is_shown(accumulating: Schedule) -> None:
 def test_schedules_are_verified_before_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
     verified: list[Schedule] = []
     made: list[Schedule] = []
-    monkeypatch.setattr("megacompile.api.verify", verified.append)
+    monkeypatch.setattr("megacompile.compiler.verify", verified.append)
     plain = Executor.__init__
 
     def init(self: Executor, schedule: Schedule, machine: Any) -> None:

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 from torch import fx
 
-from megacompile import api, ops, verify_memory
+from megacompile import compiler, ops, verify_memory
 from megacompile.ir import Schedule
 from megacompile.passes.free import insert_free
 from megacompile.runtime.executor import Machine
@@ -109,7 +109,7 @@ def planted(fault: Fault) -> Iterator[None]:
             fault(graph)
         return new
 
-    with mock.patch.object(api, "insert_free", faulty), mock.patch.object(api, "verify"):
+    with mock.patch.object(compiler, "insert_free", faulty), mock.patch.object(compiler, "verify"):
         yield
 
 
