@@ -35,7 +35,7 @@ from megacompile.situation import Situation
 from megacompile.sizes import parse_bytes
 
 NAME = "plan"
-HELP = "whether a model can be trained on a machine, and how fast; no GPU needed"
+HELP = "if a model fits on a machine, and how fast it trains"
 
 _STATES = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
