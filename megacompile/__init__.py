@@ -5,7 +5,9 @@ model = megacompile(model)
 
 from megacompile.api import Trace, accumulate, explain, megacompile, schedules, trace, updates
 from megacompile.errors import (
+    AnomalyError,
     BackwardError,
+    DeviceMemoryError,
     HostMemoryError,
     MegacompileError,
     MissingExtraError,
@@ -24,7 +26,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Activations",
+    "AnomalyError",
     "BackwardError",
+    "DeviceMemoryError",
     "Explanation",
     "Head",
     "HostMemoryError",

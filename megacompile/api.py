@@ -91,7 +91,7 @@ def megacompile(
             set.
         gpu_memory: device memory that may be used: bytes, "20GiB" or a fraction of the device's.
             Default: what is free when the plan is made, less a margin of 5 %.
-        host_memory: the same of the host.
+        host_memory: the same of the host, for parameters and gradients: more is an error.
         resident: device memory for buckets that live there, with their gradients and optimizer
             states: a size, 0 or "all". Default: "auto", as much as makes the step fastest.
         head: "chunked" computes the last linear layer and its `cross_entropy` in chunks of tokens,
@@ -164,7 +164,7 @@ def megacompile(
     refuse_nested(model)
     if optimizer is not None:
         check_optimizer(model, optimizer)
-    check_host_memory(host_rows(model, gradients=optimizer is None))
+    check_host_memory(host_rows(model, gradients=optimizer is None), options.host_memory)
     divide = functools.partial(find_units, compute_dtype=options.compute_dtype)
     streamed = StreamedModel(model, options, divide, functools.partial(PassCompiler, options))
     model._compiled_call_impl = streamed

@@ -198,7 +198,8 @@ class _Finder:
         """What a tensor looks like."""
         meta = self.values.of.get(node) if isinstance(node, fx.Node) else None
         if not isinstance(meta, TensorMeta):
-            raise _Whole(f"{node} is no tensor")
+            what = "it has no target that is a tensor" if node is None else f"{node} is no tensor"
+            raise _Whole(what)
         return meta
 
     def _walk(self, loss: fx.Node, source: Any) -> tuple[tuple[fx.Node, ...], fx.Node]:

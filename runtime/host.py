@@ -473,23 +473,29 @@ class _Watch:
         return NotImplemented
 
 
-def check_host_memory(rows: Sequence[tuple[str, int]]) -> None:
+def check_host_memory(rows: Sequence[tuple[str, int]], limit_bytes: int | None = None) -> None:
     """Raise before anything is allocated if `rows` of (what, additional bytes) do not fit.
+
+    Args:
+        rows: (what, additional bytes).
+        limit_bytes: what the user allows; None: what is free, less a margin.
 
     Raises:
         HostMemoryError: with the table.
     """
     needed = sum(size for _, size in rows)
-    free = available_bytes()
-    if needed + _MARGIN_BYTES <= free:
+    there = max(available_bytes() - _MARGIN_BYTES, 0)
+    if limit_bytes is not None:
+        there = min(there, limit_bytes)
+    if needed <= there:
         return
     width = max(len(what) for what, _ in rows)
     table = "\n".join(f"  {what:<{width}}  {format_bytes(size):>10}" for what, size in rows)
     raise HostMemoryError(
         f"megacompile(): host memory is too small\n{table}\n"
         f"  {'needed':<{width}}  {format_bytes(needed):>10}\n"
-        f"  {'available':<{width}}  {format_bytes(max(free - _MARGIN_BYTES, 0)):>10}\n"
-        "free host memory, use a smaller dtype (model.bfloat16()), or freeze parameters "
+        f"  {'available':<{width}}  {format_bytes(there):>10}\n"
+        "free host memory (or raise host_memory=), use a smaller dtype (model.bfloat16()), or freeze parameters "
         "(requires_grad_(False)), which need no gradients"
     )
 

@@ -455,6 +455,12 @@ def test_a_margin_is_left_for_the_process(machine: Callable[..., None]) -> None:
         check_host_memory([("parameters", 3 * GIB // 4 + 1)])
 
 
+def test_a_limit_of_the_users_is_kept() -> None:
+    check_host_memory([("parameters", 2 * 2**20)], 2 * 2**20)
+    with pytest.raises(HostMemoryError, match=r"(?s)parameters +2 MiB.*available +1 MiB.*host_mem"):
+        check_host_memory([("parameters", 2 * 2**20)], 2**20)
+
+
 def test_no_memory_at_all_is_not_less_than_none(machine: Callable[..., None]) -> None:
     machine(2**20, max=2**20, current=2**24)
     with pytest.raises(HostMemoryError, match=r"available +0 B\n"):
