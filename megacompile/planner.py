@@ -230,6 +230,7 @@ def does_not_fit(problem: Problem, peak: Moment) -> str:
     return (
         f"megacompile(): device memory is too small, at {peak.graph} {peak.label}, with every "
         f"stage recomputed and nothing resident\n{table(problem, peak)}\nuse smaller batches or "
-        "sequences, or raise gpu_memory=; where the head is the largest, let the model return its loss alone "
+        "sequences, or raise gpu_memory=; where the head is the largest, let the model return its "
+        "loss alone "
         '(head="chunked")'
     )

@@ -495,8 +495,8 @@ def check_host_memory(rows: Sequence[tuple[str, int]], limit_bytes: int | None =
         f"megacompile(): host memory is too small\n{table}\n"
         f"  {'needed':<{width}}  {format_bytes(needed):>10}\n"
         f"  {'available':<{width}}  {format_bytes(there):>10}\n"
-        "free host memory (or raise host_memory=), use a smaller dtype (model.bfloat16()), or freeze parameters "
-        "(requires_grad_(False)), which need no gradients"
+        "free host memory (or raise host_memory=), use a smaller dtype (model.bfloat16()), or "
+        "freeze parameters (requires_grad_(False)), which need no gradients"
     )
 
 

@@ -443,8 +443,8 @@ def test_too_little_memory_is_said_with_the_table(machine: Callable[..., None]) 
         "  gradients                3 GiB",
         "  needed                  12 GiB",
         "  available             11.8 GiB",
-        "free host memory, use a smaller dtype (model.bfloat16()), or freeze parameters "
-        "(requires_grad_(False)), which need no gradients",
+        "free host memory (or raise host_memory=), use a smaller dtype (model.bfloat16()), or "
+        "freeze parameters (requires_grad_(False)), which need no gradients",
     ]
 
 
