@@ -458,6 +458,13 @@ def put_first(handle: Any) -> None:
     hooks.move_to_end(handle.id, last=False)
 
 
+def put_last(handle: Any) -> None:
+    """Let a hook run behind those that are registered in the same place."""
+    hooks = handle.hooks_dict_ref()
+    if hooks is not None and handle.id in hooks:
+        hooks.move_to_end(handle.id)
+
+
 def compiled_function(
     function: Callable[..., Any],
     args: tuple[Any, ...],

@@ -69,6 +69,18 @@ class Machine:
     def __post_init__(self) -> None:
         self.activations = HostPool(pin=self.device.type == "cuda")
 
+    def exchanged(self) -> bool:
+        """Is a parameter's data now in the place of another one, as after `p.data, q.data = ...`?
+
+        To adopt the one would overwrite the other.
+        """
+        buckets = self.buckets.values()
+        replaced = [param.untyped_storage() for b in buckets for param, _ in b.replaced()]
+        if not replaced:
+            return False
+        ours = {value.data_ptr() for b in buckets for value in b.values if value.numel()}
+        return any(storage.data_ptr() in ours for storage in replaced)
+
 
 class Executor:
     """The compiled functions of one schedule."""

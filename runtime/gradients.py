@@ -79,11 +79,22 @@ class Gradients:
                 self._renew(key, bucket)
         places = {(key, i) for key, params in wanted.items() for i in params}
         places -= self._returned | self._dropped
+        self._part(places)
         self._so_far = {place for place in places if self._has_gradient(*place)}
         self._wanted, self._attempted = places, places - self._written
         self._sent.clear()
         self._written.update(places)
         return bool(self._so_far)
+
+    def _part(self, places: Iterable[Place]) -> None:
+        """Give a `p.grad` that lies in the room of another one's memory of its own."""
+        rooms = {g.data_ptr(): (k, i) for k, b in self.buckets.items() for i, g in b.grads.items()}
+        for place in places:
+            gradient = self._param(place).grad
+            if gradient is None or consumed(gradient) or gradient.layout is not torch.strided:
+                continue
+            if gradient.numel() and rooms.get(gradient.data_ptr(), place) != place:
+                gradient.data = gradient.detach().clone()
 
     def start_update(self, wanted: Mapping[int, Sequence[int]]) -> bool:
         """The same where the backward updates: it takes the gradients that there are, and keeps
@@ -130,17 +141,16 @@ class Gradients:
         return self.buckets[key].grads[index] if (key, index) in self._so_far else None
 
     def take(self, key: int) -> dict[int, torch.Tensor]:
-        """Take a bucket's own gradients out of `p.grad`: by the parameter's index."""
+        """Take a bucket's gradients out of `p.grad`: by the parameter's index."""
         bucket = self.buckets[key]
         taken = {}
-        for i, ours in bucket.grads.items():
-            gradient = bucket.params[i].grad
+        for i, param in enumerate(bucket.params):
+            gradient = param.grad
             if gradient is None or consumed(gradient):
                 continue
             self._open(gradient)
-            if gradient.data_ptr() == ours.data_ptr():
-                taken[i] = gradient.detach()
-                bucket.params[i].grad = None
+            taken[i] = gradient.detach()
+            param.grad = None
         return taken
 
     @staticmethod
@@ -149,7 +159,10 @@ class Gradients:
         if taken:
             bucket.make_grads()
         for i, gradient in taken.items():
-            bucket.params[i].grad = bucket.grads[i].copy_(gradient).detach()
+            if i in bucket.grads:
+                bucket.params[i].grad = bucket.grads[i].copy_(gradient).detach()
+            else:  # frozen since
+                bucket.params[i].grad = gradient.to(bucket.values[i].device)
 
     @contextmanager
     def aside(
@@ -360,6 +373,8 @@ class Gradients:
                 gradient = bucket.params[i].grad
                 if gradient is None or (key, i) in self._foreign:
                     continue
+                if compat.storage_users(gradient) > 2 and key not in lazy:
+                    continue  # who holds another name for it may change it unseen
                 if (key, i) in self._written and type(gradient) is torch.Tensor:
                     of_it = functools.partial(norms.get, k)
                     Served(gradient, settle, of_it, bucket.layout.params[i].name)

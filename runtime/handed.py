@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megacompile import compat
 from megacompile.ir import Stream
 from megacompile.runtime.flight import Flight, copy_in_pieces
 from megacompile.runtime.host import HostBucket
@@ -43,11 +44,15 @@ class Handed:
     rooms: Rooms
     sources: Sources  # where the states came from
     visible: Sequence[torch.Tensor]  # the states that the user holds
+    host: HostBucket
+    versions: tuple[int, ...]  # of the parameters and states
 
     def fits(self, steps: Sequence[Step]) -> bool:
         """Are these the updates of exactly this, and is it all as the backward left it?"""
-        return {step.index for step in steps} == self.rooms.keys() and all(
-            step.intact and _same(step.in_order(), self.sources[step.index]) for step in steps
+        return (
+            {step.index for step in steps} == self.rooms.keys()
+            and all(s.intact and _same(s.in_order(), self.sources[s.index]) for s in steps)
+            and self.versions == _versions(self.host, self.rooms, self.visible)
         )
 
     def drop(self) -> None:
@@ -111,11 +116,25 @@ class HandOver:
         """Hand them over to the next step."""
         if rooms:
             sources, visible = self._learned[host.layout.key]
-            handed = Handed(self.streams, gradients, rooms, sources, visible)
+            if any(map(host.aliased, rooms)) or any(map(_shared, visible)):
+                return  # somebody may write to them behind the guards
+            versions = _versions(host, rooms, visible)
+            handed = Handed(self.streams, gradients, rooms, sources, visible, host, versions)
             host.offer(handed, list(rooms), visible)
 
     def _sources(self, host: HostBucket) -> Sources:
         return self._learned.get(host.layout.key, ({}, ()))[0]
+
+
+def _versions(
+    host: HostBucket, params: Iterable[int], states: Iterable[torch.Tensor]
+) -> tuple[int, ...]:
+    return (*(host.params[i]._version for i in params), *(state._version for state in states))
+
+
+def _shared(state: torch.Tensor) -> bool:
+    """Does somebody hold a state's memory under another name? The bucket and the optimizer do."""
+    return compat.storage_users(state) > 2
 
 
 def _same(states: Sequence[object], others: Sequence[object]) -> bool:

@@ -207,7 +207,10 @@ class HostBucket:
             fresh = self._fresh.get(i) == param._version
             if not fresh or (self.aliased(i) and self.in_flight is None):
                 self.streamed[i].copy_(self.values[i])
-                self.mark_fresh(i)
+                if self.aliased(i):
+                    self.forget(i)  # a write under the other name would go unseen
+                else:
+                    self.mark_fresh(i)
         self._watch()
 
     def aliased(self, index: int) -> bool:

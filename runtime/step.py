@@ -74,6 +74,7 @@ class Updates:
         """Start the update of our parameters; gives those that are done, and their gradients."""
         if any(self.owns(param) for group in optimizer.param_groups for param in group["params"]):
             self.machine.before_step()  # it may move buckets, and their gradients
+            self._take_over()
         found = [
             (group, param)
             for group in optimizer.param_groups
@@ -145,11 +146,29 @@ class Updates:
             _drop_empty(optimizer, trained)
         return done  # type: ignore[return-value]
 
+    def _take_over(self) -> None:
+        """Adopt data that the user has put into parameters (`p.data = ...`) since the forward."""
+        for bucket in self.machine.buckets.values():
+            if bucket.replaced():
+                bucket.settle()
+                bucket.withdraw()
+                if not self.machine.exchanged():
+                    bucket.adopt()
+
     def _left_to(self, optimizer: Optimizer, param: nn.Parameter) -> bool:
-        """Does the optimizer's own step update a parameter on the device?"""
-        resident = self.machine.buckets[self._place(param)[0]].resident is not None
+        """Does the optimizer's own step update a parameter: one on the device, or not in place?"""
+        key, i = self._place(param)
+        bucket = self.machine.buckets[key]
+        if param.data_ptr() != bucket.values[i].data_ptr():
+            return True
         eager = self.options.lowering is Lowering.EAGER
-        return resident and (eager or type(optimizer) not in _BY_RULE)
+        left = bucket.resident is not None and (eager or type(optimizer) not in _BY_RULE)
+        if left and param in optimizer.state:  # states that were loaded before the bucket moved
+            state = optimizer.state[param]
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dim():
+                    state[name] = value.to(param.device)
+        return left
 
     def _handed(self, update: BucketUpdate, offer: Offer | None, aliased: bool) -> Handed | None:
         """What the backward left on the device for an update, if that is still right."""
@@ -338,7 +357,7 @@ class Updates:
             grad=gradient,
             scale=scale,
             group={k: _snapshot(v) for k, v in group.items() if k != "params"},
-            states=_internal(bucket, i, state),
+            states=_internal(bucket, i, _of_now(state, names) if way in _RULES else state),
         )
         if isinstance(state.get("step"), torch.Tensor):
             # float64: torch.optim computes with it as a tensor, not as a number, while any thread
@@ -446,6 +465,11 @@ def _like_it(param: torch.Tensor, state: dict[str, Any]) -> list[str]:
     ]
 
 
+def _of_now(state: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The states that the group's options ask for; others may be left from options before."""
+    return {k: v for k, v in state.items() if k == "step" or k in names}
+
+
 def _internal(bucket: HostBucket, i: int, state: dict[str, Any]) -> dict[str, Any]:
     """A state as the update takes it: our own views, which nobody guards."""
     found: dict[str, Any] = {}
@@ -490,6 +514,7 @@ class _Hooks:
     def __init__(self) -> None:
         self.hidden: list[tuple[nn.Parameter, torch.Tensor]] = []
         self.converts = False  # 8-bit states in state_dict()
+        self.handle: Any = None  # of `before`
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Do our part of the step; a closure is called first, because the gradients are its."""
@@ -535,7 +560,10 @@ def _closure(args: Any, kwargs: Any) -> tuple[Callable[[], Any] | None, Any, Any
 def _attach(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Before any optimizer's step: hook those over our parameters, behind the user's own hooks."""
     del args, kwargs
-    if optimizer in _ATTACHED or not _LIVE:
+    if optimizer in _ATTACHED:
+        compat.put_last(_ATTACHED[optimizer].handle)  # behind hooks that were registered since
+        return
+    if not _LIVE:
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if any(updates.owns(param) for updates in tuple(_LIVE) for param in params):
@@ -546,7 +574,7 @@ def _hooks_on(optimizer: Optimizer) -> _Hooks:
     """The hooks on an optimizer, put there the first time."""
     if optimizer not in _ATTACHED:
         hooks = _ATTACHED[optimizer] = _Hooks()
-        optimizer.register_step_pre_hook(hooks.before)
+        hooks.handle = optimizer.register_step_pre_hook(hooks.before)
         handle = optimizer.register_step_post_hook(hooks.after)
         # before the user's own, which may look at the gradients, or zero them
         compat.put_first(handle)

@@ -207,7 +207,7 @@ class StreamedModel:
                 bucket.settle()
                 bucket.withdraw()
             check_model(self.model)
-            fits = fits and not self._exchanged()
+            fits = fits and not self.machine.exchanged()
             if not fits or not all(bucket.adopt() for bucket in buckets):
                 self._let_go()
                 self._take_over()
@@ -216,18 +216,6 @@ class StreamedModel:
                 bucket.settle()
             bucket.refresh()
         self._buffers_to_device()
-
-    def _exchanged(self) -> bool:
-        """Is a parameter's data now in the place of another one, as after `p.data, q.data = ...`?
-
-        To adopt the one would overwrite the other.
-        """
-        buckets = self.machine.buckets.values()
-        replaced = [param.untyped_storage() for b in buckets for param, _ in b.replaced()]
-        if not replaced:
-            return False
-        ours = {value.data_ptr() for b in buckets for value in b.values if value.numel()}
-        return any(storage.data_ptr() in ours for storage in replaced)
 
     def _buffers_to_device(self) -> None:
         moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # one buffer, several places

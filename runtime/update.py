@@ -193,9 +193,12 @@ class BucketUpdate:
         """The updates, neighbours with the same hyperparameters as one: a call costs more than
         the update of a small parameter does."""
         runs: list[_Run] = []
+        last = -2
         for step in self.steps:
             run = self._run(step)
-            joined = runs[-1].join(run, self.bucket) if runs else None
+            beside = runs and step.index == last + 1  # nobody without a gradient lies in between
+            last = step.index
+            joined = runs[-1].join(run, self.bucket) if beside else None
             if joined is not None:
                 runs[-1] = joined
             elif run.update.param.numel():
