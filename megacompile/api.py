@@ -307,7 +307,7 @@ _TRACES: WeakKeyDictionary[StreamedModel, ref[Trace]] = WeakKeyDictionary()
 def _newest(streamed: StreamedModel) -> tuple[list[Planned], list[Schedule]]:
     """Of every captured graph the schedule of the newest shape, that of a training step if any."""
     planned, schedules = [], []
-    for graph in streamed.graphs:
+    for graph in streamed.current():
         ran = [
             (program, variant, executor.schedule)
             for program in graph.programs.values()

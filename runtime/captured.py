@@ -169,12 +169,16 @@ class CapturedGraph:
         self.machine = machine
         self.run = run
         self.programs: dict[Hashable, Program | None] = {}
+        self.stale = False  # are they to be made anew, because buckets have moved?
         self._met: set[Hashable] = set()
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         if self.current_compiler() is not self.compiler:  # buckets were laid out anew
             self.compiler = self.current_compiler()
+            self.stale = True
+        if self.stale:
             self.programs.clear()
+            self.stale = False
         args = tuple(map(_fetched, args))
         ambient = Ambient.current(self.machine.device)
         key = (ambient, *(self._key(arg) for arg in args))

@@ -99,17 +99,21 @@ class StreamedModel:
         before.restore(self.model, ran_out)
         shortage.step_down(self.compiler, ran_out, "the forward")
         for graph in self.graphs:
-            graph.programs.clear()
+            graph.stale = True
         self._move_if_wanted()
 
     def schedules(self) -> list[Schedule]:
         """The newest schedule of every program that ran, in the order of capture."""
         return [
             list(program.executors.values())[-1].schedule
-            for graph in self.graphs
+            for graph in self.current()
             for program in graph.programs.values()
             if program is not None
         ]
+
+    def current(self) -> list[CapturedGraph]:
+        """The captured graphs whose programs are those that ran last."""
+        return [graph for graph in self.graphs if not graph.stale] or self.graphs
 
     @torch.inference_mode(False)  # what is allocated here outlives the mode
     def _take_over(self) -> None:
@@ -170,7 +174,7 @@ class StreamedModel:
         self.machine.slots.forget()
         self._make_proxies()
         for graph in self.graphs:
-            graph.programs.clear()
+            graph.stale = True
 
     def _bucket(self, layout: Bucket, params: Sequence[nn.Parameter], resident: bool) -> HostBucket:
         pin = self.options.device.type == "cuda" and not resident

@@ -20,8 +20,6 @@ from torch import Tensor, nn
 
 from megacompile import megacompile, updates
 from megacompile.ir import Bucket, Stream, format_bytes
-from megacompile.runtime.activations import HostPool
-from megacompile.runtime.executor import _Ops
 from megacompile.runtime.host import HostBucket
 from megacompile.runtime.streams import Handle, Streams
 from tests.zoo import WIDTH, Block, Stack, batch, equal, stack, step
@@ -218,27 +216,6 @@ def test_activations_wait_in_pinned_memory_of_the_exact_size() -> None:
     for room in rooms._free:
         assert room.buffer.bytes(room.size_bytes).is_pinned()
         assert len(room.buffer) == max(room.size_bytes, mmap.PAGESIZE)
-
-
-def test_a_late_offload_shows_without_its_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test of the tests: a fetch that does not wait for its offload gets old bytes."""
-    plain, model = twins(**OFFLOADING)
-    wanted = gradients(plain)
-    assert_equal(wanted, gradients(model), "no delays")
-    delay(monkeypatch, cycles_on(Stream.D2H))
-    stored = HostPool.store
-
-    def store(self: HostPool, value: Tensor, queue: Any) -> Any:
-        waiting = stored(self, value, queue)
-        waiting.ready = None
-        return waiting
-
-    monkeypatch.setattr(HostPool, "store", store)
-    monkeypatch.setattr(_Ops, "wait", lambda self, *handles: None)  # nor does the compute stream
-    poison(model)
-    got = gradients(model)
-    assert any(not equal(wanted[name], got[name]) for name in wanted)
-    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("slow", list(Stream), ids=lambda stream: stream.value)

@@ -62,7 +62,10 @@ def test_bitwise_on_the_gpu(name: str, plan: str) -> None:
     """The second step of a planned model is one on buckets that have moved to the device."""
     streamed = _bitwise(name, GPU, **PLANS[plan])
     places = {param.device.type for param in streamed.parameters()}
-    assert places == ({"cpu"} if plan == "streamed" else {"cuda"})
+    wanted = {"cpu"} if plan == "streamed" else {"cuda"}
+    if name == "graph break":  # the plan is of the first captured graph
+        wanted |= {"cpu"}
+    assert places == wanted
 
 
 def _bitwise(name: str, device: torch.device, **options: Any) -> nn.Module:

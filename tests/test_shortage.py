@@ -173,6 +173,7 @@ def test_buckets_move_before_the_first_step() -> None:
         (optimizer,) = adamw(model)
         model(**data(0)).backward()
         optimizer.step()
+    assert len(schedules(streamed)) == 1, "what ran is there, though another one comes next"
     machine = streamed._compiled_call_impl.machine
     assert all(bucket.resident is not None for bucket in machine.buckets.values())
     assert not any(bucket.states for bucket in machine.buckets.values() if not bucket.resident)
