@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import os
 import types
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -323,18 +322,6 @@ def storage_users(tensor: torch.Tensor) -> int:
     storage = tensor.untyped_storage()
     # one user is `storage` itself
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
-
-
-def weak_call(method: Callable[[], None]) -> Callable[[], None]:
-    """A call of a bound method as long as its object lives."""
-    reference = weakref.WeakMethod(method)
-
-    def call() -> None:
-        bound = reference()
-        if bound is not None:
-            bound()
-
-    return call
 
 
 def free_device_bytes(device: torch.device) -> int:

@@ -32,7 +32,7 @@ from megacompile.runtime.proxies import StreamedParameter
 
 
 class Compiler(Protocol):
-    """Makes schedules; `megacompile.api` binds it to the passes."""
+    """Makes schedules; `megacompile.compiler` binds it to the passes."""
 
     resident: frozenset[int]  # keys of the buckets that live on the device
     wanted: frozenset[int]  # keys of those that should, from the next call on

@@ -88,10 +88,13 @@ class Gradients:
 
     def _part(self, places: Iterable[Place]) -> None:
         """Give a `p.grad` that lies in the room of another one's memory of its own."""
+        there = [(place, self._param(place).grad) for place in places]
+        there = [(place, gradient) for place, gradient in there if not _is_gone(gradient)]
+        if not there:  # as behind zero_grad()
+            return
         rooms = {g.data_ptr(): (k, i) for k, b in self.buckets.items() for i, g in b.grads.items()}
-        for place in places:
-            gradient = self._param(place).grad
-            if gradient is None or consumed(gradient) or gradient.layout is not torch.strided:
+        for place, gradient in there:
+            if gradient is None or gradient.layout is not torch.strided:
                 continue
             if gradient.numel() and rooms.get(gradient.data_ptr(), place) != place:
                 gradient.data = gradient.detach().clone()

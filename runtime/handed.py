@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import torch
 
-from megacompile import compat
 from megacompile.ir import Stream
 from megacompile.runtime.flight import Flight, copy_in_pieces
 from megacompile.runtime.host import HostBucket
@@ -31,6 +30,7 @@ from megacompile.runtime.rooms import (
     states_back,
     update,
 )
+from megacompile.runtime.states import is_shared
 from megacompile.runtime.streams import Streams
 from megacompile.runtime.update import Step
 
@@ -116,7 +116,7 @@ class HandOver:
         """Hand them over to the next step."""
         if rooms:
             sources, visible = self._learned[host.layout.key]
-            if any(map(host.aliased, rooms)) or any(map(_shared, visible)):
+            if any(map(host.aliased, rooms)) or any(map(is_shared, visible)):
                 return  # somebody may write to them behind the guards
             versions = _versions(host, rooms, visible)
             handed = Handed(self.streams, gradients, rooms, sources, visible, host, versions)
@@ -130,11 +130,6 @@ def _versions(
     host: HostBucket, params: Iterable[int], states: Iterable[torch.Tensor]
 ) -> tuple[int, ...]:
     return (*(host.params[i]._version for i in params), *(state._version for state in states))
-
-
-def _shared(state: torch.Tensor) -> bool:
-    """Does somebody hold a state's memory under another name? The bucket and the optimizer do."""
-    return compat.storage_users(state) > 2
 
 
 def _same(states: Sequence[object], others: Sequence[object]) -> bool:

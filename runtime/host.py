@@ -425,55 +425,42 @@ _OWN_USERS = 3  # of a parameter's memory: the bucket, the parameter, its proxy
 
 
 @dataclass(frozen=True, slots=True)
-class _Wait:
+class _OfBucket:
+    """Guards a tensor of a bucket; the bucket does `before` when somebody uses it."""
+
+    bucket: HostBucket
+    param: int | None  # its index, where it is a parameter
+
+    def before(self) -> None:
+        """Make the tensor safe to use."""
+
+    def open(self, tensor: torch.Tensor) -> None:
+        self.before()
+        release(tensor)
+        if self.param is not None:
+            self.bucket.forget(self.param)
+
+    def serve(self, function: Any, args: Any, kwargs: Any) -> Any:
+        del function, args, kwargs
+        return NotImplemented
+
+
+class _Wait(_OfBucket):
     """Guards a tensor in whose memory something is in flight."""
 
-    bucket: HostBucket
-    param: int | None  # its index, where it is a parameter
-
-    def open(self, tensor: torch.Tensor) -> None:
+    def before(self) -> None:
         self.bucket.settle()
-        release(tensor)
-        if self.param is not None:
-            self.bucket.forget(self.param)
-
-    def serve(self, function: Any, args: Any, kwargs: Any) -> Any:
-        del function, args, kwargs
-        return NotImplemented
 
 
-@dataclass(frozen=True, slots=True)
-class _Offered:
+class _Offered(_OfBucket):
     """Guards a tensor that something offered was made from."""
 
-    bucket: HostBucket
-    param: int | None  # its index, where it is a parameter
-
-    def open(self, tensor: torch.Tensor) -> None:
+    def before(self) -> None:
         self.bucket.withdraw()
-        release(tensor)
-        if self.param is not None:
-            self.bucket.forget(self.param)
-
-    def serve(self, function: Any, args: Any, kwargs: Any) -> Any:
-        del function, args, kwargs
-        return NotImplemented
 
 
-@dataclass(frozen=True, slots=True)
-class _Watch:
+class _Watch(_OfBucket):
     """Guards a parameter whose streamed copy must follow it."""
-
-    bucket: HostBucket
-    index: int
-
-    def open(self, tensor: torch.Tensor) -> None:
-        release(tensor)
-        self.bucket.forget(self.index)
-
-    def serve(self, function: Any, args: Any, kwargs: Any) -> Any:
-        del function, args, kwargs
-        return NotImplemented
 
 
 def check_host_memory(rows: Sequence[tuple[str, int]], limit_bytes: int | None = None) -> None:

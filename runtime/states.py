@@ -96,3 +96,8 @@ class BlockwiseTensor(torch.Tensor):
 def to_plain(value: Any) -> Any:
     """8-bit states inside of nested containers as float32 tensors; anything else as it is."""
     return compat.tree_map(lambda v: v.plain() if isinstance(v, BlockwiseTensor) else v, value)
+
+
+def is_shared(state: torch.Tensor) -> bool:
+    """Does somebody hold a state's memory under another name? The bucket and the optimizer do."""
+    return compat.storage_users(state) > 2

@@ -33,7 +33,7 @@ from megacompile.runtime.host import HostBucket, Offer
 from megacompile.runtime.rooms import note_changes
 from megacompile.runtime.rules import Rule, adam_hyper, seed_of, sgd_hyper
 from megacompile.runtime.served import served
-from megacompile.runtime.states import BlockwiseTensor, to_plain
+from megacompile.runtime.states import BlockwiseTensor, is_shared, to_plain
 from megacompile.runtime.update import BucketUpdate, Step, Way
 
 _BY_RULE = (AdamW, Adam, SGD)
@@ -112,7 +112,7 @@ class Updates:
                 assert param.grad is not None
                 if guard_of(param.grad) is None:
                     held[key].append(param.grad)
-                if bucket.aliased(step.index) or any(map(_shared, mine)):
+                if bucket.aliased(step.index) or any(map(is_shared, mine)):
                     aliased.add(key)
                 if update.way is Way.STOCK and _has_tensors(step.group):
                     aliased.add(key)  # see float64 in _step
@@ -482,11 +482,6 @@ def _internal(bucket: HostBucket, i: int, state: dict[str, Any]) -> dict[str, An
         else:
             found[name] = value.detach() if isinstance(value, torch.Tensor) else value
     return found
-
-
-def _shared(state: torch.Tensor) -> bool:
-    """Does somebody hold a state's memory under another name? The bucket and `state` do."""
-    return compat.storage_users(state) > 2
 
 
 def _has_tensors(group: dict[str, Any]) -> bool:

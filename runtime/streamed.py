@@ -76,7 +76,7 @@ class StreamedModel:
         if options.optimizer is not None:
             self.machine.in_backward = InBackward(options.optimizer, self.updates.prepare)
         self._compiled = torch.compile(_frame_of(model), backend=_weakly(self._capture))
-        self.machine.before_step = compat.weak_call(self._move_if_wanted)
+        self.machine.before_step = _while_it_lives(self._move_if_wanted)
         self._alone = threading.RLock()  # the swap and the slots serve one call at a time
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -273,6 +273,18 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
         bound = reference()
         assert bound is not None, "a compiled frame outlived its model"
         return bound(*args)
+
+    return call
+
+
+def _while_it_lives(method: Callable[[], None]) -> Callable[[], None]:
+    """The same; nothing happens when the object is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        bound = reference()
+        if bound is not None:
+            bound()
 
     return call
 
