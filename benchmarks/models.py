@@ -34,6 +34,18 @@ def qwen2(
     return model.train()
 
 
+class Loss(nn.Module):
+    """A causal language model that returns its loss alone: (batch, length) ids -> ()."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(input_ids=ids, labels=ids).loss
+        return loss
+
+
 def tokens(batch: int, length: int, vocabulary: int = 152064) -> torch.Tensor:
     """Random token ids (batch, length), int64, on the GPU."""
     return torch.randint(0, vocabulary, (batch, length), device="cuda")

@@ -335,6 +335,19 @@ def free_device_bytes(device: torch.device) -> int:
     return min(free, int(share * total) - reserved) + reserved - used
 
 
+def use_expandable_segments() -> bool:
+    """Let segments of the CUDA allocator grow, for the process; False where the user set it up."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    configured = getattr(torch._C, "_accelerator_getAllocatorSettings", str)
+    if any(os.environ.get(name) for name in names) or configured():
+        return False
+    configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if configure is None:  # before torch 2.10
+        configure = torch.cuda.memory._set_allocator_settings
+    configure("expandable_segments:True")
+    return True
+
+
 def profiler_enabled() -> bool:
     """Is `torch.profiler` recording in this process?"""
     return bool(torch.autograd.profiler._is_profiler_enabled)

@@ -144,21 +144,15 @@ class PassCompiler:
     ) -> Schedule:
         """The passes behind the choice of a plan."""
         options = self.options
-        share, limit = options.device_update or 0.0, math.inf
-        on_gpu = options.device.type == "cuda" or self.machine is not None
-        hands_over = choice.hands_over and options.hands_over and on_gpu
-        if options.device_update is None and hands_over:
-            share = 1.0 if options.host_is_slow else 0.4
-            limit = self.budget_bytes() / 6
+        slots = options.slots + choice.more_slots
+        share = choice.hand_over if options.device_update is None else options.device_update
         plan = functools.partial(
             make_plan,
             keep=choice.keep,
             activations="offload" if choice.offload else options.activations.value,
             lookahead=options.lookahead,
             hand_over=share,
-            hand_over_bytes=limit,
             resident=choice.resident,
-            element_bytes=options.state_bytes,
         )
         schedule = replace(schedule, plan=Plan(reasons=(*schedule.plan.reasons, *reasons)))
         activations = functools.partial(offload_activations, lookahead=options.lookahead)
@@ -173,7 +167,7 @@ class PassCompiler:
                 ("activations", activations),
                 *self._gradient_passes(accumulate=accumulate, update=update),
                 ("prefetch", functools.partial(insert_prefetch, lookahead=options.lookahead)),
-                ("slots", functools.partial(assign_slots, slots=options.slots, hold=hold)),
+                ("slots", functools.partial(assign_slots, slots=slots, hold=hold)),
                 ("free", insert_free),
             ],
         )
@@ -200,9 +194,9 @@ class PassCompiler:
                 trained=schedule.gradient_params,
             )
             pinned = options.activations is not Activations.AUTO
-            found = search(
-                problem, resident=free, pinned=pinned, hand_over=options.device_update is None
-            )
+            on_gpu = options.device.type == "cuda" or self.machine is not None
+            hand_over = options.hands_over and options.device_update is None and on_gpu
+            found = search(problem, resident=free, pinned=pinned, hand_over=hand_over)
             if found is None:
                 found = self._too_small(problem)
             self.choices[stages] = found.choice, found.reasons
@@ -216,7 +210,7 @@ class PassCompiler:
     @staticmethod
     def _too_small(problem: Problem) -> Found:
         """Not even the floor fits. The prediction may be off by a little; then it is tried."""
-        choice = Choice(0, problem.resident, hands_over=False)
+        choice = Choice(0, problem.resident)
         peak = problem.memory(choice).peak
         text = (
             f"device memory: {format_bytes(peak.total_bytes)} needed, "
@@ -275,7 +269,7 @@ class PassCompiler:
 
     def floor(self, stages: Schedule, reason: str) -> None:
         """Plan these stages with as little device memory as can be, though that is too much."""
-        self.choices[stages] = Choice(0, self.resident, hands_over=False), (reason,)
+        self.choices[stages] = Choice(0, self.resident), (reason,)
 
     def rates(self) -> Hardware:
         """Of the machine that is planned for."""

@@ -1,11 +1,12 @@
 """Search for the fastest plan that fits: which stages are kept, which buckets live on the device.
 
-More memory can be used in three ways: a kept stage saves its recompute, a resident bucket its
-copies and the host's update, a bucket that is handed over a part of the host's update. They trade
-against one another, so plans are built and simulated: for a number of resident buckets (the first
-in forward order, whose updates the next forward waits for), as many kept stages as fit (the last
-ones, whose saved tensors are held the shortest), with and without handing over. The step time is a
-smooth function of the number of resident buckets; the best of a coarse grid is refined once.
+More memory can be used in four ways: a kept stage saves its recompute, a resident bucket its copies
+and the host's update, a bucket that is handed over the host's update, a slot more the second copy
+of a bucket that the backward reads soon. They trade against one another, so plans are built and
+simulated: for a number of resident buckets (the first in forward order, whose updates the next
+forward waits for) and a share of the others that is handed over, as many kept stages as fit (the
+last ones, whose saved tensors are held the shortest). Share and number are sought in turns, each
+over a coarse grid; then the number is refined, and what is left goes to slots.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from megacompile.memory import DeviceMemory, Moment, device_memory
 from megacompile.optimizer_cost import OptimizerCost
 from megacompile.simulate import simulate
 
-_GRID = 4  # intervals that the buckets are first divided into
+_COUNTS = (0, 1 / 24, 1 / 12, 1 / 6, 1 / 3, 2 / 3, 1)  # of the buckets, to be resident
+_SHARES = (0.0, 0.1, 0.2, 0.4, 0.7, 1.0)  # of the parameters, to be handed over
+_SLOTS = (1, 2, 4, 8, 16)  # more than asked for
 _EQUAL = 0.01  # predictions this close are as good as one another; what is resident is then surer
 
 
@@ -30,7 +33,8 @@ class Choice:
 
     keep: int = 1  # stages, counted from the last, whose saved tensors are kept
     resident: frozenset[int] = frozenset()  # bucket keys
-    hands_over: bool = True
+    hand_over: float = 0.0  # the share of the streamed parameters that is handed over
+    more_slots: int = 0
     offload: bool = False  # what recomputes take from the forward waits on the host
 
     def __str__(self) -> str:
@@ -91,8 +95,10 @@ class Problem:
 
         Resident buckets are added to the peak without them; that they need no slot is left out.
         """
-        streamed = replace(choice, resident=self.resident)
-        return self._peak_bytes(streamed) <= self._room_bytes(choice)
+        return self._peak_bytes(self._streamed(choice)) <= self._room_bytes(choice)
+
+    def _streamed(self, choice: Choice) -> Choice:
+        return replace(choice, resident=self.resident)
 
     def _room_bytes(self, choice: Choice) -> float:
         """The budget less what new resident buckets take."""
@@ -104,7 +110,7 @@ class Problem:
 
     def floor(self) -> DeviceMemory:
         """Memory of a plan that keeps nothing on the device that need not be there."""
-        streamed = Choice(0, self.resident, hands_over=False)
+        streamed = Choice(0, self.resident)
         both = [self.memory(streamed), self.memory(replace(streamed, offload=True))]
         return min(both, key=lambda memory: memory.peak.total_bytes)
 
@@ -131,7 +137,12 @@ class Problem:
 
 
 def search(
-    problem: Problem, *, resident: bool = True, pinned: bool = False, hand_over: bool = True
+    problem: Problem,
+    *,
+    resident: bool = True,
+    pinned: bool = False,
+    hand_over: bool = True,
+    slots: bool = True,
 ) -> Found | None:
     """The fastest choice that fits; None where not even the floor does.
 
@@ -139,62 +150,120 @@ def search(
         resident: buckets may live on the device.
         pinned: what is kept or offloaded is not for the search to say.
         hand_over: buckets may be handed over.
+        slots: there may be more than were asked for.
     """
-    counts = [0]
-    if resident:
-        total = len(problem.buckets)
-        counts = sorted({round(total * k / _GRID) for k in range(_GRID + 1)})
-    keeps = (1, 1) if pinned else (0, problem.stages)
-    tried: dict[Choice, float] = {}
-    for count in counts:
-        _try(problem, count, tried, keeps, hands_over=hand_over)
-    if hand_over:
-        _try(problem, 0, tried, keeps, hands_over=False)
-    if not tried and not pinned:
-        _try(problem, 0, tried, keeps, hands_over=False, offload=True)
-    if not tried:
+    tries = _Tries(problem, (1, 1) if pinned else (0, problem.stages))
+    total = len(problem.buckets)
+    counts = sorted({round(total * part) for part in _COUNTS}) if resident else [0]
+    shares = _SHARES if hand_over else _SHARES[:1]
+    if not tries.add(counts[-1], 0.0, everything=True):
+        tries.add_each((0,), shares)
+        tries.add_each(counts, {0.0, tries.best.hand_over})
+        tries.add_each({len(tries.best.resident)}, shares)
+        for _ in range(2 if resident else 0):
+            tries.add_each(_between(tries.counts, len(tries.best.resident)), tries.shares)
+    if not tries.times and not pinned:
+        tries.add(0, 0.0, offload=True)
+    if not tries.times:
         return None
-    best = min(tried, key=tried.__getitem__)
-    if resident and len(best.resident) in counts:
-        for count in _between(counts, len(best.resident)):
-            _try(problem, count, tried, keeps, hands_over=best.hands_over)
-    fast = [choice for choice in tried if tried[choice] <= min(tried.values()) * (1 + _EQUAL)]
-    best = max(fast, key=lambda choice: (len(choice.resident), -tried[choice]))
+    best = tries.surest()
+    if slots:
+        best = tries.with_more_slots(best)
     peak = problem.memory(best).peak.total_bytes
-    return Found(best, tried[best], peak, len(tried), _reasons(problem, best, tried, peak))
+    reasons = _reasons(problem, best, tries.times, peak)
+    return Found(best, tries.times[best], peak, len(tries.times), reasons)
 
 
-def _between(counts: Sequence[int], at: int) -> Iterable[int]:
-    """The middles of the intervals beside a point of the grid."""
+def _between(counts: Sequence[int], at: int) -> set[int]:
+    """The middles of the intervals beside one of the counts."""
     k = counts.index(at)
     return {(at + other) // 2 for other in counts[max(0, k - 1) : k + 2]} - set(counts)
 
 
-def _try(
-    problem: Problem,
-    count: int,
-    tried: dict[Choice, float],
-    keeps: tuple[int, int],
-    *,
-    hands_over: bool,
-    offload: bool = False,
-) -> None:
-    """Simulate the choice with `count` resident buckets that keeps as many stages as fit."""
-    keys = problem.resident | {bucket.key for bucket in problem.buckets[:count]}
-    low, most = keeps
-    least = Choice(low, keys, hands_over, offload)
-    if not problem.fits(least):
-        return
-    high = most + 1  # does not fit, as far as is known; low does
-    while high - low > 1:
-        middle = problem.guess(least, low, high)
-        if problem.fits(replace(least, keep=middle)):
-            low = middle
-        else:
-            high = middle
-    choice = replace(least, keep=low)
-    if choice not in tried:
-        tried[choice] = problem.step_s(choice)
+class _Tries:
+    """The choices that were simulated.
+
+    Args:
+        problem: what a plan is sought for.
+        keeps: at least and at most so many stages are kept.
+    """
+
+    def __init__(self, problem: Problem, keeps: tuple[int, int]) -> None:
+        self.problem = problem
+        self.keeps = keeps
+        self.times: dict[Choice, float] = {}
+
+    @property
+    def best(self) -> Choice:
+        """The fastest; streamed, where nothing fits."""
+        return min(self.times, key=self.times.__getitem__, default=Choice(0, self.problem.resident))
+
+    @property
+    def counts(self) -> list[int]:
+        """Of resident buckets, that were tried."""
+        return sorted({len(choice.resident) for choice in (*self.times, self.best)})
+
+    @property
+    def shares(self) -> set[float]:
+        """The share that is handed over in the best."""
+        return {self.best.hand_over}
+
+    def add_each(self, counts: Iterable[int], shares: Iterable[float]) -> None:
+        """Every combination."""
+        for count in counts:
+            for share in shares:
+                self.add(count, share)
+
+    def add(
+        self, count: int, share: float, *, offload: bool = False, everything: bool = False
+    ) -> bool:
+        """Simulate the choice with `count` resident buckets that keeps as many stages as fit.
+
+        With `everything`, only where that is all of them. False where nothing is added.
+        """
+        problem, (low, most) = self.problem, self.keeps
+        keys = problem.resident | {bucket.key for bucket in problem.buckets[:count]}
+        if len(keys) == len(problem.buckets):
+            share = 0.0
+        least = Choice(low, keys, share, offload=offload)
+        if everything and not (
+            len(keys) == len(problem.buckets) and problem.fits(replace(least, keep=most))
+        ):
+            return False
+        if not problem.fits(least):
+            return False
+        high = most + 1  # does not fit, as far as is known; low does
+        while high - low > 1:
+            middle = problem.guess(least, low, high)
+            if problem.fits(replace(least, keep=middle)):
+                low = middle
+            else:
+                high = middle
+        choice = replace(least, keep=low)
+        if choice not in self.times:
+            self.times[choice] = problem.step_s(choice)
+        return True
+
+    def surest(self) -> Choice:
+        """Of those that are as fast as the fastest the one with the most residents."""
+        least = min(self.times.values()) * (1 + _EQUAL)
+        fast = [choice for choice, step_s in self.times.items() if step_s <= least]
+        return max(fast, key=lambda choice: (len(choice.resident), -self.times[choice]))
+
+    def with_more_slots(self, best: Choice) -> Choice:
+        """With as many slots more as fit and pay."""
+        for more in _SLOTS:
+            choice = replace(best, more_slots=more)
+            if len(best.resident) + more >= len(self.problem.buckets):
+                break
+            if self.problem.memory(choice).peak.total_bytes > self.problem.budget_bytes:
+                break
+            step_s = self.problem.step_s(choice)
+            if step_s > self.times[best] * (1 - _EQUAL):
+                break
+            self.times[choice] = step_s
+            best = choice
+        return best
 
 
 def _reasons(

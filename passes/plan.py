@@ -7,10 +7,7 @@ other time, and it saves one pass over the head, the largest matrix of most lang
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-
-import torch
 
 from megacompile.ir import Plan, Schedule, format_bytes
 
@@ -22,8 +19,6 @@ def make_plan(
     activations: str = "auto",
     lookahead: int = 2,
     hand_over: float = 0.0,
-    hand_over_bytes: float = 0.0,
-    element_bytes: Callable[[torch.dtype], float] = lambda dtype: 0.0,
     resident: frozenset[int] = frozenset(),
 ) -> Schedule:
     """The schedule with its plan.
@@ -36,8 +31,6 @@ def make_plan(
         lookahead: how many stages ahead an offloaded value comes back.
         hand_over: the share of the trained parameters, the first in forward order, that
             `optimizer.step()` updates on the device.
-        hand_over_bytes: device memory that may hold what these updates need.
-        element_bytes: of a parameter and its states, for one element streamed in a dtype.
         resident: keys of the buckets that live on the device.
     """
     so_far = schedule.plan.reasons
@@ -49,7 +42,7 @@ def make_plan(
     kept, reason = _keep(schedule, keep, activations)
     offload, waits = _offload(schedule, activations, lookahead)
     budgets, within = _budgets(schedule, kept, activations)
-    chosen, why = _hand_over(schedule, here, hand_over, hand_over_bytes, element_bytes)
+    chosen, why = _hand_over(schedule, here, hand_over)
     reasons = (*so_far, reason, *within, *waits, *_residents(schedule, here), *why)
     return replace(schedule, plan=Plan(kept, reasons, here, chosen, offload, budgets))
 
@@ -117,30 +110,20 @@ def _budgets(
 
 
 def _hand_over(
-    schedule: Schedule,
-    resident: frozenset[int],
-    share: float,
-    limit_bytes: float,
-    element_bytes: Callable[[torch.dtype], float],
+    schedule: Schedule, resident: frozenset[int], share: float
 ) -> tuple[frozenset[int], tuple[str, ...]]:
-    """The first buckets up to a share of the parameters, as far as the memory goes."""
+    """The first buckets that make up no more than a share of the streamed parameters."""
     trained = schedule.gradient_params
     sizes = {
         bucket.key: sum(bucket.params[i].numel for i in trained[bucket.key])
         for bucket in schedule.buckets
         if bucket.key in trained and bucket.key not in resident
     }
-    total, so_far, needed, chosen = sum(sizes.values()), 0, 0.0, []
+    total, left, chosen = sum(sizes.values()), share * sum(sizes.values()), []
     for bucket in schedule.buckets:
-        if bucket.key not in sizes:
-            continue
-        so_far += sizes[bucket.key]
-        for i in trained[bucket.key]:
-            place = bucket.params[i]
-            needed += place.numel * (element_bytes(place.dtype) + place.dtype.itemsize)
-        if so_far > share * total or needed > limit_bytes:
-            break
-        chosen.append(bucket)
+        if sizes.get(bucket.key, 0) and sizes[bucket.key] <= left:
+            left -= sizes[bucket.key]
+            chosen.append(bucket)
     if not chosen:
         return frozenset(), ()
     part = sum(sizes[bucket.key] for bucket in chosen)

@@ -58,6 +58,8 @@ class StreamedModel:
         self.options = options
         self.divide = divide
         self.make_compiler = compiler
+        if options.device.type == "cuda":
+            compat.use_expandable_segments()  # a plan is about bytes, not about fragments
         streams = Streams(options.device)
         self.machine = Machine(
             device=options.device,
@@ -131,6 +133,8 @@ class StreamedModel:
                 made = self._bucket(unit.bucket, params, key in self.resident)
                 self.machine.buckets[key] = made
                 step(unit.bucket.size_bytes)
+        if self.options.device.type == "cuda":
+            torch.cuda.empty_cache()  # where the parameters were
         self.machine.gradients.bind(self.machine.buckets)
         self.machine.slots.forget()
         self.compiler = self.make_compiler(units)

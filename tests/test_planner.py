@@ -71,7 +71,7 @@ FACTORS = (1.02, 1.2, 1.5, 2, 3, 5, 9)  # of the least that can be done with
 
 def test_more_memory_is_never_slower_and_never_too_much() -> None:
     times = []
-    least = problem(GIB).memory(Choice(0, hands_over=False)).peak.total_bytes
+    least = problem(GIB).memory(Choice(0)).peak.total_bytes
     for factor in FACTORS:
         budget = int(factor * least)
         tower = problem(budget)
@@ -99,10 +99,10 @@ def test_the_quick_estimate_of_memory_is_an_upper_bound() -> None:
     for count in (0, 3, 12):
         keys = frozenset(bucket.key for bucket in tower.buckets[:count])
         for keep in (0, 1, 6, 12):
-            choice = Choice(keep, keys, hands_over=False)
+            choice = Choice(keep, keys)
             exact = tower.memory(choice).peak.total_bytes
             quick = 64 * GIB - tower._room_bytes(choice)
-            quick += tower._peak_bytes(Choice(keep, frozenset(), hands_over=False))
+            quick += tower._peak_bytes(Choice(keep, frozenset()))
             assert exact <= quick <= exact + 3 * tower.buckets[0].size_bytes
 
 

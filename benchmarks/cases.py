@@ -1,0 +1,88 @@
+"""The training steps that are measured: which model, on which batch, with what of a machine.
+
+Unless said otherwise 3.89 B parameters (12 layers of Qwen2.5-7B's width and vocabulary) in bf16,
+16x1024 tokens, AdamW with float32 moments, gradients clipped to norm 1 (not in the backward).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+_STREAMED: dict[str, Any] = {"resident": 0, "activations": "recompute"}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One training step of a model."""
+
+    name: str
+    layers: int = 12
+    batch: int = 16
+    length: int = 1024
+    cap_gib: float | None = None  # of device memory, for this process
+    options: Mapping[str, Any] = field(default_factory=dict)  # of `megacompile()`
+    state_dtype: torch.dtype | str | None = torch.float32
+    dtype: torch.dtype = torch.bfloat16  # of the parameters
+    in_backward: bool = False  # is the update made there?
+    steps: int = 5  # that are timed
+
+    @property
+    def text(self) -> str:
+        """ "12 layers, 16x1024, 24 GiB"."""
+        cap = "" if self.cap_gib is None else f", {self.cap_gib:g} GiB"
+        return f"{self.layers} layers, {self.batch}x{self.length}{cap}"
+
+
+def _streamed(name: str, **other: Any) -> Case:
+    """Everything streamed and recomputed."""
+    return Case(name, options=_STREAMED, **other)
+
+
+GROUPS: dict[str, tuple[Case, ...]] = {
+    "optimizer": (
+        _streamed("exact"),
+        _streamed("exact", batch=64, steps=3),
+        _streamed("in the backward", in_backward=True),
+        _streamed("in the backward, 8-bit", in_backward=True, state_dtype="int8"),
+        _streamed("exact, 8-bit", state_dtype="int8", steps=2),
+        Case(
+            "exact, fp32 masters",
+            options={
+                **_STREAMED,
+                "compute_dtype": torch.bfloat16,
+                "grad_dtype": torch.bfloat16,
+            },
+            state_dtype=None,
+            dtype=torch.float32,
+            steps=3,
+        ),
+    ),
+    "planned": (
+        Case("planned"),
+        Case("planned", batch=64, steps=3),
+        Case("planned", layers=28, steps=4),
+    ),
+    "capped": (
+        Case("planned", layers=28, cap_gib=24, steps=3),
+        Case("in the backward", layers=28, cap_gib=24, in_backward=True, steps=3),
+        Case(
+            "in the backward, 8-bit",
+            layers=28,
+            cap_gib=24,
+            in_backward=True,
+            state_dtype="int8",
+            steps=3,
+        ),
+    ),
+    "memory": tuple(
+        Case("planned", batch=4, cap_gib=gib, steps=4) for gib in (10, 16, 28, 48, 80, 139)
+    ),
+    "context": (
+        Case("planned", layers=12, batch=1, length=131072, cap_gib=80, steps=1),
+        Case("planned", layers=28, batch=1, length=131072, cap_gib=80, steps=1),
+    ),
+}
