@@ -171,7 +171,7 @@ class PassCompiler:
                 ("split", functools.partial(split_stages, cache=self.templates)),
                 ("recompute", insert_recompute),
                 ("activations", activations),
-                *self._gradient_passes(accumulate=accumulate, update=update),
+                *self._gradient_passes(choice, accumulate=accumulate, update=update),
                 ("prefetch", functools.partial(insert_prefetch, lookahead=options.lookahead)),
                 ("slots", functools.partial(assign_slots, slots=options.slots, hold=hold)),
                 ("free", insert_free),
@@ -286,7 +286,7 @@ class PassCompiler:
         return cached(self.options.device) or H200  # nobody measures for a plan on the CPU
 
     def _gradient_passes(
-        self, *, accumulate: bool, update: bool
+        self, choice: Choice, *, accumulate: bool, update: bool
     ) -> list[tuple[str, Callable[[Schedule], Schedule]]]:
         """What becomes of the gradients: they are offloaded, or updates are made of them."""
         options = self.options
@@ -294,7 +294,7 @@ class PassCompiler:
             insert = functools.partial(
                 insert_updates,
                 accumulate=accumulate,
-                lookahead=options.lookahead,
+                lookahead=choice.state_lookahead or options.lookahead,
                 masters=options.compute_dtype is not None,
                 state_bytes=options.state_bytes,
             )

@@ -32,6 +32,7 @@ class Choice:
     resident: frozenset[int] = frozenset()  # bucket keys
     hands_over: bool = True
     offload: bool = False  # what recomputes take from the forward waits on the host
+    state_lookahead: int | None = None  # stages that states are fetched ahead; None: as weights
 
     def __str__(self) -> str:
         return f"{self.keep} stages kept, {len(self.resident)} buckets resident"
@@ -104,7 +105,7 @@ class Problem:
 
     def floor(self) -> DeviceMemory:
         """Memory of a plan that keeps nothing on the device that need not be there."""
-        streamed = Choice(0, self.resident, hands_over=False)
+        streamed = Choice(0, self.resident, hands_over=False, state_lookahead=1)
         both = [self.memory(streamed), self.memory(replace(streamed, offload=True))]
         return min(both, key=lambda memory: memory.peak.total_bytes)
 
@@ -150,8 +151,11 @@ def search(
         _try(problem, count, tried, keeps, hands_over=hand_over)
     if hand_over:
         _try(problem, 0, tried, keeps, hands_over=False)
+    if problem.optimizer.in_backward and all(c.keep < problem.stages for c in tried):
+        _try(problem, 0, tried, keeps, hands_over=False, state_lookahead=1)
     if not tried and not pinned:
-        _try(problem, 0, tried, keeps, hands_over=False, offload=True)
+        late = 1 if problem.optimizer.in_backward else None
+        _try(problem, 0, tried, keeps, hands_over=False, offload=True, state_lookahead=late)
     if not tried:
         return None
     best = min(tried, key=tried.__getitem__)
@@ -178,11 +182,12 @@ def _try(
     *,
     hands_over: bool,
     offload: bool = False,
+    state_lookahead: int | None = None,
 ) -> None:
     """Simulate the choice with `count` resident buckets that keeps as many stages as fit."""
     keys = problem.resident | {bucket.key for bucket in problem.buckets[:count]}
     low, most = keeps
-    least = Choice(low, keys, hands_over, offload)
+    least = Choice(low, keys, hands_over, offload, state_lookahead)
     if not problem.fits(least):
         return
     high = most + 1  # does not fit, as far as is known; low does
@@ -211,6 +216,11 @@ def _reasons(
     floor = [s for choice, s in tried.items() if not choice.resident]
     if best.offload:
         lines.append("nothing else fits but to let the stages' inputs wait on the host")
+    if best.state_lookahead is not None:
+        lines.append(
+            f"optimizer states are fetched {best.state_lookahead} stage ahead, later than weights: "
+            "they take less memory"
+        )
     if floor and best.resident:
         lines.append(f"with every bucket streamed it would take {min(floor) * 1e3:.0f} ms")
     return tuple(lines)
