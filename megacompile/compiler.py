@@ -165,7 +165,7 @@ class PassCompiler:
                 ("split", functools.partial(split_stages, cache=self.templates)),
                 ("recompute", insert_recompute),
                 ("activations", activations),
-                *self._gradient_passes(accumulate=accumulate, update=update),
+                *self._gradient_passes(choice, accumulate=accumulate, update=update),
                 ("prefetch", functools.partial(insert_prefetch, lookahead=options.lookahead)),
                 ("slots", functools.partial(assign_slots, slots=slots, hold=hold)),
                 ("free", insert_free),
@@ -210,7 +210,7 @@ class PassCompiler:
     @staticmethod
     def _too_small(problem: Problem) -> Found:
         """Not even the floor fits. The prediction may be off by a little; then it is tried."""
-        choice = Choice(0, problem.resident)
+        choice = Choice(0, problem.resident, state_lookahead=1)
         peak = problem.memory(choice).peak
         text = (
             f"device memory: {format_bytes(peak.total_bytes)} needed, "
@@ -269,7 +269,7 @@ class PassCompiler:
 
     def floor(self, stages: Schedule, reason: str) -> None:
         """Plan these stages with as little device memory as can be, though that is too much."""
-        self.choices[stages] = Choice(0, self.resident), (reason,)
+        self.choices[stages] = Choice(0, self.resident, state_lookahead=1), (reason,)
 
     def rates(self) -> Hardware:
         """Of the machine that is planned for."""
@@ -280,7 +280,7 @@ class PassCompiler:
         return cached(self.options.device) or H200  # nobody measures for a plan on the CPU
 
     def _gradient_passes(
-        self, *, accumulate: bool, update: bool
+        self, choice: Choice, *, accumulate: bool, update: bool
     ) -> list[tuple[str, Callable[[Schedule], Schedule]]]:
         """What becomes of the gradients: they are offloaded, or updates are made of them."""
         options = self.options
@@ -288,7 +288,7 @@ class PassCompiler:
             insert = functools.partial(
                 insert_updates,
                 accumulate=accumulate,
-                lookahead=options.lookahead,
+                lookahead=choice.state_lookahead or options.lookahead,
                 masters=options.compute_dtype is not None,
                 state_bytes=options.state_bytes,
             )

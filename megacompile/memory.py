@@ -84,9 +84,9 @@ def device_memory(
 ) -> DeviceMemory:
     """Walk a step of schedules that follow one another in the forward.
 
-    Slots are shared. New optimizer states that are parked at the end of a backward are taken back
-    when the next backward parks its own; those that it hands over when the next backward begins.
-    Resident buckets are there all the time.
+    Slots are shared. New optimizer states that are parked at the end of a backward are there until
+    a forward reclaims them (where none does, until the next backward parks its own); those that it
+    hands over until the next backward begins. Resident buckets are there all the time.
     """
     each = [schedules] if isinstance(schedules, Schedule) else list(schedules)
     replay = _Replay(fused)
@@ -203,7 +203,10 @@ class _Replay:
             elif node.target is ops.free:
                 self._drop(node.args[0])
             elif node.target is ops.park:
-                self._park(node.args[0])
+                self._reclaim()
+                self.blocks.pop(node.args[0], None)  # it stays
+            elif node.target is ops.reclaim:
+                self._reclaim()
             elif node.target in MAKE_MEMORY:
                 self._make(name, node)
 
@@ -279,11 +282,10 @@ class _Replay:
         if block.names == 0 and block.owned:
             self.live[block.kind] -= block.size_bytes
 
-    def _park(self, node: Any) -> None:
-        """It stays until the next step's first park."""
+    def _reclaim(self) -> None:
+        """What the step before parked goes."""
         self.live[Kind.STATES] -= self.parked_before
         self.parked_before = 0
-        self.blocks.pop(node, None)
 
     def _moment(self, name: str, node: fx.Node, workspace_bytes: int) -> None:
         live = {**self.live, Kind.WORKSPACE: workspace_bytes}

@@ -31,6 +31,7 @@ signatures: `megacompile.runtime.executor` holds what they do.
     offload_state d2h       3OFFLOAD_STATE  bucket, new parameters and states -> done
     hand_over     compute   3HAND_OVER     bucket, gradients, states -> optimizer.step() takes them
     park          compute   PARK         value, after -> nothing; kept until `after` is done
+    reclaim       compute   RECLAIM      () -> nothing; what was parked before goes
     free          compute   -            value, after -> nothing; printed as `del`
 """
 
@@ -183,8 +184,17 @@ def hand_over(bucket: Bucket, gradients: Any, state: Any) -> Any:
 
 
 def park(value: Any, *, after: tuple[Any, ...] = ()) -> None:
-    """Keep a value until `after` is done, and no stream waits for it."""
+    """Keep a value until `after` is done, or a `reclaim` comes; no stream waits for it here."""
     _unbound("park")
+
+
+def reclaim() -> Any:
+    """Give back what earlier backwards parked: the compute stream waits for the copies out of it.
+
+    It is in a forward, half a schedule behind those copies. Nobody in its graph reads that memory,
+    so it names no value, and it may be anywhere, or nowhere: then memory goes later.
+    """
+    _unbound("reclaim")
 
 
 def free(value: Any, *, after: tuple[Any, ...] = ()) -> None:
@@ -243,6 +253,7 @@ OPS: dict[Callable[..., Any], Op] = {
     offload_state: Op("offload_state", _D, _by_bucket("OFFLOAD_STATE")),
     hand_over: Op("hand_over", _C, _by_bucket("HAND_OVER")),
     park: Op("park", _C, _named("PARK")),
+    reclaim: Op("reclaim", _C, _named("RECLAIM")),
     free: Op("free", _C, _named("FREE")),
 }
 

@@ -34,8 +34,9 @@ class Choice:
     keep: int = 1  # stages, counted from the last, whose saved tensors are kept
     resident: frozenset[int] = frozenset()  # bucket keys
     hand_over: float = 0.0  # the share of the streamed parameters that is handed over
-    more_slots: int = 0
+    more_slots: int = 0  # than were asked for
     offload: bool = False  # what recomputes take from the forward waits on the host
+    state_lookahead: int | None = None  # stages that states are fetched ahead; None: as weights
 
     def __str__(self) -> str:
         return f"{self.keep} stages kept, {len(self.resident)} buckets resident"
@@ -110,7 +111,7 @@ class Problem:
 
     def floor(self) -> DeviceMemory:
         """Memory of a plan that keeps nothing on the device that need not be there."""
-        streamed = Choice(0, self.resident)
+        streamed = Choice(0, self.resident, state_lookahead=1)
         both = [self.memory(streamed), self.memory(replace(streamed, offload=True))]
         return min(both, key=lambda memory: memory.peak.total_bytes)
 
@@ -162,8 +163,11 @@ def search(
         tries.add_each({len(tries.best.resident)}, shares)
         for _ in range(2 if resident else 0):
             tries.add_each(_between(tries.counts, len(tries.best.resident)), tries.shares)
+    in_backward = problem.optimizer.in_backward
+    if in_backward and all(choice.keep < problem.stages for choice in tries.times):
+        tries.add(0, 0.0, state_lookahead=1)
     if not tries.times and not pinned:
-        tries.add(0, 0.0, offload=True)
+        tries.add(0, 0.0, offload=True, state_lookahead=1 if in_backward else None)
     if not tries.times:
         return None
     best = tries.surest()
@@ -215,17 +219,25 @@ class _Tries:
                 self.add(count, share)
 
     def add(
-        self, count: int, share: float, *, offload: bool = False, everything: bool = False
+        self,
+        count: int,
+        share: float,
+        *,
+        offload: bool = False,
+        everything: bool = False,
+        state_lookahead: int | None = None,
     ) -> bool:
         """Simulate the choice with `count` resident buckets that keeps as many stages as fit.
 
-        With `everything`, only where that is all of them. False where nothing is added.
+        With `everything`, only where that is all of them. False where nothing is added. Where the
+        backward updates, its copies may leave no time to save: keeping as little as may be is tried
+        as well.
         """
         problem, (low, most) = self.problem, self.keeps
         keys = problem.resident | {bucket.key for bucket in problem.buckets[:count]}
         if len(keys) == len(problem.buckets):
             share = 0.0
-        least = Choice(low, keys, share, offload=offload)
+        least = Choice(low, keys, share, offload=offload, state_lookahead=state_lookahead)
         if everything and not (
             len(keys) == len(problem.buckets) and problem.fits(replace(least, keep=most))
         ):
@@ -239,9 +251,9 @@ class _Tries:
                 low = middle
             else:
                 high = middle
-        choice = replace(least, keep=low)
-        if choice not in self.times:
-            self.times[choice] = problem.step_s(choice)
+        for choice in {least if problem.optimizer.in_backward else None, replace(least, keep=low)}:
+            if choice is not None and choice not in self.times:
+                self.times[choice] = problem.step_s(choice)
         return True
 
     def surest(self) -> Choice:
@@ -280,6 +292,11 @@ def _reasons(
     floor = [s for choice, s in tried.items() if not choice.resident]
     if best.offload:
         lines.append("nothing else fits but to let the stages' inputs wait on the host")
+    if best.state_lookahead is not None:
+        lines.append(
+            f"optimizer states are fetched {best.state_lookahead} stage ahead, later than weights: "
+            "they take less memory"
+        )
     if floor and best.resident:
         lines.append(f"with every bucket streamed it would take {min(floor) * 1e3:.0f} ms")
     return tuple(lines)

@@ -6,6 +6,7 @@ An op starts when its stream has come to it and everything it waits for is done:
     a forward's prefetch waits until its bucket is updated: by the CPU, or by the last backward
     a backward begins when the forward's prefetches are done, because the forward returns then
     the CPU's update and the next forward begin when the gradients are on the host
+    a forward's reclaim waits for the copies of what was parked before it
 
 Copies take their bytes over the bandwidth, which is less while both directions run. The CPU's
 update and the copies share host memory: where they want more than it has, each gets a fair share.
@@ -300,6 +301,7 @@ class _Script:
         ]
         self.ready: dict[_Place, int] = {}  # the op of the last step that brings it up to date
         self.turn: list[int] = []  # what the next graph's begin waits for
+        self.parked: list[int] = []  # the copies that the next reclaim waits for
 
     def _update_bytes(self, size_bytes: float, numel: int, arithmetic_s: float) -> float:
         return max(size_bytes, numel / 1e9 * arithmetic_s * self.hardware.update_gb_s * 1e9)
@@ -317,6 +319,9 @@ class _Script:
                     waits += self.turn
                 if item.reads in self.ready:
                     waits.append(self.ready[item.reads])
+                if item.reclaims:
+                    waits += self.parked
+                    self.parked = []
                 since = len(run.ops) - 1 if item.continues else -1
                 op = _Op(graph.name, item.label, item.lane, item.work, waits, step, since)
                 index = run.add(op)
@@ -326,6 +331,8 @@ class _Script:
                     last_compute = index
                 if item.lands is not None:
                     ready[item.lands] = index
+                if item.parked:
+                    self.parked.append(index)
             self.turn = [drained] if drained >= 0 else []
         after = [*self.turn, *([last_compute] if last_compute >= 0 else [])]
         for update, handed in self.on_device:
@@ -361,6 +368,8 @@ class _Item:
     reads: _Place | None = None  # what of the last step's update it waits for
     lands: _Place | None = None  # what is up to date on the host after it
     continues: bool = False  # the second half of the item before
+    parked: bool = False  # what it copies is parked until it is done
+    reclaims: bool = False  # waits for the copies of what was parked
 
 
 _GRADIENTS = (ops.offload_grad, ops.fetch_grad)
@@ -381,7 +390,9 @@ class _Graph:
         self._seconds: dict[tuple[int, Code], float] = {}
         graph = schedule.graphs[name]
         for node in graph.nodes:
-            if ops.op_of(node) is not None and node.target is not ops.park:
+            if node.target is ops.park:
+                self._park(node)
+            elif ops.op_of(node) is not None:
                 self._add(node)
         if any(item.lands is not None for item in self.items):
             self.drains = -1  # new parameters land while the next forward begins
@@ -397,6 +408,7 @@ class _Graph:
             return
         label = ops.label(node)
         item = _Item(label, lane, 0.0, waits, begins=node.target is ops.begin)
+        item.reclaims = node.target is ops.reclaim
         if lane == _COMPUTE:
             item.work = self._compute_s(node)
         elif node.target is ops.offload_state:  # parameters first: they are wanted next
@@ -422,6 +434,13 @@ class _Graph:
                 item.reads = what, ops.arguments(node)[0].key
         self._position[node] = len(self.items)
         self.items.append(item)
+
+    def _park(self, node: fx.Node) -> None:
+        """No stream waits for `after` here, but the next reclaim does."""
+        for source in node.all_input_nodes:
+            position = self._position.get(producer(source))
+            if position is not None and source is not node.args[0]:
+                self.items[position].parked = True
 
     def _copy(self, size_bytes: float, copies: int) -> float:
         """Bytes, with those that could have been copied while copies were set up."""

@@ -7,7 +7,8 @@ may be given back only when that copy is done: `free(value, after=copy)` makes t
 wait for it. To keep that wait from stalling, such a free is put off until `delay` further
 backwards (in a forward: forwards) have been issued. New optimizer states on their way to the host
 are different: at the end of a backward nothing is left to compute, and the next forward should not
-wait for them, so they are parked: `park(value, after=copy)`.
+begin with a wait for them, so they are parked: `park(value, after=copy)`. That forward gives them
+back half-way (`reclaim`, which the pass `update` inserts).
 """
 
 from __future__ import annotations

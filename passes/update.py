@@ -3,10 +3,17 @@
     before: 2B 1B            after: 2FETCH_STATE 2B 2UPDATE 2OFFLOAD_STATE
                                     1FETCH_STATE 1B 1UPDATE 1OFFLOAD_STATE
 
+        0F 1F 2F             0F 1F RECLAIM 2F
+
 An update comes behind the bucket's last gradient and its last reader in the backward. The optimizer
 states are fetched `lookahead` stages ahead, as the weights are, in the order of the updates; the
 new parameters and states go back while the next stages compute. With `accumulate`, what earlier
 backwards left on the host is added first, as in `offload`.
+
+The last updates of a backward are parked (see `free`), because the next forward should not begin
+with a wait for their copies. Its first half hides them; then `reclaim` gives their memory back,
+before anybody needs as much as a backward does. A forward without a backward, as in an evaluation
+between two steps, does it too.
 """
 
 from __future__ import annotations
@@ -34,17 +41,19 @@ def insert_updates(
 ) -> Schedule:
     """The schedule whose backward updates every bucket that gets gradients.
 
+    Its forward reclaims what the backward before it parked.
+
     Args:
         accumulate: add the gradients that are on the host already.
         lookahead: how many stages ahead states are fetched.
         masters: the states include the parameters, because what is streamed is a copy.
         state_bytes: of one element, streamed in a dtype, with its states; for the cost model.
     """
-    if schedule.backward is None:
-        return schedule
     new = schedule.copy()
     graph = new.backward
-    assert graph is not None
+    if graph is None:
+        _insert_reclaim(new.forward)
+        return new
     steps = uses(graph)  # before there are updates
     made: list[tuple[fx.Node, int]] = []  # updates, and the uses that they follow
     for bucket, call, group in last_gradients(graph).values():
@@ -69,7 +78,17 @@ def insert_updates(
         meta = TensorMeta((int(size),), _BYTE, (1,))
         for node in (room, state, updated):
             node.meta["value"] = meta
+    if made:
+        _insert_reclaim(new.forward)
     return new
+
+
+def _insert_reclaim(graph: fx.Graph) -> None:
+    """Behind the middle one of the forward's stages."""
+    computes = ops.nodes_of(graph, ops.forward)
+    if computes:
+        with graph.inserting_after(last_item(computes[len(computes) // 2])):
+            ops.call(graph, ops.reclaim, name="reclaimed")
 
 
 def _readers(graph: fx.Graph, bucket: Bucket) -> list[fx.Node]:

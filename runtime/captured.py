@@ -123,8 +123,12 @@ class Program:
         return self._meta(output).requires_grad
 
     def variant(self, **changes: Any) -> Variant:
-        """The variant for the gradients that are expected now."""
-        return Variant(**{"tangents": self.tangents, "keep_last": True, **changes})
+        """The variant for the gradients that are expected now.
+
+        Where backwards update, those that do not (`accumulate()`, `torch.autograd.grad`) are few.
+        """
+        expected = {"tangents": self.tangents, "keep_last": True}
+        return Variant(**{**expected, "update": self.machine.in_backward is not None, **changes})
 
     def executor(self, variant: Variant) -> Executor:
         """The executor of a variant, built at first use."""

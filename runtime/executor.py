@@ -33,7 +33,7 @@ from megacompile.runtime.flight import Flight
 from megacompile.runtime.gradients import Gradients
 from megacompile.runtime.handed import HandOver
 from megacompile.runtime.host import HostBucket
-from megacompile.runtime.in_backward import InBackward
+from megacompile.runtime.in_backward import InBackward, Parked
 from megacompile.runtime.proxies import StreamedParameter
 from megacompile.runtime.rooms import Landing, Rooms
 from megacompile.runtime.shortage import random_state, set_random_state
@@ -481,8 +481,21 @@ class _Ops:
         return self._issue(Stream.D2H, (updated,), copy)
 
     def park(self, value: Handle, *, after: tuple[Handle, ...] = ()) -> None:
-        events = [handle.event for handle in after if handle.event is not None]
-        self._updates.park(value.value, events)
+        copies = [handle.event for handle in after if handle.event is not None]
+        if copies:  # there are none on the CPU
+            owner = torch.cuda.current_stream(self.machine.device)
+            self._updates.park([Parked(value.value, copied, owner) for copied in copies])
+
+    def reclaim(self) -> Handle:
+        parked = self._updates.take_parked()
+        copies = tuple(Handle(None, Stream.D2H, entry.copied) for entry in parked)
+
+        def drop() -> None:
+            for entry in parked:  # its owner uses it next: the user may have changed streams
+                entry.owner.wait_event(entry.copied)
+            parked.clear()
+
+        return self._issue(Stream.COMPUTE, copies, drop)
 
     def free(self, value: Handle, *, after: tuple[Any, ...] = ()) -> None:
         raise AssertionError("free is printed as del")

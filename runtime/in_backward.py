@@ -8,6 +8,7 @@ step. The hyperparameters are those of the optimizer when `backward()` is called
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,15 @@ from megacompile.runtime.rooms import Rooms, Sources, fetch, make_rooms, update,
 from megacompile.runtime.update import Step
 
 Place = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """Device memory that a copy to the host may still read."""
+
+    value: Any
+    copied: torch.cuda.Event
+    owner: torch.cuda.Stream  # whose memory it is in the caching allocator
 
 
 class Consumed:
@@ -77,7 +87,7 @@ class InBackward:
         self._options: list[dict[str, Any]] = []  # of the groups, when it began
         self._ended = True  # the last backward did, without an error
         self._backward = -1  # its id
-        self._parked: list[tuple[Any, torch.cuda.Event]] = []
+        self._parked: list[Parked] = []
 
     def begin(self, buckets: Mapping[int, HostBucket], wanted: Mapping[int, Sequence[int]]) -> None:
         """Take the hyperparameters for the backward of one schedule."""
@@ -155,10 +165,18 @@ class InBackward:
         states = (self.optimizer.state[host.params[i]] for i in rooms)
         return [v for s in states for k, v in s.items() if k != "step" and type(v) is torch.Tensor]
 
-    def park(self, value: Any, events: Iterable[torch.cuda.Event]) -> None:
-        """Keep device memory until copies out of it are done."""
-        self._parked = [entry for entry in self._parked if not entry[1].query()]
-        self._parked += [(value, event) for event in events]
+    def park(self, parked: Iterable[Parked]) -> None:
+        """Keep device memory until copies out of it are done, or are waited for.
+
+        What is not taken by the next forward, because there is none, goes here once it may.
+        """
+        self._parked = [entry for entry in self._parked if not entry.copied.query()]
+        self._parked += parked
+
+    def take_parked(self) -> list[Parked]:
+        """All that is parked: the caller waits for the copies, and lets it go."""
+        taken, self._parked = self._parked, []
+        return taken
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

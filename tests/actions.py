@@ -230,6 +230,7 @@ class _Reader:
         label, suffix, slot = match["label"], match["suffix"], match["slot"]
         actions: dict[str, Callable[[], object]] = {
             "BEGIN": lambda: ops.call(self.graph, ops.begin, name="start"),
+            "RECLAIM": lambda: ops.call(self.graph, ops.reclaim, name="reclaimed"),
             "PREFETCH": lambda: self._prefetch(label, slot),
             "RNG": lambda: self._save_rng(label),
             "F": lambda: self._forward(label),

@@ -232,6 +232,8 @@ class _Forward:
         self.weights.start(call(graph, ops.begin))
         for stage in stages:
             y = self._stage(stage, x, states.get(stage.index))
+            if spec.update and stage.index == len(stages) // 2:
+                call(graph, ops.reclaim)
             snapshots = self.inputs.get(stage.index, [])[1:]
             for value in [*self.saved.get(stage.index - 1, []), x, *snapshots]:
                 offload = self.on_host.get(value)

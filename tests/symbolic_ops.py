@@ -28,6 +28,9 @@ class Machine(Layout):
     def _begin(self) -> tuple[Run, Value]:
         return _nothing, None
 
+    def _reclaim(self) -> tuple[Run, Value]:
+        return _nothing, None  # what earlier graphs parked, no name of this one stands for
+
     def _prefetch(self, bucket: Bucket, slot: Any) -> tuple[Run, Value]:
         into, source = self._slot(slot, bucket), self.persistent["params", bucket.key]
 

@@ -80,7 +80,7 @@ def replay(schedule: Schedule) -> list[int]:
                 totals.append(slots + inputs + before + sum(alive.values()))
             elif node.target is ops.free:
                 drop(_node(node.args[0]).name)
-            elif node.target is ops.park:
+            elif node.target in (ops.park, ops.reclaim):
                 before = 0
     return totals
 
@@ -164,20 +164,36 @@ def test_kinds_by_hand() -> None:
     assert backward[Kind.WORKSPACE] == ACTIVATION.size_bytes + WEIGHT.size_bytes
 
 
-def test_parked_states_stay_until_the_next_backward_parks() -> None:
-    schedule = build(Spec(stages=4, update=True))
-    assert schedule.backward is not None
-    parks = len(ops.nodes_of(schedule.backward, ops.park))
-    assert parks > 0
-    forward = moment(schedule, "forward", "0F").live_bytes[Kind.STATES]
-    assert forward == parks * STATE.size_bytes
-
-
-def test_old_parked_states_go_with_the_first_park() -> None:
-    """Of two graphs: the later one's backward runs first, and parks."""
-    schedule = build(Spec(stages=4, update=True))
+def _parked_bytes(schedule: Schedule) -> int:
     assert schedule.backward is not None
     parked = len(ops.nodes_of(schedule.backward, ops.park)) * STATE.size_bytes
+    assert parked > 0
+    return parked
+
+
+def test_parked_states_stay_until_the_next_forward_reclaims_them() -> None:
+    schedule = build(Spec(stages=4, update=True))
+    found = [moment(schedule, "forward", f"{i}F").live_bytes[Kind.STATES] for i in range(4)]
+    assert found == [_parked_bytes(schedule)] * 3 + [0]  # the reclaim is behind 2F
+
+
+def test_one_forward_reclaims_what_every_backward_parked() -> None:
+    """Of two graphs: the later one's backward runs first; both have parked at the end."""
+    schedule = build(Spec(stages=4, update=True))
+    parked = _parked_bytes(schedule)
+    moments = device_memory([schedule, schedule]).moments
+    forwards = [m.live_bytes[Kind.STATES] for m in moments if m.graph == "forward"]
+    assert forwards == [2 * parked] * 3 + [0] * 5
+    second, first = (m for m in moments if (m.graph, m.label) == ("backward", "3RECOMPUTE"))
+    assert second.live_bytes[Kind.STATES] == STATE.size_bytes
+    assert first.live_bytes[Kind.STATES] == parked + STATE.size_bytes  # the second's new ones
+
+
+def test_where_no_forward_reclaims_old_parked_states_go_with_the_first_park() -> None:
+    schedule = build(Spec(stages=4, update=True))
+    for node in ops.nodes_of(schedule.forward, ops.reclaim):
+        schedule.forward.erase_node(node)
+    parked = _parked_bytes(schedule)
     moments = device_memory([schedule, schedule]).moments
     second, first = (m for m in moments if (m.graph, m.label) == ("backward", "3RECOMPUTE"))
     assert second.live_bytes[Kind.STATES] == 2 * parked + STATE.size_bytes  # old ones, its own

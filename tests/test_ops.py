@@ -102,6 +102,7 @@ def test_the_executor_implements_nothing_else() -> None:
         (Spec(update=True), "backward", ops.update, "3UPDATE"),
         (Spec(update=True), "backward", ops.offload_state, "3OFFLOAD_STATE"),
         (Spec(update=True), "backward", ops.park, "PARK"),
+        (Spec(update=True), "forward", ops.reclaim, "RECLAIM"),
         (Spec(), "forward", ops.begin, "BEGIN"),
         (Spec(), "backward", ops.free, "FREE"),
     ],

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megacompile import megacompile, schedules
+from megacompile import megacompile, ops, schedules
 from megacompile.abstract import abstract_options, abstract_programs
 from megacompile.errors import DeviceMemoryError
 from megacompile.hardware import H200
@@ -37,10 +37,11 @@ class Tower(nn.Module):
         return x.square().mean()
 
 
-def problem(budget_bytes: int, tokens: int = 16384) -> Problem:
+def problem(budget_bytes: int, tokens: int = 16384, *, in_backward: bool = False) -> Problem:
     """To plan a tower on an H200, without one."""
-    options = abstract_options(device="cpu", state_dtype=torch.float32)
     model = Tower().to("meta", torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters()) if in_backward else None
+    options = abstract_options(device="cpu", state_dtype=torch.float32, optimizer=optimizer)
     inputs = (torch.empty(tokens, 4096, device="meta", dtype=torch.bfloat16),)
     (program,) = abstract_programs(model, inputs, options=options)
     built: list[Problem] = []
@@ -109,6 +110,27 @@ def test_the_quick_estimate_of_memory_is_an_upper_bound() -> None:
 def test_what_may_not_be_is_not() -> None:
     found = search(problem(12 * GIB), resident=False, pinned=True)
     assert found is not None and found.choice.keep <= 1 and not found.choice.resident
+
+
+def test_states_are_fetched_later_where_that_makes_room() -> None:
+    """With the update in the backward; else there are no states to fetch."""
+    tower = problem(64 * GIB, tokens=1024, in_backward=True)
+    early, late = (tower.memory(Choice(0, state_lookahead=k)).peak.total_bytes for k in (None, 1))
+    assert late < early
+    between = problem((early + late) // 2, tokens=1024, in_backward=True)
+    found = search(between, resident=False)
+    assert found is not None
+    assert found.choice.state_lookahead == 1
+    assert late <= found.peak_bytes <= between.budget_bytes
+    assert any("1 stage ahead" in reason for reason in found.reasons)
+    graph = between.build(found.choice).backward
+    assert graph is not None
+    assert ops.actions(graph).split(" 11B ")[0].count("FETCH_STATE") == 2
+    assert between.floor_bytes() <= late
+    found = search(problem(2 * early, tokens=1024, in_backward=True), resident=False)
+    assert found is not None and found.choice.state_lookahead is None
+    least = problem(64 * GIB).memory(Choice(0, state_lookahead=1))
+    assert least == problem(64 * GIB).memory(Choice(0))
 
 
 def test_nothing_is_found_where_the_floor_does_not_fit() -> None:

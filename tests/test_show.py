@@ -234,6 +234,15 @@ def test_what_is_parked_is_handed_over_without_a_wait() -> None:
     assert "wait(offload_state_1)" in lines and "wait(offload_state_2)" not in lines
 
 
+def test_what_is_reclaimed_is_printed_and_in_the_table() -> None:
+    schedule = build(UPDATING)
+    lines = show.graph_code(schedule, "forward").splitlines()
+    (line,) = [line.strip() for line in lines if "RECLAIM" in line]
+    assert re.fullmatch(r"reclaim\(\) +# compute +RECLAIM", line)
+    forward = show.table(schedule).partition("\n\nbackward")[0].splitlines()
+    assert [row.split("|")[2].strip() for row in forward[2:]] == ["0F", "1F", "RECLAIM 2F"]
+
+
 def test_an_update_is_a_step_of_the_table() -> None:
     table = show.table(build(replace(UPDATING, stages=2)))
     assert table.partition("backward\n")[2] == (

@@ -207,6 +207,33 @@ def test_updates_in_the_backward_are_awaited_by_bucket(monkeypatch: pytest.Monke
     assert timeline.step_s == pytest.approx(11.5 - 4.5)
 
 
+def test_a_reclaim_waits_for_the_copies_of_what_the_last_step_parked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backward, forward = Graph(), Graph()
+    bucket = gigabytes(0, 2.0)
+    room = ops.call(backward.graph, ops.alloc_state, bucket, True, name="room")
+    room.meta["value"] = floats(6.0)  # 2 GB of parameters, then 4 GB of states on the way back
+    copy = ops.call(backward.graph, ops.offload_state, bucket, room)
+    ops.call(backward.graph, ops.park, room, after=(copy,))
+    forward.compute(forward.start, 1.0)
+    ops.call(forward.graph, ops.reclaim)
+    forward.compute(forward.start, 1.0)
+    monkeypatch.setattr(Schedule, "gradient_params", {0: (0,)})
+    schedule = Schedule("parks", forward.done(), backward.done(()), ())
+    timeline = simulate(schedule, UNIT, steps=3)
+    first, second, third = (spans(timeline, step) for step in range(3))
+    assert first["RECLAIM"] == (1.0, 1.0), "nothing is parked yet"
+    assert first["0OFFLOAD_STATE"] == (2.0, 5.0)
+    assert second["RECLAIM"] == (5.0, 5.0)
+    assert second["0OFFLOAD_STATE"] == (6.0, 9.0)
+    assert third["RECLAIM"] == (9.0, 9.0)
+    assert timeline.bound is Lane.D2H
+    for node in ops.nodes_of(schedule.graphs["backward"], ops.park):
+        schedule.graphs["backward"].erase_node(node)
+    assert spans(simulate(schedule, UNIT, steps=3), 2)["RECLAIM"] == (5.0, 5.0)
+
+
 def test_a_backward_begins_when_the_prefetches_are_done() -> None:
     forward, backward = Graph(), Graph()
     forward.prefetch(0, 4.0)

@@ -59,10 +59,27 @@ def test_each_bucket_is_updated_behind_its_gradients() -> None:
 
 
 @pytest.mark.parametrize("line", ["0F 1F", "0F 1F | 1B 0B"])
-def test_the_forward_stays_as_it_is(line: str) -> None:
+def test_the_forward_computes_what_it_did(line: str) -> None:
     schedule = updated(line)
-    assert ops.actions(schedule.forward) == "0F 1F"
+    assert ops.actions(schedule.forward).replace(" RECLAIM", "") == "0F 1F"
     assert (schedule.backward is None) == ("|" not in line)
+
+
+@pytest.mark.parametrize("line", ["", "2B 1B 0B"])
+def test_a_forward_reclaims_half_way_what_was_parked(line: str) -> None:
+    """The docstring's example; one without a backward does it too."""
+    schedule = updated(f"0F 1F 2F | {line}" if line else "0F 1F 2F")
+    assert ops.actions(schedule.forward) == "0F 1F RECLAIM 2F"
+    assert ops.actions(updated("0F").forward) == "0F RECLAIM"
+
+
+def test_where_nothing_is_updated_nothing_is_reclaimed() -> None:
+    schedule = updated("0F 1F 2F | 2B", frozen=(0, 1, 2))
+    assert ops.nodes_of(schedule.forward, ops.reclaim)  # 2B gives gradients
+    model = Net(lambda net, x: cast("Any", net.layers)[0](x).sum(), depth=1).requires_grad_(False)
+    schedule = capture(model, torch.ones(2, 4, requires_grad=True)).build(update=True)
+    assert schedule.backward is not None
+    assert not ops.nodes_of(schedule.forward, ops.reclaim)
 
 
 def test_an_update_takes_the_gradients_and_states_of_its_bucket() -> None:

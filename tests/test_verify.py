@@ -108,6 +108,20 @@ def test_what_is_parked_lives_until_its_copy_is_done() -> None:
     assert (hazard.kind, hazard.label) == (HazardKind.FREED_TOO_EARLY, "0OFFLOAD_STATE")
 
 
+@pytest.mark.parametrize("graph", ["forward", "backward"])
+def test_a_reclaim_is_safe_wherever_it_is(graph: str) -> None:
+    """What it gives back was parked by an earlier graph: nobody here has a name for it."""
+    places = [n for n in build(UPDATING).graphs[graph].nodes if n.op != "placeholder"]
+    for k in range(-len(places), 0):
+        schedule = build(UPDATING)
+        with schedule.graphs[graph].inserting_before(list(schedule.graphs[graph].nodes)[k]):
+            ops.call(schedule.graphs[graph], ops.reclaim)
+        assert hazards(schedule) == []
+    without = build(UPDATING)
+    without.forward.erase_node(find(without, "forward", "RECLAIM"))
+    assert hazards(without) == []
+
+
 # Planted faults. An edit changes a copy in place, or returns another schedule.
 
 Edit = Callable[[Schedule], "Schedule | None"]

@@ -1,0 +1,299 @@
+"""Device memory that a backward parks: the next forward reclaims it, behind the copies out of it.
+
+The CPU has no events, so they are played: ops run in program order, and each gives an event that a
+test lets happen. What waits for which is noted.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from megacompile import megacompile, ops
+from megacompile.api import accumulate
+from megacompile.ir import Stream
+from megacompile.runtime.in_backward import InBackward, Parked
+from megacompile.runtime.streams import Handle, Streams
+from tests.zoo import WIDTH
+
+DEPTH = 4
+
+
+class Event:
+    """Stands in for an event behind an op."""
+
+    def __init__(self, op: int) -> None:
+        self.op = op
+        self.happened = False
+
+    def query(self) -> bool:
+        return self.happened
+
+    def synchronize(self) -> None:
+        self.happened = True
+
+
+class Queue:
+    """Stands in for a compute stream."""
+
+    def __init__(self) -> None:
+        self.waited: list[Event] = []
+
+    def wait_event(self, event: Event) -> None:
+        self.waited.append(event)
+
+
+class Played(Streams):
+    """Streams that run everything at once, and note who waits for copies to the host."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.issued = 0
+        self.fails_at = -1  # the op that raises, counted from the next one
+        self.waits: list[tuple[int, list[Event]]] = []  # of computes: which op, for which copies
+
+    def issue(
+        self, stream: Stream, waits: Iterable[Handle], work: Callable[[], Any], host: Any = None
+    ) -> Handle:
+        self.issued += 1
+        self.fails_at -= 1
+        if self.fails_at == 0:
+            raise RuntimeError("planted")
+        awaited: list[Any] = [h.event for h in waits if h.stream is Stream.D2H and h.event]
+        if stream is Stream.COMPUTE and awaited:
+            self.waits.append((self.issued, awaited))
+        handle = super().issue(stream, (), work, host)
+        handle.event = Event(self.issued)  # type: ignore[assignment]
+        return handle
+
+
+class Tower(nn.Module):
+    """Four layers; with `breaks`, two captured graphs."""
+
+    def __init__(self, *, breaks: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
+        self.breaks = breaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[: DEPTH // 2]:
+            x = torch.tanh(layer(x))
+        if self.breaks:
+            torch._dynamo.graph_break()
+        for layer in self.layers[DEPTH // 2 :]:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+class Subject:
+    """A model whose backward updates, on played streams."""
+
+    def __init__(self, *, breaks: bool = False) -> None:
+        torch.manual_seed(0)
+        torch.compiler.reset()
+        self.model: Any = Tower(breaks=breaks)
+        self.plain = copy.deepcopy(self.model)
+        self.optimizer = AdamW(self.model.parameters(), lr=1e-2)
+        megacompile(self.model, device="cpu", lowering="eager", optimizer=self.optimizer)
+        streamed: Any = self.model._compiled_call_impl
+        machine = streamed.machine
+        machine.streams = machine.gradients.streams = self.streams = Played()
+        self.updates: InBackward = machine.in_backward
+
+    @property
+    def parked(self) -> list[Parked]:
+        return self.updates._parked
+
+    def forward(self) -> Tensor:
+        """Gives the loss; `waits` are those of its compute stream for copies to the host."""
+        self.streams.waits.clear()
+        loss: Tensor = self.model(torch.ones(2, WIDTH))
+        self.waits = list(self.streams.waits)
+        return loss
+
+    @property
+    def reclaimed(self) -> list[Event]:
+        """The copies that the last forward waited for."""
+        return [event for _, events in self.waits for event in events]
+
+    def step(self) -> None:
+        self.forward().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@pytest.fixture(autouse=True)
+def queue(monkeypatch: pytest.MonkeyPatch) -> Iterator[Queue]:
+    """The compute stream that the user is in."""
+    made = Queue()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made)
+    yield made
+
+
+def rooms(entry: Parked) -> list[weakref.ref[Tensor]]:
+    return [weakref.ref(room.new) for room in entry.value.values()]
+
+
+def test_the_first_forward_waits_for_nothing() -> None:
+    subject = Subject()
+    subject.forward()
+    assert subject.reclaimed == []
+
+
+def test_the_next_forward_waits_for_the_copies_and_lets_the_memory_go(queue: Queue) -> None:
+    subject = Subject()
+    subject.step()
+    copies: list[Any] = [entry.copied for entry in subject.parked]
+    memory = [room for entry in subject.parked for room in rooms(entry)]
+    assert copies and memory and all(room() is not None for room in memory)
+    before = subject.streams.issued
+    queue.waited.clear()
+    subject.forward()
+    (at, waited), *others = subject.waits
+    assert waited == copies and not others, "one op waits for all copies, and no other waits"
+    assert queue.waited == copies, "so does the stream whose memory it is"
+    assert before < at < subject.streams.issued
+    gc.collect()
+    assert subject.parked == [] and all(room() is None for room in memory)
+    subject.forward()
+    assert subject.reclaimed == [], "it is given back once"
+
+
+def test_half_of_the_computes_come_before_the_wait() -> None:
+    subject = Subject()
+    subject.forward()
+    (graph,) = subject.model._compiled_call_impl.graphs
+    (program,) = graph.programs.values()
+    (executor,) = program.executors.values()
+    nodes = ops.nodes_of(executor.schedule.forward, ops.forward, ops.reclaim)
+    assert " ".join(map(ops.label, nodes)) == "0F 1F 2F RECLAIM 3F"
+
+
+def test_memory_that_another_stream_allocated_goes_back_behind_the_copies(
+    monkeypatch: pytest.MonkeyPatch, queue: Queue
+) -> None:
+    """The backward was in one stream, the next forward is in another."""
+    subject = Subject()
+    subject.step()
+    copies: list[Any] = [entry.copied for entry in subject.parked]
+    other = Queue()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: other)
+    queue.waited.clear()
+    subject.forward()
+    assert queue.waited == copies
+
+
+def test_every_step_parks_and_reclaims_the_same() -> None:
+    subject = Subject()
+    counts = []
+    for _ in range(4):
+        subject.step()
+        counts.append((len(subject.parked), len(subject.reclaimed)))
+    parked = counts[0][0]
+    assert parked > 0 and counts == [(parked, 0), *[(parked, parked)] * 3]
+
+
+def test_two_forwards_before_a_backward() -> None:
+    subject = Subject()
+    subject.step()
+    first = subject.forward()
+    assert subject.reclaimed and not subject.parked
+    second = subject.forward()
+    assert not subject.reclaimed
+    second.backward()
+    subject.optimizer.step()
+    assert subject.parked
+    del first, second
+    subject.forward()
+    assert subject.reclaimed and not subject.parked
+
+
+def test_an_evaluation_reclaims_too() -> None:
+    subject = Subject()
+    subject.step()
+    subject.model.eval()
+    with torch.no_grad():
+        subject.forward()
+    assert subject.reclaimed and not subject.parked
+    subject.model.train()
+    subject.step()
+    assert not subject.reclaimed and subject.parked
+
+
+def test_micro_batches() -> None:
+    """Those but the last leave gradients, and park nothing."""
+    subject = Subject()
+    for _ in range(2):
+        with accumulate(subject.model):
+            subject.forward().backward()
+        assert not subject.parked
+        subject.step()
+        assert subject.parked
+
+
+def test_the_first_of_several_graphs_reclaims_what_all_parked() -> None:
+    subject = Subject(breaks=True)
+    subject.step()
+    assert len(subject.model._compiled_call_impl.graphs) == 2
+    parked = len(subject.parked)
+    assert parked >= 2, "both backwards park"
+    subject.step()
+    assert len(subject.reclaimed) == parked and len(subject.waits) == 1
+    assert len(subject.parked) == parked
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_forward_that_fails_loses_nothing(behind: bool) -> None:
+    """Before the reclaim all is still parked, and the next forward takes it; behind it is gone."""
+    subject = Subject()
+    before = subject.streams.issued
+    subject.forward()
+    length = subject.streams.issued - before
+    subject.step()
+    parked = len(subject.parked)
+    subject.streams.fails_at = length if behind else 2
+    with pytest.raises(RuntimeError, match="planted"):
+        subject.forward()
+    assert len(subject.parked) == (0 if behind else parked)
+    subject.step()
+    assert len(subject.reclaimed) == (0 if behind else parked)
+    assert len(subject.parked) == parked
+
+
+def test_where_no_forward_comes_memory_goes_once_its_copy_is_done() -> None:
+    updates = Subject().updates
+    queue: Any = Queue()
+    events: list[Any] = [Event(k) for k in range(3)]
+    updates.park([Parked("old", event, queue) for event in events[:2]])
+    events[0].happened = True
+    updates.park([Parked("new", events[2], queue)])
+    assert [entry.copied for entry in updates._parked] == events[1:]
+
+
+def test_it_trains_like_the_plain_loop() -> None:
+    subject = Subject()
+    plain, optimizer = subject.plain, AdamW(subject.plain.parameters(), lr=1e-2)
+    for _ in range(5):
+        plain(torch.ones(2, WIDTH)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        subject.step()
+    for want, got in zip(plain.parameters(), subject.model.parameters(), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_a_plan_is_sought_for_the_schedule_that_runs() -> None:
+    """The forward's schedule is one that updates, so that a plan knows of the states' memory."""
+    subject = Subject()
+    subject.forward()
+    (graph,) = subject.model._compiled_call_impl.graphs
+    (program,) = graph.programs.values()
+    assert [variant.update for variant in program.executors] == [True]
