@@ -12,11 +12,11 @@ so both "host update" and "host memory bandwidth" are the host.
     tiny batch                 1x256 tokens against 3.89 B parameters of which only the norms are
                                trained: weights come twice a step, and nothing else does
     huge batch                 64x1024 tokens, all parameters trained
-    host update                4x1024 tokens, all parameters updated by the CPU
     activations offloaded      a stack of wide residual blocks at a short sequence, resident, whose
                                stages' inputs wait on the host
+    host update                4x1024 tokens, all parameters updated by the CPU
 
-The last one is another model, because a layer of Qwen2.5-7B's width computes five times as long as
+The third is another model, because a layer of Qwen2.5-7B's width computes five times as long as
 its input takes to the host, at any length. What goes to the host in the forward comes back in the
 backward, so d2h can lead only where the backward's fetches hide behind its computes, which are
 three times the forward's: half of the blocks are sized for that, and the others are so thin that
@@ -140,8 +140,8 @@ _OFFLOADED = {"resident": "all", "activations": "offload"}
 SITUATIONS = (
     Staged("tiny batch", "h2d", _norms_alone, _ids(1, 256), _BY_THE_CPU),
     Staged("huge batch", "compute", _qwen, _ids(64, 1024), _STREAMED),
-    Staged("host update", "host", _qwen, _ids(4, 1024), _BY_THE_CPU),
     Staged("activations offloaded", "d2h", _blocks, _features(32, 512), _OFFLOADED),
+    Staged("host update", "host", _qwen, _ids(4, 1024), _BY_THE_CPU),
 )
 
 

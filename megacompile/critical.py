@@ -56,13 +56,18 @@ class Piece:
         return NONE if self.span is None else self.span.op.lane
 
 
-def period(timeline: Timeline, model: str) -> Period | None:
+def period(timeline: Timeline, model: str, *, last: int | None = None) -> Period | None:
     """From the end of the first backward's computes to the end of the last one's.
 
     Where there are fewer than two backwards it is everything that ran; None if nothing did.
     With several captured graphs, the backward is that of the first, which ends a step.
+
+    Args:
+        last: only so many of the last steps; default: all of them.
     """
     ends = _ends(timeline, model, "backward") or _ends(timeline, model, "forward")
+    if last is not None:
+        ends = ends[-last - 1 :]
     if len(ends) > 1:
         return Period(ends[0], ends[-1], len(ends) - 1)
     spans = [span for span in timeline.spans if span.model == model]

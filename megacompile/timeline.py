@@ -269,6 +269,24 @@ def moved(timeline: Timeline, by_s: float) -> Timeline:
     return replace(timeline, spans=tuple(spans))
 
 
+def cut(timeline: Timeline, start_s: float, stop_s: float) -> Timeline:
+    """What ran between two times, which become 0 and their distance; spans end where it does."""
+    spans = []
+    for span in timeline.spans:
+        if span.stop_s > start_s and span.start_s < stop_s:
+            inside = max(span.start_s, start_s), min(span.stop_s, stop_s)
+            memory = span.memory_bytes if span.start_s >= start_s else None
+            spans.append(
+                replace(
+                    span,
+                    start_s=inside[0] - start_s,
+                    stop_s=inside[1] - start_s,
+                    memory_bytes=memory,
+                )
+            )
+    return replace(timeline, spans=tuple(spans))
+
+
 # As text.
 
 
