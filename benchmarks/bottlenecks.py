@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
     parser.add_argument("--gpu", default="h200", help="of --predict")
     parser.add_argument("--device", default="cuda", help="that is not --predict's")
     parser.add_argument("--only", action="append", choices=[s.name for s in SITUATIONS])
-    parser.add_argument("--steps", type=int, default=4, help="that are traced; 2 or more")
+    parser.add_argument("--steps", type=int, default=3, help="that are traced; 2 or more")
     parser.add_argument("--show", action="store_true", help="print all of explain")
     parser.add_argument("--save", help="write each trace to PREFIX-<situation>.json")
     parser.add_argument("--out", help="write the table here")

@@ -24,6 +24,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +163,11 @@ def _save(
         for _ in range(_SAVED_STEPS):
             _step(model, optimizer, ids)
     name = type(model).__name__
+    hardware = load(ids.device)
     measured = middle(t.measured, name)
-    predicted = _predicted(model, load(ids.device), name)
+    if ids.is_cuda:
+        measured = replace(measured, device=hardware.name)
+    predicted = _predicted(model, hardware, name)
     for path in paths:
         (perfetto.save if path.endswith(".json") else plot.draw)(path, measured, predicted)
         print(f"{path}: {Path(path).stat().st_size / 1e3:.0f} KB", flush=True)

@@ -163,8 +163,11 @@ class _Ops:
         self.of_module: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
         last: dict[str, int] = {}
         for i, span in enumerate(self.spans):
-            self.before.append(last.get(span.op.lane, -1))
-            last[span.op.lane] = i
+            lane = span.op.lane
+            if timeline.device == "cpu" and lane != HOST:
+                lane = "issue"  # without a GPU every op runs where it is issued, one at a time
+            self.before.append(last.get(lane, -1))
+            last[lane] = i
             for what in _BRINGS.get(span.op.kind, (HOST,) if span.op.lane == HOST else ()):
                 self.of_module[what, span.op.module].append(i)
         self.waits, self.begins = self._edges()

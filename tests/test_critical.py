@@ -112,6 +112,19 @@ def test_who_was_done_last_was_waited_for_if_it_was_waited_for_at_all() -> None:
     assert found.busy_s["h2d"] == pytest.approx(5.9)
 
 
+def test_without_a_gpu_an_op_waits_for_the_one_issued_before() -> None:
+    spans = (
+        ("0PREFETCH@0", "h2d", 0.0, 1.0, 0),
+        ("1UPDATE", HOST, 0.0, 4.0, -1),
+        ("1PREFETCH@1", "h2d", 4.0, 5.0, 0),
+        ("0F", "compute", 5.0, 6.0, 0),
+    )
+    timeline = by_hand(*spans)
+    assert path(timeline) == [("0PREFETCH@0", 0.0, 1.0), ("-", 1.0, 5.0), ("0F", 5.0, 6.0)]
+    names = [name for name, _, _ in path(replace(timeline, device="cpu"))]
+    assert names == ["1UPDATE", "1PREFETCH@1", "0F"]
+
+
 def test_the_hosts_update_is_what_a_prefetch_waited_for() -> None:
     spans = (
         ("0F", "compute", 0.0, 1.0, 0),
