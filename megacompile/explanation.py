@@ -14,6 +14,7 @@ from typing import Any
 
 from megacompile import ops
 from megacompile.cost import node_s
+from megacompile.critical import NONE, traced_steps
 from megacompile.ir import Schedule, Stage, format_bytes
 from megacompile.show import columns
 from megacompile.simulate import Lane
@@ -65,6 +66,7 @@ class Busy:
     predicted_s: float
     waited_s: float  # of the step's time, what its end waited for this stream
     traced_s: float | None  # a step, where a trace was taken
+    traced_waited_s: float | None  # of that step's time, what its end waited for this stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,7 @@ class Explanation:
     reasons: tuple[str, ...]
     step_s: float  # predicted
     traced_step_s: float | None
+    traced_none_s: float | None  # of it, where no recorded op was what the step waited for
     streams: tuple[Busy, ...]
     bounds: dict[str, float]  # resource -> its share of the step's time, the largest first
     changes: tuple[Change, ...]
@@ -92,7 +95,27 @@ class Explanation:
 
     @property
     def traced_bound(self) -> str | None:
-        """The stream that was busiest in the trace."""
+        """The stream that the traced steps waited for most ("host": the host's update).
+
+        Whom a step waits for is not always who is busiest; see `megacompile.critical`.
+        """
+        waits = self.traced_waits
+        return max(waits, key=waits.__getitem__) if waits else None
+
+    @property
+    def traced_waits(self) -> dict[str, float]:
+        """The share of the traced step's time that its end waited for each stream; {}: no trace."""
+        step_s = self.traced_step_s
+        found = {
+            row.stream: row.traced_waited_s / step_s
+            for row in self.streams
+            if step_s and row.traced_waited_s is not None
+        }
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    @property
+    def traced_busiest(self) -> str | None:
+        """The stream that had work for most of the traced steps' time."""
         busy = {row.stream: row.traced_s for row in self.streams if row.traced_s is not None}
         return max(busy, key=lambda name: busy[name] or 0.0) if busy else None
 
@@ -101,7 +124,8 @@ class Explanation:
         found = asdict(self)
         for memory, name in ((self.device, "device"), (self.host, "host")):
             found[name]["fits"] = memory.fits
-        return {**found, "bound": self.bound, "traced_bound": self.traced_bound}
+        bounds = {"bound": self.bound, "traced_bound": self.traced_bound}
+        return {**found, **bounds, "traced_waits": self.traced_waits}
 
     def memory_rows(self) -> list[list[str]]:
         """Kind by kind, what the device needs and the host."""
@@ -121,6 +145,13 @@ class Explanation:
         shown = [(name, s) for name, s in self.bounds.items() if s >= _EXPLAINED]
         return ", ".join(f"{name} {share:.0%}" for name, share in shown) or "nothing of these"
 
+    def traced_waits_text(self) -> str:
+        """ "h2d 93 %, compute 5 %": what the traced steps waited for."""
+        shown = [*self.traced_waits.items(), (NONE, (self.traced_none_s or 0.0))]
+        if self.traced_step_s:
+            shown[-1] = NONE, shown[-1][1] / self.traced_step_s
+        return ", ".join(f"{name} {share:.0%}" for name, share in shown if share >= _EXPLAINED)
+
     def _title(self) -> str:
         count = sum(group.last - group.first + 1 for group in self.stages)
         return (
@@ -131,7 +162,7 @@ class Explanation:
     def _sections(self) -> list[_Section]:
         measured = ""
         if self.traced_step_s is not None:
-            measured = f", {duration(self.traced_step_s)} traced (busiest: {self.traced_bound})"
+            measured = f", {duration(self.traced_step_s)} traced"
         step = f"a step: {duration(self.step_s)} predicted{measured}; bound by {self.bound}"
         when = f"the device's peak is at {self.device.when}"
         sections: list[_Section] = [
@@ -141,6 +172,8 @@ class Explanation:
             (step, self._stream_rows()),
             ("its time depends on", [self.bounds_text()]),
         ]
+        if self.traced_step_s is not None:
+            sections.append(("the traced steps waited for", [self.traced_waits_text()]))
         return sections + (self._change_sections() if self.changes else [])
 
     def _change_sections(self) -> list[_Section]:
@@ -170,13 +203,14 @@ class Explanation:
     def _stream_rows(self) -> list[list[str]]:
         traced = self.traced_step_s
         head = ["stream", "busy", "of the step", "waited for"]
-        rows = [head + (["traced busy", "of the step"] if traced else [])]
+        rows = [head + (["traced busy", "of the step", "waited for"] if traced else [])]
         for row in self.streams:
             cells = [row.stream, duration(row.predicted_s)]
             cells += [_share(part, self.step_s) for part in (row.predicted_s, row.waited_s)]
             if traced:
                 busy = row.traced_s or 0.0
                 cells += [duration(busy), _share(busy, traced)]
+                cells.append(_share(row.traced_waited_s or 0.0, traced))
             rows.append(cells)
         return rows
 
@@ -234,7 +268,7 @@ def explanation(
         now: the step.
         model: its class.
         parameters: how many it has.
-        traced: what ran in a trace, of whole steps.
+        traced: what ran in a trace, of whole steps; from the second one on, where there are two.
         rebuilt: other plans of the same model; see `megacompile.situation.changes`.
         try_changes: say what would help.
     """
@@ -242,13 +276,14 @@ def explanation(
     peak = now.device.peak
     device = now.device_kinds()
     host = now.host()
-    steps, busy = _traced(traced, model)
+    steps = None if traced is None else traced_steps(traced, model)
     streams = [
         Busy(
             lane.value,
             timeline.busy_s(lane),
             timeline.critical_s.get(lane, 0.0),
-            busy.get(lane.value, 0.0) / steps if steps else None,
+            None if steps is None else steps.busy_s.get(lane.value, 0.0),
+            None if steps is None else steps.waited_s.get(lane.value, 0.0),
         )
         for lane in Lane
     ]
@@ -265,20 +300,12 @@ def explanation(
         host=Memory(host, sum(host.values()), now.host_bytes),
         reasons=tuple(dict.fromkeys(reasons)),
         step_s=now.step_s,
-        traced_step_s=traced.total_s / steps if traced is not None and steps else None,
+        traced_step_s=None if steps is None else steps.step_s,
+        traced_none_s=None if steps is None else steps.waited_s.get(NONE, 0.0),
         streams=tuple(s for s in streams if s.predicted_s or s.traced_s or s.stream != "host"),
         bounds=now.bounds(),
         changes=changes(now, rebuilt) if try_changes else (),
     )
-
-
-def _traced(traced: Traced | None, model: str) -> tuple[int, dict[str, float]]:
-    """How many steps a trace has of a model, and each stream's busy seconds in all of them."""
-    if traced is None:
-        return 0, {}
-    runs = [id(run.schedule) for run in traced.runs if run.graph == "forward"]
-    steps = max((runs.count(run) for run in runs), default=0)
-    return steps, {lane: traced.busy_s(lane, model) for lane in traced.lanes}
 
 
 def _groups(now: Situation) -> tuple[StageGroup, ...]:

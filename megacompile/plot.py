@@ -1,22 +1,26 @@
 """A timeline as a picture: streams over time, the prediction above what was measured, then memory.
 
-A bar an op, coloured by its kind and named where the name fits: "3RECOMPUTE", or "3" where that is
-all there is room for. Needs matplotlib, the extra `viz`.
+A bar an op, coloured by its kind and named where the name fits: "3RECOMPUTE", or "3", the stage's
+number, where that is all there is room for. A line below the bars follows the ops that the end
+waited for (`megacompile.critical`). Needs matplotlib, the extra `viz`.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megacompile.critical import Period, critical_path
 from megacompile.errors import MissingExtraError, TraceError
-from megacompile.timeline import UPDATE_ON_HOST, Span, Timeline
+from megacompile.timeline import HOST, UPDATE_ON_HOST, Span, Timeline
 
 _COLOURS = {  # distinct for readers with any kind of colour vision (Okabe and Ito, 2008), and tints
     "prefetch": "#56B4E9",
+    "fetch": "#1C7FB8",
     "fetch_grad": "#0072B2",
     "fetch_state": "#A6D8F5",
     "forward": "#009E73",
@@ -26,15 +30,20 @@ _COLOURS = {  # distinct for readers with any kind of colour vision (Okabe and I
     "add_grad": "#B8A800",
     "update": "#CC79A7",
     UPDATE_ON_HOST: "#CC79A7",
+    "offload": "#B03A00",
     "offload_grad": "#D55E00",
     "offload_state": "#F2A37A",
 }
 _OTHER = "#9A9A9A"
-_QUIET = ("hold", "alloc_grad", "alloc_state", "save_rng")  # they take no time worth a colour
-_INCHES, _LANE_INCHES, _MEMORY_INCHES = 15.0, 0.5, 1.6
-_LEFT_INCHES, _RIGHT_INCHES = 1.5, 1.9  # of names, of the legend
+# They take no time worth a colour.
+_QUIET = ("hold", "resident", "alloc", "alloc_grad", "alloc_state", "save_rng", "hand_over")
+_NAMES = {"h2d": "to the device\n(h2d)", "d2h": "to the host\n(d2h)", HOST: "update on\nthe host"}
+_INCHES, _LANE_INCHES, _MEMORY_INCHES = 13.0, 0.5, 1.6
+_LEFT_INCHES, _RIGHT_INCHES = 1.3, 1.75  # of names, of the legend
 _FONT = 8.0  # points
-_BAR = 0.78  # of a lane's height
+_BAR = 0.74  # of a lane's height
+_THIN = 2.0  # points: a bar without a white edge, which would hide it
+_PATH = "#202020"
 
 
 def draw(path: str | Path, measured: Timeline, predicted: Timeline | None = None) -> None:
@@ -50,6 +59,11 @@ def draw(path: str | Path, measured: Timeline, predicted: Timeline | None = None
     if ending not in known:
         raise TraceError(f"plot(): got {str(path)!r}; needed an ending among {', '.join(known)}")
     figure.savefig(path, dpi=150, format=ending)
+
+
+def is_there() -> bool:
+    """Is matplotlib installed?"""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def _figure(measured: Timeline, predicted: Timeline | None) -> Any:
@@ -109,9 +123,14 @@ def name_in(width_points: float, name: str, font: float = _FONT) -> str:
     number = re.match(r"[\d.]*", name)
     assert number is not None
     for text in (name, name.partition("@")[0], number[0]):
-        if text and len(text) * font * 0.62 + 2 <= width_points:
+        if text and _points(text) * font + 2 <= width_points:
             return text
     return ""
+
+
+def _points(text: str) -> float:
+    """The width of a text in DejaVu Sans of one point: its capitals are wider than its digits."""
+    return sum({".": 0.32, "_": 0.5, "@": 1.0}.get(c, 0.64 if c.isdigit() else 0.7) for c in text)
 
 
 def _streams(
@@ -125,19 +144,22 @@ def _streams(
     place = {row: len(rows) - 1 - i for i, row in enumerate(rows)}
     for kind in dict.fromkeys(span.op.kind for span in timeline.spans):
         for row, y in place.items():
-            bars = [
-                ((span.start_s - start) * unit, span.duration_s * unit)
+            spans = [
+                span
                 for span in timeline.spans
                 if span.op.kind == kind and (span.model, span.op.lane) == row
             ]
-            if bars:
+            if spans:
+                thin = [span.duration_s * unit * points < _THIN for span in spans]
                 axis.broken_barh(
-                    bars,
+                    [((span.start_s - start) * unit, span.duration_s * unit) for span in spans],
                     (y - _BAR / 2, _BAR),
                     facecolors=_colour(kind),
-                    edgecolors="white",
+                    edgecolors=[_colour(kind) if is_thin else "white" for is_thin in thin],
                     linewidth=0.4,
                 )
+    for model in timeline.models:
+        _path(axis, timeline, model, place, start, unit)
     for span in timeline.spans:
         text = name_in(span.duration_s * unit * points, span.op.name)
         if text:
@@ -154,7 +176,7 @@ def _streams(
     several = len({model for model, _ in rows}) > 1
     axis.set_yticks(
         [place[row] for row in rows],
-        [f"{model} {lane}" if several else lane for model, lane in rows],
+        [f"{model} {lane}" if several else _NAMES.get(lane, lane) for model, lane in rows],
         fontsize=_FONT + 1,
     )
     axis.set_ylim(-0.6, len(rows) - 0.4)
@@ -164,6 +186,26 @@ def _streams(
     axis.set_axisbelow(True)
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)
+
+
+def _path(
+    axis: Any,
+    timeline: Timeline,
+    model: str,
+    place: Mapping[tuple[str, str], int],
+    start: float,
+    unit: float,
+) -> None:
+    """A line below the ops that the end of what is shown waited for."""
+    whole = Period(timeline.start_s, timeline.stop_s, 1)
+    xs: list[float] = []
+    ys: list[float] = []
+    for piece in critical_path(timeline, model, whole):
+        if piece.span is not None:
+            y = place[model, piece.span.op.lane] - _BAR / 2 - 0.07
+            xs += [(piece.start_s - start) * unit, (piece.stop_s - start) * unit, math.nan]
+            ys += [y, y, math.nan]
+    axis.plot(xs, ys, color=_PATH, linewidth=1.8, solid_capstyle="butt")
 
 
 def _memory(
@@ -200,15 +242,23 @@ def _memory(
 
 
 def _legend(figure: Any, spans: Sequence[Span]) -> None:
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     kinds = {span.op.kind for span in spans}
     shown = [kind for kind in _COLOURS if kind in kinds]
-    patches = [Patch(color=_COLOURS[kind], label=kind.replace("_", " ")) for kind in shown]
+    names = {kind.replace("_", " "): _COLOURS[kind] for kind in shown if kind != UPDATE_ON_HOST}
+    if UPDATE_ON_HOST in kinds:
+        names["update"] = _COLOURS[UPDATE_ON_HOST]
+    handles: list[Any] = [Patch(color=colour, label=name) for name, colour in names.items()]
     if kinds - set(shown) - set(_QUIET):
-        patches.append(Patch(color=_OTHER, label="other"))
+        handles.append(Patch(color=_OTHER, label="other"))
+    handles.append(Line2D([], [], color=_PATH, linewidth=1.8, label="critical path"))
     figure.axes[0].legend(
-        handles=patches,
+        handles=handles,
+        title="op (number: its stage)",
+        alignment="left",
+        title_fontsize=_FONT,
         loc="upper left",
         bbox_to_anchor=(1.01, 1.0),
         frameon=False,

@@ -13,8 +13,18 @@ import torch
 from megacompile import hardware as rates
 from megacompile.hardware import Hardware
 from megacompile.ir import Schedule
+from megacompile.optimizer_cost import OptimizerCost
 from megacompile.simulate import simulate
-from megacompile.timeline import OpInfo, Span, Timeline, describe, in_order
+from megacompile.timeline import (
+    HOST,
+    UPDATE_ON_HOST,
+    OpInfo,
+    Run,
+    Span,
+    Timeline,
+    describe,
+    in_order,
+)
 
 
 class Predicted(NamedTuple):
@@ -71,3 +81,35 @@ def predicted(measured: Timeline, hardware: Hardware) -> Timeline:
                 times = (start + event.start_s, start + event.stop_s)
                 spans.append(Span(info, *times, run.model, i, info.live_bytes))
     return Timeline(tuple(in_order(spans)), measured.runs, hardware.name, measured.order)
+
+
+def predicted_steps(
+    schedule: Schedule,
+    hardware: Hardware,
+    optimizer: OptimizerCost | None,
+    *,
+    model: str = "",
+    steps: int = 3,
+) -> Timeline:
+    """Whole steps, one after the other, with the host's updates: what a trace would have of them.
+
+    `predicted` begins every graph where it was measured to begin; here nothing is measured.
+    """
+    names = {graph: {i.name: i for i in describe(schedule, graph)} for graph in schedule.graphs}
+    modules = {f"{bucket.label}UPDATE": bucket.name for bucket in schedule.buckets}
+    graphs = list(schedule.graphs)
+    runs = tuple(Run(model, graph, schedule) for _ in range(steps) for graph in graphs)
+    spans = []
+    for event in simulate(schedule, hardware, optimizer=optimizer, steps=steps).events:
+        times = event.start_s, event.stop_s
+        if event.graph not in schedule.graphs:  # by `optimizer.step()`
+            kind, lane = UPDATE_ON_HOST, event.stream.value
+            if lane != HOST:
+                kind = "update" if event.label.endswith("UPDATE") else "offload_state"
+            info = OpInfo(event.label, kind, lane, modules.get(event.label, ""))
+            spans.append(Span(info, *times, model, -1))
+        elif event.label in names[event.graph]:  # `begin` and frees are left out
+            info = names[event.graph][event.label]
+            run = len(graphs) * event.step + graphs.index(event.graph)
+            spans.append(Span(info, *times, model, run, info.live_bytes))
+    return Timeline(tuple(in_order(spans)), runs, hardware.name, (model,))

@@ -32,7 +32,7 @@ _COPIES = (ops.fetch_grad, ops.offload_grad, ops.fetch_state, ops.offload_state)
 UNSEEN = (ops.free, ops.park, ops.begin)  # they put nothing on a stream
 _ALLOCATES = (
     *(ops.forward, ops.recompute, ops.backward),
-    *(ops.snapshot, ops.norm_grad, ops.alloc_grad, ops.alloc_state),
+    *(ops.snapshot, ops.norm_grad, ops.alloc_grad, ops.alloc_state, ops.alloc),
 )
 
 
@@ -92,6 +92,8 @@ def copied_bytes(node: fx.Node) -> int:
     """Bytes that an op moves between host and device."""
     if node.target is ops.prefetch:
         return int(ops.arguments(node)[0].size_bytes)
+    if node.target in (ops.offload, ops.fetch):
+        return tensors_bytes(node.meta.get("value"))
     if node.target not in _COPIES:
         return 0
     bucket, value = ops.arguments(node)[:2]
@@ -99,17 +101,28 @@ def copied_bytes(node: fx.Node) -> int:
 
 
 def live_bytes(schedule: Schedule, graph: fx.Graph) -> dict[fx.Node, int]:
-    """Bytes of slots and values on the device while each op runs, its results included."""
+    """Bytes on the device while each op runs: slots, resident buckets, values, its results."""
     live = sum(slot.size_bytes for slot in schedule.slots)
-    live += sum(_value_bytes(n) for n in graph.find_nodes(op="placeholder"))
+    there = schedule.plan.resident
+    live += sum(bucket.size_bytes for bucket in schedule.buckets if bucket.key in there)
+    given = graph.find_nodes(op="placeholder")
+    live += sum(_value_bytes(n) for n in given if not _is_on_host(n))
     found = {}
+    gone: set[fx.Node] = set()  # what came back from the host dies with its room, once
     for node in ops.nodes_of(graph):
         if node.target in _ALLOCATES:
             live += _made_bytes(node)
         found[node] = live
         if node.target in (ops.free, ops.park):
-            live -= sum(_value_bytes(hazards.memory(v)) for v in hazards.reads(node))
+            dying = {hazards.memory(value) for value in hazards.reads(node)} - gone
+            live -= sum(_value_bytes(value) for value in dying if not _is_on_host(value))
+            gone |= dying
     return found
+
+
+def _is_on_host(node: fx.Node) -> bool:
+    """Is it what the forward's `offload` left, which the backward fetches?"""
+    return node.op == "placeholder" and any(user.target is ops.fetch for user in node.users)
 
 
 def _value_bytes(node: fx.Node) -> int:
@@ -169,10 +182,18 @@ class Timeline:
         known = tuple(lane for lane in LANES if lane in used or (used and lane != HOST))
         return known + tuple(sorted(used - set(LANES)))
 
-    def busy_s(self, lane: str, model: str | None = None) -> float:
-        """Seconds in which a lane has work; what runs at once (of two models) counts once."""
+    def busy_s(
+        self, lane: str, model: str | None = None, within: tuple[float, float] | None = None
+    ) -> float:
+        """Seconds in which a lane has work; what runs at once (of two models) counts once.
+
+        Args:
+            within: from when to when; default: always.
+        """
         spans = [s for s in self.spans if s.op.lane == lane and model in (None, s.model)]
-        return covered_s((s.start_s, s.stop_s) for s in spans)
+        start, stop = within or (float("-inf"), float("inf"))
+        times = ((max(s.start_s, start), min(s.stop_s, stop)) for s in spans)
+        return covered_s((begin, end) for begin, end in times if begin < end)
 
     def kinds(self) -> list[Kind]:
         """Spans by lane and kind of op, the longest first in each lane."""
@@ -245,6 +266,24 @@ def covered_s(intervals: Iterable[tuple[float, float]]) -> float:
 def moved(timeline: Timeline, by_s: float) -> Timeline:
     """The same spans later by some seconds."""
     spans = [replace(s, start_s=s.start_s + by_s, stop_s=s.stop_s + by_s) for s in timeline.spans]
+    return replace(timeline, spans=tuple(spans))
+
+
+def cut(timeline: Timeline, start_s: float, stop_s: float) -> Timeline:
+    """What ran between two times, which become 0 and their distance; spans end where it does."""
+    spans = []
+    for span in timeline.spans:
+        if span.stop_s > start_s and span.start_s < stop_s:
+            inside = max(span.start_s, start_s), min(span.stop_s, stop_s)
+            memory = span.memory_bytes if span.start_s >= start_s else None
+            spans.append(
+                replace(
+                    span,
+                    start_s=inside[0] - start_s,
+                    stop_s=inside[1] - start_s,
+                    memory_bytes=memory,
+                )
+            )
     return replace(timeline, spans=tuple(spans))
 
 

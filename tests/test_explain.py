@@ -133,15 +133,30 @@ def test_resident_buckets_are_on_the_device_by_kind() -> None:
 
 def test_a_trace_stands_beside_the_prediction() -> None:
     model, optimizer = trained()
-    assert mc.explain(model, changes=False).traced_step_s is None
+    nothing = mc.explain(model, changes=False)
+    assert nothing.traced_step_s is None and nothing.traced_bound is None
+    assert "traced" not in str(nothing)
     with mc.trace(model) as trace:
         for _ in range(2):
             step(model, optimizer)
     found = mc.explain(model, changes=False)
-    assert found.traced_step_s == pytest.approx(trace.measured.total_s / 2)
+    spans = [s for s in trace.spans if s.op.lane == "compute"]
+    ends = [
+        max(s.stop_s for s in spans if s.run == i)
+        for i, run in enumerate(trace.measured.runs)
+        if run.graph == "backward"
+    ]
+    assert len(ends) == 2 and found.traced_step_s == pytest.approx(ends[1] - ends[0])
     busy = {row.stream: row.traced_s for row in found.streams}
-    assert busy["compute"] == pytest.approx(trace.measured.busy_s("compute") / 2)
-    assert found.traced_bound in busy and "traced" in str(found)
+    inside = [s.duration_s for s in spans if ends[0] <= s.start_s < ends[1]]
+    assert busy["compute"] == pytest.approx(sum(inside))
+    assert found.traced_bound == next(iter(found.traced_waits)) in busy
+    assert found.traced_step_s is not None
+    shares = sum(found.traced_waits.values()) + (found.traced_none_s or 0.0) / found.traced_step_s
+    assert shares == pytest.approx(1.0)
+    assert f"the traced steps waited for\n  - {found.traced_waits_text()}" in str(found)
+    assert found.to_dict()["traced_waits"] == found.traced_waits
+    assert found.traced_busiest in busy
     assert mc.explain(model, trace=trace, changes=False) == found
     del trace
     assert mc.explain(model, changes=False).traced_step_s is None

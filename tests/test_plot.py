@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megacompile import plot, trace
+from megacompile.critical import Period, critical_path
 from megacompile.errors import MissingExtraError, TraceError
 from megacompile.hardware import H200
 from megacompile.timeline import OpInfo, Span, Timeline
@@ -41,8 +42,8 @@ def test_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     ("points", "name", "wanted"),
     [
         (100.0, "3RECOMPUTE", "3RECOMPUTE"),
-        (60.0, "2PREFETCH@1", "2PREFETCH@1"),
-        (50.0, "2PREFETCH@1", "2PREFETCH"),
+        (70.0, "2PREFETCH@1", "2PREFETCH@1"),
+        (60.0, "2PREFETCH@1", "2PREFETCH"),
         (10.0, "3RECOMPUTE", "3"),
         (10.0, "10.1PREFETCH@1", ""),
         (3.0, "3F", ""),
@@ -75,11 +76,14 @@ def test_what_stands_in_the_picture(tmp_path: Path) -> None:
     above = [axis.get_position().y0 for axis in figure.axes]
     assert above == sorted(above, reverse=True)
     for axis in figure.axes[:2]:
-        assert [label.get_text() for label in axis.get_yticklabels()] == ["h2d", "compute", "d2h"]
+        rows = [label.get_text().replace("\n", " ") for label in axis.get_yticklabels()]
+        assert rows == ["to the device (h2d)", "compute", "to the host (d2h)"]
         bars = sum(len(c.get_paths()) for c in axis.collections)
         assert bars == len(t.spans)
     legend = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert legend == ["prefetch", "forward", "recompute", "backward", "offload grad"]
+    kinds = ["prefetch", "forward", "recompute", "backward", "offload grad"]
+    assert legend == [*kinds, "critical path"]
+    assert figure.axes[0].get_legend().get_title().get_text() == "op (number: its stage)"
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     canvas: Any = FigureCanvasAgg(figure)
@@ -88,7 +92,15 @@ def test_what_stands_in_the_picture(tmp_path: Path) -> None:
     box = figure.axes[0].get_legend().get_window_extent(renderer)
     assert box.x0 >= figure.axes[0].get_window_extent(renderer).x1, "outside of the bars"
     assert box.x1 <= figure.bbox.x1, "and inside of the picture"
+    for axis, timeline in zip(figure.axes, (t.predicted, t.measured), strict=False):
+        (path,) = axis.lines
+        whole = Period(timeline.start_s, timeline.stop_s, 1)
+        pieces = [p for p in critical_path(timeline, "Stack", whole) if p.span is not None]
+        assert len(path.get_xdata()) == 3 * len(pieces) > 0
     shown = {text.get_text() for axis in figure.axes[:2] for text in axis.texts}
+    texts = [text for axis in figure.axes[:2] for text in axis.texts]
+    boxes = [text.get_window_extent(renderer) for text in texts]
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
     known = {span.op.name for span in t.spans}
     assert shown <= known | {name.partition("@")[0] for name in known} | set("0123456789")
 

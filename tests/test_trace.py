@@ -22,7 +22,7 @@ from megacompile.runtime.trace import Recording, Tracer, _Clock
 from megacompile.runtime.update import BucketUpdate
 from megacompile.timeline import HOST, UPDATE_ON_HOST, Span, describe, live_bytes
 from tests.schedules import ACTIVATION, WEIGHT, Spec, build, find
-from tests.zoo import Made, batchnorm, dropout, stack, step, tied, twins
+from tests.zoo import Made, Stack, batchnorm, dropout, stack, step, tied, twins
 
 QUIET = (ops.free, ops.park, ops.begin)
 
@@ -418,9 +418,10 @@ def test_live_bytes_of_a_forward() -> None:
     assert infos["1F"] == slots + x + 2 * y
 
 
-def test_live_bytes_end_with_what_is_returned() -> None:
+@pytest.mark.parametrize("activations", ["recompute", "offload"])
+def test_live_bytes_end_with_what_is_returned(activations: str) -> None:
     """After the last free of a backward only slots and the returned gradients are left."""
-    _, model = twins(stack()[0])
+    _, model = twins(Stack(layers=6), activations=activations)
     step(model, stack()[1])
     (schedule,) = schedules(model)
     graph = schedule.backward
@@ -431,7 +432,8 @@ def test_live_bytes_end_with_what_is_returned() -> None:
         last = ops.call(graph, ops.begin)
     returned = sum(node.meta["value"].size_bytes for node in graph.output_node().all_input_nodes)
     slots = sum(slot.size_bytes for slot in schedule.slots)
-    assert live_bytes(schedule, graph)[last] == slots + returned
+    live = live_bytes(schedule, graph)
+    assert live[last] == slots + returned and min(live.values()) >= slots
 
 
 # --- CUDA, played
