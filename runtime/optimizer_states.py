@@ -1,6 +1,8 @@
 """Which optimizers have an update of ours, and their states in the flat memory of the buckets.
 
-`optimizer.state[p]` has views of it under the stock names.
+`optimizer.state[p]` has views of it under the stock names. The rooms of a bucket belong to one
+optimizer each (`HostBucket.states_of`), so two optimizers over the same parameters have states of
+their own, as in torch.optim.
 """
 
 from __future__ import annotations
@@ -87,14 +89,18 @@ def make_rooms(
         Are there some in 8 bits?
     """
     named: dict[str, dict[int, torch.dtype | str]] = {}
+    others = any(other is not optimizer for other in bucket.states)
     for trained, name, dtype in wanted:
         named.setdefault(name, {})[trained.at] = dtype
+        given = trained.state.get(name)
+        if others and given is not None and not isinstance(given, BlockwiseTensor):
+            bucket.share_state(optimizer, name, trained.at, given)
     codes = False
     for name, dtypes in named.items():
         wide = {i: dtype for i, dtype in dtypes.items() if isinstance(dtype, torch.dtype)}
         narrow = sorted(dtypes.keys() - wide.keys())
-        bucket.make_state(name, wide, pin=pin)
-        bucket.make_codes(name, narrow, pin=pin)
+        bucket.make_state(optimizer, name, wide, pin=pin)
+        bucket.make_codes(optimizer, name, narrow, pin=pin)
         codes = codes or bool(narrow)
     return codes
 
@@ -103,7 +109,7 @@ def adopt(
     optimizer: Optimizer, bucket: HostBucket, i: int, state: dict[str, Any], names: Iterable[str]
 ) -> None:
     """Let `state` have views of the rooms; what was there (a loaded checkpoint) is copied."""
-    rooms = bucket.states
+    rooms = bucket.states_of(optimizer)
     for name in names:
         given, room = state.get(name), rooms[name][i]
         if isinstance(room, tuple):
@@ -144,7 +150,7 @@ def for_update(
         names: the states that the group's options ask for; others may be left from options before.
             None: all.
     """
-    rooms = bucket.states
+    rooms = bucket.states_of(optimizer)
     found: dict[str, Any] = {}
     for name, value in state.items():
         if names is not None and name != "step" and name not in names:

@@ -378,7 +378,7 @@ class Updates:
         for part in parts:
             update, key = part.update, part.update.bucket.layout.key
             if update.way in (Way.COMPILED, Way.TORCH, Way.HANDED):
-                self.machine.hand_over.learn(key, update.steps, part.states)
+                self.machine.hand_over.learn(optimizer, key, update.steps, part.states)
             if part.aliased or part.first:
                 update.bucket.settle()
             self._install(optimizer, update.bucket, part.first)
@@ -403,7 +403,7 @@ class Updates:
             names = names_like(param, state)
             for name in names:
                 dtypes = {step.index: state[name].dtype}
-                bucket.make_state(name, dtypes, pin=self._cuda)
+                bucket.make_state(optimizer, name, dtypes, pin=self._cuda)
             adopt(optimizer, bucket, step.index, state, names)
             drop_empty(optimizer, [param])
 
