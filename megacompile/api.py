@@ -26,7 +26,7 @@ from megacompile.optimizer_cost import OptimizerCost
 from megacompile.options import Activations, Head, Lowering, Options
 from megacompile.passes.units import find_units
 from megacompile.runtime.host import check_host_memory
-from megacompile.runtime.streamed import HostApply, StreamedModel, refuse_nested
+from megacompile.runtime.streamed import HostApply, StreamedModel, refuse_nested, refuse_shared
 from megacompile.runtime.trace import Trace as Trace
 from megacompile.runtime.trace import Traced
 from megacompile.situation import Situation
@@ -112,7 +112,8 @@ def megacompile(
             stages as there is room for and as pay, and offloads where nothing else fits.
 
     Raises:
-        ModelError: not a module, or parameters that cannot be streamed.
+        ModelError: not a module, parameters that cannot be streamed, or that another megacompiled
+            model has too.
         OptionError: a bad option, or a second call with other options.
         HostMemoryError: parameters and gradients do not fit into host memory.
 
@@ -162,6 +163,7 @@ def megacompile(
             "leave that out: megacompile compiles it"
         )
     refuse_nested(model)
+    refuse_shared(model)
     if optimizer is not None:
         check_optimizer(model, optimizer)
     check_host_memory(host_rows(model, gradients=optimizer is None), options.host_memory)
