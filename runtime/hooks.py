@@ -2,19 +2,22 @@
 
 `before` runs behind the user's own pre-hooks, `after` ahead of the user's own post-hooks:
 
-    user's pre-hooks | before: every model prepares its part, its gradients are hidden |
-    torch.optim's own step, which sees no gradient of ours |
-    after: every part is started, the gradients are shown | user's post-hooks
+    user's pre-hooks
+    before   every model prepares its part, and its gradients are hidden;
+             torch.optim steps for the parameters that are left, whose gradients are hidden then
+    torch.optim's own step, which sees no gradients
+    after    every part is started, the gradients are shown
+    user's post-hooks
 
 Preparing changes nothing, so a step that raises (a hook, a closure, a model that refuses, or
-torch.optim on other parameters) has updated none of our parameters, counted nothing, and may be
-called again. Gradients that torch.optim's error leaves hidden are there again at that call.
+torch.optim on other parameters) has updated none of our parameters, counted nothing, left the
+gradients where they were, and may be called again.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -76,7 +79,7 @@ class _Hooks:
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Prepare our part; a closure is called first, because the gradients are its."""
-        self._give_up()  # what a step that failed has left
+        self._give_up()  # nothing, unless somebody broke off the step in between
         closure = None
         if has_update(optimizer):
             closure, args, kwargs = _closure(args, kwargs)
@@ -90,7 +93,11 @@ class _Hooks:
                     part = model.prepare_step(optimizer)
                     if part is not None:
                         self.parts.append(part)
-                self._hide()
+                self._hide([pair for part in self.parts for pair in part.gradients])
+                left = _with_gradients(optimizer) if self.parts else []
+            if left:
+                compat.step_without_hooks(optimizer)
+                self._hide(left)
         except BaseException:
             self._give_up()
             raise
@@ -106,10 +113,9 @@ class _Hooks:
             finally:
                 self._give_up()
 
-    def _hide(self) -> None:
-        for part in self.parts:
-            self.hidden += part.gradients
-        for param, _ in self.hidden:
+    def _hide(self, gradients: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
+        for param, gradient in gradients:
+            self.hidden.append((param, gradient))
             param.grad = None
 
     def _give_up(self) -> None:
@@ -121,6 +127,11 @@ class _Hooks:
             self.hidden = []
             while self.parts:
                 self.parts.pop().drop()
+
+
+def _with_gradients(optimizer: Optimizer) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return [(param, param.grad) for param in params if param.grad is not None]
 
 
 def _closure(args: Any, kwargs: Any) -> tuple[Callable[[], Any] | None, Any, Any]:
