@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, Optimizer
 
+from megacompile.options import Options
 from megacompile.runtime.host import HostBucket
 from megacompile.runtime.states import BlockwiseTensor, to_plain
 
@@ -52,6 +53,18 @@ def stands_back(optimizer: Optimizer, found: Iterable[Trained]) -> str:
         if param.grad.layout is not torch.strided:
             return "a gradient is sparse"
     return ""
+
+
+def not_heeded(optimizer: Optimizer, options: Options) -> str:
+    """What an optimizer without a rule of ours does not heed, as a sentence; "" if nothing."""
+    asked = {
+        "state_dtype": options.state_dtype is not None,
+        "stochastic_rounding": options.stochastic_rounding,
+    }
+    names = " and ".join(name for name, value in asked.items() if value)
+    if not names or type(optimizer) in BY_RULE:
+        return ""
+    return f"{type(optimizer).__name__} does not heed {names} (AdamW, Adam and SGD do)"
 
 
 def names_by_rule(optimizer: Optimizer, group: dict[str, Any]) -> tuple[str, ...]:

@@ -45,6 +45,7 @@ from megacompile.runtime.optimizer_states import (
     names_by_rule,
     names_like,
     new_counter,
+    not_heeded,
     stands_back,
     visible,
 )
@@ -131,6 +132,9 @@ class Updates:
             return None
         self.settle()
         trained = [each for of_bucket in found.values() for each in of_bucket]
+        ignored = not_heeded(optimizer, self.options)
+        if ignored:
+            self._say(ignored)
         why = stands_back(optimizer, trained)
         if why:
             self._say(f"{type(optimizer).__name__} keeps torch.optim's path on the host: {why}")
