@@ -26,11 +26,11 @@ from megacompile.optimizer_cost import OptimizerCost
 from megacompile.options import Activations, Head, Lowering, Options
 from megacompile.passes.units import find_units
 from megacompile.runtime.host import check_host_memory
-from megacompile.runtime.streamed import HostApply, StreamedModel, refuse_nested
+from megacompile.runtime.streamed import HostApply, StreamedModel, refuse_nested, refuse_shared
 from megacompile.runtime.trace import Trace as Trace
 from megacompile.runtime.trace import Traced
 from megacompile.situation import Situation
-from megacompile.validate import check_model, check_optimizer, host_rows
+from megacompile.validate import check_model, check_optimizer, host_rows, warn_of_rounding
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -79,10 +79,11 @@ def megacompile(
         state_dtype: of the moments of AdamW, Adam and SGD: torch.float32, torch.bfloat16 or "int8"
             (8 bits, blockwise). Default: the parameter's, as in torch.optim.
         stochastic_rounding: let the optimizer round bfloat16 parameters up or down at random, in
-            proportion, so that small updates are not lost.
+            proportion, so that small updates are not lost. A model without any is warned of.
         optimizer: let the backward make the update of this AdamW, Adam or SGD, stage by stage:
             gradients never reach the host, and `optimizer.step()` only counts. No clipping by the
-            global norm, no `p.grad`; micro-batches go into `accumulate(model)`, but for the last.
+            global norm, no `p.grad`, no GradScaler (the update would be made of scaled gradients);
+            micro-batches go into `accumulate(model)`, but for the last.
         device_update: the share of the parameters, from 0 to 1, that `optimizer.step()` updates on
             the device: the first in forward order, while the host does the others. Their states
             come in during the backward and take device memory until the next one. Default: 0.4 (1
@@ -112,7 +113,8 @@ def megacompile(
             stages as there is room for and as pay, and offloads where nothing else fits.
 
     Raises:
-        ModelError: not a module, or parameters that cannot be streamed.
+        ModelError: not a module, parameters that cannot be streamed, or that another megacompiled
+            model has too.
         OptionError: a bad option, or a second call with other options.
         HostMemoryError: parameters and gradients do not fit into host memory.
 
@@ -162,8 +164,11 @@ def megacompile(
             "leave that out: megacompile compiles it"
         )
     refuse_nested(model)
+    refuse_shared(model)
     if optimizer is not None:
         check_optimizer(model, optimizer)
+    if options.stochastic_rounding:
+        warn_of_rounding(model)
     check_host_memory(host_rows(model, gradients=optimizer is None), options.host_memory)
     divide = functools.partial(find_units, compute_dtype=options.compute_dtype)
     streamed = StreamedModel(model, options, divide, functools.partial(PassCompiler, options))

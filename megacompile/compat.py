@@ -5,6 +5,7 @@ All of them were seen on torch 2.11.0 and 2.13.0.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import types
@@ -358,6 +359,36 @@ def backward_id() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def notice_scaled_losses() -> None:
+    """Let `loss_is_scaled` know of every loss that a GradScaler scales from now on."""
+    stock = torch.amp.GradScaler.scale
+    if hasattr(stock, "noticed"):
+        return
+
+    def note(gradient: torch.Tensor) -> None:
+        del gradient
+        _SCALED[:] = [backward_id()]
+
+    @functools.wraps(stock)
+    def scale(self: Any, outputs: Any) -> Any:
+        scaled = stock(self, outputs)
+        for value in _pytree.tree_leaves(scaled) if self.is_enabled() else ():
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                value.register_hook(note)
+        return scaled
+
+    scale.noticed = True  # type: ignore[attr-defined]
+    torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
+
+
+def loss_is_scaled() -> bool:
+    """Inside a backward: has it come through a loss that a GradScaler scaled?"""
+    return backward_id() in _SCALED
+
+
+_SCALED: list[int] = []  # the last backward that did
+
+
 def post_accumulate_hooks(param: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
     """The user's `register_post_accumulate_grad_hook` hooks of a parameter."""
     return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
@@ -401,6 +432,7 @@ METADATA = _metadata()
 # What clip_grad_norm_ calls on a list of gradients.
 FOREACH_NORM = torch._foreach_norm
 FOREACH_MUL = torch._foreach_mul_
+FOREACH_UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_  # GradScaler.unscale_
 FOREACH_ZERO = torch._foreach_zero_  # what zero_grad(set_to_none=False) may call
 
 

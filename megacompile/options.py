@@ -55,7 +55,8 @@ class Options:
         compute_dtype: what float32 parameters are streamed and computed in. Default: their own.
         grad_dtype: of the gradients on the host. Default: each parameter's own.
         state_dtype: of the optimizer's moments, or "int8". Default: each parameter's own.
-        stochastic_rounding: of bfloat16 parameters by the optimizer.
+        stochastic_rounding: of bfloat16 parameters by the optimizer; a model without any to train
+            is warned of, because a script may set it for several models.
         optimizer: whose update is made in the backward. Default: in `optimizer.step()`.
         device_update: the share of the parameters (0 to 1), the first in forward order, that
             `optimizer.step()` updates on the device. Default: 0.4, or 1 where `host_is_slow`, as

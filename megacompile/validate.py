@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import nn
 
@@ -93,6 +95,24 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             )
         if param.requires_grad and param.is_complex():
             raise OptionError(f"megacompile(): parameter {name} is complex; leave out optimizer=")
+
+
+def warn_of_rounding(model: nn.Module) -> None:
+    """Warn if `stochastic_rounding=True` has nothing to round.
+
+    It is no error: the numbers are right, and more exact than what was asked for.
+    """
+    params = list(model.parameters())
+    trained = [param for param in params if param.requires_grad] or params
+    dtypes = sorted({str(param.dtype).removeprefix("torch.") for param in trained})
+    if "bfloat16" not in dtypes:
+        warnings.warn(
+            "megacompile(): stochastic_rounding=True changes nothing: it is for bfloat16 "
+            f"parameters, and those of {type(model).__name__} are {', '.join(dtypes)} (with "
+            "compute_dtype=, too, the optimizer updates these); use model.bfloat16(), or leave it "
+            "out",
+            stacklevel=3,
+        )
 
 
 def host_rows(model: nn.Module, *, gradients: bool = True) -> list[tuple[str, int]]:

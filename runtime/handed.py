@@ -14,8 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from weakref import ref
 
 import torch
+from torch.optim import Optimizer
 
 from megacompile.ir import Stream
 from megacompile.runtime.flight import Flight, copy_in_pieces
@@ -94,14 +96,25 @@ class HandOver:
         self.streams = streams
         self.keys: set[int] = set()  # of the buckets that some schedule hands over
         self._learned: dict[int, tuple[Sources, tuple[torch.Tensor, ...]]] = {}
+        self._owners: dict[int, ref[Optimizer]] = {}  # whose states they are
 
-    def learn(self, key: int, steps: Iterable[Step], visible: Iterable[torch.Tensor]) -> None:
+    def learn(
+        self,
+        owner: Optimizer,
+        key: int,
+        steps: Iterable[Step],
+        visible: Iterable[torch.Tensor],
+    ) -> None:
         """Note the states that an update by rule has used."""
         if key in self.keys:
             self._learned[key] = ({s.index: s.in_order() for s in steps}, tuple(visible))
+            self._owners[key] = ref(owner)
 
     def alloc(self, host: HostBucket, trained: Sequence[int], *, masters: bool) -> Rooms:
         """Memory for a bucket's parameters and states; nothing where these are not known."""
+        key = host.layout.key
+        if key in self._owners and self._owners[key]() is None:  # it is gone, so nobody steps
+            del self._owners[key], self._learned[key]
         sources = self._sources(host)
         if sources.keys() != set(trained):
             return {}

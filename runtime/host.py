@@ -19,9 +19,10 @@ import mmap
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -162,11 +163,11 @@ class HostBucket:
         buffer = self._buffer(layout.size_bytes, pin=pin)
         self.flat = buffer.bytes(layout.size_bytes)  # (size_bytes,) uint8
         self.streamed = tuple(buffer.tensor(place) for place in layout.params)
-        self._memory: list[torch.Tensor] = []  # flat, uint8: of masters, gradients, states
+        self._memory: list[torch.Tensor] = []  # flat, uint8: of masters and gradients
         self._grad_memory: torch.Tensor | None = None  # that of them which holds the gradients
         self.values = self._masters()  # the parameters' own memory
         self.grads: dict[int, torch.Tensor] = {}
-        self.states: dict[str, dict[int, State]] = {}  # name -> parameter -> state
+        self.states: WeakKeyDictionary[Any, StateRooms] = WeakKeyDictionary()  # by the optimizer
         self.in_flight: InFlight | None = None
         self.offered: Offer | None = None  # to optimizer.step(), by the backward
         self._guarded: list[torch.Tensor] = []  # until what is in flight is done
@@ -192,7 +193,7 @@ class HostBucket:
         if all(place.dtype == param.dtype for place, param in named):
             return self.streamed
         dtypes = {i: param.dtype for i, param in enumerate(self.params)}
-        return tuple(self._room(dtypes, pin=self.pin_masters).values())
+        return tuple(self._room(dtypes, self._memory, pin=self.pin_masters).values())
 
     @property
     def has_copy(self) -> bool:
@@ -329,23 +330,49 @@ class HostBucket:
         trained = [i for i, param in enumerate(self.params) if param.requires_grad]
         dtypes = {i: self.grad_dtype or self.params[i].dtype for i in trained}
         self._memory = [memory for memory in self._memory if memory is not self._grad_memory]
-        self.grads = self._room(dtypes, pin=self.pin)
+        self.grads = self._room(dtypes, self._memory, pin=self.pin)
         self._grad_memory = self._memory[-1]
 
-    def make_state(self, name: str, dtypes: Mapping[int, torch.dtype], *, pin: bool) -> None:
-        """Get memory for a state, zeros, of those parameters that have none of that dtype yet."""
-        there = self.states.setdefault(name, {})
+    def states_of(self, owner: object) -> dict[str, dict[int, State]]:
+        """The rooms of an optimizer's states: name -> parameter's index -> state."""
+        return self.states.setdefault(owner, StateRooms()).by_name
+
+    def make_state(
+        self, owner: object, name: str, dtypes: Mapping[int, torch.dtype], *, pin: bool
+    ) -> None:
+        """Get memory for a state, zeros, of those parameters that have none of that dtype yet.
+
+        Args:
+            owner: the optimizer, which is referred to weakly: the memory goes when it does.
+            name: of the state.
+            dtypes: by the parameter's index.
+            pin: page-lock it.
+        """
+        there = self.states_of(owner).setdefault(name, {})
         missing = {
             i: dtype
             for i, dtype in dtypes.items()
             if not isinstance(have := there.get(i), torch.Tensor) or have.dtype != dtype
         }
         if missing:
-            there |= self._room(missing, pin=pin, private=not pin)
+            memory = self.states[owner].memory
+            there |= self._room(missing, memory, pin=pin, private=not pin)
 
-    def make_codes(self, name: str, params: Sequence[int], *, pin: bool) -> None:
+    def share_state(self, owner: object, name: str, index: int, state: torch.Tensor) -> None:
+        """Let an optimizer that was given a state of another one, not a copy, have its room too."""
+        for other, rooms in list(self.states.items()):
+            room = rooms.by_name.get(name, {}).get(index)
+            if other is owner or not isinstance(room, torch.Tensor) or room.dtype != state.dtype:
+                continue
+            if state.numel() and room.data_ptr() == state.data_ptr():
+                self.states_of(owner).setdefault(name, {})[index] = room
+                mine = self.states[owner].memory
+                known = {id(memory) for memory in mine}
+                mine += [memory for memory in rooms.memory if id(memory) not in known]
+
+    def make_codes(self, owner: object, name: str, params: Sequence[int], *, pin: bool) -> None:
         """The same for states in 8 bits: codes and a largest magnitude for each block."""
-        there = self.states.setdefault(name, {})
+        there = self.states_of(owner).setdefault(name, {})
         missing = [i for i in params if not isinstance(there.get(i), tuple)]
         if not missing:
             return
@@ -361,13 +388,18 @@ class HostBucket:
         there |= {i: (made[2 * k], made[2 * k + 1]) for k, i in enumerate(missing)}
 
     def _room(
-        self, dtypes: Mapping[int, torch.dtype], *, pin: bool, private: bool = False
+        self,
+        dtypes: Mapping[int, torch.dtype],
+        memory: list[torch.Tensor],
+        *,
+        pin: bool,
+        private: bool = False,
     ) -> dict[int, torch.Tensor]:
-        """New memory like some of the parameters, one buffer for all of them."""
+        """New memory like some of the parameters, one buffer for all of them, noted in `memory`."""
         places = dict(zip(dtypes, mirrored(self.layout, dtypes), strict=True))
         end = max((place.offset_bytes + place.size_bytes for place in places.values()), default=0)
         buffer = self._buffer(end, pin=pin, private=private)
-        self._memory.append(buffer.bytes(end))
+        memory.append(buffer.bytes(end))
         return {i: buffer.tensor(place) for i, place in places.items()}
 
     def span(self, first: torch.Tensor, numel: int) -> torch.Tensor:
@@ -382,7 +414,8 @@ class HostBucket:
 
     def _slice(self, first: torch.Tensor, numel: int) -> torch.Tensor | None:
         start, size = first.data_ptr(), numel * first.itemsize
-        for memory in (self.flat, *self._memory):
+        of_states = (memory for rooms in self.states.values() for memory in rooms.memory)
+        for memory in (self.flat, *self._memory, *of_states):
             offset = start - memory.data_ptr()
             if 0 <= offset and offset + size <= memory.numel():
                 return memory[offset : offset + size].view(first.dtype)
@@ -390,6 +423,15 @@ class HostBucket:
 
 
 State = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # 8 bits: codes and largest magnitudes
+
+
+@dataclass(slots=True)
+class StateRooms:
+    """Where the states of one optimizer lie, of the parameters of one bucket."""
+
+    by_name: dict[str, dict[int, State]] = field(default_factory=dict)
+    memory: list[torch.Tensor] = field(default_factory=list)  # flat, uint8: of those not in 8 bits
+
 
 _PADDED = 256  # elements that places are rounded up to, where they mirror no others
 

@@ -50,8 +50,19 @@ class Consumed:
         )
 
     def serve(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """`zero_grad(set_to_none=False)` has nothing to do."""
+        """`zero_grad(set_to_none=False)` has nothing to do.
+
+        Raises:
+            OptimizerError: a GradScaler unscales it, too late.
+        """
         del kwargs
+        if function is compat.FOREACH_UNSCALE:
+            raise OptimizerError(
+                f"p.grad of {self.name!r} cannot be unscaled: megacompile(model, optimizer=...) "
+                "has made the update in the backward. If the loss was scaled, parameters and "
+                "optimizer states are wrong now: load a checkpoint of both. For a GradScaler leave "
+                "out optimizer=; bfloat16 needs none"
+            )
         if function in (torch.Tensor.zero_, torch.Tensor.detach_):
             return args[0]
         return None if function is compat.FOREACH_ZERO else NotImplemented
@@ -88,6 +99,7 @@ class InBackward:
         self._ended = True  # the last backward did, without an error
         self._backward = -1  # its id
         self._parked: list[Parked] = []
+        compat.notice_scaled_losses()
 
     def begin(self, buckets: Mapping[int, HostBucket], wanted: Mapping[int, Sequence[int]]) -> None:
         """Take the hyperparameters for the backward of one schedule."""
@@ -99,6 +111,13 @@ class InBackward:
             raise OptimizerError(
                 "the last backward failed after it had updated some parameters, and others not: "
                 "load a checkpoint of the model and the optimizer, and go on from there"
+            )
+        if compat.loss_is_scaled():
+            raise OptimizerError(
+                "the loss of this backward was scaled by a GradScaler, but megacompile(model, "
+                "optimizer=...) makes the update in the backward, before anybody could unscale the "
+                "gradients (nothing was updated): leave out optimizer=, or the GradScaler, which "
+                "bfloat16 does not need"
             )
         self._ended = False
         compat.when_backward_ends(self._end)

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import threading
 import warnings
 import weakref
@@ -80,6 +81,7 @@ class StreamedModel:
         self._compiled = torch.compile(_frame_of(model), backend=_weakly(self._capture))
         self.machine.before_step = _while_it_lives(self._move_if_wanted)
         self._alone = threading.RLock()  # the swap and the slots serve one call at a time
+        _LIVE.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._alone:
@@ -205,6 +207,20 @@ class StreamedModel:
     def _place(self, proxy: StreamedParameter) -> tuple[Bucket, int]:
         return self._buckets_of[self._params_of[id(proxy)]]
 
+    def owns(self, param: nn.Parameter) -> bool:
+        """Does a parameter lie in a bucket of this model?"""
+        return id(param) in self._buckets_of
+
+    def let_go(self) -> None:
+        """Give up parameters that were taken out of the model since its last call."""
+        with self._alone, unguarded():
+            for bucket in self.machine.buckets.values():
+                bucket.settle()
+                bucket.withdraw()
+            check_model(self.model)
+            self._let_go()
+            self._take_over()
+
     @torch.inference_mode(False)
     def _adopt(self) -> None:
         refuse_nested(self.model)
@@ -215,6 +231,8 @@ class StreamedModel:
                 bucket.settle()
                 bucket.withdraw()
             check_model(self.model)
+            if not fits:
+                refuse_shared(self.model)
             fits = fits and not self.machine.exchanged()
             if not fits or not all(bucket.adopt() for bucket in buckets):
                 self._let_go()
@@ -305,6 +323,44 @@ def refuse_nested(model: nn.Module) -> None:
                 f"{type(model).__name__}.{name} is megacompiled itself; megacompile only the "
                 "outermost module that is called (a copy.deepcopy of the other is a plain module)"
             )
+
+
+def refuse_shared(model: nn.Module) -> None:
+    """Raise if another megacompiled model has a parameter of this one: it has one owner.
+
+    Two would keep it in two buckets, and each would update it in `optimizer.step()`.
+
+    Raises:
+        ModelError: with the names of the parameter here and there.
+    """
+    if _owners(model):
+        gc.collect()  # a model that nobody has any more lives until then
+    for owner, name, param in _owners(model):
+        there = [n for n, p in owner.model.named_parameters() if p is param]
+        if not there:
+            if owner.owns(param):  # it was taken out of it since
+                owner.let_go()
+            continue
+        raise ModelError(
+            f"megacompile(): parameter {type(model).__name__}.{name} is owned by another "
+            f"megacompiled model ({type(owner.model).__name__}.{there[0]} there), and a parameter "
+            "has one owner; megacompile neither of them, but one module that has both and calls "
+            "them; or give one of them a copy of the parameter"
+        )
+
+
+def _owners(model: nn.Module) -> list[tuple[StreamedModel, str, nn.Parameter]]:
+    """Other megacompiled models with parameters of this one."""
+    return [
+        (other, name, param)
+        for other in tuple(_LIVE)
+        if other.model is not model
+        for name, param in model.named_parameters()
+        if other.owns(param)
+    ]
+
+
+_LIVE: weakref.WeakSet[StreamedModel] = weakref.WeakSet()
 
 
 def _frame_of(model: nn.Module) -> Callable[..., Any]:

@@ -228,7 +228,10 @@ def test_a_megacompiled_module_inside_of_the_model() -> None:
 
 def test_a_module_inside_of_a_megacompiled_model() -> None:
     model, inputs = streamed_stack()
-    megacompile(model.layers[1], device="cpu")
+    with pytest.raises(ModelError, match=words("Block.norm.weight is owned ... Stack.layers.1.")):
+        megacompile(model.layers[1], device="cpu")
+    model(**inputs)
+    model.layers[1] = megacompile(copy.deepcopy(model.layers[1]), device="cpu")
     with pytest.raises(ModelError, match=words("Stack.layers.1 is megacompiled ... outermost")):
         model(**inputs)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 
 from megacompile import HostMemoryError
 from megacompile.ir import Bucket
@@ -320,15 +321,17 @@ def test_what_cannot_be_locked_stays_pageable_and_is_said_once(cudart: Cudart) -
 
 # --- states, codes, copies
 
+OWNER = SGD([torch.zeros(1)])
+
 
 def test_states_mirror_the_parameters() -> None:
     """Neighbours are as far apart, in elements, so that one span covers them in each."""
     bucket = bucket_of([nn.Parameter(torch.randn(n)) for n in (5, 300, 7)])
-    bucket.make_state("exp_avg", {i: torch.bfloat16 for i in range(3)}, pin=False)
+    bucket.make_state(OWNER, "exp_avg", {i: torch.bfloat16 for i in range(3)}, pin=False)
     bucket.make_grads()
     first = bucket.values[0].data_ptr()
     distances = [(v.data_ptr() - first) // v.itemsize for v in bucket.values]
-    rooms = bucket.states["exp_avg"]
+    rooms = bucket.states_of(OWNER)["exp_avg"]
     assert all(isinstance(room, Tensor) and not room.any() for room in rooms.values())
     for found in (rooms, bucket.grads):
         tensors = [t for t in found.values() if isinstance(t, Tensor)]
@@ -343,23 +346,23 @@ def test_states_mirror_the_parameters() -> None:
 
 def test_a_state_is_kept_until_its_dtype_changes() -> None:
     bucket = bucket_of([nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(3))])
-    bucket.make_state("m", {0: torch.float32}, pin=False)
-    before = bucket.states["m"][0]
-    bucket.make_state("m", {0: torch.float32, 1: torch.float32}, pin=False)
-    assert bucket.states["m"][0] is before
-    bucket.make_state("m", {0: torch.bfloat16}, pin=False)
-    assert bucket.states["m"][0] is not before
+    bucket.make_state(OWNER, "m", {0: torch.float32}, pin=False)
+    before = bucket.states_of(OWNER)["m"][0]
+    bucket.make_state(OWNER, "m", {0: torch.float32, 1: torch.float32}, pin=False)
+    assert bucket.states_of(OWNER)["m"][0] is before
+    bucket.make_state(OWNER, "m", {0: torch.bfloat16}, pin=False)
+    assert bucket.states_of(OWNER)["m"][0] is not before
 
 
 def test_codes_and_largest_magnitudes() -> None:
     bucket = bucket_of([nn.Parameter(torch.randn(5000)), nn.Parameter(torch.randn(3))])
-    bucket.make_codes("m", [0], pin=False)
-    made = bucket.states["m"][0]
+    bucket.make_codes(OWNER, "m", [0], pin=False)
+    made = bucket.states_of(OWNER)["m"][0]
     assert isinstance(made, tuple)
     codes, absmax = made
     assert (codes.shape, codes.dtype, absmax.dtype) == ((5000,), torch.uint8, torch.float32)
-    bucket.make_codes("m", [0], pin=False)
-    assert bucket.states["m"][0] is made
+    bucket.make_codes(OWNER, "m", [0], pin=False)
+    assert bucket.states_of(OWNER)["m"][0] is made
 
 
 def test_a_copy_in_another_dtype_follows_the_parameters() -> None:

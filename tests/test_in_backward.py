@@ -224,6 +224,52 @@ def test_a_gradient_that_is_gone_says_so(use: str) -> None:
     assert streamed.head.weight.grad is None
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_a_scaled_loss_is_refused_in_time(several: bool) -> None:
+    (plain, mine), (streamed, theirs) = pair()
+    scaler = torch.amp.GradScaler("cpu")
+    for model, optimizer in ((plain, mine), (streamed, theirs)):
+        train(model, optimizer, 1)
+        if model is streamed:
+            loss = model(**data(1))
+            scaled: Any = scaler.scale([loss])[0] if several else scaler.scale(loss)
+            with pytest.raises(
+                OptimizerError, match=r"scaled by a GradScaler.*nothing was updated"
+            ):
+                scaled.backward()
+            model.zero_grad()
+        train(model, optimizer, 2, start=1)
+    assert_close(plain, streamed)
+
+
+def test_a_scaler_that_is_not_enabled() -> None:
+    """And one that scales a loss of something else."""
+    (plain, mine), (streamed, theirs) = pair()
+    off, other = torch.amp.GradScaler("cpu", enabled=False), torch.amp.GradScaler("cpu")
+    weight = torch.ones(2, requires_grad=True)
+    for model, optimizer in ((plain, mine), (streamed, theirs)):
+        for i in range(3):
+            scaled: Any = other.scale(weight.sum())
+            scaled.backward()
+            loss: Any = off.scale(model(**data(i)))
+            loss.backward()
+            off.step(optimizer)
+            off.update()
+            optimizer.zero_grad()
+    assert_close(plain, streamed)
+
+
+def test_gradients_that_are_unscaled_too_late() -> None:
+    _, (streamed, theirs) = pair()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    (streamed(**data(0)) * scaler.get_scale()).backward()
+    with pytest.raises(
+        OptimizerError, match=r"cannot be unscaled.*has made the update.*checkpoint"
+    ):
+        scaler.unscale_(theirs)
+
+
 def test_a_second_backward_before_step() -> None:
     streamed, theirs = gone()
     with pytest.raises(OptimizerError, match="updated in a backward already.*accumulate"):

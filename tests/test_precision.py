@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -350,6 +351,42 @@ def test_stochastic_rounding_keeps_small_updates() -> None:
     nearest, random = (rounded(7, stochastic_rounding=flag).head.weight for flag in (False, True))
     changed = [(w.detach() != start).float().mean().item() for w in (nearest, random)]
     assert changed[1] > changed[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "dtypes"),
+    [
+        (net, {}, "float32"),
+        (net, {"compute_dtype": BF16}, "float32"),
+        (lambda: nn.Sequential(nn.Linear(2, 2).half(), nn.Linear(2, 2)), {}, "float16, float32"),
+        (lambda: nn.Sequential(nn.Linear(2, 2, dtype=BF16).requires_grad_(False), nn.Linear(2, 2)),
+         {}, "float32"),
+    ],
+    ids=["float32", "compute_dtype", "mixed", "frozen"],
+)  # fmt: skip
+def test_nothing_to_round(model: Any, options: dict[str, Any], dtypes: str) -> None:
+    """Said once; a script may ask for it whatever the dtype of its model."""
+    made = model()
+    asked = {"device": "cpu", "stochastic_rounding": True, **options}
+    with pytest.warns(UserWarning, match=f"stochastic_rounding=True .* are {dtypes} ") as said:
+        megacompile(made, **asked)
+    assert [str(each.filename) for each in said] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        megacompile(made, **asked)
+        megacompile(net(BF16), **asked)
+        megacompile(nn.Sequential(nn.Linear(2, 2, dtype=BF16), nn.LayerNorm(2)), **asked)
+
+
+def test_an_optimizer_without_stochastic_rounding_says_so() -> None:
+    model = streamed(nn.Linear(8, 8, bias=False, dtype=BF16), stochastic_rounding=True)
+    optimizer = torch.optim.Muon(model.parameters())
+    model(torch.rand(2, 8, dtype=BF16)).sum().backward()
+    with pytest.warns(UserWarning, match="Muon does not heed stochastic_rounding"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
 
 
 # --- options
