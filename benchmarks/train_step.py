@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
     parser.add_argument("--cap", type=float, dest="cap_gib", help="GiB of device memory")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--trace", help="write a chrome trace of two steps here")
+    parser.add_argument("--timelines", help="write a Perfetto file of each case into this folder")
     parser.add_argument("--explain", help="write what explain() says of each case here")
     parser.add_argument("--out", help="write the table here")
     args = parser.parse_args(argv)
@@ -148,6 +149,9 @@ def _measure(case: Case, args: argparse.Namespace) -> dict[str, object]:
                 training.step(ids)
             training.wait()
         found = explain(training.model, trace=traced, changes=False)
+        if args.timelines:
+            name = f"{case.name} {case.text}".replace(", ", "-").replace(" ", "-")
+            traced.save(str(Path(args.timelines, f"{name}.json")))
         with Path(args.explain).open("a") as file:
             print(f"--- {case.name}: {case.text}\n\n{found}\n", file=file)
     if args.trace:

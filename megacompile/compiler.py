@@ -153,6 +153,7 @@ class PassCompiler:
             lookahead=options.lookahead,
             hand_over=share,
             resident=choice.resident,
+            state_delay=choice.state_delay,
         )
         schedule = replace(schedule, plan=Plan(reasons=(*schedule.plan.reasons, *reasons)))
         activations = functools.partial(offload_activations, lookahead=options.lookahead)

@@ -346,6 +346,7 @@ class Plan:
     hand_over: frozenset[int] = frozenset()  # buckets (keys) that step() updates on the device
     offload: frozenset[int] = frozenset()  # stages whose residuals wait on the host
     budgets: tuple[tuple[int, float], ...] = ()  # (kept stage, share of its saved tensors, 0 to 1)
+    state_delay: int = 1  # backwards that are issued before one waits for states to leave
 
 
 @dataclass(frozen=True, slots=True)

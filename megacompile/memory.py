@@ -85,8 +85,9 @@ def device_memory(
     """Walk a step of schedules that follow one another in the forward.
 
     Slots are shared. New optimizer states that are parked at the end of a backward are there until
-    a forward reclaims them (where none does, until the next backward parks its own); those that it
-    hands over until the next backward begins. Resident buckets are there all the time.
+    a forward reclaims them (where none does, until the next backward parks its own), and so are
+    those that it hands over (until the next backward begins). Resident buckets are there all the
+    time.
     """
     each = [schedules] if isinstance(schedules, Schedule) else list(schedules)
     replay = _Replay(fused)
@@ -103,8 +104,9 @@ def device_memory(
     residents = {key for schedule in each for key in schedule.plan.resident}
     replay.live[Kind.PARAMETERS] += _resident_bytes(each, residents, cost)
     replay.live[Kind.STATES] += handed
+    replay.handed_before = handed
     kept = [replay.forward(schedule) for schedule in each]
-    replay.live[Kind.STATES] -= handed
+    replay.live[Kind.STATES] -= replay.handed_before
     for schedule, residuals in zip(reversed(each), reversed(kept), strict=True):
         if schedule.backward is not None:
             replay.backward(schedule, residuals)
@@ -157,6 +159,7 @@ class _Replay:
     live: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))
     blocks: dict[fx.Node, _Block] = field(default_factory=dict)
     moments: list[Moment] = field(default_factory=list)
+    handed_before: int = 0  # states by the step before, and not taken back yet
     parked_before: int = 0  # by the step before, and not taken back yet
 
     def forward(self, schedule: Schedule) -> dict[str, _Block]:
@@ -284,8 +287,8 @@ class _Replay:
 
     def _reclaim(self) -> None:
         """What the step before parked goes."""
-        self.live[Kind.STATES] -= self.parked_before
-        self.parked_before = 0
+        self.live[Kind.STATES] -= self.parked_before + self.handed_before
+        self.parked_before = self.handed_before = 0
 
     def _moment(self, name: str, node: fx.Node, workspace_bytes: int) -> None:
         live = {**self.live, Kind.WORKSPACE: workspace_bytes}

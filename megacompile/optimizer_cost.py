@@ -78,12 +78,12 @@ class OptimizerCost:
         return size
 
     def handed_bytes(self, bucket: Bucket, trained: Iterable[int]) -> float:
-        """Device memory of a bucket that is handed over to `optimizer.step()`."""
+        """Device memory of the new values of a bucket that was handed over."""
         size = 0.0
         for param in (bucket.params[i] for i in trained):
             item = param.dtype.itemsize
             copy = 0 if self.master_bytes is None else item
-            size += param.numel * (item + self.master_of(item) + self.states_of(item) + copy)
+            size += param.numel * (self.master_of(item) + self.states_of(item) + copy)
         return size
 
     def grad_of(self, item_bytes: int) -> float:

@@ -24,6 +24,7 @@ from megacompile.simulate import simulate
 _COUNTS = (0, 1 / 24, 1 / 12, 1 / 6, 1 / 3, 2 / 3, 1)  # of the buckets, to be resident
 _SHARES = (0.0, 0.1, 0.2, 0.4, 0.7, 1.0)  # of the parameters, to be handed over
 _SLOTS = (1, 2, 4, 8, 16)  # more than asked for
+_DELAYS = (1, 2, 4, 8)  # backwards, of states on their way to the host
 _EQUAL = 0.01  # predictions this close are as good as one another; what is resident is then surer
 
 
@@ -37,6 +38,7 @@ class Choice:
     more_slots: int = 0  # than were asked for
     offload: bool = False  # what recomputes take from the forward waits on the host
     state_lookahead: int | None = None  # stages that states are fetched ahead; None: as weights
+    state_delay: int = 1  # backwards that are issued before one waits for states to leave
 
     def __str__(self) -> str:
         return f"{self.keep} stages kept, {len(self.resident)} buckets resident"
@@ -164,8 +166,8 @@ def search(
         for _ in range(2 if resident else 0):
             tries.add_each(_between(tries.counts, len(tries.best.resident)), tries.shares)
     in_backward = problem.optimizer.in_backward
-    if in_backward and all(choice.keep < problem.stages for choice in tries.times):
-        tries.add(0, 0.0, state_lookahead=1)
+    if in_backward:
+        tries.add_in_backward()
     if not tries.times and not pinned:
         tries.add(0, 0.0, offload=True, state_lookahead=1 if in_backward else None)
     if not tries.times:
@@ -225,19 +227,19 @@ class _Tries:
         *,
         offload: bool = False,
         everything: bool = False,
-        state_lookahead: int | None = None,
+        **states: int | None,
     ) -> bool:
         """Simulate the choice with `count` resident buckets that keeps as many stages as fit.
 
-        With `everything`, only where that is all of them. False where nothing is added. Where the
-        backward updates, its copies may leave no time to save: keeping as little as may be is tried
-        as well.
+        With `everything`, only where that is all of them; `states` are `Choice.state_...`. False
+        where nothing is added. Where the backward updates, its copies may leave no time to save:
+        keeping as little as may be is tried as well.
         """
         problem, (low, most) = self.problem, self.keeps
         keys = problem.resident | {bucket.key for bucket in problem.buckets[:count]}
         if len(keys) == len(problem.buckets):
             share = 0.0
-        least = Choice(low, keys, share, offload=offload, state_lookahead=state_lookahead)
+        least = Choice(low, keys, share, offload=offload, **states)  # type: ignore[arg-type]
         if everything and not (
             len(keys) == len(problem.buckets) and problem.fits(replace(least, keep=most))
         ):
@@ -255,6 +257,12 @@ class _Tries:
             if choice is not None and choice not in self.times:
                 self.times[choice] = problem.step_s(choice)
         return True
+
+    def add_in_backward(self) -> None:
+        """Where the backward updates: let states wait longer, or fetch them later."""
+        for delay in _DELAYS:
+            if not self.add(0, 0.0, state_delay=delay):
+                self.add(0, 0.0, state_delay=delay, state_lookahead=1)
 
     def surest(self) -> Choice:
         """Of those that are as fast as the fastest the one with the most residents."""

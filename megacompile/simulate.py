@@ -285,6 +285,10 @@ class _Script:
         self.graphs += [
             _Graph(s, "backward", hardware, fused) for s in reversed(schedules) if s.backward
         ]
+        parked = {key for graph in self.graphs for key in graph.parked}
+        for graph in self.graphs:
+            if graph.name == "forward":
+                graph.take_parked(parked)
         self.updates = [
             (u.bucket.key, f"{u.bucket.label}UPDATE", self._update_bytes(u.size_bytes, u.numel, a))
             for s in schedules
@@ -345,6 +349,7 @@ class _Script:
                 label = f"{update.bucket.label}OFFLOAD_STATE"
                 op = _Op("update", label, _D2H, back / 2, [made], step)
                 ready["states", key] = run.add(op)
+                self.parked.append(ready["states", key])
         for key, label, size_bytes in self.updates:
             op = _Op("update", label, _HOST, size_bytes, after, step)
             ready["params", key] = run.add(op)
@@ -386,6 +391,7 @@ class _Graph:
         self.trained = schedule.gradient_params if schedule.backward is not None else {}
         self.items: list[_Item] = []
         self.drains = _H2D if name == "forward" else _D2H
+        self.parked: set[int] = set()  # keys of buckets whose new parameters are there for now
         self._position: dict[fx.Node, int] = {}
         self._seconds: dict[tuple[int, Code], float] = {}
         graph = schedule.graphs[name]
@@ -441,6 +447,13 @@ class _Graph:
             position = self._position.get(producer(source))
             if position is not None and source is not node.args[0]:
                 self.items[position].parked = True
+                self.parked.add(ops.arguments(producer(source))[0].key)
+
+    def take_parked(self, keys: set[int]) -> None:
+        """Prefetches of these buckets take what is still on the device."""
+        for item in self.items:
+            if item.reads is not None and item.reads[0] == "params" and item.reads[1] in keys:
+                item.reads, item.work = None, 0.0
 
     def _copy(self, size_bytes: float, copies: int) -> float:
         """Bytes, with those that could have been copied while copies were set up."""

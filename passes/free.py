@@ -6,9 +6,9 @@ Memory comes from the compute stream's allocator, so a value that a copy on anot
 may be given back only when that copy is done: `free(value, after=copy)` makes the compute stream
 wait for it. To keep that wait from stalling, such a free is put off until `delay` further
 backwards (in a forward: forwards) have been issued. New optimizer states on their way to the host
-are different: at the end of a backward nothing is left to compute, and the next forward should not
-begin with a wait for them, so they are parked: `park(value, after=copy)`. That forward gives them
-back half-way (`reclaim`, which the pass `update` inserts).
+are different: they are put off for `plan.state_delay` backwards, and at the end of a backward
+nothing is left to compute, and the next forward should not begin with a wait for them, so they are
+parked: `park(value, after=copy)`. That forward gives them back (`reclaim`, see `reclaim`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def insert_free(schedule: Schedule, *, delay: int = 1) -> Schedule:
     """The schedule with the lifetime of every value that owns device memory."""
     new = schedule.copy()
     for name, graph in new.graphs.items():
-        _insert(graph, delay, owns_inputs=name == "backward")
+        _insert(graph, delay, new.plan.state_delay, owns_inputs=name == "backward")
     return new
 
 
-def _insert(graph: fx.Graph, delay: int, *, owns_inputs: bool) -> None:
+def _insert(graph: fx.Graph, delay: int, state_delay: int, *, owns_inputs: bool) -> None:
     nodes = list(graph.nodes)
     position = {node: p for p, node in enumerate(nodes)}
     returned = set(graph.output_node().all_input_nodes)
@@ -50,9 +50,13 @@ def _insert(graph: fx.Graph, delay: int, *, owns_inputs: bool) -> None:
         parked = False
         if waits:
             later = [p for p in computes if p > last]
-            last = later[min(delay, len(later)) - 1] if later else len(nodes) - 2
-            last = _end_of_items(nodes[last], position) if later else last
-            parked = not later and any(u.target is ops.offload_state for u in waits)
+            state = any(u.target is ops.offload_state for u in waits)
+            parked = state and len(later) < state_delay
+            if parked or not later:
+                last = len(nodes) - 2
+            else:
+                behind = later[min(state_delay if state else delay, len(later)) - 1]
+                last = _end_of_items(nodes[behind], position)
         frees.append((last, node, waits, parked))
     for last, node, waits, parked in sorted(frees, key=lambda entry: entry[0], reverse=True):
         with graph.inserting_after(nodes[last]):

@@ -8,7 +8,8 @@ first get their parameters and optimizer states fetched then; the step updates t
 host does the others meanwhile. The gradients go to the host as ever, so that `p.grad` is all there.
 
 The fetches are spread over the backward behind its first stage, the head, when the logits have been
-freed.
+freed. The next forward has the new values where they are until they have reached the host: see
+`reclaim`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from torch import fx
 from megacompile import ops
 from megacompile.ir import Bucket, Schedule, TensorMeta
 from megacompile.passes.offload import suffix_of
-from megacompile.passes.prefetch import uses
+from megacompile.passes.prefetch import buckets_read, uses
+from megacompile.passes.reclaim import insert_reclaim
 
 
 def insert_hand_over(
@@ -59,6 +61,10 @@ def insert_hand_over(
         size = sum(param.numel * state_bytes(param.dtype) for param in params)
         meta = TensorMeta((int(size),), torch.uint8, (1,))
         room.meta["value"] = state.meta["value"] = meta
+    if chosen:
+        reads = (buckets_read(node) for node in ops.nodes_of(new.forward, ops.forward))
+        last = [i for i, read in enumerate(reads) if {b.key for b in read} & new.plan.hand_over]
+        insert_reclaim(new.forward, behind=max(last, default=0))
     return new
 
 

@@ -20,6 +20,7 @@ def make_plan(
     lookahead: int = 2,
     hand_over: float = 0.0,
     resident: frozenset[int] = frozenset(),
+    state_delay: int = 1,
 ) -> Schedule:
     """The schedule with its plan.
 
@@ -32,6 +33,7 @@ def make_plan(
         hand_over: the share of the trained parameters, the first in forward order, that
             `optimizer.step()` updates on the device.
         resident: keys of the buckets that live on the device.
+        state_delay: see `Plan`.
     """
     so_far = schedule.plan.reasons
     here = resident & {bucket.key for bucket in schedule.buckets}
@@ -44,7 +46,8 @@ def make_plan(
     budgets, within = _budgets(schedule, kept, activations)
     chosen, why = _hand_over(schedule, here, hand_over)
     reasons = (*so_far, reason, *within, *waits, *_residents(schedule, here), *why)
-    return replace(schedule, plan=Plan(kept, reasons, here, chosen, offload, budgets))
+    plan = Plan(kept, reasons, here, chosen, offload, budgets, state_delay)
+    return replace(schedule, plan=plan)
 
 
 def _residents(schedule: Schedule, resident: frozenset[int]) -> tuple[str, ...]:

@@ -12,8 +12,9 @@ backwards left on the host is added first, as in `offload`.
 
 The last updates of a backward are parked (see `free`), because the next forward should not begin
 with a wait for their copies. Its first half hides them; then `reclaim` gives their memory back,
-before anybody needs as much as a backward does. A forward without a backward, as in an evaluation
-between two steps, does it too.
+before anybody needs as much as a backward does. Where the plan lets more of them wait
+(`plan.state_delay`), that is before the forward's last stage. A forward without a backward, as in
+an evaluation between two steps, does it too.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from megacompile import ops
 from megacompile.ir import Bucket, Schedule, TensorMeta
 from megacompile.passes.offload import add_so_far, last_gradients, last_item, suffix_of
 from megacompile.passes.prefetch import buckets_read, uses
+from megacompile.passes.reclaim import insert_reclaim
 
 _BYTE = torch.uint8
 
@@ -52,7 +54,7 @@ def insert_updates(
     new = schedule.copy()
     graph = new.backward
     if graph is None:
-        _insert_reclaim(new.forward)
+        insert_reclaim(new.forward)
         return new
     steps = uses(graph)  # before there are updates
     made: list[tuple[fx.Node, int]] = []  # updates, and the uses that they follow
@@ -79,16 +81,8 @@ def insert_updates(
         for node in (room, state, updated):
             node.meta["value"] = meta
     if made:
-        _insert_reclaim(new.forward)
+        insert_reclaim(new.forward, late=new.plan.state_delay > 1)
     return new
-
-
-def _insert_reclaim(graph: fx.Graph) -> None:
-    """Behind the middle one of the forward's stages."""
-    computes = ops.nodes_of(graph, ops.forward)
-    if computes:
-        with graph.inserting_after(last_item(computes[len(computes) // 2])):
-            ops.call(graph, ops.reclaim, name="reclaimed")
 
 
 def _readers(graph: fx.Graph, bucket: Bucket) -> list[fx.Node]:

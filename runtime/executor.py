@@ -60,7 +60,7 @@ class Machine:
     in_backward: InBackward | None = None  # where the backward updates
     before_step: Callable[[], None] = lambda: None  # called when an optimizer's step begins
     pending: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # backwards to come
-    alive: list[Any] = field(default_factory=list)  # until the forward's last copy is done
+    alive: list[tuple[Any, Handle]] = field(default_factory=list)  # until a copy of it is done
     order: list[int] = field(default_factory=list)  # bucket keys, as the last forward read them
     tracer: Tracer | None = None  # while a trace of the model is on
     detect_anomaly: bool = False  # is NaN or inf in a gradient an error?
@@ -223,9 +223,8 @@ class _Ops:
             machine.slots.flat(slot, bucket).copy_(host.flat, non_blocking=True)
             return machine.slots.weights(slot, bucket)
 
-        fresh = host.in_flight.fresh if isinstance(host.in_flight, Flight) else {}
+        fresh = host.in_flight.fresh if isinstance(host.in_flight, (Flight, Landing)) else {}
         if len(fresh) == len(host.values):  # they are still on the device
-            machine.alive.append(fresh)
 
             def move() -> Any:
                 weights = machine.slots.weights(slot, bucket)
@@ -233,7 +232,9 @@ class _Ops:
                     flat(weights[i]).copy_(new, non_blocking=True)
                 return weights
 
-            return self._issue(Stream.H2D, (after,), move)
+            moved = self._issue(Stream.H2D, (after,), move)
+            machine.alive.append((fresh, moved))
+            return moved
         if landing is not None:  # the device waits for the copies there, not the host
             there = Handle(None, Stream.D2H, landing.params)
             return self._issue(Stream.H2D, (after, (there,)), copy)
@@ -474,28 +475,37 @@ class _Ops:
         host = self.machine.buckets[bucket.key]
         cuda = self.machine.device.type == "cuda"
 
-        def copy() -> None:
+        def copy() -> Landing | None:
             queue = torch.cuda.current_stream(self.machine.device) if cuda else None
-            self._updates.offload(host, updated.value, queue)
+            return self._updates.offload(host, updated.value, queue)
 
         return self._issue(Stream.D2H, (updated,), copy)
 
     def park(self, value: Handle, *, after: tuple[Handle, ...] = ()) -> None:
-        copies = [handle.event for handle in after if handle.event is not None]
-        if copies:  # there are none on the CPU
-            owner = torch.cuda.current_stream(self.machine.device)
-            self._updates.park([Parked(value.value, copied, owner) for copied in copies])
+        for handle in after:
+            if handle.event is not None:  # there is none on the CPU
+                owner = torch.cuda.current_stream(self.machine.device)
+                if (landing := handle.value) is not None:
+                    landing.stays(value.value)
+                parked = Parked(value.value, handle.event, owner, landing)
+                self._updates.park([parked])
 
     def reclaim(self) -> Handle:
-        parked = self._updates.take_parked()
+        machine = self.machine
+        parked = [] if machine.in_backward is None else machine.in_backward.take_parked()
+        machine.hand_over.land()
         copies = tuple(Handle(None, Stream.D2H, entry.copied) for entry in parked)
+        taken = tuple(handle for _, handle in machine.alive)  # prefetches out of it
 
         def drop() -> None:
             for entry in parked:  # its owner uses it next: the user may have changed streams
                 entry.owner.wait_event(entry.copied)
+                if entry.landing is not None:
+                    entry.landing.fresh.clear()
             parked.clear()
+            machine.alive.clear()
 
-        return self._issue(Stream.COMPUTE, copies, drop)
+        return self._issue(Stream.COMPUTE, (*copies, *taken), drop)
 
     def free(self, value: Handle, *, after: tuple[Any, ...] = ()) -> None:
         raise AssertionError("free is printed as del")

@@ -62,8 +62,10 @@ class Handed:
         self.streams.synchronize(Stream.H2D)
         self.streams.synchronize(Stream.D2H)
 
-    def step(self, host: HostBucket, steps: Sequence[Step], thread: Executor) -> None:
-        """Make the update; `thread` brings the new values to the host."""
+    def step(
+        self, host: HostBucket, steps: Sequence[Step], thread: Executor, flying: list[HostBucket]
+    ) -> None:
+        """Make the update; `thread` brings the new values to the host, which joins `flying`."""
         by_index = {step.index: step for step in steps}
 
         def compute() -> None:
@@ -82,6 +84,7 @@ class Handed:
         else:
             future = thread.submit(copy_in_pieces, back(), queue, made.event)
             fresh = {i: room.streamed for i, room in self.rooms.items()}
+            flying.append(host)
             host.start(Flight(future, host.layout.name, fresh), list(self.rooms), self.visible)
         note_changes(host, self.rooms)
 
@@ -97,6 +100,7 @@ class HandOver:
         self.keys: set[int] = set()  # of the buckets that some schedule hands over
         self._learned: dict[int, tuple[Sources, tuple[torch.Tensor, ...]]] = {}
         self._owners: dict[int, ref[Optimizer]] = {}  # whose states they are
+        self.flying: list[HostBucket] = []  # whose new values are on their way to the host
 
     def learn(
         self,
@@ -134,6 +138,13 @@ class HandOver:
             versions = _versions(host, rooms, visible)
             handed = Handed(self.streams, gradients, rooms, sources, visible, host, versions)
             host.offer(handed, list(rooms), visible)
+
+    def land(self) -> None:
+        """Wait until what is on its way to the host is there, and let go of it."""
+        flying, self.flying = self.flying, []
+        for host in flying:
+            if isinstance(host.in_flight, Flight) and host.in_flight.fresh:
+                host.settle()
 
     def _sources(self, host: HostBucket) -> Sources:
         return self._learned.get(host.layout.key, ({}, ()))[0]

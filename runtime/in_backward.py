@@ -19,7 +19,7 @@ from megacompile import compat
 from megacompile.errors import OptimizerError
 from megacompile.runtime.guards import guard, guard_of
 from megacompile.runtime.host import HostBucket
-from megacompile.runtime.rooms import Rooms, Sources, fetch, make_rooms, update, write_back
+from megacompile.runtime.rooms import Landing, Rooms, Sources, fetch, make_rooms, update, write_back
 from megacompile.runtime.update import Step
 
 Place = tuple[int, int]
@@ -32,6 +32,7 @@ class Parked:
     value: Any
     copied: torch.cuda.Event
     owner: torch.cuda.Stream  # whose memory it is in the caching allocator
+    landing: Landing | None = None  # which says that it is there
 
 
 class Consumed:
@@ -171,9 +172,11 @@ class InBackward:
         update(host, rooms, self.running[host.layout.key], gradients, weights)
         return rooms
 
-    def offload(self, host: HostBucket, rooms: Rooms, queue: torch.cuda.Stream | None) -> None:
+    def offload(
+        self, host: HostBucket, rooms: Rooms, queue: torch.cuda.Stream | None
+    ) -> Landing | None:
         """New parameters and states to the host."""
-        write_back(host, rooms, self._sources(host), self._visible(host, rooms), queue)
+        return write_back(host, rooms, self._sources(host), self._visible(host, rooms), queue)
 
     def _sources(self, host: HostBucket) -> Sources:
         """The states on the host of the parameters that are updated."""

@@ -7,7 +7,7 @@ Both updates on the device use it: the one in the backward (`in_backward`) and t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,8 +41,16 @@ Rooms = dict[int, Room]  # by the parameter's index in its bucket
 class Landing:
     """New parameters and states on their way to the host: an `InFlight`."""
 
+    host: HostBucket
     params: torch.cuda.Event
     states: torch.cuda.Event
+    fresh: dict[int, torch.Tensor] = field(default_factory=dict)
+    """New parameters that stay on the device for now, as in `Flight`."""
+
+    def stays(self, rooms: Rooms) -> None:
+        """The rooms are there until `fresh` is cleared, unless somebody may write behind them."""
+        if not any(map(self.host.aliased, rooms)):
+            self.fresh.update({i: room.streamed for i, room in rooms.items()})
 
     def done(self) -> bool:
         return bool(self.states.query())
@@ -118,21 +126,24 @@ def write_back(
     sources: Sources,
     visible: Sequence[torch.Tensor],
     queue: torch.cuda.Stream | None,
-) -> None:
+) -> Landing | None:
     """New parameters and states to the host; the parameters first, which are wanted next.
 
     Args:
         visible: the states that the user can see; they are guarded until the copies are done.
-        queue: the stream that copies; None on the CPU.
+        queue: the stream that copies; None on the CPU, where nothing is under way afterwards.
     """
     for there, here in params_back(host, rooms):
         here.copy_(there, non_blocking=True)
     params = None if queue is None else queue.record_event()
     for there, here in states_back(rooms, sources):
         here.copy_(there, non_blocking=True)
+    landing = None
     if queue is not None and params is not None:
-        host.land(Landing(params, queue.record_event()), list(rooms), visible)
+        landing = Landing(host, params, queue.record_event())
+        host.land(landing, list(rooms), visible)
     note_changes(host, rooms)
+    return landing
 
 
 def params_back(host: HostBucket, rooms: Rooms) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

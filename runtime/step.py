@@ -378,7 +378,8 @@ class Updates:
         for part in parts:  # those on the host have begun
             handed, part.handed = part.handed, None
             if handed is not None:
-                handed.step(part.update.bucket, part.update.steps, self._copies)
+                flying = self.machine.hand_over.flying
+                handed.step(part.update.bucket, part.update.steps, self._copies, flying)
         for part in parts:
             update, key = part.update, part.update.bucket.layout.key
             if update.way in (Way.COMPILED, Way.TORCH, Way.HANDED):
