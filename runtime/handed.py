@@ -122,6 +122,7 @@ class HandOver:
         sources = self._sources(host)
         if sources.keys() != set(trained):
             return {}
+        host.lock_states(self._owners[key]())
         return make_rooms(host, sources, self.streams.device, masters=masters)
 
     def fetch(self, host: HostBucket, rooms: Rooms, *, masters: bool) -> Rooms:

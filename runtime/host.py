@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
@@ -47,19 +47,25 @@ class HostBuffer(mmap.mmap):
     def __new__(cls, size_bytes: int, *, pin: bool, private: bool = False) -> HostBuffer:
         kind = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
         made = super().__new__(cls, -1, max(size_bytes, mmap.PAGESIZE), kind | mmap.MAP_ANONYMOUS)
-        if private and hasattr(mmap, "MADV_HUGEPAGE"):
-            made.madvise(mmap.MADV_HUGEPAGE)  # a tenth more bandwidth for the CPU
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # a tenth more bandwidth for the CPU
+            made.madvise(mmap.MADV_HUGEPAGE)  # shared memory has them on few systems
         return made
 
     def __init__(self, size_bytes: int, *, pin: bool, private: bool = False) -> None:
-        del size_bytes, private
+        del size_bytes
+        self.private = private
         if pin:
-            self._lock()
+            # Touch it first, on all threads: locking touched pages is four times faster.
+            torch.frombuffer(self, dtype=torch.uint8).zero_()
+            self.lock()
 
-    def _lock(self) -> None:
+    def lock(self) -> None:
+        """Page-lock it, where that was not done when it was made."""
+        if self._address:
+            return
+        if self.private and hasattr(mmap, "MADV_DONTFORK"):
+            self.madvise(mmap.MADV_DONTFORK)  # its pages would be copied on write, under the DMA
         address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
-        # Touch it first, on all threads: locking touched pages is four times faster.
-        torch.frombuffer(self, dtype=torch.uint8).zero_()
         error = torch.cuda.cudart().cudaHostRegister(address, len(self), 0)
         if int(error) == 0:
             self._address = address
@@ -355,8 +361,16 @@ class HostBucket:
             if not isinstance(have := there.get(i), torch.Tensor) or have.dtype != dtype
         }
         if missing:
-            memory = self.states[owner].memory
-            there |= self._room(missing, memory, pin=pin, private=not pin)
+            rooms = self.states[owner]
+            made = self._room(missing, rooms.memory, rooms.buffers, pin=pin, private=not pin)
+            there |= made
+
+    def lock_states(self, owner: object) -> None:
+        """Page-lock an optimizer's states, which were made when no copy of them was foreseen."""
+        buffers = [buffer() for buffer in self.states[owner].buffers if self.pin]
+        for buffer in buffers:
+            if buffer is not None:
+                buffer.lock()
 
     def share_state(self, owner: object, name: str, index: int, state: torch.Tensor) -> None:
         """Let an optimizer that was given a state of another one, not a copy, have its room too."""
@@ -369,6 +383,7 @@ class HostBucket:
                 mine = self.states[owner].memory
                 known = {id(memory) for memory in mine}
                 mine += [memory for memory in rooms.memory if id(memory) not in known]
+                self.states[owner].buffers += rooms.buffers
 
     def make_codes(self, owner: object, name: str, params: Sequence[int], *, pin: bool) -> None:
         """The same for states in 8 bits: codes and a largest magnitude for each block."""
@@ -384,6 +399,8 @@ class HostBucket:
             likes += [(f"{i}.codes", codes), (f"{i}.absmax", absmax)]
         layout = Bucket.layout(self.layout.key, self.layout.name, likes)
         buffer = self._buffer(layout.size_bytes, pin=pin, private=not pin)
+        if isinstance(buffer, HostBuffer):
+            self.states[owner].buffers.append(ref(buffer))
         made = [buffer.tensor(place) for place in layout.params]
         there |= {i: (made[2 * k], made[2 * k + 1]) for k, i in enumerate(missing)}
 
@@ -391,15 +408,18 @@ class HostBucket:
         self,
         dtypes: Mapping[int, torch.dtype],
         memory: list[torch.Tensor],
+        buffers: list[ref[HostBuffer]] | None = None,
         *,
         pin: bool,
         private: bool = False,
     ) -> dict[int, torch.Tensor]:
-        """New memory like some of the parameters, one buffer for all of them, noted in `memory`."""
+        """New memory like some of the parameters, one buffer for all, noted in the lists."""
         places = dict(zip(dtypes, mirrored(self.layout, dtypes), strict=True))
         end = max((place.offset_bytes + place.size_bytes for place in places.values()), default=0)
         buffer = self._buffer(end, pin=pin, private=private)
         memory.append(buffer.bytes(end))
+        if buffers is not None and isinstance(buffer, HostBuffer):
+            buffers.append(ref(buffer))
         return {i: buffer.tensor(place) for i, place in places.items()}
 
     def span(self, first: torch.Tensor, numel: int) -> torch.Tensor:
@@ -430,6 +450,7 @@ class StateRooms:
     """Where the states of one optimizer lie, of the parameters of one bucket."""
 
     by_name: dict[str, dict[int, State]] = field(default_factory=dict)
+    buffers: list[ref[HostBuffer]] = field(default_factory=list)
     memory: list[torch.Tensor] = field(default_factory=list)  # flat, uint8: of those not in 8 bits
 
 

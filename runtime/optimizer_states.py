@@ -134,8 +134,10 @@ def adopt(
                     settle=bucket.settle,
                 )
                 bucket.withdraw()
-                zeros = torch.zeros(bucket.values[i].shape)
-                view.store(zeros if given is None else to_plain(given).float())
+                if given is None:
+                    view.clear()
+                else:
+                    view.store(to_plain(given).float())
                 state[name] = view
         elif given is None or given.data_ptr() != room.data_ptr() or room.numel() == 0:
             bucket.withdraw()

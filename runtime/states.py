@@ -65,6 +65,13 @@ class BlockwiseTensor(torch.Tensor):
         for room, new in zip((self.codes, self.absmax), quantize(flat, self.signed), strict=True):
             room.copy_(new)
 
+    def clear(self) -> None:
+        """Zeros, as quantizing them gives: a billion of those would take seconds."""
+        self.settle()
+        code, _ = quantize(torch.zeros(1, device=self.codes.device), self.signed)
+        self.codes.fill_(code.item())
+        self.absmax.zero_()
+
     __torch_function__ = compat.NO_TORCH_FUNCTION  # type: ignore[assignment]
 
     @classmethod

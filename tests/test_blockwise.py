@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megacompile.runtime import blockwise
 from megacompile.runtime.blockwise import absmax_numel, dequantize, dynamic_code, quantize
+from megacompile.runtime.states import BlockwiseTensor
 
 SIZES = [0, 1, 255, 256, 257, 10**6 + 3]
 BOTH = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
@@ -129,3 +130,17 @@ def test_what_is_not_finite_takes_its_block_along(signed: bool, bad: float) -> N
 
 def test_small_parameters_are_not_quantized() -> None:
     assert [blockwise.quantizes(numel) for numel in (1, 4095, 4096, 10**6)] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_clear_is_to_store_zeros(signed: bool) -> None:
+    codes = [torch.full((1000,), 7, dtype=torch.uint8) for _ in range(2)]
+    largest = [torch.ones(4) for _ in range(2)]
+    cleared, stored = (
+        BlockwiseTensor(torch.empty(10, 100), c, m, signed=signed, settle=lambda: None)
+        for c, m in zip(codes, largest, strict=True)
+    )
+    cleared.clear()
+    stored.store(torch.zeros(10, 100))
+    assert torch.equal(codes[0], codes[1])
+    assert torch.equal(largest[0], largest[1])

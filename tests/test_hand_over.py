@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ from megacompile import megacompile, ops, schedules, updates
 from megacompile.errors import OptionError, OptionTypeError
 from megacompile.hazards import HazardKind
 from megacompile.ir import Schedule
+from megacompile.runtime.flight import Flight
+from megacompile.runtime.host import HostBuffer
 from megacompile.verify import hazards
 from tests.test_step import adamw, data, net, schedulers, sgd, train
 from tests.zoo import twins
@@ -296,3 +300,81 @@ def test_a_share_of_the_wrong_type_or_in_the_wrong_mode() -> None:
             device_update=0.5,
             optimizer=AdamW(model.parameters()),
         )
+
+
+# What the next forward does with it.
+
+
+def test_its_memory_is_taken_back_in_the_forward() -> None:
+    """Behind the middle, and behind the last stage that reads what was handed over."""
+    _, (model, optimizers) = pair()
+    step(model, optimizers, 0)
+    schedule: Schedule = schedules(model)[0]
+    actions = ops.actions(schedule.forward).split()
+    readers = [actions.index(f"{stage}F") for stage in (0, 1, 2)]
+    assert max(readers) < actions.index("RECLAIM") < actions.index("4F")
+    _, (other, optimizers) = twins_that_keep()
+    step(other, optimizers, 0)
+    assert "RECLAIM" not in ops.actions(schedules(other)[0].forward)
+
+
+def twins_that_keep() -> Any:
+    plain, streamed = twins(net(), lowering="inductor", device_update=0)
+    return (plain, adamw(plain)), (streamed, adamw(streamed))
+
+
+def test_what_is_on_its_way_lands_before_its_memory_goes() -> None:
+    _, (model, optimizers) = pair()
+    step(model, optimizers, 0)
+    machine = model._compiled_call_impl.machine
+    bucket = machine.buckets[0]
+    bucket.settle()
+    future: Future[None] = Future()
+    bucket.start(Flight(future, "embed", {0: torch.ones(1)}), [0], [])
+    machine.hand_over.flying.append(bucket)
+    threading.Timer(0.1, future.set_result, [None]).start()
+    machine.hand_over.land()
+    assert future.done()
+    assert bucket.in_flight is None and machine.hand_over.flying == []
+
+
+def test_states_that_were_made_for_the_host_are_locked_when_a_copy_is_foreseen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another plan may hand over other buckets; copies of pageable memory would block the link."""
+    locked: list[HostBuffer] = []
+    monkeypatch.setattr(HostBuffer, "lock", lambda buffer: locked.append(buffer))
+    _, (model, optimizers) = pair()
+    for bucket in model._compiled_call_impl.machine.buckets.values():
+        bucket.pin = True  # as on a GPU
+    step(model, optimizers, 0)
+    locked.clear()
+    step(model, optimizers, 1)
+    held = {
+        id(buffer())
+        for bucket in model._compiled_call_impl.machine.buckets.values()
+        if bucket.layout.name in THERE
+        for rooms in bucket.states.values()
+        for buffer in rooms.buffers
+    }
+    assert {id(buffer) for buffer in locked} == held
+    assert len(held) == 2 * len(THERE)
+
+
+def test_locking_keeps_what_is_there() -> None:
+    buffer = HostBuffer(2**16, pin=False, private=True)
+    values = buffer.bytes(2**16)
+    values.fill_(7)
+    calls: list[tuple[int, int, int]] = []
+
+    class Runtime:
+        def cudaHostRegister(self, *args: int) -> int:
+            calls.append(args)  # type: ignore[arg-type]
+            return 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "cudart", Runtime)
+        buffer.lock()
+        buffer.lock()
+    assert calls == [(values.data_ptr(), 2**16, 0)]
+    assert bool(values.eq(7).all())

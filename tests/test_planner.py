@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -170,3 +171,32 @@ def test_a_model_that_cannot_fit_says_so_with_the_table() -> None:
     model = megacompile(net(), device="cpu", gpu_memory="1KiB")
     with pytest.raises(DeviceMemoryError, match=r"(?s)too small.*slots.*needed.*there +1 KiB"):
         model(**data(0))
+
+
+# What is handed over, and slots.
+
+
+def test_a_share_is_handed_over_where_the_host_is_slow() -> None:
+    """With little memory it is better used for updates than for kept stages."""
+    tower = problem(0, tokens=4096)
+    budget = 3 * tower.floor_bytes()
+    tower = replace(tower, budget_bytes=budget, hardware=H200.replace(update_gb_s=20.0))
+    found = search(tower, resident=False)
+    assert found is not None and found.choice.hand_over > 0
+    assert found.peak_bytes <= budget
+    without = search(tower, resident=False, hand_over=False)
+    assert without is not None and without.choice.hand_over == 0
+    assert found.step_s < 0.95 * without.step_s
+
+
+def test_slots_are_added_where_the_link_is_slow() -> None:
+    """What stays in a slot from the forward to the backward is not fetched again."""
+    tower = problem(0, tokens=64)
+    slow = H200.replace(h2d_gb_s=1.0, h2d_both_gb_s=1.0)
+    tower = replace(tower, budget_bytes=2 * tower.floor_bytes(), hardware=slow)
+    found = search(tower, resident=False, hand_over=False)
+    assert found is not None and found.choice.more_slots > 0
+    assert found.peak_bytes <= tower.budget_bytes
+    fewer = search(tower, resident=False, hand_over=False, slots=False)
+    assert fewer is not None and fewer.choice.more_slots == 0
+    assert found.step_s < 0.95 * fewer.step_s

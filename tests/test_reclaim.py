@@ -17,10 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from megacompile import megacompile, ops
+from megacompile import compiler, megacompile, ops, schedules
 from megacompile.api import accumulate
-from megacompile.ir import Stream
+from megacompile.ir import Schedule, Stream
+from megacompile.passes.plan import make_plan
+from megacompile.runtime.host import HostBucket
 from megacompile.runtime.in_backward import InBackward, Parked
+from megacompile.runtime.rooms import Landing, Room, Rooms, write_back
 from megacompile.runtime.streams import Handle, Streams
 from tests.zoo import WIDTH
 
@@ -297,3 +300,111 @@ def test_a_plan_is_sought_for_the_schedule_that_runs() -> None:
     (graph,) = subject.model._compiled_call_impl.graphs
     (program,) = graph.programs.values()
     assert [variant.update for variant in program.executors] == [True]
+
+
+# How long states may take, and what the forward reads meanwhile.
+
+
+def delayed(monkeypatch: pytest.MonkeyPatch, delay: int) -> None:
+    """Let every plan put states off."""
+
+    def plan(schedule: Schedule, **options: Any) -> Schedule:
+        return make_plan(schedule, **{**options, "state_delay": delay})
+
+    monkeypatch.setattr(compiler, "make_plan", plan)
+
+
+@pytest.mark.parametrize(("delay", "parked"), [(1, 1), (2, 2), (3, 3), (9, DEPTH)])
+def test_as_many_updates_are_parked_as_backwards_may_pass(
+    delay: int, parked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delayed(monkeypatch, delay)
+    subject = Subject()
+    subject.step()
+    (schedule,) = schedules(subject.model)
+    assert schedule.backward is not None
+    assert len(ops.nodes_of(schedule.backward, ops.park)) == len(subject.parked) == parked
+    actions = ops.actions(schedule.forward).split()
+    assert (
+        actions.index(f"{DEPTH - 2}F") < actions.index("RECLAIM") < actions.index(f"{DEPTH - 1}F")
+    )
+    subject.forward()
+    assert len(subject.reclaimed) == parked
+    assert subject.parked == []
+
+
+def test_the_forward_reads_parked_parameters_where_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host has none of them until the forward has reclaimed what it read."""
+    delayed(monkeypatch, 9)
+    subject = Subject()
+    landed: list[tuple[Tensor, Tensor]] = []
+
+    def offload(self: InBackward, host: HostBucket, rooms: Rooms, queue: object) -> Landing:
+        write_back(host, rooms, self._sources(host), [], None)
+        landing = Landing(host, Event(0), Event(0))  # type: ignore[arg-type]
+        host.land(landing, list(rooms), [])
+        landed.append((host.flat, host.flat.clone()))
+        host.flat.fill_(255)  # NaN
+        return landing
+
+    monkeypatch.setattr(InBackward, "offload", offload)
+    subject.step()
+    assert all(bool(flat.eq(255).all()) for flat, _ in landed)
+    got = subject.forward()
+    assert bool(got.isfinite())
+    for flat, new in landed:
+        flat.copy_(new)
+    for bucket in subject.model._compiled_call_impl.machine.buckets.values():
+        assert not bucket.in_flight.fresh, "it was reclaimed"
+        bucket.settle()
+    torch.testing.assert_close(got, subject.forward(), rtol=0, atol=0)
+
+
+def test_parameters_that_have_another_name_are_read_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Somebody may write under it."""
+    subject = Subject()
+    bucket = next(iter(subject.model._compiled_call_impl.machine.buckets.values()))
+    rooms = {0: Room(torch.ones(1), None, ())}
+    landing = Landing(bucket, None, None)  # type: ignore[arg-type]
+    landing.stays(rooms)
+    assert landing.fresh.keys() == {0}
+    landing.fresh.clear()
+    alias = bucket.params[0].detach()
+    landing.stays(rooms)
+    assert landing.fresh == {}
+    del alias
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
+def test_a_delay_changes_no_number(
+    compute_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # streams are real here
+
+    def trained(delay: int) -> list[Tensor]:
+        delayed(monkeypatch, delay)
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(6)))
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        options: dict[str, Any] = {"optimizer": optimizer, "compute_dtype": compute_dtype}
+        model = megacompile(model, activations="recompute", progress=False, **options)
+        for i in range(6):
+            x = torch.full((64, 512), 1.0 + i, device="cuda")
+            model(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if i == 3:
+                model[2][0].weight.data.mul_(1.5)  # type: ignore[index]
+            if i == 4:
+                with torch.no_grad():
+                    model(x)
+        monkeypatch.undo()
+        return [p.detach().clone() for p in model.parameters()]
+
+    for want, got in zip(trained(1), trained(9), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
