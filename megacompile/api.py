@@ -86,10 +86,9 @@ def megacompile(
             micro-batches go into `accumulate(model)`, but for the last.
         device_update: the share of the parameters, from 0 to 1, that `optimizer.step()` updates on
             the device: the first in forward order, while the host does the others. Their states
-            come in during the backward and take device memory until the next one. Default: 0.4 (1
-            with 8-bit states or stochastic rounding, which are slow on the host), as far as a
-            sixth of the device's memory goes; 0 where `lowering` is "eager" or `compute_dtype` is
-            set.
+            come in during the backward and take device memory until the middle of the next
+            forward. Default: what the plan finds best; 0 on the CPU, and where `lowering` is
+            "eager" or `compute_dtype` is set.
         gpu_memory: device memory that may be used: bytes, "20GiB" or a fraction of the device's.
             Default: what is free when the plan is made, less a margin of 5 %.
         host_memory: the same of the host, for parameters and gradients: more is an error.

@@ -206,8 +206,8 @@ def _measured(device: torch.device) -> Hardware:
 def load(device: torch.device | str) -> Hardware:
     """The measured figures of `device`, from the cache file if it was measured before.
 
-    The file is of this device, this version of torch and this version of the format; one that
-    cannot be read is written anew.
+    The file is of this device, this number of threads, this version of torch and this version of
+    the format; one that cannot be read is written anew.
     """
     device = torch.device(device)
     found = cached(device)
@@ -234,7 +234,8 @@ def _file(device: torch.device) -> Path:
 
 def _key(device: torch.device) -> str:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return f"{name.lower().replace(' ', '-')}-torch-{torch.__version__}-v{_FORMAT}"
+    threads = torch.get_num_threads()  # that the update on the host has
+    return f"{name.lower().replace(' ', '-')}-{threads}-torch-{torch.__version__}-v{_FORMAT}"
 
 
 def _cache() -> Path:

@@ -59,9 +59,8 @@ class Options:
             is warned of, because a script may set it for several models.
         optimizer: whose update is made in the backward. Default: in `optimizer.step()`.
         device_update: the share of the parameters (0 to 1), the first in forward order, that
-            `optimizer.step()` updates on the device. Default: 0.4, or 1 where `host_is_slow`, as
-            far as a sixth of the device's memory goes, with INDUCTOR on CUDA and without
-            `compute_dtype`; else 0.
+            `optimizer.step()` updates on the device. Default: what the plan finds best, with
+            INDUCTOR on CUDA and without `compute_dtype`; else 0.
         gpu_memory: bytes of device memory that the plan may use. Default: what is free.
         host_memory: bytes of host memory. Default: what is free.
         resident: bytes of device memory for buckets that live there. Default: the plan decides.

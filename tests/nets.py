@@ -47,6 +47,7 @@ class Choice:
     optimizer: str = ""  # "": no step; "adamw", "sgd": step() after the backwards
     in_backward: bool = False  # the optimizer's step is made in the backward
     backwards: int = 2  # before a step: the second one accumulates
+    state_delay: int = 1  # backwards before one waits for states to leave
 
 
 class Layer(nn.Module):
@@ -176,4 +177,5 @@ def choices(draw: st.DrawFn) -> Choice:
         optimizer=optimizer,
         in_backward=bool(optimizer) and draw(st.booleans()),
         backwards=draw(st.integers(1, 2)),
+        state_delay=draw(st.sampled_from((1, 1, 2, 9))),
     )

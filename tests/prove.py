@@ -89,10 +89,12 @@ class Counts:
 
 
 @contextlib.contextmanager
-def kept(bits: int, counts: Counts) -> Iterator[None]:
-    """Keep the saved tensors of the stages whose bit is set."""
+def kept(choice: Choice, counts: Counts) -> Iterator[None]:
+    """Keep the saved tensors of the stages whose bit is set; let states leave as late as chosen."""
+    bits = choice.keep
 
     def chosen(schedule: Schedule, *, keep: int = 1, **options: Any) -> Schedule:
+        options["state_delay"] = choice.state_delay
         planned = make_plan(schedule, keep=keep, **options)
         if bits < 0 or not keep or schedule.backward is None:
             return planned
@@ -192,7 +194,7 @@ class Subject:
         if self.optimizer is not None:
             self.optimizer.state.clear()
         self.device.policy = policy
-        with adversary.adversarial(), kept(self.choice.keep, self.counts):
+        with adversary.adversarial(), kept(self.choice, self.counts):
             got = run(self.model, self.net, self.choice, self.optimizer)
         return differences(self.wanted, got, rtol=self.rtol)
 
@@ -206,7 +208,7 @@ class Subject:
         self.model.load_state_dict(self.start)
         self.model.zero_grad()
         self.optimizer.state.clear()
-        with adversary.adversarial(), kept(self.choice.keep, self.counts):
+        with adversary.adversarial(), kept(self.choice, self.counts):
             self.wanted = run(self.model, self.net, self.choice, self.optimizer)
         self.rtol = 0.0
         return found
