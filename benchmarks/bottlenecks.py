@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 import megacompile
-from benchmarks.models import qwen2
+from benchmarks.models import Loss, qwen2
 from benchmarks.report import publish
 from megacompile.abstract import abstract_options, abstract_programs
 from megacompile.hardware import Hardware, known
@@ -57,19 +57,6 @@ class Staged:
     model: Callable[[str], nn.Module]  # on a device
     inputs: Callable[[str], Tensor]
     options: Mapping[str, Any] = field(default_factory=dict)
-
-
-class Loss(nn.Module):
-    """A language model that gives its loss alone, so that its head can be computed in chunks."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Token ids (batch, length) to the mean loss of the next token."""
-        loss: Tensor = self.model(input_ids=ids, labels=ids).loss
-        return loss
 
 
 class Block(nn.Module):

@@ -32,8 +32,7 @@ import torch
 from torch import nn
 
 import megacompile
-from benchmarks.bottlenecks import Loss
-from benchmarks.models import parameters, qwen2
+from benchmarks.models import Loss, parameters, qwen2
 from benchmarks.report import publish
 from megacompile import perfetto, plot
 from megacompile.critical import period

@@ -137,11 +137,11 @@ def _measure(case: Case, args: argparse.Namespace) -> dict[str, object]:
     seconds = (time.perf_counter() - start) / case.steps
     peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     again = torch.cuda.memory_stats()["num_alloc_retries"] - retries
-    training.wait()
-    held = _resident_bytes() - before
     if training.clips:  # alone: in the loop it waits for the backward
         training.clip_s.clear()
         training.step(ids, idle_before_clip=True)
+    training.wait()
+    held = _resident_bytes() - before
     found = explain(training.model, changes=False)
     if args.explain:
         with trace(training.model) as traced:
