@@ -58,6 +58,7 @@ class PassCompiler:
         self.needed = 0  # bytes that the largest plan takes, as predicted
         self.floors: list[int] = []  # bytes that plans take at least
         self.problem: Problem | None = None  # the last one
+        self.sought: tuple[tuple[int, ...], Found] | None = None  # of which templates; the last one
         self.choices: dict[Schedule, tuple[Choice, tuple[str, ...]]] = {}  # by captured stages
         bind_operators()
 
@@ -197,7 +198,10 @@ class PassCompiler:
             pinned = options.activations is not Activations.AUTO
             on_gpu = options.device.type == "cuda" or self.machine is not None
             hand_over = options.hands_over and options.device_update is None and on_gpu
-            found = search(problem, resident=free, pinned=pinned, hand_over=hand_over)
+            templates = tuple(id(stage.traced) for stage in schedule.stages)
+            found = self._found_before(problem, templates)
+            if found is None:
+                found = search(problem, resident=free, pinned=pinned, hand_over=hand_over)
             if found is None:
                 found = self._too_small(problem)
             self.choices[stages] = found.choice, found.reasons
@@ -206,7 +210,18 @@ class PassCompiler:
             self.problem = problem
             if free:
                 self.planned, self.wanted = True, found.choice.resident
+                self.sought = templates, found
         return self.choices[stages]
+
+    def _found_before(self, problem: Problem, templates: tuple[int, ...]) -> Found | None:
+        """What the same was planned with before its buckets were moved to where that wants them."""
+        before, self.sought = self.sought, None
+        if before is None or before[0] != templates:
+            return None
+        found = before[1]
+        if found.choice.resident != problem.resident:
+            return None
+        return found if problem.fits(found.choice) else None
 
     @staticmethod
     def _too_small(problem: Problem) -> Found:
