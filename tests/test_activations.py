@@ -21,7 +21,7 @@ from megacompile.ir import Plan, Schedule, TensorMeta
 from megacompile.passes.plan import make_plan
 from megacompile.runtime import activations, executor
 from megacompile.runtime.activations import HostPool, OnHost, taken
-from megacompile.runtime.host import HostBuffer
+from megacompile.runtime.buffers import HostBuffer
 from tests import cases, zoo
 from tests.test_numbers import assert_same
 from tests.zoo import Stack, batch, loss_of, twins
