@@ -28,7 +28,8 @@ from torch import Tensor
 from megacompile import compat, ops, show
 from megacompile.ir import Bucket, Slot, Stage, Stream
 from megacompile.runtime import captured
-from megacompile.runtime.executor import Executor, Machine, _handles, _Ops
+from megacompile.runtime.executor import Executor, _handles, _Ops
+from megacompile.runtime.machine import Machine
 from megacompile.runtime.streams import Handle, Streams
 
 
