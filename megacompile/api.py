@@ -25,7 +25,7 @@ from megacompile.ir import Schedule
 from megacompile.optimizer_cost import OptimizerCost
 from megacompile.options import Activations, Head, Lowering, Options
 from megacompile.passes.units import find_units
-from megacompile.runtime.host import check_host_memory
+from megacompile.runtime.host_memory import check_host_memory
 from megacompile.runtime.streamed import HostApply, StreamedModel, refuse_nested, refuse_shared
 from megacompile.runtime.trace import Trace as Trace
 from megacompile.runtime.trace import Traced

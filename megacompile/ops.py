@@ -4,7 +4,7 @@ A schedule's synchronisation is what its nodes show and nothing else: the values
 (read after write), the order of its stream, and `after=` (write after read, free after use). The
 runtime turns each such edge that crosses streams into an event record and a wait; the same edges
 are what `megacompile.verify` proves. The functions here only name the ops and give their
-signatures: `megacompile.runtime.executor` holds what they do.
+signatures: `megacompile.runtime.bound_ops` holds what they do.
 
     op            stream    label        takes -> gives
     begin         compute   BEGIN        () -> a point after everything that was queued before

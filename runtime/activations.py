@@ -23,7 +23,8 @@ import torch
 
 from megacompile.errors import HostMemoryError
 from megacompile.ir import TensorMeta, format_bytes
-from megacompile.runtime.host import HostBuffer, available_bytes
+from megacompile.runtime.buffers import HostBuffer
+from megacompile.runtime.host_memory import available_bytes
 
 _MARGIN_BYTES = 256 * 2**20  # left free for everything else in the process
 _SLACK = 2  # a buffer may be this many times larger than what it is lent to

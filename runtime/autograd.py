@@ -20,8 +20,9 @@ from megacompile.errors import BackwardError, DeviceMemoryError
 from megacompile.runtime import shortage
 from megacompile.runtime.activations import taken
 from megacompile.runtime.captured import Program, Variant
-from megacompile.runtime.executor import Executor, Machine
+from megacompile.runtime.executor import Executor
 from megacompile.runtime.gradients import Place
+from megacompile.runtime.machine import Machine
 from megacompile.runtime.proxies import StreamedParameter
 
 

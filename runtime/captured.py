@@ -27,7 +27,8 @@ from megacompile.ir import (
     TensorInput,
     TensorMeta,
 )
-from megacompile.runtime.executor import Executor, Machine
+from megacompile.runtime.executor import Executor
+from megacompile.runtime.machine import Machine
 from megacompile.runtime.proxies import StreamedParameter
 
 

@@ -1,121 +1,24 @@
-"""Memory of the parameters, gradients and states of a bucket: flat buffers, one for each kind.
+"""A bucket: its parameters, gradients and states, in flat buffers, one for each kind.
 
-On the host they are exact-size and page-locked; those of a resident bucket lie on the device.
-
-[Note: exact-size pinned memory]
-`torch.empty(pin_memory=True)` rounds up to a power of two: a 525 MiB layer takes 1 GiB. An
-anonymous shared mapping registered with `cudaHostRegister` takes what it needs. It is shared, not
-private, so that a forked data loader never turns its pages into copy-on-write ones under the DMA.
-Memory that only the CPU uses is private, in huge pages where the system has them.
-
-[Note: one storage a parameter]
-Each parameter is a tensor with a storage of its own inside the buffer, so `torch.save`,
-safetensors and everything else that looks at storages sees ordinary parameters.
+On the host they are exact-size and page-locked; those of a resident bucket lie on the device. A
+tensor that work is in flight for, that an offer was made from, or whose streamed copy must follow
+it has a guard, which asks its bucket before somebody uses the tensor.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, ref
 
 import torch
 
 from megacompile import compat
-from megacompile.errors import HostMemoryError
-from megacompile.ir import Bucket, Param, format_bytes
+from megacompile.ir import Bucket
 from megacompile.runtime.blockwise import absmax_numel
+from megacompile.runtime.buffers import DeviceBuffer, HostBuffer, mirrored
 from megacompile.runtime.guards import guard, guard_of, release
-
-_MARGIN_BYTES = 256 * 2**20  # left free for everything else in the process
-
-
-class HostBuffer(mmap.mmap):
-    """Anonymous shared memory, page-locked for a CUDA device where that works.
-
-    It is unmapped, and unlocked before, when the last tensor on it is gone.
-    """
-
-    _address: int = 0
-    _warned: bool = False
-
-    def __new__(cls, size_bytes: int, *, pin: bool, private: bool = False) -> HostBuffer:
-        kind = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
-        made = super().__new__(cls, -1, max(size_bytes, mmap.PAGESIZE), kind | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):  # a tenth more bandwidth for the CPU
-            made.madvise(mmap.MADV_HUGEPAGE)  # shared memory has them on few systems
-        return made
-
-    def __init__(self, size_bytes: int, *, pin: bool, private: bool = False) -> None:
-        del size_bytes
-        self.private = private
-        if pin:
-            # Touch it first, on all threads: locking touched pages is four times faster.
-            torch.frombuffer(self, dtype=torch.uint8).zero_()
-            self.lock()
-
-    def lock(self) -> None:
-        """Page-lock it, where that was not done when it was made."""
-        if self._address:
-            return
-        if self.private and hasattr(mmap, "MADV_DONTFORK"):
-            self.madvise(mmap.MADV_DONTFORK)  # its pages would be copied on write, under the DMA
-        address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
-        error = torch.cuda.cudart().cudaHostRegister(address, len(self), 0)
-        if int(error) == 0:
-            self._address = address
-        elif not HostBuffer._warned:
-            HostBuffer._warned = True
-            warnings.warn(
-                f"megacompile: cudaHostRegister of {format_bytes(len(self))} failed with error "
-                f"{int(error)}; parameters stay pageable, and copies run at about half the speed "
-                "(raise the limit on locked memory: ulimit -l)",
-                stacklevel=2,
-            )
-
-    def __del__(self) -> None:
-        if self._address and torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # a copy may be under way
-            torch.cuda.cudart().cudaHostUnregister(self._address)
-
-    def tensor(self, param: Param) -> torch.Tensor:
-        """A tensor in the place of `param`, with a storage of its own."""
-        if param.numel == 0:
-            return torch.empty(param.shape, dtype=param.dtype)
-        flat = torch.frombuffer(
-            self, dtype=param.dtype, count=param.numel, offset=param.offset_bytes
-        )
-        # not as_strided: a view would keep `flat` alive, a second user of the storage
-        whole = torch.empty(0, dtype=param.dtype)
-        return whole.set_(flat.untyped_storage(), 0, param.shape, param.stride)
-
-    def bytes(self, size_bytes: int) -> torch.Tensor:
-        """The first `size_bytes` as one flat uint8 tensor."""
-        return torch.frombuffer(self, dtype=torch.uint8)[:size_bytes]  # 0 is no count for it
-
-
-class DeviceBuffer:
-    """Memory of the device's allocator, with the interface of `HostBuffer`: a tensor at a time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def tensor(self, param: Param) -> torch.Tensor:
-        """A tensor like `param`, with a storage of its own."""
-        with torch.inference_mode(False):  # it outlives the mode
-            return torch.empty_strided(
-                param.shape, param.stride, dtype=param.dtype, device=self.device
-            )
-
-    def bytes(self, size_bytes: int) -> torch.Tensor:
-        """Nothing: what lies on the device is not copied as a whole."""
-        del size_bytes
-        return torch.empty(0, dtype=torch.uint8)
 
 
 class InFlight(Protocol):
@@ -454,36 +357,6 @@ class StateRooms:
     memory: list[torch.Tensor] = field(default_factory=list)  # flat, uint8: of those not in 8 bits
 
 
-_PADDED = 256  # elements that places are rounded up to, where they mirror no others
-
-
-def mirrored(layout: Bucket, dtypes: Mapping[int, torch.dtype]) -> Sequence[Param]:
-    """Places for tensors like some of a bucket's parameters, in other dtypes.
-
-    Neighbours are as many elements apart as in `layout`, so that parameters, gradients and states
-    of neighbours are spans of equal length, and one kernel call can update them. Where dtypes are
-    mixed they lie one after the other.
-    """
-    params = [layout.params[i] for i in dtypes]
-    if len(set(dtypes.values())) > 1 or len({param.dtype for param in params}) > 1:
-        likes = [
-            (p.name, torch.empty_strided(p.shape, p.stride, dtype=dtype, device="meta"))
-            for p, dtype in zip(params, dtypes.values(), strict=True)
-        ]
-        return Bucket.layout(layout.key, layout.name, likes).params
-    places: list[Param] = []
-    offset, last = 0, -2
-    for (i, dtype), param in zip(dtypes.items(), params, strict=True):
-        if places and last == i - 1:
-            gap_bytes = param.offset_bytes - layout.params[last].offset_bytes
-            offset += gap_bytes // param.dtype.itemsize
-        elif places:
-            offset += -(-places[-1].numel // _PADDED) * _PADDED
-        places.append(replace(param, dtype=dtype, offset_bytes=offset * dtype.itemsize))
-        last = i
-    return places
-
-
 _OWN_USERS = 3  # of a parameter's memory: the bucket, the parameter, its proxy
 
 
@@ -524,64 +397,3 @@ class _Offered(_OfBucket):
 
 class _Watch(_OfBucket):
     """Guards a parameter whose streamed copy must follow it."""
-
-
-def check_host_memory(rows: Sequence[tuple[str, int]], limit_bytes: int | None = None) -> None:
-    """Raise before anything is allocated if `rows` of (what, additional bytes) do not fit.
-
-    Args:
-        rows: (what, additional bytes).
-        limit_bytes: what the user allows; None: what is free, less a margin.
-
-    Raises:
-        HostMemoryError: with the table.
-    """
-    needed = sum(size for _, size in rows)
-    there = max(available_bytes() - _MARGIN_BYTES, 0)
-    if limit_bytes is not None:
-        there = min(there, limit_bytes)
-    if needed <= there:
-        return
-    width = max(len(what) for what, _ in rows)
-    table = "\n".join(f"  {what:<{width}}  {format_bytes(size):>10}" for what, size in rows)
-    raise HostMemoryError(
-        f"megacompile(): host memory is too small\n{table}\n"
-        f"  {'needed':<{width}}  {format_bytes(needed):>10}\n"
-        f"  {'available':<{width}}  {format_bytes(there):>10}\n"
-        "free host memory (or raise host_memory=), use a smaller dtype (model.bfloat16()), or "
-        "freeze parameters (requires_grad_(False)), which need no gradients"
-    )
-
-
-def available_bytes() -> int:
-    """Host memory that this process can still get: what is free, within its cgroup's limit."""
-    free = _meminfo_bytes("MemAvailable")
-    limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
-    if limit is not None and used is not None:
-        free = min(free, limit - used + (_cgroup_stat("inactive_file") or 0))
-    return free
-
-
-def _meminfo_bytes(name: str) -> int:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:  # not Linux
-        return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    found = next(line for line in lines if line.startswith(f"{name}:"))
-    return int(found.split()[1]) * 1024
-
-
-def _cgroup_bytes(name: str) -> int | None:
-    try:
-        text = Path("/sys/fs/cgroup", name).read_text().strip()
-    except OSError:
-        return None
-    return None if text == "max" else int(text)
-
-
-def _cgroup_stat(name: str) -> int | None:
-    try:
-        lines = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) for line in lines if line.split()[0] == name), None)

@@ -27,11 +27,11 @@ from megacompile import compat, log
 from megacompile.options import Lowering, Options
 from megacompile.runtime import hooks
 from megacompile.runtime.blockwise import quantizes
-from megacompile.runtime.executor import Machine
 from megacompile.runtime.flight import Flight
 from megacompile.runtime.guards import guard_of
 from megacompile.runtime.handed import Handed
 from megacompile.runtime.host import HostBucket
+from megacompile.runtime.machine import Machine
 from megacompile.runtime.optimizer_states import (
     BY_RULE,
     ON_DEVICE,

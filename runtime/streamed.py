@@ -24,12 +24,12 @@ from megacompile.ir import Bucket, Schedule, Unit
 from megacompile.options import Options
 from megacompile.runtime import autograd, shortage
 from megacompile.runtime.captured import CapturedGraph, Compiler
-from megacompile.runtime.executor import Machine
 from megacompile.runtime.gradients import Gradients
 from megacompile.runtime.guards import unguarded
 from megacompile.runtime.handed import HandOver
 from megacompile.runtime.host import HostBucket
 from megacompile.runtime.in_backward import InBackward
+from megacompile.runtime.machine import Machine
 from megacompile.runtime.progress import bar
 from megacompile.runtime.proxies import Proxies, Source, StreamedParameter
 from megacompile.runtime.slots import DeviceSlots

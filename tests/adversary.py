@@ -1,6 +1,6 @@
 """An adversarial device: the streams of a schedule, simulated on the CPU, in any order allowed.
 
-What runs is the code that is printed, with the ops of `megacompile.runtime.executor`; only
+What runs is the code that is printed, with the ops of `megacompile.runtime.bound_ops`; only
 `Streams` is another. Its `issue` queues the work, and work is carried out when and in the order in
 which a policy says, as far as the order of the streams and the events that ops wait for allow: the
 host may be far ahead, one stream may starve, any other may run away.
@@ -28,7 +28,9 @@ from torch import Tensor
 from megacompile import compat, ops, show
 from megacompile.ir import Bucket, Slot, Stage, Stream
 from megacompile.runtime import captured
-from megacompile.runtime.executor import Executor, Machine, _handles, _Ops
+from megacompile.runtime.bound_ops import BoundOps, _handles
+from megacompile.runtime.executor import Executor
+from megacompile.runtime.machine import Machine
 from megacompile.runtime.streams import Handle, Streams
 
 
@@ -263,7 +265,7 @@ class Name:
             self.device.free(self.handle)
 
 
-class LateOps(_Ops):
+class LateOps(BoundOps):
     """The ops of the executor, whose results may come later than the call."""
 
     _count = 0  # results of the op that is called now

@@ -1,6 +1,6 @@
 """Every interleaving of a schedule, on symbols: what can its results be?
 
-`tests.symbolic_ops` does to symbols what `megacompile.runtime.executor` does to tensors. Memory is
+`tests.symbolic_ops` does to symbols what `megacompile.runtime.bound_ops` does to tensors. Memory is
 a list of cells; what a cell holds is a term, such as "output 0 of template 2 on these inputs", by
 its number. Slots, host memory, the generator and every tensor have cells, so two names of one
 memory are one cell; what was not written yet is `POISON`, what was freed is `FREED`. A schedule is

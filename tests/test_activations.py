@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from megacompile import HostMemoryError, compat, compiler, megacompile, ops, schedules
 from megacompile.ir import Plan, Schedule, TensorMeta
 from megacompile.passes.plan import make_plan
-from megacompile.runtime import activations, executor
+from megacompile.runtime import activations
 from megacompile.runtime.activations import HostPool, OnHost, taken
-from megacompile.runtime.host import HostBuffer
+from megacompile.runtime.bound_ops import BoundOps
+from megacompile.runtime.buffers import HostBuffer
 from tests import cases, zoo
 from tests.test_numbers import assert_same
 from tests.zoo import Stack, batch, loss_of, twins
@@ -368,14 +369,14 @@ def test_device_memory_is_given_back_while_the_forward_runs(
     """At each offload, no more than the last few values are alive."""
     values: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
-    plain = executor._Ops.offload
+    plain = BoundOps.offload
 
     def offload(self: Any, stage: Any, value: Any) -> Any:
         values.append(weakref.ref(value.value))
         alive.append(sum(each() is not None for each in values))
         return plain(self, stage, value)
 
-    monkeypatch.setattr(executor._Ops, "offload", offload)
+    monkeypatch.setattr(BoundOps, "offload", offload)
     _, model = offloading(16)
     output = loss(model, 0)
     assert len(values) == 15

@@ -25,7 +25,7 @@ from megacompile import (
     schedules,
 )
 from megacompile.errors import OptionTypeError
-from megacompile.runtime import host
+from megacompile.runtime import host_memory
 from tests import zoo
 from tests.zoo import WIDTH, Stack, batch, differences, step, twins
 
@@ -244,7 +244,7 @@ def test_host_memory_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     before = copy.deepcopy(model)
     pointers = [p.data_ptr() for p in model.parameters()]
     free = 258 * 2**20  # 2 MiB above what is left to the rest of the process
-    monkeypatch.setattr(host, "available_bytes", lambda: free)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: free)
     with pytest.raises(HostMemoryError) as caught:
         megacompile(model, device="cpu")
     assert isinstance(caught.value, MemoryError)
@@ -266,7 +266,7 @@ def test_host_memory_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_frozen_parameters_need_no_memory_for_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))).requires_grad_(False)
-    monkeypatch.setattr(host, "available_bytes", lambda: 264 * 2**20)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 264 * 2**20)
     megacompile(model, device="cpu")
 
 

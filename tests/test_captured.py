@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from megacompile import UnsupportedGraphError, schedules
 from megacompile.ir import Bucket, Capture, ConstantInput, ParamInput, Schedule, TensorInput
 from megacompile.runtime.captured import SHAPES_AT_ONCE, CapturedGraph, Program, Variant
-from megacompile.runtime.executor import Machine
 from megacompile.runtime.gradients import Gradients
 from megacompile.runtime.handed import HandOver
+from megacompile.runtime.machine import Machine
 from megacompile.runtime.proxies import StreamedParameter
 from megacompile.runtime.slots import DeviceSlots
 from megacompile.runtime.streams import Streams

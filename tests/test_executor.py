@@ -18,7 +18,8 @@ from torch import Tensor, fx, nn
 
 from megacompile import ops, schedules, show
 from megacompile.ir import Code, Schedule, TensorMeta
-from megacompile.runtime.executor import Executor, _conform, _Ops
+from megacompile.runtime.bound_ops import BoundOps, _conform
+from megacompile.runtime.executor import Executor
 from megacompile.runtime.streams import Handle
 from tests.zoo import Made, batch, batchnorm, dropout, equal, step, twins
 
@@ -219,28 +220,29 @@ class Lifetimes:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: dict[str, list[weakref.ref[Tensor]]] = {}
         self.at: dict[int, set[str]] = {}
-        run_forward, run_recompute, run_backward = _Ops.forward, _Ops.recompute, _Ops.backward
+        run_forward, run_backward = BoundOps.forward, BoundOps.backward
+        run_recompute = BoundOps.recompute
 
-        def forward(self_: _Ops, stage: Any, *args: Any) -> tuple[Handle, ...]:
+        def forward(self_: BoundOps, stage: Any, *args: Any) -> tuple[Handle, ...]:
             handles = run_forward(self_, stage, *args)
             self._note(f"output {stage.index}", handles[: len(stage.outputs)])
             self._note(f"saved {stage.index}", handles[len(stage.outputs) :])
             return handles
 
-        def recompute(self_: _Ops, stage: Any, *args: Any) -> tuple[Handle, ...]:
+        def recompute(self_: BoundOps, stage: Any, *args: Any) -> tuple[Handle, ...]:
             handles = run_recompute(self_, stage, *args)
             self._note(f"saved {stage.index}", handles)
             return handles
 
-        def backward(self_: _Ops, stage: Any, *args: Any) -> tuple[Handle, ...]:
+        def backward(self_: BoundOps, stage: Any, *args: Any) -> tuple[Handle, ...]:
             self.at[stage.index] = self.alive()
             handles = run_backward(self_, stage, *args)
             self._note(f"gradients {stage.index}", handles[:1])
             return handles
 
-        monkeypatch.setattr(_Ops, "forward", forward)
-        monkeypatch.setattr(_Ops, "recompute", recompute)
-        monkeypatch.setattr(_Ops, "backward", backward)
+        monkeypatch.setattr(BoundOps, "forward", forward)
+        monkeypatch.setattr(BoundOps, "recompute", recompute)
+        monkeypatch.setattr(BoundOps, "backward", backward)
 
     def _note(self, name: str, handles: tuple[Handle, ...]) -> None:
         self.made[name] = [weakref.ref(h.value) for h in handles if isinstance(h.value, Tensor)]
@@ -306,13 +308,13 @@ def test_a_forward_without_gradients_keeps_one_output_at_a_time(
 ) -> None:
     lifetimes = Lifetimes(monkeypatch)
     seen: list[set[str]] = []
-    counted = _Ops.forward
+    counted = BoundOps.forward
 
-    def forward(self: _Ops, *args: Any) -> tuple[Handle, ...]:
+    def forward(self: BoundOps, *args: Any) -> tuple[Handle, ...]:
         seen.append(lifetimes.alive())
         return counted(self, *args)
 
-    monkeypatch.setattr(_Ops, "forward", forward)
+    monkeypatch.setattr(BoundOps, "forward", forward)
     _, model = twins(layers()[0])
     with torch.no_grad():
         model(**X)

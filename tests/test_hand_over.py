@@ -16,8 +16,8 @@ from megacompile import megacompile, ops, schedules, updates
 from megacompile.errors import OptionError, OptionTypeError
 from megacompile.hazards import HazardKind
 from megacompile.ir import Schedule
+from megacompile.runtime.buffers import HostBuffer
 from megacompile.runtime.flight import Flight
-from megacompile.runtime.host import HostBuffer
 from megacompile.verify import hazards
 from tests.test_step import adamw, data, net, schedulers, sgd, train
 from tests.zoo import twins

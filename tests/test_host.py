@@ -18,8 +18,10 @@ from torch.optim import SGD
 
 from megacompile import HostMemoryError
 from megacompile.ir import Bucket
-from megacompile.runtime import host
-from megacompile.runtime.host import HostBucket, HostBuffer, available_bytes, check_host_memory
+from megacompile.runtime import host_memory
+from megacompile.runtime.buffers import HostBuffer
+from megacompile.runtime.host import HostBucket
+from megacompile.runtime.host_memory import available_bytes, check_host_memory
 
 GIB = 2**30
 
@@ -386,8 +388,10 @@ def test_a_copy_in_another_dtype_follows_the_parameters() -> None:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Writes /proc/meminfo and the files of the cgroup that `host` reads."""
-    monkeypatch.setattr(host, "Path", lambda *parts: tmp_path / Path(*parts).relative_to("/"))
+    """Writes /proc/meminfo and the files of the cgroup that `host_memory` reads."""
+    monkeypatch.setattr(
+        host_memory, "Path", lambda *parts: tmp_path / Path(*parts).relative_to("/")
+    )
 
     def write(available: int | None, **cgroup: int | str) -> None:
         if available is not None:

@@ -14,7 +14,7 @@ from torch import fx
 
 from megacompile import ops
 from megacompile.ir import Bucket, Slot, Stream
-from megacompile.runtime.executor import _Ops
+from megacompile.runtime.bound_ops import BoundOps
 from tests.schedules import Spec, build, find
 
 BUCKET = Bucket(0, "layers.3", (), 0, "3")
@@ -69,11 +69,11 @@ def test_the_executor_implements_an_op_with_the_same_arguments(op: Callable[...,
         parameters = inspect.signature(function).parameters.values()
         return [(p.name, p.kind, p.default) for p in parameters if p.name != "self"]
 
-    assert shape(getattr(_Ops, op.__name__)) == shape(op)
+    assert shape(getattr(BoundOps, op.__name__)) == shape(op)
 
 
 def test_the_executor_implements_nothing_else() -> None:
-    public = {name for name in vars(_Ops) if not name.startswith("_")}
+    public = {name for name in vars(BoundOps) if not name.startswith("_")}
     assert public == {op.name for op in ops.OPS.values()} | {"wait"}  # what a `free` waits with
 
 

@@ -18,7 +18,7 @@ from torch import fx
 from megacompile import compiler, ops, verify_memory
 from megacompile.ir import Schedule
 from megacompile.passes.free import insert_free
-from megacompile.runtime.executor import Machine
+from megacompile.runtime.machine import Machine
 from tests import adversary, prove
 from tests.mutants import Harm, Truth, mutate
 from tests.nets import Choice, Net

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from megacompile import megacompile, schedules
 from megacompile.errors import DeviceMemoryError
-from megacompile.runtime import executor
+from megacompile.runtime.bound_ops import BoundOps
 from tests.test_step import adamw, data, net
 from tests.zoo import assert_same, twins
 
@@ -31,7 +31,7 @@ class Shortage:
         self._patch = monkeypatch
 
     def on(self, op: str) -> Shortage:
-        real = getattr(executor._Ops, op)
+        real = getattr(BoundOps, op)
 
         def run(ops: Any, *args: Any, **kwargs: Any) -> Any:
             self.calls += 1
@@ -39,7 +39,7 @@ class Shortage:
                 raise torch.OutOfMemoryError("planted: out of memory")
             return real(ops, *args, **kwargs)
 
-        self._patch.setattr(executor._Ops, op, run)
+        self._patch.setattr(BoundOps, op, run)
         return self
 
 
