@@ -378,3 +378,14 @@ def test_locking_keeps_what_is_there() -> None:
         buffer.lock()
     assert calls == [(values.data_ptr(), 2**16, 0)]
     assert bool(values.eq(7).all())
+
+
+@pytest.mark.gpu
+def test_late_locking_on_the_gpu() -> None:
+    buffer = HostBuffer(2**20, pin=False, private=True)
+    values = buffer.bytes(2**20)
+    values.fill_(7)
+    assert not values.is_pinned()
+    buffer.lock()
+    assert values.is_pinned()
+    assert bool(values.cuda(non_blocking=True).eq(7).all())

@@ -1,0 +1,71 @@
+"""What megacompile() asks of the CUDA allocator."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megacompile import compat
+
+NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the allocator was told, in a process where nobody has told it anything."""
+    told: list[str] = []
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", str, raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append, raising=False)
+    return told
+
+
+def test_segments_may_grow(said: list[str]) -> None:
+    assert compat.use_expandable_segments()
+    assert said == ["expandable_segments:True"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_the_environment_says_stays(
+    said: list[str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "expandable_segments:False")
+    assert not compat.use_expandable_segments()
+    assert said == []
+
+
+def test_what_the_user_has_called_stays(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = "garbage_collection_threshold:0.8"
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings)
+    assert not compat.use_expandable_segments()
+    assert said == []
+
+
+def test_an_older_torch(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings")
+    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings")
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", said.append, raising=False)
+    assert compat.use_expandable_segments()
+    assert said == ["expandable_segments:True"]
+
+
+_SCRIPT = """
+import torch
+from megacompile import megacompile
+model = megacompile(torch.nn.Linear(64, 64), progress=False)
+model(torch.ones(2, 64, device="cuda")).sum().backward()
+print(all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()))
+"""
+
+
+@pytest.mark.gpu
+def test_segments_grow_on_the_gpu() -> None:
+    """In a process of its own: it is a setting of the process, made before the first allocation."""
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "True"
