@@ -285,19 +285,20 @@ class PassCompiler:
     ) -> list[tuple[str, Callable[[Schedule], Schedule]]]:
         """What becomes of the gradients: they are offloaded, or updates are made of them."""
         options = self.options
+        cost = OptimizerCost.of(options)
         if update:
             insert = functools.partial(
                 insert_updates,
                 accumulate=accumulate,
                 lookahead=choice.state_lookahead or options.lookahead,
                 masters=options.compute_dtype is not None,
-                state_bytes=options.state_bytes,
+                state_bytes=cost.updated_of,
             )
             return [("update", insert)]
         offload = functools.partial(offload_gradients, accumulate=accumulate)
         if options.lowering is Lowering.EAGER:
             return [("offload", offload)]
-        give = functools.partial(insert_hand_over, state_bytes=options.state_bytes)
+        give = functools.partial(insert_hand_over, state_bytes=cost.updated_of)
         return [("offload", offload), ("norms", insert_norms), ("hand_over", give)]
 
     def _progress(
