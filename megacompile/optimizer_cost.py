@@ -74,11 +74,11 @@ class OptimizerCost:
 
     def resident_bytes(self, bucket: Bucket, trained: Iterable[int]) -> float:
         """Device memory of a bucket that lives there: parameters, and what training adds."""
-        size = float(bucket.size_bytes)
+        masters = (self.master_bytes or 0.0) * sum(param.numel for param in bucket.params)
+        size = bucket.size_bytes + masters  # frozen parameters have a master too
         for param in (bucket.params[i] for i in trained):
             item = param.dtype.itemsize
-            master = self.master_bytes or 0.0
-            size += param.numel * (self.grad_of(item) + self.states_of(item) + master)
+            size += param.numel * (self.grad_of(item) + self.states_of(item))
         return size
 
     def handed_bytes(self, bucket: Bucket, trained: Iterable[int]) -> float:

@@ -165,6 +165,7 @@ def test_as_many_buckets_are_resident_as_fit(training: str) -> None:
     """What they need is what they take once training runs, to the byte."""
     options = TRAINING[training]
     made = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
+    made[1].weight.requires_grad_(False)
     _, everywhere = twins(copy.deepcopy(made), resident="all", **options)
     everywhere(torch.ones(2, 128)).sum().backward()
     sizes = resident_bytes(everywhere)
