@@ -33,6 +33,7 @@ from megacompile.ir import (
     Schedule,
     TensorInput,
     TensorMeta,
+    Variant,
 )
 from megacompile.options import Lowering, Options
 from megacompile.passes.units import find_units
@@ -66,13 +67,13 @@ class AbstractProgram:
 
     def planned(self, *, accumulate: bool = False, hold: bool = True) -> Planned:
         """What `schedule` builds, for `megacompile.alternatives`."""
-        variant = {
-            "tangents": expected_tangents(self.stages),
-            "keep_last": True,
-            "accumulate": accumulate,
-            "hold": hold,
-            "update": self.compiler.options.optimizer is not None,
-        }
+        variant = Variant(
+            tangents=expected_tangents(self.stages),
+            keep_last=True,
+            accumulate=accumulate,
+            hold=hold,
+            update=self.compiler.options.optimizer is not None,
+        )
         return Planned(self.stages, self.capture, variant)
 
     def schedule(self, *, accumulate: bool = False, hold: bool = True) -> Schedule:
@@ -83,8 +84,7 @@ class AbstractProgram:
             hold: the backward takes what the forward left in the slots. Right where no other
                 captured graph runs in between.
         """
-        stages, capture, variant = self.planned(accumulate=accumulate, hold=hold)
-        return self.compiler.settled(stages, capture, **variant)
+        return self.compiler.settled(*self.planned(accumulate=accumulate, hold=hold))
 
 
 def abstract_schedules(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from megacompile.compiler import PassCompiler
-from megacompile.ir import Capture, Schedule
+from megacompile.ir import Capture, Schedule, Variant
 from megacompile.optimizer_cost import OptimizerCost
 from megacompile.options import Options
 from megacompile.situation import Situation
@@ -21,7 +21,7 @@ class Planned(NamedTuple):
 
     stages: Schedule
     capture: Capture
-    variant: dict[str, Any]  # the keyword arguments of `PassCompiler.settled`
+    variant: Variant
 
 
 def alternatives(
@@ -36,7 +36,7 @@ def alternatives(
         other = compiler.other(changed, hardware=now.hardware, budget_bytes=budget_bytes)
         update = changed.optimizer is not None
         schedules = tuple(
-            other.settled(stages, capture, **{**variant, "update": update})
+            other.settled(stages, capture, replace(variant, update=update))
             for stages, capture, variant in planned
         )
         cost = OptimizerCost.of(changed, states=states)

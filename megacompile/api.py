@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from typing import TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -321,7 +320,7 @@ def _newest(streamed: StreamedModel) -> tuple[list[Planned], list[Schedule]]:
         trained = [each for each in ran if each[2].backward is not None]
         if ran:
             program, variant, schedule = (trained or ran)[-1]
-            planned.append(Planned(program.stages, program.capture, asdict(variant)))
+            planned.append(Planned(program.stages, program.capture, variant))
             schedules.append(schedule)
     return planned, schedules
 

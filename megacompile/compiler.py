@@ -13,7 +13,17 @@ from typing import Any
 from megacompile import compat, log, ops
 from megacompile.errors import DeviceMemoryError
 from megacompile.hardware import H200, Hardware, cached, load
-from megacompile.ir import Capture, Code, PassRecord, Plan, Schedule, Template, Unit, format_bytes
+from megacompile.ir import (
+    Capture,
+    Code,
+    PassRecord,
+    Plan,
+    Schedule,
+    Template,
+    Unit,
+    Variant,
+    format_bytes,
+)
 from megacompile.optimizer_cost import OptimizerCost
 from megacompile.options import Activations, Head, Lowering, Options
 from megacompile.passes.chunk import STOOD_BACK, chunk_head
@@ -74,26 +84,8 @@ class PassCompiler:
         log.captured(capture, stages)
         return replace(stages, plan=Plan(reasons=reasons))
 
-    def build(
-        self,
-        stages: Schedule,
-        capture: Capture,
-        *,
-        tangents: tuple[int, ...],
-        keep_last: bool,
-        accumulate: bool,
-        hold: bool,
-        update: bool,
-    ) -> Schedule:
-        schedule = self.plan(
-            stages,
-            capture,
-            tangents=tangents,
-            keep_last=keep_last,
-            accumulate=accumulate,
-            hold=hold,
-            update=update,
-        )
+    def build(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
+        schedule = self.plan(stages, capture, variant)
         schedule = _timed(
             "lower",
             schedule,
@@ -102,17 +94,7 @@ class PassCompiler:
         log.schedule_made(schedule)
         return schedule
 
-    def plan(
-        self,
-        stages: Schedule,
-        capture: Capture,
-        *,
-        tangents: tuple[int, ...],
-        keep_last: bool,
-        accumulate: bool,
-        hold: bool,
-        update: bool,
-    ) -> Schedule:
+    def plan(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
         """The verified schedule, whose templates have graphs and no code yet."""
         trace = functools.partial(
             trace_templates,
@@ -120,13 +102,11 @@ class PassCompiler:
             cache=self.templates,
             lowering=self.options.lowering,
         )
-        schedule = replace(stages, tangents=tangents)
+        schedule = replace(stages, tangents=variant.tangents)
         schedule = _run(schedule, [("templates", trace), ("differentiate", differentiate)])
-        finish = functools.partial(
-            self._finish, schedule, accumulate=accumulate, hold=hold, update=update
-        )
+        finish = functools.partial(self._finish, schedule, variant)
         choice, reasons = self._choose(stages, schedule, finish)
-        if not keep_last:
+        if not variant.keep_last:
             choice = replace(choice, keep=0)
         schedule = finish(replace(choice, resident=self.resident), reasons)
         verify(schedule)
@@ -135,12 +115,10 @@ class PassCompiler:
     def _finish(
         self,
         schedule: Schedule,
+        variant: Variant,
         choice: Choice,
         reasons: tuple[str, ...] = (),
         *,
-        accumulate: bool,
-        hold: bool,
-        update: bool,
         draft: bool = False,
     ) -> Schedule:
         """The passes behind the choice of a plan."""
@@ -167,9 +145,9 @@ class PassCompiler:
                 ("split", functools.partial(split_stages, cache=self.templates)),
                 ("recompute", insert_recompute),
                 ("activations", activations),
-                *self._gradient_passes(choice, accumulate=accumulate, update=update),
+                *self._gradient_passes(choice, variant),
                 ("prefetch", functools.partial(insert_prefetch, lookahead=options.lookahead)),
-                ("slots", functools.partial(assign_slots, slots=slots, hold=hold)),
+                ("slots", functools.partial(assign_slots, slots=slots, hold=variant.hold)),
                 ("free", insert_free),
             ],
         )
@@ -267,14 +245,14 @@ class PassCompiler:
             self.budget = int(compat.free_device_bytes(self.options.device) * (1 - MARGIN))
         return self.budget
 
-    def settled(self, stages: Schedule, capture: Capture, **variant: Any) -> Schedule:
+    def settled(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
         """`plan`, and again with the buckets where it wants them, as a model's next call would."""
-        schedule = self.plan(stages, capture, **variant)
+        schedule = self.plan(stages, capture, variant)
         if self.wanted == self.resident:
             return schedule
         self.resident = self.wanted
         self.choices.clear()
-        return self.plan(stages, capture, **variant)
+        return self.plan(stages, capture, variant)
 
     def other(self, options: Options, *, hardware: Hardware, budget_bytes: int) -> PassCompiler:
         """One that plans the same model with other options, from nothing, and knows its code."""
@@ -296,23 +274,24 @@ class PassCompiler:
         return cached(self.options.device) or H200  # nobody measures for a plan on the CPU
 
     def _gradient_passes(
-        self, choice: Choice, *, accumulate: bool, update: bool
+        self, choice: Choice, variant: Variant
     ) -> list[tuple[str, Callable[[Schedule], Schedule]]]:
         """What becomes of the gradients: they are offloaded, or updates are made of them."""
         options = self.options
-        if update:
+        cost = OptimizerCost.of(options)
+        if variant.update:
             insert = functools.partial(
                 insert_updates,
-                accumulate=accumulate,
+                accumulate=variant.accumulate,
                 lookahead=choice.state_lookahead or options.lookahead,
                 masters=options.compute_dtype is not None,
-                state_bytes=options.state_bytes,
+                state_bytes=cost.updated_of,
             )
             return [("update", insert)]
-        offload = functools.partial(offload_gradients, accumulate=accumulate)
+        offload = functools.partial(offload_gradients, accumulate=variant.accumulate)
         if options.lowering is Lowering.EAGER:
             return [("offload", offload)]
-        give = functools.partial(insert_hand_over, state_bytes=options.state_bytes)
+        give = functools.partial(insert_hand_over, state_bytes=cost.updated_of)
         return [("offload", offload), ("norms", insert_norms), ("hand_over", give)]
 
     def _progress(

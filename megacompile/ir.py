@@ -251,6 +251,17 @@ class Capture:
     ambient: Ambient
 
 
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What one schedule of a captured graph is built for."""
+
+    tangents: tuple[int, ...]  # the outputs that get a gradient
+    keep_last: bool  # False: saved tensors are computed again; the forward's are for other outputs
+    accumulate: bool = False  # add to gradients that are on the host already
+    hold: bool = False  # the backward takes what the forward left in the slots
+    update: bool = False  # the optimizer's, in the backward
+
+
 class Code(enum.Enum):
     """The pieces of a template that can run."""
 

@@ -68,13 +68,17 @@ class OptimizerCost:
         each = self.master_of(item_bytes) if self.state_bytes is None else self.state_bytes
         return self.states * each
 
+    def updated_of(self, item_bytes: int) -> float:
+        """Bytes that an update reads and writes again: the parameter and its states."""
+        return self.master_of(item_bytes) + self.states_of(item_bytes)
+
     def resident_bytes(self, bucket: Bucket, trained: Iterable[int]) -> float:
         """Device memory of a bucket that lives there: parameters, and what training adds."""
-        size = float(bucket.size_bytes)
+        masters = (self.master_bytes or 0.0) * sum(param.numel for param in bucket.params)
+        size = bucket.size_bytes + masters  # frozen parameters have a master too
         for param in (bucket.params[i] for i in trained):
             item = param.dtype.itemsize
-            master = self.master_bytes or 0.0
-            size += param.numel * (self.grad_of(item) + self.states_of(item) + master)
+            size += param.numel * (self.grad_of(item) + self.states_of(item))
         return size
 
     def handed_bytes(self, bucket: Bucket, trained: Iterable[int]) -> float:
@@ -83,10 +87,11 @@ class OptimizerCost:
         for param in (bucket.params[i] for i in trained):
             item = param.dtype.itemsize
             copy = 0 if self.master_bytes is None else item
-            size += param.numel * (self.master_of(item) + self.states_of(item) + copy)
+            size += param.numel * (self.updated_of(item) + copy)
         return size
 
     def grad_of(self, item_bytes: int) -> float:
+        """Bytes of a gradient outside of the backward: a master's is as wide as the master."""
         return self.master_of(item_bytes) if self.grad_bytes is None else self.grad_bytes
 
 
@@ -119,8 +124,8 @@ def updates(schedule: Schedule, optimizer: OptimizerCost) -> list[BucketUpdate]:
             item = param.dtype.itemsize
             copy = 0.0 if optimizer.master_bytes is None else item
             gradient += param.numel * optimizer.grad_of(item)
-            both = optimizer.master_of(item) + optimizer.states_of(item)
-            moved += param.numel * (2 * both + optimizer.grad_of(item) + copy)
+            both_ways = 2 * optimizer.updated_of(item)
+            moved += param.numel * (both_ways + optimizer.grad_of(item) + copy)
         if params:
             found.append(BucketUpdate(bucket, sum(p.numel for p in params), moved, gradient))
     return found

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import torch
 
 from megacompile.errors import OptionError, OptionTypeError
-from megacompile.ir import Bucket
 from megacompile.sizes import host_total_bytes, parse_bytes
 
 _E = TypeVar("_E", bound=enum.Enum)
@@ -100,31 +99,6 @@ class Options:
     def plans(self) -> bool:
         """Is a plan sought? On the CPU only for memory that the user names."""
         return self.device.type == "cuda" or self.gpu_memory is not None
-
-    @property
-    def host_is_slow(self) -> bool:
-        """Does the host take several times longer for an update than its memory would?"""
-        return self.state_dtype == "int8" or self.stochastic_rounding
-
-    def state_bytes(self, streamed: torch.dtype) -> float:
-        """Bytes of two moments and of the parameter itself, for one element streamed in a dtype."""
-        param: float = streamed.itemsize if self.compute_dtype is None else 4
-        moment = param
-        if self.state_dtype == "int8":
-            moment = 1 + 4 / 256
-        elif isinstance(self.state_dtype, torch.dtype):
-            moment = self.state_dtype.itemsize
-        return param + 2 * moment
-
-    def resident_bytes(self, bucket: Bucket, trained: Iterable[int]) -> int:
-        """Device memory of a bucket that lives there: parameters, and what training adds."""
-        size = float(bucket.size_bytes)
-        for i in trained:
-            param = bucket.params[i]
-            gradient = (self.grad_dtype or param.dtype).itemsize
-            streamed = 0 if self.compute_dtype is not None else param.dtype.itemsize
-            size += param.numel * (gradient + self.state_bytes(param.dtype) - streamed)
-        return int(size)
 
     @property
     def updates_on_device(self) -> bool:

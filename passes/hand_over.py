@@ -26,13 +26,11 @@ from megacompile.passes.prefetch import buckets_read, uses
 from megacompile.passes.reclaim import insert_reclaim
 
 
-def insert_hand_over(
-    schedule: Schedule, *, state_bytes: Callable[[torch.dtype], float]
-) -> Schedule:
+def insert_hand_over(schedule: Schedule, *, state_bytes: Callable[[int], float]) -> Schedule:
     """The schedule whose backward hands over the buckets of `plan.hand_over`.
 
     Args:
-        state_bytes: of one element, streamed in a dtype, with its states; for the cost model.
+        state_bytes: of one element and its states, by its bytes as streamed; for the cost model.
     """
     if schedule.backward is None or not schedule.plan.hand_over:
         return schedule
@@ -58,7 +56,7 @@ def insert_hand_over(
         with graph.inserting_before(graph.output_node()):  # compute must not wait for the fetch
             ops.call(graph, ops.hand_over, bucket, gradients, state, name=f"keep{suffix}")
         params = [bucket.params[i] for i in new.gradient_params[bucket.key]]
-        size = sum(param.numel * state_bytes(param.dtype) for param in params)
+        size = sum(param.numel * state_bytes(param.dtype.itemsize) for param in params)
         meta = TensorMeta((int(size),), torch.uint8, (1,))
         room.meta["value"] = state.meta["value"] = meta
     if chosen:

@@ -39,7 +39,7 @@ def insert_updates(
     accumulate: bool,
     lookahead: int,
     masters: bool,
-    state_bytes: Callable[[torch.dtype], float],
+    state_bytes: Callable[[int], float],
 ) -> Schedule:
     """The schedule whose backward updates every bucket that gets gradients.
 
@@ -49,7 +49,7 @@ def insert_updates(
         accumulate: add the gradients that are on the host already.
         lookahead: how many stages ahead states are fetched.
         masters: the states include the parameters, because what is streamed is a copy.
-        state_bytes: of one element, streamed in a dtype, with its states; for the cost model.
+        state_bytes: of one element and its states, by its bytes as streamed; for the cost model.
     """
     new = schedule.copy()
     graph = new.backward
@@ -76,7 +76,7 @@ def insert_updates(
             state = ops.call(graph, ops.fetch_state, bucket, room, masters, name=f"s{suffix}")
         updated.args = (bucket, weights, total, state)
         params = [bucket.params[i] for i in new.gradient_params[bucket.key]]
-        size = sum(param.numel * state_bytes(param.dtype) for param in params)
+        size = sum(param.numel * state_bytes(param.dtype.itemsize) for param in params)
         meta = TensorMeta((int(size),), _BYTE, (1,))
         for node in (room, state, updated):
             node.meta["value"] = meta

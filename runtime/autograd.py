@@ -17,9 +17,10 @@ from torch import fx, nn
 
 from megacompile import compat, ops
 from megacompile.errors import BackwardError, DeviceMemoryError
+from megacompile.ir import Variant
 from megacompile.runtime import shortage
 from megacompile.runtime.activations import taken
-from megacompile.runtime.captured import Program, Variant
+from megacompile.runtime.captured import Program
 from megacompile.runtime.executor import Executor
 from megacompile.runtime.gradients import Place
 from megacompile.runtime.machine import Machine

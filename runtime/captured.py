@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +26,7 @@ from megacompile.ir import (
     Schedule,
     TensorInput,
     TensorMeta,
+    Variant,
 )
 from megacompile.runtime.executor import Executor
 from megacompile.runtime.machine import Machine
@@ -47,29 +48,8 @@ class Compiler(Protocol):
     def partition(self, capture: Capture) -> Schedule:
         """Stages only."""
 
-    def build(
-        self,
-        stages: Schedule,
-        capture: Capture,
-        *,
-        tangents: tuple[int, ...],
-        keep_last: bool,
-        accumulate: bool,
-        hold: bool,
-        update: bool,
-    ) -> Schedule:
+    def build(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
         """Everything else, verified."""
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """What one schedule of a program is built for."""
-
-    tangents: tuple[int, ...]  # the outputs that get a gradient
-    keep_last: bool
-    accumulate: bool = False
-    hold: bool = False
-    update: bool = False  # the optimizer's, in the backward
 
 
 def computed_outputs(outputs: Sequence[Any]) -> list[int]:
@@ -128,22 +108,14 @@ class Program:
 
         Where backwards update, those that do not (`accumulate()`, `torch.autograd.grad`) are few.
         """
-        expected = {"tangents": self.tangents, "keep_last": True}
-        return Variant(**{**expected, "update": self.machine.in_backward is not None, **changes})
+        update = self.machine.in_backward is not None
+        return replace(Variant(self.tangents, keep_last=True, update=update), **changes)
 
     def executor(self, variant: Variant) -> Executor:
         """The executor of a variant, built at first use."""
         if variant not in self.executors:
             with compat.without_saved_tensors_hooks():  # those around the call are not the stages'
-                schedule = self.compiler.build(
-                    self.stages,
-                    self.capture,
-                    tangents=variant.tangents,
-                    keep_last=variant.keep_last,
-                    accumulate=variant.accumulate,
-                    hold=variant.hold,
-                    update=variant.update,
-                )
+                schedule = self.compiler.build(self.stages, self.capture, variant)
             self.executors[variant] = Executor(schedule, self.machine)
         return self.executors[variant]
 

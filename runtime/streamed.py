@@ -21,6 +21,7 @@ from torch import fx, nn
 from megacompile import compat
 from megacompile.errors import ModelError
 from megacompile.ir import Bucket, Schedule, Unit
+from megacompile.optimizer_cost import OptimizerCost
 from megacompile.options import Options
 from megacompile.runtime import autograd, shortage
 from megacompile.runtime.captured import CapturedGraph, Compiler
@@ -276,11 +277,13 @@ def _first_that_fit(
 ) -> frozenset[int]:
     """The first buckets that fit, with gradients and states, into `options.resident` bytes."""
     assert options.resident is not None
-    chosen, left = [], options.resident
+    cost = OptimizerCost.of(options)
+    chosen: list[int] = []
+    left: float = options.resident
     for unit in units:
         places = enumerate(unit.bucket.params)
         trained = [i for i, place in places if named[place.name].requires_grad]
-        left -= options.resident_bytes(unit.bucket, trained)
+        left -= cost.resident_bytes(unit.bucket, trained)
         if left < 0:
             break
         chosen.append(unit.bucket.key)

@@ -191,7 +191,7 @@ def after_templates(
             accumulate=accumulate,
             lookahead=lookahead,
             masters=masters,
-            state_bytes=lambda dtype: 10.0,
+            state_bytes=lambda item_bytes: 10.0,
         )
         gradients = {"update": insert}
     elif norms:

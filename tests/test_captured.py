@@ -13,8 +13,16 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from megacompile import UnsupportedGraphError, schedules
-from megacompile.ir import Bucket, Capture, ConstantInput, ParamInput, Schedule, TensorInput
-from megacompile.runtime.captured import SHAPES_AT_ONCE, CapturedGraph, Program, Variant
+from megacompile.ir import (
+    Bucket,
+    Capture,
+    ConstantInput,
+    ParamInput,
+    Schedule,
+    TensorInput,
+    Variant,
+)
+from megacompile.runtime.captured import SHAPES_AT_ONCE, CapturedGraph, Program
 from megacompile.runtime.gradients import Gradients
 from megacompile.runtime.handed import HandOver
 from megacompile.runtime.machine import Machine
@@ -44,7 +52,7 @@ class Compiler:
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
         self.captures: list[Capture] = []
-        self.built: list[dict[str, Any]] = []
+        self.built: list[Variant] = []
 
     def partition(self, capture: Capture) -> Schedule:
         self.captures.append(capture)
@@ -52,7 +60,7 @@ class Compiler:
             raise self.error
         return build(Spec(training=False))
 
-    def build(self, stages: Schedule, capture: Capture, **variant: Any) -> Schedule:
+    def build(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
         self.built.append(variant)
         return stages
 
@@ -120,7 +128,7 @@ def test_a_program_knows_what_it_was_captured_with() -> None:
     assert param == ParamInput(BUCKET, 1, True)
     assert number == ConstantInput(7)
     assert compiler.built == [
-        {"tangents": (), "keep_last": True, "accumulate": False, "hold": False, "update": False}
+        Variant((), keep_last=True, accumulate=False, hold=False, update=False)
     ]
 
 
@@ -187,7 +195,7 @@ def test_variants_of_a_program_are_built_once() -> None:
     executor = program.executor(accumulating)
     assert program.executor(Variant((), True, True)) is executor
     assert program.executor(program.variant()) is not executor
-    assert [variant["accumulate"] for variant in compiler.built] == [False, True]
+    assert [variant.accumulate for variant in compiler.built] == [False, True]
 
 
 # --- what a forward expects of its backward

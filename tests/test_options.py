@@ -51,6 +51,21 @@ def test_options_are_those_of_the_front_door() -> None:
     assert all(p.kind is p.KEYWORD_ONLY for p in (*taken.values(), *resolved.values()))
 
 
+def test_the_front_door_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that it forgot would be at its default, unnoticed."""
+    handed: dict[str, Any] = {}
+
+    def resolve(**given: Any) -> Options:
+        handed.update(given)
+        raise OptionError("enough")
+
+    monkeypatch.setattr(Options, "resolve", resolve)
+    given: dict[str, Any] = {field.name: object() for field in dataclasses.fields(Options)}
+    with pytest.raises(OptionError, match="enough"):
+        megacompile(nn.Linear(2, 2), **given)
+    assert handed == given
+
+
 def test_options_are_frozen(no_cuda: None) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Options.resolve().lookahead = 3  # type: ignore[misc]

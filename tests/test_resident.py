@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from typing import Any
 
@@ -138,6 +139,44 @@ def test_resident_with_an_update_in_the_backward_is_refused() -> None:
     model = net()
     with pytest.raises(OptionError, match="resident='all' with optimizer="):
         megacompile(model, device="cpu", resident="all", optimizer=AdamW(model.parameters()))
+
+
+TRAINING: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "masters": {"compute_dtype": torch.bfloat16},
+    "masters, bf16 gradients": {"compute_dtype": torch.bfloat16, "grad_dtype": torch.bfloat16},
+    "bf16 gradients": {"grad_dtype": torch.bfloat16},
+}
+
+
+def resident_bytes(model: Any) -> list[int]:
+    """What each bucket takes where it lives: its tensors, each once, and AdamW's moments."""
+    found = []
+    for bucket in model._compiled_call_impl.machine.buckets.values():
+        trained = [param for param in bucket.params if param.grad is not None]
+        tensors = [*bucket.streamed, *bucket.values, *(param.grad for param in trained)]
+        moments = 2 * sum(param.nbytes for param in trained)
+        found.append(sum({t.data_ptr(): t.nbytes for t in tensors}.values()) + moments)
+    return found
+
+
+@pytest.mark.parametrize("training", TRAINING)
+def test_as_many_buckets_are_resident_as_fit(training: str) -> None:
+    """What they need is what they take once training runs, to the byte."""
+    options = TRAINING[training]
+    made = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
+    made[1].weight.requires_grad_(False)
+    _, everywhere = twins(copy.deepcopy(made), resident="all", **options)
+    everywhere(torch.ones(2, 128)).sum().backward()
+    sizes = resident_bytes(everywhere)
+    assert len(sizes) == 4
+    for k in range(len(sizes) + 1):
+        size = sum(sizes[:k])
+        _, model = twins(copy.deepcopy(made), resident=f"{size}", **options)
+        assert len(residents(model)) == k
+        if k:
+            _, model = twins(copy.deepcopy(made), resident=size - 1, **options)
+            assert len(residents(model)) == k - 1
 
 
 # Moves.

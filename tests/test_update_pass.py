@@ -27,7 +27,7 @@ def updated(
         accumulate=accumulate,
         lookahead=lookahead,
         masters=masters,
-        state_bytes=lambda dtype: 10.0,
+        state_bytes=lambda item_bytes: 10.0,
     )
     return apply(function, parse(line, **stubs))
 
