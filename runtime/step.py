@@ -188,11 +188,17 @@ class Updates:
         bucket = self.machine.buckets[place[0]]
         if param.data_ptr() != bucket.values[place[1]].data_ptr():
             return True
-        eager = self.options.lowering is Lowering.EAGER
+        eager = self.options.lowering is Lowering.EAGER and self._is_plain(param)
         left = bucket.resident is not None and (eager or type(optimizer) not in BY_RULE)
         if left:
             move_loaded(optimizer, param)
         return left
+
+    def _is_plain(self, param: nn.Parameter) -> bool:
+        """Are a parameter, its gradient and its states of one dtype, as torch.optim has them?"""
+        rounded = self.options.stochastic_rounding and param.dtype == torch.bfloat16
+        assert param.grad is not None
+        return not rounded and param.grad.dtype == param.dtype == self._state_dtype(param)
 
     def _say(self, text: str) -> None:
         if text not in self._said:
@@ -265,12 +271,7 @@ class Updates:
             return Way.DEVICE if self._cuda else Way.STOCK
         if bucket.resident is not None:
             return Way.RESIDENT
-        plain = all(
-            param.grad is not None
-            and param.grad.dtype == param.dtype == self._state_dtype(param)
-            and not (self.options.stochastic_rounding and param.dtype == torch.bfloat16)
-            for param, *_ in trained
-        )
+        plain = all(self._is_plain(each.param) for each in trained)
         if self.options.lowering is Lowering.EAGER:
             return Way.STOCK if plain else Way.TORCH
         if compat.has_cpp_compiler():
