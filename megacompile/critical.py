@@ -100,9 +100,12 @@ def critical_path(timeline: Timeline, model: str, within: Period | None = None) 
         timeline: measured; of a predicted one, too.
         model: whose ops are looked at.
         within: default: `period(timeline, model)`.
+
+    Returns:
+        Nothing for a timeline that was read from a file: that has no schedule, and so no edges.
     """
     within = within or period(timeline, model)
-    if within is None:
+    if within is None or any(run.schedule is None for run in timeline.runs):
         return []
     known = _Ops(timeline, model)
     at = known.ending(within.stop_s)
@@ -183,6 +186,7 @@ class _Ops:
         edges: dict[tuple[int, str], dict[_Name, list[_Name]]] = {}
         for run, members in runs.items():
             schedule, graph = self.timeline.runs[run].schedule, self.timeline.runs[run].graph
+            assert schedule is not None
             key = id(schedule), graph
             if key not in edges:
                 edges[key] = dependencies(schedule, graph)

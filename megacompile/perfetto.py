@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megacompile.timeline import Span, Timeline
+from megacompile.errors import TraceError
+from megacompile.timeline import OpInfo, Run, Span, Timeline, in_order
 
 
 def save(path: str | Path, measured: Timeline, predicted: Timeline | None = None) -> None:
@@ -36,6 +37,62 @@ def document(measured: Timeline, predicted: Timeline | None = None) -> dict[str,
         "displayTimeUnit": "ms",
         "otherData": {"producer": "megacompile", "device": measured.device},
     }
+
+
+def load(path: str | Path) -> tuple[Timeline, Timeline | None]:
+    """What `save` wrote: what was measured, and the prediction if there was one.
+
+    Its runs have no schedules.
+
+    Raises:
+        TraceError: it is no such file.
+    """
+    try:
+        whole = json.loads(Path(path).read_text())
+        events, device = whole["traceEvents"], whole["otherData"]["device"]
+        found = {what: _Read(events, what) for what in ("measured", "predicted")}
+        measured = found["measured"].timeline(device)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TraceError(
+            f"load(): {str(path)!r} is not a trace that megacompile saved ({error!r})"
+        ) from error
+    if not measured.spans:
+        raise TraceError(f"load(): {str(path)!r} has no ops that were measured")
+    predicted = found["predicted"].timeline(found["predicted"].where)
+    return measured, predicted if predicted.spans else None
+
+
+class _Read:
+    """The events of what was measured, or of what was predicted."""
+
+    def __init__(self, events: list[dict[str, Any]], what: str) -> None:
+        names = [e for e in events if e["ph"] == "M" and e["name"] == "process_name"]
+        marks = {e["pid"]: e["args"]["name"].rpartition(f", {what}") for e in names}
+        self.models = {pid: model for pid, (model, mark, _) in marks.items() if mark}
+        places = [where for _, mark, where in marks.values() if mark]
+        self.where = places[0].removeprefix(" on ") if places else ""
+        threads = [e for e in events if e["ph"] == "M" and e["name"] == "thread_name"]
+        self.lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in threads}
+        self.events = [e for e in events if e["ph"] == "X" and e["pid"] in self.models]
+
+    def timeline(self, device: str) -> Timeline:
+        spans = []
+        runs: dict[int, Run] = {}
+        for event in self.events:
+            args, model = event["args"], self.models[event["pid"]]
+            run = args.get("run", -1)
+            if run >= 0:
+                runs[run] = Run(model, args["graph"], None)
+            memory = args.get("device memory bytes")
+            lane = self.lanes[event["pid"], event["tid"]]
+            op = OpInfo(
+                event["name"], args["op"], lane, args.get("module", ""), args.get("bytes", 0)
+            )
+            start = event["ts"] / 1e6
+            spans.append(Span(op, start, start + event["dur"] / 1e6, model, run, memory))
+        nothing = Run("", "", None)  # of a run whose ops are not in the file
+        known = tuple(runs.get(run, nothing) for run in range(max(runs, default=-1) + 1))
+        return Timeline(tuple(in_order(spans)), known, device, tuple(self.models.values()))
 
 
 def _process(pid: int, name: str, timeline: Timeline, model: str) -> Iterator[dict[str, Any]]:

@@ -2,7 +2,8 @@
 
 A bar an op, coloured by its kind and named where the name fits: "3RECOMPUTE", or "3", the stage's
 number, where that is all there is room for. A line below the bars follows the ops that the end
-waited for (`megacompile.critical`). Needs matplotlib, the extra `viz`.
+waited for (`megacompile.critical`), unless the timeline was read from a file, which has no edges.
+Needs matplotlib, the extra `viz`.
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ def _figure(measured: Timeline, predicted: Timeline | None) -> Any:
         bottom=0.5 / inches,
         hspace=0.5 * len(heights) / sum(heights),
     )
-    _legend(figure, [span for timeline, _ in panels for span in timeline.spans])
+    has_path = any(run.schedule is not None for timeline, _ in panels for run in timeline.runs)
+    _legend(figure, [s for timeline, _ in panels for s in timeline.spans], has_path=has_path)
     return figure
 
 
@@ -241,7 +243,7 @@ def _memory(
     )
 
 
-def _legend(figure: Any, spans: Sequence[Span]) -> None:
+def _legend(figure: Any, spans: Sequence[Span], *, has_path: bool) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -253,7 +255,8 @@ def _legend(figure: Any, spans: Sequence[Span]) -> None:
     handles: list[Any] = [Patch(color=colour, label=name) for name, colour in names.items()]
     if kinds - set(shown) - set(_QUIET):
         handles.append(Patch(color=_OTHER, label="other"))
-    handles.append(Line2D([], [], color=_PATH, linewidth=1.8, label="critical path"))
+    if has_path:
+        handles.append(Line2D([], [], color=_PATH, linewidth=1.8, label="critical path"))
     figure.axes[0].legend(
         handles=handles,
         title="op (number: its stage)",

@@ -13,6 +13,7 @@ import torch
 from megacompile import hardware as rates
 from megacompile.hardware import Hardware
 from megacompile.ir import Schedule
+from megacompile.memory import DeviceMemory, Kind
 from megacompile.optimizer_cost import OptimizerCost
 from megacompile.simulate import simulate
 from megacompile.timeline import (
@@ -34,14 +35,18 @@ class Predicted(NamedTuple):
     lane: str
     start_s: float
     stop_s: float
+    memory_bytes: int | None = None  # of the device; where it changes
 
 
 def predict(schedule: Schedule, hardware: Hardware) -> dict[str, list[Predicted]]:
     """By graph, with times from the graph's start."""
     found: dict[str, list[Predicted]] = {name: [] for name in schedule.graphs}
-    for event in simulate(schedule, hardware).events:
+    simulated = simulate(schedule, hardware)
+    held = _held(simulated.memory)
+    for event in simulated.events:
+        size = _next(held, event.graph, event.label)
         found[event.graph].append(
-            Predicted(event.label, event.stream.value, event.start_s, event.stop_s)
+            Predicted(event.label, event.stream.value, event.start_s, event.stop_s, size)
         )
     for name, events in found.items():
         start = min((event.start_s for event in events), default=0.0)
@@ -50,6 +55,23 @@ def predict(schedule: Schedule, hardware: Hardware) -> dict[str, list[Predicted]
             for event in events
         ]
     return found
+
+
+_Held = defaultdict[tuple[str, str], deque[int]]
+
+
+def _held(memory: DeviceMemory) -> _Held:
+    """By graph and op, in program order: device memory when it begins, without its workspace."""
+    found: _Held = defaultdict(deque)
+    for moment in memory.moments:
+        inside = moment.live_bytes.get(Kind.WORKSPACE, 0)
+        found[moment.graph, moment.label].append(moment.total_bytes - inside)
+    return found
+
+
+def _next(held: _Held, graph: str, label: str) -> int | None:
+    sizes = held[graph, label]
+    return sizes.popleft() if sizes else None
 
 
 def on_file(device: torch.device) -> Hardware | None:
@@ -68,6 +90,7 @@ def predicted(measured: Timeline, hardware: Hardware) -> Timeline:
     for i, run in enumerate(measured.runs):
         if not (ran := measured.of_run(i)):
             continue
+        assert run.schedule is not None, "a timeline that was read from a file"
         key = id(run.schedule)
         if key not in known:
             known[key] = predict(run.schedule, hardware)
@@ -79,7 +102,7 @@ def predicted(measured: Timeline, hardware: Hardware) -> Timeline:
             if infos[event.name]:  # `begin` and frees are not drawn
                 info = infos[event.name].popleft()
                 times = (start + event.start_s, start + event.stop_s)
-                spans.append(Span(info, *times, run.model, i, info.live_bytes))
+                spans.append(Span(info, *times, run.model, i, event.memory_bytes))
     return Timeline(tuple(in_order(spans)), measured.runs, hardware.name, measured.order)
 
 
@@ -100,7 +123,9 @@ def predicted_steps(
     graphs = list(schedule.graphs)
     runs = tuple(Run(model, graph, schedule) for _ in range(steps) for graph in graphs)
     spans = []
-    for event in simulate(schedule, hardware, optimizer=optimizer, steps=steps).events:
+    simulated = simulate(schedule, hardware, optimizer=optimizer, steps=steps)
+    held = {step: _held(simulated.memory) for step in range(steps)}
+    for event in simulated.events:
         times = event.start_s, event.stop_s
         if event.graph not in schedule.graphs:  # by `optimizer.step()`
             kind, lane = UPDATE_ON_HOST, event.stream.value
@@ -111,5 +136,6 @@ def predicted_steps(
         elif event.label in names[event.graph]:  # `begin` and frees are left out
             info = names[event.graph][event.label]
             run = len(graphs) * event.step + graphs.index(event.graph)
-            spans.append(Span(info, *times, model, run, info.live_bytes))
+            size = _next(held[event.step], event.graph, event.label)
+            spans.append(Span(info, *times, model, run, size))
     return Timeline(tuple(in_order(spans)), runs, hardware.name, (model,))

@@ -6,9 +6,9 @@ span; what the others have while a lane is idle is what it may be waiting for.
 
 Memory is that of the device as the program order of the compute stream sees it: on CUDA what the
 allocator had given out when an op was issued, drawn where the op begins to run (the allocator hands
-memory on in the order of the stream, so the host being ahead does not matter); elsewhere, and for
-predictions, what the schedule's values and slots take (`live_bytes`). What is allocated and freed
-inside of an op shows in neither.
+memory on in the order of the stream, so the host being ahead does not matter); elsewhere what the
+schedule's values and slots take (`live_bytes`); of a prediction, what `megacompile.memory` says.
+What is allocated and freed inside of an op shows in none.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Run:
 
     model: str
     graph: str  # "forward" or "backward"
-    schedule: Schedule = field(repr=False)
+    schedule: Schedule | None = field(repr=False)  # None: it was read from a file
 
 
 def describe(schedule: Schedule, graph_name: str) -> tuple[OpInfo, ...]:
@@ -285,6 +285,24 @@ def cut(timeline: Timeline, start_s: float, stop_s: float) -> Timeline:
                 )
             )
     return replace(timeline, spans=tuple(spans))
+
+
+def totals(measured: Timeline, predicted: Timeline | None = None) -> dict[str, Any]:
+    """What both add up to, in types that JSON has: seconds and bytes."""
+    found: dict[str, Any] = {"measured": measured.to_dict(), "predicted": None}
+    if predicted is not None:
+        graphs = [
+            {
+                "model": c.model,
+                "graph": c.graph,
+                "runs": c.count,
+                "measured_s": c.measured_s,
+                "predicted_s": c.predicted_s,
+            }
+            for c in compare(measured, predicted)
+        ]
+        found["predicted"] = {**predicted.to_dict(), "graphs": graphs}
+    return found
 
 
 # As text.

@@ -292,21 +292,7 @@ class Trace:
 
     def to_dict(self) -> dict[str, Any]:
         """The totals of what was measured and predicted, for programs: seconds and bytes."""
-        guess = self.predicted
-        found: dict[str, Any] = {"measured": self.measured.to_dict(), "predicted": None}
-        if guess is not None:
-            graphs = [
-                {
-                    "model": c.model,
-                    "graph": c.graph,
-                    "runs": c.count,
-                    "measured_s": c.measured_s,
-                    "predicted_s": c.predicted_s,
-                }
-                for c in timeline.compare(self.measured, guess)
-            ]
-            found["predicted"] = {**guess.to_dict(), "graphs": graphs}
-        return found
+        return timeline.totals(self.measured, self.predicted)
 
     def save(self, path: str) -> None:
         """Write the trace event format, which ui.perfetto.dev and chrome://tracing open.

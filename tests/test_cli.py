@@ -77,6 +77,24 @@ def test_trace_prints_the_step_and_writes_it(
     assert api.LISTENERS == []
 
 
+def test_a_saved_trace_is_read_again(
+    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, again = tmp_path / "step.json", tmp_path / "again.json"
+    assert main(["trace", "--save", str(out), str(script)]) == 0
+    capsys.readouterr()
+    assert main(["trace", "--save", str(again), str(out)]) == 0
+    printed = capsys.readouterr()
+    assert "Sequential forward x1" in printed.out
+    assert printed.err == f"wrote {again}\n"
+    assert faults(json.loads(again.read_text())) == []
+    assert main(["trace", "--json", str(again)]) == 0
+    assert json.loads(capsys.readouterr().out)["measured"]["total_s"] > 0
+    (tmp_path / "bad.json").write_text("{}")
+    assert main(["trace", str(tmp_path / "bad.json")]) != 0
+    assert "is not a trace that megacompile saved" in capsys.readouterr().err
+
+
 def test_trace_as_json(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing else on stdout: what the script prints goes to stderr."""
     assert main(["trace", "--json", "--step", "2", "--go-on", str(script)]) == 0

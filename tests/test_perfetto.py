@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from megacompile import hardware, perfetto, prediction, trace
+from megacompile.critical import critical_path
+from megacompile.errors import TraceError
 from megacompile.hardware import H200, Hardware
 from megacompile.simulate import simulate
 from megacompile.timeline import OpInfo, Span, Timeline
@@ -186,7 +188,9 @@ def test_a_prediction_is_the_cost_models() -> None:
         step(model, stack()[1])
     assert t.predicted is not None
     total = sum(t.predicted.run_s(i) for i in range(2))
-    assert total == pytest.approx(simulate(t.measured.runs[1].schedule, slow).total_s)
+    schedule = t.measured.runs[1].schedule
+    assert schedule is not None
+    assert total == pytest.approx(simulate(schedule, slow).total_s)
     table = t.table()
     assert "predicted busy ms" in table
     rows = [line.split() for line in table.splitlines() if line.startswith("Stack ")]
@@ -220,3 +224,59 @@ def test_rates_on_file_are_used_and_nothing_is_measured(
     assert late.device == "NVIDIA H200"
     file.write_text('{"name": "of another version"}')
     assert prediction.on_file(torch.device("cpu")) is None
+
+
+# Read again.
+
+
+def test_what_was_saved_is_read_again(timelines: tuple[Timeline, Timeline], tmp_path: Path) -> None:
+    """Two models, measured and predicted: all but the schedules."""
+    perfetto.save(tmp_path / "step.json", *timelines)
+    for wanted, got in zip(timelines, perfetto.load(tmp_path / "step.json"), strict=True):
+        assert got is not None
+        assert got.device == wanted.device
+        assert got.models == wanted.models
+        assert [(r.model, r.graph) for r in got.runs] == [(r.model, r.graph) for r in wanted.runs]
+        assert all(run.schedule is None for run in got.runs)
+        assert len(got.spans) == len(wanted.spans)
+        for a, b in zip(got.spans, wanted.spans, strict=True):
+            assert (a.op.name, a.op.kind, a.op.lane, a.op.module, a.op.size_bytes) == (
+                b.op.name,
+                b.op.kind,
+                b.op.lane,
+                b.op.module,
+                b.op.size_bytes,
+            )
+            assert (a.model, a.run, a.memory_bytes) == (b.model, b.run, b.memory_bytes)
+            assert a.start_s == pytest.approx(b.start_s, abs=1e-8)
+            assert a.stop_s == pytest.approx(b.stop_s, abs=2e-8)
+        assert critical_path(got, got.models[0]) == []
+    again = perfetto.document(*perfetto.load(tmp_path / "step.json"))
+    before = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    kinds = Counter((e["ph"], e["name"]) for e in before)
+    assert Counter((e["ph"], e["name"]) for e in again["traceEvents"]) == kinds
+
+
+def test_a_trace_without_a_prediction(timelines: tuple[Timeline, Timeline], tmp_path: Path) -> None:
+    perfetto.save(tmp_path / "step.json", timelines[0])
+    measured, predicted = perfetto.load(tmp_path / "step.json")
+    assert predicted is None and len(measured.spans) == len(timelines[0].spans)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", '{"traceEvents": [{}], "otherData": {"device": ""}}', "null"],
+)
+def test_a_file_that_is_no_trace(text: str, tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text(text)
+    with pytest.raises(TraceError, match=r"other\.json.*is not a trace that megacompile saved"):
+        perfetto.load(tmp_path / "other.json")
+
+
+def test_a_file_with_nothing_in_it(tmp_path: Path) -> None:
+    text = '{"traceEvents": [], "otherData": {"device": "cpu"}}'
+    (tmp_path / "empty.json").write_text(text)
+    with pytest.raises(TraceError, match="no ops that were measured"):
+        perfetto.load(tmp_path / "empty.json")
+    with pytest.raises(TraceError, match=r"gone\.json"):
+        perfetto.load(tmp_path / "gone.json")

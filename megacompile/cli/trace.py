@@ -4,6 +4,10 @@ The step is recorded from the update of the step before it, which its forward ov
 of its own backward: when every op ran, on every stream. The script ends there, unless --go-on.
 
     python -m megacompile trace --save step.json train.py --batch 16
+
+A saved trace is read again, and its last whole step is printed, or drawn on another machine:
+
+    python -m megacompile trace --save step.png step.json
 """
 
 from __future__ import annotations
@@ -23,10 +27,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from megacompile import api
+from megacompile import api, perfetto, plot
 from megacompile.api import Trace
 from megacompile.cli import outputs
+from megacompile.critical import period
 from megacompile.errors import MegacompileError, OptionError
+from megacompile.timeline import cut, table, totals
 
 NAME = "trace"
 HELP = "when every op of a script's training step runs"
@@ -47,7 +53,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the totals as JSON")
     parser.add_argument("--go-on", action="store_true", help="let the script run to its end")
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
-    parser.add_argument("script", metavar="SCRIPT", help="a Python file, or with -m a module")
+    parser.add_argument(
+        "script",
+        metavar="SCRIPT",
+        help="a Python file, or with -m a module; or a .json that --save wrote",
+    )
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
 
 
@@ -129,6 +139,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.module and not Path(args.script).is_file():
         raise OptionError(f"there is no file {args.script!r} (for a module's name, give -m)")
     outputs.check(args.save)
+    if not args.module and args.script.endswith(".json"):
+        return _again(args)
     tracer = StepTracer(args.step, stop=not args.go_on)
     there = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
     with tracer.watching(), there:
@@ -141,6 +153,24 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(tracer.trace.table())
     outputs.write(tracer.trace, args.save)
+    return 0
+
+
+def _again(args: argparse.Namespace) -> int:
+    """The last whole step of a saved trace."""
+    measured, predicted = perfetto.load(args.script)
+    whole = period(measured, measured.models[0], last=1)
+    if whole is not None:
+        measured = cut(measured, whole.start_s, whole.stop_s)
+        predicted = predicted and cut(predicted, whole.start_s, whole.stop_s)
+    if args.json:
+        outputs.print_json(totals(measured, predicted))
+    else:
+        print(table(measured, predicted))
+    for path in args.save:
+        write = perfetto.save if path.suffix == ".json" else plot.draw
+        write(path, measured, predicted)
+        print(f"wrote {path}", file=sys.stderr)
     return 0
 
 
