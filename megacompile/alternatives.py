@@ -50,7 +50,7 @@ def alternatives(
         found["update in the backward"] = lambda: plan(_in_backward(options))
         if options.state_dtype != "int8":
             found["update in the backward, 8-bit states"] = lambda: plan(_in_backward(small))
-    further = replace(options, lookahead=options.lookahead + 1, slots=options.slots + 1)
+    further = replace(options, lookahead=options.lookahead + 1, slots=options.least_slots + 1)
     found["one slot and one lookahead more"] = lambda: plan(further)
     found["twice the device memory"] = lambda: plan(options, 2 * budget)
     return found

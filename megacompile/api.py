@@ -70,7 +70,8 @@ def megacompile(
         lowering: "inductor" (default on CUDA) or "eager" (default on the CPU, bitwise equal to
             the plain model).
         lookahead: how many stages ahead a bucket is prefetched.
-        slots: device buffers for prefetched buckets, at least `lookahead + 1` (the default).
+        slots: device buffers for prefetched buckets, at least `lookahead + 1`. Default: so many,
+            and more where the plan finds that they pay.
         progress: show progress bars. Default: where stderr is a terminal.
         compute_dtype: torch.bfloat16 or torch.float16: float32 parameters (and floating inputs)
             are computed in it; the host keeps the float32 masters and streams a copy.

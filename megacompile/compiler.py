@@ -123,7 +123,7 @@ class PassCompiler:
     ) -> Schedule:
         """The passes behind the choice of a plan."""
         options = self.options
-        slots = options.slots + choice.more_slots
+        slots = options.least_slots + choice.more_slots
         share = choice.hand_over if options.device_update is None else options.device_update
         plan = functools.partial(
             make_plan,
@@ -179,7 +179,8 @@ class PassCompiler:
             templates = tuple(id(stage.traced) for stage in schedule.stages)
             found = self._found_before(problem, templates)
             if found is None:
-                found = search(problem, resident=free, pinned=pinned, hand_over=hand_over)
+                may = {"hand_over": hand_over, "slots": options.slots is None}
+                found = search(problem, resident=free, pinned=pinned, **may)
             if found is None:
                 found = self._too_small(problem)
             self.choices[stages] = found.choice, found.reasons

@@ -49,7 +49,8 @@ class Options:
         device: where stages compute. Default: the current CUDA device, else the CPU.
         lowering: default `INDUCTOR` on CUDA, `EAGER` on the CPU.
         lookahead: how many stages ahead of its use a bucket is prefetched (1 or more).
-        slots: device buffers for prefetched buckets; at least `lookahead + 1`.
+        slots: device buffers for prefetched buckets. None: `least_slots`, and as many more as the
+            plan finds to pay.
         progress: show progress bars on stderr. `None` shows them where stderr is a terminal.
         compute_dtype: what float32 parameters are streamed and computed in. Default: their own.
         grad_dtype: of the gradients on the host. Default: each parameter's own.
@@ -71,7 +72,7 @@ class Options:
     device: torch.device
     lowering: Lowering
     lookahead: int
-    slots: int
+    slots: int | None
     progress: bool | None
     compute_dtype: torch.dtype | None = None
     grad_dtype: torch.dtype | None = None
@@ -85,6 +86,11 @@ class Options:
     head: Head = Head.AUTO
     detect_anomaly: bool = False
     activations: Activations = Activations.AUTO
+
+    @property
+    def least_slots(self) -> int:
+        """With which every bucket can be prefetched `lookahead` stages ahead."""
+        return self.lookahead + 1 if self.slots is None else self.slots
 
     @property
     def hands_over(self) -> bool:
@@ -134,8 +140,8 @@ class Options:
         """
         resolved_device = _device(device)
         lookahead = _count("lookahead", lookahead, least=1)
-        slots = lookahead + 1 if slots is None else _count("slots", slots, least=2)
-        if slots < lookahead + 1:
+        slots = None if slots is None else _count("slots", slots, least=2)
+        if slots is not None and slots < lookahead + 1:
             raise OptionError(
                 f"megacompile(): got slots={slots} with lookahead={lookahead}; a prefetch "
                 f"{lookahead} stages ahead needs at least {lookahead + 1} slots; "

@@ -358,7 +358,7 @@ def test_peak_memory_is_far_below_the_resident_models(lowering: str) -> None:
             plain(x.cuda()).backward()
 
     def streamed() -> None:
-        made = megacompile(copy.deepcopy(model), lowering=lowering, **STREAMED)
+        made = megacompile(copy.deepcopy(model), lowering=lowering, slots=3, **STREAMED)
         for _ in range(2):
             made(x).backward()
 

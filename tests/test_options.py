@@ -33,12 +33,12 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_defaults_on_the_cpu(no_cuda: None) -> None:
-    assert Options.resolve() == Options(CPU, Lowering.EAGER, lookahead=2, slots=3, progress=None)
+    assert Options.resolve() == Options(CPU, Lowering.EAGER, lookahead=2, slots=None, progress=None)
 
 
 def test_defaults_on_a_gpu(two_gpus: None) -> None:
     device = torch.device("cuda", 1)
-    assert Options.resolve() == Options(device, Lowering.INDUCTOR, 2, 3, None)
+    assert Options.resolve() == Options(device, Lowering.INDUCTOR, 2, None, None)
 
 
 def test_options_are_those_of_the_front_door() -> None:
@@ -85,8 +85,9 @@ def test_options_are_frozen(no_cuda: None) -> None:
         ({"head": Head.CHUNKED}, "head", Head.CHUNKED),
         ({"lookahead": 1}, "lookahead", 1),
         ({"lookahead": 100}, "lookahead", 100),
-        ({"lookahead": 1}, "slots", 2),  # slots follow the lookahead
-        ({"lookahead": 5}, "slots", 6),
+        ({"lookahead": 1}, "least_slots", 2),  # slots follow the lookahead
+        ({"lookahead": 5}, "least_slots", 6),
+        ({"slots": 9}, "least_slots", 9),
         ({"slots": 3}, "slots", 3),
         ({"slots": 9}, "slots", 9),
         ({"lookahead": 1, "slots": 2}, "slots", 2),
@@ -244,7 +245,6 @@ def test_differences_name_what_changed(no_cuda: None) -> None:
     theirs = Options.resolve(device="cpu", lookahead=4, progress=False)
     assert mine.differences(theirs) == [
         "lookahead: 2 -> 4",
-        "slots: 3 -> 5",
         "progress: None -> False",
     ]
     assert mine.differences(Options.resolve()) == []

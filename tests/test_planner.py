@@ -200,3 +200,13 @@ def test_slots_are_added_where_the_link_is_slow() -> None:
     fewer = search(tower, resident=False, hand_over=False, slots=False)
     assert fewer is not None and fewer.choice.more_slots == 0
     assert found.step_s < 0.95 * fewer.step_s
+
+
+@pytest.mark.parametrize(("given", "more"), [({}, True), ({"slots": 3}, False)])
+def test_slots_can_be_pinned(given: dict[str, int], more: bool) -> None:
+    options = abstract_options(device="cpu", resident=0, activations="recompute", **given)
+    model = Tower().to("meta", torch.bfloat16)
+    inputs = (torch.empty(64, 4096, device="meta", dtype=torch.bfloat16),)
+    slow = H200.replace(h2d_gb_s=1.0, h2d_both_gb_s=1.0)
+    (program,) = abstract_programs(model, inputs, options=options, hardware=slow)
+    assert (len(program.schedule().slots) > 3) == more
