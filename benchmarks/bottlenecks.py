@@ -92,7 +92,7 @@ class Blocks(nn.Module):
 
 
 _FEATURES = 64
-_WIDTH, _INNER = 4096, (*[1024] * 12, *[2304] * 12)
+_WIDTH, _INNER = 4096, (*[1024] * 12, *[2816] * 12)
 
 
 def _qwen(device: str) -> nn.Module:

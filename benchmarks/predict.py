@@ -105,7 +105,7 @@ def _row(
     }
     for name, value in found.items():
         row[f"predicted {name}"] = f"{value:.3f}" if name == "s" else f"{value:.1f}"
-        if name in measured:
+        if measured.get(name):
             row[name] = measured[name]
             row[f"error of {name}"] = _error(value, float(measured[name]))
     return row
