@@ -1,6 +1,6 @@
 """Training steps of a Qwen2 model, forward to AdamW, measured and predicted.
 
-    python -m benchmarks.train_step --group optimizer --group planned --out results.md
+    python -m benchmarks.train_step --group optimizer --group planned:2 --out results.md
     python -m benchmarks.train_step --case exact --batch 64 --trace step.json
 
 The cases are those of `benchmarks/cases.py`; they run one after the other in one process, so that
@@ -34,7 +34,14 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
     """Run and print; gives the table's rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = sorted({case.name for cases in GROUPS.values() for case in cases})
-    parser.add_argument("--group", action="append", choices=GROUPS, default=[])
+    parser.add_argument(
+        "--group",
+        action="append",
+        choices=[*GROUPS, *(f"{name}:{k}" for name in GROUPS for k in range(len(GROUPS[name])))],
+        metavar="GROUP[:K]",
+        default=[],
+        help=f"{', '.join(GROUPS)}, or the Kth of its cases; default: all",
+    )
     parser.add_argument("--case", action="append", choices=names, default=[])
     parser.add_argument("--layers", type=int, help="instead of the case's, as are the others")
     parser.add_argument("--batch", type=int)
@@ -46,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
     parser.add_argument("--explain", help="write what explain() says of each case here")
     parser.add_argument("--out", help="write the table here")
     args = parser.parse_args(argv)
-    cases = [case for name in args.group or GROUPS for case in GROUPS[name]]
+    cases = [case for name in args.group or GROUPS for case in _group(name)]
     if args.case:
         every = [case for group in GROUPS.values() for case in group]
         cases = [next(case for case in every if case.name == name) for name in args.case]
@@ -59,6 +66,11 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
         print(rows[-1], flush=True)
     publish("Training steps, measured and predicted", rows, args.out)
     return rows
+
+
+def _group(name: str) -> Sequence[Case]:
+    group, _, k = name.partition(":")
+    return GROUPS[group] if not k else (GROUPS[group][int(k)],)
 
 
 class Training:
