@@ -73,16 +73,20 @@ class _Read:
         self.where = places[0].removeprefix(" on ") if places else ""
         threads = [e for e in events if e["ph"] == "M" and e["name"] == "thread_name"]
         self.lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in threads}
-        self.events = [e for e in events if e["ph"] == "X" and e["pid"] in self.models]
+        ops = [e for e in events if e["ph"] == "X"]
+        self.events = [e for e in ops if e["pid"] in self.models]
+        # of a part of a trace the runs that are in it
+        numbers = sorted({e["args"]["run"] for e in ops if "run" in e["args"]})
+        self.place = {run: k for k, run in enumerate(numbers)} | {-1: -1}
+        graphs = {e["args"]["run"]: e["args"]["graph"] for e in ops if "run" in e["args"]}
+        model = {e["args"].get("run"): self.models.get(e["pid"], "") for e in self.events}
+        self.runs = tuple(Run(model.get(run, ""), graphs[run], None) for run in numbers)
 
     def timeline(self, device: str) -> Timeline:
         spans = []
-        runs: dict[int, Run] = {}
         for event in self.events:
             args, model = event["args"], self.models[event["pid"]]
-            run = args.get("run", -1)
-            if run >= 0:
-                runs[run] = Run(model, args["graph"], None)
+            run = self.place[args.get("run", -1)]
             memory = args.get("device memory bytes")
             lane = self.lanes[event["pid"], event["tid"]]
             op = OpInfo(
@@ -90,9 +94,7 @@ class _Read:
             )
             start = event["ts"] / 1e6
             spans.append(Span(op, start, start + event["dur"] / 1e6, model, run, memory))
-        nothing = Run("", "", None)  # of a run whose ops are not in the file
-        known = tuple(runs.get(run, nothing) for run in range(max(runs, default=-1) + 1))
-        return Timeline(tuple(in_order(spans)), known, device, tuple(self.models.values()))
+        return Timeline(tuple(in_order(spans)), self.runs, device, tuple(self.models.values()))
 
 
 def _process(pid: int, name: str, timeline: Timeline, model: str) -> Iterator[dict[str, Any]]:

@@ -16,7 +16,7 @@ from megacompile.critical import critical_path
 from megacompile.errors import TraceError
 from megacompile.hardware import H200, Hardware
 from megacompile.simulate import simulate
-from megacompile.timeline import OpInfo, Span, Timeline
+from megacompile.timeline import OpInfo, Span, Timeline, cut
 from tests.zoo import stack, step, twins
 
 NUMBER = (int, float)
@@ -280,3 +280,19 @@ def test_a_file_with_nothing_in_it(tmp_path: Path) -> None:
         perfetto.load(tmp_path / "empty.json")
     with pytest.raises(TraceError, match=r"gone\.json"):
         perfetto.load(tmp_path / "gone.json")
+
+
+def test_a_part_of_a_trace_has_the_runs_that_are_in_it(
+    timelines: tuple[Timeline, Timeline], tmp_path: Path
+) -> None:
+    measured, predicted = timelines
+    start = measured.of_run(2)[0].start_s
+    parts = [cut(timeline, start, timeline.stop_s) for timeline in (measured, predicted)]
+    perfetto.save(tmp_path / "part.json", *parts)
+    got, guess = perfetto.load(tmp_path / "part.json")
+    assert guess is not None
+    left = sorted({span.run for part in parts for span in part.spans if span.run >= 0})
+    assert 0 < len(left) < len(measured.runs)
+    assert [run.graph for run in got.runs] == [measured.runs[run].graph for run in left]
+    assert {span.run for span in (*got.spans, *guess.spans)} - {-1} == set(range(len(left)))
+    assert all(run.model for run in got.runs if run in guess.runs)
