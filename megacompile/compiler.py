@@ -179,8 +179,13 @@ class PassCompiler:
             templates = tuple(id(stage.traced) for stage in schedule.stages)
             found = self._found_before(problem, templates)
             if found is None:
-                may = {"hand_over": hand_over, "slots": options.slots is None}
-                found = search(problem, resident=free, pinned=pinned, **may)
+                found = search(
+                    problem,
+                    resident=free,
+                    pinned=pinned,
+                    hand_over=hand_over,
+                    slots=options.slots is None,
+                )
             if found is None:
                 found = self._too_small(problem)
             self.choices[stages] = found.choice, found.reasons

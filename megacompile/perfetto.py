@@ -76,9 +76,9 @@ class _Read:
         ops = [e for e in events if e["ph"] == "X"]
         self.events = [e for e in ops if e["pid"] in self.models]
         # of a part of a trace the runs that are in it
-        numbers = sorted({e["args"]["run"] for e in ops if "run" in e["args"]})
-        self.place = {run: k for k, run in enumerate(numbers)} | {-1: -1}
         graphs = {e["args"]["run"]: e["args"]["graph"] for e in ops if "run" in e["args"]}
+        numbers = sorted(graphs)
+        self.place = {run: k for k, run in enumerate(numbers)} | {-1: -1}
         model = {e["args"].get("run"): self.models.get(e["pid"], "") for e in self.events}
         self.runs = tuple(Run(model.get(run, ""), graphs[run], None) for run in numbers)
 

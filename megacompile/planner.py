@@ -91,14 +91,16 @@ class Problem:
         """Seconds of a step in the middle of training."""
         schedule = self.build(choice)
         options = {"optimizer": self.optimizer, "steps": 3, "fused": self.fused}
-        return simulate(schedule, self.hardware, **options).step_s  # type: ignore[arg-type]
+        timeline = simulate(schedule, self.hardware, **options)  # type: ignore[arg-type]
+        self.peaks[choice] = timeline.memory.peak.total_bytes
+        return timeline.step_s
 
     def fits(self, choice: Choice) -> bool:
         """Does its peak stay within the budget? A little pessimistic, and quick.
 
         Resident buckets are added to the peak without them; that they need no slot is left out.
         """
-        return self._peak_bytes(self._streamed(choice)) <= self._room_bytes(choice)
+        return self.peak_bytes(self._streamed(choice)) <= self._room_bytes(choice)
 
     def _streamed(self, choice: Choice) -> Choice:
         return replace(choice, resident=self.resident)
@@ -125,15 +127,16 @@ class Problem:
         """About how many stages can be kept, between `low`, which fits, and `high`, which does not:
         the peak grows by about the same for each."""
         top = min(high, self.stages)
-        base = replace(choice, resident=self.resident)
-        least, most = (self._peak_bytes(replace(base, keep=k)) for k in (low, top))
+        base = self._streamed(choice)
+        least, most = (self.peak_bytes(replace(base, keep=k)) for k in (low, top))
         if most <= least:
             return high - 1
         room = self._room_bytes(choice) - least
         steps = math.floor(room / ((most - least) / max(1, top - low)))
         return min(max(low + steps, low + 1), high - 1)
 
-    def _peak_bytes(self, choice: Choice) -> int:
+    def peak_bytes(self, choice: Choice) -> int:
+        """The peak of its device memory."""
         if choice not in self.peaks:
             self.peaks[choice] = self.memory(choice).peak.total_bytes
         return self.peaks[choice]
@@ -159,23 +162,28 @@ def search(
     total = len(problem.buckets)
     counts = sorted({round(total * part) for part in _COUNTS}) if resident else [0]
     shares = _SHARES if hand_over else _SHARES[:1]
-    if not tries.add(counts[-1], 0.0, everything=True):
+    if not tries.add_everything(counts[-1]):
         tries.add_each((0,), shares)
-        tries.add_each(counts, {0.0, tries.best.hand_over})
-        tries.add_each({len(tries.best.resident)}, shares)
-        for _ in range(2 if resident else 0):
-            tries.add_each(_between(tries.counts, len(tries.best.resident)), tries.shares)
+        if resident:
+            tries.add_each(counts, {0.0, tries.best.hand_over})
+            tries.add_each({len(tries.best.resident)}, shares)
+            for _ in range(2):
+                between = _between(tries.counts, len(tries.best.resident))
+                tries.add_each(between, {tries.best.hand_over})
+    streamed = Choice(resident=problem.resident)
     in_backward = problem.optimizer.in_backward
-    if in_backward:
-        tries.add_in_backward()
+    if in_backward:  # states may leave later, or be fetched later
+        for late in (replace(streamed, state_delay=delay) for delay in _DELAYS):
+            if not tries.add(late):
+                tries.add(replace(late, state_lookahead=1))
     if not tries.times and not pinned:
-        tries.add(0, 0.0, offload=True, state_lookahead=1 if in_backward else None)
+        tries.add(replace(streamed, offload=True, state_lookahead=1 if in_backward else None))
     if not tries.times:
         return None
     best = tries.surest()
     if slots:
         best = tries.with_more_slots(best)
-    peak = problem.memory(best).peak.total_bytes
+    peak = problem.peak_bytes(best)
     reasons = _reasons(problem, best, tries.times, peak)
     return Found(best, tries.times[best], peak, len(tries.times), reasons)
 
@@ -209,41 +217,28 @@ class _Tries:
         """Of resident buckets, that were tried."""
         return sorted({len(choice.resident) for choice in (*self.times, self.best)})
 
-    @property
-    def shares(self) -> set[float]:
-        """The share that is handed over in the best."""
-        return {self.best.hand_over}
+    def add_everything(self, count: int) -> bool:
+        """Simulate what keeps all stages and has all buckets resident, if that fits."""
+        choice = self._with(count, 0.0, keep=self.keeps[1])
+        fits = len(choice.resident) == len(self.problem.buckets) and self.problem.fits(choice)
+        if fits:
+            self._simulate(choice)
+        return fits
 
     def add_each(self, counts: Iterable[int], shares: Iterable[float]) -> None:
-        """Every combination."""
+        """Every combination of so many resident buckets and shares that are handed over."""
         for count in counts:
             for share in shares:
-                self.add(count, share)
+                self.add(self._with(count, share))
 
-    def add(
-        self,
-        count: int,
-        share: float,
-        *,
-        offload: bool = False,
-        everything: bool = False,
-        **states: int | None,
-    ) -> bool:
-        """Simulate the choice with `count` resident buckets that keeps as many stages as fit.
+    def add(self, choice: Choice) -> bool:
+        """Simulate a choice with as many kept stages as fit; False where it does not fit at all.
 
-        With `everything`, only where that is all of them; `states` are `Choice.state_...`. False
-        where nothing is added. Where the backward updates, its copies may leave no time to save:
-        keeping as little as may be is tried as well.
+        Where the backward updates, its copies may leave no time to save: keeping as little as may
+        be is tried as well.
         """
         problem, (low, most) = self.problem, self.keeps
-        keys = problem.resident | {bucket.key for bucket in problem.buckets[:count]}
-        if len(keys) == len(problem.buckets):
-            share = 0.0
-        least = Choice(low, keys, share, offload=offload, **states)  # type: ignore[arg-type]
-        if everything and not (
-            len(keys) == len(problem.buckets) and problem.fits(replace(least, keep=most))
-        ):
-            return False
+        least = replace(choice, keep=low)
         if not problem.fits(least):
             return False
         high = most + 1  # does not fit, as far as is known; low does
@@ -253,16 +248,19 @@ class _Tries:
                 low = middle
             else:
                 high = middle
-        for choice in {least if problem.optimizer.in_backward else None, replace(least, keep=low)}:
-            if choice is not None and choice not in self.times:
-                self.times[choice] = problem.step_s(choice)
+        if problem.optimizer.in_backward:
+            self._simulate(least)
+        self._simulate(replace(least, keep=low))
         return True
 
-    def add_in_backward(self) -> None:
-        """Where the backward updates: let states wait longer, or fetch them later."""
-        for delay in _DELAYS:
-            if not self.add(0, 0.0, state_delay=delay):
-                self.add(0, 0.0, state_delay=delay, state_lookahead=1)
+    def _with(self, count: int, share: float, *, keep: int = 1) -> Choice:
+        """The first `count` buckets are resident."""
+        keys = self.problem.resident | {bucket.key for bucket in self.problem.buckets[:count]}
+        return Choice(keep, keys, share if len(keys) < len(self.problem.buckets) else 0.0)
+
+    def _simulate(self, choice: Choice) -> None:
+        if choice not in self.times:
+            self.times[choice] = self.problem.step_s(choice)
 
     def surest(self) -> Choice:
         """Of those that are as fast as the fastest the one with the most residents."""
@@ -276,9 +274,9 @@ class _Tries:
             choice = replace(best, more_slots=more)
             if len(best.resident) + more >= len(self.problem.buckets):
                 break
-            if self.problem.memory(choice).peak.total_bytes > self.problem.budget_bytes:
-                break
             step_s = self.problem.step_s(choice)
+            if self.problem.peak_bytes(choice) > self.problem.budget_bytes:
+                break
             if step_s > self.times[best] * (1 - _EQUAL):
                 break
             self.times[choice] = step_s

@@ -24,9 +24,8 @@ import torch
 from megacompile.errors import HostMemoryError
 from megacompile.ir import TensorMeta, format_bytes
 from megacompile.runtime.buffers import HostBuffer
-from megacompile.runtime.host_memory import available_bytes
+from megacompile.runtime.host_memory import MARGIN_BYTES, available_bytes
 
-_MARGIN_BYTES = 256 * 2**20  # left free for everything else in the process
 _SLACK = 2  # a buffer may be this many times larger than what it is lent to
 
 
@@ -163,11 +162,11 @@ class HostPool:
         while self._free and self.held_bytes + size_bytes > limit:
             self._free.pop(0)
         free = available_bytes()
-        if size_bytes > mmap.PAGESIZE and size_bytes + _MARGIN_BYTES > free:
+        if size_bytes > mmap.PAGESIZE and size_bytes + MARGIN_BYTES > free:
             raise HostMemoryError(
                 f"offloading activations: {format_bytes(size_bytes)} more are needed on the host, "
                 f"beside {format_bytes(self.lent_bytes)} that wait there, and "
-                f"{format_bytes(max(free - _MARGIN_BYTES, 0))} are available; use "
+                f"{format_bytes(max(free - MARGIN_BYTES, 0))} are available; use "
                 "activations='recompute', or a smaller batch"
             )
         return _Room(HostBuffer(size_bytes, pin=self.pin), size_bytes)

@@ -62,10 +62,8 @@ class Handed:
         self.streams.synchronize(Stream.H2D)
         self.streams.synchronize(Stream.D2H)
 
-    def step(
-        self, host: HostBucket, steps: Sequence[Step], thread: Executor, flying: list[HostBucket]
-    ) -> None:
-        """Make the update; `thread` brings the new values to the host, which joins `flying`."""
+    def step(self, host: HostBucket, steps: Sequence[Step], thread: Executor) -> None:
+        """Make the update; `thread` brings the new values to the host."""
         by_index = {step.index: step for step in steps}
 
         def compute() -> None:
@@ -84,7 +82,6 @@ class Handed:
         else:
             future = thread.submit(copy_in_pieces, back(), queue, made.event)
             fresh = {i: room.streamed for i, room in self.rooms.items()}
-            flying.append(host)
             host.start(Flight(future, host.layout.name, fresh), list(self.rooms), self.visible)
         note_changes(host, self.rooms)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from megacompile.errors import HostMemoryError
 from megacompile.ir import format_bytes
 
-_MARGIN_BYTES = 256 * 2**20  # left free for everything else in the process
+MARGIN_BYTES = 256 * 2**20  # left free for everything else in the process
 
 
 def check_host_memory(rows: Sequence[tuple[str, int]], limit_bytes: int | None = None) -> None:
@@ -23,7 +23,7 @@ def check_host_memory(rows: Sequence[tuple[str, int]], limit_bytes: int | None =
         HostMemoryError: with the table.
     """
     needed = sum(size for _, size in rows)
-    there = max(available_bytes() - _MARGIN_BYTES, 0)
+    there = max(available_bytes() - MARGIN_BYTES, 0)
     if limit_bytes is not None:
         there = min(there, limit_bytes)
     if needed <= there:

@@ -379,8 +379,8 @@ class Updates:
         for part in parts:  # those on the host have begun
             handed, part.handed = part.handed, None
             if handed is not None:
-                flying = self.machine.hand_over.flying
-                handed.step(part.update.bucket, part.update.steps, self._copies, flying)
+                handed.step(part.update.bucket, part.update.steps, self._copies)
+                self.machine.hand_over.flying.append(part.update.bucket)
         for part in parts:
             update, key = part.update, part.update.bucket.layout.key
             if update.way in (Way.COMPILED, Way.TORCH, Way.HANDED):

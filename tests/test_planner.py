@@ -104,7 +104,7 @@ def test_the_quick_estimate_of_memory_is_an_upper_bound() -> None:
             choice = Choice(keep, keys)
             exact = tower.memory(choice).peak.total_bytes
             quick = 64 * GIB - tower._room_bytes(choice)
-            quick += tower._peak_bytes(Choice(keep, frozenset()))
+            quick += tower.peak_bytes(Choice(keep, frozenset()))
             assert exact <= quick <= exact + 3 * tower.buckets[0].size_bytes
 
 
@@ -210,3 +210,11 @@ def test_slots_can_be_pinned(given: dict[str, int], more: bool) -> None:
     slow = H200.replace(h2d_gb_s=1.0, h2d_both_gb_s=1.0)
     (program,) = abstract_programs(model, inputs, options=options, hardware=slow)
     assert (len(program.schedule().slots) > 3) == more
+
+
+def test_no_bucket_is_added_to_those_that_are_resident() -> None:
+    """They may be any, such as those of another captured graph."""
+    tower = problem(64 * GIB)
+    there = frozenset({tower.buckets[-1].key})
+    found = search(replace(tower, resident=there), resident=False)
+    assert found is not None and found.choice.resident == there

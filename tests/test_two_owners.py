@@ -103,11 +103,13 @@ def one_after_the_other(model: nn.Module) -> list[Optimizer]:
     return [second]
 
 
-def states_of_the_first_loaded(model: nn.Module) -> list[Optimizer]:
+def states_of_the_first_loaded(
+    model: nn.Module, given: Callable[[Any], Any] = copy.deepcopy
+) -> list[Optimizer]:
     first = warm(model)
     train(model, first, 0, 1, 2)
     second = cold(model)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    second.load_state_dict(given(first.state_dict()))
     train(model, second, 3, 4)
     train(model, first, 5)
     train(model, second, 6)
@@ -116,14 +118,7 @@ def states_of_the_first_loaded(model: nn.Module) -> list[Optimizer]:
 
 def states_loaded_without_a_copy(model: nn.Module) -> list[Optimizer]:
     """`load_state_dict` copies no tensor that has the right dtype: both have the same states."""
-    first = warm(model)
-    train(model, first, 0, 1, 2)
-    second = cold(model)
-    second.load_state_dict(first.state_dict())
-    train(model, second, 3, 4)
-    train(model, first, 5)
-    train(model, second, 6)
-    return [first, second]
+    return states_of_the_first_loaded(model, lambda states: states)
 
 
 def states_of_a_dead_one_loaded(model: nn.Module) -> list[Optimizer]:

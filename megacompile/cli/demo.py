@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         code = ("\n\nIts Python:\n\n" + schedule.code()) if args.code else ""
         print(f"\nThe schedule, steps by streams:\n\n{schedule.table()}{code}")
         print(f"\nStep {_TRACED}, traced:\n\n{trace.table()}")
-    outputs.write(trace, args.save)
+    outputs.write(trace.measured, trace.predicted, args.save)
     return 0
 
 

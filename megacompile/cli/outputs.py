@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megacompile.api import Trace
+from megacompile import perfetto, plot
 from megacompile.errors import OptionError
+from megacompile.timeline import Timeline
 
 _DRAWN = (".png", ".svg", ".pdf")
 
@@ -42,13 +43,11 @@ def check(paths: Sequence[Path]) -> None:
             raise OptionError(f"--save {path}: there is no folder {str(path.parent)!r}")
 
 
-def write(trace: Trace, paths: Sequence[Path]) -> None:
+def write(measured: Timeline, predicted: Timeline | None, paths: Sequence[Path]) -> None:
     """Write each of the files, and say so on stderr."""
     for path in paths:
-        if path.suffix == ".json":
-            trace.save(str(path))
-        else:
-            trace.plot(str(path))
+        save = perfetto.save if path.suffix == ".json" else plot.draw
+        save(path, measured, predicted)
         print(f"wrote {path}", file=sys.stderr)
 
 

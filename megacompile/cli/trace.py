@@ -27,7 +27,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from megacompile import api, perfetto, plot
+from megacompile import api, perfetto
 from megacompile.api import Trace
 from megacompile.cli import outputs
 from megacompile.critical import period
@@ -152,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
         outputs.print_json(tracer.trace.to_dict())
     else:
         print(tracer.trace.table())
-    outputs.write(tracer.trace, args.save)
+    outputs.write(tracer.trace.measured, tracer.trace.predicted, args.save)
     return 0
 
 
@@ -167,10 +167,7 @@ def _again(args: argparse.Namespace) -> int:
         outputs.print_json(totals(measured, predicted))
     else:
         print(table(measured, predicted))
-    for path in args.save:
-        write = perfetto.save if path.suffix == ".json" else plot.draw
-        write(path, measured, predicted)
-        print(f"wrote {path}", file=sys.stderr)
+    outputs.write(measured, predicted, args.save)
     return 0
 
 
