@@ -41,7 +41,6 @@ from benchmarks.models import Loss, qwen2
 from benchmarks.report import publish
 from megacompile.abstract import abstract_options, abstract_programs
 from megacompile.hardware import Hardware, known
-from megacompile.optimizer_cost import OptimizerCost
 from megacompile.situation import Situation
 
 HOST = ("host update", "host memory bandwidth")  # of explain's words; the trace's is "host"
@@ -173,7 +172,7 @@ def _predict(staged: Staged, hardware: Hardware) -> dict[str, object]:
     now = Situation(
         tuple(program.schedule(hold=program is programs[-1]) for program in programs),
         hardware,
-        OptimizerCost.of(options),
+        programs[0].compiler.cost(),
         device_bytes=hardware.device_bytes,
     )
     timeline = now.timeline()

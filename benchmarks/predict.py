@@ -27,7 +27,6 @@ from benchmarks.report import publish
 from megacompile.abstract import abstract_options, abstract_programs
 from megacompile.hardware import H200, Hardware, known
 from megacompile.memory import host_memory
-from megacompile.optimizer_cost import OptimizerCost
 from megacompile.simulate import simulate
 
 _RESULTS = Path(__file__).parent / "results" / "h200-train-step.md"
@@ -88,7 +87,7 @@ def _row(
     start = time.perf_counter()
     schedule = program.schedule()
     planned_s = time.perf_counter() - start
-    optimizer = OptimizerCost.of(options)
+    optimizer = program.compiler.cost()
     timeline = simulate(schedule, hardware, optimizer=optimizer, steps=3)
     peak = timeline.memory.peak
     host = sum(host_memory(schedule, optimizer).values())

@@ -11,7 +11,6 @@ from torch import nn
 
 from megacompile.compiler import PassCompiler
 from megacompile.ir import Capture, Schedule, Variant
-from megacompile.optimizer_cost import OptimizerCost
 from megacompile.options import Options
 from megacompile.situation import Situation
 
@@ -39,7 +38,7 @@ def alternatives(
             other.settled(stages, capture, replace(variant, update=update))
             for stages, capture, variant in planned
         )
-        cost = OptimizerCost.of(changed, states=states)
+        cost = other.cost(states=states)
         return replace(now, schedules=schedules, optimizer=cost, device_bytes=budget_bytes)
 
     found: dict[str, Callable[[], Situation]] = {}

@@ -21,7 +21,6 @@ from megacompile.errors import ModelError, OptionError
 from megacompile.explanation import Explanation, explanation
 from megacompile.hardware import Hardware
 from megacompile.ir import Schedule
-from megacompile.optimizer_cost import OptimizerCost
 from megacompile.options import Activations, Head, Lowering, Options
 from megacompile.passes.units import find_units
 from megacompile.runtime.host_memory import check_host_memory
@@ -286,7 +285,7 @@ def explain(
     now = Situation(
         tuple(made),
         machine,
-        OptimizerCost.of(options),
+        compiler.cost(),
         options.lowering is Lowering.INDUCTOR,
         there,
         options.host_memory or machine.host_bytes,

@@ -167,15 +167,14 @@ class PassCompiler:
                 buckets=schedule.buckets,
                 stages=sum(stage.traced.has_backward for stage in schedule.stages),
                 hardware=self.rates(),
-                optimizer=OptimizerCost.of(options),
+                optimizer=self.cost(),
                 budget_bytes=self.budget_bytes(),
                 fused=options.lowering is Lowering.INDUCTOR,
                 resident=frozenset() if free else self.resident,
                 trained=schedule.gradient_params,
             )
             pinned = options.activations is not Activations.AUTO
-            on_gpu = options.device.type == "cuda" or self.machine is not None
-            hand_over = options.hands_over and options.device_update is None and on_gpu
+            hand_over = options.hands_over and options.device_update is None and self.on_gpu
             templates = tuple(id(stage.traced) for stage in schedule.stages)
             found = self._found_before(problem, templates)
             if found is None:
@@ -271,6 +270,15 @@ class PassCompiler:
         """Plan these stages with as little device memory as can be, though that is too much."""
         self.choices[stages] = Choice(0, self.resident, state_lookahead=1), (reason,)
 
+    @property
+    def on_gpu(self) -> bool:
+        """Is what is planned for a GPU?"""
+        return self.options.device.type == "cuda" or self.machine is not None
+
+    def cost(self, *, states: int = 2) -> OptimizerCost:
+        """Of an optimizer with `states` moments, under the options."""
+        return OptimizerCost.of(self.options, states=states, on_gpu=self.on_gpu)
+
     def rates(self) -> Hardware:
         """Of the machine that is planned for."""
         if self.machine is not None:
@@ -284,7 +292,7 @@ class PassCompiler:
     ) -> list[tuple[str, Callable[[Schedule], Schedule]]]:
         """What becomes of the gradients: they are offloaded, or updates are made of them."""
         options = self.options
-        cost = OptimizerCost.of(options)
+        cost = self.cost()
         if variant.update:
             insert = functools.partial(
                 insert_updates,

@@ -24,7 +24,7 @@ from torch import fx
 from megacompile import ops
 from megacompile.hazards import producer
 from megacompile.ir import Schedule
-from megacompile.timeline import HOST, UNSEEN, Span, Timeline
+from megacompile.timeline import UNSEEN, UPDATE_ON_HOST, UPDATERS, Span, Timeline
 
 NONE = "none of them"  # where no recorded op was what the step waited for
 _CLOCK_S = 20e-6  # by how much the clocks of two lanes, or an event's, may be apart
@@ -167,11 +167,11 @@ class _Ops:
         last: dict[str, int] = {}
         for i, span in enumerate(self.spans):
             lane = span.op.lane
-            if timeline.device == "cpu" and lane != HOST:
+            if timeline.device == "cpu" and lane not in UPDATERS:
                 lane = "issue"  # without a GPU every op runs where it is issued, one at a time
             self.before.append(last.get(lane, -1))
             last[lane] = i
-            for what in _BRINGS.get(span.op.kind, (HOST,) if span.op.lane == HOST else ()):
+            for what in _BRINGS.get(span.op.kind, ()):
                 self.of_module[what, span.op.module].append(i)
         self.waits, self.begins = self._edges()
 
@@ -217,7 +217,7 @@ class _Ops:
             able += self._latest(self.of_module[what, span.op.module], span)
         if at in self.begins:
             able += self._latest(range(at), span)  # the host came to this graph when that was done
-        if span.op.lane == HOST:
+        if span.op.lane in UPDATERS:
             able += self._latest([i for i in range(at) if self._of_backward(i)], span)
         # Whoever began later was not waited for; with that, the way back comes to an end.
         able = [i for i in able if 0 <= i < at and self._done_before(i, span)]
@@ -235,13 +235,18 @@ class _Ops:
         return run >= 0 and self.timeline.runs[run].graph == "backward"
 
 
-# What of a bucket or a stage must be there before, wherever it was made: the host's update or new
-# parameters on their way before a prefetch, states before they are fetched, a stage's input on the
-# host before it comes back.
-_BRINGS = {"offload_state": ("states",), "update": ("states",), "offload": ("activations",)}
+# What of a bucket or a stage must be there before, wherever it was made: the update in host memory
+# or new parameters on their way before a prefetch, states before they are fetched, a stage's input
+# on the host before it comes back.
+_BRINGS = {
+    UPDATE_ON_HOST: ("updated",),
+    "offload_state": ("states",),
+    "update": ("states",),
+    "offload": ("activations",),
+}
 _WANTS = {
-    "prefetch": (HOST, "states"),
-    "fetch_state": (HOST, "states"),
+    "prefetch": ("updated", "states"),
+    "fetch_state": ("updated", "states"),
     "fetch": ("activations",),
 }
 

@@ -68,6 +68,10 @@ class Busy:
     traced_s: float | None  # a step, where a trace was taken
     traced_waited_s: float | None  # of that step's time, what its end waited for this stream
 
+    @property
+    def works(self) -> bool:
+        return bool(self.predicted_s or self.traced_s)
+
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
@@ -287,6 +291,8 @@ def explanation(
         )
         for lane in Lane
     ]
+    if not streams[-1].works:  # nobody helps the host
+        streams.pop()
     reasons = [reason for schedule in now.schedules for reason in schedule.plan.reasons]
     return Explanation(
         model=model,

@@ -29,7 +29,7 @@ from megacompile.ir import (
     format_bytes,
     tensors_bytes,
 )
-from megacompile.optimizer_cost import OptimizerCost
+from megacompile.optimizer_cost import OptimizerCost, pieces_bytes
 
 
 class Kind(enum.Enum):
@@ -86,8 +86,8 @@ def device_memory(
 
     Slots are shared. New optimizer states that are parked at the end of a backward are there until
     a forward reclaims them (where none does, until the next backward parks its own), and so are
-    those that it hands over (until the next backward begins). Resident buckets are there all the
-    time.
+    those that it hands over (until the next backward begins). Pieces of updates that the device
+    makes for the host are there in forwards. Resident buckets are there all the time.
     """
     each = [schedules] if isinstance(schedules, Schedule) else list(schedules)
     replay = _Replay(fused)
@@ -105,8 +105,10 @@ def device_memory(
     replay.live[Kind.PARAMETERS] += _resident_bytes(each, residents, cost)
     replay.live[Kind.STATES] += handed
     replay.handed_before = handed
+    in_pieces = max((pieces_bytes(schedule, cost) for schedule in each), default=0)
+    replay.live[Kind.STATES] += in_pieces
     kept = [replay.forward(schedule) for schedule in each]
-    replay.live[Kind.STATES] -= replay.handed_before
+    replay.live[Kind.STATES] -= replay.handed_before + in_pieces
     for schedule, residuals in zip(reversed(each), reversed(kept), strict=True):
         if schedule.backward is not None:
             replay.backward(schedule, residuals)

@@ -27,6 +27,12 @@ _EIGHT_BITS_S = 2.5
 _STOCHASTIC_S = 0.8
 
 
+# Of updates in pieces (`runtime.pieces`).
+PIECES = 3  # at a time: one is fetched, one updated, one brought back
+PIECE_BYTES = 96 * 2**20  # about two milliseconds of the link
+LEAST_HELPED = 2**20  # parameters of a bucket; fewer are not worth the way
+
+
 @dataclass(frozen=True, slots=True)
 class OptimizerCost:
     """An optimizer, as far as time and memory depend on it. Bytes are of one element."""
@@ -37,10 +43,14 @@ class OptimizerCost:
     grad_bytes: float | None = None  # None: as the parameter
     in_backward: bool = False
     arithmetic_s: float = 0.0  # of a billion elements, where it can take longer than the memory
+    helped: bool = False  # by the device, with updates of host memory
 
     @staticmethod
-    def of(options: Options, *, states: int = 2) -> OptimizerCost:
-        """The cost of an optimizer with `states` moments under these options."""
+    def of(options: Options, *, states: int = 2, on_gpu: bool | None = None) -> OptimizerCost:
+        """The cost of an optimizer with `states` moments under these options.
+
+        `on_gpu`: is what computes a GPU? Default: the device of the options is.
+        """
         dtype = options.state_dtype
         state_bytes = None
         if dtype == "int8":
@@ -57,6 +67,8 @@ class OptimizerCost:
             grad_bytes=None if options.grad_dtype is None else float(options.grad_dtype.itemsize),
             in_backward=in_backward,
             arithmetic_s=0.0 if in_backward else slow,
+            helped=options.device_helps
+            and (options.device.type == "cuda" if on_gpu is None else on_gpu),
         )
 
     def master_of(self, item_bytes: int) -> float:
@@ -103,6 +115,7 @@ class BucketUpdate:
     numel: int
     size_bytes: float  # read plus written
     grad_bytes: float  # of that, the gradient
+    helped_bytes: float  # of the busier direction of the link, both ways, in pieces; 0: it cannot
 
 
 def host_updates(schedule: Schedule, optimizer: OptimizerCost) -> list[BucketUpdate]:
@@ -119,13 +132,23 @@ def updates(schedule: Schedule, optimizer: OptimizerCost) -> list[BucketUpdate]:
     found = []
     for bucket in schedule.buckets:
         params = [bucket.params[i] for i in trained.get(bucket.key, ())]
-        moved = gradient = 0.0
+        updated = gradient = copy = 0.0
         for param in params:
             item = param.dtype.itemsize
-            copy = 0.0 if optimizer.master_bytes is None else item
+            updated += param.numel * optimizer.updated_of(item)
             gradient += param.numel * optimizer.grad_of(item)
-            both_ways = 2 * optimizer.updated_of(item)
-            moved += param.numel * (both_ways + optimizer.grad_of(item) + copy)
+            copy += 0.0 if optimizer.master_bytes is None else param.numel * item
+        numel = sum(param.numel for param in params)
+        helped = 2 * (updated + max(gradient, copy))
+        if not optimizer.helped or numel < LEAST_HELPED:
+            helped = 0.0
         if params:
-            found.append(BucketUpdate(bucket, sum(p.numel for p in params), moved, gradient))
+            moved = 2 * updated + gradient + copy
+            found.append(BucketUpdate(bucket, numel, moved, gradient, helped))
     return found
+
+
+def pieces_bytes(schedule: Schedule, optimizer: OptimizerCost) -> int:
+    """Device memory for updates of host memory in pieces, while the forward begins."""
+    largest = max((u.helped_bytes / 2 for u in host_updates(schedule, optimizer)), default=0.0)
+    return PIECES * min(int(largest), PIECE_BYTES)

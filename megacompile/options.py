@@ -102,6 +102,12 @@ class Options:
         )
 
     @property
+    def device_helps(self) -> bool:
+        """Does a GPU help the host with updates of what is not handed over?"""
+        alone = self.device_update == 0.0 or self.stochastic_rounding
+        return self.lowering is Lowering.INDUCTOR and self.optimizer is None and not alone
+
+    @property
     def plans(self) -> bool:
         """Is a plan sought? On the CPU only for memory that the user names."""
         return self.device.type == "cuda" or self.gpu_memory is not None
@@ -109,7 +115,7 @@ class Options:
     @property
     def updates_on_device(self) -> bool:
         """May parameters of float32 masters be updated on the device?"""
-        return self.optimizer is not None or bool(self.device_update)
+        return self.optimizer is not None or bool(self.device_update) or self.device_helps
 
     @staticmethod
     def resolve(

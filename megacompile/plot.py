@@ -17,7 +17,7 @@ from typing import Any
 
 from megacompile.critical import Period, critical_path
 from megacompile.errors import MissingExtraError, TraceError
-from megacompile.timeline import HOST, UPDATE_ON_HOST, Span, Timeline
+from megacompile.timeline import DEVICE, HOST, UPDATE_ON_HOST, Span, Timeline
 
 _COLOURS = {  # distinct for readers with any kind of colour vision (Okabe and Ito, 2008), and tints
     "prefetch": "#56B4E9",
@@ -38,7 +38,12 @@ _COLOURS = {  # distinct for readers with any kind of colour vision (Okabe and I
 _OTHER = "#9A9A9A"
 # They take no time worth a colour.
 _QUIET = ("hold", "resident", "alloc", "alloc_grad", "alloc_state", "save_rng", "hand_over")
-_NAMES = {"h2d": "to the device\n(h2d)", "d2h": "to the host\n(d2h)", HOST: "update on\nthe host"}
+_NAMES = {
+    "h2d": "to the device\n(h2d)",
+    "d2h": "to the host\n(d2h)",
+    HOST: "update on\nthe host",
+    DEVICE: "helped by\nthe device",
+}
 _INCHES, _LANE_INCHES, _MEMORY_INCHES = 13.0, 0.5, 1.6
 _LEFT_INCHES, _RIGHT_INCHES = 1.3, 1.75  # of names, of the legend
 _FONT = 8.0  # points

@@ -17,8 +17,8 @@ from megacompile.memory import DeviceMemory, Kind
 from megacompile.optimizer_cost import OptimizerCost
 from megacompile.simulate import simulate
 from megacompile.timeline import (
-    HOST,
     UPDATE_ON_HOST,
+    UPDATERS,
     OpInfo,
     Run,
     Span,
@@ -129,7 +129,7 @@ def predicted_steps(
         times = event.start_s, event.stop_s
         if event.graph not in schedule.graphs:  # by `optimizer.step()`
             kind, lane = UPDATE_ON_HOST, event.stream.value
-            if lane != HOST:
+            if lane not in UPDATERS:
                 kind = "update" if event.label.endswith("UPDATE") else "offload_state"
             info = OpInfo(event.label, kind, lane, modules.get(event.label, ""))
             spans.append(Span(info, *times, model, -1))

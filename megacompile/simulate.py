@@ -10,13 +10,15 @@ An op starts when its stream has come to it and everything it waits for is done:
 
 Copies take their bytes over the bandwidth, which is less while both directions run. The CPU's
 update and the copies share host memory: where they want more than it has, each gets a fair share.
+A device that helps takes the last of the CPU's updates over the link (see `runtime.workers`).
 Computes take what `megacompile.cost` says. Times are in seconds.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -33,12 +35,13 @@ __all__ = ["Event", "Lane", "Timeline", "node_s", "simulate", "work_of"]
 
 
 class Lane(enum.Enum):
-    """The streams of a schedule, and the CPU's update."""
+    """The streams of a schedule, and who updates host memory."""
 
     COMPUTE = "compute"
     H2D = "h2d"
     D2H = "d2h"
     HOST = "host"
+    DEVICE = "device"  # which helps the host, in pieces over the link
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,7 @@ class Timeline:
         ]
         for lane in Lane:
             busy, critical = self.busy_s(lane), self.critical_s.get(lane, 0.0)
-            if busy or lane is not Lane.HOST:
+            if busy or lane not in (Lane.HOST, Lane.DEVICE):
                 share = (busy / self.step_s, critical / self.step_s) if self.step_s else (0.0, 0.0)
                 lines.append(
                     f"{lane.value:8} {busy * 1e3:9.1f} ms busy, {share[0]:4.0%}; "
@@ -150,7 +153,7 @@ def simulate(
 # The ops.
 
 _LANES = {stream: list(Lane).index(Lane(stream.value)) for stream in Stream}
-_COMPUTE, _H2D, _D2H, _HOST = range(4)
+_COMPUTE, _H2D, _D2H, _HOST, _DEVICE = range(len(Lane))
 
 
 @dataclass(slots=True)
@@ -164,6 +167,7 @@ class _Op:
     waits: list[int]  # ops of other lanes
     step: int
     since: int = -1  # the op that it is the second half of
+    helped: float = 0.0  # work of an update where the device makes it; 0: it cannot
 
 
 class _Run:
@@ -174,7 +178,7 @@ class _Run:
         self.start_s: list[float] = []
         self.stop_s: list[float] = []
         self.blocker: list[int] = []  # the op whose end let this one start, or -1
-        self.rates = [_rates(hardware, lanes) for lanes in range(16)]
+        self.rates = [_rates(hardware, lanes) for lanes in range(1 << len(Lane))]
 
     def add(self, op: _Op) -> int:
         self.ops.append(op)
@@ -190,24 +194,31 @@ class _Run:
         for i, op in enumerate(self.ops):
             for wait in op.waits:
                 readers[wait].append(i)
-        queues = [[i for i, op in enumerate(self.ops) if op.lane == k] for k in range(4)]
-        heads, left, running, now, done = [0] * 4, [0.0] * 4, 0, 0.0, 0
-        last_of = [-1] * 4
+        lanes = range(len(Lane))
+        queues = [deque(i for i, op in enumerate(self.ops) if op.lane == k) for k in lanes]
+        runs, left, running, now, done = [-1] * len(Lane), [0.0] * len(Lane), 0, 0.0, 0
+        last_of = [-1] * len(Lane)
         while done < count:
-            for k in range(4):
-                if running >> k & 1 or heads[k] == len(queues[k]):
+            for k in lanes:
+                if running >> k & 1:
                     continue
-                i = queues[k][heads[k]]
-                if missing[i]:
+                i = self._helped(queues[_HOST]) if k == _DEVICE else next(iter(queues[k]), -1)
+                if i < 0 or missing[i]:
                     continue
                 running |= 1 << k
+                runs[k] = i
                 left[k] = self.ops[i].work
+                if k == _DEVICE:
+                    queues[_HOST].remove(i)
+                    self.ops[i].lane, left[k] = k, self.ops[i].helped
+                else:
+                    queues[k].popleft()
                 self.start_s[i] = now
                 blockers = [*self.ops[i].waits, *([last_of[k]] if last_of[k] >= 0 else [])]
                 self.blocker[i] = max(blockers, key=self.stop_s.__getitem__, default=-1)
             assert running, "a schedule whose ops wait for each other"
             rates = self.rates[running]
-            active = [k for k in range(4) if running >> k & 1]
+            active = [k for k in lanes if running >> k & 1]
             times = [left[k] / rates[k] if left[k] else 0.0 for k in active]
             step = min(times)
             now += step
@@ -215,14 +226,25 @@ class _Run:
                 if time_s > step * (1 + 1e-12):
                     left[k] -= step * rates[k]
                     continue
-                i = queues[k][heads[k]]
+                i = runs[k]
                 self.stop_s[i] = now
-                heads[k] += 1
                 running &= ~(1 << k)
                 last_of[k] = i
                 done += 1
                 for reader in readers[i]:
                     missing[reader] -= 1
+
+    def _helped(self, queue: Iterable[int]) -> int:
+        """The last of the updates of one step that wait for the host, if the device can make it."""
+        found = step = -1
+        for i in queue:
+            op = self.ops[i]
+            if step not in (-1, op.step):
+                break
+            step = op.step
+            if op.helped:
+                found = i
+        return found
 
     def events(self) -> tuple[Event, ...]:
         lanes = list(Lane)
@@ -247,16 +269,22 @@ class _Run:
         return found
 
 
-def _rates(hardware: Hardware, lanes: int) -> tuple[float, float, float, float]:
-    """Work a second of each lane while those in the mask run."""
-    h2d, d2h, host = (lanes >> k & 1 for k in (_H2D, _D2H, _HOST))
+def _rates(hardware: Hardware, lanes: int) -> tuple[float, ...]:
+    """Work a second of each lane while those in the mask run.
+
+    The device's updates go both ways at once, and divide each way with what else goes there.
+    """
+    h2d, d2h, host, device = (lanes >> k & 1 for k in (_H2D, _D2H, _HOST, _DEVICE))
+    down = hardware.h2d_both_gb_s if d2h or device else hardware.h2d_gb_s
+    up = hardware.d2h_both_gb_s if h2d or device else hardware.d2h_gb_s
     wanted = [
-        h2d * (hardware.h2d_both_gb_s if d2h else hardware.h2d_gb_s),
-        d2h * (hardware.d2h_both_gb_s if h2d else hardware.d2h_gb_s),
+        h2d * down / (h2d + device or 1),
+        d2h * up / (d2h + device or 1),
         hardware.update_gb_s if host else 0.0,
+        device * 2 * min(down / (h2d + device or 1), up / (d2h + device or 1)),
     ]
     given = _shares(wanted, hardware.host_memory_gb_s) if host else wanted
-    return (1.0, *(rate * 1e9 for rate in given))  # type: ignore[return-value]
+    return (1.0, *(rate * 1e9 for rate in given))
 
 
 def _shares(wanted: Sequence[float], total: float) -> list[float]:
@@ -290,10 +318,9 @@ class _Script:
             if graph.name == "forward":
                 graph.take_parked(parked)
         self.updates = [
-            (u.bucket.key, f"{u.bucket.label}UPDATE", self._update_bytes(u.size_bytes, u.numel, a))
+            (u, self._update_bytes(u.size_bytes, u.numel, optimizer.arithmetic_s))
             for s in schedules
             if optimizer is not None
-            for a in (optimizer.arithmetic_s,)
             for u in host_updates(s, optimizer)
         ]
         self.on_device = [
@@ -350,8 +377,9 @@ class _Script:
                 op = _Op("update", label, _D2H, back / 2, [made], step)
                 ready["states", key] = run.add(op)
                 self.parked.append(ready["states", key])
-        for key, label, size_bytes in self.updates:
-            op = _Op("update", label, _HOST, size_bytes, after, step)
+        for host, work in self.updates:
+            key, label = host.bucket.key, f"{host.bucket.label}UPDATE"
+            op = _Op("update", label, _HOST, work, after, step, helped=host.helped_bytes)
             ready["params", key] = run.add(op)
         self.ready = ready
         end = _Op("update", "", _COMPUTE, 0.0, list(self.turn), step)

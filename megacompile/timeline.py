@@ -1,8 +1,9 @@
 """What ran when: spans on lanes, measured or predicted, and what they add up to.
 
-A lane is a stream of the schedule (h2d, compute, d2h) or the host, where `optimizer.step()` updates
-buckets. Times are seconds on one axis that begins with the trace. A lane is busy where it has a
-span; what the others have while a lane is idle is what it may be waiting for.
+A lane is a stream of the schedule (h2d, compute, d2h), or who updates host memory in
+`optimizer.step()`: the host, and the device, which helps it. Times are seconds on one axis that
+begins with the trace. A lane is busy where it has a span; what the others have while a lane is idle
+is what it may be waiting for.
 
 Memory is that of the device as the program order of the compute stream sees it: on CUDA what the
 allocator had given out when an op was issued, drawn where the op begins to run (the allocator hands
@@ -24,9 +25,10 @@ from megacompile import hazards, ops
 from megacompile.ir import Bucket, Schedule, Stage, format_bytes, tensors_bytes
 from megacompile.show import columns
 
-HOST = "host"
-LANES = ("h2d", "compute", "d2h", HOST)
-UPDATE_ON_HOST = "update on the host"  # the kind of the host's spans
+HOST, DEVICE = "host", "device"
+UPDATERS = (HOST, DEVICE)
+LANES = ("h2d", "compute", "d2h", *UPDATERS)
+UPDATE_ON_HOST = "update on the host"  # the kind of their spans: of memory there
 
 _COPIES = (ops.fetch_grad, ops.offload_grad, ops.fetch_state, ops.offload_state)
 UNSEEN = (ops.free, ops.park, ops.begin)  # they put nothing on a stream
@@ -179,7 +181,7 @@ class Timeline:
     def lanes(self) -> tuple[str, ...]:
         """The lanes that have spans, and the schedule's three where anything ran."""
         used = {span.op.lane for span in self.spans}
-        known = tuple(lane for lane in LANES if lane in used or (used and lane != HOST))
+        known = tuple(lane for lane in LANES if lane in used or (used and lane not in UPDATERS))
         return known + tuple(sorted(used - set(LANES)))
 
     def busy_s(

@@ -1,10 +1,10 @@
 """`optimizer.step()` of a stock optimizer over streamed parameters.
 
 Hooks on the optimizer (see `hooks`) do the update of our parameters beside its own step, with its
-own `param_groups` and `state`. `step()` returns at once: one thread updates bucket after bucket, in
-the order in which the next forward reads them, and a prefetch waits for its bucket alone. Whoever
-looks at a parameter, a gradient or a state before its bucket is done waits for that bucket (see
-`guards`).
+own `param_groups` and `state`. `step()` returns at once: a thread updates bucket after bucket, in
+the order in which the next forward reads them, and a prefetch waits for its bucket alone. A GPU
+helps from the other end (see `workers`). Whoever looks at a parameter, a gradient or a state before
+its bucket is done waits for that bucket (see `guards`).
 
 `Updates.prepare_step` finds out what is to be done and refuses what cannot be; only
 `PreparedStep.start` changes parameters and states.
@@ -54,6 +54,7 @@ from megacompile.runtime.rules import Rule, adam_hyper, seed_of, sgd_hyper
 from megacompile.runtime.served import served
 from megacompile.runtime.states import is_shared
 from megacompile.runtime.update import BucketUpdate, Step, Way
+from megacompile.runtime.workers import Job, Workers, untimed
 
 _RULES = (Way.COMPILED, Way.TORCH, Way.BACKWARD, Way.RESIDENT)
 
@@ -97,7 +98,7 @@ class Updates:
     def __init__(self, machine: Machine, options: Options) -> None:
         self.machine = machine
         self.options = options
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="megacompile-update")
+        self._workers = Workers(machine.device)
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="megacompile-offload")
         self._said: set[str] = set()
         self.ways: dict[str, Way] = {}  # by the bucket's name, of the last step
@@ -143,8 +144,12 @@ class Updates:
         try:
             compiled: set[object] = set()
             for key in self._in_order(found):
-                prepared.parts.append(self._part(optimizer, self.machine.buckets[key], found[key]))
-                prepared.parts[-1].update.prepare(compiled)
+                part = self._part(optimizer, self.machine.buckets[key], found[key])
+                prepared.parts.append(part)
+                part.update.prepare(compiled)
+                if self._helps and part.update.suits_pieces():
+                    part.update.on_device = True
+                    part.update.bucket.lock_states(optimizer)
         except BaseException:
             prepared.drop()
             raise
@@ -266,6 +271,11 @@ class Updates:
     def _cuda(self) -> bool:
         return self.machine.device.type == "cuda"
 
+    @property
+    def _helps(self) -> bool:
+        """Does the device help with the updates of host memory?"""
+        return self._cuda and self.options.device_helps
+
     def _way(self, optimizer: Optimizer, bucket: HostBucket, trained: Sequence[Trained]) -> Way:
         if isinstance(optimizer, ON_DEVICE):
             return Way.DEVICE if self._cuda else Way.STOCK
@@ -376,6 +386,7 @@ class Updates:
             elif part.handed is None:
                 self._start(update, part.visible)
             log.logger("update").info("%s: %s", update.bucket.layout.name, update.way.value)
+        self._workers.help()
         for part in parts:  # those on the host have begun
             handed, part.handed = part.handed, None
             if handed is not None:
@@ -396,9 +407,10 @@ class Updates:
             torch.autograd.graph.increment_version(bucket.params[i])
             bucket.mark_fresh(i)
         tracer = self.machine.tracer
-        work = update if tracer is None else tracer.on_host(update, bucket.layout)
-        flight = Flight(self._thread.submit(work), bucket.layout.name)
-        bucket.start(flight, indices, visible)
+        timed = untimed if tracer is None else tracer.update_of(bucket.layout)
+        job = Job(update, timed)
+        self._workers.submit(job)
+        bucket.start(Flight(job.future, bucket.layout.name), indices, visible)
 
     def _install(self, optimizer: Optimizer, bucket: HostBucket, steps: Iterable[Step]) -> None:
         """Take over the states that an optimizer's own first step made."""

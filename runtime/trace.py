@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -39,11 +39,11 @@ class _Mark:
 
     info: OpInfo
     run: int
+    done: threading.Event | None = None  # of updates in host memory
+    bucket: Bucket | None = None  # of updates in host memory
     start: Any = None  # seconds of the host's clock, or an event
     stop: Any = None
     memory_bytes: int | None = None
-    done: threading.Event | None = None  # of the host's updates
-    bucket: Bucket | None = None  # of the host's updates
 
 
 class _Clock:
@@ -117,14 +117,14 @@ class Tracer:
         self.runs.append((schedule, graph))  # keeps the schedule, and so its id
         return Recording(self, self._infos[key], len(self.runs) - 1)
 
-    def on_host(self, work: Callable[[], None], bucket: Bucket) -> Callable[[], None]:
-        """The update of a bucket, which a thread of the host will carry out."""
-        info = OpInfo("", UPDATE_ON_HOST, HOST, bucket.name)
-        mark = _Mark(info, -1, done=threading.Event(), bucket=bucket)
+    def update_of(self, bucket: Bucket) -> Callable[[str, Callable[[], None]], None]:
+        """For the update of a bucket in host memory: does it, and notes when and on which lane."""
+        mark = _Mark(OpInfo("", UPDATE_ON_HOST, HOST, bucket.name), -1, threading.Event(), bucket)
         self.marks.append(mark)
 
-        def run() -> None:
+        def run(lane: str, work: Callable[[], None]) -> None:
             assert mark.done is not None
+            mark.info = replace(mark.info, lane=lane)
             mark.start = time.perf_counter()
             try:
                 work()
@@ -255,7 +255,7 @@ class Trace:
             info = mark.info
             if mark.bucket is not None:
                 label = labels.get(mark.bucket.key)
-                info = _host_update(info, f"{label}UPDATE" if label else f"UPDATE {info.module}")
+                info = replace(info, name=f"{label}UPDATE" if label else f"UPDATE {info.module}")
             yield Span(
                 info,
                 tracer.clock.at_s(mark.start) - self._start_s,
@@ -315,7 +315,3 @@ class Trace:
         names = ", ".join(model.name for model in self._models)
         state = "over" if self._over else "on" if self._start_s is not None else "not begun"
         return f"<trace of {names}: {state}>"
-
-
-def _host_update(info: OpInfo, name: str) -> OpInfo:
-    return OpInfo(name, info.kind, info.lane, info.module)

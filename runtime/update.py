@@ -2,7 +2,8 @@
 
     STOCK     torch.optim's own step, on the bucket's tensors: bitwise the plain loop
     DEVICE    the same on copies on the device, a parameter at a time: Muon's matrix products
-    COMPILED  the rule of `runtime.rules`, compiled by Inductor to C++: one pass over memory
+    COMPILED  the rule of `runtime.rules`, compiled by Inductor to C++: one pass over memory; on a
+              GPU's host the device helps (see `workers`)
     FUSED     torch.optim's fused CPU kernels: one pass too, where there is no C++ compiler
     TORCH     the rule of `runtime.rules` as it is: what FUSED cannot do, without a C++ compiler
     HANDED    not here: by `runtime.handed`, of what the backward left on the device
@@ -25,10 +26,12 @@ import torch
 from torch.optim import Optimizer
 
 from megacompile import compat
+from megacompile.optimizer_cost import LEAST_HELPED
 from megacompile.runtime import rules
 from megacompile.runtime.blockwise import absmax_numel
 from megacompile.runtime.host import HostBucket
 from megacompile.runtime.kernels.bucket import update_bucket
+from megacompile.runtime.pieces import Pieces
 from megacompile.runtime.rules import Rule, State
 
 
@@ -130,6 +133,7 @@ class BucketUpdate:
     device: torch.device
     steps: list[Step] = field(default_factory=list)
     runs: list[_Run] = field(default_factory=list)  # from `prepare` until the update runs
+    on_device: bool = False  # may the device make it, of memory on the host?
 
     def makes_states(self) -> bool:
         """Will an optimizer's own first step make states? Ask before it runs."""
@@ -171,9 +175,26 @@ class BucketUpdate:
                     compiled(run.rule).prepare(run.update)
                     done.add(kind)
 
-    def _by_rules(self) -> None:
+    def suits_pieces(self) -> bool:
+        """Can the device make it in pieces, and is it worth the way? Ask when it is prepared.
+
+        All of it must lie in page-locked memory of the bucket; and rounding that is stochastic goes
+        by the place in the whole parameter.
+        """
+        mine = all(run.ours and run.update.seed is None for run in self.runs)
+        return mine and sum(run.update.param.numel() for run in self.runs) >= LEAST_HELPED
+
+    def by_pieces(self, pieces: Pieces) -> None:
+        """Let the device make it."""
+        for run in self._take_runs():
+            pieces.update(run.rule, run.update)
+
+    def _take_runs(self) -> list[_Run]:
         runs, self.runs = self.runs, []  # views of gradients must not outlive the update
-        for run in runs:
+        return runs
+
+    def _by_rules(self) -> None:
+        for run in self._take_runs():
             if self.way is Way.COMPILED and run.several:
                 compiled(run.rule)(run.update)
             else:

@@ -109,6 +109,7 @@ def test_a_compute_waits_for_its_weights_and_its_slot_for_the_compute() -> None:
         Lane.H2D: pytest.approx(2.0),
         Lane.D2H: 0.0,
         Lane.HOST: 0.0,
+        Lane.DEVICE: 0.0,
     }
     assert timeline.bound is Lane.COMPUTE
     assert timeline.busy_s(Lane.H2D) == 2.0
@@ -161,6 +162,26 @@ def test_update_and_copies_share_host_memory(monkeypatch: pytest.MonkeyPatch) ->
     assert second["0PREFETCH@0"] == (8.25, 8.25 + 2.0 / 1.5)
     # the update did 2 GB of its 6 by then
     assert spans(shared)["1UPDATE"] == (8.25, 8.25 + 2.0 / 1.5 + 2.0)
+
+
+def test_the_device_takes_the_last_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a billion parameters: 2 GB each way and gradients of 2 GB, 4 GB in at 1 GB/s."""
+    hardware = UNIT.replace(update_gb_s=2.0)
+    alone = simulate(trained(monkeypatch), hardware, optimizer=OptimizerCost(states=0), steps=2)
+    helped = OptimizerCost(states=0, helped=True)
+    timeline = simulate(trained(monkeypatch), hardware, optimizer=helped, steps=2)
+    first = {e.label: e for e in timeline.events if e.graph == "update" and e.step == 0}
+    assert {label: e.stream for label, e in first.items()} == {
+        "0UPDATE": Lane.HOST,
+        "1UPDATE": Lane.DEVICE,
+    }
+    assert (first["0UPDATE"].start_s, first["0UPDATE"].stop_s) == (5.25, 8.25)
+    # 3 GB of 4 are in by 8.25; then 0PREFETCH takes half of the link, and has it alone in the end
+    assert first["1UPDATE"].start_s == 5.25
+    assert first["1UPDATE"].stop_s == pytest.approx(8.25 + 2.0)
+    assert spans(timeline, step=1)["0PREFETCH@0"] == (8.25, pytest.approx(10.25 + 0.5))
+    assert timeline.step_s < alone.step_s
+    assert 0 < timeline.busy_s(Lane.DEVICE) < timeline.step_s
 
 
 def test_arithmetic_limits_a_slow_update(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,7 +263,7 @@ def test_nothing_is_recorded_while_no_trace_is_on(monkeypatch: pytest.MonkeyPatc
     def refused(*args: Any) -> None:
         raise AssertionError("recorded with no trace on")
 
-    for name in ("run", "on_host", "_here", "_on_stream"):
+    for name in ("run", "update_of", "_here", "_on_stream"):
         monkeypatch.setattr(Tracer, name, refused)
     monkeypatch.setattr(Recording, "next_op", refused)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -28,7 +28,6 @@ from megacompile.errors import DeviceMemoryError, MegacompileError, OptionError
 from megacompile.explanation import Explanation, duration, explanation, in_lines
 from megacompile.hardware import NAMES, Hardware, known
 from megacompile.ir import Schedule, format_bytes
-from megacompile.optimizer_cost import OptimizerCost
 from megacompile.options import Activations, Options
 from megacompile.show import columns
 from megacompile.situation import Situation
@@ -203,7 +202,7 @@ def _answer(args: argparse.Namespace, hardware: Hardware, batch: int) -> Answer:
     now = Situation(
         tuple(_schedules(programs)),
         hardware,
-        OptimizerCost.of(options, states=_STATES[args.optimizer]),
+        compiler.cost(states=_STATES[args.optimizer]),
         device_bytes=compiler.budget_bytes(),
         host_bytes=hardware.host_bytes,
     )

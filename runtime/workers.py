@@ -1,0 +1,106 @@
+"""Who carries out the updates of host memory, in the background: the host, helped by the device.
+
+The host's thread takes the first bucket that waits, because the next forward reads that first; the
+device takes the last one, in pieces over a link that is idle (see `pieces`). They meet somewhere in
+the middle, wherever their rates of the day let them: nobody has to know those.
+
+Source of the idea: Maurya et al., "Deep Optimizer States: Towards Scalable Training of Transformer
+Models Using Interleaved Offloading", 2024, arXiv 2410.21316, which divides the work beforehand.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from megacompile import log
+from megacompile.runtime.pieces import Pieces, PieceStreams
+from megacompile.runtime.update import BucketUpdate
+from megacompile.timeline import DEVICE, HOST
+
+Timed = Callable[[str, Callable[[], None]], None]  # (lane, work): does it, and notes when
+
+
+def untimed(lane: str, work: Callable[[], None]) -> None:
+    """Does it."""
+    del lane
+    work()
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """An update that waits for somebody to make it."""
+
+    update: BucketUpdate
+    timed: Timed = untimed
+    future: Future[None] = field(default_factory=Future)
+
+    def run(self, lane: str, work: Callable[[], None]) -> None:
+        """Make it; what goes wrong is the future's."""
+        self.future.set_running_or_notify_cancel()
+        try:
+            self.timed(lane, work)
+        except BaseException as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(None)
+
+
+class Workers:
+    """A thread for the host's updates, and one that issues the device's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._waiting: deque[Job] = deque()
+        self._lock = threading.Lock()
+        self._host = ThreadPoolExecutor(1, thread_name_prefix="megacompile-update")
+        self._issues = ThreadPoolExecutor(1, thread_name_prefix="megacompile-pieces")
+        self._streams: PieceStreams | None = None
+
+    def submit(self, job: Job) -> None:
+        """Let it wait behind those that do."""
+        with self._lock:
+            self._waiting.append(job)
+        self._host.submit(self._first)
+
+    def help(self) -> None:
+        """Let the device make what it can of those that wait, the last one first.
+
+        Called by the thread that computes, whose stream's memory is used.
+        """
+        with self._lock:
+            able = [job.update for job in self._waiting if job.update.on_device]
+        if not able:
+            return
+        if self._streams is None:
+            self._streams = PieceStreams(self.device)
+        try:
+            pieces = Pieces(self._streams, [run.update for update in able for run in update.runs])
+        except torch.OutOfMemoryError:
+            log.logger("update").info("no device memory is left to help the host with updates")
+            return
+        self._issues.submit(self._last_ones, pieces)
+
+    def _first(self) -> None:
+        with self._lock:
+            job = self._waiting.popleft() if self._waiting else None
+        if job is not None:
+            job.run(HOST, job.update)
+
+    def _last_ones(self, pieces: Pieces) -> None:
+        while (job := self._last()) is not None:
+            job.run(DEVICE, functools.partial(job.update.by_pieces, pieces))
+
+    def _last(self) -> Job | None:
+        with self._lock:
+            for job in reversed(self._waiting):
+                if job.update.on_device:
+                    self._waiting.remove(job)
+                    return job
+        return None

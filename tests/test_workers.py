@@ -1,0 +1,333 @@
+"""Updates of host memory, divided between the host and a device that helps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from megacompile import megacompile, trace
+from megacompile.optimizer_cost import PIECES, OptimizerCost, pieces_bytes
+from megacompile.options import Options
+from megacompile.runtime import blockwise, rules, update, workers
+from megacompile.runtime import pieces as moving
+from megacompile.runtime.kernels.bucket import update_bucket
+from megacompile.runtime.pieces import _placed, _tensors, pieces
+from megacompile.runtime.rules import Rule, State, Update
+from megacompile.runtime.workers import Job, Workers
+from megacompile.timeline import DEVICE, HOST
+from tests.test_simulate import streamed
+
+CPU = torch.device("cpu")
+
+
+# --- pieces
+
+
+def some_update(rule: Rule, numel: int, *, state: str, copy: bool = False) -> Update:
+    generator = torch.Generator().manual_seed(numel)
+
+    def values(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(numel, generator=generator).to(dtype)
+
+    states: list[State | None] = []
+    for k in range(rule.states):
+        if state == "int8":
+            states.append(blockwise.quantize(values().abs(), signed=k == 0))
+        else:
+            states.append(values().abs() if k < 2 and state == "fp32" else None)
+    hyper: Any = rules.sgd_hyper(
+        {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1, "maximize": False},
+        first=False,
+    )
+    if rule is Rule.ADAM:
+        group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+        hyper = rules.adam_hyper({**group, "maximize": False}, 3, 0.5)
+    param = values() if copy else values(torch.bfloat16)
+    return Update(
+        param=param,
+        grad=values(torch.bfloat16),
+        states=tuple(states),
+        hyper=hyper,
+        copy=param.to(torch.bfloat16) if copy else None,
+    )
+
+
+def clone(whole: Update) -> Update:
+    def state(value: State | None) -> State | None:
+        if isinstance(value, tuple):
+            return value[0].clone(), value[1].clone()
+        return None if value is None else value.clone()
+
+    return whole._replace(
+        param=whole.param.clone(),
+        states=tuple(map(state, whole.states)),
+        copy=None if whole.copy is None else whole.copy.clone(),
+    )
+
+
+@pytest.mark.parametrize("numel", [1, 4096, 4097, 100_003])
+@pytest.mark.parametrize(
+    ("rule", "state", "copy"),
+    [
+        (Rule.ADAM, "fp32", False),
+        (Rule.ADAM, "fp32", True),
+        (Rule.ADAM, "int8", False),
+        (Rule.SGD, "none", False),
+        (Rule.NESTEROV, "fp32", True),
+    ],
+)
+def test_pieces_make_the_same_update(rule: Rule, state: str, copy: bool, numel: int) -> None:
+    whole = some_update(rule, numel, state=state, copy=copy)
+    apart = clone(whole)
+    update_bucket(rule, [whole])
+    room = torch.empty(2**18, dtype=torch.uint8)
+    parts = list(pieces(apart, len(room)))
+    assert len(parts) > 1 or numel < 10_000
+    for part in parts:
+        there = _placed(part, room)  # raises where the room is too small
+        for (_, into), (_, source) in zip(_tensors(there), _tensors(part), strict=True):
+            into.copy_(source)
+        update_bucket(rule, [there])
+        for (_, into), (_, source) in zip(_tensors(part), _tensors(there), strict=True):
+            into.copy_(source)
+    for (name, got), (_, want) in zip(_tensors(apart), _tensors(whole), strict=True):
+        assert torch.equal(got, want), name
+
+
+# --- who makes which
+
+
+class Made:
+    """An update that only says who made it."""
+
+    def __init__(self, name: str, log: list[str], *, on_device: bool = True) -> None:
+        self.name, self.log, self.on_device = name, log, on_device
+        self.runs: list[Any] = []
+        self.may = threading.Event()
+        self.may.set()
+        self.began = threading.Event()
+        self.error: BaseException | None = None
+
+    def _make(self, who: str) -> None:
+        self.began.set()
+        assert self.may.wait(60)
+        self.log.append(f"{self.name} by {who}")
+        if self.error is not None:
+            raise self.error
+
+    def __call__(self) -> None:
+        self._make("host")
+
+    def by_pieces(self, pieces: Any) -> None:
+        del pieces
+        self._make("device")
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> Workers:
+    """The two of them, without a device."""
+    monkeypatch.setattr(workers, "PieceStreams", lambda device: device)
+    monkeypatch.setattr(workers, "Pieces", lambda streams, updates: streams)
+    return Workers(CPU)
+
+
+def jobs(*updates: Made) -> list[Job]:
+    return [Job(each) for each in updates]  # type: ignore[arg-type]
+
+
+def test_the_host_begins_with_the_first_and_the_device_with_the_last(two: Workers) -> None:
+    log: list[str] = []
+    made = [Made(name, log) for name in "abcde"]
+    made[0].may.clear()
+    all_jobs = jobs(*made)
+    for job in all_jobs:
+        two.submit(job)
+    assert made[0].began.wait(60)
+    two.help()
+    for job in all_jobs[1:]:
+        job.future.result(60)
+    made[0].may.set()
+    all_jobs[0].future.result(60)
+    by_device = [entry for entry in log if entry.endswith("device")]
+    assert by_device == ["e by device", "d by device", "c by device", "b by device"]
+    assert log[-1] == "a by host" and len(log) == 5
+
+
+def test_each_is_made_once(two: Workers) -> None:
+    for _ in range(200):
+        log: list[str] = []
+        all_jobs = jobs(*(Made(str(i), log) for i in range(8)))
+        for job in all_jobs:
+            two.submit(job)
+        two.help()
+        for job in all_jobs:
+            job.future.result(60)
+        assert sorted(entry.split()[0] for entry in log) == [str(i) for i in range(8)]
+
+
+def test_what_the_device_cannot_make_is_the_hosts(two: Workers) -> None:
+    log: list[str] = []
+    made = [Made("a", log), Made("b", log), Made("c", log, on_device=False)]
+    made[0].may.clear()
+    all_jobs = jobs(*made)
+    for job in all_jobs:
+        two.submit(job)
+    assert made[0].began.wait(60)
+    two.help()
+    all_jobs[1].future.result(60)
+    made[0].may.set()
+    all_jobs[2].future.result(60)
+    assert log == ["b by device", "a by host", "c by host"]
+
+
+def test_an_error_is_that_updates_alone(two: Workers) -> None:
+    log: list[str] = []
+    made = [Made(name, log) for name in "abc"]
+    made[0].may.clear()
+    made[2].error = ArithmeticError("out of numbers")
+    all_jobs = jobs(*made)
+    for job in all_jobs:
+        two.submit(job)
+    assert made[0].began.wait(60)
+    two.help()
+    with pytest.raises(ArithmeticError):
+        all_jobs[2].future.result(60)
+    all_jobs[1].future.result(60)
+    made[0].may.set()
+    all_jobs[0].future.result(60)
+
+
+def test_without_device_memory_the_host_makes_all(
+    two: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(streams: Any, updates: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(workers, "Pieces", none_left)
+    log: list[str] = []
+    made = [Made(name, log) for name in "ab"]
+    made[0].may.clear()
+    all_jobs = jobs(*made)
+    for job in all_jobs:
+        two.submit(job)
+    two.help()
+    made[0].may.set()
+    for job in all_jobs:
+        job.future.result(60)
+    assert log == ["a by host", "b by host"]
+
+
+# --- when
+
+
+@pytest.mark.parametrize(
+    ("options", "helps"),
+    [
+        ({"lowering": "inductor"}, True),
+        ({"lowering": "inductor", "compute_dtype": torch.bfloat16}, True),
+        ({"lowering": "inductor", "device_update": 0.5}, True),
+        ({"lowering": "inductor", "device_update": 0}, False),
+        ({"lowering": "inductor", "stochastic_rounding": True}, False),
+        ({"lowering": "eager"}, False),
+    ],
+)
+def test_who_is_helped(options: dict[str, Any], helps: bool) -> None:
+    made = Options.resolve(device="cpu", **options)
+    assert made.device_helps is helps
+    assert OptimizerCost.of(made, on_gpu=True).helped is helps
+    assert not OptimizerCost.of(made).helped
+
+
+def test_the_pieces_take_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = streamed()
+    assert pieces_bytes(schedule, OptimizerCost(helped=True)) == 0  # buckets are too small
+    monkeypatch.setattr("megacompile.optimizer_cost.LEAST_HELPED", 1)
+    assert pieces_bytes(schedule, OptimizerCost()) == 0
+    largest = max(sum(p.numel for p in bucket.params) for bucket in schedule.buckets)
+    assert pieces_bytes(schedule, OptimizerCost(helped=True)) == PIECES * largest * 16  # fp32
+
+
+# --- on a GPU: who made an update shows in nothing but the time
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.float().square().mean()
+
+
+_CASES: dict[str, tuple[torch.dtype, dict[str, Any], Callable[[nn.Module], Optimizer]]] = {
+    "adamw": (torch.float32, {}, lambda m: AdamW(m.parameters(), lr=1e-3)),
+    "bf16": (
+        torch.bfloat16,
+        {"state_dtype": torch.float32},
+        lambda m: AdamW(m.parameters(), lr=1e-3, amsgrad=True),
+    ),
+    "masters": (
+        torch.float32,
+        {"compute_dtype": torch.bfloat16, "grad_dtype": torch.bfloat16},
+        lambda m: AdamW(m.parameters(), lr=1e-3),
+    ),
+    "int8": (torch.bfloat16, {"state_dtype": "int8"}, lambda m: AdamW(m.parameters(), lr=1e-3)),
+    "nesterov": (
+        torch.float32,
+        {},
+        lambda m: SGD(m.parameters(), lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
+    ),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", _CASES)
+def test_host_and_device_round_alike(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All by the host, all by the device, and divided: the same bits everywhere."""
+    dtype, options, make = _CASES[case]
+    monkeypatch.setattr(update, "LEAST_HELPED", 1)
+    monkeypatch.setattr(moving, "PIECE_BYTES", 2**21)
+
+    def trained(**other: Any) -> tuple[list[torch.Tensor], set[str]]:
+        torch.manual_seed(0)
+        model = _Net().to(dtype)
+        optimizer = make(model)
+        model = megacompile(
+            model, lowering="inductor", resident=0, progress=False, **options, **other
+        )
+        data = torch.randn(5, 16, 512, generator=torch.Generator().manual_seed(1))
+        with trace(model) as traced:
+            for x in data.cuda():
+                model(x.to(dtype)).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+                optimizer.step()
+                optimizer.zero_grad()
+            found = [param.detach().clone() for param in model.parameters()]
+        saved = optimizer.state_dict()["state"]
+        for state in saved.values():
+            found += [v.clone() for v in state.values() if isinstance(v, torch.Tensor)]
+        lanes = {span.op.lane for span in traced.spans}
+        torch.compiler.reset()
+        return found, lanes & {HOST, DEVICE}
+
+    alone, by = trained(device_update=0)
+    assert by == {HOST}
+    # an odd share of none: helps, and hands nothing over
+    divided, by = trained(device_update=1e-9)
+    assert DEVICE in by
+    monkeypatch.setattr(Workers, "_first", lambda self: None)
+    by_device, by = trained(device_update=1e-9)
+    assert by == {DEVICE}
+    for want, *others in zip(alone, divided, by_device, strict=True):
+        for got in others:
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
