@@ -19,7 +19,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -83,40 +83,54 @@ class _Run:
     """Parameters next to each other that one call of a rule updates."""
 
     rule: Rule
-    update: rules.Update  # flat; padding between parameters is zeros, and stays so
+    update: rules.Update  # flat, of the first parameter until they are `joined`
     ours: bool  # the gradient lies in the bucket
+    numel: int  # of all, with the padding between them, which is zeros and stays so
 
     @property
     def several(self) -> bool:
         """Has it more than one element? One would be compiled as a kind of its own."""
-        return self.update.param.numel() > 1
+        return self.numel > 1
 
-    def join(self, other: _Run, bucket: HostBucket) -> _Run | None:
-        """This and the next one as one run; None where they differ or are no neighbours."""
+    def reach(self, other: _Run) -> int:
+        """Elements of this and the next one as one run; 0: they differ or are no neighbours."""
         mine, theirs = self.update, other.update
         if (
             (self.rule, tuple(mine.hyper)) != (other.rule, tuple(theirs.hyper))
-            or not (self.ours and other.ours and theirs.param.numel())
+            or not (self.ours and other.ours and other.numel)
             or mine.seed is not None
             or any(isinstance(state, tuple) for state in (*mine.states, *theirs.states))
         ):
-            return None
-        pairs = list(zip(_tensors(mine), _tensors(theirs), strict=True))
+            return 0
         distance = theirs.param.data_ptr() - mine.param.data_ptr()
         elements = distance // mine.param.itemsize
-        for a, b in pairs:
+        if elements < self.numel:
+            return 0
+        for a, b in zip(_tensors(mine), _tensors(theirs), strict=True):
             if a is None and b is None:
                 continue
             if a is None or b is None or a.dtype != b.dtype:
-                return None
-            if b.data_ptr() - a.data_ptr() != elements * a.itemsize or elements < a.numel():
-                return None
-        numel = elements + theirs.param.numel()
-        spans = [None if a is None else bucket.span(a, numel) for a, _ in pairs]
-        param, grad, copy, *states = spans
-        assert param is not None and grad is not None
-        joined = mine._replace(param=param, grad=grad, copy=copy, states=tuple(states))
-        return _Run(self.rule, joined, ours=True)
+                return 0
+            if b.data_ptr() - a.data_ptr() != elements * a.itemsize:
+                return 0
+        return elements + other.numel
+
+    def joined(self, bucket: HostBucket) -> _Run:
+        """With an update of all of it."""
+        first = self.update
+        if first.param.numel() == self.numel:
+            return self
+
+        def whole(tensor: Any) -> Any:
+            return None if tensor is None else bucket.span(tensor, self.numel)
+
+        update = first._replace(
+            param=whole(first.param),
+            grad=whole(first.grad),
+            copy=whole(first.copy),
+            states=tuple(map(whole, first.states)),
+        )
+        return replace(self, update=update)
 
 
 def _tensors(update: rules.Update) -> tuple[Any, ...]:
@@ -182,7 +196,7 @@ class BucketUpdate:
         by the place in the whole parameter.
         """
         mine = all(run.ours and run.update.seed is None for run in self.runs)
-        return mine and sum(run.update.param.numel() for run in self.runs) >= LEAST_HELPED
+        return mine and sum(run.numel for run in self.runs) >= LEAST_HELPED
 
     def by_pieces(self, pieces: Pieces) -> None:
         """Let the device make it."""
@@ -219,12 +233,12 @@ class BucketUpdate:
             run = self._run(step)
             beside = runs and step.index == last + 1  # nobody without a gradient lies in between
             last = step.index
-            joined = runs[-1].join(run, self.bucket) if beside else None
-            if joined is not None:
-                runs[-1] = joined
-            elif run.update.param.numel():
+            reach = runs[-1].reach(run) if beside else 0
+            if reach:
+                runs[-1] = replace(runs[-1], numel=reach)
+            elif run.numel:
                 runs.append(run)
-        return runs
+        return [run.joined(self.bucket) for run in runs]
 
     def _run(self, step: Step) -> _Run:
         assert step.rule is not None
@@ -237,7 +251,7 @@ class BucketUpdate:
             copy=flat(bucket.streamed[i]) if bucket.has_copy else None,
             seed=step.seed,
         )
-        return _Run(step.rule, update, ours=bucket.holds(step.grad))
+        return _Run(step.rule, update, bucket.holds(step.grad), update.param.numel())
 
     # torch.optim's own step.
 
