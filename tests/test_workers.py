@@ -315,6 +315,7 @@ def test_host_and_device_round_alike(case: str, monkeypatch: pytest.MonkeyPatch)
                 model(x).backward()
                 for param in model.parameters():
                     size = 10 ** (4 * torch.rand(param.shape, generator=generator) - 4)
+                    assert param.grad is not None
                     param.grad.copy_(size * torch.randn(param.shape, generator=generator))
                 nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
                 optimizer.step()
