@@ -162,13 +162,13 @@ def for_update(
         bucket: of the parameter.
         i: the parameter's index.
         state: `optimizer.state` of it.
-        names: the states that the group's options ask for; others may be left from options before.
-            None: all.
+        names: the states that a rule takes; others may be left from options before. None: all that
+            the optimizer's own step takes, its counter too.
     """
     rooms = bucket.states_of(optimizer)
     found: dict[str, Any] = {}
     for name, value in state.items():
-        if names is not None and name != "step" and name not in names:
+        if names is not None and name not in names:
             continue
         room = rooms.get(name, {}).get(i)
         if isinstance(value, BlockwiseTensor) and not isinstance(room, tuple):
@@ -177,7 +177,7 @@ def for_update(
             found[name] = room
         else:
             found[name] = value.detach() if isinstance(value, torch.Tensor) else value
-    if isinstance(state.get("step"), torch.Tensor):
+    if names is None and isinstance(state.get("step"), torch.Tensor):
         # float64: torch.optim computes with it as a tensor, not as a number, while any thread
         # compiles (torch.compiler.is_compiling() is of the process), and must round alike
         found["step"] = state["step"].to(torch.float64, copy=True)

@@ -336,7 +336,7 @@ class Updates:
             index=i,
             grad=gradient,
             scale=scale,
-            group={k: _snapshot(v) for k, v in group.items() if k != "params"},
+            group={} if by_rule else {k: _snapshot(v) for k, v in group.items() if k != "params"},
             states=for_update(optimizer, bucket, i, state, names if by_rule else None),
         )
         if by_rule:

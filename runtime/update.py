@@ -65,7 +65,7 @@ class Step:
     index: int  # in its bucket
     grad: torch.Tensor
     scale: float  # of the gradient
-    group: dict[str, Any]  # the parameter group's options, as they were
+    group: dict[str, Any]  # the parameter group's options, as they were, for torch.optim's own step
     states: dict[str, Any]  # name -> tensor, or (codes, absmax)
     rule: Rule | None = None
     hyper: Sequence[float] = ()
@@ -251,7 +251,8 @@ class BucketUpdate:
             copy=flat(bucket.streamed[i]) if bucket.has_copy else None,
             seed=step.seed,
         )
-        return _Run(step.rule, update, bucket.holds(step.grad), update.param.numel())
+        ours = step.grad is bucket.grads.get(i) or bucket.holds(step.grad)
+        return _Run(step.rule, update, ours, update.param.numel())
 
     # torch.optim's own step.
 
