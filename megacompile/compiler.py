@@ -26,6 +26,7 @@ from megacompile.ir import (
 )
 from megacompile.optimizer_cost import OptimizerCost
 from megacompile.options import Activations, Head, Lowering, Options
+from megacompile.passes.causal import use_causal_attention
 from megacompile.passes.chunk import STOOD_BACK, chunk_head
 from megacompile.passes.differentiate import differentiate
 from megacompile.passes.free import insert_free
@@ -74,6 +75,7 @@ class PassCompiler:
 
     def partition(self, capture: Capture) -> Schedule:
         options = self.options
+        capture, known = use_causal_attention(capture, lowering=options.lowering)
         capture, reasons = chunk_head(capture, head=options.head, lowering=options.lowering)
         for reason in reasons:
             if options.head is Head.CHUNKED and reason.startswith(STOOD_BACK):
@@ -82,7 +84,7 @@ class PassCompiler:
                 )
         stages = _timed("partition", None, lambda: partition(capture, self.units))
         log.captured(capture, stages)
-        return replace(stages, plan=Plan(reasons=reasons))
+        return replace(stages, plan=Plan(reasons=(*known, *reasons)))
 
     def build(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
         schedule = self.plan(stages, capture, variant)
