@@ -268,12 +268,18 @@ class _Known:
         if node.target in _RESHAPES:  # of leading dimensions: both sizes are there, and not 1
             return min(meta.shape[-2:]) > 1
         if node.target is operator.getitem:
-            index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-            whole = (None, Ellipsis, slice(None), slice(None, None, None))
-            return all(any(entry is w or entry == w for w in whole) for entry in index) and (
-                len(index) < 2 or None not in index[-2:]
-            )
+            return _keeps_rows(node.args[1], len(before.shape))
         return False
+
+
+def _keeps_rows(index: Any, dims: int) -> bool:
+    """Does an index add leading dimensions at most?"""
+    given = list(index) if isinstance(index, tuple) else [index]
+    if not all(entry is None or entry is Ellipsis or entry == slice(None) for entry in given):
+        return False
+    missing = [slice(None)] * (dims - given.count(slice(None)))
+    at = given.index(Ellipsis) if Ellipsis in given else len(given)
+    return None not in (given[:at] + missing + given[at + 1 :])[-2:]
 
 
 def _look(mask: torch.Tensor) -> Any:
