@@ -136,7 +136,7 @@ def _measure(case: Case, args: argparse.Namespace) -> dict[str, object]:
     torch.cuda.empty_cache()
     first = training.step(ids).item()
     first_s = time.perf_counter() - start
-    for _ in range(2):  # buckets have moved, the second plan is compiled, states are there
+    for _ in range(case.warm):  # buckets have moved, the second plan is compiled, states are there
         training.step(ids).item()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -149,9 +149,10 @@ def _measure(case: Case, args: argparse.Namespace) -> dict[str, object]:
     seconds = (time.perf_counter() - start) / case.steps
     peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     again = torch.cuda.memory_stats()["num_alloc_retries"] - retries
-    if training.clips:  # alone: in the loop it waits for the backward
-        training.clip_s.clear()
-        training.step(ids, idle_before_clip=True)
+    training.clip_s.clear()
+    if training.clips and case.warm:  # alone: in the loop it waits for the backward
+        for _ in range(3):
+            training.step(ids, idle_before_clip=True)
     training.wait()
     held = _resident_bytes() - before
     found = explain(training.model, changes=False)
@@ -183,7 +184,7 @@ def _measure(case: Case, args: argparse.Namespace) -> dict[str, object]:
         "predicted host GiB": f"{host / 2**30:.1f}",
         "error of that": _error(host, held),
         "host bytes/parameter": f"{held / count:.2f}",
-        "clip ms": f"{statistics.median(training.clip_s) * 1e3:.0f}" if training.clips else "",
+        "clip ms": f"{statistics.median(training.clip_s) * 1e3:.0f}" if training.clip_s else "",
         "first step s": f"{first_s:.1f}",
         "bound by": found.bound,
         "losses": f"{first:.4f} .. {last:.4f}",
