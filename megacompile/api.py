@@ -84,9 +84,10 @@ def megacompile(
             global norm, no `p.grad`, no GradScaler (the update would be made of scaled gradients);
             micro-batches go into `accumulate(model)`, but for the last.
         device_update: the share of the parameters, from 0 to 1, that `optimizer.step()` updates on
-            the device: the first in forward order, while the host does the others. Their states
-            come in during the backward and take device memory until the middle of the next
-            forward. Default: what the plan finds best; 0 on the CPU, and where `lowering` is
+            the device as a whole: the first in forward order. Their states come in during the
+            backward and take device memory until the middle of the next forward. The host does the
+            others meanwhile, and the device helps it from the other end, in pieces; 0: it does
+            not. Default: what the plan finds best; none on the CPU, and where `lowering` is
             "eager" or `compute_dtype` is set.
         gpu_memory: device memory that may be used: bytes, "20GiB" or a fraction of the device's.
             Default: what is free when the plan is made, less a margin of 5 %.

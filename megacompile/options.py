@@ -58,9 +58,10 @@ class Options:
         stochastic_rounding: of bfloat16 parameters by the optimizer; a model without any to train
             is warned of, because a script may set it for several models.
         optimizer: whose update is made in the backward. Default: in `optimizer.step()`.
-        device_update: the share of the parameters (0 to 1), the first in forward order, that
-            `optimizer.step()` updates on the device. Default: what the plan finds best, with
-            INDUCTOR on CUDA and without `compute_dtype`; else 0.
+        device_update: the share of the parameters (0 to 1), the first in forward order, that the
+            backward hands over for `optimizer.step()` to update on the device; with 0 the device
+            does not help with the others either. Default: what the plan finds best, with INDUCTOR
+            on CUDA and without `compute_dtype`; else none is handed over.
         gpu_memory: bytes of device memory that the plan may use. Default: what is free.
         host_memory: bytes of host memory. Default: what is free.
         resident: bytes of device memory for buckets that live there. Default: the plan decides.
