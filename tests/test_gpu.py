@@ -350,7 +350,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
 def test_peak_memory_is_far_below_the_resident_models(lowering: str) -> None:
     """Megacompiling and tracing included: three slots and a few gradients of 96 matrices."""
     model = Deep()
-    alone = {"slots": 3, "device_update": 0}  # a plan may use what memory there is
+    alone: dict[str, Any] = {"slots": 3, "device_update": 0}  # a plan may use what memory there is
     x = torch.randn(8, 2048)
 
     def resident() -> None:
