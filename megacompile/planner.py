@@ -292,8 +292,12 @@ def _reasons(
     lines = [
         f"{best.keep} of {problem.stages} stages are kept and {len(best.resident)} of "
         f"{len(problem.buckets)} buckets live on the device: {format_bytes(peak)} of {budget} of "
-        f"device memory, {tried[best] * 1e3:.0f} ms a step predicted, the fastest of "
-        f"{len(tried)} plans that fit"
+        f"device memory, {tried[best] * 1e3:.0f} ms a step predicted, "
+        + (
+            f"the fastest of {len(tried)} plans that fit"
+            if len(tried) > 1
+            else "the only plan tried"
+        )
     ]
     floor = [s for choice, s in tried.items() if not choice.resident]
     if best.offload:

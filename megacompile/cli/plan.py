@@ -41,6 +41,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 _STATE_DTYPES: dict[str, torch.dtype | str | None] = {
     **{"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": "int8", "same": None}
 }
+_LEAST_BYTES = 2**20  # of a size without a unit
 _LARGEST = 2**16  # batch of a sweep
 _NO_FASTER = 1.01  # a larger batch must bring as much, or the sweep ends
 _DAY_S = 86400
@@ -50,7 +51,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     add = parser.add_argument
     add("target", metavar="TARGET", help="a config (folder or json), or package.module:function")
-    add("--gpu", default="h200", help=f"{', '.join(NAMES)}; default: h200")
+    add("--gpu", default="h200", type=str.lower, choices=NAMES, help="default: h200")
     add("--gpu-memory", metavar="SIZE", help="20GiB, or 0.5 of it; default: 95 %% of the GPU's")
     add("--host-memory", metavar="SIZE", help="1.5TB, 128GiB; default: not known, or this one's")
     add("--batch", type=int, default=16, metavar="N", help="sequences a step; default: 16")
@@ -159,7 +160,8 @@ def _size(name: str, text: str, total_bytes: int) -> int:
         size = parse_bytes(name, float(text) if _is_fraction(text) else text, total_bytes)
     except OptionError:
         size = 0
-    if size <= 0:
+    unitless = text.replace(".", "").isdigit() and not _is_fraction(text)
+    if size <= 0 or (unitless and size < _LEAST_BYTES):  # 1.5 is not one byte and a half
         raise OptionError(f"{name} {text}: needed a size such as 20GiB, or a fraction such as 0.5")
     return size
 
