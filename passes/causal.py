@@ -64,6 +64,7 @@ _MORE = {
     *("add", "sub", "diff", "cumsum", "new_zeros", "new_full", "long", "int", "squeeze", "size"),
     *("flatten", "cpu", "cuda", "__getitem__"),
 }
+_INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _PURE = {*_COMPARES, *_ANDS, *_ONES, *_TRILS, *_KEEP, *_RESHAPES, *_MORE}
 
 
@@ -115,14 +116,18 @@ def _mask_of(node: fx.Node) -> fx.Node | None:
     """The mask that an attention takes."""
     if node.target is not F.scaled_dot_product_attention:
         return None
-    mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
-    causal = node.args[5] if len(node.args) > 5 else node.kwargs.get("is_causal", False)
-    return mask if isinstance(mask, fx.Node) and causal is False else None
+    bound = _bound(node)
+    mask = bound.get("attn_mask")
+    return mask if isinstance(mask, fx.Node) and bound.get("is_causal", False) is False else None
+
+
+def _bound(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an attention by name."""
+    return dict(zip(_ATTENTION, node.args, strict=False)) | dict(node.kwargs)
 
 
 def _set_mask(node: fx.Node, *, causal: bool) -> None:
-    bound = dict(zip(_ATTENTION, node.args, strict=False)) | dict(node.kwargs)
-    bound |= {"attn_mask": None, "is_causal": causal}
+    bound = _bound(node) | {"attn_mask": None, "is_causal": causal}
     node.args = tuple(bound.pop(name) for name in _ATTENTION[:3])
     node.kwargs = bound
 
@@ -143,6 +148,7 @@ class _Known:
     capture: Capture
     values: Values
     found: dict[fx.Node, Any] = field(default_factory=dict)
+    computed: dict[str, Any] = field(default_factory=dict)  # by what was done
     changed: frozenset[int] = field(init=False)  # storages that something writes to
 
     def __post_init__(self) -> None:
@@ -159,7 +165,8 @@ class _Known:
 
     def attention(self, node: fx.Node, mask: fx.Node) -> _Allows | None:
         """What its mask allows; None where that is not known, or nothing that it can be told."""
-        query, key, _ = (node.args + tuple(node.kwargs.get(n) for n in _ATTENTION))[:3]
+        bound = _bound(node)
+        query, key = bound["query"], bound["key"]
         if not isinstance(query, fx.Node) or not isinstance(key, fx.Node):
             return None
         square = self.meta(query).shape[-2], self.meta(key).shape[-2]
@@ -208,21 +215,36 @@ class _Known:
         return self._allowed(node, meta) if isinstance(meta, TensorMeta) else _UNKNOWN
 
     def _compute(self, node: fx.Node) -> Any:
-        def value(item: Any) -> Any:
-            return torch.device("cpu") if isinstance(item, torch.device) else item
+        """The value, on the CPU; the same for nodes that do the same, such as those of layers."""
 
-        args = fx.map_arg(node.args, self.found.__getitem__)
-        kwargs = fx.map_arg(node.kwargs, self.found.__getitem__)
-        args = tuple(map(value, args))
-        kwargs = {name: value(item) for name, item in kwargs.items() if name != "pin_memory"}
+        def named(source: fx.Node) -> Any:
+            value = self.found[source]
+            return f"%{id(value)}" if isinstance(value, torch.Tensor) else value
+
+        key = repr((node.target, fx.map_arg(node.args, named), fx.map_arg(node.kwargs, named)))
+        if key not in self.computed:
+            self.computed[key] = self._run(node)
+        return self.computed[key]
+
+    def _run(self, node: fx.Node) -> Any:
+        args = list(fx.map_arg(node.args, self.found.__getitem__))
+        kwargs = dict(fx.map_arg(node.kwargs, self.found.__getitem__))
+        kwargs.pop("pin_memory", None)
+        if kwargs.get("device") is not None:
+            kwargs["device"] = "cpu"
+        for i, item in enumerate(args):  # the only strings that these functions take are devices
+            index = node.target == "to" and type(item) is int
+            if index or isinstance(item, (torch.device, str)):
+                args[i] = "cpu"
         if node.target == "cuda":
             return args[0]
         try:
-            if node.op == "call_method":
-                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            assert callable(node.target)
-            return node.target(*args, **kwargs)
-        except (RuntimeError, TypeError, ValueError, IndexError):
+            with torch.device("cpu"):  # whatever the default is
+                if node.op == "call_method":
+                    return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+                assert callable(node.target)
+                return node.target(*args, **kwargs)
+        except Exception:  # whatever the CPU cannot do
             return _UNKNOWN
 
     def _allowed(self, node: fx.Node, meta: TensorMeta) -> Any:
@@ -295,12 +317,15 @@ def _compared(target: Any, left: Any, right: Any, shape: Sequence[int]) -> Any:
     compare = _COMPARES[target]
     if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
         return _UNKNOWN
-    left, right = (v.reshape((1,) * (len(shape) - v.dim()) + v.shape) for v in (left, right))
-    if compare is operator.eq:
-        numbers = {float(end) for value in (left, right) for end in value.aminmax()}
-        return _Allows.ALL if len(numbers) == 1 else _UNKNOWN
-    if left.is_floating_point() or right.is_floating_point() or compare is operator.ne:
+    dtype = torch.result_type(left, right)  # as they are compared
+    if dtype not in _INTEGERS or compare is operator.ne:
         return _UNKNOWN
+    left, right = (
+        v.to(dtype).long().reshape((1,) * (len(shape) - v.dim()) + v.shape) for v in (left, right)
+    )
+    if compare is operator.eq:
+        numbers = {int(end) for value in (left, right) for end in value.aminmax()}
+        return _Allows.ALL if len(numbers) == 1 else _UNKNOWN
     keys, queries = (left, right) if compare in (operator.le, operator.lt) else (right, left)
     if compare in (operator.lt, operator.gt):
         queries = queries - 1

@@ -169,18 +169,20 @@ class HostBucket:
 
     def settle(self) -> None:
         """Wait for what is in flight on this bucket; raise if it failed."""
-        if self.in_flight is None:
+        work = self.in_flight
+        if work is None:
             return
-        work, self.in_flight = self.in_flight, None
         try:
             work.wait()
         finally:
-            for tensor in self._guarded:
-                if isinstance(guard_of(tensor), _Wait):
-                    release(tensor)
-            self._guarded = []
-            if self.has_copy:
-                self._watch()
+            if self.in_flight is work and work.done():  # else Ctrl-C: it goes on, and so do guards
+                self.in_flight = None
+                for tensor in self._guarded:
+                    if isinstance(guard_of(tensor), _Wait):
+                        release(tensor)
+                self._guarded = []
+                if self.has_copy:
+                    self._watch()
 
     # What is offered to the next step.
 

@@ -62,6 +62,10 @@ class Pieces:
                     if (end := ends[at]) is not None:
                         end.synchronize()
                     ends[at] = _issue(rule, here, self.rooms[at], self.streams)
+            except BaseException:  # a piece that was begun has no end
+                for stream in (self.streams.h2d, self.streams.compute, self.streams.d2h):
+                    stream.synchronize()
+                raise
             finally:
                 for end in ends:
                     if end is not None:

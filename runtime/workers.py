@@ -75,22 +75,30 @@ class Workers:
         Called by the thread that computes, whose stream's memory is used.
         """
         with self._lock:
-            able = [job.update for job in self._waiting if job.update.on_device]
-        if not able:
+            # while they wait: who makes one takes its runs away
+            updates = [
+                run.update
+                for job in self._waiting
+                if job.update.on_device
+                for run in job.update.runs
+            ]
+        if not updates:
             return
         if self._streams is None:
             self._streams = PieceStreams(self.device)
         try:
-            pieces = Pieces(self._streams, [run.update for update in able for run in update.runs])
+            pieces = Pieces(self._streams, updates)
         except torch.OutOfMemoryError:
             log.logger("update").info("no device memory is left to help the host with updates")
             return
         self._issues.submit(self._last_ones, pieces)
 
     def _first(self) -> None:
-        with self._lock:
-            job = self._waiting.popleft() if self._waiting else None
-        if job is not None:
+        while True:  # also one that was left behind when a `submit` was interrupted
+            with self._lock:
+                job = self._waiting.popleft() if self._waiting else None
+            if job is None:
+                return
             job.run(HOST, job.update)
 
     def _last_ones(self, pieces: Pieces) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from megacompile import megacompile, schedules
 from megacompile.options import Lowering
 from megacompile.passes import causal
 from megacompile.passes.causal import use_causal_attention
+from megacompile.passes.propagate import propagate
 from tests.capturing import capture
 
 HEADS, LENGTH, WIDTH = 2, 7, 4
@@ -187,6 +189,85 @@ def test_what_is_known_by_rows_is_what_would_be_computed() -> None:
                 elif target in (operator.le, operator.lt) and left is keys:
                     assert not torch.equal(mask, torch.ones_like(mask).tril())
     assert seen == {*causal._Allows, causal._UNKNOWN}
+
+
+def test_numbers_are_compared_as_torch_does() -> None:
+    """Neither do they wrap around, nor fail those that have no arithmetic."""
+    dtypes = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.float32, torch.complex64)
+    generator = torch.Generator().manual_seed(0)
+    for dtype, other in itertools.product(dtypes, dtypes):
+        for target in (operator.le, operator.lt, operator.ge, operator.gt, operator.eq):
+            keys = torch.randint(2, (1, 3), generator=generator).to(dtype)
+            queries = torch.zeros(3, 1).to(other)
+            try:
+                mask = target(keys, queries)
+            except (RuntimeError, TypeError):  # complex numbers have no order
+                continue
+            told = causal._compared(target, keys, queries, mask.shape)
+            assert told is not causal._Allows.ALL or mask.all(), (target, dtype, other)
+            assert told is not causal._Allows.CAUSAL or torch.equal(
+                mask, mask.new_ones(3, 3).tril()
+            )
+    none = torch.zeros(1, 3, dtype=torch.uint8)
+    assert causal._compared(operator.lt, none, none.T, (3, 3)) is causal._UNKNOWN
+    # a scalar takes the dtype of the other side: 300 is 44 in 8 bits
+    keys, scalar = torch.full((1, 3), 50, dtype=torch.uint8), torch.tensor(300)
+    assert not (keys <= scalar).any()
+    assert causal._compared(operator.le, keys.expand(3, 3), scalar, (3, 3)) is causal._UNKNOWN
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda"), 0])
+def test_masks_are_computed_on_the_host(device: Any) -> None:
+    """Whatever the graph says: a name, a number; there may be no such device, or it is full."""
+
+    def mask(q: Tensor, k: Tensor, given: Tensor) -> Tensor:
+        return torch.ones(LENGTH, LENGTH, dtype=torch.bool, device="cpu").to("cpu").tril()
+
+    captured = capture(Attends(mask), *inputs()).capture
+    values = propagate(captured)
+    (ones,) = (n for n in captured.module.graph.nodes if n.target is torch.ones)
+    (moved,) = (n for n in captured.module.graph.nodes if n.target == "to")
+    (tril,) = (n for n in captured.module.graph.nodes if n.target == "tril")
+    ones.kwargs = {**ones.kwargs, "device": device}
+    moved.args = (ones, device)
+    found = causal._Known(captured, values).of(tril)
+    assert found.device.type == "cpu"
+    assert causal._look(found) is causal._Allows.CAUSAL
+
+
+def test_a_default_device_does_not_matter() -> None:
+    captured = capture(Attends(CAUSAL["tril"]), *inputs()).capture
+    values = propagate(captured)
+    (tril,) = (n for n in captured.module.graph.nodes if n.target == "tril")
+    with torch.device("meta"):
+        assert causal._Known(captured, values).of(tril).device.type == "cpu"
+
+
+def test_layers_that_make_the_same_mask_share_it() -> None:
+    class Each(Attends):
+        def forward(self, x: Tensor, given: Tensor) -> Any:
+            for _ in range(4):
+                q, k = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
+                x = F.scaled_dot_product_attention(x, x, x, (q - k[None]) >= 0)
+            return self.project(x)
+
+    captured = capture(Each(CAUSAL["<="]), *inputs()).capture
+    known = causal._Known(captured, propagate(captured))
+    masks = [n for n in captured.module.graph.nodes if n.target is operator.ge]
+    assert len(masks) == 4
+    assert len({id(known.of(mask)) for mask in masks}) == 1
+
+
+def test_attention_takes_its_arguments_by_name_too() -> None:
+    class Named(Attends):
+        def forward(self, x: Tensor, given: Tensor) -> Any:
+            mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+            y = F.scaled_dot_product_attention(x, key=x, value=x, attn_mask=mask)
+            y = F.scaled_dot_product_attention(query=y, key=x, value=x, attn_mask=mask)
+            return self.project(y)
+
+    found, _ = attentions(Named(CAUSAL["<="]))
+    assert found == [(False, True)] * 2
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +14,12 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from megacompile import megacompile, trace
+from megacompile.ir import Bucket
 from megacompile.optimizer_cost import PIECES, OptimizerCost, pieces_bytes
 from megacompile.options import Options
 from megacompile.runtime import blockwise, rules, update, workers
 from megacompile.runtime import pieces as moving
+from megacompile.runtime.host import HostBucket
 from megacompile.runtime.kernels.bucket import update_bucket
 from megacompile.runtime.pieces import _placed, _tensors, pieces
 from megacompile.runtime.rules import Rule, State, Update
@@ -108,7 +112,7 @@ class Made:
 
     def __init__(self, name: str, log: list[str], *, on_device: bool = True) -> None:
         self.name, self.log, self.on_device = name, log, on_device
-        self.runs: list[Any] = []
+        self.runs: list[Any] = [SimpleNamespace(update=f"of {name}")]
         self.may = threading.Event()
         self.may.set()
         self.began = threading.Event()
@@ -221,6 +225,113 @@ def test_without_device_memory_the_host_makes_all(
     for job in all_jobs:
         job.future.result(60)
     assert log == ["a by host", "b by host"]
+
+
+def test_the_host_may_begin_the_last_one_while_the_device_gets_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What an update consists of is gone once somebody makes it."""
+    log: list[str] = []
+
+    class Runs(Made):
+        def __call__(self) -> None:
+            self.runs = []
+            super().__call__()
+
+    made = [Made("a", log), Runs("b", log)]
+    made[0].may.clear()
+    both = jobs(*made)
+
+    def streams(device: torch.device) -> torch.device:  # takes its time the first time
+        made[0].may.set()
+        both[1].future.result(60)
+        return device
+
+    taken: list[Any] = []
+    monkeypatch.setattr(workers, "PieceStreams", streams)
+    monkeypatch.setattr(workers, "Pieces", lambda streams, updates: taken.extend(updates))
+    two = Workers(CPU)
+    for job in both:
+        two.submit(job)
+    assert made[0].began.wait(60)
+    two.help()
+    assert taken == ["of b"]
+
+
+def test_an_interrupted_submit_leaves_nobody_behind(
+    two: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    left, *others = jobs(*(Made(name, log) for name in "abc"))
+
+    def interrupted(work: Callable[[], None]) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(two._host, "submit", interrupted)
+        two.submit(left)
+    for job in others:
+        two.submit(job)
+    for job in others:
+        job.future.result(10)
+    assert log == ["a by host", "b by host", "c by host"]
+
+
+def test_a_piece_that_fails_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its room goes back to the allocator, while a copy into it may be under way."""
+    waited: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_event(self, event: Any) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            waited.append(self.name)
+
+    def fails(*args: Any) -> Any:
+        raise ArithmeticError("no such kernel")
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(moving, "_issue", fails)
+    here = moving.Pieces.__new__(moving.Pieces)
+    here.streams = moving.PieceStreams.__new__(moving.PieceStreams)
+    for name in ("h2d", "compute", "d2h"):
+        setattr(here.streams, name, Stream(name))
+    here.device, here.room_bytes, here.ours = CPU, 2**20, None
+    here.rooms = [torch.empty(2**20, dtype=torch.uint8)]
+    with pytest.raises(ArithmeticError):
+        here.update(Rule.SGD, some_update(Rule.SGD, 4096, state="none"))
+    assert waited == ["h2d", "compute", "d2h"]
+
+
+def test_an_interrupted_wait_leaves_the_guards() -> None:
+    """Ctrl-C while a parameter is waited for: its update goes on behind, and the next use waits."""
+    model = nn.Linear(4, 4)
+    layout = Bucket.layout(0, "only", [(n, p.detach()) for n, p in model.named_parameters()])
+    bucket = HostBucket(layout, tuple(model.parameters()), pin=False)
+
+    class Work:
+        over, waits = False, 0
+
+        def done(self) -> bool:
+            return self.over
+
+        def wait(self) -> None:
+            self.waits += 1
+            if self.waits == 1:
+                raise KeyboardInterrupt
+            self.over = True
+
+    work = Work()
+    bucket.start(work, [0, 1], [])
+    with pytest.raises(KeyboardInterrupt):
+        model.weight.sum()
+    assert bucket.busy()
+    model.weight.sum()
+    assert work.waits == 2 and not bucket.busy()
 
 
 # --- when
