@@ -51,7 +51,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     add = parser.add_argument
     add("target", metavar="TARGET", help="a config (folder or json), or package.module:function")
-    add("--gpu", default="h200", type=str.lower, choices=NAMES, help="default: h200")
+    add("--gpu", default="h200", help=f"{', '.join(NAMES)}; default: h200")
     add("--gpu-memory", metavar="SIZE", help="20GiB, or 0.5 of it; default: 95 %% of the GPU's")
     add("--host-memory", metavar="SIZE", help="1.5TB, 128GiB; default: not known, or this one's")
     add("--batch", type=int, default=16, metavar="N", help="sequences a step; default: 16")
@@ -139,6 +139,8 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _hardware(args: argparse.Namespace) -> Hardware:
+    if args.gpu.lower() not in NAMES:
+        raise OptionError(f"--gpu {args.gpu}: needed one of {', '.join(NAMES)}")
     hardware = known(args.gpu)
     if args.host_memory is not None:
         there = hardware.host_bytes or 0
