@@ -49,6 +49,7 @@ from megacompile.runtime.progress import bar
 from megacompile.verify import verify
 
 MARGIN = 0.05  # of free device memory, for what is not planned: fragmentation, cuBLAS, NCCL
+_ASSUMED = H200.replace(name="NVIDIA H200 (assumed: not measured here)")
 _TOLERANCE = 1.1  # how much more than there is a plan may need before it is refused
 
 
@@ -287,7 +288,7 @@ class PassCompiler:
             return self.machine
         if self.options.device.type == "cuda":
             return load(self.options.device)
-        return cached(self.options.device) or H200  # nobody measures for a plan on the CPU
+        return cached(self.options.device) or _ASSUMED  # nobody measures for a plan on the CPU
 
     def _gradient_passes(
         self, choice: Choice, variant: Variant

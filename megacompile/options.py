@@ -221,7 +221,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 def _dtype(name: str, value: Any, allowed: Sequence[torch.dtype | str]) -> Any:
     """A dtype option, or None."""
-    needed = "None or one of " + ", ".join(str(dtype) for dtype in allowed)
+    needed = "None or one of " + ", ".join(repr(dtype) for dtype in allowed)
     if value is not None and not isinstance(value, (torch.dtype, str)):
         raise OptionTypeError(_wrong_type(name, value, needed))
     if value is not None and value not in allowed:

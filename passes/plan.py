@@ -130,8 +130,11 @@ def _hand_over(
     if not chosen:
         return frozenset(), ()
     part = sum(sizes[bucket.key] for bucket in chosen)
+    which = f"bucket {chosen[0].label}"
+    if len(chosen) > 1:
+        which = f"buckets {chosen[0].label} to {chosen[-1].label}"
     reason = (
-        f"optimizer.step() updates buckets {chosen[0].label} to {chosen[-1].label} "
-        f"({part / total:.0%} of the parameters) on the device, and the host the others meanwhile"
+        f"optimizer.step() updates {which} ({part / total:.0%} of the streamed parameters) on the "
+        "device, and the host the others meanwhile"
     )
     return frozenset(bucket.key for bucket in chosen), (reason,)
