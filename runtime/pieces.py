@@ -7,14 +7,14 @@ rule does, bit by bit: who updates a bucket shows in the time alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from megacompile.optimizer_cost import PIECE_BYTES, PIECES
 from megacompile.runtime.blockwise import BLOCK, absmax_numel
 from megacompile.runtime.kernels.bucket import update_bucket
-from megacompile.runtime.rules import Rule, State, Update
+from megacompile.runtime.rules import Rule, Update
 
 _ALIGNMENT = 256  # bytes
 _STEP = 16 * BLOCK  # elements that a piece is a multiple of
@@ -62,14 +62,13 @@ class Pieces:
                     if (end := ends[at]) is not None:
                         end.synchronize()
                     ends[at] = _issue(rule, here, self.rooms[at], self.streams)
+                for end in ends:
+                    if end is not None:
+                        end.synchronize()
             except BaseException:  # a piece that was begun has no end
                 for stream in (self.streams.h2d, self.streams.compute, self.streams.d2h):
                     stream.synchronize()
                 raise
-            finally:
-                for end in ends:
-                    if end is not None:
-                        end.synchronize()
 
 
 def _issue(rule: Rule, here: Update, room: torch.Tensor, streams: PieceStreams) -> torch.cuda.Event:
@@ -90,8 +89,7 @@ def _issue(rule: Rule, here: Update, room: torch.Tensor, streams: PieceStreams) 
 
 def _copy(into: Update, source: Update, *, fetched: bool) -> None:
     """What an update reads, to the device; or what it has written, to the host."""
-    pairs = zip(_tensors(into), _tensors(source), strict=True)
-    for (name, a), (_, b) in pairs:
+    for (name, a), (_, b) in zip(into.tensors(), source.tensors(), strict=True):
         if name != ("copy" if fetched else "grad"):
             a.copy_(b, non_blocking=True)
 
@@ -106,25 +104,19 @@ def pieces(whole: Update, room_bytes: int) -> Iterator[Update]:
 
 
 def _part(whole: Update, start: int, stop: int) -> Update:
-    def state(value: State | None) -> State | None:
-        if isinstance(value, tuple):
-            codes, absmax = value
+    def part(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name == "absmax":
             first = start // BLOCK
-            return codes[start:stop], absmax[first : first + absmax_numel(stop - start)]
-        return None if value is None else value[start:stop]
+            return tensor[first : first + absmax_numel(stop - start)]
+        return tensor[start:stop]
 
-    return whole._replace(
-        param=whole.param[start:stop],
-        grad=whole.grad[start:stop],
-        states=tuple(map(state, whole.states)),
-        copy=None if whole.copy is None else whole.copy[start:stop],
-    )
+    return whole.map(part)
 
 
 def _bytes_of(update: Update, numel: int) -> int:
     """Of so many elements, each tensor rounded up to where the next one may begin."""
     total = 0
-    for name, tensor in _tensors(update):
+    for name, tensor in update.tensors():
         count = absmax_numel(numel) if name == "absmax" else numel
         total += _rounded(count * tensor.itemsize)
     return total
@@ -134,42 +126,15 @@ def _placed(here: Update, room: torch.Tensor) -> Update:
     """Tensors like these in a room."""
     offset = 0
 
-    def place(tensor: torch.Tensor) -> torch.Tensor:
+    def place(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        del name
         nonlocal offset
         size = tensor.numel() * tensor.itemsize
         made = room[offset : offset + size].view(tensor.dtype)
         offset += _rounded(size)
         return made
 
-    return _map(place, here)
-
-
-def _map(function: Callable[[torch.Tensor], torch.Tensor], update: Update) -> Update:
-    def state(value: State | None) -> State | None:
-        if isinstance(value, tuple):
-            return function(value[0]), function(value[1])
-        return None if value is None else function(value)
-
-    return update._replace(
-        param=function(update.param),
-        grad=function(update.grad),
-        states=tuple(map(state, update.states)),
-        copy=None if update.copy is None else function(update.copy),
-    )
-
-
-def _tensors(update: Update) -> Iterator[tuple[str, torch.Tensor]]:
-    """What an update consists of, with names."""
-    yield "param", update.param
-    yield "grad", update.grad
-    for state in update.states:
-        if isinstance(state, tuple):
-            yield "codes", state[0]
-            yield "absmax", state[1]
-        elif state is not None:
-            yield "state", state
-    if update.copy is not None:
-        yield "copy", update.copy
+    return here.map(place)
 
 
 def _rounded(size_bytes: int) -> int:

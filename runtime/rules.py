@@ -15,7 +15,7 @@ is the word of `tl.randint(seed, index)`, so kernel and twin round alike, bit by
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -79,6 +79,39 @@ class Update(NamedTuple):
     out: Tensor | None = None  # where the new parameter goes, of its dtype; None is `param`
     copy: Tensor | None = None  # of another float dtype: takes the new parameter too
     seed: int | None = None  # a bf16 parameter is rounded stochastically with it
+
+    def map(self, function: Callable[[str, Tensor], Tensor]) -> Update:
+        """The update of what a function makes of each tensor that there is.
+
+        It is told which one: "param", "grad", "state", "codes", "absmax", "out" or "copy".
+        """
+
+        def maybe(name: str, tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else function(name, tensor)
+
+        def state(value: State | None) -> State | None:
+            if isinstance(value, tuple):
+                return function("codes", value[0]), function("absmax", value[1])
+            return maybe("state", value)
+
+        return self._replace(
+            param=function("param", self.param),
+            grad=function("grad", self.grad),
+            states=tuple(map(state, self.states)),
+            out=maybe("out", self.out),
+            copy=maybe("copy", self.copy),
+        )
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Every tensor, with its name as in `map`."""
+        found = []
+
+        def note(name: str, tensor: Tensor) -> Tensor:
+            found.append((name, tensor))
+            return tensor
+
+        self.map(note)
+        return found
 
 
 def adam_hyper(

@@ -117,20 +117,9 @@ class _Run:
 
     def joined(self, bucket: HostBucket) -> _Run:
         """With an update of all of it."""
-        first = self.update
-        if first.param.numel() == self.numel:
+        if self.update.param.numel() == self.numel:
             return self
-
-        def whole(tensor: Any) -> Any:
-            return None if tensor is None else bucket.span(tensor, self.numel)
-
-        update = first._replace(
-            param=whole(first.param),
-            grad=whole(first.grad),
-            copy=whole(first.copy),
-            states=tuple(map(whole, first.states)),
-        )
-        return replace(self, update=update)
+        return replace(self, update=self.update.map(lambda _, t: bucket.span(t, self.numel)))
 
 
 def _tensors(update: rules.Update) -> tuple[Any, ...]:
@@ -367,19 +356,11 @@ def _kind(update: rules.Update) -> tuple[object, ...]:
 def _like(update: rules.Update, numel: int) -> rules.Update:
     """An update of a parameter of another size, on zeros."""
 
-    def zeros(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else torch.zeros(numel, dtype=tensor.dtype)
+    def zeros(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        count = absmax_numel(numel) if name == "absmax" else numel
+        return torch.zeros(count, dtype=tensor.dtype)
 
-    def state(value: State | None) -> State | None:
-        if isinstance(value, tuple):
-            return torch.zeros(numel, dtype=torch.uint8), torch.zeros(absmax_numel(numel))
-        return zeros(value)
-
-    param, grad = zeros(update.param), zeros(update.grad)
-    assert param is not None and grad is not None
-    return update._replace(
-        param=param, grad=grad, states=tuple(map(state, update.states)), copy=zeros(update.copy)
-    )
+    return update.map(zeros)
 
 
 def _dtype_of(value: Any) -> Any:

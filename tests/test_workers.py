@@ -21,7 +21,7 @@ from megacompile.runtime import blockwise, rules, update, workers
 from megacompile.runtime import pieces as moving
 from megacompile.runtime.host import HostBucket
 from megacompile.runtime.kernels.bucket import update_bucket
-from megacompile.runtime.pieces import _placed, _tensors, pieces
+from megacompile.runtime.pieces import _placed, pieces
 from megacompile.runtime.rules import Rule, State, Update
 from megacompile.runtime.workers import Job, Workers
 from megacompile.timeline import DEVICE, HOST
@@ -63,16 +63,7 @@ def some_update(rule: Rule, numel: int, *, state: str, copy: bool = False) -> Up
 
 
 def clone(whole: Update) -> Update:
-    def state(value: State | None) -> State | None:
-        if isinstance(value, tuple):
-            return value[0].clone(), value[1].clone()
-        return None if value is None else value.clone()
-
-    return whole._replace(
-        param=whole.param.clone(),
-        states=tuple(map(state, whole.states)),
-        copy=None if whole.copy is None else whole.copy.clone(),
-    )
+    return whole.map(lambda _, tensor: tensor.clone())
 
 
 @pytest.mark.parametrize("numel", [1, 4096, 4097, 100_003])
@@ -95,12 +86,12 @@ def test_pieces_make_the_same_update(rule: Rule, state: str, copy: bool, numel: 
     assert len(parts) > 1 or numel < 10_000
     for part in parts:
         there = _placed(part, room)  # raises where the room is too small
-        for (_, into), (_, source) in zip(_tensors(there), _tensors(part), strict=True):
+        for (_, into), (_, source) in zip(there.tensors(), part.tensors(), strict=True):
             into.copy_(source)
         update_bucket(rule, [there])
-        for (_, into), (_, source) in zip(_tensors(part), _tensors(there), strict=True):
+        for (_, into), (_, source) in zip(part.tensors(), there.tensors(), strict=True):
             into.copy_(source)
-    for (name, got), (_, want) in zip(_tensors(apart), _tensors(whole), strict=True):
+    for (name, got), (_, want) in zip(apart.tensors(), whole.tensors(), strict=True):
         assert torch.equal(got, want), name
 
 
@@ -145,14 +136,20 @@ def jobs(*updates: Made) -> list[Job]:
     return [Job(each) for each in updates]  # type: ignore[arg-type]
 
 
-def test_the_host_begins_with_the_first_and_the_device_with_the_last(two: Workers) -> None:
-    log: list[str] = []
-    made = [Made(name, log) for name in "abcde"]
+def begun(two: Workers, made: list[Made]) -> list[Job]:
+    """Their jobs, of which the host has begun the first one; it goes on when that `may`."""
     made[0].may.clear()
     all_jobs = jobs(*made)
     for job in all_jobs:
         two.submit(job)
     assert made[0].began.wait(60)
+    return all_jobs
+
+
+def test_the_host_begins_with_the_first_and_the_device_with_the_last(two: Workers) -> None:
+    log: list[str] = []
+    made = [Made(name, log) for name in "abcde"]
+    all_jobs = begun(two, made)
     two.help()
     for job in all_jobs[1:]:
         job.future.result(60)
@@ -178,11 +175,7 @@ def test_each_is_made_once(two: Workers) -> None:
 def test_what_the_device_cannot_make_is_the_hosts(two: Workers) -> None:
     log: list[str] = []
     made = [Made("a", log), Made("b", log), Made("c", log, on_device=False)]
-    made[0].may.clear()
-    all_jobs = jobs(*made)
-    for job in all_jobs:
-        two.submit(job)
-    assert made[0].began.wait(60)
+    all_jobs = begun(two, made)
     two.help()
     all_jobs[1].future.result(60)
     made[0].may.set()
@@ -193,12 +186,8 @@ def test_what_the_device_cannot_make_is_the_hosts(two: Workers) -> None:
 def test_an_error_is_that_updates_alone(two: Workers) -> None:
     log: list[str] = []
     made = [Made(name, log) for name in "abc"]
-    made[0].may.clear()
     made[2].error = ArithmeticError("out of numbers")
-    all_jobs = jobs(*made)
-    for job in all_jobs:
-        two.submit(job)
-    assert made[0].began.wait(60)
+    all_jobs = begun(two, made)
     two.help()
     with pytest.raises(ArithmeticError):
         all_jobs[2].future.result(60)
@@ -216,10 +205,7 @@ def test_without_device_memory_the_host_makes_all(
     monkeypatch.setattr(workers, "Pieces", none_left)
     log: list[str] = []
     made = [Made(name, log) for name in "ab"]
-    made[0].may.clear()
-    all_jobs = jobs(*made)
-    for job in all_jobs:
-        two.submit(job)
+    all_jobs = begun(two, made)
     two.help()
     made[0].may.set()
     for job in all_jobs:
