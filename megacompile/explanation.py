@@ -291,8 +291,8 @@ def explanation(
         )
         for lane in Lane
     ]
-    if not streams[-1].works:  # nobody helps the host
-        streams.pop()
+    idle = Lane.DEVICE.value  # left out where nobody helps the host
+    streams = [busy for busy in streams if busy.works or busy.stream != idle]
     reasons = [reason for schedule in now.schedules for reason in schedule.plan.reasons]
     return Explanation(
         model=model,

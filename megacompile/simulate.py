@@ -277,12 +277,9 @@ def _rates(hardware: Hardware, lanes: int) -> tuple[float, ...]:
     h2d, d2h, host, device = (lanes >> k & 1 for k in (_H2D, _D2H, _HOST, _DEVICE))
     down = hardware.h2d_both_gb_s if d2h or device else hardware.h2d_gb_s
     up = hardware.d2h_both_gb_s if h2d or device else hardware.d2h_gb_s
-    wanted = [
-        h2d * down / (h2d + device or 1),
-        d2h * up / (d2h + device or 1),
-        hardware.update_gb_s if host else 0.0,
-        device * 2 * min(down / (h2d + device or 1), up / (d2h + device or 1)),
-    ]
+    down, up = down / max(1, h2d + device), up / max(1, d2h + device)
+    host_gb_s = hardware.update_gb_s if host else 0.0
+    wanted = [h2d * down, d2h * up, host_gb_s, device * 2 * min(down, up)]
     given = _shares(wanted, hardware.host_memory_gb_s) if host else wanted
     return (1.0, *(rate * 1e9 for rate in given))
 
