@@ -104,21 +104,7 @@ def some_updates(
 
 
 def cloned(update: Update) -> Update:
-    def clone(value: State | None) -> State | None:
-        if isinstance(value, tuple):
-            return value[0].clone(), value[1].clone()
-        return None if value is None else value.clone()
-
-    param, grad, states, hyper, out, copy, seed = update
-    return Update(
-        param.clone(),
-        grad.clone(),
-        tuple(map(clone, states)),
-        hyper,
-        None if out is None else out.clone(),
-        None if copy is None else copy.clone(),
-        seed,
-    )
+    return update.map(lambda _, tensor: tensor.clone())
 
 
 def at_step(rule: Rule, updates: Sequence[Update], step: int, *, seeded: bool) -> list[Update]:
