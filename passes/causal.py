@@ -41,14 +41,15 @@ SMALL_NUMEL = 2**22  # of what is computed
 
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
-# Pure functions of their arguments, methods by name.
+# Pure functions of their arguments, methods by name. An operator's method (`__eq__`) is what torch
+# 2.11's Dynamo makes of some operators.
 _COMPARES: dict[Any, Callable[[Any, Any], Any]] = {
-    **dict.fromkeys((operator.le, torch.le, "le"), operator.le),
-    **dict.fromkeys((operator.lt, torch.lt, "lt"), operator.lt),
-    **dict.fromkeys((operator.ge, torch.ge, "ge"), operator.ge),
-    **dict.fromkeys((operator.gt, torch.gt, "gt"), operator.gt),
-    **dict.fromkeys((operator.eq, torch.eq, "eq"), operator.eq),
-    **dict.fromkeys((operator.ne, torch.ne, "ne"), operator.ne),
+    **dict.fromkeys((operator.le, torch.le, "le", "__le__"), operator.le),
+    **dict.fromkeys((operator.lt, torch.lt, "lt", "__lt__"), operator.lt),
+    **dict.fromkeys((operator.ge, torch.ge, "ge", "__ge__"), operator.ge),
+    **dict.fromkeys((operator.gt, torch.gt, "gt", "__gt__"), operator.gt),
+    **dict.fromkeys((operator.eq, torch.eq, "eq", "__eq__"), operator.eq),
+    **dict.fromkeys((operator.ne, torch.ne, "ne", "__ne__"), operator.ne),
 }
 _ANDS = {
     *(operator.and_, torch.bitwise_and, torch.logical_and),
@@ -62,7 +63,7 @@ _MORE = {
     *(operator.add, operator.sub, operator.mul, operator.neg, operator.floordiv, operator.getitem),
     *(torch.add, torch.sub, torch.arange, torch.diff, torch.cumsum, torch.zeros, torch.full),
     *("add", "sub", "diff", "cumsum", "new_zeros", "new_full", "long", "int", "squeeze", "size"),
-    *("flatten", "cpu", "cuda", "__getitem__"),
+    *("flatten", "cpu", "cuda", "__getitem__", "__add__", "__sub__", "__mul__", "__neg__"),
 }
 _INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _PURE = {*_COMPARES, *_ANDS, *_ONES, *_TRILS, *_KEEP, *_RESHAPES, *_MORE}
