@@ -3,7 +3,8 @@
     before: 2PREFETCH@? 1F        after: 2PREFETCH@0(after=0F) 1F
 
 A slot may be filled again once the last compute that reads it has been issued. Among the slots
-that are free, the one whose bucket is needed last (or never again) is taken (Belady, 1966). At the
+that are free, the one whose bucket is needed last (or never again) is taken (Belady, 1966), and
+among those one that need not grow: a slot is as large as the largest bucket that it gets. At the
 turn, buckets that the forward left in their slots are not fetched again where `hold` allows:
 
     forward ends ... 2F 3F        backward begins 3HOLD@0 2HOLD@2 1HOLD@1 3B 2RECOMPUTE 2B
@@ -35,9 +36,8 @@ def assign_slots(schedule: Schedule, *, slots: int, hold: bool) -> Schedule:
         if attempt is not None:
             break
         count += 1
-    streamed = [b for b in new.buckets if b.key not in new.plan.resident]
-    size = max((bucket.size_bytes for bucket in streamed), default=0)
-    made = tuple(Slot(i, size) for i in range(count if streamed else 0))
+    sizes = attempt[-1].sizes
+    made = tuple(Slot(i, sizes.get(i, 0)) for i in range(max(sizes, default=-1) + 1))
     for places in attempt:
         for node, earlier in places.reused.items():
             node.replace_all_uses_with(earlier)
@@ -57,6 +57,7 @@ class _Places:
     """The choice of a slot for each prefetch of one graph."""
 
     holds: dict[int, Bucket]  # slot -> bucket, while the graph is walked
+    sizes: dict[int, int]  # of the slots that are used, in bytes
     chosen: dict[fx.Node, int] = field(default_factory=dict)
     after: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
     held: set[fx.Node] = field(default_factory=set)
@@ -65,20 +66,23 @@ class _Places:
 
 def _attempt(schedule: Schedule, count: int, hold: bool) -> list[_Places] | None:
     """Places for every graph, or None if `count` slots are too few."""
-    forward = _place(schedule.forward, count, {})
+    forward = _place(schedule.forward, count, {}, {})
     if forward is None:
         return None
     if schedule.backward is None:
         return [forward]
-    backward = _place(schedule.backward, count, forward.holds if hold else {})
+    held = forward.holds if hold else {}
+    backward = _place(schedule.backward, count, held, forward.sizes)
     return None if backward is None else [forward, backward]
 
 
-def _place(graph: fx.Graph, count: int, initial: Mapping[int, Bucket]) -> _Places | None:
+def _place(
+    graph: fx.Graph, count: int, initial: Mapping[int, Bucket], sizes: Mapping[int, int]
+) -> _Places | None:
     position = {node: p for p, node in enumerate(graph.nodes)}
     fetches = ops.nodes_of(graph, ops.prefetch)
     readers = {n: sorted(n.users, key=lambda user: position[user]) for n in fetches}
-    places = _Places(dict(initial))
+    places = _Places(dict(initial), dict(sizes))
     occupant: dict[int, fx.Node] = {}
     for k, node in enumerate(fetches):
         wanted = _bucket(node)
@@ -101,6 +105,7 @@ def _place(graph: fx.Graph, count: int, initial: Mapping[int, Bucket]) -> _Place
                 free,
                 key=lambda i: (
                     _next_use(places.holds.get(i), upcoming),
+                    places.sizes.get(i, 0) >= wanted.size_bytes,
                     -_age(occupant, i, position),
                 ),
             )
@@ -110,6 +115,7 @@ def _place(graph: fx.Graph, count: int, initial: Mapping[int, Bucket]) -> _Place
         places.chosen[node] = slot
         places.after[node] = after
         places.holds[slot] = wanted
+        places.sizes[slot] = max(wanted.size_bytes, places.sizes.get(slot, 0))
         occupant[slot] = node
     return places
 

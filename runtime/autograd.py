@@ -190,7 +190,11 @@ class _Call:
             assert self.machine.in_backward is not None
             self.machine.in_backward.begin(self.machine.buckets, wanted.gradient_params)
         accumulate = start(wanted.gradient_params)
-        return program.executor(replace(variant, accumulate=accumulate, update=update))
+        variant = replace(variant, accumulate=accumulate, update=update)
+        executor = program.executor(variant)
+        if hold and not self.machine.slots.keep(executor.schedule.slots):
+            return program.executor(replace(variant, hold=False))
+        return executor
 
     def _updates(self) -> bool:
         """Does this backward update its parameters?"""

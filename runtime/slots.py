@@ -23,6 +23,11 @@ class DeviceSlots:
         self.generation = 0
         self._views: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
 
+    def keep(self, slots: Sequence[Slot]) -> bool:
+        """Would `require` replace no buffer, so that what they hold stays?"""
+        sizes = [buffer.numel() for buffer in self.buffers]
+        return all(s.size_bytes <= sizes[s.index] for s in slots if s.index < len(sizes))
+
     def require(self, slots: Sequence[Slot]) -> None:
         """Make sure that `slots` exist. Buffers that grow are replaced, on the compute stream.
 

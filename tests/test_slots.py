@@ -90,14 +90,25 @@ def test_a_stage_of_many_buckets_gets_as_many_slots() -> None:
     )
 
 
-def test_slots_are_as_many_as_asked_for_and_as_large_as_the_largest_bucket() -> None:
+def test_a_slot_is_as_large_as_the_largest_bucket_that_it_gets() -> None:
     line = "BEGIN 0PREFETCH@? 0F 1PREFETCH@? 1F"
     schedule = placed(line, slots=3, sizes={"0": 100, "1": 70})
-    assert [(slot.index, slot.size_bytes) for slot in schedule.slots] == [
-        (0, 100),
-        (1, 100),
-        (2, 100),
-    ]
+    assert [(slot.index, slot.size_bytes) for slot in schedule.slots] == [(0, 100), (1, 70)]
+
+
+def test_large_buckets_share_a_slot() -> None:
+    """3 could go to slot 0 or 1, whose buckets are not wanted again; slot 1 need not grow."""
+    line = "BEGIN 0PREFETCH@? 0F 1PREFETCH@? 1F 2PREFETCH@? 2F 3PREFETCH@? 3F"
+    sizes = {"0": 70, "1": 100, "2": 70, "3": 100}
+    schedule = placed(line, slots=3, sizes=sizes)
+    assert text(schedule) == "0PREFETCH@0 0F 1PREFETCH@1 1F 2PREFETCH@2 2F 3PREFETCH@1 3F"
+    assert [slot.size_bytes for slot in schedule.slots] == [70, 100, 70]
+
+
+def test_the_backward_of_large_buckets_lets_a_slot_grow() -> None:
+    line = "BEGIN 0PREFETCH@? 0F 1PREFETCH@? 1F | BEGIN 1PREFETCH@? 1B 0PREFETCH@? 0B"
+    schedule = placed(line, slots=1, sizes={"0": 100, "1": 70})
+    assert [slot.size_bytes for slot in schedule.slots] == [100]
 
 
 def test_at_the_turn_the_backward_takes_what_the_forward_left() -> None:

@@ -17,7 +17,7 @@ from megacompile.errors import BackwardError, ModelError
 from megacompile.runtime.host import HostBucket
 from megacompile.runtime.proxies import StreamedParameter
 from megacompile.runtime.streamed import HostApply, StreamedModel
-from tests.zoo import Stack, batch, batchnorm, differences, equal, stack, step, twins
+from tests.zoo import Stack, batch, batchnorm, differences, equal, loss_of, stack, step, twins
 
 
 def streamed(model: Any) -> StreamedModel:
@@ -196,6 +196,19 @@ def test_a_copy_applies_as_a_plain_module(copied: Callable[[Any], Any]) -> None:
     again.to("meta")
     assert {p.device.type for p in again.parameters()} == {"meta"}
     assert {p.device.type for p in model.parameters()} == {"cpu"}
+
+
+def test_a_backward_that_needs_larger_slots_fetches_what_the_forward_left() -> None:
+    """The schedule of other gradients may give a slot a larger bucket; then the buffer is new."""
+    plain, model = twins(stack()[0])
+    slots = streamed(model).machine.slots
+    losses = [loss_of(made(**batch())) for made in (plain, model)]
+    for i, buffer in enumerate(slots.buffers):
+        slots.buffers[i] = torch.full_like(buffer[:-1], 255)
+    slots._views.clear()
+    for loss in losses:
+        loss.backward()
+    assert not differences(plain, model)
 
 
 # --- two calls of the model in one backward
