@@ -290,9 +290,7 @@ def test_attention_takes_its_arguments_by_name_too() -> None:
 
 @pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_language_model_learns_the_same(
-    device: str, checkpoints: bool, monkeypatch: Any
-) -> None:
+def test_a_language_model_learns_the_same(device: str, checkpoints: bool, monkeypatch: Any) -> None:
     """Hugging Face's, whose plain loop passes is_causal itself; its mask is known by its rows."""
     transformers = pytest.importorskip("transformers")
     monkeypatch.setattr(causal, "SMALL_NUMEL", 2**10)
