@@ -90,7 +90,7 @@ def megacompile(
             not. Default: what the plan finds best; none on the CPU, and where `lowering` is
             "eager" or `compute_dtype` is set.
         gpu_memory: device memory that may be used: bytes, "20GiB" or a fraction of the device's.
-            Default: what is free when the plan is made, less a margin of 5 %.
+            Default: what is free when the plan is made, less 5 %, 4 GiB at most.
         host_memory: the same of the host, for parameters and gradients: more is an error.
         resident: device memory for buckets that live there, with their gradients and optimizer
             states: a size, 0 or "all". Default: "auto", as much as makes the step fastest.

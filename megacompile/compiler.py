@@ -48,7 +48,8 @@ from megacompile.runtime.head import bind_operators
 from megacompile.runtime.progress import bar
 from megacompile.verify import verify
 
-MARGIN = 0.05  # of free device memory, for what is not planned: fragmentation, cuBLAS, NCCL
+_MARGIN = 0.05  # of free device memory, for what is not planned: fragmentation, cuBLAS, NCCL
+_MARGIN_BYTES = 4 * 2**30  # at most: most of that does not grow with the memory
 _ASSUMED = H200.replace(name="NVIDIA H200 (assumed: not measured here)")
 _TOLERANCE = 1.1  # how much more than there is a plan may need before it is refused
 
@@ -248,9 +249,9 @@ class PassCompiler:
         if self.budget is None:
             self.budget = self.options.gpu_memory
         if self.budget is None and self.machine is not None and self.machine.device_bytes:
-            self.budget = int(self.machine.device_bytes * (1 - MARGIN))
+            self.budget = less_margin(self.machine.device_bytes)
         if self.budget is None:
-            self.budget = int(compat.free_device_bytes(self.options.device) * (1 - MARGIN))
+            self.budget = less_margin(compat.free_device_bytes(self.options.device))
         return self.budget
 
     def settled(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
@@ -319,6 +320,11 @@ class PassCompiler:
             for item in work:
                 yield item
                 step(1)
+
+
+def less_margin(free_bytes: int) -> int:
+    """What plans may use of free device memory."""
+    return free_bytes - int(min(_MARGIN * free_bytes, _MARGIN_BYTES))
 
 
 def _run(

@@ -64,7 +64,7 @@ def _slots_fit(view: View) -> Iterator[Hazard]:
         if size_bytes < bucket.size_bytes:
             message = (
                 f"{where} to slot {slot.index} of {format_bytes(size_bytes)}; make the slot as "
-                "large as the largest bucket"
+                "large as the largest bucket that it gets"
             )
             yield view.hazard(HazardKind.SLOT_TOO_SMALL, node, None, message)
 

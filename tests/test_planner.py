@@ -11,6 +11,7 @@ from torch import nn
 
 from megacompile import megacompile, ops, schedules
 from megacompile.abstract import abstract_options, abstract_programs
+from megacompile.compiler import PassCompiler
 from megacompile.errors import DeviceMemoryError
 from megacompile.hardware import H200
 from megacompile.ir import Schedule
@@ -218,3 +219,10 @@ def test_no_bucket_is_added_to_those_that_are_resident() -> None:
     there = frozenset({tower.buckets[-1].key})
     found = search(replace(tower, resident=there), resident=False)
     assert found is not None and found.choice.resident == there
+
+
+@pytest.mark.parametrize(("free", "used"), [(10 * GIB, 9.5 * GIB), (139 * GIB, 135 * GIB)])
+def test_a_margin_is_left_that_does_not_grow_for_ever(free: int, used: float) -> None:
+    machine = H200.replace(device_bytes=free)
+    compiler = PassCompiler(abstract_options(), (), hardware=machine)
+    assert compiler.budget_bytes() == pytest.approx(used, rel=1e-9)

@@ -52,7 +52,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("target", metavar="TARGET", help="a config (folder or json), or package.module:function")
     add("--gpu", default="h200", help=f"{', '.join(NAMES)}; default: h200")
-    add("--gpu-memory", metavar="SIZE", help="20GiB, or 0.5 of it; default: 95 %% of the GPU's")
+    default = "default: the GPU's, less 5 %% (4 GiB at most)"
+    add("--gpu-memory", metavar="SIZE", help=f"20GiB, or 0.5 of it; {default}")
     add("--host-memory", metavar="SIZE", help="1.5TB, 128GiB; default: not known, or this one's")
     add("--batch", type=int, default=16, metavar="N", help="sequences a step; default: 16")
     add("--seq", type=int, default=1024, metavar="N", help="tokens a sequence; default: 1024")
