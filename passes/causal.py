@@ -252,13 +252,12 @@ class _Known:
         """What a large mask allows."""
         if len(meta.shape) < 2:
             return _UNKNOWN
-        values = [
-            self.found[item] if isinstance(item, fx.Node) else item
-            for item in (*node.args, *node.kwargs.values())
-        ]
-        masks = [value for value in values if isinstance(value, _Allows)]
+        given = (*node.args, *node.kwargs.values())
+        values = [self.found[item] if isinstance(item, fx.Node) else item for item in given]
         if node.target in _COMPARES and len(values) == 2:
             return _compared(node.target, values[0], values[1], meta.shape)
+        values = [_seen(value, meta.shape) for value in values]
+        masks = [value for value in values if isinstance(value, _Allows)]
         if node.target in _ANDS and len(values) == 2:
             return self._both(node, values, meta)
         if node.target in _ONES and meta.dtype is torch.bool:
@@ -303,6 +302,15 @@ def _keeps_rows(index: Any, dims: int) -> bool:
     missing = [slice(None)] * (dims - given.count(slice(None)))
     at = given.index(Ellipsis) if Ellipsis in given else len(given)
     return None not in (given[:at] + missing + given[at + 1 :])[-2:]
+
+
+def _seen(value: Any, shape: Sequence[int]) -> Any:
+    """What a mask allows that was computed because it is small, and is a part of a larger one."""
+    is_mask = isinstance(value, torch.Tensor) and value.dtype is torch.bool and value.dim() > 1
+    if not is_mask or value.shape[-2:] != shape[-2:]:
+        return value
+    allows = _look(value)
+    return allows if isinstance(allows, _Allows) else value
 
 
 def _look(mask: torch.Tensor) -> Any:

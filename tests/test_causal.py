@@ -61,14 +61,28 @@ def attentions(model: nn.Module, lowering: Lowering = Lowering.INDUCTOR) -> tupl
 
 
 def _packed(q: Tensor, k: Tensor, given: Tensor) -> Tensor:
-    """As Hugging Face's: one document, found by the jumps of positions."""
+    """As Hugging Face's 5.23: one document, found by the jumps of positions."""
+    positions, same = _documents(q, k)
+    batch = torch.arange(3)[:, None, None, None]
+    mask = q.new_ones((), dtype=torch.bool) & same
+    return (mask & (positions[batch, k[None, None]] <= q)).expand(3, -1, -1, -1)
+
+
+def _packed_behind(q: Tensor, k: Tensor, given: Tensor) -> Tensor:
+    """As its 5.17: the causal mask is one for all of the batch."""
+    _, same = _documents(q, k)
+    mask = q.new_ones((), dtype=torch.bool) & (k[None, None] <= q[None, None])
+    return (mask & same).expand(3, -1, -1, -1)
+
+
+def _documents(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions, and whether a query and a key belong to one document."""
     positions = torch.arange(LENGTH)[None].expand(3, -1)
     jumps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1
     document = jumps.cumsum(-1)
     batch = torch.arange(3)[:, None, None, None]
     same = document[batch, q[None, None]] == document[batch, k[None, None]]
-    mask = q.new_ones((), dtype=torch.bool) & same.to(q.device)
-    return (mask & (positions[batch, k[None, None]] <= q)).expand(3, -1, -1, -1)
+    return positions, same.to(q.device)
 
 
 CAUSAL: dict[str, Mask] = {
@@ -88,6 +102,7 @@ CAUSAL: dict[str, Mask] = {
     "and all": lambda q, k, given: (k <= q) & (k >= 0),
     "and itself": lambda q, k, given: torch.logical_and(k <= q, q >= k),
     "packed": _packed,
+    "packed behind": _packed_behind,
 }
 
 OTHERS: dict[str, Mask] = {
@@ -119,11 +134,11 @@ _OPERATORS = {getattr(operator, name) for name in ("le", "lt", "ge", "gt", "eq",
 _OPERATORS |= {operator.add, operator.sub, operator.and_}
 
 
-@pytest.fixture(params=["computed", "known by its rows"])
+@pytest.fixture(params=["computed", "known by its rows", "computed for one of the batch"])
 def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Masks are small here, so that they would all be computed."""
-    if request.param != "computed":
-        monkeypatch.setattr(causal, "SMALL_NUMEL", 3 * LENGTH)
+    numels = {"known by its rows": 3 * LENGTH, "computed for one of the batch": LENGTH * LENGTH}
+    monkeypatch.setattr(causal, "SMALL_NUMEL", numels.get(request.param, causal.SMALL_NUMEL))
     return str(request.param)
 
 
@@ -134,7 +149,7 @@ def test_causal_masks_are_not_made(name: str) -> None:
     found, lines = attentions(model)
     assert found == [(False, True)] * 2
     assert lines == ("2 attentions are causal without a mask, which would take 49 B",) or (
-        name in ("four dimensions", "packed")  # larger
+        name in ("four dimensions", "packed", "packed behind")  # larger
     )
     captured = capture(model, *inputs()).capture
     made, _ = use_causal_attention(captured, lowering=Lowering.INDUCTOR)
