@@ -11,7 +11,9 @@ and that reduce in the same direction, share one kernel, which reads and writes 
 its border. Without fusion (lowering "eager") every node is a kernel.
 
 Operations are counted as torch.utils.flop_counter does. A library that is told that attention is
-causal skips half of it.
+causal skips half of it. Attention comes closer to its rate the longer its sequences are, and its
+backward adds up the queries' gradients in float32, in memory of its own (Dao, FlashAttention-2,
+2023, arXiv 2307.08691, algorithm 2).
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ class Kernel:
     flops: int
     size_bytes: int
     half: bool  # 16-bit operands
+    reached: float = 1.0  # of the rate, for its size
 
     def seconds(self, hardware: Hardware) -> float:
         """On a device, one kernel after the other."""
@@ -57,7 +60,7 @@ class Kernel:
     def _rate(self, hardware: Hardware) -> float:
         rate = hardware.matmul_tflop_s if self.half else hardware.matmul32_tflop_s
         share = hardware.attention_share if self.kind is Kind.ATTENTION else hardware.sustained
-        return rate * share * 1e12
+        return rate * share * self.reached * 1e12
 
 
 class Work(NamedTuple):
@@ -182,6 +185,27 @@ def _is_causal(node: fx.Node) -> bool:
     return False
 
 
+_HALF_RATE_LENGTH = 900  # of attention: between 1024 and 131072 tokens on an H200
+
+
+def _reached(node: fx.Node) -> float:
+    """Of the rate that attention gets with long sequences."""
+    length = int(_query(node).shape[-2])
+    return length / (length + _HALF_RATE_LENGTH)
+
+
+def _workspace_bytes(node: fx.Node) -> int:
+    """Memory inside of a library call."""
+    backward = _is_attention(node) and "backward" in _name(node)
+    return 4 * math.prod(_query(node).shape) if backward else 0
+
+
+def _query(node: fx.Node) -> torch.Tensor:
+    """What asks, of an attention."""
+    inputs = [argument for argument in node.args if isinstance(argument, fx.Node)]
+    return _tensors(inputs[1 if "backward" in _name(node) else 0])[0]
+
+
 Reads = dict[int, int]  # buffer -> bytes that are read of it
 
 
@@ -206,6 +230,7 @@ class _Op:
     inner: bool  # reduces rows, or nothing: can share a kernel with elementwise nodes
     flops: int = 0
     extra_bytes: int = 0  # beyond what is read and written once
+    inside_bytes: int = 0  # that are allocated while it runs
 
 
 @dataclass(slots=True)
@@ -244,7 +269,8 @@ class _Walk:
             size = _bytes(_tensors(node))
             self.of[node] = {buffer: min(size, read) for buffer, read in reads.items()}
         elif _is_product(node) or _is_attention(node) or _name(node) in _LIBRARY:
-            self._realize(node, reads, library=True, flops=_flops(node))
+            inside = _workspace_bytes(node)
+            self._realize(node, reads, library=True, flops=_flops(node), inside_bytes=inside)
         elif _name(node) in _SCATTERS and not self._scatters_into_constant(node):
             values = node.args[-1] if isinstance(node.args[-1], fx.Node) else None
             extra = 2 * _bytes(_tensors(values)) if values is not None else 0
@@ -300,13 +326,15 @@ class _Walk:
         inner: bool = True,
         flops: int = 0,
         extra_bytes: int = 0,
+        inside_bytes: int = 0,
     ) -> None:
         level = max((self.buffers[b].level for b in reads), default=0) + (1 if library else 0)
         sizes = [_bytes([t]) for t in _tensors(node)]
         writes = tuple(self._buffer(size, level, internal=True) for size in sizes)
         self.of[node] = dict(zip(writes, sizes, strict=True))
         self.realized[node] = writes
-        self.done.append(_Op(node, reads, writes, library, level, inner, flops, extra_bytes))
+        amounts = (flops, extra_bytes, inside_bytes)
+        self.done.append(_Op(node, reads, writes, library, level, inner, *amounts))
 
     # The results.
 
@@ -341,7 +369,8 @@ class _Walk:
             kind = Kind.ATTENTION if _is_attention(last.node) else Kind.PRODUCT
         operands = [t for n in last.node.all_input_nodes for t in _tensors(n)]
         half = any(t.dtype in (torch.bfloat16, torch.float16) for t in operands)
-        return Kernel(last.node.name, kind, last.flops, moved, half)
+        reached = _reached(last.node) if kind is Kind.ATTENTION else 1.0
+        return Kernel(last.node.name, kind, last.flops, moved, half, reached)
 
     def _groups(self) -> list[list[_Op]]:
         """Realized nodes that share a kernel, in the order of their last node."""
@@ -393,7 +422,7 @@ class _Walk:
             freed = sum(self.buffers[b].size_bytes for b in before)
             made = sum(self.buffers[b].size_bytes for b in op.writes)
             live += made - (0 if op.library else freed)
-            peak = max(peak, live)
+            peak = max(peak, live + op.inside_bytes)
             live -= freed if op.library else 0
             live -= sum(self.buffers[b].size_bytes for b in dying if b in op.writes)
         return peak

@@ -109,17 +109,43 @@ def test_attention_counts_half_where_it_is_causal() -> None:
     assert found(attention(True), shape, shape, shape).work.flops == kernel.flops // 2
 
 
-def test_attention_backward_has_five_products() -> None:
-    def gradients(q: Any, k: Any, v: Any) -> Any:
-        inputs = [t.detach().requires_grad_() for t in (q, k, v)]
-        out = nn.functional.scaled_dot_product_attention(*inputs)
-        return torch.autograd.grad(out.sum(), inputs)
+def attention_gradients(q: Any, k: Any, v: Any) -> Any:
+    inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+    out = nn.functional.scaled_dot_product_attention(*inputs)
+    return torch.autograd.grad(out.sum(), inputs)
 
+
+def test_attention_backward_has_five_products() -> None:
     shape = (2, 4, 128, 32)
-    analysis = found(gradients, shape, shape, shape)
+    analysis = found(attention_gradients, shape, shape, shape)
     product = 2 * 2 * 4 * 128 * 128 * 32
     flops = [k.flops for k in analysis.kernels if k.kind is Kind.ATTENTION]
     assert flops == [2 * product, 5 * product]
+
+
+def test_attention_backward_adds_up_the_queries_gradients_in_float32() -> None:
+    shape = (2, 4, 128, 32)
+    size = 2 * 4 * 128 * 32
+    graphs = [
+        traced(attention_gradients, shape, shape, shape, dtype=dtype)
+        for dtype in (HALF, torch.float32)
+    ]
+    halves, wholes = (analyse(graph).peak_bytes for graph in graphs)
+    assert halves > 4 * size + 3 * 2 * size  # and the three gradients
+    assert wholes - halves >= 3 * 2 * size
+
+
+def test_attention_comes_closer_to_its_rate_the_longer_its_sequences_are() -> None:
+    reached = []
+    for length in (64, 1024, 16384):
+        analysis = found(attention_gradients, *3 * [(1, 1, length, 8)])
+        reached += [{k.reached for k in analysis.kernels if k.kind is Kind.ATTENTION}]
+    assert [len(each) for each in reached] == [1, 1, 1]
+    shares = [each.pop() for each in reached]
+    assert 0 < shares[0] < 0.1 and 0.5 < shares[1] < 0.6 and 0.9 < shares[2] < 1
+    machine = UNIT.replace(attention_share=0.5, memory_gb_s=1e9)
+    half = Kernel("k", Kind.ATTENTION, 10**12, 0, True, reached=0.5).seconds(machine)
+    assert half == pytest.approx(4.0)
 
 
 def test_peak_memory_by_hand() -> None:
