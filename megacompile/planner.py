@@ -7,6 +7,10 @@ simulated: for a number of resident buckets (the first in forward order, whose u
 forward waits for) and a share of the others that is handed over, as many kept stages as fit (the
 last ones, whose saved tensors are held the shortest). Share and number are sought in turns, each
 over a coarse grid; then the number is refined, and what is left goes to slots.
+
+The host is less sure than the device: its rates differ from day to day and with what else it does.
+The fastest plan for the rates that were measured lets its updates end just when the next forward
+needs them, so plans are compared on a host that is slower.
 """
 
 from __future__ import annotations
@@ -25,7 +29,9 @@ _COUNTS = (0, 1 / 24, 1 / 12, 1 / 6, 1 / 3, 2 / 3, 1)  # of the buckets, to be r
 _SHARES = (0.0, 0.1, 0.2, 0.4, 0.7, 1.0)  # of the parameters, to be handed over
 _SLOTS = (1, 2, 4, 8, 16)  # more than asked for
 _DELAYS = (1, 2, 4, 8)  # backwards, of states on their way to the host
-_EQUAL = 0.01  # predictions this close are as good as one another; what is resident is then surer
+_SURE = 0.8  # of the host's rates: with those plans are compared
+_EQUAL = 0.002  # predictions this close are as good as one another; what is resident is then surer
+_PAYS = 0.01  # of a step's time: what slots must save
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +87,14 @@ class Problem:
     resident: frozenset[int] = frozenset()
     trained: Mapping[int, Sequence[int]] = field(default_factory=dict)
     peaks: dict[Choice, int] = field(default_factory=dict)  # that are known
+
+    def cautious(self) -> Problem:
+        """The same with a slower host."""
+        hardware = self.hardware.replace(
+            update_gb_s=_SURE * self.hardware.update_gb_s,
+            host_memory_gb_s=_SURE * self.hardware.host_memory_gb_s,
+        )
+        return replace(self, hardware=hardware)
 
     def memory(self, choice: Choice) -> DeviceMemory:
         """Device memory of a choice over a step."""
@@ -158,7 +172,7 @@ def search(
         hand_over: buckets may be handed over.
         slots: there may be more than were asked for.
     """
-    tries = _Tries(problem, (1, 1) if pinned else (0, problem.stages))
+    tries = _Tries(problem.cautious(), (1, 1) if pinned else (0, problem.stages))
     total = len(problem.buckets)
     counts = sorted({round(total * part) for part in _COUNTS}) if resident else [0]
     shares = _SHARES if hand_over else _SHARES[:1]
@@ -167,7 +181,7 @@ def search(
         if resident:
             tries.add_each(counts, {0.0, tries.best.hand_over})
             tries.add_each({len(tries.best.resident)}, shares)
-            for _ in range(2):
+            for _ in range(3):
                 between = _between(tries.counts, len(tries.best.resident))
                 tries.add_each(between, {tries.best.hand_over})
     streamed = Choice(resident=problem.resident)
@@ -184,8 +198,9 @@ def search(
     if slots:
         best = tries.with_more_slots(best)
     peak = problem.peak_bytes(best)
-    reasons = _reasons(problem, best, tries.times, peak)
-    return Found(best, tries.times[best], peak, len(tries.times), reasons)
+    step_s = problem.step_s(best)
+    reasons = _reasons(problem, best, step_s, tries.times, peak)
+    return Found(best, step_s, peak, len(tries.times), reasons)
 
 
 def _between(counts: Sequence[int], at: int) -> set[int]:
@@ -277,7 +292,7 @@ class _Tries:
             step_s = self.problem.step_s(choice)
             if self.problem.peak_bytes(choice) > self.problem.budget_bytes:
                 break
-            if step_s > self.times[best] * (1 - _EQUAL):
+            if step_s > self.times[best] * (1 - _PAYS):
                 break
             self.times[choice] = step_s
             best = choice
@@ -285,21 +300,21 @@ class _Tries:
 
 
 def _reasons(
-    problem: Problem, best: Choice, tried: dict[Choice, float], peak: int
+    problem: Problem, best: Choice, step_s: float, tried: dict[Choice, float], peak: int
 ) -> tuple[str, ...]:
     """Why this one: what it needs, what it takes, and the floor beside it."""
     budget = format_bytes(problem.budget_bytes)
     lines = [
         f"{best.keep} of {problem.stages} stages are kept and {len(best.resident)} of "
         f"{len(problem.buckets)} buckets live on the device: {format_bytes(peak)} of {budget} of "
-        f"device memory, {tried[best] * 1e3:.0f} ms a step predicted, "
+        f"device memory, {step_s * 1e3:.0f} ms a step predicted, "
         + (
             f"the fastest of {len(tried)} plans that fit"
             if len(tried) > 1
             else "the only plan tried"
         )
     ]
-    floor = [s for choice, s in tried.items() if not choice.resident]
+    floor = {choice: s for choice, s in tried.items() if not choice.resident}
     if best.offload:
         lines.append("nothing else fits but to let the stages' inputs wait on the host")
     if best.state_lookahead is not None:
@@ -308,7 +323,8 @@ def _reasons(
             "they take less memory"
         )
     if floor and best.resident:
-        lines.append(f"with every bucket streamed it would take {min(floor) * 1e3:.0f} ms")
+        streamed_s = problem.step_s(min(floor, key=floor.__getitem__))
+        lines.append(f"with every bucket streamed it would take {streamed_s * 1e3:.0f} ms")
     return tuple(lines)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from megacompile import megacompile, ops, schedules
+from megacompile import megacompile, ops, planner, schedules
 from megacompile.abstract import abstract_options, abstract_programs
 from megacompile.compiler import PassCompiler
 from megacompile.errors import DeviceMemoryError
@@ -172,6 +172,22 @@ def test_a_model_that_cannot_fit_says_so_with_the_table() -> None:
     model = megacompile(net(), device="cpu", gpu_memory="1KiB")
     with pytest.raises(DeviceMemoryError, match=r"(?s)too small.*slots.*needed.*there +1 KiB"):
         model(**data(0))
+
+
+def test_plans_are_compared_on_a_slower_host(monkeypatch: Any) -> None:
+    """Where updates end just when they are needed, a host of another day would be waited for."""
+    tower = problem(0, tokens=8192)
+    hardware = H200.replace(update_gb_s=60.0)
+    tower = replace(tower, budget_bytes=6 * tower.floor_bytes(), hardware=hardware)
+    sure = search(tower, hand_over=False)
+    assert sure is not None and sure.step_s == tower.step_s(sure.choice), "as measured"
+    monkeypatch.setattr(planner, "_SURE", 1.0)
+    fastest = search(tower, hand_over=False)
+    assert fastest is not None and fastest.step_s < sure.step_s < 1.02 * fastest.step_s
+    monkeypatch.undo()
+    slower = tower.cautious()
+    assert slower.hardware.update_gb_s == pytest.approx(0.8 * 60)
+    assert slower.step_s(fastest.choice) > 1.05 * slower.step_s(sure.choice)
 
 
 # What is handed over, and slots.
