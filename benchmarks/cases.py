@@ -83,7 +83,7 @@ GROUPS: dict[str, tuple[Case, ...]] = {
         Case("planned", batch=4, cap_gib=gib, steps=4) for gib in (10, 16, 28, 48, 80, 139)
     ),
     "context": (
-        Case("planned", layers=28, batch=1, length=131072, cap_gib=80, warm=0, steps=1),
-        Case("planned", layers=12, batch=1, length=131072, cap_gib=80, warm=0, steps=1),
+        Case("planned", layers=28, batch=1, length=131072, cap_gib=80, warm=1, steps=1),
+        Case("planned", layers=12, batch=1, length=131072, cap_gib=80, warm=1, steps=1),
     ),
 }
