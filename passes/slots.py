@@ -3,15 +3,17 @@
     before: 2PREFETCH@? 1F        after: 2PREFETCH@0(after=0F) 1F
 
 A slot may be filled again once the last compute that reads it has been issued. Among the slots
-that are free, the one whose bucket is needed last (or never again) is taken (Belady, 1966), and
-among those one that need not grow: a slot is as large as the largest bucket that it gets. At the
-turn, buckets that the forward left in their slots are not fetched again where `hold` allows:
+that are free, the one whose bucket is needed last (or never again) is taken (Belady, 1966). A slot
+is as large as the largest bucket that it gets, so buckets that are larger than most (an embedding,
+a head) prefer one that is large already. At the turn, buckets that the forward left in their slots
+are not fetched again where `hold` allows:
 
     forward ends ... 2F 3F        backward begins 3HOLD@0 2HOLD@2 1HOLD@1 3B 2RECOMPUTE 2B
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -83,6 +85,7 @@ def _place(
     fetches = ops.nodes_of(graph, ops.prefetch)
     readers = {n: sorted(n.users, key=lambda user: position[user]) for n in fetches}
     places = _Places(dict(initial), dict(sizes))
+    typical = statistics.median_low([_bucket(n).size_bytes for n in fetches] or [0])
     occupant: dict[int, fx.Node] = {}
     for k, node in enumerate(fetches):
         wanted = _bucket(node)
@@ -105,7 +108,7 @@ def _place(
                 free,
                 key=lambda i: (
                     _next_use(places.holds.get(i), upcoming),
-                    places.sizes.get(i, 0) >= wanted.size_bytes,
+                    wanted.size_bytes <= max(typical, places.sizes.get(i, 0)),
                     -_age(occupant, i, position),
                 ),
             )

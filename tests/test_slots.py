@@ -105,6 +105,14 @@ def test_large_buckets_share_a_slot() -> None:
     assert [slot.size_bytes for slot in schedule.slots] == [70, 100, 70]
 
 
+def test_a_slot_of_a_small_bucket_is_used_like_the_others() -> None:
+    """It grows once, and is not left out."""
+    line = "BEGIN 0PREFETCH@? 0F 1PREFETCH@? 1F 2PREFETCH@? 2F 3PREFETCH@? 3F"
+    schedule = placed(line, slots=2, sizes={"0": 1, "1": 70, "2": 70, "3": 70})
+    assert text(schedule) == "0PREFETCH@0 0F 1PREFETCH@1 1F 2PREFETCH@0 2F 3PREFETCH@1 3F"
+    assert [slot.size_bytes for slot in schedule.slots] == [70, 70]
+
+
 def test_the_backward_of_large_buckets_lets_a_slot_grow() -> None:
     line = "BEGIN 0PREFETCH@? 0F 1PREFETCH@? 1F | BEGIN 1PREFETCH@? 1B 0PREFETCH@? 0B"
     schedule = placed(line, slots=1, sizes={"0": 100, "1": 70})
