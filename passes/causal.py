@@ -252,7 +252,9 @@ class _Known:
         """What a large mask allows."""
         if len(meta.shape) < 2:
             return _UNKNOWN
-        given = (*node.args, *node.kwargs.values())
+        named = dict(node.kwargs)
+        first = (named.pop("input"),) if "input" in named else ()  # wherever it was written
+        given = (*node.args, *first, *named.values())
         values = [self.found[item] if isinstance(item, fx.Node) else item for item in given]
         if node.target in _COMPARES and len(values) == 2:
             return _compared(node.target, values[0], values[1], meta.shape)
@@ -264,8 +266,8 @@ class _Known:
             return _Allows.ALL
         if node.target in _TRILS and masks and values[1:] in ([], [0]):
             return _Allows.CAUSAL
-        if len(masks) == 1 and self._keeps(node, meta):
-            return masks[0]
+        if masks and values[0] is masks[0] and self._keeps(node, meta):
+            return masks[0]  # and not what `a.expand_as(b)` takes the shape of
         return _UNKNOWN
 
     def _both(self, node: fx.Node, values: Sequence[Any], meta: TensorMeta) -> Any:
@@ -337,6 +339,8 @@ def _compared(target: Any, left: Any, right: Any, shape: Sequence[int]) -> Any:
         return _Allows.ALL if len(numbers) == 1 else _UNKNOWN
     keys, queries = (left, right) if compare in (operator.le, operator.lt) else (right, left)
     if compare in (operator.lt, operator.gt):
+        if int(queries.amin()) == torch.iinfo(torch.int64).min:
+            return _UNKNOWN
         queries = queries - 1
     if keys.shape[-2] != 1 or queries.shape[-1] != 1:
         return _UNKNOWN  # the other way round, or not a number for each

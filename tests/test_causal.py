@@ -91,6 +91,7 @@ CAUSAL: dict[str, Mask] = {
     "<": lambda q, k, given: k < q + 1,
     ">": lambda q, k, given: q > k - 1,
     "torch.le": lambda q, k, given: torch.le(k, q),
+    "by name": lambda q, k, given: torch.le(other=q, input=k),
     "method": lambda q, k, given: k.le(q),
     "tril": lambda q, k, given: torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(),
     "tril, diagonal": lambda q, k, given: torch.tril(
@@ -104,6 +105,11 @@ CAUSAL: dict[str, Mask] = {
     "packed": _packed,
     "packed behind": _packed_behind,
 }
+
+
+def _window(q: Tensor, k: Tensor) -> Tensor:
+    return (k <= q) & (k > q - 3)
+
 
 OTHERS: dict[str, Mask] = {
     "the other way": lambda q, k, given: q <= k,
@@ -119,6 +125,14 @@ OTHERS: dict[str, Mask] = {
     "documents": lambda q, k, given: (k <= q) & (k // 3 == q // 3),
     "or": lambda q, k, given: (k <= q) | (k == 6),
     "transposed": lambda q, k, given: (k <= q).transpose(0, 1),
+    "as large as a mask": lambda q, k, given: _window(q, k).expand_as(
+        (k <= q).expand(3, 1, -1, -1)
+    ),
+    "of a mask's dtype": lambda q, k, given: _window(q, k).to((k <= q).expand(3, 1, -1, -1)),
+    "the other way, by name": lambda q, k, given: torch.le(other=k, input=q),
+    "below every number": lambda q, k, given: (
+        k < torch.full((LENGTH, 1), torch.iinfo(torch.int64).min)
+    ),
 }
 
 
