@@ -129,8 +129,9 @@ def _name(node: fx.Node) -> str:
 
 
 def _is_attention(node: fx.Node) -> bool:
-    name = _name(node)
-    return "scaled_dot_product" in name or "_attention_" in name
+    """Of the forms (batch, heads, length, width): what others take is not known by their names."""
+    of_aten = getattr(node.target, "namespace", None) == "aten"
+    return of_aten and "scaled_dot_product" in _name(node)
 
 
 def _is_product(node: fx.Node) -> bool:

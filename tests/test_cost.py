@@ -135,6 +135,18 @@ def test_attention_backward_adds_up_the_queries_gradients_in_float32() -> None:
     assert wholes - halves >= 3 * 2 * size
 
 
+def test_an_attention_of_the_user_is_no_attention_that_is_known() -> None:
+    """Its name says nothing of what it takes, and in which order."""
+
+    @torch.library.custom_op("tests::linear_attention_fwd", mutates_args=())
+    def linear(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return q * k
+
+    linear.register_fake(lambda q, k: torch.empty_like(q))
+    analysis = found(lambda x: linear(x, x + 1), (N, N))
+    assert {kernel.kind for kernel in analysis.kernels} == {Kind.MEMORY}
+
+
 def test_attention_comes_closer_to_its_rate_the_longer_its_sequences_are() -> None:
     reached = []
     for length in (64, 1024, 16384):
