@@ -69,6 +69,7 @@ class DeviceSlots:
         return self._views[key]
 
     def forget(self) -> None:
-        """Drop cached views; called when buckets are laid out anew."""
+        """Drop the buffers; called when other buckets are streamed, which need other sizes."""
+        self.buffers.clear()
         self._views.clear()
         self.generation += 1

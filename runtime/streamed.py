@@ -167,6 +167,7 @@ class StreamedModel:
 
         Gradients move along; optimizer states when the next step finds them elsewhere.
         """
+        self.machine.slots.forget()  # its memory is for buckets that come to the device
         for key, old in list(self.machine.buckets.items()):
             if (key in resident) == (old.resident is not None):
                 continue
@@ -178,7 +179,6 @@ class StreamedModel:
             self.machine.gradients.put(self.machine.buckets[key], gradients)
         self.resident = self.compiler.resident = self.compiler.wanted = resident
         self.machine.gradients.bind(self.machine.buckets)
-        self.machine.slots.forget()
         self._make_proxies()
         for graph in self.graphs:
             graph.stale = True

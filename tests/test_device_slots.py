@@ -151,13 +151,16 @@ def test_views_of_a_buffer_that_grew_are_made_anew() -> None:
     assert slots.weights(b, layout) is kept
 
 
-def test_forgotten_views_are_made_anew() -> None:
-    """Buckets that are laid out anew may have the keys of old ones."""
+def test_what_is_forgotten_is_made_anew() -> None:
+    """Buckets that are laid out anew may have the keys of old ones, and other sizes."""
     old, new = bucket(0, [torch.ones(8)]), bucket(0, [torch.ones(2, 2)])
-    slots = slots_of(old.size_bytes)
+    slots = slots_of(old.size_bytes, 300)
     slot = Slot(0, old.size_bytes)
     slots.weights(slot, old)
     generation = slots.generation
+    buffers = [weakref.ref(buffer) for buffer in slots.buffers]
     slots.forget()
+    assert [buffer() for buffer in buffers] == [None, None], "their memory is given back"
+    slots.require([slot])
     assert [weight.shape for weight in slots.weights(slot, new)] == [(2, 2)]
     assert slots.generation > generation

@@ -213,6 +213,18 @@ def test_buckets_move_between_steps(lowering: str) -> None:
         assert (one - other).norm() <= 1e-5 * one.norm()
 
 
+def test_slots_are_for_the_buckets_that_are_streamed_now() -> None:
+    """The largest goes to the device: no slot needs to be as large as it any more."""
+    model = nn.Sequential(nn.Linear(4, 400), nn.Linear(400, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    streamed = megacompile(model, device="cpu", lowering="eager")
+    streamed(torch.ones(2, 4)).sum().backward()
+    want(streamed, "0", "1")
+    streamed(torch.ones(2, 4)).sum().backward()
+    machine = streamed._compiled_call_impl.machine
+    largest = max(b.layout.size_bytes for b in machine.buckets.values() if b.resident is None)
+    assert [buffer.numel() for buffer in machine.slots.buffers] == [largest] * 2
+
+
 def test_nothing_moves_before_a_backward_that_is_to_come() -> None:
     plain, streamed = twins(net())
     losses = []
