@@ -32,6 +32,7 @@ _DELAYS = (1, 2, 4, 8)  # backwards, of states on their way to the host
 _SURE = 0.8  # of the host's rates: with those plans are compared
 _EQUAL = 0.002  # predictions this close are as good as one another; what is resident is then surer
 _PAYS = 0.01  # of a step's time: what slots must save
+_IN_VAIN = 3  # tries in a row that save less
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,16 +285,19 @@ class _Tries:
         return max(fast, key=lambda choice: (len(choice.resident), -self.times[choice]))
 
     def with_more_slots(self, best: Choice) -> Choice:
-        """With as many slots more as fit and pay."""
+        """With as many slots more as fit and pay; a few may pay where one does not."""
+        in_vain = 0
         for more in _SLOTS:
             choice = replace(best, more_slots=more)
-            if len(best.resident) + more >= len(self.problem.buckets):
+            if len(best.resident) + more >= len(self.problem.buckets) or in_vain == _IN_VAIN:
                 break
             step_s = self.problem.step_s(choice)
             if self.problem.peak_bytes(choice) > self.problem.budget_bytes:
                 break
             if step_s > self.times[best] * (1 - _PAYS):
-                break
+                in_vain += 1
+                continue
+            in_vain = 0
             self.times[choice] = step_s
             best = choice
         return best

@@ -153,6 +153,7 @@ class _Call:
                 "start: megacompile(model, gpu_memory=...)"
             )
         gradients.repeat()
+        self.machine.slots.forget()
         program.replan()
         shortage.step_down(program.compiler, ran_out, "the backward")
         now = shortage.random_state(self.machine.device)

@@ -69,7 +69,12 @@ class DeviceSlots:
         return self._views[key]
 
     def forget(self) -> None:
-        """Drop the buffers; called when other buckets are streamed, which need other sizes."""
+        """Drop the buffers; called when other buckets are streamed, which need other sizes.
+
+        Behind copies into them that nobody waits for any more, in a run that failed.
+        """
+        if self.buffers and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         self.buffers.clear()
         self._views.clear()
         self.generation += 1

@@ -219,6 +219,27 @@ def test_slots_are_added_where_the_link_is_slow() -> None:
     assert found.step_s < 0.95 * fewer.step_s
 
 
+def test_a_few_slots_may_pay_where_one_does_not() -> None:
+    """The first two save less than what counts, the fourth one enough."""
+    seconds = {0: 1.0, 1: 0.995, 2: 0.992, 4: 0.96, 8: 0.959, 16: 0.5}
+
+    class Slots(Problem):
+        def step_s(self, choice: Choice) -> float:
+            return seconds[choice.more_slots]
+
+        def peak_bytes(self, choice: Choice) -> int:
+            return choice.more_slots
+
+    tower = problem(0, tokens=64)
+    stub = Slots(tower.build, [tower.buckets[0]] * 40, 12, H200, tower.optimizer, budget_bytes=8)
+    tries = planner._Tries(stub, (0, 12))
+    tries.times[Choice()] = seconds[0]
+    assert tries.with_more_slots(Choice()).more_slots == 4
+    few = planner._Tries(replace(stub, budget_bytes=2), (0, 12))
+    few.times[Choice()] = seconds[0]
+    assert few.with_more_slots(Choice()).more_slots == 0
+
+
 @pytest.mark.parametrize(("given", "more"), [({}, True), ({"slots": 3}, False)])
 def test_slots_can_be_pinned(given: dict[str, int], more: bool) -> None:
     options = abstract_options(device="cpu", resident=0, activations="recompute", **given)

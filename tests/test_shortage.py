@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -113,6 +114,20 @@ def test_less_is_kept_afterwards(shortage: Shortage) -> None:
     with pytest.warns(UserWarning, match="repeated"):
         train(streamed, 1)
     assert max(len(s.plan.keep) for s in schedules(streamed)) < before
+
+
+@pytest.mark.parametrize("op", ["forward", "backward"])
+def test_the_slots_of_the_old_plan_are_given_back(shortage: Shortage, op: str) -> None:
+    _, streamed = twins(Dropping(), gpu_memory=MiB, resident=0)
+    shortage.on(op)
+    train(streamed, 1)
+    slots = streamed._compiled_call_impl.machine.slots
+    before = [weakref.ref(buffer) for buffer in slots.buffers]
+    assert before
+    shortage.at = {shortage.calls + 2}
+    with pytest.warns(UserWarning, match="repeated"):
+        train(streamed, 1)
+    assert not any(buffer() is not None for buffer in before)
 
 
 @pytest.mark.parametrize("op", ["forward", "backward"])
