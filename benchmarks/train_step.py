@@ -150,7 +150,8 @@ def _measure(case: Case, args: argparse.Namespace) -> dict[str, object]:
     peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     again = torch.cuda.memory_stats()["num_alloc_retries"] - retries
     training.clip_s.clear()
-    if training.clips and case.steps > 1:  # alone: in the loop it waits for the backward
+    # alone: in the loop it waits for the backward; steps that are long are not made for it
+    if training.clips and case.steps > 1:
         for _ in range(3):
             training.step(ids, idle_before_clip=True)
     training.wait()

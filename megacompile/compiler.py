@@ -249,9 +249,9 @@ class PassCompiler:
         if self.budget is None:
             self.budget = self.options.gpu_memory
         if self.budget is None and self.machine is not None and self.machine.device_bytes:
-            self.budget = less_margin(self.machine.device_bytes)
+            self.budget = _less_margin(self.machine.device_bytes)
         if self.budget is None:
-            self.budget = less_margin(compat.free_device_bytes(self.options.device))
+            self.budget = _less_margin(compat.free_device_bytes(self.options.device))
         return self.budget
 
     def settled(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
@@ -322,7 +322,7 @@ class PassCompiler:
                 step(1)
 
 
-def less_margin(free_bytes: int) -> int:
+def _less_margin(free_bytes: int) -> int:
     """What plans may use of free device memory."""
     return free_bytes - int(min(_MARGIN * free_bytes, _MARGIN_BYTES))
 

@@ -165,13 +165,10 @@ def _flops(node: fx.Node) -> int:
 
 def _attention_flops(node: fx.Node) -> int:
     """Of the forms (batch, heads, length, width); backward: with the forward's products again."""
-    backward = "backward" in _name(node)
-    start = 1 if backward else 0
-    inputs = [a for a in node.args[start : start + 3] if isinstance(a, fx.Node)]
-    query, key, value = (tuple(_tensors(n)[0].shape) for n in inputs)
+    query, key, value = (tuple(tensor.shape) for tensor in _attended(node))
     heads = (*query[:2],)
     key, value = (*heads, *key[2:]), (*heads, *value[2:])  # grouped heads are read, not saved
-    if backward:
+    if _is_backward(node):
         flops = sdpa_backward_flop_count(query, query[:3] + value[3:], key, value)
     else:
         flops = sdpa_flop_count(query, key, value)
@@ -191,20 +188,25 @@ _HALF_RATE_LENGTH = 900  # of attention: between 1024 and 131072 tokens on an H2
 
 def _reached(node: fx.Node) -> float:
     """Of the rate that attention gets with long sequences."""
-    length = int(_query(node).shape[-2])
+    length = int(_attended(node)[0].shape[-2])
     return length / (length + _HALF_RATE_LENGTH)
 
 
 def _workspace_bytes(node: fx.Node) -> int:
     """Memory inside of a library call."""
-    backward = _is_attention(node) and "backward" in _name(node)
-    return 4 * math.prod(_query(node).shape) if backward else 0
+    backward = _is_attention(node) and _is_backward(node)
+    return 4 * math.prod(_attended(node)[0].shape) if backward else 0
 
 
-def _query(node: fx.Node) -> torch.Tensor:
-    """What asks, of an attention."""
-    inputs = [argument for argument in node.args if isinstance(argument, fx.Node)]
-    return _tensors(inputs[1 if "backward" in _name(node) else 0])[0]
+def _attended(node: fx.Node) -> list[torch.Tensor]:
+    """Query, key and value of an attention; a backward takes the gradient before them."""
+    start = 1 if _is_backward(node) else 0
+    inputs = [a for a in node.args[start : start + 3] if isinstance(a, fx.Node)]
+    return [_tensors(n)[0] for n in inputs]
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return "backward" in _name(node)
 
 
 Reads = dict[int, int]  # buffer -> bytes that are read of it

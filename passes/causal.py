@@ -338,18 +338,15 @@ def _compared(target: Any, left: Any, right: Any, shape: Sequence[int]) -> Any:
         numbers = {int(end) for value in (left, right) for end in value.aminmax()}
         return _Allows.ALL if len(numbers) == 1 else _UNKNOWN
     keys, queries = (left, right) if compare in (operator.le, operator.lt) else (right, left)
-    if compare in (operator.lt, operator.gt):
-        if int(queries.amin()) == torch.iinfo(torch.int64).min:
-            return _UNKNOWN
-        queries = queries - 1
+    within = operator.lt if compare in (operator.lt, operator.gt) else operator.le
     if keys.shape[-2] != 1 or queries.shape[-1] != 1:
         return _UNKNOWN  # the other way round, or not a number for each
     keys, queries = keys[..., 0, :].expand(*keys.shape[:-2], shape[-1]), queries[..., 0]
-    if bool(keys.amax() <= queries.amin()):
+    if bool(within(keys.amax(), queries.amin())):
         return _Allows.ALL
     if queries.shape[-1] != keys.shape[-1]:
         return _UNKNOWN
     # A query sees every key up to its own: the largest of those, and the smallest behind them.
-    seen = keys.cummax(-1).values <= queries
-    behind = keys.flip(-1).cummin(-1).values.flip(-1)[..., 1:] > queries[..., :-1]
-    return _Allows.CAUSAL if bool(seen.all()) and bool(behind.all()) else _UNKNOWN
+    seen = within(keys.cummax(-1).values, queries)
+    behind = within(keys.flip(-1).cummin(-1).values.flip(-1)[..., 1:], queries[..., :-1])
+    return _Allows.CAUSAL if bool(seen.all()) and not bool(behind.any()) else _UNKNOWN

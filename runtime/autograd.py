@@ -153,9 +153,8 @@ class _Call:
                 "start: megacompile(model, gpu_memory=...)"
             )
         gradients.repeat()
-        self.machine.slots.forget()
         program.replan()
-        shortage.step_down(program.compiler, ran_out, "the backward")
+        shortage.step_down(program.compiler, self.machine.slots, ran_out, "the backward")
         now = shortage.random_state(self.machine.device)
         shortage.set_random_state(self.machine.device, self.random)
         self.variant = program.variant()
@@ -193,7 +192,7 @@ class _Call:
         accumulate = start(wanted.gradient_params)
         variant = replace(variant, accumulate=accumulate, update=update)
         executor = program.executor(variant)
-        if hold and not self.machine.slots.keep(executor.schedule.slots):
+        if hold and not self.machine.slots.keeps(executor.schedule.slots):
             return program.executor(replace(variant, hold=False))
         return executor
 

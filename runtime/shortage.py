@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from megacompile.errors import DeviceMemoryError
+from megacompile.runtime.slots import DeviceSlots
 
 Random = tuple[torch.Tensor, ...]
 
@@ -29,12 +30,13 @@ class StepsDown(Protocol):
         """What the least demanding plan needs, as a table; "" if not known."""
 
 
-def step_down(compiler: StepsDown, ran_out: str, where: str) -> None:
-    """Let plans need less, and say so.
+def step_down(compiler: StepsDown, slots: DeviceSlots, ran_out: str, where: str) -> None:
+    """Let plans need less, give the old one's slots back, and say so.
 
     Raises:
         DeviceMemoryError: nothing is left to give.
     """
+    slots.forget()
     gc.collect()
     torch.cuda.empty_cache()
     how = compiler.step_down()

@@ -23,10 +23,14 @@ class DeviceSlots:
         self.generation = 0
         self._views: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
 
-    def keep(self, slots: Sequence[Slot]) -> bool:
+    def keeps(self, slots: Sequence[Slot]) -> bool:
         """Would `require` replace no buffer, so that what they hold stays?"""
-        sizes = [buffer.numel() for buffer in self.buffers]
-        return all(s.size_bytes <= sizes[s.index] for s in slots if s.index < len(sizes))
+        return not any(map(self._must_grow, slots))
+
+    def _must_grow(self, slot: Slot) -> bool:
+        """Is there a buffer, and is it too small?"""
+        there = slot.index < len(self.buffers)
+        return there and self.buffers[slot.index].numel() < slot.size_bytes
 
     def require(self, slots: Sequence[Slot]) -> None:
         """Make sure that `slots` exist. Buffers that grow are replaced, on the compute stream.
@@ -35,10 +39,10 @@ class DeviceSlots:
         behind every reader of it; copies into it had those readers behind them too.
         """
         for slot in slots:
-            if slot.index < len(self.buffers):
-                if self.buffers[slot.index].numel() >= slot.size_bytes:
-                    continue
+            if self._must_grow(slot):
                 self.buffers[slot.index] = self._allocate(slot)
+            elif slot.index < len(self.buffers):
+                continue
             else:
                 assert slot.index == len(self.buffers), "slots are numbered from 0"
                 self.buffers.append(self._allocate(slot))

@@ -102,8 +102,7 @@ class StreamedModel:
     def _step_down(self, before: shortage.Before, ran_out: str) -> None:
         """After a forward that ran out of device memory: a plan that needs less, from the start."""
         before.restore(self.model, ran_out)
-        self.machine.slots.forget()
-        shortage.step_down(self.compiler, ran_out, "the forward")
+        shortage.step_down(self.compiler, self.machine.slots, ran_out, "the forward")
         for graph in self.graphs:
             graph.stale = True
         self._move_if_wanted()
