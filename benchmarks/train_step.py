@@ -57,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
     if args.case:
         every = [case for group in GROUPS.values() for case in group]
         cases = [next(case for case in every if case.name == name) for name in args.case]
+    if args.timelines:
+        Path(args.timelines).mkdir(parents=True, exist_ok=True)
     rows = []
     _warm_up()
     for case in cases:

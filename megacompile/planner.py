@@ -29,7 +29,7 @@ _COUNTS = (0, 1 / 24, 1 / 12, 1 / 6, 1 / 3, 2 / 3, 1)  # of the buckets, to be r
 _SHARES = (0.0, 0.1, 0.2, 0.4, 0.7, 1.0)  # of the parameters, to be handed over
 _SLOTS = (1, 2, 4, 8, 16)  # more than asked for
 _DELAYS = (1, 2, 4, 8)  # backwards, of states on their way to the host
-_SURE = 0.8  # of the host's rates: with those plans are compared
+_SURE = 0.65  # of the host's rates: with those plans are compared
 _EQUAL = 0.002  # predictions this close are as good as one another; what is resident is then surer
 _PAYS = 0.01  # of a step's time: what slots must save
 _IN_VAIN = 3  # tries in a row that save less
@@ -180,11 +180,12 @@ def search(
     if not tries.add_everything(counts[-1]):
         tries.add_each((0,), shares)
         if resident:
-            tries.add_each(counts, {0.0, tries.best.hand_over})
+            handed = tries.best.hand_over
+            tries.add_each(counts, {0.0, handed})
             tries.add_each({len(tries.best.resident)}, shares)
             for _ in range(3):
                 between = _between(tries.counts, len(tries.best.resident))
-                tries.add_each(between, {tries.best.hand_over})
+                tries.add_each(between, {handed, tries.best.hand_over})
     streamed = Choice(resident=problem.resident)
     in_backward = problem.optimizer.in_backward
     if in_backward:  # states may leave later, or be fetched later

@@ -186,7 +186,7 @@ def test_plans_are_compared_on_a_slower_host(monkeypatch: Any) -> None:
     assert fastest is not None and fastest.step_s < sure.step_s < 1.02 * fastest.step_s
     monkeypatch.undo()
     slower = tower.cautious()
-    assert slower.hardware.update_gb_s == pytest.approx(0.8 * 60)
+    assert slower.hardware.update_gb_s == pytest.approx(planner._SURE * 60)
     assert slower.step_s(fastest.choice) > 1.05 * slower.step_s(sure.choice)
 
 

@@ -91,6 +91,20 @@ def test_the_norms_are_those_it_was_given() -> None:
     assert watched.settled == 0 and not any(watched.plain())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("norm_type", [2, math.inf])
+def test_norms_are_of_the_gradients_dtype(dtype: torch.dtype, norm_type: float) -> None:
+    """As torch's are; so is the factor that gradients which are not served are multiplied by."""
+    values = torch.arange(1.0, 12.0).to(dtype)
+    gradient = values.clone()
+    largest = float(values.float().norm()), float(values.abs().max())
+    Served(gradient, lambda: None, lambda: largest, "p")
+    want = nn.utils.get_total_norm([values, values], norm_type)
+    got = nn.utils.get_total_norm([gradient, values], norm_type)
+    assert got.dtype is want.dtype is dtype
+    torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("norm_type", [1, 3, 0.5])
 def test_other_norms_are_computed(norm_type: float) -> None:
     wants, watched = parameters(), Watched(lie=10.0)
