@@ -10,7 +10,7 @@ over a coarse grid; then the number is refined, and what is left goes to slots.
 
 The host is less sure than the device: its rates differ from day to day and with what else it does.
 The fastest plan for the rates that were measured lets its updates end just when the next forward
-needs them, so plans are compared on a host that is slower.
+needs them, so plans are compared by their mean over that host and a slower one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _COUNTS = (0, 1 / 24, 1 / 12, 1 / 6, 1 / 3, 2 / 3, 1)  # of the buckets, to be r
 _SHARES = (0.0, 0.1, 0.2, 0.4, 0.7, 1.0)  # of the parameters, to be handed over
 _SLOTS = (1, 2, 4, 8, 16)  # more than asked for
 _DELAYS = (1, 2, 4, 8)  # backwards, of states on their way to the host
-_SURE = 0.65  # of the host's rates: with those plans are compared
+_SLOWER = 0.65  # of the host's rates: what it gets on another day
 _EQUAL = 0.002  # predictions this close are as good as one another; what is resident is then surer
 _PAYS = 0.01  # of a step's time: what slots must save
 _IN_VAIN = 3  # tries in a row that save less
@@ -89,14 +89,6 @@ class Problem:
     trained: Mapping[int, Sequence[int]] = field(default_factory=dict)
     peaks: dict[Choice, int] = field(default_factory=dict)  # that are known
 
-    def cautious(self) -> Problem:
-        """The same with a slower host."""
-        hardware = self.hardware.replace(
-            update_gb_s=_SURE * self.hardware.update_gb_s,
-            host_memory_gb_s=_SURE * self.hardware.host_memory_gb_s,
-        )
-        return replace(self, hardware=hardware)
-
     def memory(self, choice: Choice) -> DeviceMemory:
         """Device memory of a choice over a step."""
         schedule = self.build(choice)
@@ -104,9 +96,19 @@ class Problem:
 
     def step_s(self, choice: Choice) -> float:
         """Seconds of a step in the middle of training."""
-        schedule = self.build(choice)
-        options = {"optimizer": self.optimizer, "steps": 3, "fused": self.fused}
-        timeline = simulate(schedule, self.hardware, **options)  # type: ignore[arg-type]
+        return self._simulated_s(self.build(choice), choice, self.hardware)
+
+    def expected_s(self, choice: Choice) -> float:
+        """The same, the mean over the host as it was measured and a slower one."""
+        schedule, measured = self.build(choice), self.hardware
+        slower = measured.replace(
+            update_gb_s=_SLOWER * measured.update_gb_s,
+            host_memory_gb_s=_SLOWER * measured.host_memory_gb_s,
+        )
+        return sum(self._simulated_s(schedule, choice, host) for host in (measured, slower)) / 2
+
+    def _simulated_s(self, schedule: Schedule, choice: Choice, hardware: Hardware) -> float:
+        timeline = simulate(schedule, hardware, optimizer=self.optimizer, steps=3, fused=self.fused)
         self.peaks[choice] = timeline.memory.peak.total_bytes
         return timeline.step_s
 
@@ -173,7 +175,7 @@ def search(
         hand_over: buckets may be handed over.
         slots: there may be more than were asked for.
     """
-    tries = _Tries(problem.cautious(), (1, 1) if pinned else (0, problem.stages))
+    tries = _Tries(problem, (1, 1) if pinned else (0, problem.stages))
     total = len(problem.buckets)
     counts = sorted({round(total * part) for part in _COUNTS}) if resident else [0]
     shares = _SHARES if hand_over else _SHARES[:1]
@@ -277,7 +279,7 @@ class _Tries:
 
     def _simulate(self, choice: Choice) -> None:
         if choice not in self.times:
-            self.times[choice] = self.problem.step_s(choice)
+            self.times[choice] = self.problem.expected_s(choice)
 
     def surest(self) -> Choice:
         """Of those that are as fast as the fastest the one with the most residents."""
@@ -292,7 +294,7 @@ class _Tries:
             choice = replace(best, more_slots=more)
             if len(best.resident) + more >= len(self.problem.buckets) or in_vain == _IN_VAIN:
                 break
-            step_s = self.problem.step_s(choice)
+            step_s = self.problem.expected_s(choice)
             if self.problem.peak_bytes(choice) > self.problem.budget_bytes:
                 break
             if step_s > self.times[best] * (1 - _PAYS):

@@ -174,20 +174,24 @@ def test_a_model_that_cannot_fit_says_so_with_the_table() -> None:
         model(**data(0))
 
 
-def test_plans_are_compared_on_a_slower_host(monkeypatch: Any) -> None:
+def test_plans_are_compared_on_a_slower_host_too(monkeypatch: Any) -> None:
     """Where updates end just when they are needed, a host of another day would be waited for."""
     tower = problem(0, tokens=8192)
     hardware = H200.replace(update_gb_s=60.0)
     tower = replace(tower, budget_bytes=6 * tower.floor_bytes(), hardware=hardware)
     sure = search(tower, hand_over=False)
     assert sure is not None and sure.step_s == tower.step_s(sure.choice), "as measured"
-    monkeypatch.setattr(planner, "_SURE", 1.0)
+    monkeypatch.setattr(planner, "_SLOWER", 1.0)
     fastest = search(tower, hand_over=False)
     assert fastest is not None and fastest.step_s < sure.step_s < 1.02 * fastest.step_s
     monkeypatch.undo()
-    slower = tower.cautious()
-    assert slower.hardware.update_gb_s == pytest.approx(planner._SURE * 60)
+    slow = hardware.replace(
+        update_gb_s=planner._SLOWER * 60, host_memory_gb_s=planner._SLOWER * H200.host_memory_gb_s
+    )
+    slower = replace(tower, hardware=slow)
     assert slower.step_s(fastest.choice) > 1.05 * slower.step_s(sure.choice)
+    mean = (tower.step_s(sure.choice) + slower.step_s(sure.choice)) / 2
+    assert tower.expected_s(sure.choice) == pytest.approx(mean)
 
 
 # What is handed over, and slots.
@@ -224,7 +228,7 @@ def test_a_few_slots_may_pay_where_one_does_not() -> None:
     seconds = {0: 1.0, 1: 0.995, 2: 0.992, 4: 0.96, 8: 0.959, 16: 0.5}
 
     class Slots(Problem):
-        def step_s(self, choice: Choice) -> float:
+        def expected_s(self, choice: Choice) -> float:
             return seconds[choice.more_slots]
 
         def peak_bytes(self, choice: Choice) -> int:
