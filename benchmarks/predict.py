@@ -111,7 +111,9 @@ def _row(
 
 
 def _error(predicted: float, measured: float) -> str:
-    return f"{predicted / measured - 1:+.1%}" if measured >= 1.0 or predicted < 1.0 else ""
+    if not measured or (measured < 1.0 <= predicted):
+        return ""
+    return f"{predicted / measured - 1:+.1%}"
 
 
 if __name__ == "__main__":
