@@ -60,8 +60,9 @@ def megacompile(
     """Keep a model's parameters and gradients in host memory and stream them through a device.
 
     The model is changed in place and returned: same class, same parameters, same `state_dict`
-    keys. Its parameters stay `nn.Parameter`s on the host, so optimizers, clipping, schedulers and
-    checkpoints work as they do for a model on the CPU; a call computes on `device`.
+    keys. Its parameters stay `nn.Parameter`s, on the host or, where the plan has room for them, on
+    the device, so optimizers, clipping, schedulers and checkpoints work as they do for any model; a
+    call computes on `device`.
 
     Args:
         model: any `nn.Module` with dense parameters.
