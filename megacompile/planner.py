@@ -101,7 +101,8 @@ class Problem:
     def expected_s(self, choice: Choice) -> float:
         """The same, the mean over the host as it was measured and a slower one."""
         schedule, measured = self.build(choice), self.hardware
-        slower = measured.replace(
+        slower = replace(
+            measured,
             update_gb_s=_SLOWER * measured.update_gb_s,
             host_memory_gb_s=_SLOWER * measured.host_memory_gb_s,
         )
@@ -113,9 +114,10 @@ class Problem:
         return timeline.step_s
 
     def fits(self, choice: Choice) -> bool:
-        """Does its peak stay within the budget? A little pessimistic, and quick.
+        """Does its peak stay within the budget? Mostly a little pessimistic, and quick.
 
-        Resident buckets are added to the peak without them; that they need no slot is left out.
+        Resident buckets are added to the peak without them; that they need no slot is left out, and
+        that of fewer streamed buckets others are handed over.
         """
         return self.peak_bytes(self._streamed(choice)) <= self._room_bytes(choice)
 
@@ -182,8 +184,9 @@ def search(
     if not tries.add_everything(counts[-1]):
         tries.add_each((0,), shares)
         if resident:
-            handed = tries.best.hand_over
-            tries.add_each(counts, {0.0, handed})
+            handed = tries.best.hand_over  # with residents less will do
+            likely = {0.0, handed, max((share for share in shares if share < handed), default=0.0)}
+            tries.add_each(counts, likely)
             tries.add_each({len(tries.best.resident)}, shares)
             for _ in range(3):
                 between = _between(tries.counts, len(tries.best.resident))
@@ -239,10 +242,8 @@ class _Tries:
     def add_everything(self, count: int) -> bool:
         """Simulate what keeps all stages and has all buckets resident, if that fits."""
         choice = self._with(count, 0.0, keep=self.keeps[1])
-        fits = len(choice.resident) == len(self.problem.buckets) and self.problem.fits(choice)
-        if fits:
-            self._simulate(choice)
-        return fits
+        everything = len(choice.resident) == len(self.problem.buckets)
+        return everything and self.problem.fits(choice) and self._simulate(choice)
 
     def add_each(self, counts: Iterable[int], shares: Iterable[float]) -> None:
         """Every combination of so many resident buckets and shares that are handed over."""
@@ -253,8 +254,8 @@ class _Tries:
     def add(self, choice: Choice) -> bool:
         """Simulate a choice with as many kept stages as fit; False where it does not fit at all.
 
-        Where the backward updates, its copies may leave no time to save: keeping as little as may
-        be is tried as well.
+        Where the backward updates, or what is kept waits on the host, copies may leave no time to
+        save: keeping less is tried as well.
         """
         problem, (low, most) = self.problem, self.keeps
         least = replace(choice, keep=low)
@@ -267,9 +268,15 @@ class _Tries:
                 low = middle
             else:
                 high = middle
-        if problem.optimizer.in_backward:
-            self._simulate(least)
-        self._simulate(replace(least, keep=low))
+        fewer = {self.keeps[0]} if problem.optimizer.in_backward else set()
+        if choice.offload:
+            fewer |= {self.keeps[0] + (low - self.keeps[0]) * k // 4 for k in range(4)}
+        for keep in sorted(fewer - {low}):
+            self._simulate(replace(least, keep=keep))
+        while not self._simulate(replace(least, keep=low)):
+            if low == self.keeps[0]:
+                return False
+            low -= 1
         return True
 
     def _with(self, count: int, share: float, *, keep: int = 1) -> Choice:
@@ -277,9 +284,14 @@ class _Tries:
         keys = self.problem.resident | {bucket.key for bucket in self.problem.buckets[:count]}
         return Choice(keep, keys, share if len(keys) < len(self.problem.buckets) else 0.0)
 
-    def _simulate(self, choice: Choice) -> None:
+    def _simulate(self, choice: Choice) -> bool:
+        """Note a choice's time; False where it does not fit after all: `fits` knows it about."""
         if choice not in self.times:
-            self.times[choice] = self.problem.expected_s(choice)
+            expected_s = self.problem.expected_s(choice)
+            if self.problem.peak_bytes(choice) > self.problem.budget_bytes:
+                return False
+            self.times[choice] = expected_s
+        return True
 
     def surest(self) -> Choice:
         """Of those that are as fast as the fastest the one with the most residents."""

@@ -88,6 +88,34 @@ def test_more_memory_is_never_slower_and_never_too_much() -> None:
     assert times[-1] < 0.9 * times[0]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "host"),
+    [
+        (16384, {}),
+        (8192, {}),
+        (4096, {"update_gb_s": 60.0, "host_memory_gb_s": 80.0}),
+        (1024, {"update_gb_s": 40.0}),
+    ],
+)
+def test_nor_where_it_hardly_fits_or_the_host_is_slow(tokens: int, host: dict[str, float]) -> None:
+    """Offloading more stages can take longer than fewer; and residents want less handed over."""
+    tower = replace(problem(GIB, tokens=tokens), hardware=H200.replace(**host))
+    floor, times = tower.floor_bytes(), []
+    for factor in (1, 1.1, 1.2, 1.5, 2, 3, 4, 5, 8):
+        roomier = replace(tower, budget_bytes=int(factor * floor))
+        found = search(roomier)
+        assert found is not None and found.peak_bytes <= roomier.budget_bytes
+        times.append(roomier.expected_s(found.choice))
+    for less, more in zip(times, times[1:], strict=False):
+        assert more <= less * 1.011
+
+
+def test_rates_may_be_very_small() -> None:
+    slow = H200.replace(update_gb_s=1e-12, host_memory_gb_s=1e-12)
+    tower = replace(problem(0), hardware=slow)
+    assert search(replace(tower, budget_bytes=2 * tower.floor_bytes())) is not None
+
+
 def test_with_room_for_everything_nothing_is_streamed() -> None:
     tower = problem(64 * GIB)
     found = search(tower)
