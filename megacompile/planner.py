@@ -5,8 +5,9 @@ and the host's update, a bucket that is handed over the host's update, a slot mo
 of a bucket that the backward reads soon. They trade against one another, so plans are built and
 simulated: for a number of resident buckets (the first in forward order, whose updates the next
 forward waits for) and a share of the others that is handed over, as many kept stages as fit (the
-last ones, whose saved tensors are held the shortest). Share and number are sought in turns, each
-over a coarse grid; then the number is refined, and what is left goes to slots.
+last ones, whose saved tensors are held the shortest; fewer too where copies may leave no time).
+Share and number are sought in turns, each over a coarse grid; then the number is refined, and what
+is left goes to slots.
 
 The host is less sure than the device: its rates differ from day to day and with what else it does.
 The fastest plan for the rates that were measured lets its updates end just when the next forward
@@ -257,27 +258,24 @@ class _Tries:
         Where the backward updates, or what is kept waits on the host, copies may leave no time to
         save: keeping less is tried as well.
         """
-        problem, (low, most) = self.problem, self.keeps
-        least = replace(choice, keep=low)
+        problem, (lowest, most) = self.problem, self.keeps
+        least = replace(choice, keep=lowest)
         if not problem.fits(least):
             return False
-        high = most + 1  # does not fit, as far as is known; low does
+        low, high = lowest, most + 1  # high does not fit, as far as is known; low does
         while high - low > 1:
             middle = problem.guess(least, low, high)
             if problem.fits(replace(least, keep=middle)):
                 low = middle
             else:
                 high = middle
-        fewer = {self.keeps[0]} if problem.optimizer.in_backward else set()
+        fewer = {lowest} if problem.optimizer.in_backward else set()
         if choice.offload:
-            fewer |= {self.keeps[0] + (low - self.keeps[0]) * k // 4 for k in range(4)}
+            fewer |= {lowest + (low - lowest) * k // 4 for k in range(4)}
         for keep in sorted(fewer - {low}):
             self._simulate(replace(least, keep=keep))
-        while not self._simulate(replace(least, keep=low)):
-            if low == self.keeps[0]:
-                return False
-            low -= 1
-        return True
+        fitting = range(low, lowest - 1, -1)
+        return any(self._simulate(replace(least, keep=keep)) for keep in fitting)
 
     def _with(self, count: int, share: float, *, keep: int = 1) -> Choice:
         """The first `count` buckets are resident."""
@@ -287,11 +285,17 @@ class _Tries:
     def _simulate(self, choice: Choice) -> bool:
         """Note a choice's time; False where it does not fit after all: `fits` knows it about."""
         if choice not in self.times:
-            expected_s = self.problem.expected_s(choice)
-            if self.problem.peak_bytes(choice) > self.problem.budget_bytes:
+            expected_s = self._expected_s(choice)
+            if expected_s is None:
                 return False
             self.times[choice] = expected_s
         return True
+
+    def _expected_s(self, choice: Choice) -> float | None:
+        """A choice's time; None where its peak is more than there is."""
+        expected_s = self.problem.expected_s(choice)  # which finds the peak too
+        fits = self.problem.peak_bytes(choice) <= self.problem.budget_bytes
+        return expected_s if fits else None
 
     def surest(self) -> Choice:
         """Of those that are as fast as the fastest the one with the most residents."""
@@ -306,8 +310,8 @@ class _Tries:
             choice = replace(best, more_slots=more)
             if len(best.resident) + more >= len(self.problem.buckets) or in_vain == _IN_VAIN:
                 break
-            step_s = self.problem.expected_s(choice)
-            if self.problem.peak_bytes(choice) > self.problem.budget_bytes:
+            step_s = self._expected_s(choice)
+            if step_s is None:
                 break
             if step_s > self.times[best] * (1 - _PAYS):
                 in_vain += 1
