@@ -5,12 +5,15 @@ All of them were seen on torch 2.11.0 and 2.13.0.
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import inspect
 import os
+import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +30,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.autograd.graph import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
@@ -254,6 +258,11 @@ def wrapper(cls: type[torch.Tensor], like: torch.Tensor, device: torch.device) -
     )
 
 
+def is_described() -> bool:
+    """Is the caller's property read for a fake tensor to be made like this one?"""
+    return sys._getframe(2).f_code.co_name == "safe_grad"
+
+
 def gives_views(func: Any) -> bool:
     """Is an ATen operator's result a view of its input, that shares memory with it?"""
     aliases = [result.alias_info for result in func._schema.returns]
@@ -300,17 +309,113 @@ def keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
-def accumulates_into(param: torch.Tensor) -> bool | None:
-    """Inside a backward: will it accumulate into `param.grad`?
+def accumulator_of(param: torch.Tensor) -> Node:
+    """The AccumulateGrad node of a leaf: where autograd's graph ends. It lives while it is held."""
+    node: Node = torch.autograd.graph._get_grad_fn_or_grad_acc(param)
+    return node
 
-    False where `autograd.grad()` or `backward(inputs=...)` were called without `param`, None where
-    `autograd.grad()` was called for it.
+
+def hooks_of(node: Node) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The Python hooks of a node, before and behind it; the dicts follow what is registered.
+
+    Hooks of C++ (those of DistributedDataParallel) are not among them.
     """
-    node = torch.autograd.graph.get_gradient_edge(param).node
+    found = []
+    for register in (node.register_prehook, node.register_hook):
+        handle: Any = register(_no_hook)
+        found.append(handle.hooks_dict_ref())
+        handle.remove()
+    return found[0], found[1]
+
+
+def _no_hook(*gradients: Any) -> None:
+    """Shows where hooks are kept."""
+
+
+def accumulates_into(node: Node) -> bool | None:
+    """Inside a backward: will it run this AccumulateGrad node?
+
+    False where `autograd.grad()` or `backward(inputs=...)` were called without its parameter, None
+    where `autograd.grad()` was called for it.
+    """
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # it refuses to say of a leaf that autograd.grad() was called for
         return None
+
+
+@dataclass(eq=False, slots=True)
+class BackwardCall:
+    """One call of `backward()` or `autograd.grad()`, while it runs."""
+
+    roots: tuple[Any, ...]  # tensors, or gradient edges
+    inputs: tuple[Any, ...]  # what it was called for; nothing: every leaf
+    cache: dict[object, Any] = field(default_factory=dict)  # what was found out about it
+
+
+def note_backward_calls() -> None:
+    """Let `backward_call` know of every call from now on."""
+    stock = torch.autograd.graph._engine_run_backward
+    if hasattr(stock, "noted"):
+        return
+
+    @functools.wraps(stock)
+    def run(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
+        call = BackwardCall(tuple(t_outputs), tuple(inputs or ()))
+        token = _BACKWARD_CALL.set(call)
+        try:
+            return stock(t_outputs, *args, **kwargs)
+        finally:
+            _BACKWARD_CALL.reset(token)
+            call.roots = call.inputs = ()  # autograd keeps the context until the next call
+            call.cache.clear()
+
+    run.noted = True  # type: ignore[attr-defined]
+    torch.autograd.graph._engine_run_backward = run
+    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+
+
+def backward_call() -> BackwardCall | None:
+    """Inside a backward, in whatever thread of autograd's: the call; None if it is not known."""
+    stashed = torch._C._is_key_in_tls("context")
+    context: contextvars.Context | None = torch._C._get_obj_in_tls("context") if stashed else None
+    return _BACKWARD_CALL.get() if context is None else context.get(_BACKWARD_CALL)
+
+
+_BACKWARD_CALL: contextvars.ContextVar[BackwardCall | None] = contextvars.ContextVar(
+    "megacompile_backward_call", default=None
+)
+
+
+def root_node(root: Any) -> Node:
+    """The node of what a backward was called for: a tensor or a gradient edge."""
+    if isinstance(root, torch.Tensor):
+        return accumulator_of(root)
+    node: Node = root.node
+    return node
+
+
+def function_of(node: Node) -> type | None:
+    """The `torch.autograd.Function` that a node belongs to; None for one of torch's own."""
+    return getattr(node, "_forward_cls", None)
+
+
+def run_soon(node: Node) -> None:
+    """Let autograd run a node as soon as it can, as it does its AccumulateGrad nodes."""
+    node._set_sequence_nr(2**63 - 1)  # type: ignore[attr-defined]
+
+
+def ddp_around() -> torch.nn.parallel.DistributedDataParallel | None:
+    """The DistributedDataParallel whose forward is running."""
+    ddp = torch.nn.parallel.DistributedDataParallel
+    found: torch.nn.parallel.DistributedDataParallel | None = ddp._get_active_ddp_module()
+    return found
+
+
+def in_compiled_autograd() -> bool:
+    """Inside a backward: does compiled autograd run it?"""
+    return bool(torch._dynamo.compiled_autograd.in_compiled_autograd_region)
 
 
 def when_backward_ends(callback: Callable[[], None]) -> None:

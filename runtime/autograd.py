@@ -1,9 +1,15 @@
-"""Joins a program to the user's autograd: one `torch.autograd.Function` for each captured graph.
+"""Joins a program to the user's autograd: one node for each captured graph, and gates behind it.
 
-Its forward runs the forward schedule; its backward runs the backward schedule, which writes
-parameter gradients to the host, and returns the gradients of the graph's other inputs. The host
-parameters are inputs too, and get None, because their gradients are written already: all but those
-that autograd needs itself, for a hook of the user or for `autograd.grad()`.
+The node's forward runs the forward schedule, its backward the backward schedule. The parameters are
+inputs of the gates, which hand over their gradients once the node's backward has run:
+
+    loss <- node <- gate <- parameters
+              \\
+               inputs of the graph, the proxies among them
+
+Autograd then accumulates them and runs the hooks, as it does for any gradient. There is one gate
+for all parameters, or one for each where hooks are registered: they run in the order in which the
+plain model's would, from the parameter that is used last to the first.
 """
 
 from __future__ import annotations
@@ -13,18 +19,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from megacompile import compat, ops
 from megacompile.errors import BackwardError, DeviceMemoryError
 from megacompile.ir import Variant
 from megacompile.runtime import shortage
+from megacompile.runtime.accumulators import users_of
 from megacompile.runtime.activations import taken
+from megacompile.runtime.backward_pass import Place
 from megacompile.runtime.captured import Program
 from megacompile.runtime.executor import Executor
-from megacompile.runtime.gradients import Place
+from megacompile.runtime.gradients import Run
 from megacompile.runtime.machine import Machine
-from megacompile.runtime.proxies import StreamedParameter
+from megacompile.runtime.proxies import Link, StreamedParameter
 
 
 def run(program: Program, args: Sequence[Any]) -> list[Any]:
@@ -32,9 +40,9 @@ def run(program: Program, args: Sequence[Any]) -> list[Any]:
     call = _Call(program, args)
     if any(program.differentiable(k) for k in program.tensor_outputs()):
         with torch.enable_grad():  # the graph itself may do so
-            computed = _Function.apply(call, *args, *call.hosts)  # type: ignore[no-untyped-call]
+            computed = _Graph.apply(call, call.gates(), *args)  # type: ignore[no-untyped-call]
     else:
-        computed = call.forward(())
+        computed = call.forward()
     by_position = dict(zip(program.tensor_outputs(), computed, strict=True))
     by_node = {program.outputs[k]: value for k, value in by_position.items()}
     inputs = call.inputs_by_name
@@ -48,9 +56,6 @@ def run(program: Program, args: Sequence[Any]) -> list[Any]:
     ]
 
 
-_Found = tuple[dict[str, torch.Tensor], dict[Place, torch.Tensor]]  # of inputs, of parameters
-
-
 class _Call:
     """One forward of a program, and what its backward needs."""
 
@@ -61,17 +66,51 @@ class _Call:
         names = [n.name for n in program.stages.forward.find_nodes(op="placeholder")]
         self.inputs_by_name = {name: args[int(name.removeprefix("x"))] for name in names}
         self.params = [arg for arg in args if isinstance(arg, StreamedParameter)]
-        places = [self.machine.place(proxy) for proxy in self.params if proxy.requires_grad]
-        self.places = tuple(dict.fromkeys((bucket.key, i) for bucket, i in places))
+        self.positions = {
+            self._place(arg): k
+            for k, arg in enumerate(args)
+            if isinstance(arg, StreamedParameter) and arg.requires_grad
+        }
+        self.places = tuple(self.positions)
         self.residuals: dict[str, Any] | None = None
-        self.exceptions: set[Place] = set()  # whose gradients do not go to p.grad
+        self.observed = compat.ddp_around() is not None
+        self._handed: dict[int, dict[Place, torch.Tensor]] = {}  # to gates, by the backward
 
-    def forward(self, args: Sequence[Any]) -> list[torch.Tensor]:
-        """Run the forward schedule; gives the computed outputs, each once."""
-        self.random = shortage.random_state(self.machine.device)
-        outputs = self._compute()
+    def gates(self) -> torch.Tensor | None:
+        """The gates of this call, the one behind the node; None where nothing is trained."""
+        gradients = self.machine.gradients
+        if not self.places:
+            return None
+        groups = [self.places]
+        if any(gradients.end(place).hooked for place in self.places):
+            groups = [(place,) for place in self.places]
+        token = torch.empty(0, device=self.machine.device)  # which says whose stream it is
+        for group in groups:
+            params = [gradients.param(place) for place in group]
+            token = _Gate.apply(self, group, token, *params)  # type: ignore[no-untyped-call]
+        return token
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def gradients_for(self, places: Sequence[Place]) -> list[torch.Tensor | None]:
+        """What a gate hands over; nobody holds it afterwards."""
+        number = compat.backward_id()
+        handed = self._handed.get(number, {})
+        found = [handed.pop(place, None) for place in places]
+        if not handed:
+            self._handed.pop(number, None)
+        return found
+
+    def forward(self, *, recorded: bool = False) -> list[torch.Tensor]:
+        """Run the forward schedule; gives the computed outputs, each once.
+
+        Args:
+            recorded: autograd holds this call, and a backward may come.
+        """
+        with self.machine.running:
+            self.random = shortage.random_state(self.machine.device)
+            outputs = self._compute()
         residuals = self.residuals or {}
-        if args:  # autograd holds this call
+        if recorded:
             self.machine.pending.add(self)
         self.buckets = self.machine.gradients.buckets
         self.param_versions = [(proxy, proxy.root._version) for proxy in self.params]
@@ -90,13 +129,11 @@ class _Call:
         self.generation = self.machine.slots.generation
         return outputs
 
-    @property
-    def hosts(self) -> list[nn.Parameter]:
-        """The host parameters that may get a gradient."""
-        return [self.machine.buckets[key].params[i] for key, i in self.places]
-
-    def backward(self, given: Sequence[torch.Tensor | None]) -> _Found:
-        """Run the backward schedule on the outputs' gradients; gives those of the inputs."""
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def backward(self, given: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
+        """Run the backward schedule on the outputs' gradients; gives those of the inputs, by
+        position. Those of the parameters are for the gates.
+        """
         positions = self.program.tensor_outputs()
         tangents = {
             k: gradient
@@ -104,29 +141,50 @@ class _Call:
             if gradient is not None and self.program.differentiable(k)
         }
         if not tangents:
-            return {}, {}
-        self._check()
-        returned, dropped = self._exceptions()
-        self.exceptions = {*returned, *dropped}
-        with self.machine.gradients.aside(returned, dropped) as of_params:
-            return self._run(tangents), of_params
+            return {}
+        with self.machine.running:
+            self._check()
+            gradients = self.machine.gradients
+            gradients.run = run = self._prepare()
+            try:
+                of_inputs = self._attempts(tangents)
+                of_params, of_proxies = run.hand_over()
+            finally:
+                gradients.run = None
+        self._handed[compat.backward_id()] = of_params
+        found = {int(name.removeprefix("x")): gradient for name, gradient in of_inputs.items()}
+        return found | {self.positions[place]: g for place, g in of_proxies.items()}
 
-    def _exceptions(self) -> tuple[list[Place], list[Place]]:
-        """The parameters whose gradients autograd needs itself, and those that nobody wants."""
-        returned, dropped = [], []
-        for place, host in zip(self.places, self.hosts, strict=True):
-            accumulates = compat.accumulates_into(host)
-            if accumulates is False:
-                dropped.append(place)
-            elif (
-                accumulates is None
-                or compat.gradient_hooks(host)
-                or compat.post_accumulate_hooks(host)
-            ):
-                returned.append(place)
-        return returned, dropped
+    @property
+    def _run(self) -> Run:
+        run = self.machine.gradients.run
+        assert run is not None, "outside of a backward"
+        return run
 
-    def _run(self, tangents: dict[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _prepare(self) -> Run:
+        """Find out who wants the parameters' gradients in this backward, and who else is there."""
+        call = compat.backward_call()
+        users = None
+        asked: set[int] = set()
+        if call is not None:
+            if _USERS not in call.cache:
+                call.cache[_USERS] = users_of(call, (_Graph, _Gate), Link)
+            users = call.cache[_USERS]
+            asked = {id(given) for given in call.inputs}
+        proxies = {self._place(proxy) for proxy in self.params if id(proxy) in asked}
+        return Run(
+            self.machine.gradients,
+            self.places,
+            users,
+            proxies=proxies.intersection(self.places),
+            observed=self.observed,
+        )
+
+    def _place(self, proxy: StreamedParameter) -> Place:
+        bucket, i = self.machine.place(proxy)
+        return bucket.key, i
+
+    def _attempts(self, tangents: dict[int, torch.Tensor]) -> dict[str, torch.Tensor]:
         while True:
             try:
                 return self._attempt(dict(tangents))
@@ -137,7 +195,7 @@ class _Call:
     def _start_again(self, ran_out: str) -> None:
         """After a backward that ran out of device memory: the forward again, by a plan that needs
         less. Gradients that are on the host already stay as they are."""
-        program, gradients = self.program, self.machine.gradients
+        program, run = self.program, self._run
         self.residuals = None
         why = ""
         if ops.nodes_of(program.stages.forward, ops.assign):
@@ -152,7 +210,7 @@ class _Call:
                 f"the step cannot be repeated, because {why}; let the plan use less from the "
                 "start: megacompile(model, gpu_memory=...)"
             )
-        gradients.repeat()
+        run.repeat()
         program.replan()
         shortage.step_down(program.compiler, self.machine.slots, ran_out, "the backward")
         now = shortage.random_state(self.machine.device)
@@ -184,11 +242,11 @@ class _Call:
             program.tangents = tangents
             variant = Variant(tangents, keep_last=False)
             wanted = program.executor(variant).schedule
-        update = self._updates()
-        start = self.machine.gradients.start_update if update else self.machine.gradients.start
+        run, update = self._run, self._updates()
         if update:
             assert self.machine.in_backward is not None
             self.machine.in_backward.begin(self.machine.buckets, wanted.gradient_params)
+        start = run.start_update if update else run.start
         accumulate = start(wanted.gradient_params)
         variant = replace(variant, accumulate=accumulate, update=update)
         executor = program.executor(variant)
@@ -197,22 +255,36 @@ class _Call:
         return executor
 
     def _updates(self) -> bool:
-        """Does this backward update its parameters?"""
-        updates = self.machine.in_backward
+        """Does this backward update its parameters?
+
+        Raises:
+            BackwardError: somebody wants a gradient that would never leave the device, or adds to
+                it.
+        """
+        updates, run = self.machine.in_backward, self._run
         if updates is None or updates.accumulating:
             return False
-        if not self.exceptions:
-            return True
-        if self.exceptions >= set(self.places):
+        if run.exceptions >= set(self.places):
             return False  # torch.autograd.grad()
-        bucket, i = self.machine.buckets, min(self.exceptions)
-        raise BackwardError(
-            f"{self.program.capture.name}: the gradient of "
-            f"{bucket[i[0]].layout.params[i[1]].name!r} is wanted by a hook, or by "
-            "backward(inputs=...), but gradients never leave the device where the backward "
-            "updates; leave out optimizer= of megacompile(), or put this backward into "
-            "`with megacompile.accumulate(model):`"
+        instead = (
+            "but gradients never leave the device where the backward updates; leave out optimizer= "
+            "of megacompile(), or put this backward into `with megacompile.accumulate(model):`"
         )
+        name = self.program.capture.name
+        if run.exceptions:
+            raise BackwardError(
+                f"{name}: the gradient of {self._name(min(run.exceptions))!r} is wanted by a hook, "
+                f"or by backward(inputs=...), {instead}"
+            )
+        if run.shared:
+            raise BackwardError(
+                f"{name}: {self._name(min(run.shared))!r} is used outside of the model too in this "
+                f"backward, so a part of its gradient comes from elsewhere, {instead}"
+            )
+        return True
+
+    def _name(self, place: Place) -> str:
+        return self.machine.buckets[place[0]].layout.params[place[1]].name
 
     def _take_residuals(self) -> dict[str, Any]:
         if self.residuals is None:
@@ -228,6 +300,12 @@ class _Call:
 
     def _check(self) -> None:
         name = self.program.capture.name
+        if compat.in_compiled_autograd():
+            raise BackwardError(
+                f"{name}: backward() in compiled autograd, which cannot hand gradients over: leave "
+                "it off (torch._dynamo.config.compiled_autograd); megacompile has compiled this "
+                "backward already"
+            )
         if torch.is_grad_enabled():
             raise BackwardError(
                 f"{name}: backward() with create_graph=True: megacompile does not differentiate "
@@ -253,13 +331,34 @@ class _Call:
                 )
 
 
-class _Function(torch.autograd.Function):
+_USERS = object()  # in a call's cache: see `users_of`
+
+
+class _Gate(torch.autograd.Function):
+    """Joins parameters to a captured graph: their gradients come from its call."""
+
     @staticmethod
-    def forward(ctx: Any, call: _Call, *args: Any) -> Any:
-        outputs = call.forward(args)
+    def forward(
+        ctx: Any, call: _Call, places: Sequence[Place], token: torch.Tensor, *params: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.call, ctx.places = call, places
+        ctx.set_materialize_grads(False)
+        return torch.empty_like(token)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, None, gradients[0], *ctx.call.gradients_for(ctx.places)
+
+
+class _Graph(torch.autograd.Function):
+    """A captured graph."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, token: torch.Tensor | None, *args: Any) -> Any:
+        outputs = call.forward(recorded=True)
         ctx.call = call
-        ctx.args = len(args) - len(call.places)
-        ctx.names = {int(name.removeprefix("x")): name for name in call.inputs_by_name}
+        ctx.args = len(args)
+        ctx.device = None if token is None else token.device
         ctx.set_materialize_grads(False)
         positions, differentiable = call.program.tensor_outputs(), call.program.differentiable
         ctx.mark_non_differentiable(
@@ -269,9 +368,6 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        of_inputs, of_params = ctx.call.backward(gradients)
-        return (
-            None,
-            *(of_inputs.get(ctx.names.get(i, "")) for i in range(ctx.args)),
-            *(of_params.get(place) for place in ctx.call.places),
-        )
+        found = ctx.call.backward(gradients)
+        token = None if ctx.device is None else torch.empty(0, device=ctx.device)
+        return None, token, *(found.get(k) for k in range(ctx.args))

@@ -25,6 +25,7 @@ from megacompile.ir import (
 )
 from megacompile.runtime import anomaly
 from megacompile.runtime.flight import Flight
+from megacompile.runtime.gradients import Run
 from megacompile.runtime.host import HostBucket
 from megacompile.runtime.in_backward import InBackward, Parked
 from megacompile.runtime.machine import Machine
@@ -226,7 +227,7 @@ class BoundOps:
         def copy() -> tuple[int, Group]:
             key, group = room.value
             for i, tensor in group.items():
-                source = self.machine.gradients.so_far(key, i)
+                source = self._run.so_far(key, i)
                 if source is None:
                     tensor.zero_()
                 else:
@@ -245,6 +246,12 @@ class BoundOps:
 
         return self._issue(Stream.COMPUTE, (so_far, gradients), add)
 
+    @property
+    def _run(self) -> Run:
+        run = self.machine.gradients.run
+        assert run is not None, "outside of a backward"
+        return run
+
     def norm_grad(self, bucket: Bucket, gradients: Handle) -> Handle:
         def norms() -> torch.Tensor:
             _, group = gradients.value
@@ -257,23 +264,23 @@ class BoundOps:
     def offload_grad(
         self, bucket: Bucket, gradients: Handle, norms: Handle | None = None
     ) -> Handle:
-        found, queue = self.machine.gradients, self.machine.streams.copies(Stream.D2H)
+        run, queue = self._run, self.machine.streams.copies(Stream.D2H)
 
         def copy() -> None:
             key, group = gradients.value
-            again = any(found.drops(key, i) for i in group)
+            again = run.drops_any(key, group)
             if norms is not None and not again:  # first: clip_grad_norm_ waits for them alone
-                room = found.norms_room(key, self.gradient_params[key])
+                room = run.norms_room(key, self.gradient_params[key])
                 room.copy_(norms.value, non_blocking=True)
-                found.norms_copied(key, queue)
+                run.norms_copied(key, queue)
             for i, gradient in group.items():
-                if not found.drops(key, i):
-                    found.room(key, i).copy_(gradient, non_blocking=True)
+                if not run.drops(key, i):
+                    run.room(key, i).copy_(gradient, non_blocking=True)
 
         waits = (gradients,) if norms is None else (gradients, norms)
         handle = self._issue(Stream.D2H, waits, copy)
-        if not found.all_dropped(bucket.key, self.gradient_params[bucket.key]):
-            found.copied(bucket.key, handle.event)
+        if not run.drops_all(bucket.key, self.gradient_params[bucket.key]):
+            run.copied(bucket.key, handle.event)
         return handle
 
     # The optimizer's ops.
@@ -309,7 +316,7 @@ class BoundOps:
         host, trained = machine.buckets[bucket.key], self.gradient_params[bucket.key]
 
         def keep() -> None:
-            if all(machine.gradients.to_param(bucket.key, i) for i in trained):
+            if all(self._run.is_final(bucket.key, i) for i in trained):
                 machine.hand_over.keep(host, gradients.value[1], state.value)
 
         return self._issue(Stream.COMPUTE, (gradients, state), keep)

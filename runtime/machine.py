@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ class Machine:
     order: list[int] = field(default_factory=list)  # bucket keys, as the last forward read them
     tracer: Tracer | None = None  # while a trace of the model is on
     detect_anomaly: bool = False  # is NaN or inf in a gradient an error?
+    running: threading.RLock = field(default_factory=threading.RLock)  # one schedule at a time
     activations: HostPool = field(init=False)  # host memory of what waits for its backward
 
     def __post_init__(self) -> None:

@@ -27,6 +27,7 @@ class StreamedParameter(torch.Tensor):
 
     host: torch.Tensor
     root: torch.Tensor  # the host tensor of the parameter that it is, or is a view of
+    param: nn.Parameter | None  # that parameter
     is_view: bool  # of a parameter, made by eager code
     tell: Callable[[], None]  # called where eager code uses it
     settle: Callable[[], None]  # waits until `host` may be read
@@ -38,6 +39,7 @@ class StreamedParameter(torch.Tensor):
     ) -> StreamedParameter:
         self: StreamedParameter = compat.wrapper(cls, host, device)
         self.host = self.root = host
+        self.param = None
         self.is_view = view
         self.tell = self.settle = self.wrote = _nothing
         self._is_param = not view  # isinstance(self, nn.Parameter)
@@ -55,6 +57,29 @@ class StreamedParameter(torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         return self.clone().numpy(force=force)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The parameter's, on the device: a copy, where that is not the host."""
+        if self.param is None or self.is_view:
+            return super().grad if self.is_leaf else None
+        gradient = None if compat.is_described() else self.param.grad
+        return None if gradient is None else gradient.to(self.device)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if self.param is None or self.is_view:
+            _SET_GRAD(self, value)
+        else:
+            self.param.grad = None if value is None else value.to(self.param.device)
+
+    def requires_grad_(self, requires_grad: bool = True) -> StreamedParameter:
+        """Freeze or train the parameter, from the next use on."""
+        if self.param is None or self.is_view:
+            super().requires_grad_(requires_grad)
+        else:
+            self.param.requires_grad_(requires_grad)
+        return self
 
     @property
     def data(self) -> torch.Tensor:
@@ -133,12 +158,16 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
             return value
         view = StreamedParameter(value, bases[0].device, view=True)
         base = bases[0]
-        view.root, view.tell = base.root, base.tell
+        view.root, view.param, view.tell = base.root, base.param, base.tell
         view.settle, view.wrote = base.settle, base.wrote
         return view
 
     args, kwargs = compat.tree_map(host, (args, kwargs))
     return compat.tree_map(proxy, func(*args, **kwargs))
+
+
+_GRAD: Any = torch.Tensor.grad
+_SET_GRAD: Callable[[torch.Tensor, torch.Tensor | None], None] = _GRAD.__set__
 
 
 def _nothing() -> None:
@@ -150,8 +179,10 @@ class _EagerNotice:
 
     def __init__(self) -> None:
         self.said = False
+        self.used = False  # by eager code, or an unknown caller
 
     def __call__(self) -> None:
+        self.used = True
         if self.said or compat.backward_id() != -1:  # a backward is where its forward was
             return
         place = _place_in_user_code()
@@ -193,25 +224,42 @@ class Proxies:
         self,
         model: nn.Module,
         device: torch.device,
-        receive: Callable[[nn.Parameter, torch.Tensor], None],
         source: Callable[[nn.Parameter], Source | None] = lambda param: None,
     ) -> None:
         """The proxies of `model`.
 
-        `receive(parameter, gradient)` gets the gradients that eager code produces; `source` says
-        what is streamed for a parameter, where that is not the parameter itself.
+        `source` says what is streamed for a parameter, where that is not the parameter itself.
         """
+        self.device = device
+        self.source = source
+        self.notice = _EagerNotice()
         self.sites: list[tuple[dict[str, Any], str, nn.Parameter, StreamedParameter]] = []
         made: dict[int, StreamedParameter] = {}
-        notice = _EagerNotice()
         for module in model.modules():
             for name, param in module._parameters.items():
                 if param is None:
                     continue
                 if id(param) not in made:
-                    made[id(param)] = _make(param, device, receive, source(param))
-                    made[id(param)].tell = notice
+                    made[id(param)] = self._proxy_of(param)
                 self.sites.append((module._parameters, name, param, made[id(param)]))
+
+    def _proxy_of(self, param: nn.Parameter) -> StreamedParameter:
+        proxy = _make(param, self.device, self.source(param))
+        proxy.tell = self.notice
+        return proxy
+
+    def _follow(self) -> None:
+        """Make the proxies anew of parameters that were frozen, or trained, since.
+
+        Where eager code uses proxies, each call gets its own: the links of several calls would
+        otherwise be one, and autograd would add their gradients in another order.
+        """
+        made: dict[int, StreamedParameter] = {}
+        for k, (holder, name, param, proxy) in enumerate(self.sites):
+            if self.notice.used or proxy.requires_grad != param.requires_grad:
+                if id(param) not in made:
+                    made[id(param)] = self._proxy_of(param)
+                self.sites[k] = holder, name, param, made[id(param)]
 
     def fits(self, model: nn.Module) -> bool:
         """Are the model's parameters the very same objects as when the proxies were made?"""
@@ -231,9 +279,8 @@ class Proxies:
     def swapped_in(self) -> Iterator[None]:
         """For its duration, the model's parameters are the proxies."""
         with unguarded():
-            for holder, name, param, proxy in self.sites:
-                if proxy.requires_grad != param.requires_grad:
-                    proxy.requires_grad_(param.requires_grad)
+            self._follow()
+            for holder, name, _, proxy in self.sites:
                 holder[name] = proxy
         try:
             yield
@@ -243,29 +290,37 @@ class Proxies:
                     holder[name] = param
 
 
-def _make(
-    param: nn.Parameter,
-    device: torch.device,
-    receive: Callable[[nn.Parameter, torch.Tensor], None],
-    source: Source | None,
-) -> StreamedParameter:
-    root = param.detach()
-    copy = None if source is None else source.copy
-    proxy = StreamedParameter(root if copy is None else copy, device)
-    proxy.root = root
-    if source is not None:
-        proxy.settle, proxy.wrote = source.settle, source.wrote
-    proxy.requires_grad_(param.requires_grad)
+class Link(torch.autograd.Function):
+    """Joins a proxy to its parameter: what eager code adds to its gradient goes on to the host."""
 
-    def hand_over(accumulated: torch.Tensor) -> None:
-        gradient = accumulated.grad
-        if gradient is not None:
-            accumulated.grad = None
-            receive(param, gradient)
+    @staticmethod
+    def forward(
+        ctx: Any, param: nn.Parameter, make: Callable[[], StreamedParameter]
+    ) -> StreamedParameter:
+        ctx.param = param
+        ctx.set_materialize_grads(False)
+        return make()
 
-    if param.is_floating_point() or param.is_complex():
-        keep = proxy.requires_grad
-        proxy.requires_grad_(True)
-        proxy.register_post_accumulate_grad_hook(hand_over)  # type: ignore[no-untyped-call]
-        proxy.requires_grad_(keep)
-    return proxy
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        return None if gradient is None else gradient.to(ctx.param.device), None
+
+
+def _make(param: nn.Parameter, device: torch.device, source: Source | None) -> StreamedParameter:
+    def make() -> StreamedParameter:
+        root = param.detach()
+        copy = None if source is None else source.copy
+        proxy = StreamedParameter(root if copy is None else copy, device)
+        proxy.root, proxy.param = root, param
+        if source is not None:
+            proxy.settle, proxy.wrote = source.settle, source.wrote
+        return proxy
+
+    if not param.requires_grad:
+        return make()
+    with torch.enable_grad():
+        linked: StreamedParameter = Link.apply(param, make)  # type: ignore[no-untyped-call]
+    assert linked.grad_fn is not None
+    compat.run_soon(linked.grad_fn)
+    return linked

@@ -22,7 +22,7 @@ from megacompile import compat
 from megacompile.errors import ModelError
 from megacompile.ir import Bucket, Schedule, Unit
 from megacompile.optimizer_cost import OptimizerCost
-from megacompile.options import Options
+from megacompile.options import Lowering, Options
 from megacompile.runtime import autograd, shortage
 from megacompile.runtime.captured import CapturedGraph, Compiler
 from megacompile.runtime.gradients import Gradients
@@ -62,13 +62,14 @@ class StreamedModel:
         self.make_compiler = compiler
         if options.device.type == "cuda":
             compat.use_expandable_segments()  # a plan is about bytes, not about fragments
+        compat.note_backward_calls()
         streams = Streams(options.device)
         self.machine = Machine(
             device=options.device,
             streams=streams,
             slots=DeviceSlots(options.device),
             buckets={},
-            gradients=Gradients(streams),
+            gradients=Gradients(streams, exact=options.lowering is Lowering.EAGER),
             place=self._place,
             hand_over=HandOver(streams),
             detect_anomaly=options.detect_anomaly,
@@ -151,9 +152,7 @@ class StreamedModel:
         self._buffers_to_device()
 
     def _make_proxies(self) -> None:
-        receive = self.machine.gradients.receive
-        self.proxies = Proxies(self.model, self.options.device, receive, self._source)
-        self._params_of = {id(proxy): id(param) for param, proxy in self.proxies.pairs()}
+        self.proxies = Proxies(self.model, self.options.device, self._source)
 
     def _move_if_wanted(self) -> None:
         """Carry out what the plan says of resident buckets, unless a backward is to come."""
@@ -206,7 +205,7 @@ class StreamedModel:
         return Source(copy, bucket.settle, functools.partial(bucket.take_back, i))
 
     def _place(self, proxy: StreamedParameter) -> tuple[Bucket, int]:
-        return self._buckets_of[self._params_of[id(proxy)]]
+        return self._buckets_of[id(proxy.param)]
 
     def owns(self, param: nn.Parameter) -> bool:
         """Does a parameter lie in a bucket of this model?"""

@@ -30,6 +30,7 @@ from megacompile.ir import Bucket, Slot, Stage, Stream
 from megacompile.runtime import captured
 from megacompile.runtime.bound_ops import BoundOps, _handles
 from megacompile.runtime.executor import Executor
+from megacompile.runtime.gradients import Goes
 from megacompile.runtime.machine import Machine
 from megacompile.runtime.streams import Handle, Streams
 
@@ -403,8 +404,9 @@ class LateExecutor(Executor):
         nothing: `backward()` itself must wait for what it needs. But copies to the host that find
         their place when they run must not outlive it.
         """
-        gradients = self.machine.gradients
-        if gradients._returned or gradients._dropped or self.machine.in_backward is not None:
+        run = self.machine.gradients.run
+        late = run is not None and not {*run.goes.values()} <= {Goes.FIRST, Goes.TOTAL, Goes.MORE}
+        if late or self.machine.in_backward is not None:
             return tuple(Stream)
         return (Stream.COMPUTE,) if name == "forward" else ()
 
@@ -418,13 +420,9 @@ class LateExecutor(Executor):
             held.add(slot.index)
         rooms: list[Tensor] = []
         if name == "backward":
-            so_far = machine.gradients._so_far
-            rooms = [
-                tensor
-                for key, params in self.schedule.gradient_params.items()
-                for i, tensor in machine.buckets[key].grads.items()
-                if i in params and (key, i) not in so_far
-            ]
+            run = machine.gradients.run
+            assert run is not None
+            rooms = [run.room(*place) for place, goes in run.goes.items() if goes is Goes.FIRST]
             rooms = [] if machine.in_backward is not None else rooms
 
         def late() -> None:

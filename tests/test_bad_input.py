@@ -377,27 +377,17 @@ def test_input_changed_between_forward_and_backward() -> None:
 # --- hooks and moves
 
 
-@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hook_that_would_see_a_part_of_a_gradient(kind: str) -> None:
-    """Eager code and a captured graph both use the parameter (elsewhere hooks run as they do)."""
-
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            hidden = scale(self.layer(x))
-            return nn.functional.mse_loss(hidden + self.layer.bias, y)
-
-    model = Both()
-    scale = torch._dynamo.disable(lambda hidden: hidden * model.layer.bias)
-    megacompile(model, device="cpu")
-    handle = getattr(model.layer.bias, kind)(lambda value: None)
-    with pytest.raises(ModelError, match=words("parameter 'layer.bias' has a hook ... backward()")):
-        model(**batch()).backward()
-    handle.remove()
-    step(model, batch())
+def test_compiled_autograd() -> None:
+    model = megacompile(Stack(), device="cpu")
+    loss = model(**batch())
+    with (
+        torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")),
+        pytest.raises(BackwardError, match=words("Stack: backward() in compiled autograd ... off")),
+    ):
+        loss.backward()
+    assert all(p.grad is None for p in model.parameters())
+    model.zero_grad()
+    model(**batch()).backward()
 
 
 def test_to_device_leaves_parameters_and_says_so_once() -> None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,10 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacompile.errors import ModelError
+from megacompile import compat
 from megacompile.ir import Bucket
-from megacompile.runtime.gradients import Gradients
+from megacompile.runtime.accumulators import users_of
+from megacompile.runtime.gradients import Gradients, Run
 from megacompile.runtime.host import HostBucket
+from megacompile.runtime.proxies import Link
 from megacompile.runtime.streams import Streams
 
 New = Mapping[int, Mapping[int, Tensor]]  # bucket key -> parameter's index -> its new gradient
@@ -41,44 +42,81 @@ class Model:
     def __getattr__(self, name: str) -> nn.Parameter:
         return self.params[name]
 
-    def schedule(self, new: New) -> None:
-        """What a backward schedule does: add to the gradients so far, and offload."""
+    def schedule(self, new: New) -> list[Tensor | None]:
+        """What a backward schedule does: add to the gradients so far, and offload. Gives what
+        autograd gets."""
         wanted = {key: tuple(found) for key, found in new.items()}
-        accumulate = self.gradients.start(wanted)
+        places = [(key, i) for key, found in new.items() for i in found]
+        call = compat.backward_call()
+        assert call is not None
+        run = Run(self.gradients, places, users_of(call, (Graph,), Link))
+        accumulate = run.start(wanted)
         self.accumulated.append(accumulate)
         for key, found in new.items():
             for i, gradient in found.items():
-                so_far = self.gradients.so_far(key, i)
+                so_far = run.so_far(key, i)
                 assert accumulate or so_far is None
                 total = gradient if so_far is None else so_far + gradient
-                self.gradients.room(key, i).copy_(total)
+                run.room(key, i).copy_(total)
+            run.copied(key, None)
+        of_params, of_proxies = run.hand_over()
+        assert not of_proxies
+        return [of_params.pop(place, None) for place in places]
 
     def backward(self, *runs: New | Callable[[], None]) -> None:
         """One backward() through a graph for each of `runs`, the first of them first."""
         with torch.enable_grad():  # inside of a backward it is off
             x = torch.ones((), requires_grad=True)
             for run in reversed(runs):
-                act = run if callable(run) else functools.partial(self.schedule, run)
-                x = Graph.apply(x, act)  # type: ignore[no-untyped-call]
+                if isinstance(run, Mapping):
+                    params = [self.buckets[key].params[i] for key in run for i in run[key]]
+                    x = Graph.apply(x, functools.partial(self.schedule, run), *params)  # type: ignore[no-untyped-call]
+                elif isinstance(run, Uses):
+                    x = Eager.apply(x, run.gradient, run.param)  # type: ignore[no-untyped-call]
+                else:
+                    x = Graph.apply(x, run)  # type: ignore[no-untyped-call]
             x.backward()
 
 
 class Graph(torch.autograd.Function):
-    """The identity; its backward calls what it was given."""
+    """A captured graph; its backward calls what it was given."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, act: Callable[[], None]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, act: Callable[[], Any], *params: Tensor) -> Tensor:
         ctx.act = act
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.act()
-        return gradient, None
+        return gradient, None, *(ctx.act() or [])
+
+
+class Eager(torch.autograd.Function):
+    """Code that is not captured, with a gradient for one parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, found: Tensor, param: Tensor) -> Tensor:
+        ctx.found = found
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None, ctx.found
+
+
+class Uses:
+    """A use of a parameter in eager code."""
+
+    def __init__(self, param: nn.Parameter, gradient: Tensor) -> None:
+        self.param, self.gradient = param, gradient
+
+    def __call__(self) -> None:
+        """As the others, for the type."""
 
 
 @pytest.fixture
 def model() -> Model:
+    compat.note_backward_calls()
     return Model()
 
 
@@ -119,11 +157,13 @@ def test_gradients_lie_in_the_bucket(model: Model) -> None:
             assert not param.grad.requires_grad and param.grad.is_leaf
 
 
-def test_they_are_set_when_backward_ends_and_not_before(model: Model) -> None:
-    """Behind the last copy: until then nobody reads them."""
-    seen: list[object] = []
-    model.backward(new(model, 2), lambda: seen.append(model.a.grad), new(model, 3, "d"))
-    assert seen == [None]
+def test_they_are_set_when_nothing_more_is_to_come(model: Model) -> None:
+    """As autograd does: a parameter's is accumulated behind the last graph that uses it."""
+    seen: list[tuple[object, object]] = []
+    see = functools.partial(lambda: seen.append((model.a.grad, model.d.grad)))
+    model.backward(new(model, 2), see, new(model, 3, "d"))
+    ((of_a, of_d),) = seen
+    assert of_a is not None and of_d is None
     assert_grad(model.a, 2)
     assert_grad(model.d, 5)
 
@@ -304,20 +344,22 @@ def test_a_gradient_held_between_two_graphs_of_one_backward(model: Model) -> Non
 
 @pytest.mark.parametrize("eager_first", [True, False])
 def test_a_parameter_that_eager_code_uses_too(model: Model, eager_first: bool) -> None:
-    def eager() -> None:
-        model.gradients.receive(model.a, full(model.a, 10))
-
-    runs: list[New | Callable[[], None]] = [eager, new(model, 2)]
+    runs: list[New | Callable[[], None]] = [Uses(model.a, full(model.a, 10)), new(model, 2)]
     for value in (12, 24):
         model.backward(*runs if eager_first else runs[::-1])
         assert_grad(model.a, value)
     assert_grad(model.b, 4)
 
 
-def test_a_parameter_that_only_eager_code_uses(model: Model) -> None:
-    def eager() -> None:
-        model.gradients.receive(model.a, full(model.a, 10))
+def test_a_sum_of_autograd_goes_into_the_bucket(model: Model) -> None:
+    model.backward(Uses(model.a, full(model.a, 10)), new(model, 2))
+    assert_grad(model.a, 12)
+    assert model.a.grad is not None
+    assert model.a.grad.data_ptr() == model.buckets[0].grads[0].data_ptr()
 
+
+def test_a_parameter_that_only_eager_code_uses(model: Model) -> None:
+    eager = Uses(model.a, full(model.a, 10))
     model.backward(eager)
     first = model.a.grad
     model.backward(eager)
@@ -328,29 +370,26 @@ def test_a_parameter_that_only_eager_code_uses(model: Model) -> None:
     assert model.a.grad is first
 
 
-def test_a_received_gradient_is_a_copy(model: Model) -> None:
-    """Autograd may go on to use what it hands over."""
-    given = full(model.a, 10)
-    model.backward(lambda: model.gradients.receive(model.a, given))
-    given.zero_()
-    assert_grad(model.a, 10)
+def test_two_backwards_at_once(model: Model) -> None:
+    """One that begins while another one, of another thread, has not ended."""
+    model.backward(new(model, 2), lambda: model.backward(new(model, 3)))
+    for param in model.params.values():
+        assert_grad(param, 5)
 
 
 # --- a backward inside of a backward, as a reentrant checkpoint makes it
 
 
 def test_an_inner_backward_belongs_to_the_outer_one(model: Model) -> None:
-    inner: list[bool] = []
 
     def nested() -> None:
         model.backward(new(model, 3))
-        inner.append(model.a.grad is None)
+        assert model.a.grad is not None, "as in the plain loop"
 
     for value in (1, 2):
         model.backward(new(model, 2, "ab"), nested, new(model, 4, "bd"))
         for name, each in {"a": 5, "b": 9, "c": 3, "d": 7}.items():
             assert_grad(model.params[name], value * each)
-    assert inner == [True, False], "set when the outer one ends"
 
 
 def test_an_inner_backward_that_comes_first(model: Model) -> None:
@@ -360,10 +399,8 @@ def test_an_inner_backward_that_comes_first(model: Model) -> None:
 
 
 def test_eager_code_in_an_inner_backward(model: Model) -> None:
-    def receive() -> None:
-        model.gradients.receive(model.a, full(model.a, 10))
-
-    model.backward(new(model, 2), lambda: model.backward(receive))
+    eager = Uses(model.a, full(model.a, 10))
+    model.backward(new(model, 2), lambda: model.backward(eager))
     assert_grad(model.a, 12)
     assert_grad(model.b, 2)
 
@@ -374,7 +411,9 @@ def test_an_inner_backward_that_fails(model: Model) -> None:
 
     with pytest.raises(RuntimeError, match="in the inner backward"):
         model.backward(new(model, 2), lambda: model.backward(new(model, 3), fail))
-    assert model.a.grad is None
+    for param in model.params.values():
+        assert_grad(param, 5)  # as in the plain loop
+        param.grad = None
     model.backward(new(model, 4, "a"))
     assert_grad(model.a, 4)
     assert model.b.grad is None
@@ -383,13 +422,16 @@ def test_an_inner_backward_that_fails(model: Model) -> None:
 # --- backwards that fail
 
 
-def test_a_failed_backward_leaves_nothing_behind(model: Model) -> None:
+def test_a_failed_backward_leaves_what_was_accumulated(model: Model) -> None:
     def fail() -> None:
         raise RuntimeError("in the backward")
 
     with pytest.raises(RuntimeError, match="in the backward"):
-        model.backward(new(model, 2), fail)
-    assert all(param.grad is None for param in model.params.values())
+        model.backward(new(model, 2), fail, new(model, 3, "d"))
+    assert model.d.grad is None
+    for name in "abc":
+        assert_grad(model.params[name], 2)  # as in the plain loop
+        model.params[name].grad = None
     model.backward(new(model, 3, "ab"))
     assert model.accumulated == [False, False]
     assert_grad(model.a, 3)
@@ -403,10 +445,30 @@ def test_a_failed_backward_leaves_the_tensors_of_the_user(model: Model) -> None:
     given = torch.full((4, 3), 10.0)
     model.a.grad = given
     with pytest.raises(RuntimeError, match="in the backward"):
-        model.backward(new(model, 2), fail)
+        model.backward(new(model, 2, "b"), fail, new(model, 2, "a"))
     assert model.a.grad is given and torch.equal(given, torch.full((4, 3), 10.0))
     model.backward(new(model, 3))
     assert model.a.grad is given and torch.equal(given, torch.full((4, 3), 13.0))
+
+
+def test_a_failed_backward_gives_back_what_it_took_over(model: Model) -> None:
+    """The second graph fails, so that autograd never accumulates the total of the first."""
+    model.backward(new(model, 2))
+    before = {name: param.grad for name, param in model.params.items()}
+
+    class Failing(dict[int, dict[int, Tensor]]):
+        """The gradients of a graph whose backward fails."""
+
+    def schedule(new: New) -> list[Tensor | None]:
+        if isinstance(new, Failing):
+            raise RuntimeError("in the backward")
+        return type(model).schedule(model, new)
+
+    model.schedule = schedule  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="in the backward"):
+        model.backward(new(model, 3), Failing(new(model, 4)))
+    for name, param in model.params.items():
+        assert param.grad is before[name]
 
 
 # --- hooks
@@ -426,10 +488,7 @@ def test_hooks_run_once_where_eager_code_uses_it_too(model: Model, eager_first: 
     seen: list[float] = []
     model.a.register_post_accumulate_grad_hook(lambda p: seen.append(float(p.grad[0, 0])))
 
-    def eager() -> None:
-        model.gradients.receive(model.a, full(model.a, 10))
-
-    runs: list[New | Callable[[], None]] = [eager, new(model, 2)]
+    runs: list[New | Callable[[], None]] = [Uses(model.a, full(model.a, 10)), new(model, 2)]
     model.backward(*runs if eager_first else runs[::-1])
     assert seen == [12]
 
@@ -450,15 +509,10 @@ def test_a_hook_may_step_and_free(model: Model) -> None:
         assert torch.equal(param.detach(), full(param, -4))
 
 
-def test_hooks_that_would_miss_a_part_of_the_gradient_are_refused(model: Model) -> None:
-    handle = model.c.register_hook(lambda gradient: gradient * 2)
-    with pytest.raises(ModelError, match=r"parameter 'c' has a hook"):
-        model.backward(lambda: model.gradients.receive(model.c, full(model.c, 2)))
-    handle.remove()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model.backward(new(model, 2))
-    assert_grad(model.c, 2)
+def test_hooks_on_a_parameter_that_eager_code_uses_too(model: Model) -> None:
+    model.c.register_hook(lambda gradient: gradient * 2)
+    model.backward(Uses(model.c, full(model.c, 2)), new(model, 3))
+    assert_grad(model.c, 10)
 
 
 # --- buckets laid out anew

@@ -1,0 +1,92 @@
+"""Where autograd's graph ends: the AccumulateGrad nodes of parameters, and who else leads to them.
+
+A captured graph hands a gradient to autograd without waiting for its copy to the host, and may sum
+it on the device with what `p.grad` holds already. Both are right only if nobody looks before
+`backward()` returns. Those who may look are found here: hooks on the parameter or on its node, and
+other users of the parameter in the same backward (a penalty, a tied head outside of the model).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megacompile import compat
+
+
+class Accumulator:
+    """The AccumulateGrad node of one parameter."""
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self.param = param
+        self.node = compat.accumulator_of(param)
+        self._before, self._behind = compat.hooks_of(self.node)
+
+    @property
+    def hooked_before(self) -> bool:
+        """Will a hook see the gradient before it is accumulated?"""
+        return bool(self._before or compat.gradient_hooks(self.param))
+
+    @property
+    def hooked(self) -> bool:
+        """Will a hook of any kind see the gradient?"""
+        behind = self._behind or compat.post_accumulate_hooks(self.param)
+        return bool(behind or self.hooked_before)
+
+    @property
+    def runs(self) -> bool | None:
+        """Inside a backward: see `compat.accumulates_into`."""
+        return compat.accumulates_into(self.node)
+
+
+@dataclass(frozen=True, slots=True)
+class Users:
+    """Who uses parameters in one backward, by the id of the parameter."""
+
+    others: frozenset[int]  # used by others than captured graphs
+    several: frozenset[int]  # used by more than one captured graph, or by one that ran twice
+
+
+def users_of(call: compat.BackwardCall, ours: Collection[type], link: type) -> Users:
+    """The users of parameters in a backward.
+
+    Args:
+        call: the backward.
+        ours: the autograd functions of captured graphs.
+        link: the one that joins a proxy to its parameter, `ctx.param`; an edge to it counts as one
+            to the parameter, but for those of captured graphs, which have one to the parameter too.
+    """
+    todo: list[Any] = [compat.root_node(root) for root in call.roots]
+    others = {id(node.variable) for node in todo if _is_end(node)}
+    graphs: Counter[int] = Counter()
+    seen: set[object] = set()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        function = compat.function_of(node)
+        following: Any
+        for following, _ in node.next_functions:
+            if following is None:
+                continue
+            if _is_end(following):
+                if function in ours:
+                    graphs[id(following.variable)] += 1
+                elif function is not link:
+                    others.add(id(following.variable))
+            elif compat.function_of(following) is link:
+                if function not in ours:
+                    others.add(id(following.param))
+            else:
+                todo.append(following)
+    return Users(frozenset(others), frozenset(key for key, count in graphs.items() if count > 1))
+
+
+def _is_end(node: object) -> bool:
+    return isinstance(getattr(node, "variable", None), torch.Tensor)
