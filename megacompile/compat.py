@@ -5,7 +5,6 @@ All of them were seen on torch 2.11.0 and 2.13.0.
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import inspect
 import os
@@ -363,12 +362,13 @@ def note_backward_calls() -> None:
     def run(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
         call = BackwardCall(tuple(t_outputs), tuple(inputs or ()))
-        token = _BACKWARD_CALL.set(call)
+        before = backward_call()
+        torch._C._stash_obj_in_tls(_BACKWARD_CALL, call)  # autograd's threads get it from here
         try:
             return stock(t_outputs, *args, **kwargs)
         finally:
-            _BACKWARD_CALL.reset(token)
-            call.roots = call.inputs = ()  # autograd keeps the context until the next call
+            torch._C._stash_obj_in_tls(_BACKWARD_CALL, before)
+            call.roots = call.inputs = ()  # who still holds the call holds no graph
             call.cache.clear()
 
     run.noted = True  # type: ignore[attr-defined]
@@ -378,14 +378,13 @@ def note_backward_calls() -> None:
 
 def backward_call() -> BackwardCall | None:
     """Inside a backward, in whatever thread of autograd's: the call; None if it is not known."""
-    stashed = torch._C._is_key_in_tls("context")
-    context: contextvars.Context | None = torch._C._get_obj_in_tls("context") if stashed else None
-    return _BACKWARD_CALL.get() if context is None else context.get(_BACKWARD_CALL)
+    if not torch._C._is_key_in_tls(_BACKWARD_CALL):
+        return None
+    call: BackwardCall | None = torch._C._get_obj_in_tls(_BACKWARD_CALL)
+    return call
 
 
-_BACKWARD_CALL: contextvars.ContextVar[BackwardCall | None] = contextvars.ContextVar(
-    "megacompile_backward_call", default=None
-)
+_BACKWARD_CALL = "megacompile.backward_call"
 
 
 def root_node(root: Any) -> Node:
