@@ -201,9 +201,14 @@ class Updates:
 
     def _is_plain(self, param: nn.Parameter) -> bool:
         """Are a parameter, its gradient and its states of one dtype, as torch.optim has them?"""
-        rounded = self.options.stochastic_rounding and param.dtype == torch.bfloat16
         assert param.grad is not None
-        return not rounded and param.grad.dtype == param.dtype == self._state_dtype(param)
+        return not self._rounds(param) and param.grad.dtype == param.dtype == self._state_dtype(
+            param
+        )
+
+    def _rounds(self, param: nn.Parameter) -> bool:
+        """Is a parameter rounded at random?"""
+        return self.options.stochastic_rounding and param.dtype == torch.bfloat16
 
     def _say(self, text: str) -> None:
         if text not in self._said:
@@ -330,8 +335,9 @@ class Updates:
         names = names_by_rule(optimizer, group) if by_rule else tuple(names_like(param, state))
         first = "momentum_buffer" in names and state.get("momentum_buffer") is None
         adopt(optimizer, bucket, i, state, names)
-        if names[:1] == ("exp_avg",) and "step" not in state:
-            state["step"] = new_counter()
+        rounded = by_rule and self._rounds(param)
+        if (rounded or names[:1] == ("exp_avg",)) and "step" not in state:
+            state["step"] = new_counter()  # torch's SGD has none, but the seeds need it
         step = Step(
             index=i,
             grad=gradient,
@@ -344,11 +350,10 @@ class Updates:
             if isinstance(optimizer, SGD):
                 step.rule = Rule.NESTEROV if group["nesterov"] else Rule.SGD
                 step.hyper = sgd_hyper(group, first, scale)
-                count = param._version  # no counter, but each step has changed it
             else:
                 step.rule = Rule.ADAM
                 step.hyper = adam_hyper(group, count, scale)
-            if self.options.stochastic_rounding and param.dtype == torch.bfloat16:
+            if rounded:
                 key = bucket.layout.key
                 step.seed = seed_of(torch.initial_seed(), (key << 20) + i, int(count))
         return step
