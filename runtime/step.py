@@ -49,6 +49,7 @@ from megacompile.runtime.optimizer_states import (
     stands_back,
     visible,
 )
+from megacompile.runtime.refusals import check, rehearse
 from megacompile.runtime.rooms import note_changes
 from megacompile.runtime.rules import Rule, adam_hyper, seed_of, sgd_hyper
 from megacompile.runtime.served import served
@@ -128,6 +129,9 @@ class Updates:
         if any(self.owns(param) for group in optimizer.param_groups for param in group["params"]):
             self.machine.before_step()  # it may move buckets, and their gradients
             self._take_over()
+        updates = self.machine.in_backward
+        if updates is not None and updates.optimizer is not optimizer:
+            updates.refuse(optimizer, self.machine.gradients.place, self.machine.buckets)
         found = self._to_update(optimizer)
         if not found:
             return None
@@ -140,13 +144,17 @@ class Updates:
         if why:
             self._say(f"{type(optimizer).__name__} keeps torch.optim's path on the host: {why}")
             return None
+        where = f"{type(optimizer).__name__}.step()"
+        check(where, optimizer, self.machine.buckets, found)
         prepared = PreparedStep(self, optimizer, [], [])
         try:
             compiled: set[object] = set()
+            rehearsed: set[object] = set()
             for key in self._in_order(found):
                 part = self._part(optimizer, self.machine.buckets[key], found[key])
                 prepared.parts.append(part)
                 part.update.prepare(compiled)
+                rehearse(where, optimizer, part.update, part.trained, rehearsed)
                 if self._helps and part.update.suits_pieces():
                     part.update.on_device = True
                     part.update.bucket.lock_states(optimizer)
@@ -173,7 +181,7 @@ class Updates:
         """
         updates = self.machine.in_backward
         if updates is not None and updates.optimizer is optimizer:
-            for key, i in updates.commit():
+            for key, i in updates.commit(self.machine.buckets):
                 param = self.machine.buckets[key].params[i]
                 count_up(optimizer.state[param])
                 drop_empty(optimizer, [param])
@@ -348,7 +356,7 @@ class Updates:
         if by_rule:
             count = float(state.get("step", 0)) + 1
             if isinstance(optimizer, SGD):
-                step.rule = Rule.NESTEROV if group["nesterov"] else Rule.SGD
+                step.rule = Rule.NESTEROV if group["nesterov"] and names else Rule.SGD
                 step.hyper = sgd_hyper(group, first, scale)
             else:
                 step.rule = Rule.ADAM
