@@ -19,7 +19,7 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 from megacompile.errors import OptimizerError
 from megacompile.runtime.guards import unguarded
 from megacompile.runtime.host import HostBucket
-from megacompile.runtime.optimizer_states import Trained, names_by_rule
+from megacompile.runtime.optimizer_states import ON_DEVICE, Trained, names_by_rule
 from megacompile.runtime.update import BucketUpdate, Step, Way, run_stock
 
 _NUMBERS = {  # options of a group that are numbers
@@ -28,6 +28,7 @@ _NUMBERS = {  # options of a group that are numbers
     SGD: ("lr", "weight_decay", "momentum", "dampening"),
 }
 _OWN = (Way.STOCK, Way.FUSED, Way.DEVICE)  # these run torch.optim's own step
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MISSING = object()
 
 # What torch.optim's steps raise.
@@ -55,10 +56,34 @@ def check(
     """
     groups = {id(each.group): each.group for trained in found.values() for each in trained}
     check_options(where, optimizer, groups.values())
+    moments = {}
+    if not isinstance(optimizer, ON_DEVICE):
+        moments = {key: names_by_rule(optimizer, group) for key, group in groups.items()}
     for key, trained in found.items():
-        places = buckets[key].layout.params
         for each in trained:
-            check_state(where, optimizer, places[each.at].name, each)
+            param, at, group, state = each
+            names = moments.get(id(group))
+            if state and (names is None or not _is_usual(optimizer, param, state, names)):
+                check_state(where, optimizer, buckets[key].layout.params[at].name, each)
+
+
+def _is_usual(
+    optimizer: Optimizer, param: torch.Tensor, state: dict[str, Any], names: Iterable[str]
+) -> bool:
+    """Is there nothing to complain of? The quick look, for every parameter in every step."""
+    shape = param.shape
+    for name in names:
+        value = state.get(name)
+        if (
+            not isinstance(value, torch.Tensor)
+            or value.shape != shape
+            or value.dtype not in _FLOATS
+        ):
+            return False
+    step = state.get("step")
+    if step is None:
+        return isinstance(optimizer, SGD)
+    return isinstance(step, torch.Tensor) and step.numel() == 1
 
 
 def check_backward(optimizer: Optimizer, buckets: Mapping[int, HostBucket]) -> None:
