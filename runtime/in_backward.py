@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from megacompile import compat
 from megacompile.errors import OptimizerError
-from megacompile.runtime.guards import guard, guard_of
+from megacompile.runtime.guards import guard, guard_of, unguarded
 from megacompile.runtime.host import HostBucket
 from megacompile.runtime.optimizer_states import has_update
 from megacompile.runtime.refusals import check_backward
@@ -243,8 +243,9 @@ class InBackward:
     ) -> Landing | None:
         """New parameters and states to the host."""
         landing = write_back(host, rooms, self._sources(host), self._visible(host, rooms), queue)
-        for i in rooms:
-            self._made[host.layout.key, i] = (host.params[i], host.params[i]._version)
+        key = host.layout.key
+        with unguarded():
+            self._made |= {(key, i): (host.params[i], host.params[i]._version) for i in rooms}
         return landing
 
     def _sources(self, host: HostBucket) -> Sources:

@@ -132,7 +132,7 @@ def check_options(where: str, optimizer: Optimizer, groups: Iterable[dict[str, A
             value = group.get(name, _MISSING)
             if not _is_number(value):
                 _refuse_option(where, optimizer, group, name, value, "a number")
-        if isinstance(optimizer, Adam):  # an AdamW is one too
+        if isinstance(optimizer, (AdamW, Adam)):
             betas = group.get("betas", _MISSING)
             pair = isinstance(betas, (tuple, list)) and len(betas) == 2
             if not pair or not all(_is_number(beta) and 0 <= float(beta) < 1 for beta in betas):
