@@ -4,7 +4,18 @@ largest magnitude.
 Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021, arXiv 2110.02861.
 The map has seven decades, 1e-6 to 1, each decade with twice the codes of the one below it; signed
 for the first moment, unsigned for the second. Invariants: the code of 0 is exact, so a block of
-zeros stays zeros; a block with a NaN or an infinity comes back without a finite value.
+zeros stays zeros; a block with a NaN or an infinity comes back as NaN.
+
+[Note: the same codes again] Quantizing what was dequantized gives the same codes and the same
+largest magnitudes, in every bit, so a checkpoint has the values alone, as float32, and any
+optimizer can load it. This needs three things:
+
+- The largest magnitude of a block has a code of its own, 1 or -1, so it comes back as it is. The
+  source's signed map has no -1; here the lowest of its codes is -1 instead of -0.993.
+- The other values come back within 2^-23 of themselves, relative to their size, and the codes are
+  at least 2^-8 apart. This holds while all of them are normal numbers, so a block whose largest
+  magnitude is below `SMALLEST` becomes zeros: its square root is 2e-16.
+- Neither infinity nor NaN can be divided by, so the largest magnitude of such a block is NaN.
 """
 
 from __future__ import annotations
@@ -17,6 +28,7 @@ from torch.nn import functional
 
 BLOCK = 256  # values that share one absmax
 MIN_SIZE = 4096  # elements; a smaller parameter keeps fp32 states
+SMALLEST = 2.0**-104  # largest magnitude; the lowest codes stand for more than 2^-22 of it
 TABLE_NUMEL = 256 + 256 + 2**16  # a row of `tables`
 
 _DECADES = 7
@@ -36,7 +48,8 @@ def dynamic_code(signed: bool) -> Tensor:
     """The values that the 256 codes stand for: (256,) fp32 on the CPU, ascending, the last one 1.
 
     Decade d (0 is the lowest) divides [0.1, 1] * 10^(d - 6) into 2^d bins for each sign, or
-    2^(d + 1) if unsigned, and has the middle of each bin; 0 and 1 are the two codes left.
+    2^(d + 1) if unsigned, and has the middle of each bin; 0 and 1 are the two codes left. Of the
+    signed map the lowest bin has -1.
     """
     values = [0.0, 1.0]
     for decade in range(_DECADES):
@@ -46,7 +59,10 @@ def dynamic_code(signed: bool) -> Tensor:
         values += middles
         if signed:
             values += [-middle for middle in middles]
-    return torch.tensor(sorted(values), dtype=torch.float32)
+    codes = torch.tensor(sorted(values), dtype=torch.float32)
+    if signed:
+        codes[0] = -1.0  # see the note
+    return codes
 
 
 # Dynamo would trace through a cached function, and compute the tables in every call; and it takes
@@ -82,13 +98,16 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """The nearest codes, (numel,) uint8, and each block's largest magnitude, fp32.
 
-    A tie takes the lower code. Unsigned maps take values that are not negative.
+    A tie takes the lower code. Unsigned maps take values that are not negative. A largest magnitude
+    below `SMALLEST` becomes 0, and one that is not finite NaN: see the note above.
     """
     table = tables(values.device) if table is None else table
     numel = values.numel()
     padded = functional.pad(values.float(), (0, -numel % BLOCK))
     rows = padded.view(absmax_numel(numel), BLOCK)
     absmax = rows.abs().amax(1)
+    absmax = torch.where(absmax < torch.inf, absmax, torch.nan)
+    absmax = torch.where(absmax < SMALLEST, 0.0, absmax)
     divisor = torch.where(absmax == 0, 1.0, absmax)
     _, midpoints, guesses = table[int(signed)].split((256, 256, 2**16))
     scaled = rows / divisor[:, None]

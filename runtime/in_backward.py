@@ -7,7 +7,8 @@ step. The hyperparameters are those of the optimizer when `backward()` is called
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,10 @@ from torch.optim import Optimizer
 
 from megacompile import compat
 from megacompile.errors import OptimizerError
-from megacompile.runtime.guards import guard, guard_of
+from megacompile.runtime.guards import guard, guard_of, unguarded
 from megacompile.runtime.host import HostBucket
+from megacompile.runtime.optimizer_states import has_update
+from megacompile.runtime.refusals import check_backward
 from megacompile.runtime.rooms import Landing, Rooms, Sources, fetch, make_rooms, update, write_back
 from megacompile.runtime.update import Step
 
@@ -95,24 +98,24 @@ class InBackward:
         self.prepare = steps
         self.accumulating = False  # inside of megacompile.accumulate()
         self.uncommitted: set[Place] = set()  # updated, and step() was not called yet
+        self.committed: set[Place] = set()  # by the last step(), until the next backward
         self.running: dict[int, dict[int, Step]] = {}  # the steps of the backward that runs now
         self._options: list[dict[str, Any]] = []  # of the groups, when it began
         self._ended = True  # the last backward did, without an error
         self._backward = -1  # its id
+        self._made: dict[Place, tuple[nn.Parameter, int]] = {}  # updated, and its version then
+        self._loaded = False  # the optimizer's states, since the backward began
         self._parked: list[Parked] = []
+        optimizer.register_load_state_dict_post_hook(_weakly(self._note_load))
         compat.notice_scaled_losses()
 
     def begin(self, buckets: Mapping[int, HostBucket], wanted: Mapping[int, Sequence[int]]) -> None:
         """Take the hyperparameters for the backward of one schedule."""
+        backward, self._backward = self._backward, compat.backward_id()
+        if backward != self._backward:
+            self._give_up_failed(buckets)
         places = {(key, i) for key, params in wanted.items() for i in params}
         again = sorted(places & self.uncommitted)
-        backward, self._backward = self._backward, compat.backward_id()
-        if self.uncommitted and not self._ended and backward != self._backward:
-            self.uncommitted.clear()
-            raise OptimizerError(
-                "the last backward failed after it had updated some parameters, and others not: "
-                "load a checkpoint of the model and the optimizer, and go on from there"
-            )
         if compat.loss_is_scaled():
             raise OptimizerError(
                 "the loss of this backward was scaled by a GradScaler, but megacompile(model, "
@@ -120,8 +123,6 @@ class InBackward:
                 "gradients (nothing was updated): leave out optimizer=, or the GradScaler, which "
                 "bfloat16 does not need"
             )
-        self._ended = False
-        compat.when_backward_ends(self._end)
         if again:
             key, i = again[0]
             raise OptimizerError(
@@ -132,7 +133,11 @@ class InBackward:
                 "graphs use one parameter, leave out optimizer="
             )
         if not self.uncommitted:
+            check_backward(self.optimizer, buckets)
             self._options = [_options(group) for group in self.optimizer.param_groups]
+            self._made, self._loaded, self.committed = {}, False, set()
+        self._ended = False
+        compat.when_backward_ends(self._end)
         for key, params in wanted.items():
             buckets[key].settle()
             self.running[key] = self.prepare(self.optimizer, buckets[key], params)
@@ -142,8 +147,68 @@ class InBackward:
         """The backward is over, and did not fail."""
         self._ended = True
 
-    def commit(self) -> list[Place]:
+    def _note_load(self, optimizer: Optimizer) -> None:
+        """`optimizer.load_state_dict()` was called."""
+        del optimizer
+        self._loaded = True
+
+    def _give_up_failed(self, buckets: Mapping[int, HostBucket]) -> None:
+        """Forget the updates of a backward that failed.
+
+        Raises:
+            OptimizerError: it had made some of them, and no checkpoint was loaded since.
+        """
+        if not self.uncommitted or self._ended:
+            return
+        self.uncommitted, made = set(), self._made
+        self._made, self._ended = {}, True
+        written = all(
+            place[0] not in buckets
+            or buckets[place[0]].params[place[1]] is not param
+            or param._version != version
+            for place, (param, version) in made.items()
+        )
+        has_states = any(self.optimizer.state.get(param) for param, _ in made.values())
+        if not written or (has_states and not self._loaded):
+            raise OptimizerError(
+                "the last backward failed after it had updated some parameters, and others not: "
+                "load a checkpoint of the model and the optimizer, and go on from there (this is "
+                "said once)"
+            )
+
+    def refuse(
+        self,
+        optimizer: Optimizer,
+        place_of: Callable[[nn.Parameter], Place | None],
+        buckets: Mapping[int, HostBucket],
+    ) -> None:
+        """Refuse the step of another optimizer over parameters that the backward has updated.
+
+        One that is no stock optimizer may be a wrapper around ours, which steps inside of its own
+        step; if it reads a gradient that is gone, that says so.
+
+        Raises:
+            OptimizerError: with the name of such a parameter.
+        """
+        stock = has_update(optimizer)
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                gone = stock and consumed(param.grad)
+                place = place_of(param) if gone or param.grad is None else None
+                if place is None or not (gone or place in self.committed):
+                    continue
+                mine, its = type(self.optimizer).__name__, type(optimizer).__name__
+                raise OptimizerError(
+                    f"{its}.step(): parameter {buckets[place[0]].layout.params[place[1]].name!r} "
+                    f"was updated in the backward, by the {mine} of megacompile(model, "
+                    f"optimizer=...), which used up its gradient (this {its} updated nothing); "
+                    f"leave it out of this {its}, or leave out optimizer= of megacompile(): then "
+                    "several optimizers may share parameters"
+                )
+
+    def commit(self, buckets: Mapping[int, HostBucket]) -> list[Place]:
         """`optimizer.step()` was called; gives the parameters whose step it is."""
+        self._give_up_failed(buckets)
         now = [_options(group) for group in self.optimizer.param_groups]
         if self.uncommitted and now != self._options:
             raise OptimizerError(
@@ -152,6 +217,7 @@ class InBackward:
                 "backward; change it after step(), as lr schedulers do"
             )
         done, self.uncommitted = sorted(self.uncommitted), set()
+        self.committed = set(done)
         return done
 
     # The ops.
@@ -176,7 +242,11 @@ class InBackward:
         self, host: HostBucket, rooms: Rooms, queue: torch.cuda.Stream | None
     ) -> Landing | None:
         """New parameters and states to the host."""
-        return write_back(host, rooms, self._sources(host), self._visible(host, rooms), queue)
+        landing = write_back(host, rooms, self._sources(host), self._visible(host, rooms), queue)
+        key = host.layout.key
+        with unguarded():
+            self._made |= {(key, i): (host.params[i], host.params[i]._version) for i in rooms}
+        return landing
 
     def _sources(self, host: HostBucket) -> Sources:
         """The states on the host of the parameters that are updated."""
@@ -199,6 +269,18 @@ class InBackward:
         """All that is parked: the caller waits for the copies, and lets it go."""
         taken, self._parked = self._parked, []
         return taken
+
+
+def _weakly(method: Callable[[Optimizer], None]) -> Callable[[Optimizer], None]:
+    """A bound method that does not keep its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(optimizer: Optimizer) -> None:
+        bound = reference()
+        if bound is not None:
+            bound(optimizer)
+
+    return call
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -49,6 +49,7 @@ from megacompile.runtime.optimizer_states import (
     stands_back,
     visible,
 )
+from megacompile.runtime.refusals import check, rehearse
 from megacompile.runtime.rooms import note_changes
 from megacompile.runtime.rules import Rule, adam_hyper, seed_of, sgd_hyper
 from megacompile.runtime.served import served
@@ -128,6 +129,9 @@ class Updates:
         if any(self.owns(param) for group in optimizer.param_groups for param in group["params"]):
             self.machine.before_step()  # it may move buckets, and their gradients
             self._take_over()
+        updates = self.machine.in_backward
+        if updates is not None and updates.optimizer is not optimizer:
+            updates.refuse(optimizer, self.machine.gradients.place, self.machine.buckets)
         found = self._to_update(optimizer)
         if not found:
             return None
@@ -140,13 +144,17 @@ class Updates:
         if why:
             self._say(f"{type(optimizer).__name__} keeps torch.optim's path on the host: {why}")
             return None
+        where = f"{type(optimizer).__name__}.step()"
+        check(where, optimizer, self.machine.buckets, found)
         prepared = PreparedStep(self, optimizer, [], [])
         try:
             compiled: set[object] = set()
+            rehearsed: set[object] = set()
             for key in self._in_order(found):
                 part = self._part(optimizer, self.machine.buckets[key], found[key])
                 prepared.parts.append(part)
                 part.update.prepare(compiled)
+                rehearse(where, optimizer, part.update, part.trained, rehearsed)
                 if self._helps and part.update.suits_pieces():
                     part.update.on_device = True
                     part.update.bucket.lock_states(optimizer)
@@ -173,7 +181,7 @@ class Updates:
         """
         updates = self.machine.in_backward
         if updates is not None and updates.optimizer is optimizer:
-            for key, i in updates.commit():
+            for key, i in updates.commit(self.machine.buckets):
                 param = self.machine.buckets[key].params[i]
                 count_up(optimizer.state[param])
                 drop_empty(optimizer, [param])
@@ -201,9 +209,14 @@ class Updates:
 
     def _is_plain(self, param: nn.Parameter) -> bool:
         """Are a parameter, its gradient and its states of one dtype, as torch.optim has them?"""
-        rounded = self.options.stochastic_rounding and param.dtype == torch.bfloat16
         assert param.grad is not None
-        return not rounded and param.grad.dtype == param.dtype == self._state_dtype(param)
+        return not self._rounds(param) and param.grad.dtype == param.dtype == self._state_dtype(
+            param
+        )
+
+    def _rounds(self, param: nn.Parameter) -> bool:
+        """Is a parameter rounded at random?"""
+        return self.options.stochastic_rounding and param.dtype == torch.bfloat16
 
     def _say(self, text: str) -> None:
         if text not in self._said:
@@ -330,8 +343,9 @@ class Updates:
         names = names_by_rule(optimizer, group) if by_rule else tuple(names_like(param, state))
         first = "momentum_buffer" in names and state.get("momentum_buffer") is None
         adopt(optimizer, bucket, i, state, names)
-        if names[:1] == ("exp_avg",) and "step" not in state:
-            state["step"] = new_counter()
+        rounded = by_rule and self._rounds(param)
+        if (rounded or names[:1] == ("exp_avg",)) and "step" not in state:
+            state["step"] = new_counter()  # torch's SGD has none, but the seeds need it
         step = Step(
             index=i,
             grad=gradient,
@@ -342,13 +356,12 @@ class Updates:
         if by_rule:
             count = float(state.get("step", 0)) + 1
             if isinstance(optimizer, SGD):
-                step.rule = Rule.NESTEROV if group["nesterov"] else Rule.SGD
+                step.rule = Rule.NESTEROV if group["nesterov"] and names else Rule.SGD
                 step.hyper = sgd_hyper(group, first, scale)
-                count = param._version  # no counter, but each step has changed it
             else:
                 step.rule = Rule.ADAM
                 step.hyper = adam_hyper(group, count, scale)
-            if self.options.stochastic_rounding and param.dtype == torch.bfloat16:
+            if rounded:
                 key = bucket.layout.key
                 step.seed = seed_of(torch.initial_seed(), (key << 20) + i, int(count))
         return step

@@ -280,6 +280,27 @@ def test_neighbouring_memory_stays(numel: int) -> None:
             assert (tensor[numel:] == 7).all()
 
 
+def test_8_bit_states_are_there_again_when_they_are_dequantized() -> None:
+    """Also blocks of very small numbers, of those that are not finite, and a short one."""
+    (update,) = some_updates(Rule.ADAM, [256 * 6 + 7], state=EIGHT_BIT)
+    update.grad.copy_(torch.randn(len(update.grad), device=DEVICE))
+    update.grad[:256].neg_().sub_(5)
+    update.grad[256:512] *= 1e-14
+    update.grad[512:768] *= 1e-30
+    update.grad[768], update.grad[1024], update.grad[1280] = torch.inf, torch.nan, -torch.inf
+    twins = [cloned(update)]
+    for run, updates in ((kernel, [update]), (twin, twins)):
+        run(Rule.ADAM, [u._replace(hyper=rules.adam_hyper(ADAM_GROUP, 1)) for u in updates])
+    for i, (stored, its) in enumerate(zip(update.states[:2], twins[0].states[:2], strict=True)):
+        assert isinstance(stored, tuple) and isinstance(its, tuple)
+        codes, absmax = blockwise.quantize(blockwise.dequantize(*stored, i == 0), i == 0)
+        assert torch.equal(codes, stored[0])
+        assert torch.allclose(absmax, stored[1], rtol=0.0, atol=0.0, equal_nan=True)
+        assert stored[1].isnan().tolist() == [False] * 3 + [True] * 3 + [False]
+        assert (stored[1] == 0).tolist() == [False, False, i == 1] + [False] * 4
+        assert torch.allclose(stored[1], its[1], rtol=1e-5, atol=0.0, equal_nan=True)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("state", [FP32, EIGHT_BIT], ids=str)
 def test_what_is_not_finite_shows(bad: float, state: torch.dtype) -> None:

@@ -16,13 +16,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megacompile.runtime.blockwise import BLOCK, TABLE_NUMEL
+from megacompile.runtime.blockwise import BLOCK, SMALLEST, TABLE_NUMEL
 from megacompile.runtime.kernels.rounding import round_nearest
 
 _ROW = tl.constexpr(BLOCK)
 _TABLE = tl.constexpr(TABLE_NUMEL)
 _MIDPOINTS = tl.constexpr(256)
 _GUESSES = tl.constexpr(512)
+_SMALLEST = tl.constexpr(SMALLEST)
 
 
 @triton.jit
@@ -96,7 +97,9 @@ def store_state(
         largest = tl.max(tl.abs(values), axis=1)
         # The maximum passes over NaN: one of them makes the whole block NaN.
         nans = tl.max((values != values).to(tl.int32), axis=1)
-        largest = tl.where(nans > 0, float("nan"), largest)
+        bad = (nans > 0) | (largest == float("inf"))
+        largest = tl.where(bad, float("nan"), largest)
+        largest = tl.where(largest < _SMALLEST, 0.0, largest)
         divisor = tl.where(largest == 0.0, 1.0, largest)
         scaled = tl.div_rn(values, tl.broadcast_to(divisor[:, None], values.shape))
         maps += SIGNED * _TABLE
