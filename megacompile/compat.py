@@ -272,10 +272,14 @@ def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]
     return _pytree.tree_leaves(list(given.values()))
 
 
-def guards_on_hooks() -> AbstractContextManager[None]:
-    """For its duration, Dynamo captures anew when hooks are added to or removed from a module."""
+def sound_guards() -> AbstractContextManager[None]:
+    """For its duration, Dynamo captures anew when hooks are added to or removed from a module, and
+    when parameters that were two become one.
+
+    Seen on torch 2.11 and 2.13: by default it looks at neither.
+    """
     patch: AbstractContextManager[None] = torch._dynamo.config.patch(
-        skip_nnmodule_hook_guards=False
+        skip_nnmodule_hook_guards=False, skip_no_tensor_aliasing_guards_on_parameters=False
     )
     return patch
 

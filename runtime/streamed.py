@@ -93,7 +93,7 @@ class StreamedModel:
             before = shortage.Before.of(self.model, self.options.device)
             while True:
                 try:
-                    with self.proxies.swapped_in(), compat.guards_on_hooks():
+                    with self.proxies.swapped_in(), compat.sound_guards():
                         return self._compiled(*args, **kwargs)
                 except torch.OutOfMemoryError as error:
                     ran_out = shortage.first_line(error)  # not the error: its frames hold memory
