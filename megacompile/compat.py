@@ -282,6 +282,11 @@ SOUND_GUARDS = {
 }
 
 
+# What Dynamo's guard filters see of its guards on what a tensor subclass is made of.
+SUBCLASS_GUARD = "TENSOR_SUBCLASS_METADATA_MATCH"
+INNER_NAMES = ".__tensor_flatten__()[0]"
+
+
 def guard_options() -> dict[str, Any]:
     """What Dynamo guards now, of that which `SOUND_GUARDS` sets."""
     return {name: getattr(torch._dynamo.config, name) for name in SOUND_GUARDS}

@@ -85,7 +85,11 @@ class StreamedModel:
         self.updates = Updates(self.machine, options)
         if options.optimizer is not None:
             self.machine.in_backward = InBackward(options.optimizer, self.updates.prepare)
-        self._compiled = torch.compile(_frame_of(model), backend=weakly(self._capture))
+        self._compiled = torch.compile(
+            _frame_of(model),
+            backend=weakly(self._capture),
+            options={"guard_filter_fn": _needed_guards},
+        )
         self.machine.before_step = while_it_lives(self._before_step)
         self._alone = threading.RLock()  # the swap and the slots serve one call at a time
         _LIVE.add(self)
@@ -407,6 +411,25 @@ def _owners(model: nn.Module) -> list[tuple[StreamedModel, str, nn.Parameter]]:
 
 
 _LIVE: weakref.WeakSet[StreamedModel] = weakref.WeakSet()
+
+
+def _needed_guards(guards: Sequence[Any]) -> list[bool]:
+    """Dynamo's guards but for those that take a proxy apart, which is the same in every call.
+
+    They are Python functions, two for each parameter, and take half of the time of all guards. What
+    a signal handler raises in a guard is lost, and the model is captured anew.
+    """
+    return [
+        not (
+            (
+                guard.guard_type == compat.SUBCLASS_GUARD
+                and isinstance(guard.value, StreamedParameter)
+            )
+            or guard.name.endswith(compat.INNER_NAMES)
+            and guard.value == ["host"]
+        )
+        for guard in guards
+    ]
 
 
 def _frame_of(model: nn.Module) -> Callable[..., Any]:
