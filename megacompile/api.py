@@ -23,8 +23,9 @@ from megacompile.hardware import Hardware
 from megacompile.ir import Schedule
 from megacompile.options import Activations, Head, Lowering, Options
 from megacompile.passes.units import find_units
+from megacompile.runtime.host_apply import HostApply
 from megacompile.runtime.host_memory import check_host_memory
-from megacompile.runtime.streamed import HostApply, StreamedModel, refuse_nested, refuse_shared
+from megacompile.runtime.streamed import StreamedModel, refuse_nested, refuse_shared
 from megacompile.runtime.trace import Trace as Trace
 from megacompile.runtime.trace import Traced
 from megacompile.situation import Situation

@@ -10,7 +10,7 @@ import inspect
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +32,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.autograd.graph import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import stateless
 from torch.utils import _pytree
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
@@ -280,12 +281,50 @@ def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]
     return _pytree.tree_leaves(list(given.values()))
 
 
-def guards_on_hooks() -> AbstractContextManager[None]:
-    """For its duration, Dynamo captures anew when hooks are added to or removed from a module."""
-    patch: AbstractContextManager[None] = torch._dynamo.config.patch(
-        skip_nnmodule_hook_guards=False
-    )
-    return patch
+# Dynamo captures anew when hooks are added to or removed from a module, and when two parameters
+# become one. By default it looks at neither.
+SOUND_GUARDS = {
+    "skip_nnmodule_hook_guards": False,
+    "skip_no_tensor_aliasing_guards_on_parameters": False,
+}
+
+
+# What Dynamo's guard filters see of its guards on what a tensor subclass is made of.
+SUBCLASS_GUARD = "TENSOR_SUBCLASS_METADATA_MATCH"
+INNER_NAMES = ".__tensor_flatten__()[0]"
+
+
+def guard_options() -> dict[str, Any]:
+    """What Dynamo guards now, of that which `SOUND_GUARDS` sets."""
+    return {name: getattr(torch._dynamo.config, name) for name in SOUND_GUARDS}
+
+
+def set_guard_options(options: Mapping[str, Any]) -> None:
+    """Set what `guard_options` gave (on torch 2.13 for this thread)."""
+    for name, value in options.items():
+        setattr(torch._dynamo.config, name, value)
+
+
+def outside_inference_mode() -> AbstractContextManager[None]:
+    """For its duration, new tensors are ordinary ones. In C: nothing is left where a signal raises.
+
+    `torch.inference_mode(False)` does the same in Python.
+    """
+    context: AbstractContextManager[None] = torch._C._InferenceMode(False)
+    return context
+
+
+def given_to_functional_call() -> dict[int, Any]:
+    """What the `torch.func.functional_call`s around this call have put into modules, by its id."""
+    code = stateless._functional_call.__code__
+    found: dict[int, Any] = {}
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code:
+            given = frame.f_locals["parameters_and_buffers"].values()
+            found |= {id(value): value for value in given}
+        frame = frame.f_back
+    return found
 
 
 @contextmanager
@@ -507,6 +546,22 @@ def without_torch_function() -> AbstractContextManager[None]:
     """For its duration, tensor subclasses of this thread are treated as plain tensors."""
     context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return context
+
+
+_C: Any = torch._C  # its stubs leave these out
+
+
+def torch_function_state() -> Any:
+    """Whose `__torch_function__` this thread calls: for `set_torch_function_state`."""
+    return _C._get_torch_function_state()
+
+
+def set_torch_function_state(state: Any) -> None:
+    """Set what `torch_function_state` gave, or `NO_SUBCLASSES`."""
+    _C._set_torch_function_state(state)
+
+
+NO_SUBCLASSES = _C._TorchFunctionState.SUBCLASSES_DISABLED  # as in without_torch_function()
 
 
 def _metadata() -> frozenset[Any]:

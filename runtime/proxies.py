@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from torch import nn
 
 from megacompile import compat
 from megacompile.errors import ModelError
-from megacompile.runtime.guards import unguarded
+from megacompile.runtime.undo import Undos, exchange, undone, use_unguarded
 
 
 class StreamedParameter(torch.Tensor):
@@ -217,6 +218,15 @@ class Source(NamedTuple):
     wrote: Callable[[], None]  # called when eager code has written to it
 
 
+class Site(NamedTuple):
+    """A parameter where a module has it."""
+
+    holder: dict[str, Any]  # the module's `_parameters`
+    name: str
+    param: nn.Parameter
+    proxy: StreamedParameter
+
+
 class Proxies:
     """The proxies of a model's parameters, and the swap."""
 
@@ -233,61 +243,135 @@ class Proxies:
         self.device = device
         self.source = source
         self.notice = _EagerNotice()
-        self.sites: list[tuple[dict[str, Any], str, nn.Parameter, StreamedParameter]] = []
-        made: dict[int, StreamedParameter] = {}
-        for module in model.modules():
-            for name, param in module._parameters.items():
-                if param is None:
-                    continue
-                if id(param) not in made:
-                    made[id(param)] = self._proxy_of(param)
-                self.sites.append((module._parameters, name, param, made[id(param)]))
+        self.sites: list[Site] = []
+        self._made: dict[int, StreamedParameter] = {}  # by the parameter's id
+        for holder, name, param in _parameters(model):
+            if id(param) not in self._made:
+                self._made[id(param)] = self._proxy_of(param)
+            self.sites.append(Site(holder, name, param, self._made[id(param)]))
+        self._keys = [(id(holder), name, id(param)) for holder, name, param, _ in self.sites]
+        self._columns = self._by_column()
+
+    def _by_column(self) -> tuple[tuple[Any, ...], ...]:
+        """Holders, names, parameters and proxies."""
+        return tuple(zip(*self.sites, strict=True)) or ((),) * len(Site._fields)
 
     def _proxy_of(self, param: nn.Parameter) -> StreamedParameter:
         proxy = _make(param, self.device, self.source(param))
         proxy.tell = self.notice
         return proxy
 
-    def _follow(self) -> None:
+    def fits(self, model: nn.Module) -> bool:
+        """Do the same modules have the same parameters, by the same names, as when these were made?
+
+        Not so behind a rename (pruning, a parametrization), or where another module has a parameter
+        now (an adapter around its layer, a conversion): its old holder is not called any more.
+        """
+        now = [(id(holder), name, id(param)) for holder, name, param in _parameters(model)]
+        return now == self._keys
+
+    def pairs(self) -> Sequence[tuple[nn.Parameter, StreamedParameter]]:
+        return [(site.param, site.proxy) for site in self.sites]
+
+    def of(self, param: torch.Tensor) -> StreamedParameter | None:
+        """The proxy of a parameter; None for any other tensor."""
+        return self._made.get(id(param))
+
+    def forget(self) -> None:
+        """Refer to no parameter any more."""
+        self.sites.clear()
+        self._made.clear()
+        self._keys.clear()
+        self._columns = ((),) * len(Site._fields)
+
+    def swap_in(self, undos: Undos) -> None:
+        """Until the undos run, the model's parameters are the proxies."""
+        undone(self._follow)
+        undos.append(self.put_back)
+        holders, names, params, proxies = self._columns
+        exchange(holders, names, params, proxies)
+
+    def _follow(self, undos: Undos) -> None:
         """Make the proxies anew of parameters that were frozen, or trained, since.
 
         Where eager code uses proxies, each call gets its own: the links of several calls would
         otherwise be one, and autograd would add their gradients in another order.
         """
-        made: dict[int, StreamedParameter] = {}
-        for k, (holder, name, param, proxy) in enumerate(self.sites):
-            if self.notice.used or proxy.requires_grad != param.requires_grad:
-                if id(param) not in made:
-                    made[id(param)] = self._proxy_of(param)
-                self.sites[k] = holder, name, param, made[id(param)]
+        use_unguarded(undos)
+        used = self.notice.used
+        stale = {
+            id(site.param): site.param
+            for site in self.sites
+            if used or site.proxy.requires_grad != site.param.requires_grad
+        }
+        if stale:
+            self._made |= {key: self._proxy_of(param) for key, param in stale.items()}
+            self.sites = [site._replace(proxy=self._made[id(site.param)]) for site in self.sites]
+            self._columns = self._by_column()
 
-    def fits(self, model: nn.Module) -> bool:
-        """Are the model's parameters the very same objects as when the proxies were made?"""
-        now = (
-            id(param)
-            for module in model.modules()
-            for param in module._parameters.values()
-            if param is not None
-        )
-        then = [id(param) for _, _, param, _ in self.sites]
-        return list(now) == then
-
-    def pairs(self) -> Sequence[tuple[nn.Parameter, StreamedParameter]]:
-        return [(param, proxy) for _, _, param, proxy in self.sites]
+    def put_back(self) -> None:
+        """The model's parameters are themselves again, where the forward did not replace them."""
+        holders, names, params, proxies = self._columns
+        exchange(holders, names, proxies, params)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """For its duration, the model's parameters are the proxies."""
-        with unguarded():
-            self._follow()
-            for holder, name, _, proxy in self.sites:
-                holder[name] = proxy
+        self.swap_in([])
         try:
             yield
         finally:
-            for holder, name, param, proxy in self.sites:
-                if holder.get(name) is proxy:  # else the forward itself replaced it
-                    holder[name] = param
+            self.put_back()
+
+    def stand_ins(self, model: nn.Module) -> StandIns:
+        """What takes the place of parameters for the time of a `torch.func.functional_call`."""
+        known = {(id(site.holder), site.name): site.param for site in self.sites}
+        given = compat.given_to_functional_call()
+        found = [
+            (holder, name, known.get((id(holder), name)), value)
+            for holder, name, value in _parameters(model)
+            if not isinstance(value, nn.Parameter) or id(value) in given
+        ]
+        return StandIns([each for each in found if each[2] is not each[3]])
+
+
+class StandIns:
+    """Tensors that are where the parameters of a model were: (holder, name, parameter, tensor).
+
+    They may depend on parameters, so they are inputs of the call like any other, in no bucket.
+    """
+
+    def __init__(
+        self, sites: Sequence[tuple[dict[str, Any], str, nn.Parameter | None, torch.Tensor]] = ()
+    ) -> None:
+        self.sites = sites
+        self._holders = [holder for holder, _, _, _ in sites]
+        self._names = [name for _, name, _, _ in sites]
+        self._params = [param for _, _, param, _ in sites]
+        self._tensors = [tensor for _, _, _, tensor in sites]
+
+    def take_out(self, undos: Undos) -> None:
+        """Until the undos run, the parameters are in their places again."""
+        undos.append(partial(exchange, self._holders, self._names, self._params, self._tensors))
+        exchange(self._holders, self._names, self._tensors, self._params)
+
+    def put_in(self, place: Callable[[torch.Tensor], torch.Tensor], undos: Undos) -> None:
+        """Until the undos run, what `place` gives for the tensors is where the parameters are."""
+        placed: dict[int, torch.Tensor] = {}
+        for tensor in self._tensors:
+            if id(tensor) not in placed:
+                placed[id(tensor)] = place(tensor)
+        inside = [placed[id(tensor)] for tensor in self._tensors]
+        undos.append(partial(exchange, self._holders, self._names, inside, self._params))
+        exchange(self._holders, self._names, self._params, inside)
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, nn.Parameter]]:
+    """Every parameter in every place that it has, with the dict that holds it there."""
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                yield module._parameters, name, param
 
 
 class Link(torch.autograd.Function):

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,18 +25,21 @@ from megacompile.ir import Bucket, Schedule, Unit
 from megacompile.optimizer_cost import OptimizerCost
 from megacompile.options import Lowering, Options
 from megacompile.runtime import autograd, shortage
+from megacompile.runtime.aliases import AliasNotice
 from megacompile.runtime.captured import CapturedGraph, Compiler
 from megacompile.runtime.gradients import Gradients
-from megacompile.runtime.guards import unguarded
+from megacompile.runtime.guards import guard_of, unguarded
 from megacompile.runtime.handed import HandOver
 from megacompile.runtime.host import HostBucket
 from megacompile.runtime.in_backward import InBackward
 from megacompile.runtime.machine import Machine
 from megacompile.runtime.progress import bar
-from megacompile.runtime.proxies import Proxies, Source, StreamedParameter
+from megacompile.runtime.proxies import Proxies, Source, StandIns, StreamedParameter
 from megacompile.runtime.slots import DeviceSlots
 from megacompile.runtime.step import Updates
 from megacompile.runtime.streams import Streams
+from megacompile.runtime.undo import Undos, hold, undone, use_unguarded
+from megacompile.runtime.weakly import weakly, while_it_lives
 from megacompile.validate import check_model
 
 
@@ -76,29 +80,62 @@ class StreamedModel:
         )
         self.graphs: list[CapturedGraph] = []
         self.resident: frozenset[int] = frozenset()  # keys of the buckets on the device
+        self.aliases = AliasNotice()
+        self.aliases.of_parts(model)
         self._take_over()
         self.updates = Updates(self.machine, options)
         if options.optimizer is not None:
             self.machine.in_backward = InBackward(options.optimizer, self.updates.prepare)
-        self._compiled = torch.compile(_frame_of(model), backend=_weakly(self._capture))
-        self.machine.before_step = _while_it_lives(self._move_if_wanted)
+        self._compiled = torch.compile(
+            _frame_of(model),
+            backend=weakly(self._capture),
+            options={"guard_filter_fn": _needed_guards},
+        )
+        self.machine.before_step = while_it_lives(self._before_step)
         self._alone = threading.RLock()  # the swap and the slots serve one call at a time
         _LIVE.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._alone:
-            with unguarded():
-                self._adopt()
-                self._move_if_wanted()
-            args, kwargs = compat.tree_map(self._to_device, (args, kwargs))
-            before = shortage.Before.of(self.model, self.options.device)
-            while True:
-                try:
-                    with self.proxies.swapped_in(), compat.guards_on_hooks():
-                        return self._compiled(*args, **kwargs)
-                except torch.OutOfMemoryError as error:
-                    ran_out = shortage.first_line(error)  # not the error: its frames hold memory
-                self._step_down(before, ran_out)
+        return undone(functools.partial(self._call, args, kwargs))
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], undos: Undos) -> Any:
+        hold(self._alone, undos)
+        stand_ins = undone(functools.partial(self._adopt, undos))
+        args, kwargs = compat.tree_map(self._to_device, (args, kwargs))
+        before = shortage.Before.of(self.model, self.options.device)
+        while True:
+            try:
+                return undone(functools.partial(self._run, stand_ins, args, kwargs))
+            except torch.OutOfMemoryError as error:
+                ran_out = shortage.first_line(error)  # not the error: its frames hold memory
+            self._step_down(before, ran_out)
+
+    def _run(
+        self, stand_ins: StandIns, args: tuple[Any, ...], kwargs: dict[str, Any], undos: Undos
+    ) -> Any:
+        undos.append(functools.partial(compat.set_guard_options, compat.guard_options()))
+        compat.set_guard_options(compat.SOUND_GUARDS)
+        stand_ins.put_in(self._stand_in, undos)
+        self.proxies.swap_in(undos)
+        return self._compiled(*args, **kwargs)
+
+    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What takes a parameter's place in a call, where a functional call gives this tensor."""
+        guard = guard_of(tensor)
+        if guard is not None:  # a parameter of another model
+            guard.open(tensor)
+        proxy = self.proxies.of(tensor)
+        result: torch.Tensor = self._to_device(tensor) if proxy is None else proxy
+        return result
+
+    def _is_in_a_call(self) -> bool:
+        """Does the model call itself? Then its parameters are proxies rightly."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code is StreamedModel._run.__code__ and frame.f_locals["self"] is self:
+                return True
+            frame = frame.f_back
+        return False
 
     def _step_down(self, before: shortage.Before, ran_out: str) -> None:
         """After a forward that ran out of device memory: a plan that needs less, from the start."""
@@ -148,16 +185,22 @@ class StreamedModel:
             for bucket in self.machine.buckets.values()
             for i, param in enumerate(bucket.params)
         }
-        self._make_proxies()
         self._buffers_to_device()
+        self._make_proxies()
 
     def _make_proxies(self) -> None:
+        """Last of all: if they fit, everything else does, though an interrupt came in between."""
         self.proxies = Proxies(self.model, self.options.device, self._source)
+
+    def _before_step(self) -> None:
+        replaced = (b.replaced() for b in self.machine.buckets.values())
+        self.aliases(self.model, [param for pairs in replaced for param, _ in pairs])
+        self._move_if_wanted()
 
     def _move_if_wanted(self) -> None:
         """Carry out what the plan says of resident buckets, unless a backward is to come."""
-        with self._alone:
-            if self.compiler.wanted != self.resident and not self.machine.pending:
+        if self.compiler.wanted != self.resident and not self.machine.pending:
+            with self._alone:
                 self.move(self.compiler.wanted)
 
     @torch.inference_mode(False)
@@ -167,20 +210,25 @@ class StreamedModel:
         Gradients move along; optimizer states when the next step finds them elsewhere.
         """
         self.machine.slots.forget()  # its memory is for buckets that come to the device
-        for key, old in list(self.machine.buckets.items()):
-            if (key in resident) == (old.resident is not None):
-                continue
-            old.settle()
-            old.withdraw()
-            gradients = self.machine.gradients.take(key)
-            self.machine.buckets[key] = self._bucket(old.layout, old.params, key in resident)
-            del old
-            self.machine.gradients.put(self.machine.buckets[key], gradients)
-        self.resident = self.compiler.resident = self.compiler.wanted = resident
+        for key in list(self.machine.buckets):
+            undone(functools.partial(self._move_bucket, key, key in resident))
         self.machine.gradients.bind(self.machine.buckets)
         self._make_proxies()
         for graph in self.graphs:
             graph.stale = True
+        self.compiler.resident = self.compiler.wanted = resident
+        self.resident = resident  # until here an interrupt leaves a move that begins again
+
+    def _move_bucket(self, key: int, resident: bool, undos: Undos) -> None:
+        old = self.machine.buckets[key]
+        if resident == (old.resident is not None):
+            return
+        old.settle()
+        old.withdraw()
+        undos.append(functools.partial(_show_again, [(p, p.grad) for p in old.params]))
+        gradients = self.machine.gradients.take(key)
+        self.machine.buckets[key] = self._bucket(old.layout, old.params, resident)
+        self.machine.gradients.put(self.machine.buckets[key], gradients)
 
     def _bucket(self, layout: Bucket, params: Sequence[nn.Parameter], resident: bool) -> HostBucket:
         pin = self.options.device.type == "cuda" and not resident
@@ -195,8 +243,8 @@ class StreamedModel:
 
     def _let_go(self) -> None:
         """Drop what refers to the old buckets, so that each is freed while the next is filled."""
+        self.proxies.forget()
         self.machine.gradients.bind({})
-        self.proxies.sites.clear()
 
     def _source(self, param: nn.Parameter) -> Source:
         layout, i = self._buckets_of[id(param)]
@@ -221,27 +269,42 @@ class StreamedModel:
             self._let_go()
             self._take_over()
 
-    @torch.inference_mode(False)
-    def _adopt(self) -> None:
-        refuse_nested(self.model)
+    def _adopt(self, of_call: Undos, undos: Undos) -> StandIns:
+        """Take over what has changed; gives what stands in for parameters until the call ends."""
+        use_unguarded(undos)
+        with compat.outside_inference_mode():
+            refuse_nested(self.model)
+            stand_ins = StandIns()
+            fits = self.proxies.fits(self.model)
+            if not fits and not self._is_in_a_call():
+                self.proxies.put_back()  # what a call that was broken off twice has left
+                stand_ins = self.proxies.stand_ins(self.model)
+                stand_ins.take_out(of_call)
+                fits = self.proxies.fits(self.model)
+            if not fits or any(bucket.replaced() for bucket in self.machine.buckets.values()):
+                self._adopt_changes(fits)
+            for bucket in self.machine.buckets.values():
+                if not bucket.busy():
+                    bucket.settle()
+                bucket.refresh()
+            self._buffers_to_device()
+        self._move_if_wanted()
+        return stand_ins
+
+    def _adopt_changes(self, fits: bool) -> None:
         buckets = self.machine.buckets.values()
-        fits = self.proxies.fits(self.model)
-        if not fits or any(bucket.replaced() for bucket in buckets):
-            for bucket in buckets:
-                bucket.settle()
-                bucket.withdraw()
-            check_model(self.model)
-            if not fits:
-                refuse_shared(self.model)
-            fits = fits and not self.machine.exchanged()
-            if not fits or not all(bucket.adopt() for bucket in buckets):
-                self._let_go()
-                self._take_over()
-        for bucket in self.machine.buckets.values():
-            if not bucket.busy():
-                bucket.settle()
-            bucket.refresh()
-        self._buffers_to_device()
+        for bucket in buckets:
+            bucket.settle()
+            bucket.withdraw()
+        check_model(self.model)
+        ours = {value.data_ptr() for bucket in buckets for value in bucket.values}
+        self.aliases(self.model, [p for p in self.model.parameters() if p.data_ptr() not in ours])
+        if not fits:
+            refuse_shared(self.model)
+        fits = fits and not self.machine.exchanged()
+        if not fits or not all(bucket.adopt() for bucket in buckets):
+            self._let_go()
+            self._take_over()
 
     def _buffers_to_device(self) -> None:
         moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # one buffer, several places
@@ -268,7 +331,7 @@ class StreamedModel:
             name += f".{len(self.graphs)}"
         graph = CapturedGraph(name, module, lambda: self.compiler, self.machine, autograd.run)
         self.graphs.append(graph)
-        return _weakly(graph.__call__)
+        return weakly(graph.__call__)
 
 
 def _first_that_fit(
@@ -289,28 +352,11 @@ def _first_that_fit(
     return frozenset(chosen)
 
 
-def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A bound method that does not keep its object alive, for Dynamo's caches, which never end."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        bound = reference()
-        assert bound is not None, "a compiled frame outlived its model"
-        return bound(*args)
-
-    return call
-
-
-def _while_it_lives(method: Callable[[], None]) -> Callable[[], None]:
-    """The same; nothing happens when the object is gone."""
-    reference = weakref.WeakMethod(method)
-
-    def call() -> None:
-        bound = reference()
-        if bound is not None:
-            bound()
-
-    return call
+def _show_again(gradients: Sequence[tuple[nn.Parameter, torch.Tensor | None]]) -> None:
+    """Set `p.grad` where an interrupt came before its bucket had moved."""
+    for param, gradient in gradients:
+        if param.grad is None and gradient is not None:
+            param.grad = gradient.to(param.device)
 
 
 def refuse_nested(model: nn.Module) -> None:
@@ -365,6 +411,25 @@ def _owners(model: nn.Module) -> list[tuple[StreamedModel, str, nn.Parameter]]:
 _LIVE: weakref.WeakSet[StreamedModel] = weakref.WeakSet()
 
 
+def _needed_guards(guards: Sequence[Any]) -> list[bool]:
+    """Dynamo's guards but for those that take a proxy apart, which is the same in every call.
+
+    They are Python functions, two for each parameter, and take half of the time of all guards. What
+    a signal handler raises in a guard is lost, and the model is captured anew.
+    """
+    return [
+        not (
+            (
+                guard.guard_type == compat.SUBCLASS_GUARD
+                and isinstance(guard.value, StreamedParameter)
+            )
+            or guard.name.endswith(compat.INNER_NAMES)
+            and guard.value == ["host"]
+        )
+        for guard in guards
+    ]
+
+
 def _frame_of(model: nn.Module) -> Callable[..., Any]:
     """A function of the model's own that calls it, for Dynamo to capture.
 
@@ -377,41 +442,3 @@ def _frame_of(model: nn.Module) -> Callable[..., Any]:
 
     call.__code__ = call.__code__.replace(co_name=f"call_{type(model).__name__}")
     return call
-
-
-class HostApply:
-    """Replaces a model's `_apply`: `model.to(device)` leaves the parameters where they are.
-
-    Dtype changes are applied. It pickles and copies as the plain method, so a copied or loaded
-    model is a plain one.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.said = False
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self.model, "_apply")
-
-    def __call__(self, function: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
-        params = {id(p) for p in self.model.parameters()}
-        moved = False
-
-        def stay(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal moved
-            probe = function(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
-            if id(tensor) not in params or probe.device == tensor.device:
-                result: torch.Tensor = function(tensor)
-                return result
-            moved = True
-            return tensor.to(probe.dtype)
-
-        applied: nn.Module = type(self.model)._apply(self.model, stay, recurse)
-        if moved and not self.said:
-            self.said = True
-            warnings.warn(
-                "megacompile: parameters stay in host memory and are streamed to the device; "
-                "model.to(device) moved only buffers (said once)",
-                stacklevel=3,
-            )
-        return applied

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from megacompile.errors import BackwardError, ModelError
 from megacompile.runtime.host import HostBucket
+from megacompile.runtime.host_apply import HostApply
 from megacompile.runtime.proxies import StreamedParameter
-from megacompile.runtime.streamed import HostApply, StreamedModel
+from megacompile.runtime.streamed import StreamedModel
 from tests.zoo import Stack, batch, batchnorm, differences, equal, loss_of, stack, step, twins
 
 
@@ -115,6 +116,86 @@ def test_data_that_two_parameters_share_is_refused(kind: str) -> None:
         step(model, batch())
     model.head.weight.data = model.head.weight.data.clone()
     step(model, batch())
+
+
+# --- other tensors in the memory of parameters
+
+
+def loads_and_assigns(model: Any) -> Any:
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    return state
+
+
+def puts_into_a_flat_buffer(model: Any) -> Any:
+    params = [model.embed.weight, model.head.weight]
+    flat = torch.cat([param.detach().flatten() for param in params])
+    for param, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
+        param.data = part.view_as(param)
+    return flat
+
+
+def assigns_another_dtype(model: Any) -> Any:
+    state = {name: value.double() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    return state
+
+
+ALIASES: dict[str, tuple[Callable[[Any], Any], int]] = {
+    "assigned": (loads_and_assigns, 22),
+    "a flat buffer": (puts_into_a_flat_buffer, 2),
+    "assigned, another dtype": (assigns_another_dtype, 22),
+}
+
+
+@pytest.mark.parametrize("kind", ALIASES)
+def test_aliases_that_are_cut_are_told_of(kind: str) -> None:
+    alias, count = ALIASES[kind]
+    _, model = twins(stack()[0])
+    step(model, batch())
+    with pytest.warns(UserWarning, match=rf"embed.weight shares .*\({count} parameters") as said:
+        for _ in range(2):
+            keep = alias(model)
+            dtype = model.embed.weight.dtype
+            step(model, {key: value.to(dtype) for key, value in batch().items()})
+    assert len([w for w in said if "shares its memory" in str(w.message)]) == 1
+    del keep
+
+
+def test_aliases_that_a_step_cuts_are_told_of() -> None:
+    _, model = twins(stack()[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model, batch())
+    flat = puts_into_a_flat_buffer(model)
+    with pytest.warns(UserWarning, match=r"embed.weight shares .*\(2 parameters"):
+        optimizer.step()
+    del flat
+
+
+def test_a_flat_buffer_made_before_is_told_of() -> None:
+    model: Any = stack()[0]
+    flat = puts_into_a_flat_buffer(model)
+    with pytest.warns(UserWarning, match=r"Stack.embed.weight shares .*\(2 parameters"):
+        twins(model)
+    del flat
+
+
+def test_data_that_nobody_else_holds_is_taken_over_in_silence(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    """Also parameters that have only one another in their memory, and a new layout."""
+    model: Any = stack()[0]
+    puts_into_a_flat_buffer(model)
+    _, model = twins(model)
+    step(model, batch())
+    loads_and_assigns(model)
+    step(model, batch())
+    model.head.weight.data = torch.ones(16, 16)
+    model.layers.append(nn.Linear(16, 16))
+    step(model, batch())
+    model.double()
+    step(model, {k: v.double() for k, v in batch().items()})
+    assert [w for w in recwarn if "shares its memory" in str(w.message)] == []
 
 
 def test_a_new_layout_lets_the_old_one_go() -> None:

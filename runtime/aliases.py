@@ -1,0 +1,45 @@
+"""Other tensors in the memory of a parameter, which do not follow it into its bucket."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+
+from torch import nn
+
+from megacompile import compat
+
+
+class AliasNotice:
+    """Says once of a model, before parameters move to buckets, that other tensors stay behind."""
+
+    def __init__(self) -> None:
+        self.said = False
+
+    def of_parts(self, model: nn.Module) -> None:
+        """Say so of parameters that are parts of a larger tensor, as of a flat buffer."""
+        self(model, [param for param in model.parameters() if _is_part(param)])
+
+    def __call__(self, model: nn.Module, params: Iterable[nn.Parameter]) -> None:
+        """Say so of those of these parameters that share their memory."""
+        params = [param for param in params if param.numel()]
+        known = Counter(compat.storage_key(param) for param in params)
+        shared = {id(p) for p in params if compat.storage_users(p) > known[compat.storage_key(p)]}
+        if not shared or self.said:
+            return
+        self.said = True
+        name = next(name for name, param in model.named_parameters() if id(param) in shared)
+        warnings.warn(
+            f"megacompile: parameter {type(model).__name__}.{name} shares its memory with another "
+            "tensor (a flat buffer; a state dict that load_state_dict(assign=True) got). It moves "
+            "to a bucket now, and the other tensor does not, so neither will see changes of the "
+            "other one. Write to the parameter itself, with torch.no_grad(): "
+            f"model.get_parameter({name!r}).copy_(other); and read model.state_dict() anew "
+            f"({len(shared)} parameters; said once)",
+            stacklevel=2,
+        )
+
+
+def _is_part(param: nn.Parameter) -> bool:
+    return param.untyped_storage().nbytes() > param.numel() * param.dtype.itemsize
