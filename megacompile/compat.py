@@ -405,6 +405,28 @@ def without_torch_function() -> AbstractContextManager[None]:
     return context
 
 
+def ask_before_export(ask: Callable[[Any], None]) -> None:
+    """Call `ask` with each tensor whose memory is exported by DLPack's C functions.
+
+    They take a tensor subclass for a plain tensor. Code that has imported one of them by its name
+    before megacompile was imported calls it as it is.
+    """
+    for module, name in (
+        (torch._C, "_to_dlpack"),
+        (torch._C, "_to_dlpack_versioned"),
+        (torch.utils.dlpack, "to_dlpack"),
+        (torch, "to_dlpack"),
+    ):
+        stock = getattr(module, name)
+
+        @functools.wraps(stock)
+        def export(tensor: Any, *args: Any, stock: Any = stock, **kwargs: Any) -> Any:
+            ask(tensor)
+            return stock(tensor, *args, **kwargs)
+
+        setattr(module, name, export)
+
+
 def _metadata() -> frozenset[Any]:
     """Functions that look at what a tensor is, not at what it holds."""
     tensor = torch.Tensor

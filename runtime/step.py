@@ -230,7 +230,8 @@ class Updates:
             assert gradient is not None
             if guard_of(gradient) is None:
                 part.visible.append(gradient)
-            if bucket.aliased(each.at) or any(map(is_shared, mine)):
+            # a gradient's two names: ours, and p.grad (of one of the user's, what the step reads)
+            if bucket.aliased(each.at) or any(map(is_shared, (*mine, gradient))):
                 part.aliased = True
             if update.way is Way.STOCK and _has_tensors(each.group):
                 part.aliased = True  # see float64 in for_update
