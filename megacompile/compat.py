@@ -5,6 +5,7 @@ All of them were seen on torch 2.11.0 and 2.13.0.
 
 from __future__ import annotations
 
+import concurrent.futures.process  # noqa: F401  torch does when it captures: late, as main ends
 import functools
 import inspect
 import os

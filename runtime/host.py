@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 
 from megacompile import compat
+from megacompile.errors import OptimizerError
 from megacompile.ir import Bucket
 from megacompile.runtime.blockwise import absmax_numel
 from megacompile.runtime.buffers import DeviceBuffer, HostBuffer, mirrored
@@ -166,6 +167,17 @@ class HostBucket:
         """Note copies from the device to this bucket's memory, behind what was there before."""
         self.settle()
         self.start(work, updated, states)
+
+    def finish(self) -> None:
+        """Wait for what is in flight; if it failed, whoever uses the bucket next is told."""
+        work = self.in_flight
+        if work is None:
+            return
+        try:
+            work.wait()
+        except OptimizerError:
+            return
+        self.settle()
 
     def settle(self) -> None:
         """Wait for what is in flight on this bucket; raise if it failed."""
