@@ -163,7 +163,7 @@ class Updates:
                 bucket.settle()
                 bucket.withdraw()
                 if not self.machine.exchanged():
-                    bucket.adopt()
+                    bucket.adopt(moved=False)
 
     def _to_update(self, optimizer: Optimizer) -> dict[int, list[Trained]]:
         """The parameters that this step updates, by the key of their bucket.

@@ -238,6 +238,8 @@ class StreamedModel:
             if not fits or not all(bucket.adopt() for bucket in buckets):
                 self._let_go()
                 self._take_over()
+            else:
+                self._make_proxies()  # a parameter's memory may have been moved
         for bucket in self.machine.buckets.values():
             if not bucket.busy():
                 bucket.settle()

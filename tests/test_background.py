@@ -115,7 +115,11 @@ def test_a_thread_begins_with_the_first_work_and_ends_with_its_owner() -> None:
 
 def test_what_was_given_is_done_though_its_owner_is_gone() -> None:
     owner, may, over = Background("gone"), threading.Event(), threading.Event()
-    owner.submit(lambda: may.wait(60) and None)
+
+    def waits() -> None:
+        may.wait(60)
+
+    owner.submit(waits)
     owner.submit(over.set)
     del owner
     gc.collect()
