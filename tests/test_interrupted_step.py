@@ -136,6 +136,7 @@ def test_an_old_update_never_overwrites_a_checkpoint(interrupts: Interrupts, ali
             assert torch.equal(param, checkpoint[0][name]), (at, name)
     assert at > 300, "every instruction of it"
     interrupts.may.set()
+    interrupts.at = -1
     model.load_state_dict(checkpoint[0])
     optimizers[1].load_state_dict(copy.deepcopy(checkpoint[1]))
     train(plain, optimizers[0])
