@@ -5,6 +5,7 @@ All of them were seen on torch 2.11.0 and 2.13.0.
 
 from __future__ import annotations
 
+import concurrent.futures.process  # noqa: F401  torch does when it captures: late, as main ends
 import functools
 import inspect
 import os
@@ -562,6 +563,28 @@ def set_torch_function_state(state: Any) -> None:
 
 
 NO_SUBCLASSES = _C._TorchFunctionState.SUBCLASSES_DISABLED  # as in without_torch_function()
+
+
+def ask_before_export(ask: Callable[[Any], None]) -> None:
+    """Call `ask` with each tensor whose memory is exported by DLPack's C functions.
+
+    They take a tensor subclass for a plain tensor. Code that has imported one of them by its name
+    before megacompile was imported calls it as it is.
+    """
+    for module, name in (
+        (torch._C, "_to_dlpack"),
+        (torch._C, "_to_dlpack_versioned"),
+        (torch.utils.dlpack, "to_dlpack"),
+        (torch, "to_dlpack"),
+    ):
+        stock = getattr(module, name)
+
+        @functools.wraps(stock)
+        def export(tensor: Any, *args: Any, stock: Any = stock, **kwargs: Any) -> Any:
+            ask(tensor)
+            return stock(tensor, *args, **kwargs)
+
+        setattr(module, name, export)
 
 
 def _metadata() -> frozenset[Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,10 @@ class Flight:
         return self.future.done()
 
     def wait(self) -> None:
-        error = self.future.exception()
+        try:
+            error = self.future.exception()
+        except CancelledError:  # by a Ctrl-C before it began: nothing has changed
+            return
         if error is not None:
             raise OptimizerError(
                 f"optimizer.step(): the update of {self.name!r} failed in the background with "

@@ -9,6 +9,8 @@ from then on they are again what they were: `torch.Tensor` or `nn.Parameter`, wi
 [Note: what a guard cannot see] A plain alias (`p.detach()`, an entry of an old `state_dict()`)
 shares the memory but not the guard. Whoever starts work in the background counts the users of each
 storage first (`compat.storage_users`) and waits at once where there are more than its own.
+Functions in C that take a tensor without `__torch_function__` do not ask either: those that export
+its memory to other libraries are wrapped (`compat.ask_before_export`).
 """
 
 from __future__ import annotations
@@ -34,10 +36,18 @@ class Guard(Protocol):
         """The result of a function, without a look at the data; `NotImplemented` to decline."""
 
 
+class _Absent:
+    """An attribute that a class does not have, though its bases do."""
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        raise AttributeError(f"{owner} has no such attribute")
+
+
 class _Guarded:
     """What the two subclasses share."""
 
     guard: Guard
+    __dlpack_c_exchange_api__ = _Absent()  # which exports the memory without a call of Python
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,6 +104,14 @@ def release(tensor: torch.Tensor) -> None:
         del tensor.guard  # type: ignore[attr-defined]
 
 
+def _open(tensor: Any) -> None:
+    """Ask the guard of a tensor, if it has one, as any use of it would."""
+    if isinstance(tensor, _Guarded):
+        assert isinstance(tensor, torch.Tensor)
+        with unguarded():
+            tensor.guard.open(tensor)
+
+
 def guard_of(tensor: torch.Tensor | None) -> Guard | None:
     """Who guards a tensor now."""
     return tensor.guard if isinstance(tensor, _Guarded) else None
@@ -112,3 +130,6 @@ def _guarded_among(values: Any) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, (tuple, list, dict)):
             yield from _guarded_among(value)
+
+
+compat.ask_before_export(_open)

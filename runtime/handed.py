@@ -11,8 +11,9 @@ step fall back to the host. So does anything that `fits` does not find as the ba
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from weakref import ref
 
@@ -20,6 +21,7 @@ import torch
 from torch.optim import Optimizer
 
 from megacompile.ir import Stream
+from megacompile.runtime.background import Background, fulfil
 from megacompile.runtime.flight import Flight, copy_in_pieces
 from megacompile.runtime.host import HostBucket
 from megacompile.runtime.rooms import (
@@ -62,7 +64,7 @@ class Handed:
         self.streams.synchronize(Stream.H2D)
         self.streams.synchronize(Stream.D2H)
 
-    def step(self, host: HostBucket, steps: Sequence[Step], thread: Executor) -> None:
+    def step(self, host: HostBucket, steps: Sequence[Step], thread: Background) -> None:
         """Make the update; `thread` brings the new values to the host."""
         by_index = {step.index: step for step in steps}
 
@@ -80,9 +82,17 @@ class Handed:
             for there, here in back():
                 here.copy_(there)
         else:
-            future = thread.submit(copy_in_pieces, back(), queue, made.event)
+            copy = functools.partial(copy_in_pieces, back(), queue, made.event)
             fresh = {i: room.streamed for i, room in self.rooms.items()}
-            host.start(Flight(future, host.layout.name, fresh), list(self.rooms), self.visible)
+            future: Future[None] = Future()
+            try:
+                # the bucket knows of it before anybody can begin it
+                host.start(Flight(future, host.layout.name, fresh), list(self.rooms), self.visible)
+                thread.submit(functools.partial(fulfil, future, copy))
+            except BaseException:
+                if future.cancel():
+                    host.settle()  # the next forward must not take what is on the device
+                raise
         note_changes(host, self.rooms)
 
 

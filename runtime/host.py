@@ -7,6 +7,7 @@ it has a guard, which asks its bucket before somebody uses the tensor.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,8 +16,11 @@ from weakref import WeakKeyDictionary, ref
 import torch
 
 from megacompile import compat
-from megacompile.ir import Bucket
+from megacompile.errors import OptimizerError
+from megacompile.ir import Bucket, Param
+from megacompile.runtime import forks
 from megacompile.runtime.blockwise import absmax_numel
+from megacompile.runtime.bucket_guards import Offered, Wait, Watch
 from megacompile.runtime.buffers import DeviceBuffer, HostBuffer, mirrored
 from megacompile.runtime.guards import guard, guard_of, release
 
@@ -53,6 +57,8 @@ class HostBucket:
         resident: the device that all of it lies on, if it does.
     """
 
+    said_moved = False
+
     def __init__(
         self,
         layout: Bucket,
@@ -74,10 +80,13 @@ class HostBucket:
         self.streamed = tuple(buffer.tensor(place) for place in layout.params)
         self._memory: list[torch.Tensor] = []  # flat, uint8: of masters and gradients
         self._grad_memory: torch.Tensor | None = None  # that of them which holds the gradients
-        self.values = self._masters()  # the parameters' own memory
+        # the parameters' own memory
+        self._values_lie_in, self._places, self.values = self._masters(buffer)
+        self.homes = [value.data_ptr() for value in self.values]
         self.grads: dict[int, torch.Tensor] = {}
         self.states: WeakKeyDictionary[Any, StateRooms] = WeakKeyDictionary()  # by the optimizer
         self.in_flight: InFlight | None = None
+        self._failed = False  # and somebody is to be told
         self.offered: Offer | None = None  # to optimizer.step(), by the backward
         self._guarded: list[torch.Tensor] = []  # until what is in flight is done
         self._offer_guarded: list[torch.Tensor] = []  # until the offer is taken
@@ -89,20 +98,26 @@ class HostBucket:
             if grad_dtype is not None and param.requires_grad:
                 param.grad_dtype = grad_dtype
         self.refresh()
+        forks.tell(self)
 
-    def _buffer(
-        self, size_bytes: int, *, pin: bool, private: bool = False
-    ) -> HostBuffer | DeviceBuffer:
+    def _buffer(self, size_bytes: int, *, pin: bool) -> HostBuffer | DeviceBuffer:
         if self.resident is not None:
             return DeviceBuffer(self.resident)
-        return HostBuffer(size_bytes, pin=pin, private=private)
+        return HostBuffer(size_bytes, pin=pin)
 
-    def _masters(self) -> tuple[torch.Tensor, ...]:
+    def _masters(
+        self, buffer: HostBuffer | DeviceBuffer
+    ) -> tuple[HostBuffer | DeviceBuffer, Sequence[Param], tuple[torch.Tensor, ...]]:
+        """Where the parameters lie: the buffer (that of what is streamed, if it is theirs too),
+        their places in it, and they."""
         named = zip(self.layout.params, self.params, strict=True)
         if all(place.dtype == param.dtype for place, param in named):
-            return self.streamed
-        dtypes = {i: param.dtype for i, param in enumerate(self.params)}
-        return tuple(self._room(dtypes, self._memory, pin=self.pin_masters).values())
+            return buffer, self.layout.params, self.streamed
+        places = mirrored(self.layout, {i: param.dtype for i, param in enumerate(self.params)})
+        end = max((place.offset_bytes + place.size_bytes for place in places), default=0)
+        buffer = self._buffer(end, pin=self.pin_masters)
+        self._memory.append(buffer.bytes(end))
+        return buffer, places, tuple(buffer.tensor(place) for place in places)
 
     @property
     def has_copy(self) -> bool:
@@ -144,19 +159,20 @@ class HostBucket:
         """Notice changes that leave no trace in the version: those through `p.data`."""
         for i, param in enumerate(self.params):
             if guard_of(param) is None:
-                guard(param, _Watch(self, i))
+                guard(param, Watch(self, i))
 
     # What is in flight.
 
     def start(self, work: InFlight, updated: Sequence[int], states: Sequence[torch.Tensor]) -> None:
         """Note work on some parameters and states; whoever uses one of them waits for it."""
         assert self.in_flight is None, "a bucket serves one piece of work at a time"
+        self._failed = False
         self.in_flight = work
         self._guarded = [self.params[i] for i in updated] + list(states)
         for i in updated:
-            guard(self.params[i], _Wait(self, i))
+            guard(self.params[i], Wait(self, i))
         for state in states:
-            guard(state, _Wait(self, None))
+            guard(state, Wait(self, None))
 
     def busy(self) -> bool:
         """Is something in flight that is not done?"""
@@ -167,6 +183,27 @@ class HostBucket:
         self.settle()
         self.start(work, updated, states)
 
+    def before_fork(self) -> None:
+        """What is in flight would be half done in the child, for ever."""
+        self.finish()
+
+    def after_fork(self, *, in_child: bool) -> None:
+        """What another thread has started meanwhile is over for the child."""
+        if in_child and self.in_flight is not None and not self._failed:
+            self._landed()
+
+    def finish(self) -> None:
+        """Wait for what is in flight; if it failed, whoever uses the bucket next is told."""
+        work = self.in_flight
+        if work is None:
+            return
+        try:
+            work.wait()
+        except OptimizerError:
+            self._failed = True
+            return
+        self.settle()
+
     def settle(self) -> None:
         """Wait for what is in flight on this bucket; raise if it failed."""
         work = self.in_flight
@@ -176,13 +213,16 @@ class HostBucket:
             work.wait()
         finally:
             if self.in_flight is work and work.done():  # else Ctrl-C: it goes on, and so do guards
-                self.in_flight = None
-                for tensor in self._guarded:
-                    if isinstance(guard_of(tensor), _Wait):
-                        release(tensor)
-                self._guarded = []
-                if self.has_copy:
-                    self._watch()
+                self._landed()
+
+    def _landed(self) -> None:
+        self.in_flight = None
+        for tensor in self._guarded:
+            if isinstance(guard_of(tensor), Wait):
+                release(tensor)
+        self._guarded = []
+        if self.has_copy:
+            self._watch()
 
     # What is offered to the next step.
 
@@ -192,15 +232,15 @@ class HostBucket:
         self.offered = what
         self._offer_guarded = [self.params[i] for i in params] + list(states)
         for i in params:
-            guard(self.params[i], _Offered(self, i))
+            guard(self.params[i], Offered(self, i))
         for state in states:
-            guard(state, _Offered(self, None))
+            guard(state, Offered(self, None))
 
     def take_offer(self) -> Offer | None:
         """What is offered, for the step that uses it (or `drop`s it)."""
         offer, self.offered = self.offered, None
         for tensor in self._offer_guarded:
-            if isinstance(guard_of(tensor), _Offered):
+            if isinstance(guard_of(tensor), Offered):
                 release(tensor)
         self._offer_guarded = []
         if offer is not None and self.has_copy:
@@ -217,22 +257,46 @@ class HostBucket:
 
     def replaced(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Parameters whose storage the user replaced, and their places here."""
+        return [(self.params[i], self.values[i]) for i in self._replaced()]
+
+    def _replaced(self) -> list[int]:
         return [
-            (param, value)
-            for param, value in zip(self.params, self.values, strict=True)
-            if param.data_ptr() != value.data_ptr() or param.stride() != value.stride()
+            i
+            for i, (param, home) in enumerate(zip(self.params, self.homes, strict=True))
+            if param.data_ptr() != home or param.stride() != self.values[i].stride()
         ]
 
-    def adopt(self) -> bool:
-        """Take over storage that the user replaced; False where the layout no longer fits."""
-        for param, value in self.replaced():
+    def adopt(self, *, moved: bool = True) -> bool:
+        """Take over storage that the user replaced; False where the layout no longer fits.
+
+        Args:
+            moved: also where torch has moved it to memory that processes share, which moves our
+                own tensors too. Whoever made other ones of them then needs new ones.
+        """
+        for i in self._replaced():
+            param, value = self.params[i], self.values[i]
             if param.shape != value.shape or param.dtype != value.dtype:
                 return False
+            if value.data_ptr() != self.homes[i]:
+                if not moved:
+                    continue
+                value = self._return_home(i)
             theirs = param.detach()
             param.data = value
             with torch.no_grad():
                 param.copy_(theirs)  # by its name, so that a pending backward sees a new version
         return True
+
+    def _return_home(self, index: int) -> torch.Tensor:
+        """New tensors in a parameter's old place, from which it was moved."""
+        _say_moved(self.layout.params[index].name)
+        value = self._values_lie_in.tensor(self._places[index])
+        values = (*self.values[:index], value, *self.values[index + 1 :])
+        if not self.has_copy:
+            self.streamed = values
+        self.values = values
+        self.homes[index] = value.data_ptr()
+        return value
 
     # Gradients and states.
 
@@ -267,7 +331,7 @@ class HostBucket:
         }
         if missing:
             rooms = self.states[owner]
-            made = self._room(missing, rooms.memory, rooms.buffers, pin=pin, private=not pin)
+            made = self._room(missing, rooms.memory, rooms.buffers, pin=pin)
             there |= made
 
     def lock_states(self, owner: object) -> None:
@@ -303,7 +367,7 @@ class HostBucket:
             absmax = torch.empty(absmax_numel(numel), device="meta")
             likes += [(f"{i}.codes", codes), (f"{i}.absmax", absmax)]
         layout = Bucket.layout(self.layout.key, self.layout.name, likes)
-        buffer = self._buffer(layout.size_bytes, pin=pin, private=not pin)
+        buffer = self._buffer(layout.size_bytes, pin=pin)
         if isinstance(buffer, HostBuffer):
             self.states[owner].buffers.append(ref(buffer))
         made = [buffer.tensor(place) for place in layout.params]
@@ -316,12 +380,11 @@ class HostBucket:
         buffers: list[ref[HostBuffer]] | None = None,
         *,
         pin: bool,
-        private: bool = False,
     ) -> dict[int, torch.Tensor]:
         """New memory like some of the parameters, one buffer for all, noted in the lists."""
         places = dict(zip(dtypes, mirrored(self.layout, dtypes), strict=True))
         end = max((place.offset_bytes + place.size_bytes for place in places.values()), default=0)
-        buffer = self._buffer(end, pin=pin, private=private)
+        buffer = self._buffer(end, pin=pin)
         memory.append(buffer.bytes(end))
         if buffers is not None and isinstance(buffer, HostBuffer):
             buffers.append(ref(buffer))
@@ -362,40 +425,15 @@ class StateRooms:
 _OWN_USERS = 3  # of a parameter's memory: the bucket, the parameter, its proxy
 
 
-@dataclass(frozen=True, slots=True)
-class _OfBucket:
-    """Guards a tensor of a bucket; the bucket does `before` when somebody uses it."""
-
-    bucket: HostBucket
-    param: int | None  # its index, where it is a parameter
-
-    def before(self) -> None:
-        """Make the tensor safe to use."""
-
-    def open(self, tensor: torch.Tensor) -> None:
-        self.before()
-        release(tensor)
-        if self.param is not None:
-            self.bucket.forget(self.param)
-
-    def serve(self, function: Any, args: Any, kwargs: Any) -> Any:
-        del function, args, kwargs
-        return NotImplemented
-
-
-class _Wait(_OfBucket):
-    """Guards a tensor in whose memory something is in flight."""
-
-    def before(self) -> None:
-        self.bucket.settle()
-
-
-class _Offered(_OfBucket):
-    """Guards a tensor that something offered was made from."""
-
-    def before(self) -> None:
-        self.bucket.withdraw()
-
-
-class _Watch(_OfBucket):
-    """Guards a parameter whose streamed copy must follow it."""
+def _say_moved(name: str) -> None:
+    if HostBucket.said_moved:
+        return
+    HostBucket.said_moved = True
+    warnings.warn(
+        f"megacompile: parameter {name!r} (and maybe others) was moved to memory that processes "
+        "share, by share_memory() or by sending it to another process. megacompile has taken the "
+        "values back into memory of its own: other processes keep what they were until now, and "
+        "what they write there is not seen here. Send state_dict() again when they shall know "
+        "newer ones (said once)",
+        stacklevel=6,
+    )

@@ -55,5 +55,5 @@ class Machine:
         replaced = [param.untyped_storage() for b in buckets for param, _ in b.replaced()]
         if not replaced:
             return False
-        ours = {value.data_ptr() for b in buckets for value in b.values if value.numel()}
+        ours = {home for b in buckets for home in b.homes if home}  # 0: of no element
         return any(storage.data_ptr() in ours for storage in replaced)

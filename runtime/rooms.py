@@ -133,15 +133,20 @@ def write_back(
         visible: the states that the user can see; they are guarded until the copies are done.
         queue: the stream that copies; None on the CPU, where nothing is under way afterwards.
     """
-    for there, here in params_back(host, rooms):
-        here.copy_(there, non_blocking=True)
-    params = None if queue is None else queue.record_event()
-    for there, here in states_back(rooms, sources):
-        here.copy_(there, non_blocking=True)
     landing = None
-    if queue is not None and params is not None:
-        landing = Landing(host, params, queue.record_event())
-        host.land(landing, list(rooms), visible)
+    try:
+        for there, here in params_back(host, rooms):
+            here.copy_(there, non_blocking=True)
+        params = None if queue is None else queue.record_event()
+        for there, here in states_back(rooms, sources):
+            here.copy_(there, non_blocking=True)
+        if queue is not None and params is not None:
+            landing = Landing(host, params, queue.record_event())
+            host.land(landing, list(rooms), visible)
+    except BaseException:  # Ctrl-C: nobody knows of the copies that are under way
+        if queue is not None:
+            queue.synchronize()
+        raise
     note_changes(host, rooms)
     return landing
 

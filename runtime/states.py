@@ -106,5 +106,8 @@ def to_plain(value: Any) -> Any:
 
 
 def is_shared(state: torch.Tensor) -> bool:
-    """Does somebody hold a state's memory under another name? The bucket and the optimizer do."""
+    """Does somebody hold a state's memory under another name? The bucket and the optimizer do.
+
+    The same of a gradient's: it has two names too, `p.grad` and the bucket's.
+    """
     return compat.storage_users(state) > 2

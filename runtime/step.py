@@ -15,7 +15,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch.optim import SGD, Optimizer
 from megacompile import compat, log
 from megacompile.options import Lowering, Options
 from megacompile.runtime import hooks
+from megacompile.runtime.background import Background
 from megacompile.runtime.blockwise import quantizes
 from megacompile.runtime.flight import Flight
 from megacompile.runtime.guards import guard_of
@@ -55,7 +55,7 @@ from megacompile.runtime.rules import Rule, adam_hyper, seed_of, sgd_hyper
 from megacompile.runtime.served import served
 from megacompile.runtime.states import is_shared
 from megacompile.runtime.update import BucketUpdate, Step, Way
-from megacompile.runtime.workers import Job, Workers, untimed
+from megacompile.runtime.workers import Job, Workers
 
 _RULES = (Way.COMPILED, Way.TORCH, Way.BACKWARD, Way.RESIDENT)
 
@@ -100,7 +100,7 @@ class Updates:
         self.machine = machine
         self.options = options
         self._workers = Workers(machine.device)
-        self._copies = ThreadPoolExecutor(1, thread_name_prefix="megacompile-offload")
+        self._copies = Background("megacompile-offload")
         self._said: set[str] = set()
         self.ways: dict[str, Way] = {}  # by the bucket's name, of the last step
         hooks.tell(self)
@@ -171,7 +171,7 @@ class Updates:
                 bucket.settle()
                 bucket.withdraw()
                 if not self.machine.exchanged():
-                    bucket.adopt()
+                    bucket.adopt(moved=False)
 
     def _to_update(self, optimizer: Optimizer) -> dict[int, list[Trained]]:
         """The parameters that this step updates, by the key of their bucket.
@@ -243,7 +243,8 @@ class Updates:
             assert gradient is not None
             if guard_of(gradient) is None:
                 part.visible.append(gradient)
-            if bucket.aliased(each.at) or any(map(is_shared, mine)):
+            # a gradient's two names: ours, and p.grad (of one of the user's, what the step reads)
+            if bucket.aliased(each.at) or any(map(is_shared, (*mine, gradient))):
                 part.aliased = True
             if update.way is Way.STOCK and _has_tensors(each.group):
                 part.aliased = True  # see float64 in for_update
@@ -384,7 +385,22 @@ class Updates:
     # A step: doing it.
 
     def start(self, optimizer: Optimizer, parts: Sequence[_Part]) -> None:
-        """Make what was prepared, or start it in the background."""
+        """Make what was prepared, or start it in the background.
+
+        Ctrl-C may come anywhere in it. Then each bucket's update runs to its end and its bucket
+        knows of it, or it never begins.
+        """
+        try:
+            self._start_all(optimizer, parts)
+        except BaseException:
+            for part in parts:
+                if part.handed is not None:
+                    part.handed.drop()
+                if part.aliased:  # its other name shows nobody that it is in flight
+                    part.update.bucket.finish()
+            raise
+
+    def _start_all(self, optimizer: Optimizer, parts: Sequence[_Part]) -> None:
         for part in parts:
             for each in part.trained:
                 count_up(each.state)
@@ -401,9 +417,9 @@ class Updates:
             log.logger("update").info("%s: %s", update.bucket.layout.name, update.way.value)
         self._workers.help()
         for part in parts:  # those on the host have begun
-            handed, part.handed = part.handed, None
-            if handed is not None:
-                handed.step(part.update.bucket, part.update.steps, self._copies)
+            if part.handed is not None:
+                part.handed.step(part.update.bucket, part.update.steps, self._copies)
+                part.handed = None
                 self.machine.hand_over.flying.append(part.update.bucket)
         for part in parts:
             update, key = part.update, part.update.bucket.layout.key
@@ -416,14 +432,21 @@ class Updates:
     def _start(self, update: BucketUpdate, visible: list[torch.Tensor]) -> None:
         bucket = update.bucket
         indices = [step.index for step in update.steps]
-        for i in indices:
-            torch.autograd.graph.increment_version(bucket.params[i])
-            bucket.mark_fresh(i)
         tracer = self.machine.tracer
-        timed = untimed if tracer is None else tracer.update_of(bucket.layout)
-        job = Job(update, timed)
-        self._workers.submit(job)
-        bucket.start(Flight(job.future, bucket.layout.name), indices, visible)
+        job = Job(update)
+        try:
+            if tracer is not None:
+                mark, job.timed = tracer.update_of(bucket.layout)
+                tracer.marks.append(mark)
+            # the bucket knows of it before anybody can begin it
+            bucket.start(Flight(job.future, bucket.layout.name), indices, visible)
+            for i in indices:
+                torch.autograd.graph.increment_version(bucket.params[i])
+                bucket.mark_fresh(i)
+            self._workers.submit(job)
+        except BaseException:
+            job.call_off()
+            raise
 
     def _install(self, optimizer: Optimizer, bucket: HostBucket, steps: Iterable[Step]) -> None:
         """Take over the states that an optimizer's own first step made."""

@@ -305,6 +305,8 @@ class StreamedModel:
         if not fits or not all(bucket.adopt() for bucket in buckets):
             self._let_go()
             self._take_over()
+        else:
+            self._make_proxies()  # a parameter's memory may have been moved
 
     def _buffers_to_device(self) -> None:
         moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # one buffer, several places

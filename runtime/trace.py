@@ -117,10 +117,12 @@ class Tracer:
         self.runs.append((schedule, graph))  # keeps the schedule, and so its id
         return Recording(self, self._infos[key], len(self.runs) - 1)
 
-    def update_of(self, bucket: Bucket) -> Callable[[str, Callable[[], None]], None]:
-        """For the update of a bucket in host memory: does it, and notes when and on which lane."""
+    def update_of(self, bucket: Bucket) -> tuple[_Mark, Callable[[str, Callable[[], None]], None]]:
+        """For the update of a bucket in host memory: does it, and notes when and on which lane.
+
+        The mark is for `marks`, once somebody is sure to do the update: a trace waits for it.
+        """
         mark = _Mark(OpInfo("", UPDATE_ON_HOST, HOST, bucket.name), -1, threading.Event(), bucket)
-        self.marks.append(mark)
 
         def run(lane: str, work: Callable[[], None]) -> None:
             assert mark.done is not None
@@ -132,7 +134,7 @@ class Tracer:
                 mark.stop = time.perf_counter()
                 mark.done.set()
 
-        return run
+        return mark, run
 
     def _here(self, mark: _Mark, work: Callable[[], Any]) -> Any:
         start = time.perf_counter()

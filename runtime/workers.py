@@ -11,15 +11,16 @@ Models Using Interleaved Offloading", 2024, arXiv 2410.21316, which divides the 
 from __future__ import annotations
 
 import functools
-import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
 
 from megacompile import log
+from megacompile.runtime import forks
+from megacompile.runtime.background import Background, fulfil
 from megacompile.runtime.pieces import Pieces, PieceStreams
 from megacompile.runtime.update import BucketUpdate
 from megacompile.timeline import DEVICE, HOST
@@ -43,30 +44,31 @@ class Job:
 
     def run(self, lane: str, work: Callable[[], None]) -> None:
         """Make it; what goes wrong is the future's."""
-        self.future.set_running_or_notify_cancel()
-        try:
-            self.timed(lane, work)
-        except BaseException as error:
-            self.future.set_exception(error)
-        else:
-            self.future.set_result(None)
+        fulfil(self.future, functools.partial(self.timed, lane, work))
+
+    def call_off(self) -> None:
+        """It need not be made, unless somebody has begun."""
+        if self.future.cancel():
+            self.timed(HOST, lambda: None)  # a trace waits for its end
 
 
 class Workers:
-    """A thread for the host's updates, and one that issues the device's."""
+    """A thread for the host's updates, and one that issues the device's.
+
+    There is no lock (see `background`): a job is whose who has taken it out of the deque.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._waiting: deque[Job] = deque()
-        self._lock = threading.Lock()
-        self._host = ThreadPoolExecutor(1, thread_name_prefix="megacompile-update")
-        self._issues = ThreadPoolExecutor(1, thread_name_prefix="megacompile-pieces")
+        self._host = Background("megacompile-update")
+        self._issues = Background("megacompile-pieces")
         self._streams: PieceStreams | None = None
+        forks.tell(self)
 
     def submit(self, job: Job) -> None:
         """Let it wait behind those that do."""
-        with self._lock:
-            self._waiting.append(job)
+        self._waiting.append(job)
         self._host.submit(self._first)
 
     def help(self) -> None:
@@ -74,14 +76,13 @@ class Workers:
 
         Called by the thread that computes, whose stream's memory is used.
         """
-        with self._lock:
-            # while they wait: who makes one takes its runs away
-            updates = [
-                run.update
-                for job in self._waiting
-                if job.update.on_device
-                for run in job.update.runs
-            ]
+        # who makes one takes its runs away, but this is a list of what there was
+        updates = [
+            run.update
+            for job in tuple(self._waiting)
+            if job.update.on_device
+            for run in job.update.runs
+        ]
         if not updates:
             return
         if self._streams is None:
@@ -91,13 +92,21 @@ class Workers:
         except torch.OutOfMemoryError:
             log.logger("update").info("no device memory is left to help the host with updates")
             return
-        self._issues.submit(self._last_ones, pieces)
+        self._issues.submit(functools.partial(self._last_ones, pieces))
+
+    def before_fork(self) -> None:
+        """The buckets wait for what waits here."""
+
+    def after_fork(self, *, in_child: bool) -> None:
+        """What another thread has given since is its own, and not the child's."""
+        if in_child:
+            self._waiting.clear()
 
     def _first(self) -> None:
         while True:  # also one that was left behind when a `submit` was interrupted
-            with self._lock:
-                job = self._waiting.popleft() if self._waiting else None
-            if job is None:
+            try:
+                job = self._waiting.popleft()
+            except IndexError:
                 return
             job.run(HOST, job.update)
 
@@ -106,9 +115,11 @@ class Workers:
             job.run(DEVICE, functools.partial(job.update.by_pieces, pieces))
 
     def _last(self) -> Job | None:
-        with self._lock:
-            for job in reversed(self._waiting):
-                if job.update.on_device:
+        for job in reversed(tuple(self._waiting)):
+            if job.update.on_device:
+                try:
                     self._waiting.remove(job)
-                    return job
+                except ValueError:
+                    continue  # the host was faster
+                return job
         return None

@@ -362,7 +362,7 @@ def test_states_that_were_made_for_the_host_are_locked_when_a_copy_is_foreseen(
 
 
 def test_locking_keeps_what_is_there() -> None:
-    buffer = HostBuffer(2**16, pin=False, private=True)
+    buffer = HostBuffer(2**16, pin=False)
     values = buffer.bytes(2**16)
     values.fill_(7)
     calls: list[tuple[int, int, int]] = []
@@ -382,7 +382,7 @@ def test_locking_keeps_what_is_there() -> None:
 
 @pytest.mark.gpu
 def test_late_locking_on_the_gpu() -> None:
-    buffer = HostBuffer(2**20, pin=False, private=True)
+    buffer = HostBuffer(2**20, pin=False)
     values = buffer.bytes(2**20)
     values.fill_(7)
     assert not values.is_pinned()

@@ -1,0 +1,57 @@
+"""What happens around a `fork` of this process, for those who asked: data loaders fork.
+
+Threads do not exist in a child, and locks that another thread held there stay locked for ever. So
+before a fork what is in flight comes to its end and threads of ours come to rest; the child gets
+new threads, locks and, where the parent shares it, memory of its own. Only a process in which a
+model lives asks for it.
+
+The order matters: what is in flight is waited for while the threads still take work.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Protocol
+from weakref import WeakSet
+
+
+class Forks(Protocol):
+    """Who is told of forks; each of these returns soon, and raises nothing."""
+
+    def before_fork(self) -> None:
+        """The process is about to fork, in the thread that calls this."""
+
+    def after_fork(self, *, in_child: bool) -> None:
+        """It has: called once in the parent and once in the child."""
+
+
+def tell(who: Forks, *, last: bool = False) -> None:
+    """Tell `who`, as long as it lives; `last`: it comes behind the others before a fork."""
+    _register()
+    _LIVE[last].add(who)
+
+
+def _before() -> None:
+    for some in _LIVE:
+        for each in tuple(some):
+            each.before_fork()
+
+
+def _after(in_child: bool) -> None:
+    for some in reversed(_LIVE):
+        for each in tuple(some):
+            each.after_fork(in_child=in_child)
+
+
+_LIVE: tuple[WeakSet[Forks], WeakSet[Forks]] = (WeakSet(), WeakSet())
+
+
+@functools.cache
+def _register() -> None:
+    if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+        os.register_at_fork(
+            before=_before,
+            after_in_parent=functools.partial(_after, False),
+            after_in_child=functools.partial(_after, True),
+        )
