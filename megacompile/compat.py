@@ -68,9 +68,16 @@ def fake_mode() -> FakeTensorMode:
 
 @contextmanager
 def functional_mode() -> Iterator[None]:
-    """In-place operations on tensors made by `to_functional` become values and are recorded."""
-    with FunctionalTensorMode():
+    """In-place operations on tensors made by `to_functional` become values and are recorded.
+
+    Raises:
+        NotImplementedError: an operator has effects in an order (it checks, it prints).
+    """
+    mode = FunctionalTensorMode(_allow_token_discovery=True)
+    with mode:
         yield
+    if mode._tokens:
+        raise NotImplementedError("it has an operator with side effects, such as a check of data")
 
 
 def to_functional(value: Any) -> Any:
@@ -258,6 +265,15 @@ def gives_views(func: Any) -> bool:
     """Is an ATen operator's result a view of its input, that shares memory with it?"""
     aliases = [result.alias_info for result in func._schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def changes_metadata(method: str) -> bool:
+    """Does a tensor's method change its shape or strides in place (`squeeze_`)?"""
+    packet = getattr(torch.ops.aten, method, None)
+    if packet is None or not method.endswith("_"):
+        return False
+    tags = [getattr(packet, name).tags for name in packet.overloads()]
+    return any(torch.Tag.inplace_view in each for each in tags)
 
 
 def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:

@@ -38,6 +38,7 @@ from megacompile.passes.offload_activations import offload_activations
 from megacompile.passes.partition import partition
 from megacompile.passes.plan import make_plan
 from megacompile.passes.prefetch import insert_prefetch
+from megacompile.passes.rebase import rebase_overlaps
 from megacompile.passes.recompute import insert_recompute
 from megacompile.passes.slots import assign_slots
 from megacompile.passes.split import split_stages
@@ -77,6 +78,7 @@ class PassCompiler:
 
     def partition(self, capture: Capture) -> Schedule:
         options = self.options
+        capture = rebase_overlaps(capture)
         capture, known = use_causal_attention(capture, lowering=options.lowering)
         capture, reasons = chunk_head(capture, head=options.head, lowering=options.lowering)
         for reason in reasons:

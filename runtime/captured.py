@@ -22,12 +22,14 @@ from megacompile.ir import (
     Capture,
     ConstantInput,
     GraphInput,
+    Overlap,
     ParamInput,
     Schedule,
     TensorInput,
     TensorMeta,
     Variant,
 )
+from megacompile.runtime import inputs
 from megacompile.runtime.executor import Executor
 from megacompile.runtime.machine import Machine
 from megacompile.runtime.proxies import StreamedParameter
@@ -82,6 +84,10 @@ class Program:
         self.stages = compiler.partition(capture)
         outputs, _ = ops.returned(self.stages.forward)
         self.outputs: tuple[Any, ...] = tuple(outputs)
+        changes = ops.nodes_of(self.stages.forward, ops.assign)
+        self.changed = frozenset(  # the inputs that it changes in place, bases among them
+            int(str(node.args[0]).removeprefix("x")) for node in changes
+        )
         self.executors: dict[Variant, Executor] = {}
         self.tangents = expected_tangents(self.stages)
 
@@ -147,6 +153,7 @@ class CapturedGraph:
         self.run = run
         self.programs: dict[Hashable, Program | None] = {}
         self.stale = False  # are they to be made anew, because buckets have moved?
+        self.changed: frozenset[int] = frozenset()  # the inputs that a program changes in place
         self._met: set[Hashable] = set()
 
     def __call__(self, *args: Any) -> Sequence[Any]:
@@ -158,14 +165,32 @@ class CapturedGraph:
             self.stale = False
         args = tuple(map(_fetched, args))
         ambient = Ambient.current(self.machine.device)
-        key = (ambient, *(self._key(arg) for arg in args))
-        if key not in self.programs and self._worth_a_program(ambient, key):
-            self.programs[key] = self._build(ambient, args)
-        program = self.programs.get(key)
+        program = self._program(ambient, args)
         if program is None:
             result: Sequence[Any] = self.module(*args)
             return result
+        if program.capture.overlaps:
+            args = (*args, *inputs.bases(args, program.capture.overlaps))
         return self.run(program, args)
+
+    def _program(self, ambient: Ambient, args: Sequence[Any]) -> Program | None:
+        """The program for a call; None where it runs in eager mode."""
+        key = self._call_key(ambient, args)
+        if key not in self.programs and self._worth_a_program(ambient, key):
+            program = self._build(ambient, args)
+            key = self._call_key(ambient, args)  # by now it is known which inputs are changed
+            self.programs[key] = program
+        return self.programs.get(key)
+
+    def _call_key(self, ambient: Ambient, args: Sequence[Any]) -> Hashable:
+        return (ambient, self._overlaps(args), *(self._key(arg) for arg in args))
+
+    def _overlaps(self, args: Sequence[Any]) -> tuple[Overlap, ...]:
+        """What inputs share memory with an input that is changed in place."""
+        if not self.changed:
+            return ()
+        parameters = [b.values[0] for b in self.machine.buckets.values() if b.values]
+        return inputs.overlaps(args, self.changed, parameters)
 
     def _worth_a_program(self, ambient: Ambient, key: Hashable) -> bool:
         """Inference on ever new shapes (generation) runs in eager mode until a shape recurs."""
@@ -197,9 +222,11 @@ class CapturedGraph:
         try:
             if transform := compat.transforms(self.module):
                 raise UnsupportedGraphError(f"it uses torch.func ({transform})")
-            inputs = tuple(self._input(arg) for arg in args)
-            capture = Capture(self.name, self.module, inputs, self.machine.device, ambient)
-            program = Program(capture, self.compiler, self.machine)
+            program = self._divided(ambient, args)
+            if not program.changed <= self.changed:
+                self.changed |= program.changed
+                if self._overlaps(args) != program.capture.overlaps:
+                    program = self._divided(ambient, args)
             program.executor(program.variant())
         except UnsupportedGraphError as error:
             warnings.warn(
@@ -209,3 +236,10 @@ class CapturedGraph:
             )
             return None
         return program
+
+    def _divided(self, ambient: Ambient, args: Sequence[Any]) -> Program:
+        """A program for a call, with stages and no schedule yet."""
+        kinds = tuple(self._input(arg) for arg in args)
+        overlaps = self._overlaps(args)
+        capture = Capture(self.name, self.module, kinds, self.machine.device, ambient, overlaps)
+        return Program(capture, self.compiler, self.machine)

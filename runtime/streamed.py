@@ -20,10 +20,10 @@ from torch import fx, nn
 
 from megacompile import compat
 from megacompile.errors import ModelError
-from megacompile.ir import Bucket, Schedule, Unit
+from megacompile.ir import Bucket, Schedule, Unit, printable
 from megacompile.optimizer_cost import OptimizerCost
 from megacompile.options import Options
-from megacompile.runtime import autograd, shortage
+from megacompile.runtime import autograd, inputs, shortage
 from megacompile.runtime.captured import CapturedGraph, Compiler
 from megacompile.runtime.gradients import Gradients
 from megacompile.runtime.guards import unguarded
@@ -89,7 +89,7 @@ class StreamedModel:
             with unguarded():
                 self._adopt()
                 self._move_if_wanted()
-            args, kwargs = compat.tree_map(self._to_device, (args, kwargs))
+            args, kwargs = inputs.moved(args, kwargs, self._to_device)
             before = shortage.Before.of(self.model, self.options.device)
             while True:
                 try:
@@ -245,17 +245,21 @@ class StreamedModel:
         self._buffers_to_device()
 
     def _buffers_to_device(self) -> None:
-        moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # one buffer, several places
-        for module in self.model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.device != self.options.device:
-                    if id(buffer) not in moved:
-                        moved[id(buffer)] = (buffer, buffer.to(self.options.device))
-                    module._buffers[name] = moved[id(buffer)][1]
+        places = [
+            (module._buffers, name, buffer)
+            for module in self.model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and buffer.device != self.options.device
+        ]
+        if not places:
+            return
+        stray = {id(buffer): buffer for _, _, buffer in places}  # one buffer, several places
+        there = inputs.moved_together(list(stray.values()), lambda b: b.to(self.options.device))
+        made = dict(zip(stray, there, strict=True))
+        for holder, name, buffer in places:
+            holder[name] = made[id(buffer)]
 
-    def _to_device(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
+    def _to_device(self, value: torch.Tensor) -> torch.Tensor:
         dtype = self.options.compute_dtype
         if dtype is not None and value.dtype == torch.float32:
             value = value.to(dtype)
@@ -264,7 +268,7 @@ class StreamedModel:
     def _capture(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """The Dynamo backend: one more captured graph."""
         del examples
-        name = type(self.model).__name__
+        name = printable(type(self.model).__name__)
         if self.graphs:
             name += f".{len(self.graphs)}"
         graph = CapturedGraph(name, module, lambda: self.compiler, self.machine, autograd.run)
