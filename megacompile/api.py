@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import nn
 
-from megacompile import log
+from megacompile import compat, log
 from megacompile.alternatives import Planned, alternatives
 from megacompile.compiler import PassCompiler
 from megacompile.errors import ModelError, OptionError
@@ -24,7 +24,12 @@ from megacompile.ir import Schedule
 from megacompile.options import Activations, Head, Lowering, Options
 from megacompile.passes.units import find_units
 from megacompile.runtime.host_memory import check_host_memory
-from megacompile.runtime.streamed import HostApply, StreamedModel, refuse_nested, refuse_shared
+from megacompile.runtime.streamed import (
+    StreamedModel,
+    refuse_nested,
+    refuse_shared,
+    replace_methods,
+)
 from megacompile.runtime.trace import Trace as Trace
 from megacompile.runtime.trace import Traced
 from megacompile.situation import Situation
@@ -173,7 +178,7 @@ def megacompile(
     divide = functools.partial(find_units, compute_dtype=options.compute_dtype)
     streamed = StreamedModel(model, options, divide, functools.partial(PassCompiler, options))
     model._compiled_call_impl = streamed
-    model._apply = HostApply(model)  # type: ignore[method-assign]
+    replace_methods(model)
     log.buckets_placed(type(model).__name__, [b.layout for b in streamed.machine.buckets.values()])
     for listener in tuple(LISTENERS):
         listener(model)
@@ -328,7 +333,8 @@ def _newest(streamed: StreamedModel) -> tuple[list[Planned], list[Schedule]]:
 
 
 def _streamed(model: nn.Module, caller: str) -> StreamedModel:
-    streamed = model._compiled_call_impl
+    inner = compat.without_torch_compile(model)
+    streamed = inner._compiled_call_impl
     if not isinstance(streamed, StreamedModel):
         raise ModelError(
             f"{caller}(): {type(model).__name__} is not megacompiled; "

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.eval_frame import skip_code
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -450,6 +451,43 @@ FOREACH_NORM = torch._foreach_norm
 FOREACH_MUL = torch._foreach_mul_
 FOREACH_UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_  # GradScaler.unscale_
 FOREACH_ZERO = torch._foreach_zero_  # what zero_grad(set_to_none=False) may call
+
+
+def without_torch_compile(model: torch.nn.Module) -> torch.nn.Module:
+    """The module that `torch.compile(module)` was called with; any other as it is."""
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, torch.nn.Module) else model
+
+
+def opaque(
+    function: Callable[..., Any],
+    *,
+    reason: str = "it is a part of megacompile, which must run as it is",
+    told: Callable[[Any], None] | None = None,
+) -> Callable[..., Any]:
+    """A function that Dynamo leaves as it is, with all that it calls, where it captures a caller.
+
+    Args:
+        function: whose call breaks the graph.
+        reason: what Dynamo says where it must not break one (`fullgraph=True`).
+        told: called with the first argument where Dynamo is at work around the call.
+    """
+    working: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback
+    alone = torch.compiler.disable(function, reason=reason)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not callable(working()):
+            return function(*args, **kwargs)
+        if told is not None:
+            told(args[0])
+        return alone(*args, **kwargs)
+
+    skip_code(call.__code__)
+    functools.update_wrapper(call, function)
+    for name, value in vars(alone).items():
+        if name.startswith("_torchdynamo_disable"):
+            setattr(call, name, value)
+    return call
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:

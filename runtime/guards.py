@@ -40,6 +40,7 @@ class _Guarded:
     guard: Guard
 
     @classmethod
+    @compat.opaque
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with unguarded():

@@ -81,10 +81,11 @@ class StreamedModel:
             self.machine.in_backward = InBackward(options.optimizer, self.updates.prepare)
         self._compiled = torch.compile(_frame_of(model), backend=_weakly(self._capture))
         self.machine.before_step = _while_it_lives(self._move_if_wanted)
+        self._said = False  # that torch.compile is not needed?
         self._alone = threading.RLock()  # the swap and the slots serve one call at a time
         _LIVE.add(self)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         with self._alone:
             with unguarded():
                 self._adopt()
@@ -98,6 +99,22 @@ class StreamedModel:
                 except torch.OutOfMemoryError as error:
                     ran_out = shortage.first_line(error)  # not the error: its frames hold memory
                 self._step_down(before, ran_out)
+
+    def _within_torch_compile(self) -> None:
+        if not self._said:
+            self._said = True
+            warnings.warn(
+                f"megacompile: {type(self.model).__name__} is called from code that torch.compile "
+                "captures, which leaves it as it is: megacompile compiles it (said once); leave "
+                "out torch.compile where it is around the model alone",
+                stacklevel=4,
+            )
+
+    __call__ = compat.opaque(
+        _call,
+        reason="megacompile compiles this model itself; leave out fullgraph=True, or torch.compile",
+        told=_within_torch_compile,
+    )
 
     def _step_down(self, before: shortage.Before, ran_out: str) -> None:
         """After a forward that ran out of device memory: a plan that needs less, from the start."""
@@ -384,19 +401,49 @@ def _frame_of(model: nn.Module) -> Callable[..., Any]:
     return call
 
 
-class HostApply:
-    """Replaces a model's `_apply`: `model.to(device)` leaves the parameters where they are.
+class Replacement:
+    """In the place of a model's method. It pickles and copies as the plain method."""
 
-    Dtype changes are applied. It pickles and copies as the plain method, so a copied or loaded
-    model is a plain one.
-    """
+    name: str
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.said = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self.model, "_apply")
+        return getattr, (self.model, self.name)
+
+
+class OwnCall(Replacement):
+    """The same as the method. Where Dynamo finds that, it captures the model's `forward`, unasked:
+    one that captures a caller of the model would leave the streaming out."""
+
+    name = "_call_impl"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.model)._call_impl(self.model, *args, **kwargs)
+
+
+class OwnCompile(Replacement):
+    """Does nothing: `torch.compile` would take the place of the streaming."""
+
+    name = "compile"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+        if not self.said:
+            self.said = True
+            warnings.warn(
+                f"megacompile: {type(self.model).__name__}.compile() does nothing: megacompile "
+                "compiles the model (said once); leave it out",
+                stacklevel=2,
+            )
+
+
+class HostApply(Replacement):
+    """`model.to(device)` leaves the parameters where they are. Dtype changes are applied."""
+
+    name = "_apply"
 
     def __call__(self, function: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
         params = {id(p) for p in self.model.parameters()}
@@ -420,3 +467,9 @@ class HostApply:
                 stacklevel=3,
             )
         return applied
+
+
+def replace_methods(model: nn.Module) -> None:
+    """Put ours in the place of a model's methods; a copied or loaded model is a plain one."""
+    for kind in (HostApply, OwnCall, OwnCompile):
+        setattr(model, kind.name, kind(model))
