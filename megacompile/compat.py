@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import functools
 import inspect
+import linecache
 import os
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.eval_frame import cached_backends, reset_code, skip_code
+from torch._dynamo.guards import CheckFunctionManager, DeletedGuardManagerWrapper
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -451,6 +454,43 @@ FOREACH_NORM = torch._foreach_norm
 FOREACH_MUL = torch._foreach_mul_
 FOREACH_UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_  # GradScaler.unscale_
 FOREACH_ZERO = torch._foreach_zero_  # what zero_grad(set_to_none=False) may call
+
+
+@contextmanager
+def without_sources() -> Iterator[None]:
+    """For its duration, torch.fx keeps no source of the graph modules that are made.
+
+    It would keep each for good, though most are gone in a moment: for tracebacks alone.
+    """
+    sources = fx.graph_module._loader.eval_cache
+    before = set(sources)
+    try:
+        yield
+    finally:
+        for name in [name for name in sources if name not in before]:
+            sources.pop(name, None)
+            linecache.cache.pop(name, None)
+
+
+def forget_compiled(code: types.CodeType, backend: Callable[..., Any]) -> None:
+    """Let Dynamo forget what it made of a function that nobody has any more.
+
+    Its guards have finalizers on what lives on (a class, a module); through them, it would keep the
+    guards of every model that there ever was, and a reference to each backend.
+    """
+    frame: Any = torch._C._dynamo.eval_frame
+    gone = {id(entry.guard_manager) for entry in frame._debug_get_cache_entry_list(code)}
+    reset_code(code)
+    for key, kept in list(cached_backends.items()):
+        if getattr(kept, "compiler_fn", kept) is backend:
+            del cached_backends[key]
+    registry: Any = weakref.finalize._registry  # type: ignore[attr-defined]
+    for finalizer, info in list(registry.items()):
+        owner = getattr(getattr(info.func, "func", None), "__self__", None)
+        if isinstance(owner, CheckFunctionManager):
+            guards = getattr(owner, "guard_manager", None)
+            if id(guards) in gone or isinstance(guards, DeletedGuardManagerWrapper):
+                finalizer.detach()
 
 
 def without_torch_compile(model: torch.nn.Module) -> torch.nn.Module:

@@ -122,10 +122,15 @@ def _template(
     if key not in cache:
         try:
             tracer = _Tracer(stage, params, takes, ambient, lowering)
-            cache[key] = tracer.template(len(cache))
+            cache[key] = tracer.template(next_index(cache))
         except compat.UNTRACEABLE as error:
             raise UnsupportedGraphError(f"stage {stage.name!r}: {error}") from error
     return cache[key]
+
+
+def next_index(cache: TemplateCache) -> int:
+    """An index that no template of the cache has; some may have been evicted."""
+    return 1 + max((template.index for template in cache.values()), default=-1)
 
 
 class _Tracer:

@@ -8,7 +8,7 @@ once and specialised here.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -50,6 +50,9 @@ class Compiler(Protocol):
     def partition(self, capture: Capture) -> Schedule:
         """Stages only."""
 
+    def keep(self, stages: Collection[Schedule], schedules: Collection[Schedule]) -> None:
+        """Forget what was made for all but these results of `partition` and `build`."""
+
     def build(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
         """Everything else, verified."""
 
@@ -81,7 +84,8 @@ class Program:
         self.capture = capture
         self.compiler = compiler
         self.machine = machine
-        self.stages = compiler.partition(capture)
+        with compat.without_sources():
+            self.stages = compiler.partition(capture)
         outputs, _ = ops.returned(self.stages.forward)
         self.outputs: tuple[Any, ...] = tuple(outputs)
         changes = ops.nodes_of(self.stages.forward, ops.assign)
@@ -120,7 +124,10 @@ class Program:
     def executor(self, variant: Variant) -> Executor:
         """The executor of a variant, built at first use."""
         if variant not in self.executors:
-            with compat.without_saved_tensors_hooks():  # those around the call are not the stages'
+            while len(self.executors) >= PROGRAMS:
+                self.executors.pop(next(iter(self.executors)))
+            # saved tensors hooks around the call are not the stages'
+            with compat.without_saved_tensors_hooks(), compat.without_sources():
                 schedule = self.compiler.build(self.stages, self.capture, variant)
             self.executors[variant] = Executor(schedule, self.machine)
         return self.executors[variant]
@@ -132,6 +139,8 @@ def _fetched(arg: Any) -> Any:
 
 
 SHAPES_AT_ONCE = 8  # inference shapes that are scheduled when they first come
+SHAPES_MET = 4096  # inference shapes that are known to have come once
+PROGRAMS = 256  # of a captured graph; those that were called longest ago go
 
 
 class CapturedGraph:
@@ -144,6 +153,7 @@ class CapturedGraph:
         compiler: Callable[[], Compiler],
         machine: Machine,
         run: Callable[[Program, Sequence[Any]], Sequence[Any]],
+        evicted: Callable[[], None] = lambda: None,
     ) -> None:
         self.name = name
         self.module = module
@@ -151,10 +161,12 @@ class CapturedGraph:
         self.compiler = compiler()
         self.machine = machine
         self.run = run
+        self.evicted = evicted  # called when programs were given up
         self.programs: dict[Hashable, Program | None] = {}
         self.stale = False  # are they to be made anew, because buckets have moved?
         self.changed: frozenset[int] = frozenset()  # the inputs that a program changes in place
         self._met: set[Hashable] = set()
+        self._called: dict[Hashable, None] = {}  # keys of the programs, the last one called last
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         if self.current_compiler() is not self.compiler:  # buckets were laid out anew
@@ -162,6 +174,7 @@ class CapturedGraph:
             self.stale = True
         if self.stale:
             self.programs.clear()
+            self._called.clear()
             self.stale = False
         args = tuple(map(_fetched, args))
         ambient = Ambient.current(self.machine.device)
@@ -180,7 +193,19 @@ class CapturedGraph:
             program = self._build(ambient, args)
             key = self._call_key(ambient, args)  # by now it is known which inputs are changed
             self.programs[key] = program
+            self._evict()
+        if key in self.programs:
+            self._called.pop(key, None)
+            self._called[key] = None
         return self.programs.get(key)
+
+    def _evict(self) -> None:
+        """Let the programs go that were called longest ago, where there are too many."""
+        if len(self.programs) <= PROGRAMS:
+            return
+        for key in list(self._called)[: len(self.programs) - PROGRAMS]:
+            del self._called[key], self.programs[key]
+        self.evicted()
 
     def _call_key(self, ambient: Ambient, args: Sequence[Any]) -> Hashable:
         return (ambient, self._overlaps(args), *(self._key(arg) for arg in args))
@@ -196,6 +221,8 @@ class CapturedGraph:
         """Inference on ever new shapes (generation) runs in eager mode until a shape recurs."""
         if ambient.grad_enabled or len(self.programs) < SHAPES_AT_ONCE or key in self._met:
             return True
+        if len(self._met) >= SHAPES_MET:
+            self._met.clear()
         self._met.add(key)
         return False
 

@@ -7,6 +7,7 @@ The code that `print(schedule)` shows is compiled as it is; the names in it are 
 from __future__ import annotations
 
 import linecache
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,7 @@ class Executor:
         source = show.graph_code(self.schedule, name)
         filename = f"<megacompile {self.schedule.name} {name} {id(self)}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+        weakref.finalize(self, linecache.cache.pop, filename, None)
         bound = self._bound[name]
         namespace: dict[str, Any] = {
             op.name: _ranged(getattr(bound, op.name), op) for op in ops.OPS.values()

@@ -13,6 +13,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -79,7 +80,10 @@ class StreamedModel:
         self.updates = Updates(self.machine, options)
         if options.optimizer is not None:
             self.machine.in_backward = InBackward(options.optimizer, self.updates.prepare)
-        self._compiled = torch.compile(_frame_of(model), backend=_weakly(self._capture))
+        frame, backend = _frame_of(model), _weakly(self._capture)
+        self._compiled = torch.compile(frame, backend=backend)
+        end = weakref.finalize(self, compat.forget_compiled, frame.__code__, backend)
+        end.atexit = False
         self.machine.before_step = _while_it_lives(self._move_if_wanted)
         self._said = False  # that torch.compile is not needed?
         self._alone = threading.RLock()  # the swap and the slots serve one call at a time
@@ -132,6 +136,12 @@ class StreamedModel:
             for program in graph.programs.values()
             if program is not None
         ]
+
+    def _forget(self) -> None:
+        """Let the compiler forget what no program uses any more."""
+        programs = [p for graph in self.graphs for p in graph.programs.values() if p is not None]
+        made = [e.schedule for program in programs for e in program.executors.values()]
+        self.compiler.keep({program.stages for program in programs}, set(made))
 
     def current(self) -> list[CapturedGraph]:
         """The captured graphs whose programs are those that ran last."""
@@ -288,7 +298,14 @@ class StreamedModel:
         name = printable(type(self.model).__name__)
         if self.graphs:
             name += f".{len(self.graphs)}"
-        graph = CapturedGraph(name, module, lambda: self.compiler, self.machine, autograd.run)
+        graph = CapturedGraph(
+            name,
+            module,
+            lambda: self.compiler,
+            self.machine,
+            autograd.run,
+            _while_it_lives(self._forget),
+        )
         self.graphs.append(graph)
         return _weakly(graph.__call__)
 
@@ -387,7 +404,7 @@ def _owners(model: nn.Module) -> list[tuple[StreamedModel, str, nn.Parameter]]:
 _LIVE: weakref.WeakSet[StreamedModel] = weakref.WeakSet()
 
 
-def _frame_of(model: nn.Module) -> Callable[..., Any]:
+def _frame_of(model: nn.Module) -> FunctionType:
     """A function of the model's own that calls it, for Dynamo to capture.
 
     Dynamo skips frames of torch.nn itself, so `nn.Sequential` needs a frame around it; and it
@@ -397,6 +414,7 @@ def _frame_of(model: nn.Module) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)
 
+    assert isinstance(call, FunctionType)
     call.__code__ = call.__code__.replace(co_name=f"call_{type(model).__name__}")
     return call
 

@@ -30,6 +30,21 @@ def _train(call: Callable[..., Any], optimizer: torch.optim.Optimizer, inputs: I
     return loss.detach()
 
 
+class _Loss:
+    """A loss of what the model gives."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, **inputs: Any) -> Tensor:
+        loss: Tensor = self.model(**inputs) * 2 + 1
+        return loss
+
+
+def _norm(model: nn.Module) -> Tensor:
+    return torch.stack([p.square().sum() for p in model.parameters()]).sum()
+
+
 def _model(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Inputs) -> Any:
     compiled: Any = torch.compile(model, backend=BACKEND)
     return lambda: _train(compiled, optimizer, inputs)
@@ -41,21 +56,15 @@ def _without_breaks(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: 
 
 
 def _loss(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Inputs) -> Any:
-    def loss(**inputs: Any) -> Any:
-        return model(**inputs) * 2 + 1
-
-    compiled: Any = torch.compile(loss, backend=BACKEND)
+    compiled: Any = torch.compile(_Loss(model).__call__, backend=BACKEND)
     return lambda: _train(compiled, optimizer, inputs)
 
 
 def _penalty(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Inputs) -> Any:
     """Reads parameters behind a step, whose update may be on its way."""
 
-    def norm() -> Tensor:
-        return torch.stack([p.square().sum() for p in model.parameters()]).sum()
-
-    compiled: Any = torch.compile(norm, backend=BACKEND)
-    return lambda: _train(model, optimizer, inputs) + compiled().detach()
+    compiled: Any = torch.compile(_norm, backend=BACKEND)
+    return lambda: _train(model, optimizer, inputs) + compiled(model).detach()
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Inputs) -> Any:
@@ -79,10 +88,9 @@ def _method(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Inputs) 
 
 def _plainly(name: str, model: nn.Module, optimizer: Any, inputs: Inputs) -> Any:
     if name == "loss":
-        return lambda: _train(lambda **kwargs: model(**kwargs) * 2 + 1, optimizer, inputs)
+        return lambda: _train(_Loss(model), optimizer, inputs)
     if name == "penalty":
-        squares = lambda: torch.stack([p.square().sum() for p in model.parameters()])  # noqa: E731
-        return lambda: _train(model, optimizer, inputs) + squares().sum().detach()
+        return lambda: _train(model, optimizer, inputs) + _norm(model).detach()
     return lambda: _train(model, optimizer, inputs)
 
 
