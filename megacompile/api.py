@@ -176,7 +176,8 @@ def megacompile(
         warn_of_rounding(model)
     check_host_memory(host_rows(model, gradients=optimizer is None), options.host_memory)
     divide = functools.partial(find_units, compute_dtype=options.compute_dtype)
-    streamed = StreamedModel(model, options, divide, functools.partial(PassCompiler, options))
+    with compat.on_host():
+        streamed = StreamedModel(model, options, divide, functools.partial(PassCompiler, options))
     model._compiled_call_impl = streamed
     replace_methods(model)
     log.buckets_placed(type(model).__name__, [b.layout for b in streamed.machine.buckets.values()])

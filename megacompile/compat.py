@@ -12,12 +12,12 @@ import os
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.eval_frame import cached_backends, reset_code, skip_code
+from torch._dynamo.eval_frame import cached_backends, skip_code
 from torch._dynamo.guards import CheckFunctionManager, DeletedGuardManagerWrapper
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
@@ -326,6 +326,8 @@ def accumulates_into(param: torch.Tensor) -> bool | None:
     False where `autograd.grad()` or `backward(inputs=...)` were called without `param`, None where
     `autograd.grad()` was called for it.
     """
+    if not param.requires_grad:  # since the forward: autograd drops the gradient too
+        return False
     node = torch.autograd.graph.get_gradient_edge(param).node
     try:
         return bool(torch._C._will_engine_execute_node(node))
@@ -480,7 +482,7 @@ def forget_compiled(code: types.CodeType, backend: Callable[..., Any]) -> None:
     """
     frame: Any = torch._C._dynamo.eval_frame
     gone = {id(entry.guard_manager) for entry in frame._debug_get_cache_entry_list(code)}
-    reset_code(code)
+    torch._dynamo.reset_code(code)  # type: ignore[attr-defined]
     for key, kept in list(cached_backends.items()):
         if getattr(kept, "compiler_fn", kept) is backend:
             del cached_backends[key]
@@ -491,6 +493,24 @@ def forget_compiled(code: types.CodeType, backend: Callable[..., Any]) -> None:
             guards = getattr(owner, "guard_manager", None)
             if id(guards) in gone or isinstance(guards, DeletedGuardManagerWrapper):
                 finalizer.detach()
+
+
+def tracer_around() -> str:
+    """What traces this call, where Dynamo does not; "" if nothing does."""
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace"
+    if torch.compiler.is_exporting():
+        return "torch.export"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "torch.func"
+    return ""
+
+
+def on_host() -> AbstractContextManager[Any]:
+    """For its duration, what names no device is on the CPU, whatever the default device is."""
+    if torch.utils._device.CURRENT_DEVICE is None:
+        return nullcontext()
+    return torch.device("cpu")
 
 
 def without_torch_compile(model: torch.nn.Module) -> torch.nn.Module:

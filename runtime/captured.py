@@ -127,7 +127,11 @@ class Program:
             while len(self.executors) >= PROGRAMS:
                 self.executors.pop(next(iter(self.executors)))
             # saved tensors hooks around the call are not the stages'
-            with compat.without_saved_tensors_hooks(), compat.without_sources():
+            with (
+                compat.without_saved_tensors_hooks(),
+                compat.without_sources(),
+                compat.on_host(),
+            ):
                 schedule = self.compiler.build(self.stages, self.capture, variant)
             self.executors[variant] = Executor(schedule, self.machine)
         return self.executors[variant]

@@ -89,7 +89,7 @@ class _Hooks:
                 loss = closure()
             args = (*args, lambda: loss)
         try:
-            with unguarded():
+            with unguarded(), compat.on_host():
                 for model in tuple(_LIVE):
                     part = model.prepare_step(optimizer)
                     if part is not None:
@@ -108,7 +108,7 @@ class _Hooks:
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Do our part, and show the gradients again."""
         del optimizer, args, kwargs
-        with unguarded():
+        with unguarded(), compat.on_host():
             try:
                 while self.parts:
                     self.parts.pop(0).start()

@@ -90,8 +90,13 @@ class StreamedModel:
         _LIVE.add(self)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
+        if tracer := compat.tracer_around():
+            raise ModelError(
+                f"{type(self.model).__name__}: called within {tracer}, which needs ordinary "
+                "parameters; use a plain model there: copy.deepcopy(model) is one"
+            )
         with self._alone:
-            with unguarded():
+            with unguarded(), compat.on_host():
                 self._adopt()
                 self._move_if_wanted()
             args, kwargs = inputs.moved(args, kwargs, self._to_device)
