@@ -73,7 +73,7 @@ def _export(model: nn.Module, inputs: Inputs) -> Any:
 
 
 def _trace(model: nn.Module, inputs: Inputs) -> Any:
-    traced: Any = torch.jit.trace(model, (inputs["x"],))  # type: ignore[no-untyped-call]
+    traced: Any = torch.jit.trace(model, (inputs["x"],))
     return traced(inputs["x"])
 
 
@@ -111,12 +111,15 @@ class Odd(nn.Module):
         self.kind = kind
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.last(torch.tanh(self.first(x)))
+        hidden: Tensor = self.last(torch.tanh(self.first(x)))
         if self.kind == "empty":
-            return torch.cat([hidden, self.odd]).square().sum()
-        if self.kind == "complex":
-            return torch.view_as_real(hidden * self.odd).square().sum()
-        return (hidden.double() * self.odd).square().sum()
+            result = torch.cat([hidden, self.odd])
+        elif self.kind == "complex":
+            result = torch.view_as_real(hidden * self.odd)
+        else:
+            result = hidden.double() * self.odd
+        total: Tensor = result.square().sum()
+        return total
 
 
 @needs_compiler
