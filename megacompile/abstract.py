@@ -34,6 +34,7 @@ from megacompile.ir import (
     TensorInput,
     TensorMeta,
     Variant,
+    printable,
 )
 from megacompile.options import Lowering, Options
 from megacompile.passes.units import find_units
@@ -182,7 +183,7 @@ class _Capturing:
         return run
 
     def _program(self, module: fx.GraphModule, args: Sequence[Any]) -> AbstractProgram:
-        name = type(self.model).__name__
+        name = printable(type(self.model).__name__)
         name += f".{len(self.programs)}" if self.programs else ""
         device = self.options.device
         inputs = tuple(self._input(arg) for arg in args)

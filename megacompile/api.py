@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import nn
 
-from megacompile import log
+from megacompile import compat, log
 from megacompile.alternatives import Planned, alternatives
 from megacompile.compiler import PassCompiler
 from megacompile.errors import ModelError, OptionError
@@ -23,8 +23,8 @@ from megacompile.hardware import Hardware
 from megacompile.ir import Schedule
 from megacompile.options import Activations, Head, Lowering, Options
 from megacompile.passes.units import find_units
-from megacompile.runtime.host_apply import HostApply
 from megacompile.runtime.host_memory import check_host_memory
+from megacompile.runtime.methods import replace_methods
 from megacompile.runtime.streamed import StreamedModel, refuse_nested, refuse_shared
 from megacompile.runtime.trace import Trace as Trace
 from megacompile.runtime.trace import Traced
@@ -172,9 +172,10 @@ def megacompile(
         warn_of_rounding(model)
     check_host_memory(host_rows(model, gradients=optimizer is None), options.host_memory)
     divide = functools.partial(find_units, compute_dtype=options.compute_dtype)
-    streamed = StreamedModel(model, options, divide, functools.partial(PassCompiler, options))
+    with compat.on_host():
+        streamed = StreamedModel(model, options, divide, functools.partial(PassCompiler, options))
     model._compiled_call_impl = streamed
-    model._apply = HostApply(model)  # type: ignore[method-assign]
+    replace_methods(model)
     log.buckets_placed(type(model).__name__, [b.layout for b in streamed.machine.buckets.values()])
     for listener in tuple(LISTENERS):
         listener(model)
@@ -329,7 +330,8 @@ def _newest(streamed: StreamedModel) -> tuple[list[Planned], list[Schedule]]:
 
 
 def _streamed(model: nn.Module, caller: str) -> StreamedModel:
-    streamed = model._compiled_call_impl
+    inner = compat.without_torch_compile(model)
+    streamed = inner._compiled_call_impl
     if not isinstance(streamed, StreamedModel):
         raise ModelError(
             f"{caller}(): {type(model).__name__} is not megacompiled; "

@@ -22,7 +22,7 @@ from typing import Any
 from torch import fx
 
 from megacompile import hazards, ops, show
-from megacompile.ir import PassRecord, Schedule, Stage, format_bytes
+from megacompile.ir import PassRecord, Schedule, Stage, format_bytes, printable
 
 _COMPUTES = (ops.forward, ops.recompute, ops.backward)
 _QUIET = (ops.free, ops.park, ops.begin, ops.alloc_grad, ops.alloc_state)
@@ -38,7 +38,7 @@ def diff(before: Schedule, after: Schedule, *, code: bool = False, lines: int = 
     old, new = _named(before), _named(after)
     form = _code if code else _actions
     found = list(difflib.unified_diff(form(before), form(after), old, new, lineterm="", n=lines))
-    head = [f"# {text}" for text in differences(before, after)]
+    head = [f"# {printable(text)}" for text in differences(before, after)]
     if not found:
         found = [f"--- {old}", f"+++ {new}"] if head else []
     return "\n".join([*found[:2], *head, *found[2:]])
@@ -81,7 +81,7 @@ def passes(schedule: Schedule) -> str:
     same ones.
     """
     if not schedule.history:
-        return f"{schedule.name}: made by hand, no pass has run"
+        return f"{printable(schedule.name)}: made by hand, no pass has run"
     rows = [["pass", "ms", "nodes", "actions"]]
     before = 0
     for record in schedule.history:
@@ -107,7 +107,7 @@ def _change(record: PassRecord) -> str:
 
 def _named(schedule: Schedule) -> str:
     made_by = schedule.history[-1].name if schedule.history else "hand"
-    return f"{schedule.name}: {len(schedule.stages)} stages by {made_by}"
+    return f"{printable(schedule.name)}: {len(schedule.stages)} stages by {made_by}"
 
 
 def _slots(schedule: Schedule) -> str:
@@ -120,12 +120,17 @@ def _held(schedule: Schedule) -> str:
 
 
 def _actions(schedule: Schedule) -> list[str]:
-    width = max((len(stage.name) for stage in schedule.stages), default=0)
+    stage_names = {stage.index: printable(stage.name) for stage in schedule.stages}
+    width = max(map(len, stage_names.values()), default=0)
     lines = []
     for name, graph in schedule.graphs.items():
         lines.append(name)
         for stage, labels in _by_stage(graph):
-            left = f"{stage.index:>3} {stage.name:<{width}}" if stage else " " * (4 + width)
+            left = (
+                f"{stage.index:>3} {stage_names[stage.index]:<{width}}"
+                if stage
+                else " " * (4 + width)
+            )
             lines.append(f"{left} | {' '.join(labels)}")
     return lines
 

@@ -8,16 +8,20 @@ from __future__ import annotations
 import concurrent.futures.process  # noqa: F401  torch does when it captures: late, as main ends
 import functools
 import inspect
+import linecache
 import os
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.eval_frame import cached_backends, skip_code
+from torch._dynamo.guards import CheckFunctionManager, DeletedGuardManagerWrapper
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -73,9 +77,16 @@ def fake_mode() -> FakeTensorMode:
 
 @contextmanager
 def functional_mode() -> Iterator[None]:
-    """In-place operations on tensors made by `to_functional` become values and are recorded."""
-    with FunctionalTensorMode():
+    """In-place operations on tensors made by `to_functional` become values and are recorded.
+
+    Raises:
+        NotImplementedError: an operator has effects in an order (it checks, it prints).
+    """
+    mode = FunctionalTensorMode(_allow_token_discovery=True)
+    with mode:
         yield
+    if mode._tokens:
+        raise NotImplementedError("it has an operator with side effects, such as a check of data")
 
 
 def to_functional(value: Any) -> Any:
@@ -268,6 +279,15 @@ def gives_views(func: Any) -> bool:
     """Is an ATen operator's result a view of its input, that shares memory with it?"""
     aliases = [result.alias_info for result in func._schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def changes_metadata(method: str) -> bool:
+    """Does a tensor's method change its shape or strides in place (`squeeze_`)?"""
+    packet = getattr(torch.ops.aten, method, None)
+    if packet is None or not method.endswith("_"):
+        return False
+    tags = [getattr(packet, name).tags for name in packet.overloads()]
+    return any(torch.Tag.inplace_view in each for each in tags)
 
 
 def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
@@ -616,6 +636,101 @@ FOREACH_NORM = torch._foreach_norm
 FOREACH_MUL = torch._foreach_mul_
 FOREACH_UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_  # GradScaler.unscale_
 FOREACH_ZERO = torch._foreach_zero_  # what zero_grad(set_to_none=False) may call
+
+
+@contextmanager
+def without_sources() -> Iterator[None]:
+    """For its duration, torch.fx keeps no source of the graph modules that are made.
+
+    It would keep each for good, though most are gone in a moment: for tracebacks alone.
+    """
+    sources = fx.graph_module._loader.eval_cache
+    before = set(sources)
+    try:
+        yield
+    finally:
+        for name in [name for name in sources if name not in before]:
+            sources.pop(name, None)
+            linecache.cache.pop(name, None)
+
+
+def forget_compiled(code: types.CodeType, backend: Callable[..., Any]) -> None:
+    """Let Dynamo forget what it made of a function that nobody has any more.
+
+    Its guards have finalizers on what lives on (a class, a module); through them, it would keep the
+    guards of every model that there ever was, and a reference to each backend.
+    """
+    frame: Any = torch._C._dynamo.eval_frame
+    gone = {id(entry.guard_manager) for entry in frame._debug_get_cache_entry_list(code)}
+    torch._dynamo.reset_code(code)  # type: ignore[attr-defined]
+    for key, kept in list(cached_backends.items()):
+        if getattr(kept, "compiler_fn", kept) is backend:
+            del cached_backends[key]
+    registry: Any = weakref.finalize._registry  # type: ignore[attr-defined]
+    for finalizer, info in list(registry.items()):
+        owner = getattr(getattr(info.func, "func", None), "__self__", None)
+        if isinstance(owner, CheckFunctionManager):
+            guards = getattr(owner, "guard_manager", None)
+            if id(guards) in gone or isinstance(guards, DeletedGuardManagerWrapper):
+                finalizer.detach()
+
+
+def tracer_around() -> str:
+    """What traces this call, where Dynamo does not; "" if nothing does."""
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace"
+    if torch.compiler.is_exporting():
+        return "torch.export"
+    return ""
+
+
+def in_transform() -> bool:
+    """Is a transform of `torch.func` around this call?"""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def on_host() -> AbstractContextManager[Any]:
+    """For its duration, what names no device is on the CPU, whatever the default device is."""
+    if torch.utils._device.CURRENT_DEVICE is None:
+        return nullcontext()
+    return torch.device("cpu")
+
+
+def without_torch_compile(model: torch.nn.Module) -> torch.nn.Module:
+    """The module that `torch.compile(module)` was called with; any other as it is."""
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, torch.nn.Module) else model
+
+
+def opaque(
+    function: Callable[..., Any],
+    *,
+    reason: str = "it is a part of megacompile, which must run as it is",
+    told: Callable[[Any], None] | None = None,
+) -> Callable[..., Any]:
+    """A function that Dynamo leaves as it is, with all that it calls, where it captures a caller.
+
+    Args:
+        function: whose call breaks the graph.
+        reason: what Dynamo says where it must not break one (`fullgraph=True`).
+        told: called with the first argument where Dynamo is at work around the call.
+    """
+    working: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback
+    alone = torch.compiler.disable(function, reason=reason)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not callable(working()):
+            return function(*args, **kwargs)
+        if told is not None:
+            told(args[0])
+        return alone(*args, **kwargs)
+
+    skip_code(call.__code__)
+    functools.update_wrapper(call, function)
+    for name, value in vars(alone).items():
+        if name.startswith("_torchdynamo_disable"):
+            setattr(call, name, value)
+    return call
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:

@@ -6,7 +6,7 @@ import functools
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +38,7 @@ from megacompile.passes.offload_activations import offload_activations
 from megacompile.passes.partition import partition
 from megacompile.passes.plan import make_plan
 from megacompile.passes.prefetch import insert_prefetch
+from megacompile.passes.rebase import rebase_overlaps
 from megacompile.passes.recompute import insert_recompute
 from megacompile.passes.slots import assign_slots
 from megacompile.passes.split import split_stages
@@ -77,6 +78,7 @@ class PassCompiler:
 
     def partition(self, capture: Capture) -> Schedule:
         options = self.options
+        capture = rebase_overlaps(capture)
         capture, known = use_causal_attention(capture, lowering=options.lowering)
         capture, reasons = chunk_head(capture, head=options.head, lowering=options.lowering)
         for reason in reasons:
@@ -222,6 +224,17 @@ class PassCompiler:
         if peak.total_bytes > _TOLERANCE * problem.budget_bytes:
             raise DeviceMemoryError(does_not_fit(problem, peak))
         return Found(choice, math.inf, peak.total_bytes, 0, (f"{text}: tried nevertheless",))
+
+    def keep(self, stages: Collection[Schedule], schedules: Collection[Schedule]) -> None:
+        """Forget what was traced and planned for all but these captured stages and schedules."""
+        used = {template for schedule in schedules for template in schedule.templates}
+        for key, template in self.templates.items():
+            if template in used and isinstance(key, tuple) and isinstance(key[0], Template):
+                used.add(key[0])  # what it was split from
+        for key in [key for key, template in self.templates.items() if template not in used]:
+            del self.templates[key]
+        for key in [key for key in self.choices if key not in stages]:
+            del self.choices[key]
 
     def step_down(self) -> str:
         """Plan with less device memory from now on; "" where that changes nothing.

@@ -15,7 +15,7 @@ from typing import Any
 from megacompile import ops
 from megacompile.cost import node_s
 from megacompile.critical import NONE, traced_steps
-from megacompile.ir import Schedule, Stage, format_bytes
+from megacompile.ir import Schedule, Stage, format_bytes, printable
 from megacompile.show import columns
 from megacompile.simulate import Lane
 from megacompile.situation import Change, Situation, changes
@@ -340,7 +340,7 @@ def _groups(now: Situation) -> tuple[StageGroup, ...]:
                 StageGroup(
                     stages[0].index,
                     stages[-1].index,
-                    " ... ".join(names),
+                    printable(" ... ".join(names)),
                     template,
                     sum(bucket.size_bytes for bucket in stages[0].buckets),
                     treatment,

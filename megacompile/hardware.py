@@ -11,7 +11,9 @@ import json
 import math
 import os
 import statistics
+import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -60,8 +62,7 @@ class Hardware:
                 raise OptionError(
                     f"Hardware.replace(): got {name!r}; needed one of {', '.join(names)}"
                 )
-            least = 0.0 if name in ("launch_s", "copy_s") else 1e-12
-            if name != "name" and value is not None and not value >= least:
+            if name != "name" and value is not None and not value >= _least(name):
                 raise OptionError(
                     f"Hardware.replace(): got {name}={value!r}; needed a positive number"
                 )
@@ -215,22 +216,63 @@ def load(device: torch.device | str) -> Hardware:
     if found is not None:
         return found
     measured = measure(device)
-    path = _file(device)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(asdict(measured), indent=2))
+    _keep(_file(device), json.dumps(asdict(measured), indent=2))
     return measured
 
 
 def cached(device: torch.device) -> Hardware | None:
-    """The figures of `device` if it was measured before."""
+    """The figures of `device` if it was measured before, and they are figures."""
+    path = _file(device)
     try:
-        return Hardware(**json.loads(_file(device).read_text()))
+        if path is None or not path.is_file():  # to open a FIFO would wait for ever
+            return None
+        found = Hardware(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
         return None
+    return found if _are_figures(found) else None
 
 
-def _file(device: torch.device) -> Path:
-    return _cache() / f"{_key(device)}.json"
+def _are_figures(hardware: Hardware) -> bool:
+    """Is every figure a number that there can be? 0, NaN and text are in no measurement."""
+    for field in fields(hardware):
+        value = getattr(hardware, field.name)
+        if field.name == "name":
+            if not isinstance(value, str):
+                return False
+            continue
+        if value is None and field.name in ("device_bytes", "host_bytes"):
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return False
+        if not value >= _least(field.name) or (math.isinf(value) and field.default != math.inf):
+            return False
+    return True
+
+
+def _least(name: str) -> float:
+    return 0.0 if name in ("launch_s", "copy_s") else 1e-12
+
+
+def _keep(path: Path | None, text: str) -> None:
+    """Write the cache file as a whole, or say that there is none."""
+    try:
+        if path is None:
+            raise OSError("there is no home directory")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            file.write(text)
+        os.replace(file.name, path)
+    except OSError as error:
+        warnings.warn(
+            f"megacompile: the machine's rates cannot be kept ({error}), and are measured anew by "
+            "each process; set XDG_CACHE_HOME to a directory that can be written",
+            stacklevel=3,
+        )
+
+
+def _file(device: torch.device) -> Path | None:
+    folder = _cache()
+    return None if folder is None else folder / f"{_key(device)}.json"
 
 
 def _key(device: torch.device) -> str:
@@ -239,9 +281,13 @@ def _key(device: torch.device) -> str:
     return f"{name.lower().replace(' ', '-')}-{threads}-torch-{torch.__version__}-v{_FORMAT}"
 
 
-def _cache() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "megacompile"
+def _cache() -> Path | None:
+    """Where rates are kept; None where there is no home directory."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(root) if root else Path.home() / ".cache") / "megacompile"
+    except RuntimeError:  # an unknown user, and no HOME
+        return None
 
 
 def _device_bytes(device: torch.device) -> int | None:

@@ -241,6 +241,15 @@ class Ambient:
 
 
 @dataclass(frozen=True, slots=True)
+class Overlap:
+    """Inputs of a captured graph that share memory, as views of one base of `numel` elements."""
+
+    members: tuple[tuple[int, int], ...]  # (position among the inputs, offset in the base)
+    numel: int
+    hindrance: str = ""  # why they cannot be views of one base
+
+
+@dataclass(frozen=True, slots=True)
 class Capture:
     """A captured torch-level graph with one kind of input bound to each placeholder."""
 
@@ -249,6 +258,7 @@ class Capture:
     inputs: tuple[GraphInput, ...]
     device: torch.device
     ambient: Ambient
+    overlaps: tuple[Overlap, ...] = ()  # between inputs of which the graph changes one in place
 
 
 @dataclass(frozen=True, slots=True)
@@ -497,6 +507,14 @@ def short_dtype(dtype: torch.dtype) -> str:
         if name.startswith(long):
             return short + name[len(long) :]
     return name
+
+
+def printable(text: str) -> str:
+    """Text of which no part leaves its line: escapes for newlines and what else is not printed."""
+    if text.isprintable():
+        return text
+    escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(escaped)
 
 
 def format_bytes(size_bytes: float) -> str:

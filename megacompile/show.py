@@ -37,6 +37,7 @@ from megacompile.ir import (
     Stream,
     TensorMeta,
     format_bytes,
+    printable,
     tensors_bytes,
 )
 
@@ -70,7 +71,8 @@ class _Line(NamedTuple):
 def code(schedule: Schedule) -> str:
     """The schedule as executable Python; it runs with `names(schedule)`, the ops and `wait`."""
     functions = [graph_code(schedule, name) for name in schedule.graphs]
-    return "\n\n".join(["\n".join(_header(schedule)), *functions])
+    header = map(printable, _header(schedule))  # names from outside stay within their comments
+    return "\n\n".join(["\n".join(header), *functions])
 
 
 def graph_code(schedule: Schedule, graph_name: str) -> str:
@@ -278,6 +280,7 @@ def _layout(lines: Iterable[_Line]) -> Iterator[str]:
     label_width = max((len(line.label) for _, line in commented), default=0)
     for text, line in wrapped:
         comment = f"# {line.stream:<7}  {line.label:<{label_width}}  {line.detail}".rstrip()
+        comment = printable(comment)
         yield f"{text[0]:<{column}}  {comment}" if line.stream else text[0]
         yield from text[1:]
 
@@ -373,7 +376,8 @@ def _rows(name: str, rows: list[dict[Stream, list[str]]], notes: list[list[str]]
     for step, (row, marked) in enumerate(zip(cells, [[], *notes], strict=True)):
         left = "step" if step == 0 else f"{step - 1:>4}"
         columns = " | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-        yield f"{left} | {columns}{''.join(f'  <-- {mark}' for mark in marked)}".rstrip(" |")
+        behind = "".join(f"  <-- {printable(mark)}" for mark in marked)
+        yield f"{left} | {columns}{behind}".rstrip(" |")
 
 
 def columns(rows: Sequence[Sequence[str]], left: Iterable[int] = (0,)) -> str:

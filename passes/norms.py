@@ -9,7 +9,7 @@ no pass over host memory. Gradients that stay on the device are measured there, 
 from __future__ import annotations
 
 from megacompile import ops
-from megacompile.ir import Schedule
+from megacompile.ir import Param, Schedule
 
 
 def insert_norms(schedule: Schedule) -> Schedule:
@@ -20,10 +20,15 @@ def insert_norms(schedule: Schedule) -> Schedule:
     assert new.backward is not None
     for node in ops.nodes_of(new.backward, ops.offload_grad):
         bucket, gradients = ops.arguments(node)
-        if bucket.key in new.plan.resident:
+        if bucket.key in new.plan.resident or not all(map(_has_norms, bucket.params)):
             continue
         with new.backward.inserting_before(node):
             name = f"n{bucket.label.replace('.', '_')}"
             norms = ops.call(new.backward, ops.norm_grad, bucket, gradients, name=name)
         node.args = (bucket, gradients, norms)
     return new
+
+
+def _has_norms(param: Param) -> bool:
+    """Has a gradient like this an L2 norm and a largest value, in float32 as torch has?"""
+    return param.numel > 0 and param.dtype.is_floating_point and param.dtype.itemsize <= 4

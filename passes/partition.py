@@ -34,6 +34,7 @@ from megacompile.ir import (
 from megacompile.passes.edit import add_item
 from megacompile.passes.inline import inline_checkpoints
 from megacompile.passes.propagate import Values, propagate
+from megacompile.passes.rebase import VIEW_OF_BASE
 from megacompile.passes.segments import Segment, compute_nodes, cut, is_autocast, placeholders
 
 
@@ -249,15 +250,27 @@ class _Builder:
                 if last_change.get(node) == stage.index:
                     ops.call(graph, ops.assign, sources[node], env[node], after=())
         results_of_all = ops.returned(self.capture.module.graph)
-        outputs: Any = fx.map_arg(results_of_all, lambda n: self._result(n, env))
+        outputs: Any = fx.map_arg(results_of_all, lambda n: self._result(n, env, sources))
         graph.output((tuple(outputs), ()))
         return Schedule(self.capture.name, graph, None, tuple(stages))
 
-    def _result(self, node: fx.Node, env: dict[fx.Node, fx.Node]) -> Any:
+    def _result(
+        self, node: fx.Node, env: dict[fx.Node, fx.Node], sources: dict[fx.Node, fx.Node]
+    ) -> Any:
+        origin = self._origin(node)
+        if origin in sources and not self._meta(node, len(self.nodes)).requires_grad:
+            return sources[origin]  # the input itself, though it was changed in place
         if node in env:
             return env[node]
         item = self.inputs.get(node)
         return item.value if isinstance(item, ConstantInput) else self.values.of[node]
+
+    def _origin(self, node: fx.Node) -> fx.Node:
+        """The node that gave the very tensor that `node` gives."""
+        origin = self.values.origin(node)
+        name = origin.meta.get(VIEW_OF_BASE)
+        named = {item.name: item for item in self.inputs}
+        return origin if name is None else named[name]
 
 
 def _label_buckets(stages: Sequence[Stage]) -> list[Stage]:

@@ -26,12 +26,19 @@ class Values:
     of: dict[fx.Node, Any] = field(default_factory=dict)  # TensorMeta, constants, tuples of them
     storages: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
     mutates: dict[fx.Node, frozenset[int]] = field(default_factory=dict)  # storages it changes
+    same_as: dict[fx.Node, fx.Node] = field(default_factory=dict)  # what is changed in place -> it
     # what did not require grad when it was made -> the change in place after which it does
     requires_grad_after: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def is_constant(self, node: fx.Node) -> bool:
         """Can the node's value stand in the code as a literal?"""
         return _is_constant(self.of[node])
+
+    def origin(self, node: fx.Node) -> fx.Node:
+        """The node that gave the very tensor that `node` gives: `x` for `x.add_(1)`."""
+        while node in self.same_as:
+            node = self.same_as[node]
+        return node
 
     def is_tensor(self, node: fx.Node) -> bool:
         return isinstance(self.of[node], TensorMeta)
@@ -93,6 +100,9 @@ class _Interpreter(fx.Interpreter):
         before = self._inputs(n)
         value = super().run_node(n)
         self.values.of[n] = _describe(value)
+        for source in n.all_input_nodes if isinstance(value, torch.Tensor) else ():
+            if self.env[source] is value:
+                self.values.same_as[n] = source
         self.values.storages[n] = frozenset(compat.storage_key(t) for t in _tensors(value))
         self.values.mutates[n] = frozenset(
             compat.storage_key(tensor)

@@ -22,6 +22,7 @@ from torch import fx
 from megacompile import compat
 from megacompile.ir import Capture, ParamInput, Unit, tensors_bytes
 from megacompile.passes.propagate import Values
+from megacompile.passes.rebase import VIEW_OF_BASE
 
 Owner = tuple[int, str]  # (index of the unit, which call of its module)
 
@@ -108,7 +109,8 @@ def _owners(
 def _live_bytes(nodes: Sequence[fx.Node], values: Values) -> list[float]:
     """Entry p: bytes of the values made before position p and used at p or later.
 
-    Infinite in front of an item, which stays with its tuple.
+    Infinite in front of an item, which stays with its tuple, and behind a view of a base, which
+    stays with its use.
     """
     position = {node: p for p, node in enumerate(nodes)}
     end = len(nodes)
@@ -118,9 +120,11 @@ def _live_bytes(nodes: Sequence[fx.Node], values: Values) -> list[float]:
         size = tensors_bytes(values.of[node])
         change[p + 1] += size
         change[last + 1] -= size
-    items = [_is_item(node, values) for node in nodes] + [False]
+    bound = [_is_item(node, values) for node in nodes] + [False]
+    for node, p in position.items():
+        bound[p + 1] |= VIEW_OF_BASE in node.meta
     return [
-        math.inf if item else live for item, live in zip(items, accumulate(change), strict=False)
+        math.inf if tied else live for tied, live in zip(bound, accumulate(change), strict=False)
     ]
 
 

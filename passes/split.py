@@ -16,7 +16,7 @@ from megacompile.ir import Schedule, Stage, Template
 from megacompile.passes.differentiate import differentiate
 from megacompile.passes.edit import calls_by_stage
 from megacompile.passes.joint import Takes, split
-from megacompile.passes.templates import TemplateCache, with_stages
+from megacompile.passes.templates import TemplateCache, next_index, with_stages
 
 
 def split_stages(schedule: Schedule, *, cache: TemplateCache) -> Schedule:
@@ -45,7 +45,7 @@ def _within(stage: Stage, budget: float, cache: TemplateCache) -> Template:
         assert base.joint is not None, "a stage without a backward saves nothing"
         takes = Takes(base.tangents, base.carries, base.tangent_metas)
         cache[key] = split(
-            stage, base.joint, takes, base.gradients, index=len(cache), budget=budget
+            stage, base.joint, takes, base.gradients, index=next_index(cache), budget=budget
         )
     return cache[key]
 

@@ -14,7 +14,7 @@ sums run in the order in which autograd adds them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator, MutableMapping
+from collections.abc import Callable, Hashable, Iterator, MutableMapping
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from megacompile.ir import (
 from megacompile.options import Lowering
 from megacompile.passes.canonical import graph_key
 from megacompile.passes.edit import calls_by_stage
+from megacompile.passes.indices import computes_indices
 from megacompile.passes.joint import Takes, as_gradient, split
 
 TemplateCache = MutableMapping[Hashable, Template]
@@ -121,10 +122,15 @@ def _template(
     if key not in cache:
         try:
             tracer = _Tracer(stage, params, takes, ambient, lowering)
-            cache[key] = tracer.template(len(cache))
+            cache[key] = tracer.template(next_index(cache))
         except compat.UNTRACEABLE as error:
             raise UnsupportedGraphError(f"stage {stage.name!r}: {error}") from error
     return cache[key]
+
+
+def next_index(cache: TemplateCache) -> int:
+    """An index that no template of the cache has; some may have been evicted."""
+    return 1 + max((template.index for template in cache.values()), default=-1)
 
 
 class _Tracer:
@@ -151,11 +157,27 @@ class _Tracer:
 
     def _trace(self) -> fx.GraphModule:
         """The joint graph: (primals, tangents, carries) -> (outputs, new values, gradients)."""
-        eager = self.lowering is Lowering.EAGER
-        decompositions = (
-            compat.eager_decompositions() if eager else compat.inductor_decompositions()
-        )
-        with self.ambient.apply(), _real_tensors(self.stage) if eager else compat.fake_mode():
+        if self.lowering is not Lowering.EAGER:
+            return self._traced(compat.fake_mode(), compat.inductor_decompositions())
+        decompositions = compat.eager_decompositions()
+        if any(meta.device.type == "cuda" for meta in self.stage.metas):
+            without_data = self._traced(compat.fake_mode(), decompositions)
+            if computes_indices(without_data.graph):
+                return without_data
+        try:
+            return self._traced(_real_tensors(self.stage), decompositions)
+        except (torch.OutOfMemoryError, *compat.UNTRACEABLE):
+            raise
+        except (RuntimeError, IndexError, ValueError, ArithmeticError):
+            # zeros are not the user's data: -1 is no index, and a matrix of them has no inverse
+            return self._traced(compat.fake_mode(), decompositions)
+
+    def _traced(
+        self,
+        tensors: contextlib.AbstractContextManager[Any],
+        decompositions: dict[Any, Callable[..., Any]],
+    ) -> fx.GraphModule:
+        with self.ambient.apply(), tensors:
             primals = [meta.zeros() for meta in self.stage.metas]
             tangents = [meta.zeros() for meta in self.takes.metas]
             return compat.trace(self._functional, primals, tangents, decompositions)
@@ -201,6 +223,7 @@ def _real_tensors(stage: Stage) -> Iterator[None]:
     Some operators give other strides than their fake kernels say (attention's backward, a
     functionalized BatchNorm), and strides choose the matrix kernels, hence the rounding. For code
     that is to be bitwise equal to the plain model, a stage is traced by running it once on zeros.
+    Where that raises, strides are those of the fake kernels.
     """
     devices = sorted({m.device for m in stage.metas if m.device.type == "cuda"}, key=str)
     with torch.random.fork_rng(devices):

@@ -8,7 +8,7 @@ once and specialised here.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -22,12 +22,14 @@ from megacompile.ir import (
     Capture,
     ConstantInput,
     GraphInput,
+    Overlap,
     ParamInput,
     Schedule,
     TensorInput,
     TensorMeta,
     Variant,
 )
+from megacompile.runtime import inputs
 from megacompile.runtime.executor import Executor
 from megacompile.runtime.machine import Machine
 from megacompile.runtime.proxies import StreamedParameter
@@ -47,6 +49,9 @@ class Compiler(Protocol):
 
     def partition(self, capture: Capture) -> Schedule:
         """Stages only."""
+
+    def keep(self, stages: Collection[Schedule], schedules: Collection[Schedule]) -> None:
+        """Forget what was made for all but these results of `partition` and `build`."""
 
     def build(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
         """Everything else, verified."""
@@ -79,9 +84,14 @@ class Program:
         self.capture = capture
         self.compiler = compiler
         self.machine = machine
-        self.stages = compiler.partition(capture)
+        with compat.without_sources():
+            self.stages = compiler.partition(capture)
         outputs, _ = ops.returned(self.stages.forward)
         self.outputs: tuple[Any, ...] = tuple(outputs)
+        changes = ops.nodes_of(self.stages.forward, ops.assign)
+        self.changed = frozenset(  # the inputs that it changes in place, bases among them
+            int(str(node.args[0]).removeprefix("x")) for node in changes
+        )
         self.executors: dict[Variant, Executor] = {}
         self.tangents = expected_tangents(self.stages)
 
@@ -114,7 +124,14 @@ class Program:
     def executor(self, variant: Variant) -> Executor:
         """The executor of a variant, built at first use."""
         if variant not in self.executors:
-            with compat.without_saved_tensors_hooks():  # those around the call are not the stages'
+            while len(self.executors) >= PROGRAMS:
+                self.executors.pop(next(iter(self.executors)))
+            # saved tensors hooks around the call are not the stages'
+            with (
+                compat.without_saved_tensors_hooks(),
+                compat.without_sources(),
+                compat.on_host(),
+            ):
                 schedule = self.compiler.build(self.stages, self.capture, variant)
             self.executors[variant] = Executor(schedule, self.machine)
         return self.executors[variant]
@@ -126,6 +143,8 @@ def _fetched(arg: Any) -> Any:
 
 
 SHAPES_AT_ONCE = 8  # inference shapes that are scheduled when they first come
+SHAPES_MET = 4096  # inference shapes that are known to have come once
+PROGRAMS = 256  # of a captured graph; those that were called longest ago go
 
 
 class CapturedGraph:
@@ -138,6 +157,7 @@ class CapturedGraph:
         compiler: Callable[[], Compiler],
         machine: Machine,
         run: Callable[[Program, Sequence[Any]], Sequence[Any]],
+        evicted: Callable[[], None] = lambda: None,
     ) -> None:
         self.name = name
         self.module = module
@@ -145,9 +165,12 @@ class CapturedGraph:
         self.compiler = compiler()
         self.machine = machine
         self.run = run
+        self.evicted = evicted  # called when programs were given up
         self.programs: dict[Hashable, Program | None] = {}
         self.stale = False  # are they to be made anew, because buckets have moved?
+        self.changed: frozenset[int] = frozenset()  # the inputs that a program changes in place
         self._met: set[Hashable] = set()
+        self._called: dict[Hashable, None] = {}  # keys of the programs, the last one called last
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         if self.current_compiler() is not self.compiler:  # buckets were laid out anew
@@ -155,22 +178,55 @@ class CapturedGraph:
             self.stale = True
         if self.stale:
             self.programs.clear()
+            self._called.clear()
             self.stale = False
         args = tuple(map(_fetched, args))
         ambient = Ambient.current(self.machine.device)
-        key = (ambient, *(self._key(arg) for arg in args))
-        if key not in self.programs and self._worth_a_program(ambient, key):
-            self.programs[key] = self._build(ambient, args)
-        program = self.programs.get(key)
+        program = self._program(ambient, args)
         if program is None:
             result: Sequence[Any] = self.module(*args)
             return result
+        if program.capture.overlaps:
+            args = (*args, *inputs.bases(args, program.capture.overlaps))
         return self.run(program, args)
+
+    def _program(self, ambient: Ambient, args: Sequence[Any]) -> Program | None:
+        """The program for a call; None where it runs in eager mode."""
+        key = self._call_key(ambient, args)
+        if key not in self.programs and self._worth_a_program(ambient, key):
+            program = self._build(ambient, args)
+            key = self._call_key(ambient, args)  # by now it is known which inputs are changed
+            self.programs[key] = program
+            self._evict()
+        if key in self.programs:
+            self._called.pop(key, None)
+            self._called[key] = None
+        return self.programs.get(key)
+
+    def _evict(self) -> None:
+        """Let the programs go that were called longest ago, where there are too many."""
+        if len(self.programs) <= PROGRAMS:
+            return
+        for key in list(self._called)[: len(self.programs) - PROGRAMS]:
+            del self._called[key], self.programs[key]
+        self.evicted()
+
+    def _call_key(self, ambient: Ambient, args: Sequence[Any]) -> Hashable:
+        return (ambient, self._overlaps(args), *(self._key(arg) for arg in args))
+
+    def _overlaps(self, args: Sequence[Any]) -> tuple[Overlap, ...]:
+        """What inputs share memory with an input that is changed in place."""
+        if not self.changed:
+            return ()
+        parameters = [b.values[0] for b in self.machine.buckets.values() if b.values]
+        return inputs.overlaps(args, self.changed, parameters)
 
     def _worth_a_program(self, ambient: Ambient, key: Hashable) -> bool:
         """Inference on ever new shapes (generation) runs in eager mode until a shape recurs."""
         if ambient.grad_enabled or len(self.programs) < SHAPES_AT_ONCE or key in self._met:
             return True
+        if len(self._met) >= SHAPES_MET:
+            self._met.clear()
         self._met.add(key)
         return False
 
@@ -197,9 +253,11 @@ class CapturedGraph:
         try:
             if transform := compat.transforms(self.module):
                 raise UnsupportedGraphError(f"it uses torch.func ({transform})")
-            inputs = tuple(self._input(arg) for arg in args)
-            capture = Capture(self.name, self.module, inputs, self.machine.device, ambient)
-            program = Program(capture, self.compiler, self.machine)
+            program = self._divided(ambient, args)
+            if not program.changed <= self.changed:
+                self.changed |= program.changed
+                if self._overlaps(args) != program.capture.overlaps:
+                    program = self._divided(ambient, args)
             program.executor(program.variant())
         except UnsupportedGraphError as error:
             warnings.warn(
@@ -209,3 +267,10 @@ class CapturedGraph:
             )
             return None
         return program
+
+    def _divided(self, ambient: Ambient, args: Sequence[Any]) -> Program:
+        """A program for a call, with stages and no schedule yet."""
+        kinds = tuple(self._input(arg) for arg in args)
+        overlaps = self._overlaps(args)
+        capture = Capture(self.name, self.module, kinds, self.machine.device, ambient, overlaps)
+        return Program(capture, self.compiler, self.machine)

@@ -7,12 +7,15 @@ The code that `print(schedule)` shows is compiled as it is; the names in it are 
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from megacompile import compat, ops, show
+from megacompile.errors import BackwardError
 from megacompile.ir import Schedule, Stream
 from megacompile.runtime.bound_ops import BoundOps
 from megacompile.runtime.machine import Machine
@@ -38,6 +41,7 @@ class Executor:
         source = show.graph_code(self.schedule, name)
         filename = f"<megacompile {self.schedule.name} {name} {id(self)}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+        weakref.finalize(self, linecache.cache.pop, filename, None)
         bound = self._bound[name]
         namespace: dict[str, Any] = {
             op.name: _ranged(getattr(bound, op.name), op) for op in ops.OPS.values()
@@ -62,14 +66,27 @@ class Executor:
         self.machine.alive.clear()
         if self.schedule.backward is not None:
             self.machine.order[:] = [bucket.key for bucket in self.schedule.buckets]
-        names = self.schedule.residuals
-        return (
-            [_plain(value) for value in outputs],
-            {name: _plain(value) for name, value in zip(names, residuals, strict=True)},
-        )
+        given = [_plain(value) for value in outputs]
+        kept = dict(zip(self.schedule.residuals, map(_plain, residuals), strict=True))
+        _watch(given, kept)
+        return _alone(given), kept
 
     def backward(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Run the backward; gives the gradients of graph inputs, by the placeholder's name."""
+        """Run the backward; gives the gradients of graph inputs, by the placeholder's name.
+
+        Raises:
+            BackwardError: an output that it needs was changed in place since the forward.
+        """
+        for name, value in inputs.items():
+            if not isinstance(value, _Kept):
+                continue
+            inputs[name] = value.as_subclass(torch.Tensor)
+            if value._version != value.version:
+                raise BackwardError(
+                    f"{self.schedule.name}: an output of shape {tuple(value.shape)} was changed in "
+                    "place between the forward and its backward, which needs it as it was; change "
+                    "a copy (.clone()), or use the operation that is not in place"
+                )
         found = self._call("backward", inputs)
         return {
             name: _plain(value) for name, value in zip(self.schedule.gradients, found, strict=True)
@@ -77,7 +94,7 @@ class Executor:
 
     def _call(self, name: str, inputs: dict[str, Any]) -> Any:
         machine = self.machine
-        with machine.streams.run(), torch.no_grad():
+        with machine.streams.run(), torch.no_grad(), compat.on_host():
             machine.slots.require(self.schedule.slots)
             machine.slots.generation += 1
             taken = [Handle(inputs.pop(key), Stream.COMPUTE, None) for key in self._inputs[name]]
@@ -86,6 +103,41 @@ class Executor:
             recording = None if tracer is None else tracer.run(self.schedule, name)
             self._bound[name].recording = recording
             return self._run[name](taken)
+
+
+class _Kept(torch.Tensor):
+    """What a backward needs of memory that the user has too: an output of the graph."""
+
+    version: int  # when the forward ended
+    __torch_function__ = compat.NO_TORCH_FUNCTION  # type: ignore[assignment]
+
+
+def _watch(outputs: Sequence[Any], residuals: dict[str, Any]) -> None:
+    """Note the versions of what shares memory with an output."""
+    given = {_memory(value) for value in outputs if isinstance(value, torch.Tensor)}
+    for name, value in residuals.items():
+        if isinstance(value, torch.Tensor) and _memory(value) in given:
+            kept = value.detach().as_subclass(_Kept)
+            kept.version = kept._version
+            residuals[name] = kept
+
+
+def _alone(outputs: Sequence[Any]) -> list[Any]:
+    """The outputs, as tensors of their own and no views, but for those that share memory.
+
+    Autograd allows no change in place of one of several outputs that are views: it cannot know of
+    which others they are views.
+    """
+    tensors = [value for value in outputs if isinstance(value, torch.Tensor)]
+    shared = Counter(_memory(value) for value in {id(v): v for v in tensors}.values())
+    return [
+        value.detach() if isinstance(value, torch.Tensor) and shared[_memory(value)] == 1 else value
+        for value in outputs
+    ]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _plain(value: Any) -> Any:

@@ -50,6 +50,7 @@ class _Guarded:
     __dlpack_c_exchange_api__ = _Absent()  # which exports the memory without a call of Python
 
     @classmethod
+    @compat.opaque
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with unguarded():

@@ -77,6 +77,7 @@ class _Hooks:
         self.converts = False  # 8-bit states in state_dict()
         self.handle: Any = None  # of `before`
 
+    @compat.opaque
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Prepare our part; a closure is called first, because the gradients are its."""
         self._give_up()  # nothing, unless somebody broke off the step in between
@@ -88,7 +89,7 @@ class _Hooks:
                 loss = closure()
             args = (*args, lambda: loss)
         try:
-            with unguarded():
+            with unguarded(), compat.on_host():
                 for model in tuple(_LIVE):
                     part = model.prepare_step(optimizer)
                     if part is not None:
@@ -103,10 +104,11 @@ class _Hooks:
             raise
         return args, kwargs
 
+    @compat.opaque
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Do our part, and show the gradients again."""
         del optimizer, args, kwargs
-        with unguarded():
+        with unguarded(), compat.on_host():
             try:
                 while self.parts:
                     self.parts.pop(0).start()
@@ -142,6 +144,7 @@ def _closure(args: Any, kwargs: Any) -> tuple[Callable[[], Any] | None, Any, Any
     return kwargs.get("closure"), args, others
 
 
+@compat.opaque
 def _attach(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Before any optimizer's step: hook those over our parameters, behind the user's own hooks."""
     del args, kwargs

@@ -11,9 +11,10 @@ import functools
 import gc
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -21,10 +22,10 @@ from torch import fx, nn
 
 from megacompile import compat
 from megacompile.errors import ModelError
-from megacompile.ir import Bucket, Schedule, Unit
+from megacompile.ir import Bucket, Schedule, Unit, printable
 from megacompile.optimizer_cost import OptimizerCost
 from megacompile.options import Lowering, Options
-from megacompile.runtime import autograd, shortage
+from megacompile.runtime import autograd, inputs, shortage
 from megacompile.runtime.aliases import AliasNotice
 from megacompile.runtime.captured import CapturedGraph, Compiler
 from megacompile.runtime.gradients import Gradients
@@ -86,22 +87,34 @@ class StreamedModel:
         self.updates = Updates(self.machine, options)
         if options.optimizer is not None:
             self.machine.in_backward = InBackward(options.optimizer, self.updates.prepare)
+        frame, backend = _frame_of(model), weakly(self._capture)
         self._compiled = torch.compile(
-            _frame_of(model),
-            backend=weakly(self._capture),
-            options={"guard_filter_fn": _needed_guards},
+            frame, backend=backend, options={"guard_filter_fn": _needed_guards}
         )
+        end = weakref.finalize(self, compat.forget_compiled, frame.__code__, backend)
+        end.atexit = False
         self.machine.before_step = while_it_lives(self._before_step)
+        self._said = False  # that torch.compile is not needed?
         self._alone = threading.RLock()  # the swap and the slots serve one call at a time
         _LIVE.add(self)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return undone(functools.partial(self._call, args, kwargs))
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        if tracer := compat.tracer_around():
+            self._refuse(tracer)
+        return undone(functools.partial(self._undone, args, kwargs))
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], undos: Undos) -> Any:
+    def _refuse(self, tracer: str) -> None:
+        raise ModelError(
+            f"{type(self.model).__name__}: called within {tracer}, which needs ordinary "
+            "parameters; use a plain model there: copy.deepcopy(model) is one"
+        )
+
+    def _undone(self, args: tuple[Any, ...], kwargs: dict[str, Any], undos: Undos) -> Any:
         hold(self._alone, undos)
         stand_ins = undone(functools.partial(self._adopt, undos))
-        args, kwargs = compat.tree_map(self._to_device, (args, kwargs))
+        if not stand_ins.sites and compat.in_transform():
+            self._refuse("torch.func")
+        args, kwargs = inputs.moved(args, kwargs, self._to_device)
         before = shortage.Before.of(self.model, self.options.device)
         while True:
             try:
@@ -137,6 +150,22 @@ class StreamedModel:
             frame = frame.f_back
         return False
 
+    def _within_torch_compile(self) -> None:
+        if not self._said:
+            self._said = True
+            warnings.warn(
+                f"megacompile: {type(self.model).__name__} is called from code that torch.compile "
+                "captures, which leaves it as it is: megacompile compiles it (said once); leave "
+                "out torch.compile where it is around the model alone",
+                stacklevel=4,
+            )
+
+    __call__ = compat.opaque(
+        _call,
+        reason="megacompile compiles this model itself; leave out fullgraph=True, or torch.compile",
+        told=_within_torch_compile,
+    )
+
     def _step_down(self, before: shortage.Before, ran_out: str) -> None:
         """After a forward that ran out of device memory: a plan that needs less, from the start."""
         before.restore(self.model, ran_out)
@@ -153,6 +182,12 @@ class StreamedModel:
             for program in graph.programs.values()
             if program is not None
         ]
+
+    def _forget(self) -> None:
+        """Let the compiler forget what no program uses any more."""
+        programs = [p for graph in self.graphs for p in graph.programs.values() if p is not None]
+        made = [e.schedule for program in programs for e in program.executors.values()]
+        self.compiler.keep({program.stages for program in programs}, set(made))
 
     def current(self) -> list[CapturedGraph]:
         """The captured graphs whose programs are those that ran last."""
@@ -272,7 +307,7 @@ class StreamedModel:
     def _adopt(self, of_call: Undos, undos: Undos) -> StandIns:
         """Take over what has changed; gives what stands in for parameters until the call ends."""
         use_unguarded(undos)
-        with compat.outside_inference_mode():
+        with compat.outside_inference_mode(), compat.on_host():
             refuse_nested(self.model)
             stand_ins = StandIns()
             fits = self.proxies.fits(self.model)
@@ -309,17 +344,21 @@ class StreamedModel:
             self._make_proxies()  # a parameter's memory may have been moved
 
     def _buffers_to_device(self) -> None:
-        moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # one buffer, several places
-        for module in self.model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.device != self.options.device:
-                    if id(buffer) not in moved:
-                        moved[id(buffer)] = (buffer, buffer.to(self.options.device))
-                    module._buffers[name] = moved[id(buffer)][1]
+        places = [
+            (module._buffers, name, buffer)
+            for module in self.model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and buffer.device != self.options.device
+        ]
+        if not places:
+            return
+        stray = {id(buffer): buffer for _, _, buffer in places}  # one buffer, several places
+        there = inputs.moved_together(list(stray.values()), lambda b: b.to(self.options.device))
+        made = dict(zip(stray, there, strict=True))
+        for holder, name, buffer in places:
+            holder[name] = made[id(buffer)]
 
-    def _to_device(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
+    def _to_device(self, value: torch.Tensor) -> torch.Tensor:
         dtype = self.options.compute_dtype
         if dtype is not None and value.dtype == torch.float32:
             value = value.to(dtype)
@@ -328,10 +367,17 @@ class StreamedModel:
     def _capture(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """The Dynamo backend: one more captured graph."""
         del examples
-        name = type(self.model).__name__
+        name = printable(type(self.model).__name__)
         if self.graphs:
             name += f".{len(self.graphs)}"
-        graph = CapturedGraph(name, module, lambda: self.compiler, self.machine, autograd.run)
+        graph = CapturedGraph(
+            name,
+            module,
+            lambda: self.compiler,
+            self.machine,
+            autograd.run,
+            while_it_lives(self._forget),
+        )
         self.graphs.append(graph)
         return weakly(graph.__call__)
 
@@ -432,7 +478,7 @@ def _needed_guards(guards: Sequence[Any]) -> list[bool]:
     ]
 
 
-def _frame_of(model: nn.Module) -> Callable[..., Any]:
+def _frame_of(model: nn.Module) -> FunctionType:
     """A function of the model's own that calls it, for Dynamo to capture.
 
     Dynamo skips frames of torch.nn itself, so `nn.Sequential` needs a frame around it; and it
@@ -442,5 +488,6 @@ def _frame_of(model: nn.Module) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)
 
+    assert isinstance(call, FunctionType)
     call.__code__ = call.__code__.replace(co_name=f"call_{type(model).__name__}")
     return call

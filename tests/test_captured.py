@@ -49,6 +49,9 @@ class Compiler:
     def needs(self) -> str:
         return ""
 
+    def keep(self, stages: Any, schedules: Any) -> None:
+        pass
+
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
         self.captures: list[Capture] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,42 @@ def test_a_file_that_cannot_be_read_is_written_anew(quick: Path, content: str) -
     path.write_text(content)
     found = hardware.load("cpu")
     assert json.loads(path.read_text()) == asdict(found)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "fast", None, True, [1.0]])
+@pytest.mark.parametrize("figure", ["h2d_gb_s", "matmul_tflop_s", "memory_gb_s"])
+def test_figures_that_are_none_are_not_taken(quick: Path, figure: str, value: Any) -> None:
+    path = hardware._file(torch.device("cpu"))
+    assert path is not None
+    path.parent.mkdir()
+    path.write_text(json.dumps(asdict(H200)))
+    assert hardware.cached(torch.device("cpu")) == H200
+    path.write_text(json.dumps({**asdict(H200), figure: value}))
+    assert hardware.cached(torch.device("cpu")) is None
+
+
+def test_a_fifo_is_not_waited_for(quick: Path) -> None:
+    hardware.load("cpu")
+    (path,) = quick.iterdir()
+    path.unlink()
+    os.mkfifo(path)
+    found = hardware.load("cpu")
+    assert path.is_file() and hardware.cached(torch.device("cpu")) == found
+
+
+def test_without_a_place_to_keep_them(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick.write_text("a file where the folder should be")
+    with pytest.warns(UserWarning, match="megacompile: .*set XDG_CACHE_HOME"):
+        assert hardware.load("cpu").name == "CPU"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    assert hardware.cached(torch.device("cpu")) is None
+    with pytest.warns(UserWarning, match="no home directory"):
+        assert hardware.load("cpu").name == "CPU"
 
 
 def test_another_torch_format_or_number_of_threads_measures_again(

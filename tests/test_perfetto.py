@@ -218,6 +218,7 @@ def test_rates_on_file_are_used_and_nothing_is_measured(
     assert t.predicted is None
     assert t.to_dict()["predicted"] is None
     file = hardware._file(torch.device("cpu"))
+    assert file is not None
     file.parent.mkdir()
     file.write_text(json.dumps(asdict(H200)))
     late: Any = t.predicted

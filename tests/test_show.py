@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import operator
 import re
 import weakref
@@ -13,7 +14,7 @@ import pytest
 from torch import fx
 
 from megacompile import ops, show
-from megacompile.ir import Schedule, TensorMeta
+from megacompile.ir import Plan, Schedule, TensorMeta
 from tests.schedules import ACTIVATION, Spec, arguments, build, find, set_arguments
 
 EVERYTHING = Spec(
@@ -210,6 +211,24 @@ def run_forward(inputs):
     return (y2_0,), ()
 """
     )
+
+
+@pytest.mark.parametrize("end", ["\n", "\r", "\f", "\0", "\u2028", "\udc80", "\u202e", "'\n"])
+def test_names_from_outside_stay_within_their_comments(end: str) -> None:
+    schedule = build(Spec(stages=3))
+    name = f"A{end}import os{end}#"
+    for stage in schedule.stages:
+        object.__setattr__(stage, "name", f"layers.{name}")
+    plan = Plan(reasons=(f"stage 2 (layers.{name}) is kept",))
+    schedule = replace(schedule, name=name, plan=plan)
+    text = show.code(schedule)
+    functions = ast.parse(text).body
+    assert [type(part) for part in functions] == [ast.FunctionDef] * 2
+    head = text[: text.index("\ndef ")].splitlines()
+    assert all(line.startswith("#") for line in head if line)
+    marks = {find(schedule, "forward", "0F"): name}
+    for shown in (text, show.table(schedule, marks), schedule.diff(build(Spec()))):
+        assert all(line.isprintable() for line in shown.split("\n"))
 
 
 def test_the_header_says_what_the_slots_hold_for_the_backward() -> None:

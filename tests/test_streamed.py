@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megacompile.errors import BackwardError, ModelError
 from megacompile.runtime.host import HostBucket
-from megacompile.runtime.host_apply import HostApply
+from megacompile.runtime.methods import HostApply
 from megacompile.runtime.proxies import StreamedParameter
 from megacompile.runtime.streamed import StreamedModel
 from tests.zoo import Stack, batch, batchnorm, differences, equal, loss_of, stack, step, twins

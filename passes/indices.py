@@ -1,0 +1,54 @@
+"""Which traced graphs must not run on zeros: those that could look up an index that is none.
+
+    gather(x, 1, index)             index is 0: there is an element 0
+    gather(x, 1, sum(mask) - 1)     is -1 on zeros
+
+On the CPU that raises. On CUDA it ends the process's use of the device, so it must not be tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx
+
+_INDICES = ("index", "indices", "target")  # what the schemas of ATen call them
+_CHANCES = ("bernoulli", "bernoulli_", "multinomial", "_assert_async")  # check what they are given
+_SAME_VALUES = {"t", "view", "transpose", "permute", "expand", "reshape", "unsqueeze", "squeeze"}
+_SAME_VALUES |= {"slice", "select", "alias", "detach", "_unsafe_view", "_to_copy", "clone"}
+_SAME_VALUES |= {"constant_pad_nd"}  # with the index that a loss ignores
+
+
+def computes_indices(graph: fx.Graph) -> bool:
+    """Does an ATen graph use an index, or a probability, that it computes from its inputs?"""
+    given = set(graph.find_nodes(op="placeholder"))
+    computed: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if any(source in computed for source in _checked(node)):
+            return True
+        sources = node.all_input_nodes
+        if any(source in computed for source in sources):
+            computed.add(node)
+        elif any(source in given for source in sources):
+            (given if _name(node) in _SAME_VALUES else computed).add(node)
+    return False
+
+
+def _checked(node: fx.Node) -> Iterator[Any]:
+    """The arguments of an operator whose values it checks."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return
+    if _name(node) in _CHANCES:
+        yield from node.all_input_nodes[:1]
+    for i, argument in enumerate(schema.arguments):
+        if argument.name in _INDICES:
+            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            yield from value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "_opname", ""))

@@ -1,0 +1,84 @@
+"""What takes the place of a streamed model's own methods."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Replacement:
+    """In the place of a model's method. It pickles and copies as the plain method."""
+
+    name: str
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.said = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.model, self.name)
+
+
+class OwnCall(Replacement):
+    """The same as the method. Where Dynamo finds that, it captures the model's `forward`, unasked:
+    one that captures a caller of the model would leave the streaming out."""
+
+    name = "_call_impl"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.model)._call_impl(self.model, *args, **kwargs)
+
+
+class OwnCompile(Replacement):
+    """Does nothing: `torch.compile` would take the place of the streaming."""
+
+    name = "compile"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+        if not self.said:
+            self.said = True
+            warnings.warn(
+                f"megacompile: {type(self.model).__name__}.compile() does nothing: megacompile "
+                "compiles the model (said once); leave it out",
+                stacklevel=2,
+            )
+
+
+class HostApply(Replacement):
+    """`model.to(device)` leaves the parameters where they are. Dtype changes are applied."""
+
+    name = "_apply"
+
+    def __call__(self, function: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
+        params = {id(p) for p in self.model.parameters()}
+        moved = False
+
+        def stay(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal moved
+            probe = function(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+            if id(tensor) not in params or probe.device == tensor.device:
+                result: torch.Tensor = function(tensor)
+                return result
+            moved = True
+            return tensor.to(probe.dtype)
+
+        applied: nn.Module = type(self.model)._apply(self.model, stay, recurse)
+        if moved and not self.said:
+            self.said = True
+            warnings.warn(
+                "megacompile: parameters stay in host memory and are streamed to the device; "
+                "model.to(device) moved only buffers (said once)",
+                stacklevel=3,
+            )
+        return applied
+
+
+def replace_methods(model: nn.Module) -> None:
+    """Put ours in the place of a model's methods; a copied or loaded model is a plain one."""
+    for kind in (HostApply, OwnCall, OwnCompile):
+        setattr(model, kind.name, kind(model))

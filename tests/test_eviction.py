@@ -1,0 +1,110 @@
+"""What shapes, models and steps leave behind: nothing but what is in use."""
+
+from __future__ import annotations
+
+import gc
+import linecache
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import fx
+
+from megacompile import megacompile, schedules
+from megacompile.runtime import captured
+from tests.zoo import assert_steps_same, batch, stack, stacks
+
+FEW = 3
+
+
+def _sources() -> set[str]:
+    """The sources of graph modules and schedules that Python keeps."""
+    ours = {name for name in linecache.cache if name.startswith("<megacompile")}
+    return ours | set(fx.graph_module._loader.eval_cache)
+
+
+def _programs(model: Any) -> dict[Any, Any]:
+    (graph,) = [g for g in model._compiled_call_impl.graphs if len(g.programs) > 1]
+    programs: dict[Any, Any] = graph.programs
+    return programs
+
+
+def _run(model: Any, sizes: range) -> None:
+    for size in sizes:
+        model(**batch(size=size)).backward()
+
+
+def test_programs_of_shapes_that_are_not_used_any_more_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured, "PROGRAMS", FEW)
+    plain, streamed, _ = stacks()
+    compiler = streamed._compiled_call_impl.compiler
+    _run(streamed, range(2, 5))
+    first = [ref(program) for program in _programs(streamed).values()]
+    made = [ref(executor) for p in first for executor in p().executors.values()]  # type: ignore[union-attr]
+    templates = len(compiler.templates)
+    _run(streamed, range(5, 9))
+    gc.collect()
+    assert len(_programs(streamed)) == FEW
+    assert [r() for r in first + made] == [None] * len(first + made)
+    assert len(compiler.templates) <= templates * 2
+    after = len(compiler.templates), len(_sources())
+    _run(streamed, range(9, 15))
+    gc.collect()
+    assert (len(compiler.templates), len(_sources())) == after
+    plain.zero_grad()
+    streamed.zero_grad()
+    for size in (3, 14, 3):
+        assert_steps_same(plain, streamed, batch(size=size))
+    names = [t.index for s in schedules(streamed) for t in s.templates]
+    assert len(set(names)) == len({id(t) for s in schedules(streamed) for t in s.templates})
+
+
+def test_a_shape_that_is_used_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured, "PROGRAMS", FEW)
+    _, streamed, _ = stacks()
+    _run(streamed, range(2, 8))
+    kept = [ref(program) for program in _programs(streamed).values()]
+    for size in range(8, 12):
+        _run(streamed, range(size, size + 1))
+        _run(streamed, range(7, 8))
+    gc.collect()
+    assert len(_programs(streamed)) == FEW
+    assert [reference() is not None for reference in kept] == [False, False, True]
+
+
+def test_a_backward_of_a_program_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured, "PROGRAMS", FEW)
+    plain, streamed, _ = stacks()
+    mine, theirs = (model(**batch(size=3)) for model in (plain, streamed))
+    for size in range(4, 9):
+        streamed(**batch(size=size))
+    mine.backward()
+    theirs.backward()
+    for a, b in zip(plain.parameters(), streamed.parameters(), strict=True):
+        assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
+
+
+def test_a_model_that_is_gone_leaves_nothing() -> None:
+    def one() -> list[Any]:
+        model, inputs = stack()
+        streamed = megacompile(model, device="cpu", lowering="eager")
+        streamed(**inputs).backward()
+        held = streamed._compiled_call_impl
+        return [
+            *(ref(item) for item in (held, held.compiler, held.graphs[0], held.graphs[0].module)),
+            ref(held._compiled._torchdynamo_orig_callable.__code__),
+        ]
+
+    def count() -> tuple[int, int]:
+        gc.collect()
+        return len(gc.get_objects()), len(_sources())
+
+    for _ in range(3):
+        one()
+    objects, sources = count()
+    gone = [one() for _ in range(3)]
+    more_objects, more_sources = count()
+    assert all(reference() is None for references in gone for reference in references)
+    assert more_sources <= sources + 3  # Dynamo's own, of each captured graph
+    assert more_objects < objects + 3 * 200
