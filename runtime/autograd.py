@@ -4,8 +4,7 @@ The node's forward runs the forward schedule, its backward the backward schedule
 inputs of the gates, which hand over their gradients once the node's backward has run:
 
     loss <- node <- gate <- parameters
-              \\
-               inputs of the graph, the proxies among them
+            node <- inputs of the graph, the proxies among them
 
 Autograd then accumulates them and runs the hooks, as it does for any gradient. There is one gate
 for all parameters, or one for each where hooks are registered: they run in the order in which the

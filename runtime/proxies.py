@@ -53,6 +53,18 @@ class StreamedParameter(torch.Tensor):
         del tensor_contents
         return f"{type(self).__name__}({self.host!r}, device={str(self.device)!r})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """As of a parameter on the device: a copy there, that nobody streams."""
+        copy = self.detach().clone()
+        made = copy if self.is_view else nn.Parameter(copy, self.requires_grad)
+        memo[id(self)] = made
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled in the middle of a forward (by a signal handler, say): the host tensor."""
+        self.settle()
+        return self.host.__reduce_ex__(protocol)
+
     def tolist(self) -> Any:
         return self.host.tolist()
 

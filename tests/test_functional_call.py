@@ -103,6 +103,11 @@ def with_a_plain_call(model: nn.Module) -> Tensor:
     return result
 
 
+def of_a_streamed_one(model: Any) -> Tensor:
+    """A weight that depends on a parameter which the same call streams."""
+    return call(model, {"head.weight": model.embed.weight * 2 + model.head.weight})
+
+
 LOSSES = (
     inner_step,
     two_inner_steps,
@@ -113,6 +118,7 @@ LOSSES = (
     own_in_another_place,
     exchanged,
     with_a_plain_call,
+    of_a_streamed_one,
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megacompile import megacompile
 from megacompile.errors import ModelError
 from megacompile.runtime.proxies import Proxies, StreamedParameter
 from tests.zoo import Stack, batch, equal, tied
@@ -431,3 +433,42 @@ def test_parameters_that_are_no_floats_need_no_gradient() -> None:
     with proxies_of(model).swapped_in():
         assert torch.equal(model.get_parameter("table") + 1, torch.arange(1, 5))
         assert model.phase.requires_grad
+
+
+# --- copies and pickles that the forward makes
+
+
+class Copies(nn.Module):
+    """Deep-copies a layer, and saves all parameters, in the middle of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.saved: Any = None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def copies(self, x: Tensor) -> Tensor:
+        file = io.BytesIO()
+        torch.save(self.state_dict(), file)
+        file.seek(0)
+        self.saved = torch.load(file, weights_only=True)
+        twin = copy.deepcopy(self.layers[0])
+        assert all(type(p) is nn.Parameter and p.is_leaf for p in twin.parameters())
+        result: Tensor = twin(x)
+        return result
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layers[1](self.copies(self.layers[0](x)))
+        return result
+
+
+def test_a_deep_copy_and_a_checkpoint_in_the_forward() -> None:
+    torch.manual_seed(0)
+    plain = Copies()
+    ours = megacompile(copy.deepcopy(plain), device="cpu", lowering="eager")
+    x = torch.randn(3, 4)
+    for model in (plain, ours):
+        model(x).sum().backward()
+    for (name, p), q in zip(plain.named_parameters(), ours.parameters(), strict=True):
+        assert equal(p.grad, q.grad), name
+        assert equal(ours.saved[name], p.detach()) and type(ours.saved[name]) is Tensor
