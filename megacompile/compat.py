@@ -15,7 +15,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -409,11 +409,11 @@ class BackwardCall:
 
     roots: tuple[Any, ...]  # tensors, or gradient edges
     inputs: tuple[Any, ...]  # what it was called for; nothing: every leaf
-    cache: dict[object, Any] = field(default_factory=dict)  # what was found out about it
+    users: Any = None  # what was found out about it
 
 
 def note_backward_calls() -> None:
-    """Let `backward_call` know of every call from now on."""
+    """Let `backward_calls` know of every call from now on."""
     stock = torch.autograd.graph._engine_run_backward
     if hasattr(stock, "noted"):
         return
@@ -422,29 +422,25 @@ def note_backward_calls() -> None:
     def run(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
         call = BackwardCall(tuple(t_outputs), tuple(inputs or ()))
-        before = backward_call()
-        torch._C._stash_obj_in_tls(_BACKWARD_CALL, call)  # autograd's threads get it from here
+        _BACKWARD_CALLS.append(call)
         try:
             return stock(t_outputs, *args, **kwargs)
         finally:
-            torch._C._stash_obj_in_tls(_BACKWARD_CALL, before)
+            _BACKWARD_CALLS.remove(call)
             call.roots = call.inputs = ()  # who still holds the call holds no graph
-            call.cache.clear()
+            call.users = None
 
     run.noted = True  # type: ignore[attr-defined]
     torch.autograd.graph._engine_run_backward = run
     torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
 
 
-def backward_call() -> BackwardCall | None:
-    """Inside a backward, in whatever thread of autograd's: the call; None if it is not known."""
-    if not torch._C._is_key_in_tls(_BACKWARD_CALL):
-        return None
-    call: BackwardCall | None = torch._C._get_obj_in_tls(_BACKWARD_CALL)
-    return call
+def backward_calls() -> tuple[BackwardCall, ...]:
+    """The calls that run now, in whatever thread. Autograd's own threads do not know theirs."""
+    return tuple(_BACKWARD_CALLS)
 
 
-_BACKWARD_CALL = "megacompile.backward_call"
+_BACKWARD_CALLS: list[BackwardCall] = []
 
 
 def root_node(root: Any) -> Node:

@@ -50,6 +50,7 @@ class Users:
 
     others: frozenset[int]  # used by others than captured graphs
     several: frozenset[int]  # used by more than one captured graph, or by one that ran twice
+    nodes: frozenset[object]  # of the backward
 
 
 def users_of(call: compat.BackwardCall, ours: Collection[type], link: type) -> Users:
@@ -85,7 +86,8 @@ def users_of(call: compat.BackwardCall, ours: Collection[type], link: type) -> U
                     others.add(id(following.param))
             else:
                 todo.append(following)
-    return Users(frozenset(others), frozenset(key for key, count in graphs.items() if count > 1))
+    several = frozenset(key for key, count in graphs.items() if count > 1)
+    return Users(frozenset(others), several, frozenset(seen))
 
 
 def _is_end(node: object) -> bool:

@@ -24,7 +24,7 @@ from megacompile import compat, ops
 from megacompile.errors import BackwardError, DeviceMemoryError
 from megacompile.ir import Variant
 from megacompile.runtime import shortage
-from megacompile.runtime.accumulators import users_of
+from megacompile.runtime.accumulators import Users, users_of
 from megacompile.runtime.activations import taken
 from megacompile.runtime.backward_pass import Place
 from megacompile.runtime.captured import Program
@@ -129,7 +129,9 @@ class _Call:
         return outputs
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def backward(self, given: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
+    def backward(
+        self, node: object, given: Sequence[torch.Tensor | None]
+    ) -> dict[int, torch.Tensor]:
         """Run the backward schedule on the outputs' gradients; gives those of the inputs, by
         position. Those of the parameters are for the gates.
         """
@@ -144,7 +146,7 @@ class _Call:
         with self.machine.running:
             self._check()
             gradients = self.machine.gradients
-            gradients.run = run = self._prepare()
+            gradients.run = run = self._prepare(node)
             try:
                 of_inputs = self._attempts(tangents)
                 of_params, of_proxies = run.hand_over()
@@ -160,21 +162,15 @@ class _Call:
         assert run is not None, "outside of a backward"
         return run
 
-    def _prepare(self) -> Run:
+    def _prepare(self, node: object) -> Run:
         """Find out who wants the parameters' gradients in this backward, and who else is there."""
-        call = compat.backward_call()
-        users = None
-        asked: set[int] = set()
-        if call is not None:
-            if _USERS not in call.cache:
-                call.cache[_USERS] = users_of(call, (_Graph, _Gate), Link)
-            users = call.cache[_USERS]
-            asked = {id(given) for given in call.inputs}
+        calls = [call for call in compat.backward_calls() if node in _users(call).nodes]
+        asked = {id(given) for call in calls for given in call.inputs}
         proxies = {self._place(proxy) for proxy in self.params if id(proxy) in asked}
         return Run(
             self.machine.gradients,
             self.places,
-            users,
+            [_users(call) for call in calls],
             proxies=proxies.intersection(self.places),
             observed=self.observed,
         )
@@ -330,7 +326,12 @@ class _Call:
                 )
 
 
-_USERS = object()  # in a call's cache: see `users_of`
+def _users(call: compat.BackwardCall) -> Users:
+    """The users of parameters in a backward, found once."""
+    if call.users is None:
+        call.users = users_of(call, (_Graph, _Gate), Link)
+    users: Users = call.users
+    return users
 
 
 class _Gate(torch.autograd.Function):
@@ -367,6 +368,6 @@ class _Graph(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        found = ctx.call.backward(gradients)
+        found = ctx.call.backward(ctx, gradients)
         token = None if ctx.device is None else torch.empty(0, device=ctx.device)
         return None, token, *(found.get(k) for k in range(ctx.args))

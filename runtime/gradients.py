@@ -52,7 +52,7 @@ class Run:
 
     Args:
         places: the parameters that the captured graph trains.
-        users: who uses parameters in the same backward; None: it is not known.
+        users: who uses parameters in the same backward; nothing: it is not known.
         proxies: those of them that `autograd.grad()` asks for by what the forward holds.
         observed: does somebody that cannot be seen look at gradients before `backward()` returns?
     """
@@ -61,7 +61,7 @@ class Run:
         self,
         gradients: Gradients,
         places: Iterable[Place],
-        users: Users | None,
+        users: Sequence[Users],
         *,
         proxies: Collection[Place] = (),
         observed: bool = False,
@@ -87,9 +87,10 @@ class Run:
                 self.unwanted.add(place)
             elif end.hooked:
                 self.hooked.add(place)
-            if users is None or id(end.param) in users.others:
+            key = id(end.param)
+            if not users or any(key in each.others for each in users):
                 self.shared.add(place)
-            elif id(end.param) in users.several:
+            elif any(key in each.several for each in users):
                 self.several.add(place)
         self.goes: dict[Place, Goes] = {}
         self.apart: dict[Place, torch.Tensor] = {}

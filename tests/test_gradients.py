@@ -47,9 +47,8 @@ class Model:
         autograd gets."""
         wanted = {key: tuple(found) for key, found in new.items()}
         places = [(key, i) for key, found in new.items() for i in found]
-        call = compat.backward_call()
-        assert call is not None
-        run = Run(self.gradients, places, users_of(call, (Graph,), Link))
+        users = [users_of(call, (Graph,), Link) for call in compat.backward_calls()[-1:]]
+        run = Run(self.gradients, places, users)
         accumulate = run.start(wanted)
         self.accumulated.append(accumulate)
         for key, found in new.items():
