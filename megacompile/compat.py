@@ -282,9 +282,13 @@ def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]
 
 
 def guards_on_hooks() -> AbstractContextManager[None]:
-    """For its duration, Dynamo captures anew when hooks are added to or removed from a module."""
+    """For its duration, Dynamo captures anew when hooks are added to or removed from a module.
+
+    Nor does it split a graph at the buckets of a DistributedDataParallel around: a schedule is for
+    a whole graph.
+    """
     patch: AbstractContextManager[None] = torch._dynamo.config.patch(
-        skip_nnmodule_hook_guards=False
+        skip_nnmodule_hook_guards=False, optimize_ddp=False
     )
     return patch
 
@@ -411,6 +415,29 @@ def ddp_around() -> torch.nn.parallel.DistributedDataParallel | None:
     ddp = torch.nn.parallel.DistributedDataParallel
     found: torch.nn.parallel.DistributedDataParallel | None = ddp._get_active_ddp_module()
     return found
+
+
+def ddp_parameters(
+    ddp: torch.nn.parallel.DistributedDataParallel,
+) -> list[torch.nn.Parameter]:
+    """The parameters that a DistributedDataParallel looks after."""
+    return list(ddp._module_parameters)
+
+
+def check_data_parallel(check: Callable[[dict[str, Any]], None]) -> None:
+    """Call `check` with the arguments of every DistributedDataParallel, before it is made."""
+    stock = torch.nn.parallel.DistributedDataParallel.__init__
+    if hasattr(stock, "checked"):
+        return
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        check(signature.bind(self, *args, **kwargs).arguments)
+        stock(self, *args, **kwargs)
+
+    init.checked = True  # type: ignore[attr-defined]
+    torch.nn.parallel.DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
 
 
 def in_compiled_autograd() -> bool:

@@ -25,6 +25,7 @@ from megacompile.optimizer_cost import OptimizerCost
 from megacompile.options import Lowering, Options
 from megacompile.runtime import autograd, shortage
 from megacompile.runtime.captured import CapturedGraph, Compiler
+from megacompile.runtime.data_parallel import DataParallel, refuse_moves
 from megacompile.runtime.gradients import Gradients
 from megacompile.runtime.guards import unguarded
 from megacompile.runtime.handed import HandOver
@@ -63,6 +64,7 @@ class StreamedModel:
         if options.device.type == "cuda":
             compat.use_expandable_segments()  # a plan is about bytes, not about fragments
         compat.note_backward_calls()
+        self.data_parallel = DataParallel(model, options)
         streams = Streams(options.device)
         self.machine = Machine(
             device=options.device,
@@ -89,6 +91,7 @@ class StreamedModel:
         with self._alone:
             with unguarded():
                 self._adopt()
+                self.compiler.stays = self.data_parallel.around() or self.compiler.stays
                 self._move_if_wanted()
             args, kwargs = compat.tree_map(self._to_device, (args, kwargs))
             before = shortage.Before.of(self.model, self.options.device)
@@ -126,9 +129,12 @@ class StreamedModel:
         """Move parameters to host buckets, bucket by bucket, and buffers to the device."""
         units = self.divide(self.model)
         named = dict(self.model.named_parameters(remove_duplicate=False))
+        before = bool(self.machine.buckets)
         self.machine.buckets.clear()
         if self.options.resident is not None:
             self.resident = _first_that_fit(units, named, self.options)
+        if not before:
+            refuse_moves(self.model, self._goes_to(units, named))
         total = sum(unit.bucket.size_bytes for unit in units)
         with bar("moving parameters to the host", total, self.options.progress, unit="B") as step:
             for unit in units:
@@ -151,14 +157,41 @@ class StreamedModel:
         self._make_proxies()
         self._buffers_to_device()
 
+    def _goes_to(
+        self, units: Sequence[Unit], named: Mapping[str, nn.Parameter]
+    ) -> Callable[[nn.Parameter], str]:
+        """The type of device that each parameter will be on."""
+        resident = {
+            id(named[place.name])
+            for unit in units
+            if unit.bucket.key in self.resident
+            for place in unit.bucket.params
+        }
+        return lambda param: self.options.device.type if id(param) in resident else "cpu"
+
     def _make_proxies(self) -> None:
+        self.data_parallel.forget()
         self.proxies = Proxies(self.model, self.options.device, self._source)
 
     def _move_if_wanted(self) -> None:
         """Carry out what the plan says of resident buckets, unless a backward is to come."""
         with self._alone:
             if self.compiler.wanted != self.resident and not self.machine.pending:
-                self.move(self.compiler.wanted)
+                moving = self.compiler.wanted ^ self.resident
+                params = [p for key in moving for p in self.machine.buckets[key].params]
+                why = self.compiler.stays or self.data_parallel.holds(params)
+                if why:
+                    self._stay(why)
+                else:
+                    self.move(self.compiler.wanted)
+
+    def _stay(self, why: str) -> None:
+        """Leave the buckets where they are for good, whatever the plan says of them."""
+        self.data_parallel.say(why)
+        self.compiler.stays = why
+        self.compiler.stay()
+        for graph in self.graphs:
+            graph.stale = True
 
     @torch.inference_mode(False)
     def move(self, resident: frozenset[int]) -> None:
