@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -73,6 +74,7 @@ class DataParallel:
         """Parameters may have moved: check again at the next call."""
         self._checked = None
 
+    @torch.inference_mode(False)  # in which nodes are not to be had
     def holds(self, moving: Collection[nn.Parameter]) -> str:
         """Why these parameters must stay on their device; "" where they may move."""
         if _inside(self.model):
@@ -109,7 +111,7 @@ class DataParallel:
             lies_on={param.device.type for param in trained},
             others_on={param.device.type for param in module.parameters()},
             device_ids=ids,
-            reduces_on=None if given.get("device_mesh") else _devices(given.get("process_group")),
+            reduces_on=None if given.get("device_mesh") else devices_of(given.get("process_group")),
         )
 
 
@@ -216,7 +218,7 @@ def _check_wrap(given: Mapping[str, Any]) -> None:
             each.check_wrap(module, given)
 
 
-def _devices(group: Any) -> frozenset[str] | None:
+def devices_of(group: Any) -> frozenset[str] | None:
     """The types of device that a process group has backends for."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return None

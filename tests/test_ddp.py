@@ -24,10 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 from megacompile import compat, megacompile
 from megacompile.errors import ModelError
 from megacompile.runtime.data_parallel import (
+    devices_of,
     refuse_moves,
     refuse_other_device,
     refuse_unreduced,
 )
+from megacompile.runtime.streamed import StreamedModel
 from tests.test_shared_gradients import Broken, Eager, Net, inputs, machine_of
 from tests.zoo import equal
 
@@ -252,6 +254,44 @@ def no_bucket_moves(rank: int) -> None:
     assert not any(bucket.resident for bucket in machine_of(later).buckets.values())
 
 
+def made_for_another_device(rank: int) -> None:
+    """As DDP is that was made over parameters on a GPU, before megacompile()."""
+    _, ours = twins(Net)
+    wrapped = before(ours)
+    assert isinstance(wrapped, DistributedDataParallel)
+    wrapped.device_type = "cuda"
+    with pytest.raises(ModelError, match="made when parameter '.*' was on cuda"):
+        loss_of(wrapped, 0, rank)
+    distributed.barrier()
+
+
+def wrapped_as_on_a_gpu(rank: int) -> None:
+    """The checks get the arguments of DDP and the process group's backends."""
+    _, ours = twins(Net)
+    megacompile(ours)
+    streamed: Any = ours._compiled_call_impl
+    streamed.data_parallel.device = torch.device("cuda")
+    with pytest.raises(ModelError, match=r"no device_ids or output_device, got \[0\]"):
+        DistributedDataParallel(ours, [0])
+    with pytest.raises(ModelError, match=r"no device_ids or output_device, got \[0\]"):
+        DistributedDataParallel(module=nn.Sequential(ours), device_ids=[0])
+    assert devices_of(None) == frozenset(("cpu", "cuda"))  # gloo is for both
+    DistributedDataParallel(ours)
+    distributed.barrier()
+
+
+def inside_of_what_moves(rank: int) -> None:
+    """As megacompile() of a DDP over parameters on a GPU."""
+    _, model = twins(Net)
+    wrapped = DistributedDataParallel(model)
+    refuse_moves(wrapped, lambda param: "cpu")
+    with pytest.raises(
+        ModelError, match="has a DistributedDataParallel in it, .* from cpu to cuda"
+    ):
+        refuse_moves(wrapped, lambda param: "cuda")
+    distributed.barrier()
+
+
 CASES: dict[str, Case] = {
     "around": trains(around),
     "around, a graph break": trains(around, Broken),
@@ -275,6 +315,9 @@ CASES: dict[str, Case] = {
             update_in_backward_before,
             update_in_backward_inside,
             no_bucket_moves,
+            made_for_another_device,
+            wrapped_as_on_a_gpu,
+            inside_of_what_moves,
         )
     },
 }
@@ -351,6 +394,22 @@ def test_a_hook_on_a_node_that_megacompile_would_replace() -> None:
     refuse_moves(model, lambda param: "cuda")
 
 
+def test_megacompile_refuses_such_a_hook_and_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Net()
+    places = [param.data_ptr() for param in model.parameters()]
+    node: Any = compat.accumulator_of(model.head.weight)
+    handle = node.register_hook(lambda *gradients: None)
+    monkeypatch.setattr(StreamedModel, "_goes_to", lambda *_: lambda param: "cuda")
+    with pytest.raises(ModelError, match=r"register hooks on nodes after megacompile\(\)"):
+        megacompile(model)
+    assert places == [param.data_ptr() for param in model.parameters()]
+    assert model._compiled_call_impl is None
+    handle.remove()
+    megacompile(model)
+
+
 def test_a_hook_on_a_node_keeps_buckets_where_they_are() -> None:
     model = megacompile(Net(), gpu_memory="1GiB")
     model(inputs()).mean().backward()
@@ -365,15 +424,16 @@ def test_a_hook_on_a_node_keeps_buckets_where_they_are() -> None:
 
 def test_buckets_move_where_nobody_holds_nodes() -> None:
     model = megacompile(Net(), gpu_memory="1GiB")
-    for _ in range(2):
-        model(inputs()).mean().backward()
+    model(inputs()).mean().backward()
+    with torch.inference_mode():
+        model(inputs())
     assert any(bucket.resident for bucket in machine_of(model).buckets.values())
 
 
 def test_a_wrap_that_was_made_for_another_device() -> None:
     params = dict(Net().named_parameters())
     refuse_other_device("Net", params, "cpu")
-    with pytest.raises(ModelError, match=r"was on cuda; it is on cpu now.* afterwards|after mega"):
+    with pytest.raises(ModelError, match=r"was on cuda; it is on cpu now, .* after megacompile"):
         refuse_other_device("Net", params, "cuda")
     for param in params.values():
         param.requires_grad_(False)
@@ -403,3 +463,45 @@ def test_a_wrap_that_could_not_reduce_gradients_on_the_host() -> None:
         unreduced(others_on={"cpu", "cuda"})
     unreduced(lies_on={"cuda"}, others_on={"cuda"}, device_ids=[0], reduces_on={"cuda"})
     unreduced(computes_on="cpu", device_ids=[0])  # torch's own error
+
+
+# --- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:megacompile. every parameter stays")
+def test_one_process_on_a_gpu(tmp_path: Path) -> None:
+    """DDP over host parameters gives the plain gradients, and refuses what it cannot do."""
+    distributed.init_process_group(
+        "cpu:gloo,cuda:nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        plain, ours = twins(Net)
+        plain.cuda()
+        hooked = copy.deepcopy(plain)
+        parameter: Any = hooked.get_parameter("head.weight")
+        node: Any = compat.accumulator_of(parameter)
+        handle = node.register_hook(lambda *gradients: None)
+        with pytest.raises(ModelError, match="from cuda to cpu"):
+            megacompile(hooked)
+        handle.remove()
+        with pytest.raises(ModelError, match="has a DistributedDataParallel in it"):
+            megacompile(DistributedDataParallel(copy.deepcopy(plain), device_ids=[0]))
+        earlier = copy.deepcopy(plain)
+        wrapped: nn.Module = DistributedDataParallel(earlier, device_ids=[0])
+        megacompile(earlier)
+        with pytest.raises(ModelError, match="was on cuda; it is on cpu now"):
+            wrapped(inputs().cuda())
+        megacompile(ours, lowering="eager")
+        with pytest.raises(ModelError, match="no device_ids or output_device"):
+            DistributedDataParallel(ours, device_ids=[0])
+        wrapped = DistributedDataParallel(ours)
+        for k in range(3):
+            for model, x in ((plain, inputs(k).cuda()), (wrapped, inputs(k))):
+                model(x).square().mean().backward()
+            for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
+                assert p.grad is not None and q.grad is not None
+                assert q.device.type == "cpu"
+                assert torch.allclose(p.grad.cpu(), q.grad, rtol=1e-4, atol=1e-6)
+    finally:
+        distributed.destroy_process_group()
