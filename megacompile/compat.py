@@ -303,10 +303,12 @@ def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]
 
 
 # Dynamo captures anew when hooks are added to or removed from a module, and when two parameters
-# become one. By default it looks at neither.
-SOUND_GUARDS = {
+# become one; by default it looks at neither. Nor does it split a graph at the buckets of a
+# DistributedDataParallel around: a schedule is for a whole graph.
+CALL_OPTIONS = {
     "skip_nnmodule_hook_guards": False,
     "skip_no_tensor_aliasing_guards_on_parameters": False,
+    "optimize_ddp": False,
 }
 
 
@@ -315,13 +317,13 @@ SUBCLASS_GUARD = "TENSOR_SUBCLASS_METADATA_MATCH"
 INNER_NAMES = ".__tensor_flatten__()[0]"
 
 
-def guard_options() -> dict[str, Any]:
-    """What Dynamo guards now, of that which `SOUND_GUARDS` sets."""
-    return {name: getattr(torch._dynamo.config, name) for name in SOUND_GUARDS}
+def dynamo_options() -> dict[str, Any]:
+    """What Dynamo's options are now, of those that `CALL_OPTIONS` sets."""
+    return {name: getattr(torch._dynamo.config, name) for name in CALL_OPTIONS}
 
 
-def set_guard_options(options: Mapping[str, Any]) -> None:
-    """Set what `guard_options` gave (on torch 2.13 for this thread)."""
+def set_dynamo_options(options: Mapping[str, Any]) -> None:
+    """Set what `dynamo_options` gave (on torch 2.13 for this thread)."""
     for name, value in options.items():
         setattr(torch._dynamo.config, name, value)
 
@@ -466,6 +468,29 @@ def ddp_around() -> torch.nn.parallel.DistributedDataParallel | None:
     ddp = torch.nn.parallel.DistributedDataParallel
     found: torch.nn.parallel.DistributedDataParallel | None = ddp._get_active_ddp_module()
     return found
+
+
+def ddp_parameters(
+    ddp: torch.nn.parallel.DistributedDataParallel,
+) -> list[torch.nn.Parameter]:
+    """The parameters that a DistributedDataParallel looks after."""
+    return list(ddp._module_parameters)
+
+
+def check_data_parallel(check: Callable[[dict[str, Any]], None]) -> None:
+    """Call `check` with the arguments of every DistributedDataParallel, before it is made."""
+    stock = torch.nn.parallel.DistributedDataParallel.__init__
+    if hasattr(stock, "checked"):
+        return
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        check(signature.bind(self, *args, **kwargs).arguments)
+        stock(self, *args, **kwargs)
+
+    init.checked = True  # type: ignore[attr-defined]
+    torch.nn.parallel.DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
 
 
 def in_compiled_autograd() -> bool:

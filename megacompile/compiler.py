@@ -68,6 +68,7 @@ class PassCompiler:
         self.resident: frozenset[int] = frozenset()  # keys of the buckets on the device
         self.wanted: frozenset[int] = frozenset()  # what they should be from the next call on
         self.planned = False  # has it been decided what is resident?
+        self.stays = ""  # why no bucket may go elsewhere
         self.budget: int | None = None  # bytes of device memory
         self.needed = 0  # bytes that the largest plan takes, as predicted
         self.floors: list[int] = []  # bytes that plans take at least
@@ -167,7 +168,7 @@ class PassCompiler:
         if schedule.backward is None or not (options.plans or self.machine is not None):
             return floor, ()
         if stages not in self.choices:
-            free = options.resident is None and not self.planned
+            free = options.resident is None and not self.planned and not self.stays
             problem = Problem(
                 build=lambda choice: finish(choice, draft=True),
                 buckets=schedule.buckets,
@@ -193,7 +194,10 @@ class PassCompiler:
                 )
             if found is None:
                 found = self._too_small(problem)
-            self.choices[stages] = found.choice, found.reasons
+            reasons = found.reasons
+            if self.stays and options.resident is None:
+                reasons = (*reasons, f"buckets stay where they are: {self.stays}")
+            self.choices[stages] = found.choice, reasons
             self.needed = max(self.needed, found.peak_bytes)
             self.floors.append(problem.floor_bytes())
             self.problem = problem
@@ -250,6 +254,11 @@ class PassCompiler:
         self.planned = False  # stages that have their choice keep it: a backward may be to come
         self.needed = 0
         return f"at most {format_bytes(self.budget)} of device memory"
+
+    def stay(self) -> None:
+        """Plan anew with the buckets where they are. No backward may be to come."""
+        self.wanted = self.resident
+        self.choices.clear()
 
     def needs(self) -> str:
         """What of device memory the least demanding plan needs, as a table; "" if not known."""

@@ -28,6 +28,11 @@ class Accumulator:
         self._before, self._behind = compat.hooks_of(self.node)
 
     @property
+    def hooked_node(self) -> bool:
+        """Is a hook of Python registered on the node, which a new node would not have?"""
+        return bool(self._before or self._behind)
+
+    @property
     def hooked_before(self) -> bool:
         """Will a hook see the gradient before it is accumulated?"""
         return bool(self._before or compat.gradient_hooks(self.param))

@@ -40,6 +40,10 @@ class Compiler(Protocol):
 
     resident: frozenset[int]  # keys of the buckets that live on the device
     wanted: frozenset[int]  # keys of those that should, from the next call on
+    stays: str  # why no bucket may go elsewhere; "": they may
+
+    def stay(self) -> None:
+        """Plan anew with the buckets where they are. No backward may be to come."""
 
     def step_down(self) -> str:
         """Make plans that need less from now on; says how, or "" where nothing is left to give."""

@@ -28,6 +28,7 @@ from megacompile.options import Lowering, Options
 from megacompile.runtime import autograd, inputs, shortage
 from megacompile.runtime.aliases import AliasNotice
 from megacompile.runtime.captured import CapturedGraph, Compiler
+from megacompile.runtime.data_parallel import DataParallel, refuse_moves
 from megacompile.runtime.gradients import Gradients
 from megacompile.runtime.guards import guard_of, unguarded
 from megacompile.runtime.handed import HandOver
@@ -68,6 +69,7 @@ class StreamedModel:
         if options.device.type == "cuda":
             compat.use_expandable_segments()  # a plan is about bytes, not about fragments
         compat.note_backward_calls()
+        self.data_parallel = DataParallel(model, options)
         streams = Streams(options.device)
         self.machine = Machine(
             device=options.device,
@@ -126,8 +128,8 @@ class StreamedModel:
     def _run(
         self, stand_ins: StandIns, args: tuple[Any, ...], kwargs: dict[str, Any], undos: Undos
     ) -> Any:
-        undos.append(functools.partial(compat.set_guard_options, compat.guard_options()))
-        compat.set_guard_options(compat.SOUND_GUARDS)
+        undos.append(functools.partial(compat.set_dynamo_options, compat.dynamo_options()))
+        compat.set_dynamo_options(compat.CALL_OPTIONS)
         stand_ins.put_in(self._stand_in, undos)
         self.proxies.swap_in(undos)
         return self._compiled(*args, **kwargs)
@@ -198,9 +200,12 @@ class StreamedModel:
         """Move parameters to host buckets, bucket by bucket, and buffers to the device."""
         units = self.divide(self.model)
         named = dict(self.model.named_parameters(remove_duplicate=False))
+        before = bool(self.machine.buckets)
         self.machine.buckets.clear()
         if self.options.resident is not None:
             self.resident = _first_that_fit(units, named, self.options)
+        if not before:
+            refuse_moves(self.model, self._goes_to(units, named))
         total = sum(unit.bucket.size_bytes for unit in units)
         with bar("moving parameters to the host", total, self.options.progress, unit="B") as step:
             for unit in units:
@@ -223,8 +228,21 @@ class StreamedModel:
         self._buffers_to_device()
         self._make_proxies()
 
+    def _goes_to(
+        self, units: Sequence[Unit], named: Mapping[str, nn.Parameter]
+    ) -> Callable[[nn.Parameter], str]:
+        """The type of device that each parameter will be on."""
+        resident = {
+            id(named[place.name])
+            for unit in units
+            if unit.bucket.key in self.resident
+            for place in unit.bucket.params
+        }
+        return lambda param: self.options.device.type if id(param) in resident else "cpu"
+
     def _make_proxies(self) -> None:
         """Last of all: if they fit, everything else does, though an interrupt came in between."""
+        self.data_parallel.forget()
         self.proxies = Proxies(self.model, self.options.device, self._source)
 
     def _before_step(self) -> None:
@@ -234,9 +252,24 @@ class StreamedModel:
 
     def _move_if_wanted(self) -> None:
         """Carry out what the plan says of resident buckets, unless a backward is to come."""
-        if self.compiler.wanted != self.resident and not self.machine.pending:
-            with self._alone:
+        if self.compiler.wanted == self.resident or self.machine.pending:
+            return
+        with self._alone:
+            moving = self.compiler.wanted ^ self.resident
+            params = [p for key in moving for p in self.machine.buckets[key].params]
+            why = self.compiler.stays or self.data_parallel.holds(params)
+            if why:
+                self._stay(why)
+            else:
                 self.move(self.compiler.wanted)
+
+    def _stay(self, why: str) -> None:
+        """Leave the buckets where they are for good, whatever the plan says of them."""
+        self.data_parallel.say(why)
+        self.compiler.stays = why
+        self.compiler.stay()
+        for graph in self.graphs:
+            graph.stale = True
 
     @torch.inference_mode(False)
     def move(self, resident: frozenset[int]) -> None:
@@ -323,6 +356,7 @@ class StreamedModel:
                     bucket.settle()
                 bucket.refresh()
             self._buffers_to_device()
+        self.compiler.stays = self.data_parallel.around() or self.compiler.stays
         self._move_if_wanted()
         return stand_ins
 

@@ -42,6 +42,10 @@ class Compiler:
 
     resident: frozenset[int] = frozenset()
     wanted: frozenset[int] = frozenset()
+    stays = ""
+
+    def stay(self) -> None:
+        raise AssertionError("no bucket was to move")
 
     def step_down(self) -> str:
         return ""

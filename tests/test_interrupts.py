@@ -78,7 +78,7 @@ class Interrupted:
 def state() -> tuple[Any, ...]:
     """What a call changes for its own time in this thread."""
     return (
-        compat.guard_options(),
+        compat.dynamo_options(),
         compat.torch_function_state(),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),

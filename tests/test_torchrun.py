@@ -1,0 +1,63 @@
+"""Trainer, Accelerate and Lightning under torchrun: two gloo processes, plain and megacompiled.
+
+Those of the packages that are not there are skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.torchrun_loops import LOOPS
+from tests.zoo import equal
+
+ROOT = Path(__file__).resolve().parent.parent
+WORLD = 2
+TIMEOUT_S = 240
+NEEDS = {"trainer": "accelerate", "accelerate": "accelerate", "lightning": "lightning"}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_losses_and_parameters_are_the_plain_ones(loop: str, tmp_path: Path) -> None:
+    package = NEEDS.get(loop, "torch")
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"needs {package}")
+    torchrun(loop, tmp_path)
+    ranks = [torch.load(tmp_path / str(rank)) for rank in range(WORLD)]
+    for plain, ours in ranks:
+        assert plain["schedules"] == 0 and ours["schedules"] > 0
+        assert len(plain["losses"]) >= 4 and plain["losses"] == ours["losses"]
+        assert plain["params"].keys() == ours["params"].keys()
+        for name, param in plain["params"].items():
+            assert equal(param, ours["params"][name]), name
+            assert equal(param, ranks[0][1]["params"][name]), f"{name} differs between ranks"
+
+
+def torchrun(loop: str, folder: Path) -> None:
+    """Run a loop in two processes that end, whatever happens."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(WORLD), "-m", "tests.torchrun_loops", loop, str(folder)]
+    started = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        said, _ = started.communicate(timeout=TIMEOUT_S)
+    finally:
+        if started.poll() is None:
+            started.terminate()  # it ends its workers then
+            try:
+                started.wait(30)
+            finally:
+                started.kill()
+    assert started.returncode == 0, said

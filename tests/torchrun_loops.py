@@ -1,0 +1,173 @@
+"""The loops of others under torchrun: `torchrun ... -m tests.torchrun_loops LOOP FOLDER`.
+
+Trains a model plain and then megacompiled, each rank on rows of its own, and saves the losses and
+the parameters of both into `FOLDER/RANK`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
+
+from megacompile import megacompile, schedules
+
+STEPS = 4
+WIDTH = 8
+
+
+class Rows(Dataset[dict[str, Tensor]]):
+    """64 rows of random numbers and a label."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        return {
+            "x": torch.randn(WIDTH, generator=generator),
+            "labels": torch.randint(0, 4, (), generator=generator),
+        }
+
+
+class Classifier(nn.Module):
+    """Gives its loss, as models of `transformers` do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        logits = self.head(x)
+        return {"loss": functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def ddp(model: nn.Module, folder: Path) -> list[float]:
+    """A loop by hand."""
+    from torch import distributed
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DistributedSampler
+
+    if not distributed.is_initialized():
+        distributed.init_process_group("gloo")
+    wrapped = DistributedDataParallel(model)
+    data = DataLoader(Rows(), batch_size=4, sampler=DistributedSampler(Rows(), shuffle=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for _, batch in zip(range(STEPS), data, strict=False):
+        loss = wrapped(**batch)["loss"]
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def trainer(model: nn.Module, folder: Path) -> list[float]:
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        ddp_backend="gloo",
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        max_steps=STEPS,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        learning_rate=0.01,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    loop = Trainer(model=model, args=arguments, train_dataset=Rows())
+    loop.train()
+    return [entry["loss"] for entry in loop.state.log_history if "loss" in entry]
+
+
+def accelerate(model: nn.Module, folder: Path) -> list[float]:
+    from accelerate import Accelerator  # type: ignore[import-not-found,unused-ignore]
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+    wrapped, optimizer, data = accelerator.prepare(
+        model, optimizer, DataLoader(Rows(), batch_size=4)
+    )
+    losses = []
+    for _, batch in zip(range(2 * STEPS), data, strict=False):
+        with accelerator.accumulate(wrapped):
+            loss = wrapped(**batch)["loss"]
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(wrapped.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def lightning(model: nn.Module, folder: Path) -> list[float]:
+    import lightning as library  # type: ignore[import-not-found,unused-ignore]
+
+    losses: list[float] = []
+
+    class Module(library.LightningModule):  # type: ignore[misc,unused-ignore]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+            loss: Tensor = self.model(**batch)["loss"]
+            losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    loop = library.Trainer(
+        accelerator="cpu",
+        strategy="ddp",
+        devices=2,
+        max_steps=STEPS,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    loop.fit(Module(), DataLoader(Rows(), batch_size=4))
+    return losses
+
+
+LOOPS = {"ddp": ddp, "trainer": trainer, "accelerate": accelerate, "lightning": lightning}
+
+
+def main(name: str, folder: Path) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    results: list[dict[str, Any]] = []
+    for streamed in (False, True):
+        torch.manual_seed(0)
+        model = Classifier()
+        if streamed:
+            megacompile(model)
+        results.append({"losses": LOOPS[name](model, folder), "params": dict(model.state_dict())})
+        results[-1]["schedules"] = len(schedules(model)) if streamed else 0
+    torch.save(results, folder / os.environ["RANK"])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
