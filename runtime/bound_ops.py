@@ -224,10 +224,12 @@ class BoundOps:
         return self._issue(Stream.COMPUTE, (), allocate)
 
     def fetch_grad(self, bucket: Bucket, room: Handle) -> Handle:
+        run = self._run
+
         def copy() -> tuple[int, Group]:
             key, group = room.value
             for i, tensor in group.items():
-                source = self._run.so_far(key, i)
+                source = run.so_far(key, i)
                 if source is None:
                     tensor.zero_()
                 else:
@@ -314,9 +316,10 @@ class BoundOps:
     def hand_over(self, bucket: Bucket, gradients: Handle, state: Handle) -> Handle:
         machine = self.machine
         host, trained = machine.buckets[bucket.key], self.gradient_params[bucket.key]
+        run = self._run
 
         def keep() -> None:
-            if all(self._run.is_final(bucket.key, i) for i in trained):
+            if all(run.is_final(bucket.key, i) for i in trained):
                 machine.hand_over.keep(host, gradients.value[1], state.value)
 
         return self._issue(Stream.COMPUTE, (gradients, state), keep)

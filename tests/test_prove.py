@@ -64,6 +64,14 @@ def test_a_model_with_everything(choice: Choice) -> None:
     assert subject.device.memory.poisoned > 0
 
 
+def test_a_gradient_to_add_to_is_fetched_after_the_backward_was_issued() -> None:
+    """The op asks where the gradient lies, and may run when the next schedule is on already."""
+    tied = Net(kinds=("gain", "linear"), hidden=5, calls=(0, 1, 1), tied=((0, 1),))
+    subject = Subject(tied, Choice(lookahead=4, more_slots=1), Counts())
+    for seed in SEEDS:
+        assert subject.wrong(adversary.Random(seed)) == [], seed
+
+
 # What it must see. A fault is planted behind the passes, and `verify` looks away.
 
 Fault = Callable[[fx.Graph], None]
