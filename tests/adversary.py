@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -47,8 +48,9 @@ class Work:
 
     def synchronize(self) -> None:
         """The host waits for the event."""
-        while self.run is not None:
-            assert self.device._step(), "deadlock: each stream waits for another"
+        with self.device._alone:
+            while self.run is not None:
+                assert self.device._step(), "deadlock: each stream waits for another"
 
     @property
     def ready(self) -> bool:
@@ -116,6 +118,7 @@ class Adversary(Streams):
         self.parked: list[tuple[tuple[Work, ...], Handle]] = []  # whose names are gone
         self.executed = 0
         self.ends: Sequence[Stream] = tuple(Stream)  # what is drained when a run ends
+        self._alone = threading.RLock()  # one thread at a time has the device
 
     @contextmanager
     def run(self) -> Iterator[None]:
@@ -125,8 +128,12 @@ class Adversary(Streams):
             yield
             for stream in self.ends:
                 self.synchronize(stream)
+        except KeyboardInterrupt:
+            raise  # the device goes on
         except BaseException:
             for queue in self.queues.values():
+                for work in queue:
+                    work.run = None  # nobody waits for it
                 queue.clear()
             self.parked.clear()
             raise
@@ -150,15 +157,17 @@ class Adversary(Streams):
 
         queued = Work(stream, events_of(waits), run, self, release)
         handle.event = queued  # type: ignore[assignment]
-        self.queues[stream].append(queued)
-        for _ in range(self.policy.after_issue()):
-            if not self._step():
-                break
+        with self._alone:
+            self.queues[stream].append(queued)
+            for _ in range(self.policy.after_issue()):
+                if not self._step():
+                    break
         return handle
 
     def synchronize(self, stream: Stream) -> None:
-        while self.queues[stream]:
-            assert self._step(), "deadlock: each stream waits for another"
+        with self._alone:
+            while self.queues[stream]:
+                assert self._step(), "deadlock: each stream waits for another"
 
     def wait_for(self, handle: Handle) -> None:
         """Go on until a value is there."""

@@ -22,7 +22,7 @@ from megacompile.runtime.machine import Machine
 from tests import adversary, prove
 from tests.mutants import Harm, Truth, mutate
 from tests.nets import Choice, Net
-from tests.prove import Counts, Subject, differences
+from tests.subject import Counts, Subject, differences
 from tests.symbolic import Path
 
 NET = Net(
