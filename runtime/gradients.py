@@ -73,6 +73,7 @@ class Run:
         self.shared: set[Place] = set()  # others use them too
         self.several: set[Place] = set()  # several graphs do
         self.hooked: set[Place] = set()
+        self.joined: set[Place] = set()  # autograd adds to a `p.grad` that is not in the bucket
         self.captured: set[Place] = set()  # autograd.grad() was called for them
         self.unwanted: set[Place] = set()
         for place in places:
@@ -146,6 +147,7 @@ class Run:
         if _is_gone(gradient) or gradient is None:
             return Goes.FIRST
         if gradient.layout is not torch.strided or not self._of.is_ours(place):
+            self.joined.add(place)
             return Goes.FIRST if self._of.is_free(place) else Goes.APART
         alone = place not in self.shared and not self._of.end(place).hooked_before
         if self._of.exact and place in self.several:  # autograd adds their sum to `p.grad`
@@ -181,7 +183,8 @@ class Run:
 
     def watches(self, place: Place) -> bool:
         """Does somebody look at a gradient before `backward()` returns?"""
-        return self.observed or place in self.hooked or place in self.shared
+        looks = place in self.hooked or place in self.shared or place in self.joined
+        return self.observed or looks
 
     def room(self, key: int, index: int) -> torch.Tensor:
         """Where a gradient goes."""

@@ -37,6 +37,7 @@ FEATURES: tuple[str, ...] = (
     "twice",
     "hooks",
     "threads",
+    "given gradients",
 )
 # What is drawn where it is asked for (`--features`): the runtime is not right yet.
 NOT_YET: tuple[str, ...] = ("aliases", "ties later", "forks", "interrupts")
@@ -53,6 +54,7 @@ class Loop:
     twice: bool = False  # two calls of the model in one loss
     hooks: tuple[tuple[str, int], ...] = ()  # (one of HOOKS, the number of a parameter)
     threads: bool = False  # all backwards of a step at once, each in a thread of its own
+    given: int = 0  # bits: parameters whose `p.grad` is put there before each backward
     tie: tuple[int, int] | None = None  # layers: after the first step one gets the other's matrix
     fork: bool = False  # after each step a child writes to all parameters, and exits
     interrupt: int = -1  # a seed: before, a loop was interrupted there
@@ -71,6 +73,7 @@ class Loop:
             "twice": self.twice,
             "hooks": bool(self.hooks),
             "threads": self.threads,
+            "given gradients": self.given != 0,
             "aliases": bool(net.written),
             "ties later": self.tie is not None,
             "forks": self.fork,
@@ -132,6 +135,7 @@ class Training:
         else:
             for which in numbers:
                 total, inputs = self.loss(which)
+                self._give()
                 last = which == numbers[-1]
                 accumulates = self.streamed and self.choice.in_backward and not last
                 with api.accumulate(self.model) if accumulates else contextlib.nullcontext():
@@ -173,6 +177,13 @@ class Training:
         self.seen |= {f"{name}.out{i}": v.detach().clone() for i, v in enumerate(values)}
         self.seen |= {f"{name}.{key}": value.detach().clone() for key, value in inputs.items()}
         return total, inputs
+
+    def _give(self) -> None:
+        """Put gradients there: what there is, in other memory."""
+        for k, param in enumerate(self.model.parameters()):
+            if self.loop.given >> k % 8 & 1 and param.requires_grad:
+                so_far = 0.25 if param.grad is None else param.grad.detach()
+                param.grad = torch.zeros_like(param).add_(so_far)
 
     def _penalty(self) -> Tensor:
         chosen = [
@@ -317,6 +328,8 @@ def loops(draw: st.DrawFn, net: Net, choice: Choice, features: tuple[str, ...]) 
             )
         elif name == "threads" and choice.backwards > 1:
             loop = dataclasses.replace(loop, threads=True)
+        elif name == "given gradients":
+            loop = dataclasses.replace(loop, given=draw(st.integers(1, 255)))
         elif name == "ties later":
             pair = draw(st.tuples(layers, layers).filter(lambda pair: pair[0] != pair[1]))
             loop = dataclasses.replace(loop, tie=pair)

@@ -20,6 +20,7 @@ from megacompile.ir import Schedule
 from megacompile.passes.free import insert_free
 from megacompile.runtime.machine import Machine
 from tests import adversary, prove
+from tests.loops import Loop
 from tests.mutants import Harm, Truth, mutate
 from tests.nets import Choice, Net
 from tests.subject import Counts, Subject, differences
@@ -68,6 +69,13 @@ def test_a_gradient_to_add_to_is_fetched_after_the_backward_was_issued() -> None
     """The op asks where the gradient lies, and may run when the next schedule is on already."""
     tied = Net(kinds=("gain", "linear"), hidden=5, calls=(0, 1, 1), tied=((0, 1),))
     subject = Subject(tied, Choice(lookahead=4, more_slots=1), Counts())
+    for seed in SEEDS:
+        assert subject.wrong(adversary.Random(seed)) == [], seed
+
+
+def test_autograd_adds_to_the_users_gradient_when_the_copy_is_done() -> None:
+    """`p.grad` is a tensor of the user's: autograd reads what it adds at once."""
+    subject = Subject(NET, Choice(), Counts(), Loop(given=255))
     for seed in SEEDS:
         assert subject.wrong(adversary.Random(seed)) == [], seed
 
