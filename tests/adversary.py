@@ -34,6 +34,7 @@ from megacompile.runtime.executor import Executor
 from megacompile.runtime.gradients import Goes
 from megacompile.runtime.machine import Machine
 from megacompile.runtime.streams import Handle, Streams
+from tests.interrupts import not_traced
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -128,8 +129,10 @@ class Adversary(Streams):
             yield
             for stream in self.ends:
                 self.synchronize(stream)
-        except KeyboardInterrupt:
-            raise  # the device goes on
+        except KeyboardInterrupt:  # the device goes on
+            for stream in self.ends:
+                self.synchronize(stream)
+            raise
         except BaseException:
             for queue in self.queues.values():
                 for work in queue:
@@ -182,7 +185,8 @@ class Adversary(Streams):
         work = self.policy.pick(ready)
         self.queues[work.stream].popleft()
         assert work.run is not None
-        work.run()
+        with not_traced():
+            work.run()
         work.run, work.waits = None, ()
         self.executed += not work.release
         for entry in [entry for entry in self.parked if all(w.run is None for w in entry[0])]:

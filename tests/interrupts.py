@@ -1,4 +1,4 @@
-"""Ctrl-C at any bytecode: `KeyboardInterrupt` raised before the n-th opcode of our code.
+"""Ctrl-C at any bytecode: `KeyboardInterrupt` raised before an opcode of our code.
 
 Ours are the frames of megacompile, of the code that it prints, and of `contextlib` that these call.
 Those of torch are left alone, which does not promise to survive it; so are those of the adversarial
@@ -6,8 +6,10 @@ device, in whose place there is a GPU."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import pathlib
+import random
 import sys
 from collections.abc import Iterator
 from types import FrameType
@@ -21,13 +23,16 @@ _PACKAGES = tuple(
 )
 
 
-class Opcodes:
-    """Counts the opcodes that run, and interrupts before one of them; 0: before none."""
+Place = tuple[str, int]  # a function, and one of the opcodes that it runs, from 1
 
-    def __init__(self, interrupt_at: int = 0) -> None:
-        self.count = 0
-        self.interrupt_at = interrupt_at
-        self.where = ""
+
+class Opcodes:
+    """Counts the opcodes that run, by function, and interrupts before one of them."""
+
+    def __init__(self, stop_at: Place | None = None) -> None:
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.stop_at = stop_at
+        self.stopped = ""
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
         del arg
@@ -36,11 +41,31 @@ class Opcodes:
                 return None
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
         elif event == "opcode":
-            self.count += 1
-            if self.count == self.interrupt_at:
-                self.where = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
-                raise KeyboardInterrupt(self.where)
+            code = frame.f_code
+            name = f"{code.co_filename}:{code.co_firstlineno} {code.co_qualname}"
+            self.counts[name] += 1
+            if self.stop_at == (name, self.counts[name]):
+                self.stopped = f"{name}, line {frame.f_lineno}, opcode {frame.f_lasti}"
+                raise KeyboardInterrupt(self.stopped)
         return self
+
+    def any(self, rng: random.Random) -> Place:
+        """One that was counted: each file is as likely as any other, and each function in it."""
+        files = sorted({name.partition(":")[0] for name in self.counts})
+        file = rng.choice(files)
+        name = rng.choice(sorted(name for name in self.counts if name.partition(":")[0] == file))
+        return name, rng.randint(1, self.counts[name])
+
+
+@contextlib.contextmanager
+def not_traced() -> Iterator[None]:
+    """For the device, which no Ctrl-C reaches."""
+    before = sys.gettrace()
+    sys.settrace(None)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def is_ours(frame: FrameType) -> bool:

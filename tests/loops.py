@@ -302,14 +302,14 @@ def child_writes(model: Any, *, limit_s: int = 20) -> int:
 
 @st.composite
 def loops(draw: st.DrawFn, net: Net, choice: Choice, features: tuple[str, ...]) -> Loop:
-    """Any `Loop` with some of these features; half have none."""
+    """Any `Loop` with some of these features; a quarter have none."""
     layers = st.integers(0, len(net.kinds) - 1)
     able = [name for name in features if name != "aliases"]
     if choice.in_backward:  # of several threads the first would update
         able = [name for name in able if name != "threads"]
-    names: set[str] = set()
-    if able and draw(st.booleans()):
-        names = draw(st.sets(st.sampled_from(able), min_size=1, max_size=3))
+    names = {draw(st.sampled_from([*able, *[""] * (len(able) // 3)]))} if able else set()
+    if names - {""}:
+        names |= draw(st.sets(st.sampled_from(able), max_size=2))
     loop = Loop()
     for name in (name for name in able if name in names):
         if name == "penalty":

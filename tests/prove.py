@@ -5,7 +5,7 @@
 
 A case is one interleaving of one plan of one model: two or four forwards and backwards, or steps of
 an optimizer, whose losses, outputs, gradients, parameters and buffers must be those of the plain
-model in every bit. Half of the loops do more (`tests.loops`): parameters are used outside of the
+model in every bit. Most of the loops do more (`tests.loops`): parameters are used outside of the
 model too, hooks look, threads, children and Ctrl-C come between. Where the backward makes the
 optimizer's update, or other users add to the sum of several uses in the model, all must be in every
 bit that of program order, and within 1e-5 of the plain loop. An update in the backward may be

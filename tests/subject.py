@@ -158,7 +158,7 @@ class Subject:
         )
         self.device = adversary.attach(self.model)
         self.rtol = 0.0
-        self._opcodes = 0  # of a loop that is not interrupted
+        self._opcodes: Opcodes | None = None  # of a loop that is not interrupted
         self._random = random.Random(loop.interrupt)
 
     @property
@@ -215,17 +215,19 @@ class Subject:
 
     def _interrupted(self) -> list[str]:
         """A loop that is interrupted somewhere; gives what is wrong with the model afterwards."""
-        if not self._opcodes:
-            for opcodes in (Opcodes(), Opcodes()):  # the first compiles
-                self._stop_at(opcodes)
-            self._opcodes = opcodes.count
-        opcodes = Opcodes(self._random.randint(1, self._opcodes))
+        if self._opcodes is None:
+            for _ in range(2):  # the first compiles
+                self._opcodes = Opcodes()
+                self._stop_at(self._opcodes)
+        assert self._opcodes is not None
+        opcodes = Opcodes(self._opcodes.any(self._random))
         self._stop_at(opcodes)
-        self.counts.interrupted += bool(opcodes.where)
+        self.last = opcodes
+        self.counts.interrupted += bool(opcodes.stopped)
         params = dict(self.model.named_parameters())
         found = [f"{n} is a proxy" for n, p in params.items() if isinstance(p, StreamedParameter)]
         if found:
-            raise AssertionError(f"interrupted at {opcodes.where}: {found}")
+            raise AssertionError(f"interrupted at {opcodes.stopped}: {found}")
         torch.save(self.model.state_dict(), io.BytesIO())
         return found
 
