@@ -224,8 +224,7 @@ class Run:
 
         A tensor among it is held by nobody else, so that autograd may take it as it is.
         """
-        in_bucket = all(goes in (*_IN_BUCKET, Goes.MORE) for goes in self.goes.values())
-        if not in_bucket or any(self.watches(place) for place in self.goes):
+        if self._of.several_passes or any(self._is_read(*item) for item in self.goes.items()):
             self.backward.await_copies(self.backward.copies)
             self._of.streams.synchronize(Stream.D2H)
         of_params = {}
@@ -243,6 +242,14 @@ class Run:
                 of_params[place] = memory.detach()
         of_proxies, self.apart = self.apart, {}
         return of_params, of_proxies
+
+    def _is_read(self, place: Place, goes: Goes) -> bool:
+        """Does autograd, or somebody else, read it at once?"""
+        if self.watches(place):
+            return True
+        if goes is Goes.MORE:  # added to what an earlier graph handed over, which may be read
+            return place not in self.backward.taken or place in self.backward.watched
+        return goes not in _IN_BUCKET
 
     def _take_place(self, place: Place, goes: Goes) -> None:
         backward, param = self.backward, self._of.param(place)
@@ -315,6 +322,11 @@ class Gradients:
             dropped.atexit = False
             compat.when_backward_ends(finish)
         return self._passes[number]
+
+    @property
+    def several_passes(self) -> bool:
+        """Do several calls of `backward()` run, in threads? Each may accumulate first."""
+        return len(self._passes) > 1
 
     def is_ours(self, place: Place) -> bool:
         """Does `p.grad` lie in its place in the bucket?"""

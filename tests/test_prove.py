@@ -71,6 +71,13 @@ def test_what_users_do_around_a_model(name: str) -> None:
         assert subject.wrong(adversary.Random(seed)) == [], seed
 
 
+def test_autograd_adds_the_sum_of_two_calls_when_its_copy_is_done() -> None:
+    """The second backward of a step: the sum of both calls is added to `p.grad` at once."""
+    subject = Subject(ONCE, Choice(), Counts(), Loop(twice=True))
+    for seed in range(24):
+        assert subject.wrong(adversary.Random(seed)) == [], seed
+
+
 def test_an_update_in_the_backward_is_refused_before_it_updates() -> None:
     choice = Choice(optimizer="sgd", in_backward=True, backwards=1)
     for loop in (Loop(penalty=255), Loop(twice=True), Loop(hooks=(("tensor", 0),))):
