@@ -248,7 +248,8 @@ class Run:
         if self.watches(place):
             return True
         if goes is Goes.MORE:  # added to what an earlier graph handed over, which may be read
-            return place not in self.backward.taken or place in self.backward.watched
+            added = not _is_gone(self._of.param(place).grad)  # by another thread, meanwhile
+            return added or place not in self.backward.taken or place in self.backward.watched
         return goes not in _IN_BUCKET
 
     def _take_place(self, place: Place, goes: Goes) -> None:
