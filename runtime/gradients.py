@@ -340,7 +340,8 @@ class Gradients:
 
     def is_busy(self, place: Place) -> bool:
         """Has a call of `backward()` handed over a gradient, and not ended?"""
-        return any(place in backward.handed for backward in self._passes.values())
+        passes = tuple(self._passes.values())  # a thread may begin or end one meanwhile
+        return any(place in backward.handed for backward in passes)
 
     def prepare(self, wanted: Mapping[int, Sequence[int]], run: Run) -> None:
         """Get memory for these gradients, whose `p.grad` are plain tensors from now on."""
