@@ -276,6 +276,12 @@ class _Call:
                 f"{name}: {self._name(min(run.shared))!r} is used outside of the model too in this "
                 f"backward, so a part of its gradient comes from elsewhere, {instead}"
             )
+        if run.several:
+            raise BackwardError(
+                f"{name}: {self._name(min(run.several))!r} gets its gradient in several parts in "
+                "this backward: the model was called twice, or a graph break lets two captured "
+                f"graphs use it, {instead}"
+            )
         return True
 
     def _name(self, place: Place) -> str:

@@ -73,6 +73,7 @@ class Run:
         self.shared: set[Place] = set()  # others use them too
         self.several: set[Place] = set()  # several graphs do
         self.hooked: set[Place] = set()
+        self.joined: set[Place] = set()  # autograd adds to a `p.grad` that is not in the bucket
         self.captured: set[Place] = set()  # autograd.grad() was called for them
         self.unwanted: set[Place] = set()
         for place in places:
@@ -147,6 +148,7 @@ class Run:
         if _is_gone(gradient) or gradient is None:
             return Goes.FIRST
         if gradient.layout is not torch.strided or not self._of.is_ours(place):
+            self.joined.add(place)
             return Goes.FIRST if self._of.is_free(place) else Goes.APART
         alone = place not in self.shared and not self._of.end(place).hooked_before
         if self._of.exact and place in self.several:  # autograd adds their sum to `p.grad`
@@ -182,7 +184,8 @@ class Run:
 
     def watches(self, place: Place) -> bool:
         """Does somebody look at a gradient before `backward()` returns?"""
-        return self.observed or place in self.hooked or place in self.shared
+        looks = place in self.hooked or place in self.shared or place in self.joined
+        return self.observed or looks
 
     def room(self, key: int, index: int) -> torch.Tensor:
         """Where a gradient goes."""
@@ -222,8 +225,7 @@ class Run:
 
         A tensor among it is held by nobody else, so that autograd may take it as it is.
         """
-        in_bucket = all(goes in (*_IN_BUCKET, Goes.MORE) for goes in self.goes.values())
-        if not in_bucket or any(self.watches(place) for place in self.goes):
+        if self._of.several_passes or any(self._is_read(*item) for item in self.goes.items()):
             self.backward.await_copies(self.backward.copies)
             self._of.streams.synchronize(Stream.D2H)
         of_params = {}
@@ -241,6 +243,15 @@ class Run:
                 of_params[place] = memory.detach()
         of_proxies, self.apart = self.apart, {}
         return of_params, of_proxies
+
+    def _is_read(self, place: Place, goes: Goes) -> bool:
+        """Does autograd, or somebody else, read it at once?"""
+        if self.watches(place):
+            return True
+        if goes is Goes.MORE:  # added to what an earlier graph handed over, which may be read
+            added = not _is_gone(self._of.param(place).grad)  # by another thread, meanwhile
+            return added or place not in self.backward.taken or place in self.backward.watched
+        return goes not in _IN_BUCKET
 
     def _take_place(self, place: Place, goes: Goes) -> None:
         backward, param = self.backward, self._of.param(place)
@@ -314,6 +325,11 @@ class Gradients:
             compat.when_backward_ends(finish)
         return self._passes[number]
 
+    @property
+    def several_passes(self) -> bool:
+        """Do several calls of `backward()` run, in threads? Each may accumulate first."""
+        return len(self._passes) > 1
+
     def is_ours(self, place: Place) -> bool:
         """Does `p.grad` lie in its place in the bucket?"""
         gradient, memory = self.param(place).grad, self.buckets[place[0]].grads.get(place[1])
@@ -325,7 +341,8 @@ class Gradients:
 
     def is_busy(self, place: Place) -> bool:
         """Has a call of `backward()` handed over a gradient, and not ended?"""
-        return any(place in backward.handed for backward in self._passes.values())
+        passes = tuple(self._passes.values())  # a thread may begin or end one meanwhile
+        return any(place in backward.handed for backward in passes)
 
     def prepare(self, wanted: Mapping[int, Sequence[int]], run: Run) -> None:
         """Get memory for these gradients, whose `p.grad` are plain tensors from now on."""

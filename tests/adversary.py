@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from megacompile.runtime.executor import Executor
 from megacompile.runtime.gradients import Goes
 from megacompile.runtime.machine import Machine
 from megacompile.runtime.streams import Handle, Streams
+from tests.interrupts import not_traced
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -47,8 +49,9 @@ class Work:
 
     def synchronize(self) -> None:
         """The host waits for the event."""
-        while self.run is not None:
-            assert self.device._step(), "deadlock: each stream waits for another"
+        with self.device._alone:
+            while self.run is not None:
+                assert self.device._step(), "deadlock: each stream waits for another"
 
     @property
     def ready(self) -> bool:
@@ -116,6 +119,7 @@ class Adversary(Streams):
         self.parked: list[tuple[tuple[Work, ...], Handle]] = []  # whose names are gone
         self.executed = 0
         self.ends: Sequence[Stream] = tuple(Stream)  # what is drained when a run ends
+        self._alone = threading.RLock()  # one thread at a time has the device
 
     @contextmanager
     def run(self) -> Iterator[None]:
@@ -125,8 +129,14 @@ class Adversary(Streams):
             yield
             for stream in self.ends:
                 self.synchronize(stream)
+        except KeyboardInterrupt:  # the device goes on
+            for stream in self.ends:
+                self.synchronize(stream)
+            raise
         except BaseException:
             for queue in self.queues.values():
+                for work in queue:
+                    work.run = None  # nobody waits for it
                 queue.clear()
             self.parked.clear()
             raise
@@ -150,15 +160,17 @@ class Adversary(Streams):
 
         queued = Work(stream, events_of(waits), run, self, release)
         handle.event = queued  # type: ignore[assignment]
-        self.queues[stream].append(queued)
-        for _ in range(self.policy.after_issue()):
-            if not self._step():
-                break
+        with self._alone:
+            self.queues[stream].append(queued)
+            for _ in range(self.policy.after_issue()):
+                if not self._step():
+                    break
         return handle
 
     def synchronize(self, stream: Stream) -> None:
-        while self.queues[stream]:
-            assert self._step(), "deadlock: each stream waits for another"
+        with self._alone:
+            while self.queues[stream]:
+                assert self._step(), "deadlock: each stream waits for another"
 
     def wait_for(self, handle: Handle) -> None:
         """Go on until a value is there."""
@@ -173,7 +185,8 @@ class Adversary(Streams):
         work = self.policy.pick(ready)
         self.queues[work.stream].popleft()
         assert work.run is not None
-        work.run()
+        with not_traced():
+            work.run()
         work.run, work.waits = None, ()
         self.executed += not work.release
         for entry in [entry for entry in self.parked if all(w.run is None for w in entry[0])]:

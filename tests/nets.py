@@ -34,6 +34,7 @@ class Net:
     input_grad: bool = False  # of the first input
     outputs: tuple[int, ...] = ()  # calls whose values are given beside the loss
     in_loss: bool = False  # do these enter what is differentiated?
+    written: str = ""  # the inputs overlap, and forward changes this one ("x" or "z") in place
     seed: int = 0
 
 
@@ -108,6 +109,10 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
         values: list[Tensor] = []
+        if self.net.written == "x":
+            x.mul_(0.5)
+        elif self.net.written and z is not None:
+            z.mul_(0.5)
         skips = dict(self.net.skips)
         for k, i in enumerate(self.net.calls):
             if z is not None and k == self.net.second:
@@ -132,6 +137,9 @@ def build(net: Net) -> Model:
 def data(net: Net, step: int) -> dict[str, Tensor]:
     """The inputs of a call."""
     generator = torch.Generator().manual_seed(1000 + step)
+    if net.written:
+        whole = torch.randn(BATCH, WIDTH + 1, generator=generator)
+        return {"x": whole[:, :-1], "z": whole[:, 1:]}
     found = {"x": torch.randn(BATCH, WIDTH, generator=generator)}
     found["x"].requires_grad_(net.input_grad)
     if net.second >= 0:
@@ -140,8 +148,8 @@ def data(net: Net, step: int) -> dict[str, Tensor]:
 
 
 @st.composite
-def nets(draw: st.DrawFn) -> Net:
-    """Any `Net`."""
+def nets(draw: st.DrawFn, *, aliases: bool = False) -> Net:
+    """Any `Net`; with `aliases` of its inputs in some."""
     kinds = tuple(draw(st.lists(st.sampled_from(KINDS), min_size=2, max_size=5)))
     layers = range(len(kinds))
     again = draw(st.lists(st.sampled_from(layers), max_size=2))
@@ -150,6 +158,8 @@ def nets(draw: st.DrawFn) -> Net:
     skips = draw(st.dictionaries(positions, positions, max_size=2))
     pairs = draw(st.lists(st.tuples(st.sampled_from(layers), st.sampled_from(layers)), max_size=1))
     outputs = tuple(draw(st.lists(positions, max_size=2)))
+    written = draw(st.sampled_from(("", "", "x", "z"))) if aliases else ""
+    second = st.sampled_from(range(len(calls)) if written else (-1, -1, *range(len(calls))))
     return Net(
         kinds=kinds,
         hidden=draw(st.sampled_from((5, 8, 13))),
@@ -158,10 +168,11 @@ def nets(draw: st.DrawFn) -> Net:
         tied=tuple((i, j) for i, j in pairs if i != j),
         frozen=frozenset(draw(st.sets(st.sampled_from(layers), max_size=1))),
         changed=frozenset(draw(st.sets(positions, max_size=2))),
-        second=draw(st.sampled_from((-1, -1, *range(len(calls))))),
-        input_grad=draw(st.booleans()),
+        second=draw(second),
+        input_grad=draw(st.booleans()) and not written,
         outputs=outputs,
         in_loss=bool(outputs) and draw(st.booleans()),
+        written=written,
         seed=draw(st.integers(0, 2**16)),
     )
 

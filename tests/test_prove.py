@@ -8,23 +8,32 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from torch import fx
 
 from megacompile import compiler, ops, verify_memory
-from megacompile.ir import Schedule
+from megacompile.ir import Schedule, TensorMeta
 from megacompile.passes.free import insert_free
+from megacompile.runtime import autograd
+from megacompile.runtime.accumulators import Accumulator, Users
 from megacompile.runtime.machine import Machine
-from tests import adversary, prove
+from megacompile.runtime.proxies import StreamedParameter
+from tests import adversary, loops, prove
+from tests.interrupts import Opcodes, traced
+from tests.loops import Loop
 from tests.mutants import Harm, Truth, mutate
 from tests.nets import Choice, Net
-from tests.prove import Counts, Subject, differences
+from tests.subject import Counts, InOrder, Subject, differences
 from tests.symbolic import Path
 
+ONCE = Net(  # each parameter is used once, so that every sum is the plain model's
+    kinds=("linear", "block", "gain"), hidden=8, calls=(0, 1, 2), outputs=(1,), in_loss=True
+)
 NET = Net(
     kinds=("linear", "block", "dropout", "batch norm", "linear"),
     hidden=8,
@@ -40,9 +49,95 @@ SEEDS = range(12)
 
 
 def test_random_cases_equal_the_plain_model() -> None:
-    counts = prove.prove(40, seed=0, interleavings=8)
+    counts = prove.prove(40, seed=0, interleavings=4)
     assert counts.found == []
-    assert counts.cases >= 40 and counts.mismatches == 0 and len(counts.plans) >= 4
+    assert counts.cases >= 40 and counts.mismatches == 0 and len(counts.plans) >= 8
+    assert len(counts.features) >= 3
+
+
+LOOPS = {
+    "penalty": Loop(penalty=255, penalty_first=True, view=1),
+    "twice": Loop(twice=True, head=True),
+    "hooks": Loop(hooks=tuple((kind, k) for k, kind in enumerate(loops.HOOKS))),
+    "threads": Loop(threads=True),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_what_users_do_around_a_model(name: str) -> None:
+    subject = Subject(ONCE, Choice(), Counts(), LOOPS[name])
+    assert not subject.rounds
+    for seed in range(4):
+        assert subject.wrong(adversary.Random(seed)) == [], seed
+
+
+def test_autograd_adds_the_sum_of_two_calls_when_its_copy_is_done() -> None:
+    """The second backward of a step: the sum of both calls is added to `p.grad` at once."""
+    subject = Subject(ONCE, Choice(), Counts(), Loop(twice=True))
+    for seed in range(24):
+        assert subject.wrong(adversary.Random(seed)) == [], seed
+
+
+def test_an_update_in_the_backward_is_refused_before_it_updates() -> None:
+    choice = Choice(optimizer="sgd", in_backward=True, backwards=1)
+    for loop in (Loop(penalty=255), Loop(twice=True), Loop(hooks=(("tensor", 0),))):
+        subject = Subject(ONCE, choice, Counts(), loop)
+        assert subject.wrong(InOrder()) == [], loop
+        assert subject.counts.refused_updates == 1, loop
+
+
+@contextmanager
+def nobody_else() -> Iterator[None]:
+    """The runtime does not see that others use parameters."""
+    nobody = Users(frozenset(), frozenset())
+    with mock.patch.object(autograd, "users_of", lambda *_: nobody):
+        yield
+
+
+@contextmanager
+def no_hooks() -> Iterator[None]:
+    """The runtime does not see hooks."""
+    with mock.patch.object(Accumulator, "hooked", property(lambda self: False)):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("blind", "loop"),
+    [(nobody_else, Loop(penalty=255)), (no_hooks, Loop(hooks=(("post accumulate", 0),)))],
+    ids=["penalty", "hooks"],
+)
+def test_a_runtime_that_is_blind_to_the_loop_is_seen(
+    blind: Callable[[], AbstractContextManager[None]], loop: Loop
+) -> None:
+    subject = Subject(ONCE, Choice(), Counts(), loop)
+    with blind():
+        assert any(seen(subject, adversary.Random(seed)) for seed in SEEDS)
+
+
+def test_a_model_that_keeps_a_proxy_after_an_interrupt_is_seen() -> None:
+    subject = Subject(ONCE, Choice(), Counts(), Loop(interrupt=0))
+    holder = subject.model.head._parameters
+
+    def interrupted(opcodes: Opcodes) -> None:
+        opcodes.counts["a function"] = 1
+        holder["bias"] = StreamedParameter(holder["bias"].detach(), torch.device("cpu"))
+
+    with (
+        mock.patch.object(subject, "_stop_at", interrupted),
+        pytest.raises(AssertionError, match=r"head.bias is a proxy"),
+    ):
+        subject.wrong(adversary.Policy())
+
+
+def test_an_interrupt_comes_before_the_opcode_that_was_chosen() -> None:
+    counted = Opcodes()
+    with traced(counted):
+        TensorMeta.of(torch.empty(2))
+    place = next(iter(counted.counts)), 3
+    stopped = Opcodes(place)
+    with pytest.raises(KeyboardInterrupt), traced(stopped):
+        TensorMeta.of(torch.empty(2))
+    assert stopped.counts == {place[0]: 3} and place[0] in stopped.stopped
 
 
 @pytest.mark.parametrize(
@@ -62,6 +157,21 @@ def test_a_model_with_everything(choice: Choice) -> None:
     for seed in SEEDS:
         assert subject.wrong(adversary.Random(seed)) == [], seed
     assert subject.device.memory.poisoned > 0
+
+
+def test_a_gradient_to_add_to_is_fetched_after_the_backward_was_issued() -> None:
+    """The op asks where the gradient lies, and may run when the next schedule is on already."""
+    tied = Net(kinds=("gain", "linear"), hidden=5, calls=(0, 1, 1), tied=((0, 1),))
+    subject = Subject(tied, Choice(lookahead=4, more_slots=1), Counts())
+    for seed in SEEDS:
+        assert subject.wrong(adversary.Random(seed)) == [], seed
+
+
+def test_autograd_adds_to_the_users_gradient_when_the_copy_is_done() -> None:
+    """`p.grad` is a tensor of the user's: autograd reads what it adds at once."""
+    subject = Subject(NET, Choice(), Counts(), Loop(given=255))
+    for seed in SEEDS:
+        assert subject.wrong(adversary.Random(seed)) == [], seed
 
 
 # What it must see. A fault is planted behind the passes, and `verify` looks away.

@@ -1,0 +1,349 @@
+"""Random training loops around a model, as data that hypothesis can draw, shrink and print.
+
+`run` trains a model, plain or megacompiled, as a `Net`, a `Choice` and a `Loop` say, and gives
+everything that can be seen. A `Loop` is what users do beside `loss.backward()` and `step()`; each
+of `FEATURES` is one member of it, or of `Net`."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megacompile import api
+from tests import nets
+from tests.nets import BATCH, WIDTH, Choice, Net
+
+Result = dict[str, Tensor]
+STEPS = 2  # of a loop in which something happens between steps
+HOOKS = ("tensor", "post accumulate", "node", "node before")
+
+# What is drawn.
+FEATURES: tuple[str, ...] = (
+    "penalty",
+    "view outside",
+    "head outside",
+    "twice",
+    "hooks",
+    "threads",
+    "given gradients",
+)
+# What is drawn where it is asked for (`--features`): the runtime is not right yet.
+NOT_YET: tuple[str, ...] = ("aliases", "ties later", "forks", "interrupts")
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What a training loop does around the model."""
+
+    penalty: int = 0  # bits: parameters whose squares are added to the loss
+    penalty_first: bool = False  # computed before the call of the model
+    view: int = -1  # a layer of whose matrix a view is used outside; the model does not know it
+    head: bool = False  # the model's head is called outside too
+    twice: bool = False  # two calls of the model in one loss
+    hooks: tuple[tuple[str, int], ...] = ()  # (one of HOOKS, the number of a parameter)
+    threads: bool = False  # all backwards of a step at once, each in a thread of its own
+    given: int = 0  # bits: parameters whose `p.grad` is put there before each backward
+    tie: tuple[int, int] | None = None  # layers: after the first step one gets the other's matrix
+    fork: bool = False  # after each step a child writes to all parameters, and exits
+    interrupt: int = -1  # a seed: before, a loop was interrupted there
+
+    @property
+    def outside(self) -> bool:
+        """Are parameters used outside of the model?"""
+        return self.penalty != 0 or self.view >= 0 or self.head
+
+    def features(self, net: Net) -> tuple[str, ...]:
+        """Which it has."""
+        drawn = {
+            "penalty": self.penalty != 0,
+            "view outside": self.view >= 0,
+            "head outside": self.head,
+            "twice": self.twice,
+            "hooks": bool(self.hooks),
+            "threads": self.threads,
+            "given gradients": self.given != 0,
+            "aliases": bool(net.written),
+            "ties later": self.tie is not None,
+            "forks": self.fork,
+            "interrupts": self.interrupt >= 0,
+        }
+        return tuple(name for name, is_drawn in drawn.items() if is_drawn)
+
+    def rounds(self, net: Net) -> bool:
+        """May a gradient be summed in another order than in the plain model?
+
+        The uses in one call are summed in its captured graph, and the sum is what others add to.
+        """
+        uses = collections.Counter(net.calls)
+        tied = [*net.tied, *([self.tie] if self.tie else [])]
+        several = bool(tied) or any(count > 1 for count in uses.values())
+        return several and (self.outside or self.twice)
+
+    def refused(self, choice: Choice) -> bool:
+        """Must an update in the backward be refused?"""
+        return choice.in_backward and (self.outside or self.twice or bool(self.hooks))
+
+
+def run(model: Any, net: Net, choice: Choice, loop: Loop, optimizer: Any) -> Result:
+    """Train a little; gives everything that can be seen."""
+    seen: Result = {}
+    steps = STEPS if optimizer is not None or loop.tie or loop.fork else 1
+    with _hooked(model, loop, seen), _tied_later(model, loop) as tie:
+        training = Training(model, net, choice, loop, seen)
+        for step in range(steps):
+            training.backwards(step)
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
+            if loop.fork:
+                seen[f"{step}.child"] = torch.tensor(child_writes(model))
+            if step == 0:
+                tie()
+        seen |= {name: param.detach().clone() for name, param in model.named_parameters()}
+        seen |= {name: buffer.clone() for name, buffer in model.named_buffers()}
+    return seen
+
+
+class Training:
+    """The losses and backwards of a loop."""
+
+    def __init__(self, model: Any, net: Net, choice: Choice, loop: Loop, seen: Result) -> None:
+        self.model, self.net, self.choice, self.loop, self.seen = model, net, choice, loop, seen
+        self.streamed = model._compiled_call_impl is not None
+        self.alias = None if loop.view < 0 else _matrix(model, loop.view).t()
+
+    def backwards(self, step: int) -> None:
+        """The micro-batches of one step."""
+        numbers = [step * self.choice.backwards + k for k in range(self.choice.backwards)]
+        if self.loop.threads:
+            losses = [self.loss(which) for which in numbers]
+            in_threads([total.backward for total, _ in losses])
+            for which, (_, inputs) in zip(numbers, losses, strict=True):
+                self._look(which, inputs)
+        else:
+            for which in numbers:
+                total, inputs = self.loss(which)
+                self._give()
+                last = which == numbers[-1]
+                accumulates = self.streamed and self.choice.in_backward and not last
+                with api.accumulate(self.model) if accumulates else contextlib.nullcontext():
+                    total.backward()
+                self._look(which, inputs)
+        if not self.choice.in_backward:
+            for name, param in self.model.named_parameters():
+                if param.grad is not None:
+                    self.seen[f"{step}.{name}.grad"] = param.grad.detach().clone()
+
+    def loss(self, which: int) -> tuple[Tensor, list[dict[str, Tensor]]]:
+        """What is differentiated, and the inputs."""
+        loop = self.loop
+        torch.manual_seed(which)
+        penalty = self._penalty() if loop.penalty_first else None
+        total, inputs = self._call(f"{which}", which)
+        batches = [inputs]
+        if loop.twice:
+            more, inputs = self._call(f"{which}.again", which + 100)
+            total = total + more
+            batches.append(inputs)
+        if loop.head:
+            x = torch.linspace(-1, 1, BATCH * WIDTH).view(BATCH, WIDTH)
+            total = total + self.model.head(x).square().mean()
+        if self.alias is not None:
+            total = total + 0.1 * self.alias.square().sum()
+        if loop.penalty:
+            total = total + (self._penalty() if penalty is None else penalty)
+        self.seen[f"{which}.total"] = total.detach().clone()
+        return total, batches
+
+    def _call(self, name: str, which: int) -> tuple[Tensor, dict[str, Tensor]]:
+        inputs = nets.data(self.net, which)
+        loss, values = self.model(**inputs)
+        total: Tensor = loss
+        for value in values if self.net.in_loss else []:
+            total = total + value.square().sum()
+        self.seen[f"{name}.loss"] = loss.detach().clone()
+        self.seen |= {f"{name}.out{i}": v.detach().clone() for i, v in enumerate(values)}
+        self.seen |= {f"{name}.{key}": value.detach().clone() for key, value in inputs.items()}
+        return total, inputs
+
+    def _give(self) -> None:
+        """Put gradients there: what there is, in other memory."""
+        for k, param in enumerate(self.model.parameters()):
+            if self.loop.given >> k % 8 & 1 and param.requires_grad:
+                so_far = 0.25 if param.grad is None else param.grad.detach()
+                param.grad = torch.zeros_like(param).add_(so_far)
+
+    def _penalty(self) -> Tensor:
+        chosen = [
+            p for k, p in enumerate(self.model.parameters()) if self.loop.penalty >> k % 8 & 1
+        ]
+        return torch.stack([0.01 * param.square().sum() for param in chosen]).sum()
+
+    def _look(self, which: int, batches: list[dict[str, Tensor]]) -> None:
+        for k, inputs in enumerate(batches):
+            if (gradient := inputs["x"].grad) is not None:
+                self.seen[f"{which}.x{k}.grad"] = gradient.clone()
+        self.seen[f"{which}.rng"] = torch.get_rng_state()
+
+
+def _matrix(model: Any, layer: int) -> Tensor:
+    matrix: Tensor = model.layers[layer].linear.weight
+    return matrix
+
+
+@contextlib.contextmanager
+def _hooked(model: Any, loop: Loop, seen: Result) -> Iterator[None]:
+    """Hooks that write down what they see; one kind changes the gradient."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    handles, nodes = [], []
+    count = 0
+
+    def see(name: str, value: Tensor | None) -> None:
+        nonlocal count
+        seen[f"{name}.{count}"] = torch.empty(0) if value is None else value.detach().clone()
+        count += 1
+
+    def register(kind: str, number: int) -> Any:
+        param = trained[number % len(trained)]
+        name = f"hook on {number} ({kind})"
+
+        def halve(gradient: Tensor) -> Tensor:
+            see(name, gradient)
+            return gradient * 0.5
+
+        if kind == "tensor":
+            return param.register_hook(halve)
+        if kind == "post accumulate":
+            return param.register_post_accumulate_grad_hook(lambda p: see(name, p.grad))
+        nodes.append(param.view_as(param).grad_fn.next_functions[0][0])  # it lives as long
+        if kind == "node":
+            return nodes[-1].register_hook(lambda *_: see(name, param.grad))
+        return nodes[-1].register_prehook(lambda gradients: see(name, gradients[0]))
+
+    handles = [register(kind, number) for kind, number in loop.hooks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _tied_later(model: Any, loop: Loop) -> Iterator[Callable[[], None]]:
+    """A function that ties; at the end all is as before."""
+    before = {i: _matrix(model, i) for i in loop.tie or ()}
+
+    def tie() -> None:
+        if loop.tie is not None:
+            one, other = loop.tie
+            model.layers[one].linear.weight = _matrix(model, other)
+
+    try:
+        yield tie
+    finally:
+        for i, matrix in before.items():
+            model.layers[i].linear.weight = matrix
+
+
+def in_threads(calls: list[Callable[[], Any]]) -> None:
+    """All at once, with many switches; which come when is up to Python: a fault may come and go."""
+    failed: list[BaseException] = []
+    begin = threading.Barrier(len(calls))
+
+    def work(call: Callable[[], Any]) -> None:
+        begin.wait()
+        try:
+            call()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(call,)) for call in calls]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    if failed:
+        raise failed[0]
+
+
+def child_writes(model: Any, *, limit_s: int = 20) -> int:
+    """Fork; the child writes to all parameters and exits. Gives its status."""
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(limit_s)  # a child that hangs ends
+        status = 1
+        try:
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.fill_(7.0)
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitpid(child, 0)[1]
+
+
+@st.composite
+def loops(draw: st.DrawFn, net: Net, choice: Choice, features: tuple[str, ...]) -> Loop:
+    """Any `Loop` with some of these features; a quarter have none."""
+    layers = st.integers(0, len(net.kinds) - 1)
+    able = [name for name in features if name != "aliases"]
+    if choice.in_backward:  # of several threads the first would update
+        able = [name for name in able if name != "threads"]
+    names = {draw(st.sampled_from([*able, *[""] * (len(able) // 3)]))} if able else set()
+    if names - {""}:
+        names |= draw(st.sets(st.sampled_from(able), max_size=2))
+    loop = Loop()
+    for name in (name for name in able if name in names):
+        if name == "penalty":
+            bits = draw(st.one_of(st.just(255), st.integers(1, 255)))
+            loop = dataclasses.replace(loop, penalty=bits, penalty_first=draw(st.booleans()))
+        elif name == "view outside":
+            loop = dataclasses.replace(loop, view=draw(layers))
+        elif name == "head outside":
+            loop = dataclasses.replace(loop, head=True)
+        elif name == "twice":
+            loop = dataclasses.replace(loop, twice=True)
+        elif name == "hooks":
+            hook = st.tuples(st.sampled_from(HOOKS), st.integers(0, 15))
+            loop = dataclasses.replace(
+                loop, hooks=tuple(draw(st.lists(hook, min_size=1, max_size=4)))
+            )
+        elif name == "threads" and choice.backwards > 1:
+            loop = dataclasses.replace(loop, threads=True)
+        elif name == "given gradients":
+            loop = dataclasses.replace(loop, given=draw(st.integers(1, 255)))
+        elif name == "ties later":
+            pair = draw(st.tuples(layers, layers).filter(lambda pair: pair[0] != pair[1]))
+            loop = dataclasses.replace(loop, tie=pair)
+        elif name == "forks":
+            loop = dataclasses.replace(loop, fork=True)
+        elif name == "interrupts":
+            loop = dataclasses.replace(loop, interrupt=draw(st.integers(0, 2**16)))
+    if loop.threads and loop.hooks:  # what they see depends on who comes first
+        loop = dataclasses.replace(loop, hooks=())
+    return loop
+
+
+@st.composite
+def cases(draw: st.DrawFn, features: tuple[str, ...]) -> tuple[Net, Choice, Loop]:
+    """Any model, plan and loop."""
+    net, choice = draw(nets.nets(aliases="aliases" in features)), draw(nets.choices())
+    return net, choice, draw(loops(net, choice, features))

@@ -1,0 +1,254 @@
+"""A model with a plan: the plain run, and the megacompiled one on an adversarial device."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import io
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from megacompile import compiler, megacompile
+from megacompile.errors import BackwardError, OptimizerError
+from megacompile.ir import Schedule
+from megacompile.passes.plan import make_plan
+from megacompile.runtime.proxies import StreamedParameter
+from tests import adversary, loops, nets
+from tests.interrupts import Opcodes, traced
+from tests.loops import Loop, Result
+from tests.nets import Choice, Net
+from tests.zoo import equal
+
+NO_LOOP = Loop()
+
+
+@dataclasses.dataclass
+class Counts:
+    """What was proved."""
+
+    cases: int = 0
+    mismatches: int = 0
+    models: set[Net] = dataclasses.field(default_factory=set)
+    plans: set[tuple[Net, Choice]] = dataclasses.field(default_factory=set)
+    found: list[str] = dataclasses.field(default_factory=list)  # the mismatches
+    refused: int = 0  # models that the plain loop cannot run
+    stages: int = 0
+    kept: int = 0  # stages that were kept by a random choice
+    in_backward: int = 0
+    ops: int = 0
+    poisoned: int = 0
+    features: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    featured: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    rounded: int = 0  # cases that equal the plain model but for rounding
+    refused_updates: int = 0  # loops that an update in the backward refused
+    interrupted: int = 0  # loops
+
+    def drawn(self, subject: Subject, cases: int) -> None:
+        """Count what a subject has."""
+        self.models.add(subject.net)
+        self.plans.add((subject.net, subject.choice))
+        self.in_backward += subject.choice.in_backward
+        self.rounded += cases * subject.rounds
+        names = subject.loop.features(subject.net)
+        self.features.update(names)
+        self.featured.update(dict.fromkeys(names, cases))
+
+    def __str__(self) -> str:
+        features: dict[str, Callable[[Net], object]] = {
+            "call a layer again": lambda net: len(net.calls) > len(net.kinds),
+            "skip over stages": lambda net: net.skips,
+            "tie matrices": lambda net: net.tied,
+            "freeze a layer": lambda net: net.frozen,
+            "change in place": lambda net: net.changed or "in place" in net.kinds,
+            "have buffers": lambda net: {"batch norm", "fixed"} & set(net.kinds),
+            "draw random numbers": lambda net: "dropout" in net.kinds,
+            "take two inputs": lambda net: net.second >= 0,
+            "give several outputs": lambda net: net.outputs,
+        }
+        of_these = [f"{sum(map(bool, map(f, self.models)))} {what}" for what, f in features.items()]
+        loops_drawn = [
+            f"{name}: {self.features[name]} models, {count} cases"
+            for name, count in sorted(self.featured.items())
+        ]
+        return (
+            f"{self.cases} (model, plan, interleaving) cases, {self.mismatches} mismatches\n"
+            f"  {len(self.models)} distinct models, {len(self.plans)} distinct (model, plan) "
+            f"pairs, {self.in_backward} of these with the update in the backward\n"
+            f"  of the models {', '.join(of_these)}\n"
+            f"  loops with {', '.join(loops_drawn) or 'nothing else'}\n"
+            f"  {self.rounded} cases are equal to the plain model but for rounding, and in every "
+            "bit to program order\n"
+            f"  {self.refused_updates} loops refused by an update in the backward, "
+            f"{self.interrupted} interrupted\n"
+            f"  {self.stages} stages, {self.kept} of them kept by a random choice\n"
+            f"  {self.ops} ops executed, {self.poisoned} times memory was poisoned\n"
+            f"  {self.refused} drawn models that the plain loop refuses were left out"
+        )
+
+
+@contextlib.contextmanager
+def kept(choice: Choice, counts: Counts) -> Iterator[None]:
+    """Keep the saved tensors of the stages whose bit is set; let states leave as late as chosen."""
+    bits = choice.keep
+
+    def chosen(schedule: Schedule, *, keep: int = 1, **options: Any) -> Schedule:
+        options["state_delay"] = choice.state_delay
+        planned = make_plan(schedule, keep=keep, **options)
+        if bits < 0 or not keep or schedule.backward is None:
+            return planned
+        able = [s.index for s in schedule.stages if s.traced.has_backward]
+        drawn = frozenset(i for i in able if bits >> (i % 8) & 1)
+        counts.kept += len(drawn)
+        plan = dataclasses.replace(planned.plan, keep=drawn, reasons=("at random",))
+        return dataclasses.replace(planned, plan=plan)
+
+    with mock.patch.object(compiler, "make_plan", chosen):
+        yield
+
+
+def make_optimizer(model: Any, choice: Choice, rounds: bool) -> Any:
+    params = [p for p in model.parameters() if p.requires_grad]
+    if choice.optimizer == "adamw":
+        # a small eps would blow other rounding up where the gradient is all rounding (a bias before
+        # a BatchNorm)
+        return torch.optim.AdamW(params, lr=0.01, eps=0.1 if rounds else 1e-8)
+    if choice.optimizer == "sgd":
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    return None
+
+
+def differences(wanted: Result, got: Result, *, rtol: float = 0.0) -> list[str]:
+    """What is missing or different."""
+    found = sorted(wanted.keys() ^ got.keys())
+    for name in wanted.keys() & got.keys():
+        a, b = wanted[name], got[name]
+        if rtol and a.dtype.is_floating_point and a.shape == b.shape:
+            same = torch.allclose(a, b, rtol=rtol, atol=rtol)
+        else:
+            same = equal(a, b)
+        found += [] if same else [name]
+    return sorted(found)
+
+
+class Subject:
+    """A model with a plan: the plain run, and the megacompiled one on an adversarial device."""
+
+    def __init__(self, net: Net, choice: Choice, counts: Counts, loop: Loop = NO_LOOP) -> None:
+        self.net, self.choice, self.loop, self.counts = net, choice, loop, counts
+        plain = nets.build(net)
+        self.wanted = loops.run(
+            plain, net, choice, loop, make_optimizer(plain, choice, self.rounds)
+        )
+        torch.compiler.reset()
+        self.model: Any = nets.build(net)
+        self.optimizer = make_optimizer(self.model, choice, self.rounds)
+        self.start = {k: v.clone() for k, v in self.model.state_dict().items()}
+        megacompile(
+            self.model,
+            device="cpu",
+            lowering="eager",
+            lookahead=choice.lookahead,
+            slots=choice.lookahead + 1 + choice.more_slots,
+            optimizer=self.optimizer if choice.in_backward else None,
+        )
+        self.device = adversary.attach(self.model)
+        self.rtol = 0.0
+        self._opcodes: Opcodes | None = None  # of a loop that is not interrupted
+        self._random = random.Random(loop.interrupt)
+
+    @property
+    def rounds(self) -> bool:
+        """Is it equal to the plain model but for rounding?"""
+        return self.choice.in_backward or self.loop.rounds(self.net)
+
+    def wrong(self, policy: adversary.Policy) -> list[str]:
+        """What one interleaving gives that is not as it should be."""
+        self.device.policy = policy
+        with adversary.adversarial(), kept(self.choice, self.counts):
+            found = [] if self.loop.interrupt < 0 else self._interrupted()
+            self._reset()
+            try:
+                got = self._train()
+            except (BackwardError, OptimizerError):
+                if not self.loop.refused(self.choice):
+                    raise
+                self.counts.refused_updates += 1
+                return found + self._updated()
+        return found + differences(self.wanted, got, rtol=self.rtol)
+
+    def to_program_order(self) -> list[str]:
+        """Compare with this model in program order from now on; gives how the plain one differs.
+
+        For what rounds differently: the update in the backward, and some sums.
+        """
+        self.rtol = 1e-5
+        found = self.wrong(InOrder())
+        self._reset()
+        with adversary.adversarial(), kept(self.choice, self.counts):
+            try:
+                self.wanted = self._train()
+            except (BackwardError, OptimizerError):
+                if not self.loop.refused(self.choice):
+                    raise
+        self.rtol = 0.0
+        return found
+
+    def _train(self) -> Result:
+        return loops.run(self.model, self.net, self.choice, self.loop, self.optimizer)
+
+    def _reset(self) -> None:
+        """Load a checkpoint of the start."""
+        self.model.load_state_dict(self.start)
+        self.model.zero_grad()
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
+
+    def _updated(self) -> list[str]:
+        """The parameters that were updated by a loop that was refused."""
+        now = {name: param.detach() for name, param in self.model.named_parameters()}
+        return [f"{name} was updated" for name in now if not equal(now[name], self.start[name])]
+
+    def _interrupted(self) -> list[str]:
+        """A loop that is interrupted somewhere; gives what is wrong with the model afterwards."""
+        if self._opcodes is None:
+            for _ in range(2):  # the first compiles
+                self._opcodes = Opcodes()
+                self._stop_at(self._opcodes)
+        assert self._opcodes is not None
+        opcodes = Opcodes(self._opcodes.any(self._random))
+        self._stop_at(opcodes)
+        self.last = opcodes
+        self.counts.interrupted += bool(opcodes.stopped)
+        params = dict(self.model.named_parameters())
+        found = [f"{n} is a proxy" for n, p in params.items() if isinstance(p, StreamedParameter)]
+        if found:
+            raise AssertionError(f"interrupted at {opcodes.stopped}: {found}")
+        torch.save(self.model.state_dict(), io.BytesIO())
+        return found
+
+    def _stop_at(self, opcodes: Opcodes) -> None:
+        self._reset()
+        with contextlib.suppress(KeyboardInterrupt, BackwardError, OptimizerError), traced(opcodes):
+            self._train()
+
+
+class InOrder(adversary.Policy):
+    """Every op runs as soon as it is issued."""
+
+    def after_issue(self) -> int:
+        return 2**16
+
+
+def plain_refuses(net: Net, choice: Choice, loop: Loop = NO_LOOP) -> bool:
+    """Does autograd refuse the plain model? (A value it needs was changed in place.)"""
+    try:
+        model = nets.build(net)
+        loops.run(model, net, dataclasses.replace(choice, in_backward=False), loop, None)
+    except RuntimeError:
+        return True
+    return False
