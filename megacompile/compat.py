@@ -283,8 +283,10 @@ def gives_views(func: Any) -> bool:
 
 def changes_metadata(method: str) -> bool:
     """Does a tensor's method change its shape or strides in place (`squeeze_`)?"""
+    if not method.endswith("_") or method.startswith("__"):
+        return False
     packet = getattr(torch.ops.aten, method, None)
-    if packet is None or not method.endswith("_"):
+    if packet is None:
         return False
     tags = [getattr(packet, name).tags for name in packet.overloads()]
     return any(torch.Tag.inplace_view in each for each in tags)
@@ -606,6 +608,34 @@ def set_torch_function_state(state: Any) -> None:
 NO_SUBCLASSES = _C._TorchFunctionState.SUBCLASSES_DISABLED  # as in without_torch_function()
 
 
+_COLLECTIVES = (
+    "all_gather all_gather_into_tensor all_reduce all_to_all all_to_all_single broadcast gather "
+    "recv reduce reduce_scatter reduce_scatter_tensor scatter send"
+).split()
+
+
+def ask_before_collectives(ask: Callable[[Any], None]) -> None:
+    """Call `ask` with each tensor that is given to a collective of `torch.distributed`.
+
+    Seen on torch 2.11: they take a tensor subclass for a plain tensor (2.13 asks the subclass).
+    Code that has imported one by its name before megacompile was imported calls it as it is.
+    """
+    if not torch.distributed.is_available():
+        return
+    for name in _COLLECTIVES:
+        stock = getattr(torch.distributed, name)
+
+        @functools.wraps(stock)
+        def collective(*args: Any, stock: Any = stock, **kwargs: Any) -> Any:
+            for value in _pytree.tree_leaves((args, kwargs)):
+                if isinstance(value, torch.Tensor):
+                    ask(value)
+            return stock(*args, **kwargs)
+
+        setattr(torch.distributed, name, collective)
+        setattr(torch.distributed.distributed_c10d, name, collective)
+
+
 def ask_before_export(ask: Callable[[Any], None]) -> None:
     """Call `ask` with each tensor whose memory is exported by DLPack's C functions.
 
@@ -708,6 +738,11 @@ def tracer_around() -> str:
 def in_transform() -> bool:
     """Is a transform of `torch.func` around this call?"""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_of_transform(tensor: torch.Tensor) -> bool:
+    """Is a tensor one of a transform's own, which has no memory?"""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def on_host() -> AbstractContextManager[Any]:

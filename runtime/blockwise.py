@@ -107,7 +107,8 @@ def quantize(
     rows = padded.view(absmax_numel(numel), BLOCK)
     absmax = rows.abs().amax(1)
     absmax = torch.where(absmax < torch.inf, absmax, torch.nan)
-    absmax = torch.where(absmax < SMALLEST, 0.0, absmax)
+    # SMALLEST, but as a literal: Dynamo would make a float of the module an input (torch 2.11)
+    absmax = torch.where(absmax < 2.0**-104, 0.0, absmax)
     divisor = torch.where(absmax == 0, 1.0, absmax)
     _, midpoints, guesses = table[int(signed)].split((256, 256, 2**16))
     scaled = rows / divisor[:, None]

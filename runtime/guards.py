@@ -134,3 +134,4 @@ def _guarded_among(values: Any) -> Iterator[torch.Tensor]:
 
 
 compat.ask_before_export(_open)
+compat.ask_before_collectives(_open)

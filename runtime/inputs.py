@@ -141,7 +141,8 @@ def _base(group: Sequence[_Span], members: Sequence[torch.Tensor]) -> torch.Tens
 def _dense(tensor: torch.Tensor) -> bool:
     """Has the tensor memory of its own kind, that `as_strided` can describe?"""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-    return plain and tensor.layout is torch.strided and tensor.device.type != "meta"
+    dense = plain and tensor.layout is torch.strided and tensor.device.type != "meta"
+    return dense and not compat.is_of_transform(tensor)
 
 
 def _groups(tensors: Sequence[tuple[int, torch.Tensor]]) -> list[list[_Span]]:

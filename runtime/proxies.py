@@ -72,10 +72,28 @@ class StreamedParameter(torch.Tensor):
         return self.clone().numpy(force=force)
 
     @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        """As the parameter, though a link joins them.
+
+        What Dynamo makes of inputs that are no leaves is never freed (seen on torch 2.13).
+        """
+        return super().is_leaf if self.param is None or self.is_view else True
+
+    @property
+    def grad_dtype(self) -> torch.dtype | None:
+        """As of a leaf: torch would not say it of another tensor."""
+        like_a_leaf = self.param is not None and not self.is_view
+        return self.dtype if like_a_leaf else super().grad_dtype
+
+    @grad_dtype.setter
+    def grad_dtype(self, value: torch.dtype | None) -> None:
+        _SET_GRAD_DTYPE(self, value)
+
+    @property
     def grad(self) -> torch.Tensor | None:
         """The parameter's, on the device: a copy, where that is not the host."""
         if self.param is None or self.is_view:
-            return super().grad if self.is_leaf else None
+            return super().grad if super().is_leaf else None
         gradient = None if compat.is_described() else self.param.grad
         return None if gradient is None else gradient.to(self.device)
 
@@ -181,6 +199,8 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
 
 _GRAD: Any = torch.Tensor.grad
 _SET_GRAD: Callable[[torch.Tensor, torch.Tensor | None], None] = _GRAD.__set__
+_GRAD_DTYPE: Any = torch.Tensor.grad_dtype
+_SET_GRAD_DTYPE: Callable[[torch.Tensor, torch.dtype | None], None] = _GRAD_DTYPE.__set__
 
 
 def _nothing() -> None:

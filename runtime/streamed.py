@@ -114,7 +114,7 @@ class StreamedModel:
     def _undone(self, args: tuple[Any, ...], kwargs: dict[str, Any], undos: Undos) -> Any:
         hold(self._alone, undos)
         stand_ins = undone(functools.partial(self._adopt, undos))
-        if not stand_ins.sites and compat.in_transform():
+        if compat.in_transform() and not compat.given_to_functional_call():
             self._refuse("torch.func")
         args, kwargs = inputs.moved(args, kwargs, self._to_device)
         before = shortage.Before.of(self.model, self.options.device)

@@ -49,7 +49,12 @@ def test_the_model_is_changed_in_place_and_returned() -> None:
     assert list(model.state_dict()) == keys
     assert all(model.get_parameter(name) is param for name, param in params.items())
     assert all(equal(model.state_dict()[key], state[key]) for key in keys)
-    assert set(vars(model)) - attributes <= {"_compiled_call_impl", "_apply"}
+    assert set(vars(model)) - attributes <= {
+        "_compiled_call_impl",
+        "_apply",
+        "_call_impl",
+        "compile",
+    }
 
 
 def test_a_second_call_with_the_same_options_changes_nothing() -> None:

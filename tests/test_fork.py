@@ -150,6 +150,12 @@ def some_steps(model: nn.Module, optimizer: Optimizer, start: int) -> None:
         optimizer.step()
 
 
+trains_in_a_child = pytest.mark.skipif(
+    torch.version.cuda is not None, reason="torch's autograd refuses to run in a forked child"
+)
+
+
+@trains_in_a_child
 @pytest.mark.parametrize("make", [AdamW, lambda p: SGD(p, 0.1, 0.9)], ids=["adamw", "sgd"])
 def test_a_child_trains(make: Callable[..., Optimizer]) -> None:
     """Then the parent does: each has a thread of its own for updates."""
@@ -170,6 +176,7 @@ def test_a_child_trains(make: Callable[..., Optimizer]) -> None:
     assert_same(plain, streamed)
 
 
+@trains_in_a_child
 def test_a_child_that_ends_as_a_program_does_ends() -> None:
     """It does not wait for threads that its parent has."""
     _, streamed = twins(stack()[0])

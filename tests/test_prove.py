@@ -86,10 +86,17 @@ def test_an_update_in_the_backward_is_refused_before_it_updates() -> None:
         assert subject.counts.refused_updates == 1, loop
 
 
+class Everything(frozenset[object]):
+    """It contains whatever is asked for."""
+
+    def __contains__(self, item: object) -> bool:
+        return True
+
+
 @contextmanager
 def nobody_else() -> Iterator[None]:
     """The runtime does not see that others use parameters."""
-    nobody = Users(frozenset(), frozenset())
+    nobody = Users(frozenset(), frozenset(), Everything())
     with mock.patch.object(autograd, "users_of", lambda *_: nobody):
         yield
 
