@@ -114,6 +114,8 @@ class InBackward:
         backward, self._backward = self._backward, compat.backward_id()
         if backward != self._backward:
             self._give_up_failed(buckets)
+            if self._is_restored(buckets):  # a checkpoint was loaded instead of step()
+                self.uncommitted = set()
         places = {(key, i) for key, params in wanted.items() for i in params}
         again = sorted(places & self.uncommitted)
         if compat.loss_is_scaled():
@@ -160,21 +162,25 @@ class InBackward:
         """
         if not self.uncommitted or self._ended:
             return
-        self.uncommitted, made = set(), self._made
-        self._made, self._ended = {}, True
-        written = all(
-            place[0] not in buckets
-            or buckets[place[0]].params[place[1]] is not param
-            or param._version != version
-            for place, (param, version) in made.items()
-        )
-        has_states = any(self.optimizer.state.get(param) for param, _ in made.values())
-        if not written or (has_states and not self._loaded):
+        restored = self._is_restored(buckets)
+        self.uncommitted, self._made, self._ended = set(), {}, True
+        if not restored:
             raise OptimizerError(
                 "the last backward failed after it had updated some parameters, and others not: "
                 "load a checkpoint of the model and the optimizer, and go on from there (this is "
                 "said once)"
             )
+
+    def _is_restored(self, buckets: Mapping[int, HostBucket]) -> bool:
+        """Was everything that was updated written since, and the optimizer's states loaded?"""
+        written = all(
+            place[0] not in buckets
+            or buckets[place[0]].params[place[1]] is not param
+            or param._version != version
+            for place, (param, version) in self._made.items()
+        )
+        has_states = any(self.optimizer.state.get(param) for param, _ in self._made.values())
+        return written and (self._loaded or not has_states)
 
     def refuse(
         self,

@@ -38,9 +38,11 @@ FEATURES: tuple[str, ...] = (
     "hooks",
     "threads",
     "given gradients",
+    "aliases",
+    "ties later",
+    "forks",
+    "interrupts",
 )
-# What is drawn where it is asked for (`--features`): the runtime is not right yet.
-NOT_YET: tuple[str, ...] = ("aliases", "ties later", "forks", "interrupts")
 
 
 @dataclass(frozen=True)

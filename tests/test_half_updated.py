@@ -330,3 +330,19 @@ def test_a_backward_that_failed_before_it_updated() -> None:
 
 def refuse(gradient: Tensor) -> Tensor:
     raise KeyError("no luck")
+
+
+def test_a_checkpoint_is_loaded_instead_of_the_step() -> None:
+    """As behind Ctrl-C between the backward and `step()`."""
+    plain = net()
+    model, optimizer = updated(copy.deepcopy(plain))
+    reference = adamw(plain)
+    train(plain, reference, 2)
+    train(model, optimizer, 2)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    backward(model, 7)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    train(plain, reference, 2, start=2)
+    train(model, optimizer, 2, start=2)
+    assert_close(plain, model)
