@@ -77,6 +77,15 @@ class Executor:
         Raises:
             BackwardError: an output that it needs was changed in place since the forward.
         """
+        self._check_outputs(inputs)
+        found = self._call("backward", inputs)
+        return {
+            name: _plain(value) for name, value in zip(self.schedule.gradients, found, strict=True)
+        }
+
+    def _check_outputs(self, inputs: dict[str, Any]) -> None:
+        """Raise where an output was changed. A function of its own: it holds no input afterwards,
+        so that the backward can free each behind its last use."""
         for name, value in inputs.items():
             if not isinstance(value, _Kept):
                 continue
@@ -87,10 +96,6 @@ class Executor:
                     "place between the forward and its backward, which needs it as it was; change "
                     "a copy (.clone()), or use the operation that is not in place"
                 )
-        found = self._call("backward", inputs)
-        return {
-            name: _plain(value) for name, value in zip(self.schedule.gradients, found, strict=True)
-        }
 
     def _call(self, name: str, inputs: dict[str, Any]) -> Any:
         machine = self.machine
