@@ -10,6 +10,7 @@ import functools
 import inspect
 import linecache
 import os
+import re
 import sys
 import types
 import weakref
@@ -724,6 +725,17 @@ def forget_compiled(code: types.CodeType, backend: Callable[..., Any]) -> None:
             guards = getattr(owner, "guard_manager", None)
             if id(guards) in gone or isinstance(guards, DeletedGuardManagerWrapper):
                 finalizer.detach()
+
+
+def forget_missing() -> None:
+    """Let Dynamo forget what it evaluated guards of, where they are on what is not there.
+
+    A guard on `not hasattr(module, "x")` raises when it is evaluated for a guard filter, which leaves
+    the module in a table that every capture shares, for good.
+    """
+    table = torch._dynamo.guards._get_closure_vars()
+    for name in [name for name in table if re.fullmatch(r"tmp\d*", name)]:
+        del table[name]
 
 
 def tracer_around() -> str:

@@ -499,6 +499,7 @@ def _needed_guards(guards: Sequence[Any]) -> list[bool]:
     They are Python functions, two for each parameter, and take half of the time of all guards. What
     a signal handler raises in a guard is lost, and the model is captured anew.
     """
+    compat.forget_missing()  # the guards were evaluated for this filter
     return [
         not (
             (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import linecache
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 import pytest
@@ -108,3 +108,30 @@ def test_a_model_that_is_gone_leaves_nothing() -> None:
     assert all(reference() is None for references in gone for reference in references)
     assert more_sources <= sources + 3  # Dynamo's own, of each captured graph
     assert more_objects < objects + 3 * 200
+
+
+class _Config:
+    """What a model's options stand in."""
+
+
+class _Asks(torch.nn.Module):
+    """Dynamo guards on attributes that are not there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.config = _Config()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if hasattr(self.config, "scale") or hasattr(self.layer, "scale"):
+            x = x * 2
+        return cast(torch.Tensor, self.layer(x).sum())
+
+
+def test_a_model_that_asks_for_what_it_lacks_leaves_nothing() -> None:
+    streamed = megacompile(_Asks(), device="cpu", lowering="eager")
+    streamed(torch.ones(2, 4)).backward()
+    gone = [ref(streamed.config), ref(streamed.layer), *map(ref, streamed.parameters())]
+    del streamed
+    gc.collect()
+    assert [reference() for reference in gone] == [None] * 4
