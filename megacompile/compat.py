@@ -730,7 +730,7 @@ def forget_compiled(code: types.CodeType, backend: Callable[..., Any]) -> None:
 def forget_missing() -> None:
     """Let Dynamo forget what it evaluated guards of, where they are on what is not there.
 
-    A guard on `not hasattr(module, "x")` raises when it is evaluated for a guard filter, which leaves
+    A guard on `not hasattr(module, "x")` raises when it is evaluated for a filter. That leaves
     the module in a table that every capture shares, for good.
     """
     table = torch._dynamo.guards._get_closure_vars()
