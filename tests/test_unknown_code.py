@@ -411,6 +411,8 @@ def total(output: Any) -> Tensor:
 
 # Bitwise equal on some processors and not on others, on which the last bit of gradients differs.
 ROUNDS = {"gru_cell"}
+if torch.__version__ < "2.12":  # its Dynamo writes add_(..., alpha=) as a product and a sum
+    ROUNDS |= {"running_state", "teacher_that_follows", "codebook_through_data"}
 
 
 def assert_close(plain: nn.Module, streamed: nn.Module) -> None:
