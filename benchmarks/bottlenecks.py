@@ -5,9 +5,9 @@
 
 Each situation trains for a few steps in this process. "explain" is what `explain(model).bound` says
 (predicted, with the rates measured on this machine); "traced" is the stream that real steps waited
-for most, by the critical path over what a trace recorded (`megacompile.critical`), and how busy
-each stream was. The host's lane is where `optimizer.step()` updates; it is limited by host memory,
-so both "host update" and "host memory bandwidth" are the host.
+for most, by the critical path over what a trace recorded (`megacompile.tracing.critical_path`), and
+how busy each stream was. The host's lane is where `optimizer.step()` updates; it is limited by host
+memory, so both "host update" and "host memory bandwidth" are the host.
 
     tiny batch                 1x256 tokens against 3.89 B parameters of which only the norms are
                                trained: weights come twice a step, and nothing else does
@@ -39,9 +39,9 @@ from torch import Tensor, nn
 import megacompile
 from benchmarks.models import Loss, qwen2
 from benchmarks.report import publish
-from megacompile.abstract import abstract_options, abstract_programs
-from megacompile.hardware import Hardware, known
-from megacompile.situation import Situation
+from megacompile.cost.hardware import Hardware, known
+from megacompile.plan.abstract import abstract_options, abstract_programs
+from megacompile.plan.scenario import Situation
 
 HOST = ("host update", "host memory bandwidth")  # of explain's words; the trace's is "host"
 _CLEAR = 0.4  # of the step: a bound that is smaller is none

@@ -21,8 +21,8 @@ from torch import nn
 from benchmarks.models import parameters, qwen2, tokens
 from benchmarks.report import publish
 from megacompile import megacompile, schedules
-from megacompile.hardware import load
-from megacompile.simulate import simulate
+from megacompile.cost.hardware import load
+from megacompile.cost.simulate import simulate
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:

@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.report import publish
-from megacompile.head import linear_cross_entropy
-from megacompile.passes.chunk import CHUNK_BYTES, rows_of_a_chunk
-from megacompile.runtime.head import bind_operators
+from megacompile.ir.head import linear_cross_entropy
+from megacompile.passes.capture.chunk import CHUNK_BYTES, rows_of_a_chunk
+from megacompile.runtime.ops.head import bind_operators
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -4,9 +4,9 @@
     python -m benchmarks.predict --layers 28 --batch 32 --gpu 4090 --host-gib 128
 
 Without `--layers`, the cases of `benchmarks/cases.py` that were measured are planned for the H200
-of `megacompile.hardware` and held against what benchmarks/results/h200-train-step.md has of them.
-There the prediction is made on the GPU's machine, from its own rates; here it is made from rates
-that were measured once, so that what differs between machines of a kind is in the error. With
+of `megacompile.cost.hardware` and held against what benchmarks/results/h200-train-step.md has of
+them. There the prediction is made on the GPU's machine, from its own rates; here it is made from
+rates that were measured once, so that what differs between machines of a kind is in the error. With
 `--layers`, one step is predicted for any of the known GPUs.
 """
 
@@ -24,10 +24,10 @@ import torch
 from benchmarks.cases import GROUPS, Case
 from benchmarks.models import Loss, parameters, qwen2
 from benchmarks.report import publish
-from megacompile.abstract import abstract_options, abstract_programs
-from megacompile.hardware import H200, Hardware, known
-from megacompile.memory import host_memory
-from megacompile.simulate import simulate
+from megacompile.cost.hardware import H200, Hardware, known
+from megacompile.cost.memory import host_memory
+from megacompile.cost.simulate import simulate
+from megacompile.plan.abstract import abstract_options, abstract_programs
 
 _RESULTS = Path(__file__).parent / "results" / "h200-train-step.md"
 

@@ -34,13 +34,13 @@ from torch import nn
 import megacompile
 from benchmarks.models import Loss, parameters, qwen2
 from benchmarks.report import publish
-from megacompile import perfetto, plot
-from megacompile.critical import period
-from megacompile.hardware import Hardware, load
-from megacompile.optimizer_cost import OptimizerCost
-from megacompile.prediction import predicted_steps
-from megacompile.runtime.executor import _recorded
-from megacompile.timeline import HOST, Timeline, cut
+from megacompile.cost.hardware import Hardware, load
+from megacompile.cost.optimizer import OptimizerCost
+from megacompile.runtime.ops.executor import _recorded
+from megacompile.tracing import perfetto, plot
+from megacompile.tracing.critical_path import period
+from megacompile.tracing.prediction import predicted_steps
+from megacompile.tracing.timeline import HOST, Timeline, cut
 
 _SAVED_STEPS = 3  # the first from idle, the second as in training, the third for its prefetches
 

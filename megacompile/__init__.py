@@ -18,9 +18,9 @@ from megacompile.errors import (
     TraceError,
     UnsupportedGraphError,
 )
-from megacompile.explanation import Explanation
-from megacompile.ir import Schedule
+from megacompile.ir.schedule import Schedule
 from megacompile.options import Activations, Head, Lowering, Options
+from megacompile.plan.explanation import Explanation
 
 __version__ = "0.1.0"
 

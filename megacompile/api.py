@@ -15,20 +15,20 @@ import torch
 from torch import nn
 
 from megacompile import compat, log
-from megacompile.alternatives import Planned, alternatives
-from megacompile.compiler import PassCompiler
+from megacompile.cost.hardware import Hardware
 from megacompile.errors import ModelError, OptionError
-from megacompile.explanation import Explanation, explanation
-from megacompile.hardware import Hardware
-from megacompile.ir import Schedule
+from megacompile.host_memory import check_host_memory
+from megacompile.ir.schedule import Schedule
 from megacompile.options import Activations, Head, Lowering, Options
-from megacompile.passes.units import find_units
-from megacompile.runtime.host_memory import check_host_memory
-from megacompile.runtime.methods import replace_methods
-from megacompile.runtime.streamed import StreamedModel, refuse_nested, refuse_shared
-from megacompile.runtime.trace import Trace as Trace
-from megacompile.runtime.trace import Traced
-from megacompile.situation import Situation
+from megacompile.passes.stages.units import find_units
+from megacompile.plan.alternatives import Planned, alternatives
+from megacompile.plan.compiler import PassCompiler
+from megacompile.plan.explanation import Explanation, explanation
+from megacompile.plan.scenario import Situation
+from megacompile.runtime.model.methods import replace_methods
+from megacompile.runtime.model.streamed import StreamedModel, refuse_nested, refuse_shared
+from megacompile.tracing.recorder import Trace as Trace
+from megacompile.tracing.recorder import Traced
 from megacompile.validate import check_model, check_optimizer, host_rows, warn_of_rounding
 
 M = TypeVar("M", bound=nn.Module)

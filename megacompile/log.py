@@ -18,7 +18,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megacompile.errors import OptionError
-from megacompile.ir import Bucket, Capture, PassRecord, Schedule, format_bytes
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.capture import Capture
+from megacompile.ir.schedule import PassRecord, Schedule
+from megacompile.text import format_bytes
 
 VARIABLE = "MEGACOMPILE_LOG"
 SUBJECTS = {

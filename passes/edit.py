@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from torch import fx
 
-from megacompile import ops
-from megacompile.ir import Schedule
+from megacompile.ir import ops
+from megacompile.ir.schedule import Schedule
 
 
 def add_item(graph: fx.Graph, call: fx.Node, index: int, name: str) -> fx.Node:

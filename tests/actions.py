@@ -21,21 +21,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from megacompile import ops
-from megacompile.hazards import producer
-from megacompile.ir import (
-    ArgRef,
-    Bucket,
-    Code,
-    Param,
-    ParamRef,
-    SavedRef,
-    Schedule,
-    Slot,
-    Stage,
-    Template,
-    TensorMeta,
-)
+from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket, Param, Slot
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import ArgRef, Code, ParamRef, SavedRef, Stage, Template
+from megacompile.ir.tensors import TensorMeta
+from megacompile.ir.values import producer
 
 ACTIVATION = TensorMeta((4, 8), torch.float32, (8, 1), requires_grad=True)
 WEIGHT = TensorMeta((8, 8), torch.float32, (8, 1), requires_grad=True)

@@ -1,6 +1,6 @@
 """An adversarial device: the streams of a schedule, simulated on the CPU, in any order allowed.
 
-What runs is the code that is printed, with the ops of `megacompile.runtime.bound_ops`; only
+What runs is the code that is printed, with the ops of `megacompile.runtime.ops.bound`; only
 `Streams` is another. Its `issue` queues the work, and work is carried out when and in the order in
 which a policy says, as far as the order of the streams and the events that ops wait for allow: the
 host may be far ahead, one stream may starve, any other may run away.
@@ -26,14 +26,18 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megacompile import compat, ops, show
-from megacompile.ir import Bucket, Slot, Stage, Stream
-from megacompile.runtime import captured
-from megacompile.runtime.bound_ops import BoundOps, _handles
-from megacompile.runtime.executor import Executor
-from megacompile.runtime.gradients import Goes
-from megacompile.runtime.machine import Machine
-from megacompile.runtime.streams import Handle, Streams
+from megacompile import compat
+from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket, Slot
+from megacompile.ir.stages import Stage
+from megacompile.ir.stream import Stream
+from megacompile.runtime.device.streams import Handle, Streams
+from megacompile.runtime.model import captured
+from megacompile.runtime.ops.bound import BoundOps, _handles
+from megacompile.runtime.ops.executor import Executor
+from megacompile.runtime.ops.machine import Machine
+from megacompile.runtime.params.gradients import Goes
+from megacompile.show import python
 from tests.interrupts import not_traced
 
 
@@ -352,8 +356,8 @@ class LateExecutor(Executor):
         namespace: dict[str, Any] = {
             op.name: self._named(getattr(bound, op.name)) for op in ops.OPS.values()
         }
-        namespace |= {"wait": self._named(bound.wait), **show.names(self.schedule)}
-        exec(compile(show.graph_code(self.schedule, name), f"<{name}>", "exec"), namespace)
+        namespace |= {"wait": self._named(bound.wait), **python.names(self.schedule)}
+        exec(compile(python.graph_code(self.schedule, name), f"<{name}>", "exec"), namespace)
         code = namespace[f"run_{name}"]
 
         def run(taken: list[Handle]) -> Any:

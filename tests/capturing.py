@@ -18,35 +18,34 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from megacompile import ops
-from megacompile.ir import (
+from megacompile.ir import ops
+from megacompile.ir.buckets import Unit
+from megacompile.ir.capture import (
     Ambient,
-    ArgRef,
     Capture,
     ConstantInput,
     GraphInput,
     ParamInput,
-    Schedule,
-    Stage,
     TensorInput,
-    TensorMeta,
-    Unit,
 )
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import ArgRef, Stage
+from megacompile.ir.tensors import TensorMeta
 from megacompile.options import Lowering
-from megacompile.passes.differentiate import differentiate
-from megacompile.passes.free import insert_free
-from megacompile.passes.norms import insert_norms
-from megacompile.passes.offload import offload_gradients
-from megacompile.passes.offload_activations import offload_activations
-from megacompile.passes.partition import partition
-from megacompile.passes.plan import make_plan
-from megacompile.passes.prefetch import insert_prefetch
-from megacompile.passes.recompute import insert_recompute
-from megacompile.passes.slots import assign_slots
-from megacompile.passes.split import split_stages
-from megacompile.passes.templates import TemplateCache, trace_templates
-from megacompile.passes.units import UNIT_LIMIT_BYTES, find_units
-from megacompile.passes.update import insert_updates
+from megacompile.passes.schedule.differentiate import differentiate
+from megacompile.passes.schedule.free import insert_free
+from megacompile.passes.schedule.norms import insert_norms
+from megacompile.passes.schedule.offload_grad import offload_gradients
+from megacompile.passes.schedule.offload_saved import offload_activations
+from megacompile.passes.schedule.plan import make_plan
+from megacompile.passes.schedule.prefetch import insert_prefetch
+from megacompile.passes.schedule.recompute import insert_recompute
+from megacompile.passes.schedule.slots import assign_slots
+from megacompile.passes.schedule.split import split_stages
+from megacompile.passes.schedule.update import insert_updates
+from megacompile.passes.stages.partition import partition
+from megacompile.passes.stages.templates import TemplateCache, trace_templates
+from megacompile.passes.stages.units import UNIT_LIMIT_BYTES, find_units
 
 CPU = torch.device("cpu")
 Pass = Callable[[Schedule], Schedule]

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import fx
 
-from megacompile import ops
-from megacompile.hazards import memory, producer, reads
-from megacompile.ir import Stream
+from megacompile.ir import ops
+from megacompile.ir.stream import Stream
+from megacompile.ir.values import memory, producer, reads
 from tests.schedules import arguments
 
 _RELEASES = (ops.free, ops.park)

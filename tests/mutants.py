@@ -15,8 +15,9 @@ from typing import Any
 
 from torch import fx
 
-from megacompile import ops
-from megacompile.ir import Bucket, Schedule, Slot
+from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket, Slot
+from megacompile.ir.schedule import Schedule
 from tests.symbolic import Cells, Crash, Path, Start, explore
 from tests.symbolic_ops import Machine
 

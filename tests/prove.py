@@ -36,8 +36,8 @@ import torch
 from hypothesis import strategies as st
 
 from megacompile import schedules
-from megacompile.ir import Schedule
-from megacompile.verify import hazards
+from megacompile.ir.schedule import Schedule
+from megacompile.verify.proof import hazards
 from tests import adversary, loops, nets
 from tests.loops import Loop
 from tests.mutants import Harm, Truth, mutate

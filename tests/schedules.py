@@ -14,20 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from megacompile import ops
-from megacompile.ir import (
-    ArgRef,
-    Bucket,
-    Param,
-    ParamRef,
-    PassRecord,
-    SavedRef,
-    Schedule,
-    Slot,
-    Stage,
-    Template,
-    TensorMeta,
-)
+from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket, Param, Slot
+from megacompile.ir.schedule import PassRecord, Schedule
+from megacompile.ir.stages import ArgRef, ParamRef, SavedRef, Stage, Template
+from megacompile.ir.tensors import TensorMeta
 
 ACTIVATION = TensorMeta((4, 8), torch.bfloat16, (8, 1))
 WEIGHT = TensorMeta((8, 8), torch.bfloat16, (8, 1))

@@ -13,11 +13,12 @@ from unittest import mock
 
 import torch
 
-from megacompile import compiler, megacompile
+from megacompile import megacompile
 from megacompile.errors import BackwardError, OptimizerError
-from megacompile.ir import Schedule
-from megacompile.passes.plan import make_plan
-from megacompile.runtime.proxies import StreamedParameter
+from megacompile.ir.schedule import Schedule
+from megacompile.passes.schedule.plan import make_plan
+from megacompile.plan import compiler
+from megacompile.runtime.params.proxies import StreamedParameter
 from tests import adversary, loops, nets
 from tests.interrupts import Opcodes, traced
 from tests.loops import Loop, Result

@@ -1,6 +1,6 @@
 """Every interleaving of a schedule, on symbols: what can its results be?
 
-`tests.symbolic_ops` does to symbols what `megacompile.runtime.bound_ops` does to tensors. Memory is
+`tests.symbolic_ops` does to symbols what `megacompile.runtime.ops.bound` does to tensors. Memory is
 a list of cells; what a cell holds is a term, such as "output 0 of template 2 on these inputs", by
 its number. Slots, host memory, the generator and every tensor have cells, so two names of one
 memory are one cell; what was not written yet is `POISON`, what was freed is `FREED`. A schedule is
@@ -9,7 +9,7 @@ that was freed. A name that is not there when it is used is a `Crash`, as it is 
 
 Memory is freed as soon as it can be: whoever is harmed by a later free is harmed by an early one.
 
-It knows nothing of `megacompile.hazards`, which it is there to judge.
+It knows nothing of `megacompile.verify.hazard`, which it is there to judge.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from typing import Any
 
 from torch import fx
 
-from megacompile import ops
-from megacompile.ir import Bucket, Schedule, Stream
+from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stream import Stream
 
 Cells = list[int]
 Run = Callable[[Cells], None]

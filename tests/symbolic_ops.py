@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megacompile.ir import ArgRef, Bucket, ParamRef, SavedRef, Stage
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.stages import ArgRef, ParamRef, SavedRef, Stage
 from tests.symbolic import (
     Cells,
     Crash,
@@ -23,7 +24,8 @@ from tests.symbolic import (
 
 
 class Machine(Layout):
-    """Each op gives what it runs, and its value; their contracts are those of `megacompile.ops`."""
+    """Each op gives what it runs, and its value; their contracts are those of
+    `megacompile.ir.ops`."""
 
     def _begin(self) -> tuple[Run, Value]:
         return _nothing, None

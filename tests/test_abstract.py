@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from megacompile import megacompile, ops, schedules
-from megacompile.abstract import abstract_options, abstract_programs, abstract_schedules
+from megacompile import megacompile, schedules
+from megacompile.cost.memory import host_memory
 from megacompile.errors import ModelError, OptionError
-from megacompile.ir import Code, ParamInput, Schedule
-from megacompile.memory import host_memory
+from megacompile.ir import ops
+from megacompile.ir.capture import ParamInput
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import Code
 from megacompile.options import Lowering, Options
+from megacompile.plan.abstract import abstract_options, abstract_programs, abstract_schedules
 
 
 class Mixed(nn.Module):

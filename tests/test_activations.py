@@ -16,13 +16,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacompile import HostMemoryError, compat, compiler, megacompile, ops, schedules
-from megacompile.ir import Plan, Schedule, TensorMeta
-from megacompile.passes.plan import make_plan
-from megacompile.runtime import activations
-from megacompile.runtime.activations import HostPool, OnHost, taken
-from megacompile.runtime.bound_ops import BoundOps
-from megacompile.runtime.buffers import HostBuffer
+from megacompile import HostMemoryError, compat, megacompile, schedules
+from megacompile.ir import ops
+from megacompile.ir.schedule import Plan, Schedule
+from megacompile.ir.tensors import TensorMeta
+from megacompile.passes.schedule.plan import make_plan
+from megacompile.plan import compiler
+from megacompile.runtime.device import activations
+from megacompile.runtime.device.activations import HostPool, OnHost, taken
+from megacompile.runtime.device.buffers import HostBuffer
+from megacompile.runtime.ops.bound import BoundOps
 from tests import cases, zoo
 from tests.test_numbers import assert_same
 from tests.zoo import Stack, batch, loss_of, twins

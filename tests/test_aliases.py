@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacompile.runtime.guards import GuardedParameter
+from megacompile.runtime.params.guards import GuardedParameter
 from tests.test_step import BUCKET, NAME, Gate, adamw, gradients, in_flight, net, train
 from tests.zoo import assert_same, equal, twins
 

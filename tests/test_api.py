@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import megacompile as package
-from megacompile import ModelError, Schedule, megacompile, ops, schedules, updates
+from megacompile import ModelError, Schedule, megacompile, schedules, updates
+from megacompile.ir import ops
 from megacompile.options import Options
-from megacompile.runtime import executor
-from megacompile.runtime.executor import Executor
+from megacompile.runtime.ops import executor
+from megacompile.runtime.ops.executor import Executor
 from tests.zoo import WIDTH, batch, equal, stack, step, tied, twins
 
 PASSES = [
@@ -241,7 +242,7 @@ def test_the_newest_schedule_is_shown(accumulating: Schedule) -> None:
 def test_schedules_are_verified_before_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
     verified: list[Schedule] = []
     made: list[Schedule] = []
-    monkeypatch.setattr("megacompile.compiler.verify", verified.append)
+    monkeypatch.setattr("megacompile.plan.compiler.verify", verified.append)
     plain = Executor.__init__
 
     def init(self: Executor, schedule: Schedule, machine: Any) -> None:

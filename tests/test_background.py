@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megacompile.runtime import background
-from megacompile.runtime.background import Background, fulfil
+from megacompile.runtime.device import background
+from megacompile.runtime.device.background import Background, fulfil
 
 ROOT = Path(__file__).parent.parent
 TRAINING = """

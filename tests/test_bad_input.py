@@ -21,11 +21,11 @@ from megacompile import (
     MegacompileError,
     ModelError,
     OptionError,
+    host_memory,
     megacompile,
     schedules,
 )
 from megacompile.errors import OptionTypeError
-from megacompile.runtime import host_memory
 from tests import zoo
 from tests.zoo import WIDTH, Stack, batch, differences, step, twins
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacompile.runtime import blockwise
-from megacompile.runtime.blockwise import absmax_numel, dequantize, dynamic_code, quantize
-from megacompile.runtime.states import BlockwiseTensor
+from megacompile.runtime.optim import blockwise
+from megacompile.runtime.optim.blockwise import absmax_numel, dequantize, dynamic_code, quantize
+from megacompile.runtime.optim.states import BlockwiseTensor
 
 SIZES = [0, 1, 255, 256, 257, 10**6 + 3]
 BOTH = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from megacompile.passes.canonical import graph_key
+from megacompile.passes.stages.canonical import graph_key
 from tests.capturing import Layer, Net, capture
 
 

@@ -13,22 +13,16 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from megacompile import UnsupportedGraphError, schedules
-from megacompile.ir import (
-    Bucket,
-    Capture,
-    ConstantInput,
-    ParamInput,
-    Schedule,
-    TensorInput,
-    Variant,
-)
-from megacompile.runtime.captured import SHAPES_AT_ONCE, CapturedGraph, Program
-from megacompile.runtime.gradients import Gradients
-from megacompile.runtime.handed import HandOver
-from megacompile.runtime.machine import Machine
-from megacompile.runtime.proxies import StreamedParameter
-from megacompile.runtime.slots import DeviceSlots
-from megacompile.runtime.streams import Streams
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.capture import Capture, ConstantInput, ParamInput, TensorInput, Variant
+from megacompile.ir.schedule import Schedule
+from megacompile.runtime.device.slots import DeviceSlots
+from megacompile.runtime.device.streams import Streams
+from megacompile.runtime.model.captured import SHAPES_AT_ONCE, CapturedGraph, Program
+from megacompile.runtime.ops.machine import Machine
+from megacompile.runtime.params.gradients import Gradients
+from megacompile.runtime.params.proxies import StreamedParameter
+from megacompile.runtime.updates.on_device import HandOver
 from tests.capturing import capture
 from tests.schedules import Spec, build
 from tests.zoo import WIDTH, batch, differences, equal, stack, step, twins

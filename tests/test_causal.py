@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from megacompile import megacompile, schedules
 from megacompile.options import Lowering
-from megacompile.passes import causal
-from megacompile.passes.causal import use_causal_attention
-from megacompile.passes.propagate import propagate
+from megacompile.passes.capture import causal
+from megacompile.passes.capture.causal import use_causal_attention
+from megacompile.passes.capture.propagate import propagate
 from tests.capturing import capture
 
 HEADS, LENGTH, WIDTH = 2, 7, 4

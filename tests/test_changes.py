@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from megacompile import changes, schedules
-from megacompile.ir import Plan, Schedule, Slot
+from megacompile import schedules
+from megacompile.ir.buckets import Slot
+from megacompile.ir.schedule import Plan, Schedule
+from megacompile.show.diff import differences, lookahead
 from tests.schedules import Spec, build, find
 from tests.zoo import stack, step, twins
 
@@ -74,7 +76,7 @@ def test_every_difference_has_its_line() -> None:
         history=(*before.history, replace(before.history[0], name="free")),
         held=((0, before.buckets[0]),),
     )
-    assert changes.differences(before, after) == [
+    assert differences(before, after) == [
         "passes: slots -> slots, free",
         "kept, not recomputed: none -> 1",
         "plan: none -> there is room",
@@ -82,13 +84,13 @@ def test_every_difference_has_its_line() -> None:
         "held at the turn: none -> 0@0",
     ]
     diff = before.diff(after)
-    assert diff.splitlines()[2:] == [f"# {d}" for d in changes.differences(before, after)]
+    assert diff.splitlines()[2:] == [f"# {d}" for d in differences(before, after)]
 
 
 def test_lookahead_is_read_off_the_forward() -> None:
-    assert [changes.lookahead(made(lookahead=k)) for k in (1, 2, 3)] == [1, 2, 3]
+    assert [lookahead(made(lookahead=k)) for k in (1, 2, 3)] == [1, 2, 3]
     alone = build(Spec(stages=1, slots=1, training=False))
-    assert changes.lookahead(alone) == 0
+    assert lookahead(alone) == 0
 
 
 def test_the_history_is_a_table() -> None:

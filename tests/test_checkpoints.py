@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from megacompile import megacompile
-from megacompile.runtime import blockwise
-from megacompile.runtime.states import BlockwiseTensor
+from megacompile.runtime.optim import blockwise
+from megacompile.runtime.optim.states import BlockwiseTensor
 from tests import zoo
 from tests.zoo import equal
 

@@ -12,15 +12,18 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from megacompile import compat
-from megacompile.head import linear_cross_entropy
-from megacompile.ir import Ambient, Capture, ParamRef, Schedule, TensorInput, TensorMeta
+from megacompile.ir.capture import Ambient, Capture, TensorInput
+from megacompile.ir.head import linear_cross_entropy
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import ParamRef
+from megacompile.ir.tensors import TensorMeta
 from megacompile.options import Head, Lowering
-from megacompile.passes import chunk
-from megacompile.passes.chunk import chunk_head
-from megacompile.passes.inline import inline_checkpoints
-from megacompile.passes.partition import partition
-from megacompile.passes.propagate import propagate
-from megacompile.runtime.head import bind_operators
+from megacompile.passes.capture import chunk
+from megacompile.passes.capture.chunk import chunk_head
+from megacompile.passes.capture.inline import inline_checkpoints
+from megacompile.passes.capture.propagate import propagate
+from megacompile.passes.stages.partition import partition
+from megacompile.runtime.ops.head import bind_operators
 from tests.capturing import CPU, Captured, capture, run_stages
 
 bind_operators()

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacompile import megacompile, schedules
-from megacompile.ir import Code, Schedule
-from megacompile.passes import chunk
-from megacompile.simulate import work_of
+from megacompile.cost.simulate import work_of
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import Code
+from megacompile.passes.capture import chunk
 
 BATCH, LENGTH, WIDTH, CLASSES = 3, 85, 16, 64
 ROWS = BATCH * LENGTH  # 255

@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import fx, nn
 
-from megacompile import compat, megacompile, ops, schedules
-from megacompile.cost import analysis_of, code_of, compute_s, node_s, work_of
-from megacompile.fusion import Analysis, Kernel, Kind, analyse
-from megacompile.hardware import H200, Hardware
-from megacompile.ir import Code, Schedule
+from megacompile import compat, megacompile, schedules
+from megacompile.cost.hardware import H200, Hardware
+from megacompile.cost.kernels import Analysis, Kernel, Kind, analyse
+from megacompile.cost.ops import analysis_of, code_of, compute_s, node_s, work_of
+from megacompile.ir import ops
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import Code
 
 UNIT = Hardware("unit", 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0)  # 1 TFLOP/s, 1 GB/s
 HALF = torch.bfloat16

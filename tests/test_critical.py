@@ -8,13 +8,23 @@ from typing import Any
 
 import pytest
 
-from megacompile import critical, schedules
-from megacompile.hardware import Hardware
-from megacompile.ir import Schedule
-from megacompile.optimizer_cost import OptimizerCost
-from megacompile.prediction import predicted_steps
-from megacompile.simulate import Lane, simulate
-from megacompile.timeline import HOST, UPDATE_ON_HOST, OpInfo, Run, Span, Timeline, cut, describe
+from megacompile import schedules
+from megacompile.cost.hardware import Hardware
+from megacompile.cost.optimizer import OptimizerCost
+from megacompile.cost.simulate import Lane, simulate
+from megacompile.ir.schedule import Schedule
+from megacompile.tracing import critical_path
+from megacompile.tracing.prediction import predicted_steps
+from megacompile.tracing.timeline import (
+    HOST,
+    UPDATE_ON_HOST,
+    OpInfo,
+    Run,
+    Span,
+    Timeline,
+    cut,
+    describe,
+)
 from tests.zoo import Stack, batch, step, twins
 
 MODEL = "Stack"
@@ -50,11 +60,11 @@ def test_it_finds_what_the_simulation_knows(name: str, activations: str) -> None
     schedule = made(activations=activations)
     optimizer = None if name == "d2h" else OptimizerCost()
     traced, told = as_traced(schedule, CASES[name], optimizer)
-    whole = critical.period(traced, MODEL)
+    whole = critical_path.period(traced, MODEL)
     assert whole is not None and whole.steps == 3
     assert whole.step_s == pytest.approx(told.step_s, rel=0.02)
-    last = critical.Period(whole.stop_s - told.step_s, whole.stop_s, 1)
-    found = critical.waited_s(critical.critical_path(traced, MODEL, last))
+    last = critical_path.Period(whole.stop_s - told.step_s, whole.stop_s, 1)
+    found = critical_path.waited_s(critical_path.critical_path(traced, MODEL, last))
     for lane in Lane:
         share, known = (
             x / told.step_s for x in (found.get(lane.value, 0.0), told.critical_s[lane])
@@ -85,7 +95,7 @@ def by_hand(*spans: tuple[str, str, float, float, int], schedule: Any = None) ->
 def path(timeline: Timeline) -> list[tuple[str, float, float]]:
     return [
         (piece.span.op.name if piece.span else "-", piece.start_s, piece.stop_s)
-        for piece in critical.critical_path(timeline, MODEL)
+        for piece in critical_path.critical_path(timeline, MODEL)
     ]
 
 
@@ -106,9 +116,9 @@ def test_who_was_done_last_was_waited_for_if_it_was_waited_for_at_all() -> None:
         ("1F", 4.5, 6.0),  # and not 2PREFETCH, though that ended right before 2F
         ("2F", 6.0, 7.0),
     ]
-    found = critical.traced_steps(by_hand(*spans), MODEL)
+    found = critical_path.traced_steps(by_hand(*spans), MODEL)
     assert found is not None and found.step_s == 7.0
-    assert found.waited_s == {"h2d": 4.0, "compute": 2.5, critical.NONE: 0.5}
+    assert found.waited_s == {"h2d": 4.0, "compute": 2.5, critical_path.NONE: 0.5}
     assert found.busy_s["h2d"] == pytest.approx(5.9)
 
 
@@ -139,11 +149,11 @@ def test_the_hosts_update_is_what_a_prefetch_waited_for() -> None:
         ("1B", "compute", 8.0, 9.0, 3),
     )
     timeline = by_hand(*spans)
-    step = critical.period(timeline, MODEL)
-    assert step == critical.Period(2.0, 9.0, 1)
+    step = critical_path.period(timeline, MODEL)
+    assert step == critical_path.Period(2.0, 9.0, 1)
     names = [name for name, _, _ in path(timeline)]
     assert names == ["0OFFLOAD_GRAD", "0UPDATE", "1UPDATE", "1PREFETCH@1", "1F", "1B"]
-    assert critical.waited_s(critical.critical_path(timeline, MODEL))[HOST] == 4.5
+    assert critical_path.waited_s(critical_path.critical_path(timeline, MODEL))[HOST] == 4.5
 
 
 def test_clocks_may_be_apart_by_microseconds() -> None:
@@ -165,7 +175,7 @@ def test_jitter_and_copies_that_are_missing_change_little() -> None:
         some = 0.05 * span.duration_s * chance.random()
         if span.op.lane == HOST or chance.random() > 0.03:
             rough.append(replace(span, start_s=span.start_s + some, stop_s=span.stop_s - some))
-    found = critical.traced_steps(replace(timeline, spans=tuple(rough)), MODEL)
+    found = critical_path.traced_steps(replace(timeline, spans=tuple(rough)), MODEL)
     assert found is not None and next(iter(found.waited_s)) == "host"
     known = told.critical_s[Lane.HOST] / told.step_s
     assert found.waited_s["host"] / found.step_s == pytest.approx(known, abs=0.1)
@@ -173,14 +183,14 @@ def test_jitter_and_copies_that_are_missing_change_little() -> None:
 
 def test_what_ran_once_or_not_at_all() -> None:
     one = by_hand(("0F", "compute", 1.0, 2.0, 0), ("0B", "compute", 2.0, 4.0, 1))
-    assert critical.period(one, MODEL) == critical.Period(1.0, 4.0, 1)
-    assert critical.period(one, "another") is None
-    assert critical.critical_path(one, "another") == []
-    assert critical.traced_steps(one, "another") is None
-    assert critical.traced_steps(Timeline(()), MODEL) is None
+    assert critical_path.period(one, MODEL) == critical_path.Period(1.0, 4.0, 1)
+    assert critical_path.period(one, "another") is None
+    assert critical_path.critical_path(one, "another") == []
+    assert critical_path.traced_steps(one, "another") is None
+    assert critical_path.traced_steps(Timeline(()), MODEL) is None
     forwards = by_hand(*(("0F", "compute", 3.0 * i, 3.0 * i + 1, 2 * i) for i in range(3)))
-    assert critical.period(forwards, MODEL) == critical.Period(1.0, 7.0, 2)
-    assert critical.period(forwards, MODEL, last=1) == critical.Period(4.0, 7.0, 1)
+    assert critical_path.period(forwards, MODEL) == critical_path.Period(1.0, 7.0, 2)
+    assert critical_path.period(forwards, MODEL, last=1) == critical_path.Period(4.0, 7.0, 1)
 
 
 def test_a_part_of_a_timeline() -> None:

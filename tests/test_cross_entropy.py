@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacompile.runtime.cross_entropy import Rows, normalize_plain, rows
+from megacompile.runtime.ops.cross_entropy import normalize_plain, rows
+from megacompile.runtime.ops.rows import Rows
 
 pytest.importorskip("triton")
 
@@ -41,7 +42,7 @@ def both(
     of: Rows, label_smoothing: float, *, gradient: bool = True
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """(lse, weighted sums, gradients) by the kernel and by the twin."""
-    from megacompile.runtime.kernels.cross_entropy import normalize_rows
+    from megacompile.runtime.ops.cross_entropy_kernel import normalize_rows
 
     a, b = of.coefficients(label_smoothing)
     mine, theirs = copy(of), copy(of)

@@ -23,13 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megacompile import compat, megacompile
 from megacompile.errors import ModelError
-from megacompile.runtime.data_parallel import (
+from megacompile.runtime.model.data_parallel import (
     devices_of,
     refuse_moves,
     refuse_other_device,
     refuse_unreduced,
 )
-from megacompile.runtime.streamed import StreamedModel
+from megacompile.runtime.model.streamed import StreamedModel
 from tests.test_shared_gradients import Broken, Eager, Net, inputs, machine_of
 from tests.zoo import equal
 

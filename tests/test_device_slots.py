@@ -1,4 +1,4 @@
-"""DeviceSlots (runtime/slots.py): buffers that grow, and buckets as views of them."""
+"""DeviceSlots (runtime/device/slots.py): buffers that grow, and buckets as views of them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacompile.ir import Bucket, Slot
-from megacompile.runtime.slots import DeviceSlots
+from megacompile.ir.buckets import Bucket, Slot
+from megacompile.runtime.device.slots import DeviceSlots
 
 CPU = torch.device("cpu")
 

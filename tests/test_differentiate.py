@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from megacompile import ops
-from megacompile.ir import Schedule
-from megacompile.passes.differentiate import differentiate
+from megacompile.ir import ops
+from megacompile.ir.schedule import Schedule
+from megacompile.passes.schedule.differentiate import differentiate
 from tests.actions import apply, parse, text
 from tests.capturing import Counting, Net, capture
 

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from megacompile import megacompile, schedules
-from megacompile.runtime import captured
+from megacompile.runtime.model import captured
 from tests.zoo import assert_steps_same, batch, stack, stacks
 
 FEW = 3

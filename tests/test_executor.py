@@ -16,11 +16,15 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from megacompile import ops, schedules, show
-from megacompile.ir import Code, Schedule, TensorMeta
-from megacompile.runtime.bound_ops import BoundOps, _conform
-from megacompile.runtime.executor import Executor
-from megacompile.runtime.streams import Handle
+from megacompile import schedules
+from megacompile.ir import ops
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import Code
+from megacompile.ir.tensors import TensorMeta
+from megacompile.runtime.device.streams import Handle
+from megacompile.runtime.ops.bound import BoundOps, _conform
+from megacompile.runtime.ops.executor import Executor
+from megacompile.show import python
 from tests.zoo import Made, batch, batchnorm, dropout, equal, step, twins
 
 LABEL = re.compile(r"(\d[\d.]*)?[A-Z_]+(@\d+)?")
@@ -69,13 +73,13 @@ def table_labels(schedule: Schedule) -> set[str]:
 
 
 def corrupt(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
-    """Let `show.graph_code` give something else than the graph says."""
-    honest = show.graph_code
+    """Let `python.graph_code` give something else than the graph says."""
+    honest = python.graph_code
 
     def edited(schedule: Schedule, graph_name: str) -> str:
         return honest(schedule, graph_name).replace(old, new)
 
-    monkeypatch.setattr(show, "graph_code", edited)
+    monkeypatch.setattr(python, "graph_code", edited)
 
 
 # --- what is printed is what runs
@@ -92,7 +96,7 @@ def test_the_source_that_runs_is_printed() -> None:
         for name, function in executor._run.items():
             source = inspect.getsource(function)
             assert source in str(executor.schedule)
-            assert source == show.graph_code(executor.schedule, name)
+            assert source == python.graph_code(executor.schedule, name)
 
 
 def test_an_edit_of_the_printed_forward_is_an_edit_of_the_run(
@@ -130,7 +134,7 @@ def test_the_names_in_the_code_are_the_ops_and_the_schedules_objects() -> None:
     for executor in executors(model):
         for function in executor._run.values():
             used = set(function.__code__.co_names) - {"clear"}
-            assert used <= known | set(show.names(executor.schedule))
+            assert used <= known | set(python.names(executor.schedule))
 
 
 # --- tracebacks

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import megacompile as mc
+from megacompile.cost.hardware import H200, Hardware
+from megacompile.cost.memory import Kind, device_memory
+from megacompile.cost.optimizer import OptimizerCost
 from megacompile.errors import ModelError
-from megacompile.hardware import H200, Hardware
-from megacompile.memory import Kind, device_memory
-from megacompile.optimizer_cost import OptimizerCost
-from megacompile.situation import faster
+from megacompile.plan.scenario import faster
 
 WIDTH, TOKENS = 64, 32
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import networkx as nx
 import pytest
 
-from megacompile import ops, schedules
-from megacompile.hazards import Order
-from megacompile.ir import Schedule
+from megacompile import schedules
+from megacompile.ir import ops
+from megacompile.ir.schedule import Schedule
+from megacompile.verify.order import Order
 from tests.schedules import Spec, arguments, build
 from tests.zoo import stack, step, twins
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from megacompile import megacompile
 from megacompile.errors import AnomalyError, OptimizerError, OptionTypeError
-from megacompile.runtime.streams import Streams
+from megacompile.runtime.device.streams import Streams
 from tests import zoo
 from tests.zoo import WIDTH, Block, Stack, assert_same, batch, equal, step
 
@@ -337,7 +337,7 @@ def test_torchs_own_mode_is_heard_and_says_nan_alone() -> None:
 
 
 def test_without_it_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megacompile.runtime.anomaly.check", None)
+    monkeypatch.setattr("megacompile.runtime.ops.anomaly.check", None)
     model = rooted(0.0)
     step(model, batch())
     assert torch.isinf(model.layers[1].gain.grad[:3]).all()

@@ -23,9 +23,9 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from megacompile.errors import OptimizerError
-from megacompile.runtime.buffers import HostBuffer
-from megacompile.runtime.guards import GuardedParameter
-from megacompile.runtime.host import HostBucket
+from megacompile.runtime.device.buffers import HostBuffer
+from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.guards import GuardedParameter
 from tests.test_step import BUCKET, NAME, Gate, adamw, gradients, in_flight, net, train
 from tests.zoo import assert_same, batch, equal, stack, step, twins
 
@@ -248,7 +248,9 @@ def test_a_child_gives_back_nothing_of_its_parents(cudart: None) -> None:
 
 
 def test_without_a_file_it_stays_as_it_was(cudart: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megacompile.runtime.buffers._SharedFile.take", lambda file, size: None)
+    monkeypatch.setattr(
+        "megacompile.runtime.device.buffers._SharedFile.take", lambda file, size: None
+    )
     flat = HostBuffer(100, pin=True).bytes(100)
     assert bool((flat.fill_(4) == 4).all())
 

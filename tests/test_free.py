@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from torch import fx
 
-from megacompile import ops
-from megacompile.ir import Schedule, Stream
-from megacompile.passes.free import insert_free
-from megacompile.passes.slots import assign_slots
+from megacompile.ir import ops
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stream import Stream
+from megacompile.passes.schedule.free import insert_free
+from megacompile.passes.schedule.slots import assign_slots
 from tests.actions import apply, frees, parse, waits
 
 

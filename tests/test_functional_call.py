@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from megacompile.runtime.streamed import StreamedModel
+from megacompile.runtime.model.streamed import StreamedModel
 from tests import zoo
 from tests.zoo import (
     WIDTH,

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from megacompile import megacompile, updates
-from megacompile.ir import Bucket, Stream, format_bytes
-from megacompile.runtime.host import HostBucket
-from megacompile.runtime.streams import Handle, Streams
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.stream import Stream
+from megacompile.runtime.device.streams import Handle, Streams
+from megacompile.runtime.params.bucket import HostBucket
+from megacompile.text import format_bytes
 from tests.zoo import WIDTH, Block, Stack, batch, equal, stack, step
 
 pytestmark = pytest.mark.gpu

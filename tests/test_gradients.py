@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from megacompile import compat
-from megacompile.ir import Bucket
-from megacompile.runtime.accumulators import users_of
-from megacompile.runtime.gradients import Gradients, Run
-from megacompile.runtime.host import HostBucket
-from megacompile.runtime.proxies import Link
-from megacompile.runtime.streams import Streams
+from megacompile.ir.buckets import Bucket
+from megacompile.runtime.device.streams import Streams
+from megacompile.runtime.params.accumulators import users_of
+from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.gradients import Gradients, Run
+from megacompile.runtime.params.proxies import Link
 
 New = Mapping[int, Mapping[int, Tensor]]  # bucket key -> parameter's index -> its new gradient
 

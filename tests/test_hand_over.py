@@ -12,13 +12,14 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from megacompile import megacompile, ops, schedules, updates
+from megacompile import megacompile, schedules, updates
 from megacompile.errors import OptionError, OptionTypeError
-from megacompile.hazards import HazardKind
-from megacompile.ir import Schedule
-from megacompile.runtime.buffers import HostBuffer
-from megacompile.runtime.flight import Flight
-from megacompile.verify import hazards
+from megacompile.ir import ops
+from megacompile.ir.schedule import Schedule
+from megacompile.runtime.device.buffers import HostBuffer
+from megacompile.runtime.updates.flight import Flight
+from megacompile.verify.hazard import HazardKind
+from megacompile.verify.proof import hazards
 from tests.test_step import adamw, data, net, schedulers, sgd, train
 from tests.zoo import twins
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from megacompile import hardware
 from megacompile.cli import main
+from megacompile.cost import hardware
+from megacompile.cost.hardware import H200, NAMES, Hardware, known
 from megacompile.errors import OptionError
-from megacompile.hardware import H200, NAMES, Hardware, known
 
 
 @pytest.fixture

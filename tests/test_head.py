@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.head import main
-from megacompile.head import linear_cross_entropy
-from megacompile.runtime.head import _linear_cross_entropy, bind_operators
+from megacompile.ir.head import linear_cross_entropy
+from megacompile.runtime.ops.head import _linear_cross_entropy, bind_operators
 
 bind_operators()
 

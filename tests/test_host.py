@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from megacompile import HostMemoryError
-from megacompile.ir import Bucket
-from megacompile.runtime import host_memory
-from megacompile.runtime.buffers import HostBuffer
-from megacompile.runtime.host import HostBucket
-from megacompile.runtime.host_memory import available_bytes, check_host_memory
+from megacompile import HostMemoryError, host_memory
+from megacompile.host_memory import available_bytes, check_host_memory
+from megacompile.ir.buckets import Bucket
+from megacompile.runtime.device.buffers import HostBuffer
+from megacompile.runtime.params.bucket import HostBucket
 
 GIB = 2**30
 

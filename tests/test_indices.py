@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacompile import compat
-from megacompile.passes.indices import computes_indices
+from megacompile.passes.stages.indices import computes_indices
 from tests.zoo import assert_same, equal, step, twins
 
 Code = Callable[[Tensor, Tensor], Tensor]  # of hidden states (3, 5, 8) and a mask (3, 5)

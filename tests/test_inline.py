@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megacompile.ir import Capture
-from megacompile.passes.inline import inline_checkpoints
+from megacompile.ir.capture import Capture
+from megacompile.passes.capture.inline import inline_checkpoints
 from tests.capturing import Net, capture
 
 X = torch.linspace(-1, 1, 8).view(2, 4)

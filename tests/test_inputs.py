@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacompile import megacompile, schedules
-from megacompile.runtime.inputs import moved, moved_together, overlaps
+from megacompile.runtime.params.inputs import moved, moved_together, overlaps
 from tests.zoo import assert_same, equal, stack, step, twins
 
 WORDS = 12

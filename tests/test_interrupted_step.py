@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from megacompile import trace
-from megacompile.runtime.flight import Flight
-from megacompile.runtime.step import PreparedStep
-from megacompile.runtime.update import BucketUpdate
+from megacompile.runtime.step.step import PreparedStep
+from megacompile.runtime.updates.flight import Flight
+from megacompile.runtime.updates.update import BucketUpdate
 from tests.zoo import WIDTH, assert_same, batch, step, twins
 
 

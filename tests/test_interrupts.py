@@ -20,9 +20,9 @@ from torch.func import functional_call
 
 import megacompile
 from megacompile import compat
-from megacompile.runtime import undo
-from megacompile.runtime.proxies import StreamedParameter
-from megacompile.runtime.streamed import StreamedModel
+from megacompile.runtime.model.streamed import StreamedModel
+from megacompile.runtime.params import undo
+from megacompile.runtime.params.proxies import StreamedParameter
 from tests.zoo import WIDTH, assert_steps_same, batch, differences, stack, step, twins
 
 _OURS = str(Path(megacompile.__file__).parent)

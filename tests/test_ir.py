@@ -9,20 +9,13 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from megacompile import compat, ops
-from megacompile.ir import (
-    ALIGNMENT_BYTES,
-    Ambient,
-    Bucket,
-    Plan,
-    Schedule,
-    Slot,
-    TensorMeta,
-    copy_graph,
-    format_bytes,
-    short_dtype,
-    tensors_bytes,
-)
+from megacompile import compat
+from megacompile.ir import ops
+from megacompile.ir.buckets import ALIGNMENT_BYTES, Bucket, Slot
+from megacompile.ir.capture import Ambient
+from megacompile.ir.schedule import Plan, Schedule, copy_graph
+from megacompile.ir.tensors import TensorMeta, short_dtype, tensors_bytes
+from megacompile.text import format_bytes
 from tests.schedules import ACTIVATION, SAVED, Spec, build, find, set_arguments
 
 CPU = torch.device("cpu")

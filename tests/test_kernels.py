@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacompile.runtime import blockwise, rules
-from megacompile.runtime.kernels import bucket
-from megacompile.runtime.rules import Rule, State, Update
+from megacompile.runtime.optim import blockwise, rules
+from megacompile.runtime.optim.kernels import bucket
+from megacompile.runtime.optim.kernels.table import launches
+from megacompile.runtime.optim.rules import Rule, State, Update
 
 pytest.importorskip("triton")
 
@@ -48,8 +49,8 @@ SGD_GROUP = {
 
 
 def kernel(rule: Rule, updates: Sequence[Update], block: int = BLOCK) -> None:
-    from megacompile.runtime.kernels.adam import adam_bucket
-    from megacompile.runtime.kernels.sgd import sgd_bucket
+    from megacompile.runtime.optim.kernels.adam import adam_bucket
+    from megacompile.runtime.optim.kernels.sgd import sgd_bucket
 
     if rule is Rule.ADAM:
         adam_bucket(updates, block=block)
@@ -250,7 +251,7 @@ def test_a_bucket_of_several_signatures(rule: Rule) -> None:
     kernel(rule, at_step(rule, mixed, 1, seeded=False))
     signatures = {
         launch.signature
-        for launch in bucket.launches(
+        for launch in launches(
             at_step(rule, mixed, 1, seeded=True), states=rule.states, block=BLOCK
         )
     }

@@ -1,16 +1,6 @@
-"""The tree is what pyproject.toml says, imports run one way, and importing is silent.
+"""The tree is what pyproject.toml says, imports run downward, and importing is silent.
 
 Every check is a function from its subject to a list of faults, and is tried on a planted fault too.
-
-    front (megacompile, __main__, cli/)
-      |
-     api, compiler, abstract   the only modules that import both passes and runtime
-     / \\
-    passes  runtime        never each other
-     \\ /
-    inspection (hazards, verify*, fusion, cost, memory, simulate, show, changes, timeline, ...)
-      |
-    base (ops, ir, errors, options, validate, compat, hardware, head, sizes, log)
 """
 
 import ast
@@ -22,39 +12,40 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import networkx as nx
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKED = ("passes", "runtime")  # top-level folders that are subpackages of megacompile
-FOLDERS = (*LINKED, "cli")  # subpackages: their modules share a layer
 
-LAYERS = {  # by module name below megacompile; "" is the package itself
-    **dict.fromkeys(("", "__main__", "cli"), "front"),
-    **dict.fromkeys(("api", "compiler", "alternatives", "abstract"), "api"),
-    "passes": "passes",
-    "runtime": "runtime",
-    **dict.fromkeys(("hazards", "simulate", "show", "changes", "export"), "inspection"),
-    **dict.fromkeys(("timeline", "critical", "prediction"), "inspection"),
-    **dict.fromkeys(("perfetto", "plot"), "inspection"),
-    **dict.fromkeys(("situation", "explanation"), "inspection"),
-    **dict.fromkeys(("fusion", "cost", "memory", "optimizer_cost", "planner"), "inspection"),
-    **dict.fromkeys(("verify", "verify_flow", "verify_activations"), "inspection"),
-    **dict.fromkeys(("verify_gradients", "verify_memory"), "inspection"),
-    **dict.fromkeys(("ops", "ir", "errors", "options", "validate", "compat", "hardware"), "base"),
-    **dict.fromkeys(("head", "sizes", "log"), "base"),
-}
-MAY_IMPORT = {
-    "front": {"api", "inspection", "base", "front"},
-    "api": {"api", "passes", "runtime", "inspection", "base"},
-    "passes": {"passes", "inspection", "base"},
-    "runtime": {"runtime", "inspection", "base"},
-    "inspection": {"inspection", "base"},
-    "base": {"base"},
-}
-# Schedule's methods call these when they are called: inside a function, and nowhere else.
-MAY_IMPORT_LATE = {
-    ("megacompile.ir", f"megacompile.{name}") for name in ("show", "changes", "export")
-}
+# From the ground up: a module imports from its own floor and from those before it.
+FLOORS = (
+    ("errors", "progress", "text"),
+    ("host_memory", "sizes"),
+    ("compat",),
+    ("ir",),
+    ("log", "options", "validate"),
+    ("cost",),
+    ("tracing",),
+    ("show",),
+    ("verify",),
+    ("passes.edit",),
+    ("passes.capture",),
+    ("passes.stages",),
+    ("passes.schedule",),
+    ("plan",),
+    ("runtime.optim",),
+    ("runtime.device",),
+    ("runtime.params",),
+    ("runtime.updates",),
+    ("runtime.ops",),
+    ("runtime.step",),
+    ("runtime.model",),
+    ("api",),
+    ("cli",),
+    ("", "__main__"),
+)
+APART = {"runtime": {"passes", "plan"}}  # who carries schedules out does not make them
 
 
 # --- the tree
@@ -155,35 +146,41 @@ def imports(source: str, modules: set[str]) -> Iterator[Import]:
     yield from visit(ast.parse(source), late=False)
 
 
-def layer(module: str) -> str | None:
-    """The layer of one of our modules; None where `LAYERS` does not know it."""
+def floor(module: str) -> int | None:
+    """The floor of one of our modules; None where `FLOORS` does not know it."""
     name = module.removeprefix("megacompile").removeprefix(".")
-    folder = name.partition(".")[0]
-    return LAYERS.get(folder if folder in FOLDERS else name)
+    if name in LINKED:  # the package itself, which holds nothing
+        return 0
+    parts = name.split(".")
+    names = {parts[0], ".".join(parts[:2])}
+    return next((i for i, known in enumerate(FLOORS) if names & set(known)), None)
 
 
 def direction_faults(module: str, source: str, modules: set[str]) -> list[str]:
-    """The imports of a module that go against the direction, or around the package."""
-    importer = layer(module)
+    """The imports of a module that go upward, across, or around the package."""
+    importer = floor(module)
     if importer is None:
-        return [f"{module} is in no layer: give it one in tests/test_layout.py and DESIGN's layout"]
+        return [f"{module} is on no floor: give it one in tests/test_layout.py"]
+    folder = module.removeprefix("megacompile.").partition(".")[0]
     faults = []
-    for target, line, late in imports(source, modules):
-        root = target.partition(".")[0]
+    for target, line, _ in imports(source, modules):
+        root, _, rest = target.partition(".")
         if root == "":
             faults.append(f"{module}:{line}: a relative import")
         elif root in LINKED:
             faults.append(f"{module}:{line}: imports {target}, needed megacompile.{target}")
         elif root == "megacompile":
-            allowed = late and (module, target) in MAY_IMPORT_LATE
-            if layer(target) not in MAY_IMPORT[importer] and not allowed:
-                faults.append(f"{module}:{line}: {importer} imports {layer(target)}: {target}")
+            imported = floor(target)
+            if imported is None or imported > importer:
+                faults.append(f"{module}:{line}: imports {target}, which is above it")
+            elif rest.partition(".")[0] in APART.get(folder, ()):
+                faults.append(f"{module}:{line}: {folder} imports {target}")
     return faults
 
 
-def test_imports_run_one_way() -> None:
+def test_imports_run_downward() -> None:
     modules = files()
-    assert {"megacompile", "megacompile.ir", "megacompile.passes"} <= set(modules)
+    assert {"megacompile", "megacompile.ir.ops", "megacompile.passes"} <= set(modules)
     faults = [
         fault
         for module, path in modules.items()
@@ -195,29 +192,34 @@ def test_imports_run_one_way() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "fault"),
     [
-        ("passes.slots", "import megacompile.runtime.streams", "passes imports runtime"),
-        ("runtime.slots", "from megacompile.passes import edit", "runtime imports passes"),
-        ("runtime.slots", "from megacompile import passes", "runtime imports passes"),
-        ("passes.slots", "from megacompile import megacompile", "passes imports front"),
-        (
-            "verify",
-            "def f():\n  import megacompile.passes.edit",
-            "inspection imports passes",
-        ),
-        ("show", "from megacompile import api", "inspection imports api"),
-        ("ops", "from megacompile.show import table", "base imports inspection"),
-        ("ir", "from megacompile import show", "base imports inspection"),  # not late
-        ("ops", "def f():\n  from megacompile import show", "base imports inspection"),
-        ("cli", "from megacompile.passes import edit", "front imports passes"),
-        ("options", "if 1:\n  import megacompile.elsewhere", "base imports None"),
+        ("passes.schedule.slots", "import megacompile.runtime.model.streamed", "above it"),
+        ("runtime.ops.bound", "from megacompile.passes import edit", "runtime imports"),
+        ("runtime.ops.bound", "from megacompile.plan import planner", "runtime imports"),
+        ("runtime.device.slots", "from megacompile.runtime.params import guards", "above it"),
+        ("passes.schedule.slots", "from megacompile import megacompile", "above it"),
+        ("verify.proof", "def f():\n  import megacompile.passes.edit", "above it"),
+        ("show.python", "from megacompile import api", "above it"),
+        ("ir.ops", "from megacompile.show.table import table", "above it"),
+        ("ir.ops", "def f():\n  from megacompile import show", "above it"),
+        ("options", "if 1:\n  import megacompile.elsewhere", "above it"),
         ("api", "from passes import edit", "imports passes, needed megacompile.passes"),
         ("api", "import runtime.slots", "imports runtime.slots, needed megacompile.runtime.slots"),
         ("api", "from . import ir", "a relative import"),
-        ("helper", "", "is in no layer"),
+        ("helper", "", "is on no floor"),
+        ("runtime.helper", "", "is on no floor"),
     ],
 )
 def test_wrong_directions_are_found(module: str, source: str, fault: str) -> None:
-    modules = {f"megacompile.{m}" for m in ("passes", "passes.edit", "show", "api", "runtime")}
+    names = (
+        "passes",
+        "passes.edit",
+        "plan",
+        "plan.planner",
+        "show",
+        "api",
+        "runtime.params.guards",
+    )
+    modules = {f"megacompile.{m}" for m in names}
     (found,) = direction_faults(f"megacompile.{module}", source, modules)
     assert fault in found
 
@@ -225,16 +227,38 @@ def test_wrong_directions_are_found(module: str, source: str, fault: str) -> Non
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("api", "from megacompile import passes, runtime, show, ir"),
-        ("passes.slots", "from megacompile.passes.edit import x\nfrom megacompile import ops"),
-        ("ir", "def table():\n  from megacompile import show"),
+        ("api", "from megacompile import runtime, show, ir\nfrom megacompile.plan import compiler"),
+        (
+            "passes.schedule.slots",
+            "from megacompile.passes.edit import x\nimport megacompile.ir.ops",
+        ),
+        ("plan.compiler", "from megacompile.passes.stages.units import find_units"),
         ("", "from megacompile.api import megacompile"),
-        ("show", "import torch.fx\nfrom runtime_of_others import x"),
+        ("show.table", "import torch.fx\nfrom runtime_of_others import x"),
     ],
 )
 def test_right_directions_pass(module: str, source: str) -> None:
-    modules = {f"megacompile.{m}" for m in ("passes", "runtime", "show", "ir", "ops")}
+    modules = {f"megacompile.{m}" for m in ("passes", "runtime", "show", "ir", "ir.ops")}
     assert direction_faults(f"megacompile.{module}".rstrip("."), source, modules) == []
+
+
+def circles(sources: dict[str, str]) -> list[list[str]]:
+    """Modules that import one another, be it inside of functions."""
+    graph = nx.DiGraph()
+    for module, source in sources.items():
+        for target, _, _ in imports(source, set(sources)):
+            if target in sources and target != module:
+                graph.add_edge(module, target)
+    return [sorted(c) for c in nx.strongly_connected_components(graph) if len(c) > 1]
+
+
+def test_there_are_no_circles() -> None:
+    assert circles({name: path.read_text() for name, path in files().items()}) == []
+
+
+def test_circles_are_found() -> None:
+    sources = {"m.a": "import m.b", "m.b": "def f():\n  from m import c", "m.c": "import m.a"}
+    assert circles({**sources, "m.d": "import m.a"}) == [["m.a", "m.b", "m.c"]]
 
 
 # --- private torch APIs

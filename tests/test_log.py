@@ -10,6 +10,7 @@ import torch
 
 from megacompile import log, megacompile, schedules
 from megacompile.errors import OptionError
+from megacompile.ir.schedule import VIEWS
 from tests.zoo import stack, step, twins
 
 
@@ -149,12 +150,11 @@ def test_every_subject_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_texts_are_made_only_where_they_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megacompile import show
 
     def refused(*args: object) -> str:
         raise AssertionError("printed for nobody")
 
-    monkeypatch.setattr(show, "table", refused)
-    monkeypatch.setattr(show, "code", refused)
+    monkeypatch.setitem(VIEWS, "table", refused)
+    monkeypatch.setitem(VIEWS, "code", refused)
     train()
     assert str(log.Lazy(lambda: 5)) == "5"

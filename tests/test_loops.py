@@ -15,7 +15,7 @@ from torch.optim.optimizer import (
 )
 
 from megacompile.errors import BackwardError
-from megacompile.runtime.update import BucketUpdate
+from megacompile.runtime.updates.update import BucketUpdate
 from tests.zoo import twins
 
 

@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from megacompile import compat, ops
-from megacompile.ir import Code, Schedule, Template
+from megacompile import compat
+from megacompile.ir import ops
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import Code, Template
 from megacompile.options import Lowering
-from megacompile.passes.lower import code_of, lower
-from megacompile.passes.templates import TemplateCache
+from megacompile.passes.stages.lower import code_of, lower
+from megacompile.passes.stages.templates import TemplateCache
 from tests.actions import parse, text
 from tests.capturing import Net, capture
 

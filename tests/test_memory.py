@@ -9,13 +9,16 @@ import pytest
 import torch
 from torch import fx, nn
 
-from megacompile import compiler, megacompile, ops, schedules
-from megacompile.abstract import abstract_options, abstract_schedules
-from megacompile.cost import analysis_of, code_of
-from megacompile.hazards import MAKE_MEMORY, memory
-from megacompile.ir import Plan, Schedule, tensors_bytes
-from megacompile.memory import Kind, Moment, device_memory, host_memory
-from megacompile.optimizer_cost import OptimizerCost, host_updates
+from megacompile import megacompile, schedules
+from megacompile.cost.memory import Kind, Moment, device_memory, host_memory
+from megacompile.cost.ops import analysis_of, code_of
+from megacompile.cost.optimizer import OptimizerCost, host_updates
+from megacompile.ir import ops
+from megacompile.ir.schedule import Plan, Schedule
+from megacompile.ir.tensors import tensors_bytes
+from megacompile.ir.values import MAKE_MEMORY, memory
+from megacompile.plan import compiler
+from megacompile.plan.abstract import abstract_options, abstract_schedules
 from tests.schedules import ACTIVATION, SAVED, STATE, WEIGHT, Spec, build
 
 _COMPUTES = (ops.forward, ops.recompute, ops.backward)

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
-from megacompile.ir import TensorInput
-from megacompile.runtime.streamed import StreamedModel
+from megacompile.ir.capture import TensorInput
+from megacompile.runtime.model.streamed import StreamedModel
 from tests.zoo import WIDTH, Inputs, Stack, assert_same, assert_steps_same, batch, step, twins
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from megacompile import ops
-from megacompile.ir import Schedule
-from megacompile.passes.norms import insert_norms
-from megacompile.verify import hazards
+from megacompile.ir import ops
+from megacompile.ir.schedule import Schedule
+from megacompile.passes.schedule.norms import insert_norms
+from megacompile.verify.proof import hazards
 from tests import zoo
 from tests.actions import apply, parse, text
 from tests.capturing import after_templates, capture

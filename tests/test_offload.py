@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from megacompile import ops
-from megacompile.ir import Schedule
-from megacompile.passes.offload import offload_gradients
+from megacompile.ir import ops
+from megacompile.ir.schedule import Schedule
+from megacompile.passes.schedule.offload_grad import offload_gradients
 from tests.actions import apply, parse, text
 
 

@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from megacompile import ops
-from megacompile.ir import Plan, Schedule, TensorMeta, tensors_bytes
-from megacompile.passes.free import insert_free
-from megacompile.passes.offload_activations import offload_activations
-from megacompile.passes.recompute import insert_recompute
-from megacompile.verify import verify
+from megacompile.ir import ops
+from megacompile.ir.schedule import Plan, Schedule
+from megacompile.ir.tensors import TensorMeta, tensors_bytes
+from megacompile.passes.schedule.free import insert_free
+from megacompile.passes.schedule.offload_saved import offload_activations
+from megacompile.passes.schedule.recompute import insert_recompute
+from megacompile.verify.proof import verify
 from tests.actions import apply, frees, parse, text
 from tests.capturing import Counting, Net, capture
 from tests.interleavings import Interleavings

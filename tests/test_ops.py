@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import fx
 
-from megacompile import ops
-from megacompile.ir import Bucket, Slot, Stream
-from megacompile.runtime.bound_ops import BoundOps
+from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket, Slot
+from megacompile.ir.stream import Stream
+from megacompile.runtime.ops.bound import BoundOps
 from tests.schedules import Spec, build, find
 
 BUCKET = Bucket(0, "layers.3", (), 0, "3")

@@ -14,22 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from megacompile import ops
 from megacompile.errors import UnsupportedGraphError
-from megacompile.ir import (
-    Ambient,
-    ArgRef,
-    Bucket,
-    Capture,
-    ConstantInput,
-    ParamInput,
-    ParamRef,
-    Schedule,
-    TensorInput,
-    TensorMeta,
-    Unit,
-)
-from megacompile.passes.partition import partition
+from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket, Unit
+from megacompile.ir.capture import Ambient, Capture, ConstantInput, ParamInput, TensorInput
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import ArgRef, ParamRef
+from megacompile.ir.tensors import TensorMeta
+from megacompile.passes.stages.partition import partition
 from tests.capturing import CPU, Net, capture, result, run_stages
 
 X = torch.linspace(-1, 1, 8).view(2, 4)

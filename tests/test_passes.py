@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from megacompile import ops
-from megacompile.ir import Plan, Schedule
-from megacompile.passes.templates import TemplateCache
-from megacompile.verify import verify
+from megacompile.ir import ops
+from megacompile.ir.schedule import Plan, Schedule
+from megacompile.passes.stages.templates import TemplateCache
+from megacompile.verify.proof import verify
 from tests import zoo
 from tests.actions import apply, parse
 from tests.capturing import Captured, Counting, Net, after_templates, capture

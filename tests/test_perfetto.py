@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from megacompile import hardware, perfetto, prediction, trace
-from megacompile.critical import critical_path
+from megacompile import trace
+from megacompile.cost import hardware
+from megacompile.cost.hardware import H200, Hardware
+from megacompile.cost.simulate import simulate
 from megacompile.errors import TraceError
-from megacompile.hardware import H200, Hardware
-from megacompile.simulate import simulate
-from megacompile.timeline import OpInfo, Span, Timeline, cut
+from megacompile.tracing import perfetto, prediction
+from megacompile.tracing.critical_path import critical_path
+from megacompile.tracing.timeline import OpInfo, Span, Timeline, cut
 from tests.zoo import stack, step, twins
 
 NUMBER = (int, float)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megacompile.ir import Plan
-from megacompile.passes.plan import make_plan
+from megacompile.ir.schedule import Plan
+from megacompile.passes.schedule.plan import make_plan
 from tests.actions import apply, parse
 
 

@@ -9,15 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from megacompile import megacompile, ops, planner, schedules
-from megacompile.abstract import abstract_options, abstract_programs
-from megacompile.compiler import PassCompiler
+from megacompile import megacompile, schedules
+from megacompile.cost.hardware import H200
+from megacompile.cost.memory import device_memory
+from megacompile.cost.optimizer import OptimizerCost
 from megacompile.errors import DeviceMemoryError
-from megacompile.hardware import H200
-from megacompile.ir import Schedule
-from megacompile.memory import device_memory
-from megacompile.optimizer_cost import OptimizerCost
-from megacompile.planner import Choice, Problem, search
+from megacompile.ir import ops
+from megacompile.ir.schedule import Schedule
+from megacompile.plan import planner
+from megacompile.plan.abstract import abstract_options, abstract_programs
+from megacompile.plan.compiler import PassCompiler
+from megacompile.plan.planner import Choice, Problem, search
 from tests.test_resident import residents
 from tests.test_step import adamw, data, net, train
 from tests.zoo import assert_same, twins

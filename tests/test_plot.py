@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from megacompile import plot, trace
-from megacompile.critical import Period, critical_path
+from megacompile import trace
+from megacompile.cost.hardware import H200
 from megacompile.errors import MissingExtraError, TraceError
-from megacompile.hardware import H200
-from megacompile.timeline import OpInfo, Span, Timeline
+from megacompile.tracing import plot
+from megacompile.tracing.critical_path import Period, critical_path
+from megacompile.tracing.timeline import OpInfo, Span, Timeline
 from tests.zoo import stack, step, twins
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None

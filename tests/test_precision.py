@@ -15,9 +15,9 @@ from torch.optim import AdamW, Optimizer
 
 from megacompile import megacompile
 from megacompile.errors import OptionError, OptionTypeError
-from megacompile.runtime import rules
-from megacompile.runtime.rules import Rule, Update, adam_hyper
-from megacompile.runtime.states import BlockwiseTensor
+from megacompile.runtime.optim import rules
+from megacompile.runtime.optim.rules import Rule, Update, adam_hyper
+from megacompile.runtime.optim.states import BlockwiseTensor
 from tests import zoo
 from tests.zoo import WIDTH, Inputs, equal
 

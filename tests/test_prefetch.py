@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megacompile import ops
-from megacompile.ir import Schedule
-from megacompile.passes.prefetch import insert_prefetch
+from megacompile.ir import ops
+from megacompile.ir.schedule import Schedule
+from megacompile.passes.schedule.prefetch import insert_prefetch
 from tests.actions import apply, parse, text
 
 

@@ -16,13 +16,16 @@ import pytest
 import torch
 from torch import fx
 
-from megacompile import compiler, ops, verify_memory
-from megacompile.ir import Schedule, TensorMeta
-from megacompile.passes.free import insert_free
-from megacompile.runtime import autograd
-from megacompile.runtime.accumulators import Accumulator, Users
-from megacompile.runtime.machine import Machine
-from megacompile.runtime.proxies import StreamedParameter
+from megacompile.ir import ops
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.tensors import TensorMeta
+from megacompile.passes.schedule.free import insert_free
+from megacompile.plan import compiler
+from megacompile.runtime.model import autograd
+from megacompile.runtime.ops.machine import Machine
+from megacompile.runtime.params.accumulators import Accumulator, Users
+from megacompile.runtime.params.proxies import StreamedParameter
+from megacompile.verify import memory as verify_memory
 from tests import adversary, loops, prove
 from tests.interrupts import Opcodes, traced
 from tests.loops import Loop

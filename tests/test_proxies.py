@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megacompile import megacompile
 from megacompile.errors import ModelError
-from megacompile.runtime.proxies import Proxies, StreamedParameter
+from megacompile.runtime.params.proxies import Proxies, StreamedParameter
 from tests.zoo import Stack, batch, equal, tied
 
 pytestmark = pytest.mark.filterwarnings("ignore:megacompile. .* runs in eager mode")

@@ -17,14 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from megacompile import compiler, megacompile, ops, schedules
+from megacompile import megacompile, schedules
 from megacompile.api import accumulate
-from megacompile.ir import Schedule, Stream
-from megacompile.passes.plan import make_plan
-from megacompile.runtime.host import HostBucket
-from megacompile.runtime.in_backward import InBackward, Parked
-from megacompile.runtime.rooms import Landing, Room, Rooms, write_back
-from megacompile.runtime.streams import Handle, Streams
+from megacompile.ir import ops
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stream import Stream
+from megacompile.passes.schedule.plan import make_plan
+from megacompile.plan import compiler
+from megacompile.runtime.device.streams import Handle, Streams
+from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.updates.device_buffers import Landing, Room, Rooms, write_back
+from megacompile.runtime.updates.in_backward import InBackward, Parked
 from tests.zoo import WIDTH
 
 DEPTH = 4

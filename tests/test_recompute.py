@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from megacompile import ops
-from megacompile.ir import Code, Plan, Schedule
-from megacompile.passes.recompute import insert_recompute
+from megacompile.ir import ops
+from megacompile.ir.schedule import Plan, Schedule
+from megacompile.ir.stages import Code
+from megacompile.passes.schedule.recompute import insert_recompute
 from tests.actions import apply, parse, text
 from tests.capturing import Counting, Net, capture
 

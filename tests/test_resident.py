@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from megacompile import megacompile, ops, schedules, updates
+from megacompile import megacompile, schedules, updates
 from megacompile.errors import OptionError
+from megacompile.ir import ops
 from tests.cases import CASES, build
 from tests.test_step import adamw, data, net, schedulers, train
 from tests.zoo import assert_same, twins

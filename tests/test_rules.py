@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacompile.runtime import blockwise, rules
-from megacompile.runtime.rules import AdamHyper, Rule, SgdHyper, State
+from megacompile.runtime.optim import blockwise, rules
+from megacompile.runtime.optim.rules import AdamHyper, Rule, SgdHyper, State
 
 NUMEL = 5003
 STEPS = 10

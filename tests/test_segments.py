@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacompile.ir import Schedule
-from megacompile.passes.propagate import propagate
-from megacompile.passes.segments import compute_nodes, cut
+from megacompile.ir.schedule import Schedule
+from megacompile.passes.capture.propagate import propagate
+from megacompile.passes.stages.segments import compute_nodes, cut
 from tests.capturing import Layer, Net, capture
 
 X = torch.linspace(-1, 1, 8).view(2, 4)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.errors import BackwardError
-from megacompile.runtime.guards import GuardedTensor
-from megacompile.runtime.served import Served, served
+from megacompile.runtime.params.guards import GuardedTensor
+from megacompile.runtime.params.lazy import Served, served
 from tests import zoo
 from tests.zoo import twins
 

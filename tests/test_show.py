@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 from torch import fx
 
-from megacompile import ops, show
-from megacompile.ir import Plan, Schedule, TensorMeta
+from megacompile.ir import ops
+from megacompile.ir.schedule import Plan, Schedule
+from megacompile.ir.tensors import TensorMeta
+from megacompile.show import python
+from megacompile.show.table import table
 from tests.schedules import ACTIVATION, Spec, arguments, build, find, set_arguments
 
 EVERYTHING = Spec(
@@ -55,7 +58,7 @@ class Recorder:
     def __init__(self, schedule: Schedule) -> None:
         self.calls: list[tuple[object, ...]] = []
         self.alive: list[set[str]] = []  # the values that exist, at each call
-        self.objects = show.names(schedule)
+        self.objects = python.names(schedule)
         self._values: weakref.WeakSet[Value] = weakref.WeakSet()
 
     def value(self, name: str) -> Value:
@@ -135,7 +138,7 @@ def run(schedule: Schedule, name: str) -> tuple[Recorder, Any]:
     """Execute a graph's code on stubs; its inputs are values with the placeholders' names."""
     recorder = Recorder(schedule)
     namespace = recorder.namespace()
-    exec(compile(show.code(schedule), "<schedule>", "exec"), namespace)
+    exec(compile(python.code(schedule), "<schedule>", "exec"), namespace)
     graph = schedule.graphs[name]
     inputs = [recorder.value(node.name) for node in graph.find_nodes(op="placeholder")]
     returned = named(namespace[f"run_{name}"](inputs))
@@ -181,13 +184,13 @@ def test_many_results_are_returned_in_valid_code(count: int) -> None:
     graph = fx.Graph()
     inputs = [graph.placeholder(f"x{i}") for i in range(count)]
     graph.output((tuple(inputs), ()))
-    code = show.graph_code(replace(build(Spec()), forward=graph), "forward")
+    code = python.graph_code(replace(build(Spec()), forward=graph), "forward")
     compile(code, "code", "exec")
 
 
 def test_the_code_of_a_small_schedule() -> None:
     schedule = build(Spec(stages=3, training=False))
-    assert show.code(schedule) == (
+    assert python.code(schedule) == (
         """\
 # schedule 'model': 3 stages, 3 buckets of 384 B, 2 slots of 256 B
 # passes: slots 0.001 s
@@ -221,23 +224,23 @@ def test_names_from_outside_stay_within_their_comments(end: str) -> None:
         object.__setattr__(stage, "name", f"layers.{name}")
     plan = Plan(reasons=(f"stage 2 (layers.{name}) is kept",))
     schedule = replace(schedule, name=name, plan=plan)
-    text = show.code(schedule)
+    text = python.code(schedule)
     functions = ast.parse(text).body
     assert [type(part) for part in functions] == [ast.FunctionDef] * 2
     head = text[: text.index("\ndef ")].splitlines()
     assert all(line.startswith("#") for line in head if line)
     marks = {find(schedule, "forward", "0F"): name}
-    for shown in (text, show.table(schedule, marks), schedule.diff(build(Spec()))):
+    for shown in (text, table(schedule, marks), schedule.diff(build(Spec()))):
         assert all(line.isprintable() for line in shown.split("\n"))
 
 
 def test_the_header_says_what_the_slots_hold_for_the_backward() -> None:
-    header = show.code(build(Spec(stages=3, hold=True))).split("\n\n")[0]
+    header = python.code(build(Spec(stages=3, hold=True))).split("\n\n")[0]
     assert "# slot_0: 128 B, holds bucket_2 for the backward" in header
 
 
 def test_a_free_waits_for_a_copy_on_another_stream() -> None:
-    code = show.graph_code(build(Spec(stages=2)), "backward")
+    code = python.graph_code(build(Spec(stages=2)), "backward")
     lines = [line.strip() for line in code.splitlines()]
     waits = [i for i, line in enumerate(lines) if line.startswith("wait(")]
     assert [lines[i].split()[0] for i in waits] == ["wait(offload_grad_)", "wait(offload_grad_1)"]
@@ -246,7 +249,7 @@ def test_a_free_waits_for_a_copy_on_another_stream() -> None:
 
 
 def test_what_is_parked_is_handed_over_without_a_wait() -> None:
-    code = show.graph_code(build(UPDATING), "backward")
+    code = python.graph_code(build(UPDATING), "backward")
     lines = [line.split("  #")[0].strip() for line in code.splitlines()]
     parked = lines.index("park(update_2, after=(offload_state_2,))")
     assert lines[parked + 1 : parked + 3] == ["del update_2", "return (d0_0,)"]
@@ -255,16 +258,16 @@ def test_what_is_parked_is_handed_over_without_a_wait() -> None:
 
 def test_what_is_reclaimed_is_printed_and_in_the_table() -> None:
     schedule = build(UPDATING)
-    lines = show.graph_code(schedule, "forward").splitlines()
+    lines = python.graph_code(schedule, "forward").splitlines()
     (line,) = [line.strip() for line in lines if "RECLAIM" in line]
     assert re.fullmatch(r"reclaim\(\) +# compute +RECLAIM", line)
-    forward = show.table(schedule).partition("\n\nbackward")[0].splitlines()
+    forward = table(schedule).partition("\n\nbackward")[0].splitlines()
     assert [row.split("|")[2].strip() for row in forward[2:]] == ["0F", "1F", "RECLAIM 2F"]
 
 
 def test_an_update_is_a_step_of_the_table() -> None:
-    table = show.table(build(replace(UPDATING, stages=2)))
-    assert table.partition("backward\n")[2] == (
+    text = table(build(replace(UPDATING, stages=2)))
+    assert text.partition("backward\n")[2] == (
         """\
 step | h2d                                  | compute    | d2h
    0 | 1PREFETCH@0 0PREFETCH@1 1FETCH_STATE | 1RECOMPUTE
@@ -278,7 +281,7 @@ step | h2d                                  | compute    | d2h
 
 
 def test_states_are_measured_in_bytes() -> None:
-    code = show.graph_code(build(UPDATING), "backward")
+    code = python.graph_code(build(UPDATING), "backward")
     sizes = re.findall(r"  \d(?:[A-Z]+_STATE|UPDATE) +(.*)", code)
     assert len(sizes) == 3 * 4 and set(sizes) == {"1.25 KiB"}
 
@@ -301,7 +304,7 @@ def test_what_nobody_takes_is_dropped() -> None:
         backward.erase_node(free)
     output.args = ((None,),)
     backward.erase_node(item)
-    code = show.graph_code(schedule, "backward")
+    code = python.graph_code(schedule, "backward")
     assert re.search(r"_, d0_1 = backward\(stage_0[^#]*#.*\n[^#]*del _ ", code)
 
 
@@ -309,7 +312,7 @@ def test_a_tuple_that_is_only_waited_for_does_not_keep_its_items() -> None:
     schedule = build(Spec(stages=3, training=False))
     third = find(schedule, "forward", "2PREFETCH@0")
     third.kwargs = {"after": (find(schedule, "forward", "0F"),)}
-    code = show.graph_code(schedule, "forward")
+    code = python.graph_code(schedule, "forward")
     assert "forward_ = y0_0, = forward(stage_0" in code
     assert re.search(r"after=\(forward_,\)\).*\n    del forward_\n", code)
     recorder, _ = run(schedule, "forward")
@@ -320,7 +323,8 @@ def test_a_tuple_that_is_only_waited_for_does_not_keep_its_items() -> None:
 def test_long_lines_are_wrapped_and_still_run() -> None:
     schedule = build(Spec(stages=12, slots=3, changes=frozenset(range(12))))
     lines = [
-        line.split("  #")[0].rstrip() for line in show.graph_code(schedule, "forward").splitlines()
+        line.split("  #")[0].rstrip()
+        for line in python.graph_code(schedule, "forward").splitlines()
     ]
     assert max(map(len, lines)) <= 80
     assert any(line.startswith("        ") for line in lines)
@@ -331,7 +335,7 @@ def test_long_lines_are_wrapped_and_still_run() -> None:
 
 def test_the_table_has_a_row_for_each_step() -> None:
     schedule = build(Spec(stages=3, accumulate=True))
-    assert show.table(schedule) == (
+    assert table(schedule) == (
         """\
 forward
 step | h2d                     | compute | d2h
@@ -361,7 +365,7 @@ def test_marks_stand_behind_their_rows() -> None:
         find(schedule, "forward", "2PREFETCH@0"): "fills too early",
         find(schedule, "forward", "FREE", 1): "quiet, but marked",
     }
-    assert show.table(schedule, marks).splitlines()[3:] == [
+    assert table(schedule, marks).splitlines()[3:] == [
         "   1 | 2PREFETCH@0             | 1F      |      <-- fills too early  <-- reads too late",
         "   2 |                         | 2F",
         "   3 |                         | FREE    |      <-- quiet, but marked",
@@ -376,7 +380,7 @@ def test_a_schedule_that_has_no_slots_or_templates_yet_can_be_printed() -> None:
     for node in ops.nodes_of(schedule.forward, ops.forward):
         stage, *rest = arguments(node)
         set_arguments(node, stages[stage.index], *rest)
-    code = show.code(replace(schedule, stages=stages, slots=(), history=()))
+    code = python.code(replace(schedule, stages=stages, slots=(), history=()))
     assert "# stage_1: 'layers.1' reads 128 B, not traced" in code
     assert "# passes: none" in code
     assert "prefetch(bucket_1, None, after=(begin_,))" in code and "1PREFETCH@?" in code
@@ -386,7 +390,7 @@ def test_comments_count_what_is_too_long_to_list() -> None:
     schedule = build(Spec(stages=1))
     call = find(schedule, "forward", "0F")
     call.meta["value"] = (ACTIVATION, (TensorMeta((2,), ACTIVATION.dtype, (1,)),) * 4)
-    code = show.graph_code(schedule, "forward")
+    code = python.graph_code(schedule, "forward")
     assert "bf16[4, 8], bf16[2], bf16[2], ... 5 tensors, 80 B" in code
 
 
@@ -394,7 +398,7 @@ def test_comments_count_what_is_too_long_to_list() -> None:
 def test_comments_name_the_stream_and_label_of_every_op(spec: Spec) -> None:
     schedule = build(spec)
     for name, graph in schedule.graphs.items():
-        code = show.graph_code(schedule, name)
+        code = python.graph_code(schedule, name)
         comments = re.findall(r"  # (compute|h2d|d2h) +(\S+)", code)
         ran = [pair for pair in comments if pair[1] not in ("FREE", "WAIT")]
         nodes = [n for n in ops.nodes_of(graph) if n.target is not ops.free]

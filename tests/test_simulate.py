@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import fx, nn
 
-from megacompile import megacompile, ops, schedules
-from megacompile.hardware import H200, Hardware
-from megacompile.ir import Bucket, Param, Schedule, Slot, TensorMeta
-from megacompile.optimizer_cost import OptimizerCost
-from megacompile.simulate import Event, Lane, Timeline, simulate
+from megacompile import megacompile, schedules
+from megacompile.cost.hardware import H200, Hardware
+from megacompile.cost.optimizer import OptimizerCost
+from megacompile.cost.simulate import Event, Lane, Timeline, simulate
+from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket, Param, Slot
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.tensors import TensorMeta
 from tests import schedules as hand_made
 
 UNIT = Hardware("unit", 2.0, 2.0, 1.0, 1.0, 1.0, 1.0, 0.0)  # 2 GB/s alone, 1 GB/s together

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megacompile.ir import Schedule
-from megacompile.passes.slots import assign_slots
+from megacompile.ir.schedule import Schedule
+from megacompile.passes.schedule.slots import assign_slots
 from tests.actions import apply, parse, text, waits
 
 FORWARD = "BEGIN 0PREFETCH@? 1PREFETCH@? 2PREFETCH@? 0F 3PREFETCH@? 1F 2F 3F"

@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacompile import compat, ops
-from megacompile.ir import Code, Plan, Schedule
+from megacompile import compat
+from megacompile.ir import ops
+from megacompile.ir.schedule import Plan, Schedule
+from megacompile.ir.stages import Code
 from megacompile.options import Lowering
-from megacompile.passes.split import split_stages
-from megacompile.passes.templates import TemplateCache
-from megacompile.verify import verify
+from megacompile.passes.schedule.split import split_stages
+from megacompile.passes.stages.templates import TemplateCache
+from megacompile.verify.proof import verify
 from tests.actions import apply, parse
 from tests.capturing import Captured, Net, capture
 

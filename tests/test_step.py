@@ -23,12 +23,12 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from megacompile import megacompile
 from megacompile.errors import OptimizerError
-from megacompile.runtime import step as stepping
-from megacompile.runtime.flight import Flight
-from megacompile.runtime.guards import GuardedParameter
-from megacompile.runtime.host import HostBucket
-from megacompile.runtime.rules import Rule, Update, adam_hyper, apply
-from megacompile.runtime.update import BucketUpdate, Way, _Compiled
+from megacompile.runtime.optim.rules import Rule, Update, adam_hyper, apply
+from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.guards import GuardedParameter
+from megacompile.runtime.step import step as stepping
+from megacompile.runtime.updates.flight import Flight
+from megacompile.runtime.updates.update import BucketUpdate, Way, _Compiled
 from tests import zoo
 from tests.zoo import WIDTH, Inputs, assert_same, equal, twins
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.errors import BackwardError, ModelError
-from megacompile.runtime.host import HostBucket
-from megacompile.runtime.methods import HostApply
-from megacompile.runtime.proxies import StreamedParameter
-from megacompile.runtime.streamed import StreamedModel
+from megacompile.runtime.model.methods import HostApply
+from megacompile.runtime.model.streamed import StreamedModel
+from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.proxies import StreamedParameter
 from tests.zoo import Stack, batch, batchnorm, differences, equal, loss_of, stack, step, twins
 
 

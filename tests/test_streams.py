@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from megacompile.ir import Stream
-from megacompile.runtime.streams import Handle, Streams
+from megacompile.ir.stream import Stream
+from megacompile.runtime.device.streams import Handle, Streams
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)

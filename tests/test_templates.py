@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from megacompile import ops
 from megacompile.errors import UnsupportedGraphError
-from megacompile.ir import ArgRef, Code, SavedRef, Schedule, Stage, Template
+from megacompile.ir import ops
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import ArgRef, Code, SavedRef, Stage, Template
 from megacompile.options import Lowering
-from megacompile.passes.templates import TemplateCache, trace_templates
+from megacompile.passes.stages.templates import TemplateCache, trace_templates
 from tests import zoo
 from tests.actions import apply
 from tests.capturing import Captured, Layer, Net, capture, run_stages

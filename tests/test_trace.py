@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, fx, nn
 
 import megacompile
-from megacompile import Trace, hazards, ops, schedules, trace
+from megacompile import Trace, schedules, trace
 from megacompile.errors import ModelError, TraceError
-from megacompile.ir import Code, Schedule
-from megacompile.runtime.trace import Recording, Tracer, _Clock
-from megacompile.runtime.update import BucketUpdate
-from megacompile.timeline import HOST, UPDATE_ON_HOST, Span, describe, live_bytes
+from megacompile.ir import ops, values
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import Code
+from megacompile.runtime.updates.update import BucketUpdate
+from megacompile.tracing.recorder import Recording, Tracer, _Clock
+from megacompile.tracing.timeline import HOST, UPDATE_ON_HOST, Span, covered_s, describe, live_bytes
 from tests.schedules import ACTIVATION, WEIGHT, Spec, build, find
 from tests.zoo import Made, Stack, batchnorm, dropout, stack, step, tied, twins
 
@@ -85,7 +87,7 @@ def test_times_keep_the_schedules_order() -> None:
     for i, run in enumerate(t.measured.runs):
         at = dict(zip(wanted(run.schedule, run.graph), t.measured.of_run(i), strict=True))
         for node, span in at.items():
-            for source in map(hazards.producer, node.all_input_nodes):
+            for source in map(values.producer, node.all_input_nodes):
                 assert source not in at or at[source].stop_s <= span.start_s
 
 
@@ -400,8 +402,8 @@ def test_busy_and_idle_and_kinds() -> None:
 
 
 def test_what_overlaps_counts_once() -> None:
-    assert megacompile.timeline.covered_s([(0, 2), (1, 3), (5, 6), (5.5, 5.75)]) == 4
-    assert megacompile.timeline.covered_s([]) == 0
+    assert covered_s([(0, 2), (1, 3), (5, 6), (5.5, 5.75)]) == 4
+    assert covered_s([]) == 0
 
 
 def test_live_bytes_of_a_forward() -> None:
@@ -551,7 +553,7 @@ def test_on_a_gpu_the_spans_keep_the_schedules_edges() -> None:
         by_name = {span.op.name: span for span in t.measured.of_run(i)}
         assert set(by_name) == {ops.label(n) for n in nodes}
         for node in nodes:
-            for source in map(hazards.producer, node.all_input_nodes):
+            for source in map(values.producer, node.all_input_nodes):
                 if source in nodes:
                     earlier, later = by_name[ops.label(source)], by_name[ops.label(node)]
                     assert earlier.stop_s <= later.start_s + 1e-5, (earlier, later)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from megacompile.ir import Unit
-from megacompile.passes.units import find_units
+from megacompile.ir.buckets import Unit
+from megacompile.passes.stages.units import find_units
 
 KIB = 1024
 

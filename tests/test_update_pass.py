@@ -9,11 +9,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from megacompile import ops
-from megacompile.ir import Schedule
-from megacompile.passes.prefetch import insert_prefetch
-from megacompile.passes.update import insert_updates
-from megacompile.verify import hazards
+from megacompile.ir import ops
+from megacompile.ir.schedule import Schedule
+from megacompile.passes.schedule.prefetch import insert_prefetch
+from megacompile.passes.schedule.update import insert_updates
+from megacompile.verify.proof import hazards
 from tests import zoo
 from tests.actions import apply, parse, text
 from tests.capturing import Net, after_templates, capture

@@ -16,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from megacompile import ops
 from megacompile.errors import ScheduleError
-from megacompile.hazards import Order
-from megacompile.ir import Bucket, Schedule, Slot
-from megacompile.verify import HazardKind, hazards, verify
+from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket, Slot
+from megacompile.ir.schedule import Schedule
+from megacompile.verify.order import Order
+from megacompile.verify.proof import HazardKind, hazards, verify
 from tests.interleavings import Interleavings
 from tests.schedules import Spec, arguments, build, call, find, set_arguments
 

@@ -14,17 +14,18 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from megacompile import megacompile, trace
-from megacompile.ir import Bucket
-from megacompile.optimizer_cost import PIECES, OptimizerCost, pieces_bytes
+from megacompile.cost.optimizer import PIECES, OptimizerCost, pieces_bytes
+from megacompile.ir.buckets import Bucket
 from megacompile.options import Options
-from megacompile.runtime import blockwise, rules, update, workers
-from megacompile.runtime import pieces as moving
-from megacompile.runtime.host import HostBucket
-from megacompile.runtime.kernels.bucket import update_bucket
-from megacompile.runtime.pieces import _placed, pieces
-from megacompile.runtime.rules import Rule, State, Update
-from megacompile.runtime.workers import Job, Workers
-from megacompile.timeline import DEVICE, HOST
+from megacompile.runtime.optim import blockwise, rules
+from megacompile.runtime.optim.kernels.bucket import update_bucket
+from megacompile.runtime.optim.rules import Rule, State, Update
+from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.updates import chunks as moving
+from megacompile.runtime.updates import update, workers
+from megacompile.runtime.updates.chunks import _placed, pieces
+from megacompile.runtime.updates.workers import Job, Workers
+from megacompile.tracing.timeline import DEVICE, HOST
 from tests.test_simulate import streamed
 
 CPU = torch.device("cpu")
@@ -344,7 +345,7 @@ def test_who_is_helped(options: dict[str, Any], helps: bool) -> None:
 def test_the_pieces_take_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = streamed()
     assert pieces_bytes(schedule, OptimizerCost(helped=True)) == 0  # buckets are too small
-    monkeypatch.setattr("megacompile.optimizer_cost.LEAST_HELPED", 1)
+    monkeypatch.setattr("megacompile.cost.optimizer.LEAST_HELPED", 1)
     assert pieces_bytes(schedule, OptimizerCost()) == 0
     largest = max(sum(p.numel for p in bucket.params) for bucket in schedule.buckets)
     assert pieces_bytes(schedule, OptimizerCost(helped=True)) == PIECES * largest * 16  # fp32

@@ -9,7 +9,7 @@ import argparse
 import json
 from dataclasses import asdict
 
-from megacompile.hardware import Hardware, load, measure
+from megacompile.cost.hardware import Hardware, load, measure
 from megacompile.options import Options
 
 NAME = "hardware"

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megacompile import perfetto, plot
 from megacompile.errors import OptionError
-from megacompile.timeline import Timeline
+from megacompile.tracing import perfetto, plot
+from megacompile.tracing.timeline import Timeline
 
 _DRAWN = (".png", ".svg", ".pdf")
 

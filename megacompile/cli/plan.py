@@ -20,18 +20,18 @@ from typing import Any
 
 import torch
 
-from megacompile.abstract import AbstractProgram, abstract_options, abstract_programs
-from megacompile.alternatives import alternatives
 from megacompile.cli import outputs, target
 from megacompile.cli.target import Target
+from megacompile.cost.hardware import NAMES, Hardware, known
 from megacompile.errors import DeviceMemoryError, MegacompileError, OptionError
-from megacompile.explanation import Explanation, duration, explanation, in_lines
-from megacompile.hardware import NAMES, Hardware, known
-from megacompile.ir import Schedule, format_bytes
+from megacompile.ir.schedule import Schedule
 from megacompile.options import Activations, Options
-from megacompile.show import columns
-from megacompile.situation import Situation
+from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
+from megacompile.plan.alternatives import alternatives
+from megacompile.plan.explanation import Explanation, duration, explanation, in_lines
+from megacompile.plan.scenario import Situation
 from megacompile.sizes import parse_bytes
+from megacompile.text import columns, format_bytes
 
 NAME = "plan"
 HELP = "if a model fits on a machine, and how fast it trains"

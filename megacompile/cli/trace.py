@@ -27,12 +27,13 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from megacompile import api, perfetto
+from megacompile import api
 from megacompile.api import Trace
 from megacompile.cli import outputs
-from megacompile.critical import period
 from megacompile.errors import MegacompileError, OptionError
-from megacompile.timeline import cut, table, totals
+from megacompile.tracing import perfetto
+from megacompile.tracing.critical_path import period
+from megacompile.tracing.timeline import cut, table, totals
 
 NAME = "trace"
 HELP = "when every op of a script's training step runs"

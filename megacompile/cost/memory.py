@@ -1,0 +1,347 @@
+"""What a schedule holds on the device and on the host, by kind, over its program.
+
+Device memory is given and taken back in program order, when ops are issued: the allocator's blocks
+are reused along the compute stream, whatever the copies do. So the peak does not depend on time:
+it is found by walking the graphs, with the memory that a compute needs inside of it on top.
+
+What a forward returns to the user is dropped where the backward does not need it, as in
+`loss = model(...).loss`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from megacompile.cost.kernels import Returned
+from megacompile.cost.ops import analysis_of, code_of
+from megacompile.cost.optimizer import OptimizerCost, pieces_bytes
+from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import ArgRef, Stage
+from megacompile.ir.tensors import tensors_bytes
+from megacompile.ir.values import MAKE_MEMORY, memory
+from megacompile.text import format_bytes
+
+
+class Kind(enum.Enum):
+    """What memory is used for."""
+
+    SLOTS = "slots"
+    INPUTS = "inputs and buffers"
+    ACTIVATIONS = "activations"  # what stages give to each other
+    SAVED = "saved tensors"
+    GRADIENTS = "gradients"
+    STATES = "optimizer states"
+    WORKSPACE = "workspace"  # inside of a compute, its results included
+    PARAMETERS = "parameters"
+    MASTERS = "masters"
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Device memory while one op runs."""
+
+    graph: str
+    label: str
+    live_bytes: Mapping[Kind, int]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.live_bytes.values())
+
+    def __str__(self) -> str:
+        held = sorted(self.live_bytes.items(), key=lambda item: -item[1])
+        parts = ", ".join(f"{kind.value} {format_bytes(size)}" for kind, size in held if size)
+        return f"{format_bytes(self.total_bytes)} at {self.graph} {self.label}: {parts}"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Device memory over a step, in program order."""
+
+    moments: tuple[Moment, ...]  # where something is computed or allocated
+
+    @property
+    def peak(self) -> Moment:
+        empty = Moment("forward", "", {})
+        return max(self.moments, key=lambda moment: moment.total_bytes, default=empty)
+
+
+def device_memory(
+    schedules: Schedule | Sequence[Schedule],
+    *,
+    optimizer: OptimizerCost | None = None,
+    fused: bool = True,
+) -> DeviceMemory:
+    """Walk a step of schedules that follow one another in the forward.
+
+    Slots are shared. New optimizer states that are parked at the end of a backward are there until
+    a forward reclaims them (where none does, until the next backward parks its own), and so are
+    those that it hands over (until the next backward begins). Pieces of updates that the device
+    makes for the host are there in forwards. Resident buckets are there all the time.
+    """
+    each = [schedules] if isinstance(schedules, Schedule) else list(schedules)
+    replay = _Replay(fused)
+    slots: dict[int, int] = {}
+    for schedule in each:
+        for slot in schedule.slots:
+            slots[slot.index] = max(slot.size_bytes, slots.get(slot.index, 0))
+    replay.live[Kind.SLOTS] = sum(slots.values())
+    parked = sum(_parked_bytes(schedule) for schedule in each)
+    replay.live[Kind.STATES] += parked
+    replay.parked_before = parked
+    cost = optimizer or OptimizerCost(states=0)
+    handed = sum(_of_plan(s, s.plan.hand_over, cost.handed_bytes) for s in each)
+    residents = {key for schedule in each for key in schedule.plan.resident}
+    replay.live[Kind.PARAMETERS] += _resident_bytes(each, residents, cost)
+    replay.live[Kind.STATES] += handed
+    replay.handed_before = handed
+    in_pieces = max((pieces_bytes(schedule, cost) for schedule in each), default=0)
+    replay.live[Kind.STATES] += in_pieces
+    kept = [replay.forward(schedule) for schedule in each]
+    replay.live[Kind.STATES] -= replay.handed_before + in_pieces
+    for schedule, residuals in zip(reversed(each), reversed(kept), strict=True):
+        if schedule.backward is not None:
+            replay.backward(schedule, residuals)
+    return DeviceMemory(tuple(replay.moments))
+
+
+def _of_plan(
+    schedule: Schedule, keys: Collection[int], size_of: Callable[[Bucket, Iterable[int]], float]
+) -> int:
+    trained = schedule.gradient_params if schedule.backward is not None else {}
+    chosen = [b for b in schedule.buckets if b.key in keys]
+    return int(sum(size_of(bucket, trained.get(bucket.key, ())) for bucket in chosen))
+
+
+def _resident_bytes(schedules: Sequence[Schedule], keys: Iterable[int], cost: OptimizerCost) -> int:
+    """A bucket that several schedules read is there once."""
+    largest = [
+        max(_of_plan(schedule, {key}, cost.resident_bytes) for schedule in schedules)
+        for key in keys
+    ]
+    return sum(largest)
+
+
+def _parked_bytes(schedule: Schedule) -> int:
+    if schedule.backward is None:
+        return 0
+    total = 0
+    for node in ops.nodes_of(schedule.backward, ops.park):
+        value = node.args[0]
+        assert isinstance(value, fx.Node)
+        total += tensors_bytes(memory(value).meta.get("value"))
+    return total
+
+
+@dataclass(slots=True)
+class _Block:
+    """Memory that one or more values share."""
+
+    kind: Kind
+    size_bytes: int
+    owned: bool  # by the schedule; else by the user, or part of a slot
+    names: int = 0  # values that still name it
+
+
+@dataclass(slots=True)
+class _Replay:
+    """The walk: which blocks live."""
+
+    fused: bool
+    live: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))
+    blocks: dict[fx.Node, _Block] = field(default_factory=dict)
+    moments: list[Moment] = field(default_factory=list)
+    handed_before: int = 0  # states by the step before, and not taken back yet
+    parked_before: int = 0  # by the step before, and not taken back yet
+
+    def forward(self, schedule: Schedule) -> dict[str, _Block]:
+        """Gives the residuals by name, each named once more."""
+        for node in schedule.forward.find_nodes(op="placeholder"):
+            size = tensors_bytes(node.meta.get("value"))
+            self._name(node, _Block(Kind.INPUTS, size, owned=False))
+            self.live[Kind.INPUTS] += size
+        self._walk("forward", schedule.forward)
+        outputs, residuals = ops.returned(schedule.forward)
+        kept = {n.name: self.blocks[n] for n in residuals if n in self.blocks}
+        if schedule.backward is None:
+            kept = {}
+        else:
+            taken = {n.name for n in schedule.backward.find_nodes(op="placeholder")}
+            kept = {name: block for name, block in kept.items() if name in taken}
+        for block in kept.values():
+            block.names += 1
+        ends = [n for n in (*outputs, *residuals) if isinstance(n, fx.Node)]
+        for node in dict.fromkeys(ends):
+            self._drop(node)
+        return kept
+
+    def backward(self, schedule: Schedule, residuals: dict[str, _Block]) -> None:
+        assert schedule.backward is not None
+        on_host = {node.name for node in ops.nodes_of(schedule.forward, ops.offload)}
+        for node in schedule.backward.find_nodes(op="placeholder"):
+            if node.name in on_host:
+                continue
+            if node.name in residuals:
+                self.blocks[node] = residuals[node.name]
+            else:
+                size = tensors_bytes(node.meta.get("value"))
+                self._name(node, _Block(Kind.GRADIENTS, size, owned=True))
+                self.live[Kind.GRADIENTS] += size
+        self._walk("backward", schedule.backward)
+
+    def _walk(self, name: str, graph: fx.Graph) -> None:
+        for node in graph.nodes:
+            if node.op != "call_function":
+                continue
+            if node.target in (ops.forward, ops.recompute, ops.backward):
+                self._compute(name, node)
+            elif node.target is ops.free:
+                self._drop(node.args[0])
+            elif node.target is ops.park:
+                self._reclaim()
+                self.blocks.pop(node.args[0], None)  # it stays
+            elif node.target is ops.reclaim:
+                self._reclaim()
+            elif node.target in MAKE_MEMORY:
+                self._make(name, node)
+
+    def _compute(self, name: str, node: fx.Node) -> None:
+        stage: Stage = ops.arguments(node)[0]
+        analysis = analysis_of(stage.traced, code_of(node), fused=self.fused)
+        results = sum(tensors_bytes(item.meta.get("value")) for _, item in ops.items(node))
+        peak = analysis.peak_bytes if analysis.kernels else results
+        self._moment(name, node, peak)
+        blocks: dict[Any, _Block] = {}
+        for k, item in ops.items(node):
+            block = self._block_of(node, k, item, analysis.returned, blocks)
+            if block.names == 0 and block.owned:
+                self.live[block.kind] += block.size_bytes
+            self._name(item, block)
+
+    def _block_of(
+        self,
+        call: fx.Node,
+        k: int,
+        item: fx.Node,
+        returned: Sequence[Returned | None],
+        blocks: dict[Any, _Block],
+    ) -> _Block:
+        stage: Stage = ops.arguments(call)[0]
+        kind = _kind_of(call, stage, k)
+        key: Any = k
+        size = tensors_bytes(item.meta.get("value"))
+        position = _position(call, stage, k)
+        found = returned[position] if position is not None and position < len(returned) else None
+        if found is not None:
+            if found.memory < 0:
+                return self._input_block(call, stage, -1 - found.memory)
+            key, size = ("memory", found.memory), found.size_bytes
+        if key not in blocks:
+            blocks[key] = _Block(kind, size, owned=True)
+        return blocks[key]
+
+    def _input_block(self, call: fx.Node, stage: Stage, position: int) -> _Block:
+        """The block of an input that a stage returns."""
+        primal = position
+        if call.target is ops.recompute and position < len(stage.traced.recompute_primals):
+            primal = stage.traced.recompute_primals[position]
+        ref = stage.primals[primal] if primal < len(stage.primals) else None
+        if isinstance(ref, ArgRef) and call.target is not ops.backward:
+            source = ops.arguments(call)[2][ref.index]
+            if isinstance(source, fx.Node) and source in self.blocks:
+                return self.blocks[source]
+        return _Block(Kind.SLOTS, 0, owned=False)
+
+    def _make(self, name: str, node: fx.Node) -> None:
+        place = memory(node)
+        if place is node or place not in self.blocks:
+            kind = Kind.STATES if node.target in _OF_STATES else Kind.GRADIENTS
+            if node.target in (ops.snapshot, ops.alloc, ops.fetch):
+                kind = Kind.ACTIVATIONS
+            block = _Block(kind, tensors_bytes(node.meta.get("value")), owned=True)
+            self.live[kind] += block.size_bytes
+        else:
+            block = self.blocks[place]
+        self._name(node, block)
+        self._moment(name, node, 0)
+
+    def _name(self, node: fx.Node, block: _Block) -> None:
+        block.names += 1
+        self.blocks[node] = block
+
+    def _drop(self, node: Any) -> None:
+        block = self.blocks.pop(node, None)
+        if block is None:
+            return
+        block.names -= 1
+        if block.names == 0 and block.owned:
+            self.live[block.kind] -= block.size_bytes
+
+    def _reclaim(self) -> None:
+        """What the step before parked goes."""
+        self.live[Kind.STATES] -= self.parked_before + self.handed_before
+        self.parked_before = self.handed_before = 0
+
+    def _moment(self, name: str, node: fx.Node, workspace_bytes: int) -> None:
+        live = {**self.live, Kind.WORKSPACE: workspace_bytes}
+        self.moments.append(Moment(name, ops.label(node), live))
+
+
+_OF_STATES = (ops.alloc_state, ops.fetch_state, ops.update)
+
+
+def _position(call: fx.Node, stage: Stage, k: int) -> int | None:
+    """Where the graph of a call returns its result k; None for a group of gradients."""
+    template = stage.traced
+    if call.target is ops.recompute and template.random:  # the forward's graph: results first
+        return k + len(stage.outputs) + len(stage.mutated)
+    if call.target is ops.backward:
+        of_args = [
+            i for i, p in enumerate(template.gradients) if isinstance(stage.primals[p], ArgRef)
+        ]
+        return of_args[k] if k < len(of_args) else None
+    return k
+
+
+def _kind_of(call: fx.Node, stage: Stage, k: int) -> Kind:
+    if call.target is ops.backward:
+        return Kind.GRADIENTS
+    if call.target is ops.recompute:
+        return Kind.SAVED
+    return Kind.ACTIVATIONS if k < len(stage.outputs) + len(stage.mutated) else Kind.SAVED
+
+
+def host_memory(
+    schedules: Schedule | Iterable[Schedule], optimizer: OptimizerCost | None = None
+) -> dict[Kind, int]:
+    """Bytes in host memory by kind, once training runs (gradients and states are made by then)."""
+    each = [schedules] if isinstance(schedules, Schedule) else list(schedules)
+    buckets = {b.key: b for schedule in each for b in schedule.buckets}
+    trained: dict[int, set[int]] = {}
+    for schedule in each:
+        if schedule.backward is not None:
+            for key, params in schedule.gradient_params.items():
+                trained.setdefault(key, set()).update(params)
+    found = dict.fromkeys((Kind.PARAMETERS, Kind.MASTERS, Kind.GRADIENTS, Kind.STATES), 0.0)
+    cost = optimizer or OptimizerCost(states=0)
+    resident = {key for schedule in each for key in schedule.plan.resident}
+    for key, bucket in buckets.items():
+        if key in resident:
+            continue
+        found[Kind.PARAMETERS] += bucket.size_bytes
+        for i, param in enumerate(bucket.params):
+            item = param.dtype.itemsize
+            if cost.master_bytes is not None:
+                found[Kind.MASTERS] += param.numel * cost.master_bytes
+            if i in trained.get(key, ()):
+                found[Kind.STATES] += param.numel * cost.states_of(item)
+                if not cost.in_backward:
+                    found[Kind.GRADIENTS] += param.numel * cost.grad_of(item)
+    return {kind: int(size) for kind, size in found.items() if size}

@@ -1,0 +1,155 @@
+"""What the optimizer adds to a step: bytes in host memory, and time on the CPU.
+
+    exact            the CPU updates bucket after bucket, in forward order, beside the next forward;
+                     the device those that live there, and those that the backward handed over
+    in the backward  the schedule has the update; the CPU does nothing
+
+An update on the CPU is limited by host memory: it reads parameters, gradients and states once and
+writes parameters and states once. AdamW with bf16 parameters and gradients and float32 moments
+moves 22 bytes a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.schedule import Schedule
+from megacompile.options import Options
+
+_BLOCK = 256  # elements of an 8-bit state that share a float32 scale
+EIGHT_BITS = 1.0 + 4.0 / _BLOCK  # bytes of such a state
+
+# Seconds per billion parameters where arithmetic is the limit, measured on 16 CPU cores.
+_EIGHT_BITS_S = 2.5
+_STOCHASTIC_S = 0.8
+
+
+# Of updates in pieces (`runtime.pieces`).
+PIECES = 3  # at a time: one is fetched, one updated, one brought back
+PIECE_BYTES = 96 * 2**20  # about two milliseconds of the link
+LEAST_HELPED = 2**20  # parameters of a bucket; fewer are not worth the way
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerCost:
+    """An optimizer, as far as time and memory depend on it. Bytes are of one element."""
+
+    states: int = 2  # moments of a parameter: AdamW 2, SGD with momentum 1, SGD 0
+    state_bytes: float | None = None  # None: as the parameter
+    master_bytes: float | None = None  # where what is streamed is a copy of the parameter
+    grad_bytes: float | None = None  # None: as the parameter
+    in_backward: bool = False
+    arithmetic_s: float = 0.0  # of a billion elements, where it can take longer than the memory
+    helped: bool = False  # by the device, with updates of host memory
+
+    @staticmethod
+    def of(options: Options, *, states: int = 2, on_gpu: bool | None = None) -> OptimizerCost:
+        """The cost of an optimizer with `states` moments under these options.
+
+        `on_gpu`: is what computes a GPU? Default: the device of the options is.
+        """
+        dtype = options.state_dtype
+        state_bytes = None
+        if dtype == "int8":
+            state_bytes = EIGHT_BITS
+        elif isinstance(dtype, torch.dtype):
+            state_bytes = float(dtype.itemsize)
+        slow = _EIGHT_BITS_S if dtype == "int8" and states else 0.0
+        slow = max(slow, _STOCHASTIC_S if options.stochastic_rounding else 0.0)
+        in_backward = options.optimizer is not None
+        return OptimizerCost(
+            states=states,
+            state_bytes=state_bytes,
+            master_bytes=None if options.compute_dtype is None else 4.0,
+            grad_bytes=None if options.grad_dtype is None else float(options.grad_dtype.itemsize),
+            in_backward=in_backward,
+            arithmetic_s=0.0 if in_backward else slow,
+            helped=options.device_helps
+            and (options.device.type == "cuda" if on_gpu is None else on_gpu),
+        )
+
+    def master_of(self, item_bytes: int) -> float:
+        """Bytes of the parameter that is updated."""
+        return float(item_bytes) if self.master_bytes is None else self.master_bytes
+
+    def states_of(self, item_bytes: int) -> float:
+        """Bytes of all states of an element."""
+        each = self.master_of(item_bytes) if self.state_bytes is None else self.state_bytes
+        return self.states * each
+
+    def updated_of(self, item_bytes: int) -> float:
+        """Bytes that an update reads and writes again: the parameter and its states."""
+        return self.master_of(item_bytes) + self.states_of(item_bytes)
+
+    def resident_bytes(self, bucket: Bucket, trained: Iterable[int]) -> float:
+        """Device memory of a bucket that lives there: parameters, and what training adds."""
+        masters = (self.master_bytes or 0.0) * sum(param.numel for param in bucket.params)
+        size = bucket.size_bytes + masters  # frozen parameters have a master too
+        for param in (bucket.params[i] for i in trained):
+            item = param.dtype.itemsize
+            size += param.numel * (self.grad_of(item) + self.states_of(item))
+        return size
+
+    def handed_bytes(self, bucket: Bucket, trained: Iterable[int]) -> float:
+        """Device memory of the new values of a bucket that was handed over."""
+        size = 0.0
+        for param in (bucket.params[i] for i in trained):
+            item = param.dtype.itemsize
+            copy = 0 if self.master_bytes is None else item
+            size += param.numel * (self.updated_of(item) + copy)
+        return size
+
+    def grad_of(self, item_bytes: int) -> float:
+        """Bytes of a gradient outside of the backward: a master's is as wide as the master."""
+        return self.master_of(item_bytes) if self.grad_bytes is None else self.grad_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BucketUpdate:
+    """The update of one bucket."""
+
+    bucket: Bucket
+    numel: int
+    size_bytes: float  # read plus written
+    grad_bytes: float  # of that, the gradient
+    helped_bytes: float  # of the busier direction of the link, both ways, in pieces; 0: it cannot
+
+
+def host_updates(schedule: Schedule, optimizer: OptimizerCost) -> list[BucketUpdate]:
+    """Those that the CPU makes between two steps, in the order in which the forward reads."""
+    there = schedule.plan.resident | schedule.plan.hand_over
+    return [u for u in updates(schedule, optimizer) if u.bucket.key not in there]
+
+
+def updates(schedule: Schedule, optimizer: OptimizerCost) -> list[BucketUpdate]:
+    """The updates of `optimizer.step()`, wherever they are made, in the same order."""
+    if optimizer.in_backward or schedule.backward is None:
+        return []
+    trained = schedule.gradient_params
+    found = []
+    for bucket in schedule.buckets:
+        params = [bucket.params[i] for i in trained.get(bucket.key, ())]
+        updated = gradient = copy = 0.0
+        for param in params:
+            item = param.dtype.itemsize
+            updated += param.numel * optimizer.updated_of(item)
+            gradient += param.numel * optimizer.grad_of(item)
+            copy += 0.0 if optimizer.master_bytes is None else param.numel * item
+        numel = sum(param.numel for param in params)
+        helped = 2 * (updated + max(gradient, copy))
+        if not optimizer.helped or numel < LEAST_HELPED:
+            helped = 0.0
+        if params:
+            moved = 2 * updated + gradient + copy
+            found.append(BucketUpdate(bucket, numel, moved, gradient, helped))
+    return found
+
+
+def pieces_bytes(schedule: Schedule, optimizer: OptimizerCost) -> int:
+    """Device memory for updates of host memory in pieces, while the forward begins."""
+    largest = max((u.helped_bytes / 2 for u in host_updates(schedule, optimizer)), default=0.0)
+    return PIECES * min(int(largest), PIECE_BYTES)

@@ -1,0 +1,188 @@
+"""A language model's head and its loss as one operator: what it is, and how autograd sees it.
+
+    total = sum_i a_i (lse_i - z_i[t_i]) + b_i sum_c w_c (lse_i - z_i[c]),    z = x W^T + bias
+
+over the rows i that are not ignored, with t the targets, w the class weights (1 without them),
+lse_i = log sum_c exp z_i[c], a_i = (1 - smoothing) w[t_i] and b_i = smoothing / C: the sum that
+`torch.nn.functional.cross_entropy` takes of `torch.nn.functional.linear`. The operator computes it
+and its gradients in one pass over chunks of rows; what it holds of z is a chunk. The gradients are
+those of the total; the backward multiplies them by what the loss's own gradient is then. That order
+also keeps float16 from underflow: a mean over 65536 tokens is divided where a loss scale is
+multiplied. (The method is that of Liger-Kernel's fused linear cross entropy, Hsu et al., 2024.)
+
+What it runs stands in `megacompile.runtime.ops.head`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
+
+OPERATOR = "megacompile::linear_cross_entropy"
+
+torch.library.define(
+    OPERATOR,
+    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, "
+    "int ignore_index, float label_smoothing, int chunk_rows, "
+    "bool of_hidden, bool of_weight, bool of_bias) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+
+SCALE = "megacompile::scale"  # in one kernel, without a wide product in between
+
+torch.library.define(SCALE, "(Tensor gradient, Tensor factor, ScalarType dtype) -> Tensor")
+
+GRADIENTS = 3  # flags at the operator's end: is the gradient of hidden, weight, bias wanted?
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums over rows and classes are computed in: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def empty_gradients(
+    hidden: Tensor, weight: Tensor, of_hidden: bool, of_weight: bool, of_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Room in `sum_dtype` for the gradients of a total with respect to hidden, weight and bias.
+
+    Those that are not wanted have no elements. They are rounded once, when they are scaled.
+    """
+    dtype = sum_dtype(hidden.dtype)
+    shapes = (tuple(hidden.shape), tuple(weight.shape), tuple(weight.shape[:1]))
+    of_each = zip(shapes, (of_hidden, of_weight, of_bias), strict=True)
+    one, two, three = (
+        hidden.new_empty(shape if wanted else (0,), dtype=dtype) for shape, wanted in of_each
+    )
+    return one, two, three
+
+
+def _fake(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    total = hidden.new_empty((), dtype=sum_dtype(hidden.dtype))
+    return total, *empty_gradients(hidden, weight, *rest[-GRADIENTS:])
+
+
+torch.library.register_fake(OPERATOR, _fake)
+
+
+def _flops(hidden: tuple[int, int], weight: tuple[int, int], *rest: Any, **_: Any) -> int:
+    """Of the matrix products: for the logits, and for the gradients of hidden and weight."""
+    of_hidden, of_weight, _bias = rest[-GRADIENTS:]
+    products: int = 1 + of_hidden + of_weight
+    return 2 * hidden[0] * hidden[1] * weight[0] * products
+
+
+register_flop_formula(torch.ops.megacompile.linear_cross_entropy)(_flops)
+
+
+def _fake_scale(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(gradient, dtype=dtype)
+
+
+torch.library.register_fake(SCALE, _fake_scale)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,  # (..., H)
+    weight: Tensor,  # (C, H), of hidden's dtype but for autocast
+    bias: Tensor | None,  # (C,)
+    target: Tensor,  # as many as hidden has rows, int64
+    class_weight: Tensor | None,  # (C,)
+    *,
+    ignore_index: int,
+    label_smoothing: float,
+    mean: bool,
+    chunk_rows: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`cross_entropy(linear(hidden, weight, bias), target)` in chunks; () of `dtype`.
+
+    `mean` is over the targets that are not `ignore_index`, by class weight; else the sum.
+    Differentiable once, in hidden, weight and bias. Follows autocast as `linear` does.
+
+    Raises:
+        IndexError: a target is no class (on CUDA, a device-side assertion).
+    """
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        low = torch.get_autocast_dtype(kind)
+        hidden, weight = _autocast(hidden, low), _autocast(weight, low)
+        bias = None if bias is None else _autocast(bias, low)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    with torch.autocast(kind, enabled=False):
+        loss: Tensor = _Loss.apply(  # type: ignore[no-untyped-call]
+            rows,
+            weight,
+            bias,
+            target.reshape(-1),
+            class_weight,
+            ignore_index,
+            label_smoothing,
+            mean,
+            chunk_rows,
+            torch.is_grad_enabled(),
+        )
+        return loss.to(dtype)
+
+
+def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Autocast leaves float64 alone."""
+    return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        class_weight: Tensor | None,
+        ignore_index: int,
+        label_smoothing: float,
+        mean: bool,
+        chunk_rows: int,
+        gradients: bool,
+    ) -> Tensor:
+        wanted = [gradients and needed for needed in ctx.needs_input_grad[:GRADIENTS]]
+        found: list[Tensor]
+        total: Tensor
+        total, *found = torch.ops.megacompile.linear_cross_entropy(
+            rows,
+            weight,
+            bias,
+            target,
+            class_weight,
+            ignore_index,
+            label_smoothing,
+            chunk_rows,
+            *wanted,
+        )
+        ctx.wanted, ctx.mean = wanted, mean
+        ctx.dtypes = (rows.dtype, weight.dtype, None if bias is None else bias.dtype)
+        if not mean:
+            ctx.save_for_backward(*found)
+            return total
+        valid = target != ignore_index
+        over = valid.sum().to(total.dtype)
+        if class_weight is not None:
+            over = class_weight[torch.where(valid, target, 0)].mul(valid).sum().to(total.dtype)
+        ctx.save_for_backward(*found, over, valid.any())
+        return total / over
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        found, rest = ctx.saved_tensors[:GRADIENTS], ctx.saved_tensors[GRADIENTS:]
+        scale = grad.to(found[-1].dtype)
+        if ctx.mean:
+            over, any_valid = rest
+            scale = torch.where(any_valid, scale / over, 0.0)  # as in torch: NaN has no gradient
+        gradients = [
+            torch.ops.megacompile.scale(gradient, scale, dtype) if wanted else None
+            for gradient, dtype, wanted in zip(found, ctx.dtypes, ctx.wanted, strict=True)
+        ]
+        return (*gradients, *(None for _ in range(7)))

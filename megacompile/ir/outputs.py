@@ -1,0 +1,31 @@
+"""Which outputs of a captured graph will get a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from megacompile.ir import ops
+from megacompile.ir.schedule import Schedule
+
+
+def computed_outputs(outputs: Sequence[Any]) -> list[int]:
+    """Positions of the outputs that stages compute, each value once."""
+    first: dict[fx.Node, int] = {}
+    for k, node in enumerate(outputs):
+        if isinstance(node, fx.Node) and node.op != "placeholder":
+            first.setdefault(node, k)
+    return list(first.values())
+
+
+def expected_tangents(stages: Schedule) -> tuple[int, ...]:
+    """The outputs that will get a gradient: a scalar loss alone, or else all that can.
+
+    A guess, made before the first backward; a backward that differs corrects it.
+    """
+    outputs, _ = ops.returned(stages.forward)
+    metas = {k: outputs[k].meta["value"] for k in computed_outputs(outputs)}
+    able = [k for k, m in metas.items() if m.requires_grad and m.dtype.is_floating_point]
+    return tuple([k for k in able if metas[k].shape == ()][:1] or able)

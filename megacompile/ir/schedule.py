@@ -1,0 +1,153 @@
+"""The words of the design as frozen data: Bucket, Slot, Template, Stage, Plan, Schedule.
+
+Nothing here computes on a device. A `Schedule` holds two FX graphs (forward and, where gradients
+are needed, backward) whose every node is a `call_function` of an op in `megacompile.ir.ops`. Passes
+take a schedule and return another one; `Schedule.history` keeps what each of them did.
+
+Sizes are in bytes. Names are those that are printed everywhere: a stage is its index in execution
+order, a bucket carries the index of the first stage that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from megacompile.ir.buckets import Bucket, Slot
+from megacompile.ir.stages import ParamRef, Stage, Template
+
+VIEWS: dict[str, Callable[..., Any]] = {}  # how a schedule is shown; `megacompile.show` fills it
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The decisions a schedule is built from."""
+
+    keep: frozenset[int] = frozenset()  # stages whose saved tensors are kept, not recomputed
+    reasons: tuple[str, ...] = ()
+    resident: frozenset[int] = frozenset()  # buckets (keys) that live on the device
+    hand_over: frozenset[int] = frozenset()  # buckets (keys) that step() updates on the device
+    offload: frozenset[int] = frozenset()  # stages whose residuals wait on the host
+    budgets: tuple[tuple[int, float], ...] = ()  # (kept stage, share of its saved tensors, 0 to 1)
+    state_delay: int = 1  # backwards that are issued before one waits for states to leave
+
+
+@dataclass(frozen=True, slots=True)
+class PassRecord:
+    """One entry of a schedule's history."""
+
+    name: str
+    before: str  # the schedule's actions, one graph a line
+    after: str
+    time_s: float
+    nodes: int  # in both graphs, afterwards
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """The scheduled graphs of one captured graph, for one set of input shapes.
+
+    `print(schedule)` is the Python that the executor runs. A forward returns its outputs and the
+    residuals: the values that the backward's placeholders of the same names stand for, and more
+    that a backward for other outputs would take.
+    """
+
+    name: str
+    forward: fx.Graph
+    backward: fx.Graph | None
+    stages: tuple[Stage, ...]
+    residuals: tuple[str, ...] = ()  # names of the forward's nodes that a backward may take
+    tangents: tuple[int, ...] = ()  # the forward's outputs whose gradient the backward takes
+    gradients: tuple[str, ...] = ()  # forward placeholders whose gradient the backward returns
+    plan: Plan = Plan()
+    slots: tuple[Slot, ...] = ()
+    held: tuple[tuple[int, Bucket], ...] = ()  # (slot, bucket) that the forward leaves in place
+    history: tuple[PassRecord, ...] = ()
+    draft: bool = False  # only to be simulated: passes change its graphs in place
+
+    @property
+    def graphs(self) -> dict[str, fx.Graph]:
+        """The graphs that there are, by name."""
+        both = {"forward": self.forward, "backward": self.backward}
+        return {name: graph for name, graph in both.items() if graph is not None}
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Every bucket that a stage reads, in the order of first use."""
+        return tuple({b.key: b for stage in self.stages for b in stage.buckets}.values())
+
+    @property
+    def gradient_params(self) -> dict[int, tuple[int, ...]]:
+        """The parameters that get a gradient: bucket key -> indices into its params."""
+        found: dict[int, set[int]] = {}
+        for stage in self.stages:
+            for ref in (stage.primals[i] for i in stage.traced.gradients):
+                if isinstance(ref, ParamRef):
+                    found.setdefault(stage.buckets[ref.bucket].key, set()).add(ref.param)
+        return {key: tuple(sorted(params)) for key, params in found.items()}
+
+    @property
+    def templates(self) -> tuple[Template, ...]:
+        """The distinct templates, in the order of first use."""
+        return tuple(dict.fromkeys(stage.traced for stage in self.stages))
+
+    def copy(self) -> Schedule:
+        """The same schedule with graphs of its own for a pass to change; a draft gives itself."""
+        if self.draft:
+            return self
+        return replace(
+            self,
+            forward=copy_graph(self.forward),
+            backward=None if self.backward is None else copy_graph(self.backward),
+        )
+
+    def code(self) -> str:
+        """The Python source that the executor runs, with comments."""
+        return str(VIEWS["code"](self))
+
+    def table(self) -> str:
+        """Steps down, streams across."""
+        return str(VIEWS["table"](self))
+
+    def diff(self, other: Schedule, *, code: bool = False) -> str:
+        """What `other` does differently: what it was made with, then a unified diff by stage.
+
+        With `code`, the Python is compared instead of the actions. "" where they do the same.
+        """
+        return str(VIEWS["diff"](self, other, code=code))
+
+    def passes(self) -> str:
+        """The history as a table: each pass, its time, the nodes before and after it."""
+        return str(VIEWS["passes"](self))
+
+    def to_networkx(self) -> Any:
+        """A `networkx.MultiDiGraph`: ops as nodes, with `kind` on the edges that order them."""
+        return VIEWS["to_networkx"](self)
+
+    def to_dot(self) -> str:
+        """The same in the DOT language, a cluster for each stream."""
+        return str(VIEWS["to_dot"](self))
+
+    def __str__(self) -> str:
+        return self.code()
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A copy with nodes of its own and the same names."""
+    copied = fx.Graph()
+    nodes: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        new = copied.create_node(
+            node.op,
+            node.target,
+            fx.map_arg(node.args, lambda n: nodes[n]),
+            fx.map_arg(node.kwargs, lambda n: nodes[n]),
+            node.name,
+        )
+        assert new.name == node.name, f"{node.name} was renamed {new.name} in a copy"
+        new.meta = dict(node.meta)
+        nodes[node] = new
+    return copied

@@ -1,0 +1,126 @@
+"""Stages and the templates that stages of equal code share."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.tensors import TensorMeta
+
+
+@dataclass(frozen=True, slots=True)
+class ParamRef:
+    """A stage input that is a parameter: `stage.buckets[bucket].params[param]`."""
+
+    bucket: int
+    param: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArgRef:
+    """A stage input that is an activation, a buffer or an input of the model."""
+
+    index: int
+
+
+Primal = ParamRef | ArgRef
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRef:
+    """A tensor that the backward takes from the forward or the recompute."""
+
+    index: int
+
+
+LoweredFn = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor | None]]
+
+
+class Code(enum.Enum):
+    """The pieces of a template that can run."""
+
+    FORWARD = "forward"  # primals -> outputs, mutated
+    FORWARD_SAVING = "forward_saving"  # primals -> outputs, mutated, saved
+    RECOMPUTE = "recompute"  # primals -> saved
+    BACKWARD = "backward"  # saved and primals, tangents -> gradients
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Template:
+    """The traced code of every stage that has the same graph.
+
+    Primals are the stage's inputs, parameters first. `graphs` are functional ATen graphs; `code`
+    is filled by the `lower` pass with what the schedule needs of them.
+    """
+
+    index: int
+    primals: tuple[TensorMeta, ...]
+    outputs: tuple[TensorMeta, ...]
+    mutated: tuple[int, ...]  # primals whose new value follows the outputs
+    saved: tuple[TensorMeta, ...]
+    tangents: tuple[int, ...]  # outputs (mutated ones after them) whose gradient the backward takes
+    carries: tuple[int, ...]  # primals whose gradient so far the backward takes after the tangents
+    backward_inputs: tuple[int | SavedRef, ...]  # primal index or saved tensor, before the tangents
+    gradients: tuple[int, ...]  # primals whose gradient the backward returns, in this order
+    tangent_metas: tuple[TensorMeta, ...]  # of the tangents, then of the carries
+    gradient_metas: tuple[TensorMeta, ...]  # of the gradients
+    recompute_primals: tuple[int, ...]  # primals that RECOMPUTE reads
+    random: bool  # draws random numbers: a recompute needs the generator's state
+    graphs: dict[Code, fx.GraphModule] = field(repr=False)
+    code: dict[Code, LoweredFn] = field(default_factory=dict, repr=False)
+    joint: fx.GraphModule | None = field(default=None, repr=False)  # forward and backward, unsplit
+    budget: float = 1.0  # the share of the saved tensors that it was split for
+
+    @property
+    def has_backward(self) -> bool:
+        return Code.BACKWARD in self.graphs
+
+    @property
+    def backward_primals(self) -> tuple[int, ...]:
+        """Primals that BACKWARD reads directly."""
+        return tuple(item for item in self.backward_inputs if isinstance(item, int))
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of the saved tensors of one call."""
+        return sum(meta.size_bytes for meta in self.saved)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Stage:
+    """A contiguous, stateless piece of the captured graph; usually one layer."""
+
+    index: int
+    name: str  # the module path of the unit it covers
+    module: fx.GraphModule = field(repr=False)  # torch-level; inputs are the primals, in order
+    buckets: tuple[Bucket, ...]
+    primals: tuple[Primal, ...]
+    metas: tuple[TensorMeta, ...]  # of the primals
+    outputs: tuple[TensorMeta, ...]  # of the outputs, before the mutated inputs' new values
+    mutated: tuple[int, ...]  # primals that the stage changes in place
+    template: Template | None = None
+
+    def __repr__(self) -> str:
+        return f"stage_{self.index}"
+
+    @property
+    def traced(self) -> Template:
+        """The template; an error of ours where the `templates` pass has not run."""
+        assert self.template is not None, f"stage {self.index} ({self.name}) has no template yet"
+        return self.template
+
+    @property
+    def gradient_buckets(self) -> tuple[Bucket, ...]:
+        """The buckets that the stage's backward gives gradients for, a group each."""
+        return self.buckets_read(self.traced.gradients)
+
+    def buckets_read(self, primals: Sequence[int]) -> tuple[Bucket, ...]:
+        """The buckets that hold the parameters among `primals`."""
+        refs = [self.primals[i] for i in primals]
+        used = {ref.bucket for ref in refs if isinstance(ref, ParamRef)}
+        return tuple(self.buckets[i] for i in sorted(used))

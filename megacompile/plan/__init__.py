@@ -1,0 +1,1 @@
+"""From a captured graph to the schedule that runs: the passes, and the search for their options."""

@@ -1,0 +1,241 @@
+"""Schedules of a model without its memory: parameters and inputs are shapes, nothing is computed.
+
+    model on `meta`, inputs' shapes  ->  Dynamo on fake tensors  ->  the passes, without `lower`
+
+What comes out are the schedules that `megacompile(model)` would run on CUDA: for `simulate`, for
+plans, for a model that does not fit on this machine. Where torch has no CUDA, the metas say `cpu`:
+autograd refuses tensors of a device that torch was not built for. Attention is then traced as the
+CPU's flash attention, which saves and computes what CUDA's does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from megacompile import compat
+from megacompile.cost.hardware import Hardware
+from megacompile.errors import ModelError
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.capture import (
+    Ambient,
+    Capture,
+    ConstantInput,
+    GraphInput,
+    ParamInput,
+    TensorInput,
+    Variant,
+)
+from megacompile.ir.outputs import expected_tangents
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.tensors import TensorMeta
+from megacompile.options import Lowering, Options
+from megacompile.passes.stages.units import find_units
+from megacompile.plan.alternatives import Planned
+from megacompile.plan.compiler import PassCompiler
+from megacompile.text import printable
+
+
+def abstract_options(**given: Any) -> Options:
+    """Options as `megacompile()` would resolve them on a CUDA device, also where there is none.
+
+    Raises:
+        OptionError: as `megacompile()` does.
+    """
+    given = {"lowering": Lowering.INDUCTOR, "device": abstract_device(), **given}
+    return Options.resolve(**given)
+
+
+def abstract_device() -> torch.device:
+    """The current CUDA device, or the CPU where torch has no CUDA."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class AbstractProgram:
+    """A captured graph and its stages: what schedules can be built of."""
+
+    capture: Capture
+    stages: Schedule
+    compiler: PassCompiler
+
+    def planned(self, *, accumulate: bool = False, hold: bool = True) -> Planned:
+        """What `schedule` builds, for `megacompile.plan.alternatives`."""
+        variant = Variant(
+            tangents=expected_tangents(self.stages),
+            keep_last=True,
+            accumulate=accumulate,
+            hold=hold,
+            update=self.compiler.options.optimizer is not None,
+        )
+        return Planned(self.stages, self.capture, variant)
+
+    def schedule(self, *, accumulate: bool = False, hold: bool = True) -> Schedule:
+        """The schedule of a step in the middle of training, verified, without code.
+
+        Args:
+            accumulate: add to gradients that are on the host already.
+            hold: the backward takes what the forward left in the slots. Right where no other
+                captured graph runs in between.
+        """
+        return self.compiler.settled(*self.planned(accumulate=accumulate, hold=hold))
+
+
+def abstract_schedules(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    options: Options | None = None,
+) -> list[Schedule]:
+    """The schedules of `model(*args, **kwargs)` and its backward, one for each captured graph.
+
+    Args:
+        model: on any device, `meta` included; it is the same after the call.
+        args, kwargs: of the model; tensors of any device, whose data nobody looks at.
+        options: default: those of `megacompile(model)` on CUDA.
+
+    Raises:
+        ModelError: not a module, one without parameters, or no graph was captured.
+        UnsupportedGraphError: a captured graph cannot be scheduled.
+    """
+    programs = abstract_programs(model, args, kwargs, options=options)
+    last = programs[-1]  # its backward comes right after its forward
+    return [program.schedule(hold=program is last) for program in programs]
+
+
+def abstract_programs(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    options: Options | None = None,
+    hardware: Hardware | None = None,
+) -> list[AbstractProgram]:
+    """Capture `model(*args, **kwargs)` on fake tensors; see `abstract_schedules`.
+
+    Args:
+        hardware: the machine that plans are made for; default: that at hand. Where `options` say
+            nothing of device memory, that of the machine, less 5 %.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"abstract_programs(): got {type(model).__name__}; needed a torch.nn.Module"
+        )
+    if next(model.parameters(), None) is None:
+        raise ModelError(
+            f"abstract_programs(): {type(model).__name__} has no parameters; needed at least one"
+        )
+    return _Capturing(model, options or abstract_options(), hardware).run(args, kwargs or {})
+
+
+class _Capturing:
+    """One call of a model under Dynamo, on fake tensors."""
+
+    def __init__(self, model: nn.Module, options: Options, hardware: Hardware | None) -> None:
+        self.model = model
+        self.options = options
+        self.fakes = compat.fake_mode()
+        units = find_units(model, compute_dtype=options.compute_dtype)
+        self.compiler = PassCompiler(options, units, hardware=hardware)
+        self.programs: list[AbstractProgram] = []
+        self.inputs: dict[int, torch.Tensor] = {}  # fake, by the id of what was given
+        self.places: dict[int, tuple[Bucket, int]] = {}  # by the id of a fake parameter
+        by_name = {p.name: (u.bucket, i) for u in units for i, p in enumerate(u.bucket.params)}
+        named = model.named_parameters(remove_duplicate=False)
+        self.by_param = {id(p): by_name[name] for name, p in named if name in by_name}
+
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[AbstractProgram]:
+        fake_args, fake_kwargs = compat.tree_map(self._fake_input, (tuple(args), dict(kwargs)))
+        model = self.model
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return model._call_impl(*args, **kwargs)
+
+        call.__code__ = call.__code__.replace(co_name=f"abstract_{type(model).__name__}")
+        with self._swapped_in():
+            torch.compile(call, backend=self._backend)(*fake_args, **fake_kwargs)
+        if not self.programs:
+            raise ModelError(
+                f"abstract_schedules(): Dynamo captured nothing of {type(model).__name__}; "
+                "TORCH_LOGS=graph_breaks says why"
+            )
+        return self.programs
+
+    def _backend(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        del examples
+        done: list[AbstractProgram] = []
+
+        def run(*args: Any) -> Any:
+            if not done:
+                done.append(self._program(module, args))
+                self.programs.append(done[0])
+            with self.fakes:
+                return module(*args)
+
+        return run
+
+    def _program(self, module: fx.GraphModule, args: Sequence[Any]) -> AbstractProgram:
+        name = printable(type(self.model).__name__)
+        name += f".{len(self.programs)}" if self.programs else ""
+        device = self.options.device
+        inputs = tuple(self._input(arg) for arg in args)
+        capture = Capture(name, module, inputs, device, Ambient.current(device))
+        return AbstractProgram(capture, self.compiler.partition(capture), self.compiler)
+
+    def _input(self, arg: Any) -> GraphInput:
+        if isinstance(arg, torch.Tensor):
+            if id(arg) in self.places:
+                return ParamInput(*self.places[id(arg)], arg.requires_grad)
+            return TensorInput(TensorMeta.of(arg))
+        return ConstantInput(arg)
+
+    def _fake_input(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in self.inputs:  # one tensor given twice is one input
+            dtype = self.options.compute_dtype if value.dtype == torch.float32 else None
+            self.inputs[id(value)] = self._fake(value, dtype or value.dtype)
+        return self.inputs[id(value)]
+
+    def _fake(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        with self.fakes:
+            fake = torch.empty_strided(
+                like.shape, like.stride(), dtype=dtype, device=self.options.device
+            )
+        return fake.requires_grad_(like.requires_grad and like.is_leaf)
+
+    @contextlib.contextmanager
+    def _swapped_in(self) -> Iterator[None]:
+        """For its duration, the model's parameters and buffers are fake."""
+        made: dict[int, torch.Tensor] = {}
+        sites: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        for module in self.model.modules():
+            holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for holder in holders:
+                sites += [(holder, name, t) for name, t in holder.items() if t is not None]
+        for holder, name, tensor in sites:
+            if id(tensor) not in made:
+                made[id(tensor)] = self._stand_in(tensor)
+            holder[name] = made[id(tensor)]
+        try:
+            yield
+        finally:
+            for holder, name, tensor in sites:
+                holder[name] = tensor
+
+    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self.by_param:
+            return self._fake(tensor, tensor.dtype)
+        bucket, i = self.by_param[id(tensor)]
+        fake = nn.Parameter(self._fake(tensor.detach(), bucket.params[i].dtype))
+        fake.requires_grad_(tensor.requires_grad)
+        self.places[id(fake)] = (bucket, i)
+        return fake

@@ -1,0 +1,62 @@
+"""Other plans of a model that was captured: other options, more memory, the same passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from megacompile.ir.capture import Capture, Variant
+from megacompile.ir.schedule import Schedule
+from megacompile.options import Options
+from megacompile.plan.compiler import PassCompiler
+from megacompile.plan.scenario import Situation
+
+
+class Planned(NamedTuple):
+    """A captured graph, and what its schedule is built for."""
+
+    stages: Schedule
+    capture: Capture
+    variant: Variant
+
+
+def alternatives(
+    compiler: PassCompiler, planned: Sequence[Planned], now: Situation
+) -> dict[str, Callable[[], Situation]]:
+    """By name, what each would be; planned when called."""
+    options = compiler.options
+    budget = compiler.budget_bytes()
+    states = now.optimizer.states
+
+    def plan(changed: Options, budget_bytes: int = budget) -> Situation:
+        other = compiler.other(changed, hardware=now.hardware, budget_bytes=budget_bytes)
+        update = changed.optimizer is not None
+        schedules = tuple(
+            other.settled(stages, capture, replace(variant, update=update))
+            for stages, capture, variant in planned
+        )
+        cost = other.cost(states=states)
+        return replace(now, schedules=schedules, optimizer=cost, device_bytes=budget_bytes)
+
+    found: dict[str, Callable[[], Situation]] = {}
+    small = replace(options, state_dtype="int8")
+    if states and options.state_dtype != "int8":
+        found["8-bit optimizer states"] = lambda: plan(small)
+    if states and options.optimizer is None:
+        found["update in the backward"] = lambda: plan(_in_backward(options))
+        if options.state_dtype != "int8":
+            found["update in the backward, 8-bit states"] = lambda: plan(_in_backward(small))
+    further = replace(options, lookahead=options.lookahead + 1, slots=options.least_slots + 1)
+    found["one slot and one lookahead more"] = lambda: plan(further)
+    found["twice the device memory"] = lambda: plan(options, 2 * budget)
+    return found
+
+
+def _in_backward(options: Options) -> Options:
+    """As `megacompile(model, optimizer=...)` has it; which parameters it updates is not asked."""
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.empty(0))])
+    return replace(options, optimizer=optimizer, resident=0, device_update=None)

@@ -1,0 +1,373 @@
+"""Search for the fastest plan that fits: which stages are kept, which buckets live on the device.
+
+More memory can be used in four ways: a kept stage saves its recompute, a resident bucket its copies
+and the host's update, a bucket that is handed over the host's update, a slot more the second copy
+of a bucket that the backward reads soon. They trade against one another, so plans are built and
+simulated: for a number of resident buckets (the first in forward order, whose updates the next
+forward waits for) and a share of the others that is handed over, as many kept stages as fit (the
+last ones, whose saved tensors are held the shortest; fewer too where copies may leave no time).
+Share and number are sought in turns, each over a coarse grid; then the number is refined, and what
+is left goes to slots.
+
+The host is less sure than the device: its rates differ from day to day and with what else it does.
+The fastest plan for the rates that were measured lets its updates end just when the next forward
+needs them, so plans are compared by their mean over that host and a slower one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from megacompile.cost.hardware import Hardware
+from megacompile.cost.memory import DeviceMemory, Moment, device_memory
+from megacompile.cost.optimizer import OptimizerCost
+from megacompile.cost.simulate import simulate
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.schedule import Schedule
+from megacompile.text import format_bytes
+
+_COUNTS = (0, 1 / 24, 1 / 12, 1 / 6, 1 / 3, 2 / 3, 1)  # of the buckets, to be resident
+_SHARES = (0.0, 0.1, 0.2, 0.4, 0.7, 1.0)  # of the parameters, to be handed over
+_SLOTS = (1, 2, 4, 8, 16)  # more than asked for
+_DELAYS = (1, 2, 4, 8)  # backwards, of states on their way to the host
+_SLOWER = 0.65  # of the host's rates: what it gets on another day
+_EQUAL = 0.002  # predictions this close are as good as one another; what is resident is then surer
+_PAYS = 0.01  # of a step's time: what slots must save
+_IN_VAIN = 3  # tries in a row that save less
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a plan is made from."""
+
+    keep: int = 1  # stages, counted from the last, whose saved tensors are kept
+    resident: frozenset[int] = frozenset()  # bucket keys
+    hand_over: float = 0.0  # the share of the streamed parameters that is handed over
+    more_slots: int = 0  # than were asked for
+    offload: bool = False  # what recomputes take from the forward waits on the host
+    state_lookahead: int | None = None  # stages that states are fetched ahead; None: as weights
+    state_delay: int = 1  # backwards that are issued before one waits for states to leave
+
+    def __str__(self) -> str:
+        return f"{self.keep} stages kept, {len(self.resident)} buckets resident"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The best choice, and what is expected of it."""
+
+    choice: Choice
+    step_s: float
+    peak_bytes: int
+    tried: int  # plans that were simulated
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a plan is sought for.
+
+    Args:
+        build: the schedule of a choice.
+        buckets: in forward order.
+        stages: how many have a backward.
+        hardware: rates of the machine.
+        optimizer: what updates between two steps.
+        budget_bytes: device memory.
+        fused: elementwise operations are fused.
+        resident: keys of the buckets that live on the device already.
+        trained: the parameters that get a gradient: bucket key -> indices.
+    """
+
+    build: Callable[[Choice], Schedule]
+    buckets: Sequence[Bucket]
+    stages: int
+    hardware: Hardware
+    optimizer: OptimizerCost
+    budget_bytes: int
+    fused: bool = True
+    resident: frozenset[int] = frozenset()
+    trained: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    peaks: dict[Choice, int] = field(default_factory=dict)  # that are known
+
+    def memory(self, choice: Choice) -> DeviceMemory:
+        """Device memory of a choice over a step."""
+        schedule = self.build(choice)
+        return device_memory(schedule, optimizer=self.optimizer, fused=self.fused)
+
+    def step_s(self, choice: Choice) -> float:
+        """Seconds of a step in the middle of training."""
+        return self._simulated_s(self.build(choice), choice, self.hardware)
+
+    def expected_s(self, choice: Choice) -> float:
+        """The same, the mean over the host as it was measured and a slower one."""
+        schedule, measured = self.build(choice), self.hardware
+        slower = replace(
+            measured,
+            update_gb_s=_SLOWER * measured.update_gb_s,
+            host_memory_gb_s=_SLOWER * measured.host_memory_gb_s,
+        )
+        return sum(self._simulated_s(schedule, choice, host) for host in (measured, slower)) / 2
+
+    def _simulated_s(self, schedule: Schedule, choice: Choice, hardware: Hardware) -> float:
+        timeline = simulate(schedule, hardware, optimizer=self.optimizer, steps=3, fused=self.fused)
+        self.peaks[choice] = timeline.memory.peak.total_bytes
+        return timeline.step_s
+
+    def fits(self, choice: Choice) -> bool:
+        """Does its peak stay within the budget? Mostly a little pessimistic, and quick.
+
+        Resident buckets are added to the peak without them; that they need no slot is left out, and
+        that of fewer streamed buckets others are handed over.
+        """
+        return self.peak_bytes(self._streamed(choice)) <= self._room_bytes(choice)
+
+    def _streamed(self, choice: Choice) -> Choice:
+        return replace(choice, resident=self.resident)
+
+    def _room_bytes(self, choice: Choice) -> float:
+        """The budget less what new resident buckets take."""
+        return self.budget_bytes - sum(
+            self.optimizer.resident_bytes(bucket, self.trained.get(bucket.key, ()))
+            for bucket in self.buckets
+            if bucket.key in choice.resident - self.resident
+        )
+
+    def floor(self) -> DeviceMemory:
+        """Memory of a plan that keeps nothing on the device that need not be there."""
+        streamed = Choice(0, self.resident, state_lookahead=1)
+        both = [self.memory(streamed), self.memory(replace(streamed, offload=True))]
+        return min(both, key=lambda memory: memory.peak.total_bytes)
+
+    def floor_bytes(self) -> int:
+        """Its peak."""
+        return self.floor().peak.total_bytes
+
+    def guess(self, choice: Choice, low: int, high: int) -> int:
+        """About how many stages can be kept, between `low`, which fits, and `high`, which does not:
+        the peak grows by about the same for each."""
+        top = min(high, self.stages)
+        base = self._streamed(choice)
+        least, most = (self.peak_bytes(replace(base, keep=k)) for k in (low, top))
+        if most <= least:
+            return high - 1
+        room = self._room_bytes(choice) - least
+        steps = math.floor(room / ((most - least) / max(1, top - low)))
+        return min(max(low + steps, low + 1), high - 1)
+
+    def peak_bytes(self, choice: Choice) -> int:
+        """The peak of its device memory."""
+        if choice not in self.peaks:
+            self.peaks[choice] = self.memory(choice).peak.total_bytes
+        return self.peaks[choice]
+
+
+def search(
+    problem: Problem,
+    *,
+    resident: bool = True,
+    pinned: bool = False,
+    hand_over: bool = True,
+    slots: bool = True,
+) -> Found | None:
+    """The fastest choice that fits; None where not even the floor does.
+
+    Args:
+        resident: buckets may live on the device.
+        pinned: what is kept or offloaded is not for the search to say.
+        hand_over: buckets may be handed over.
+        slots: there may be more than were asked for.
+    """
+    tries = _Tries(problem, (1, 1) if pinned else (0, problem.stages))
+    total = len(problem.buckets)
+    counts = sorted({round(total * part) for part in _COUNTS}) if resident else [0]
+    shares = _SHARES if hand_over else _SHARES[:1]
+    if not tries.add_everything(counts[-1]):
+        tries.add_each((0,), shares)
+        if resident:
+            handed = tries.best.hand_over  # with residents less will do
+            likely = {0.0, handed, max((share for share in shares if share < handed), default=0.0)}
+            tries.add_each(counts, likely)
+            tries.add_each({len(tries.best.resident)}, shares)
+            for _ in range(3):
+                between = _between(tries.counts, len(tries.best.resident))
+                tries.add_each(between, {handed, tries.best.hand_over})
+    streamed = Choice(resident=problem.resident)
+    in_backward = problem.optimizer.in_backward
+    if in_backward:  # states may leave later, or be fetched later
+        for late in (replace(streamed, state_delay=delay) for delay in _DELAYS):
+            if not tries.add(late):
+                tries.add(replace(late, state_lookahead=1))
+    if not tries.times and not pinned:
+        tries.add(replace(streamed, offload=True, state_lookahead=1 if in_backward else None))
+    if not tries.times:
+        return None
+    best = tries.surest()
+    if slots:
+        best = tries.with_more_slots(best)
+    peak = problem.peak_bytes(best)
+    step_s = problem.step_s(best)
+    reasons = _reasons(problem, best, step_s, tries.times, peak)
+    return Found(best, step_s, peak, len(tries.times), reasons)
+
+
+def _between(counts: Sequence[int], at: int) -> set[int]:
+    """The middles of the intervals beside one of the counts."""
+    k = counts.index(at)
+    return {(at + other) // 2 for other in counts[max(0, k - 1) : k + 2]} - set(counts)
+
+
+class _Tries:
+    """The choices that were simulated.
+
+    Args:
+        problem: what a plan is sought for.
+        keeps: at least and at most so many stages are kept.
+    """
+
+    def __init__(self, problem: Problem, keeps: tuple[int, int]) -> None:
+        self.problem = problem
+        self.keeps = keeps
+        self.times: dict[Choice, float] = {}
+
+    @property
+    def best(self) -> Choice:
+        """The fastest; streamed, where nothing fits."""
+        return min(self.times, key=self.times.__getitem__, default=Choice(0, self.problem.resident))
+
+    @property
+    def counts(self) -> list[int]:
+        """Of resident buckets, that were tried."""
+        return sorted({len(choice.resident) for choice in (*self.times, self.best)})
+
+    def add_everything(self, count: int) -> bool:
+        """Simulate what keeps all stages and has all buckets resident, if that fits."""
+        choice = self._with(count, 0.0, keep=self.keeps[1])
+        everything = len(choice.resident) == len(self.problem.buckets)
+        return everything and self.problem.fits(choice) and self._simulate(choice)
+
+    def add_each(self, counts: Iterable[int], shares: Iterable[float]) -> None:
+        """Every combination of so many resident buckets and shares that are handed over."""
+        for count in counts:
+            for share in shares:
+                self.add(self._with(count, share))
+
+    def add(self, choice: Choice) -> bool:
+        """Simulate a choice with as many kept stages as fit; False where it does not fit at all.
+
+        Where the backward updates, or what is kept waits on the host, copies may leave no time to
+        save: keeping less is tried as well.
+        """
+        problem, (lowest, most) = self.problem, self.keeps
+        least = replace(choice, keep=lowest)
+        if not problem.fits(least):
+            return False
+        low, high = lowest, most + 1  # high does not fit, as far as is known; low does
+        while high - low > 1:
+            middle = problem.guess(least, low, high)
+            if problem.fits(replace(least, keep=middle)):
+                low = middle
+            else:
+                high = middle
+        fewer = {lowest} if problem.optimizer.in_backward else set()
+        if choice.offload:
+            fewer |= {lowest + (low - lowest) * k // 4 for k in range(4)}
+        for keep in sorted(fewer - {low}):
+            self._simulate(replace(least, keep=keep))
+        fitting = range(low, lowest - 1, -1)
+        return any(self._simulate(replace(least, keep=keep)) for keep in fitting)
+
+    def _with(self, count: int, share: float, *, keep: int = 1) -> Choice:
+        """The first `count` buckets are resident."""
+        keys = self.problem.resident | {bucket.key for bucket in self.problem.buckets[:count]}
+        return Choice(keep, keys, share if len(keys) < len(self.problem.buckets) else 0.0)
+
+    def _simulate(self, choice: Choice) -> bool:
+        """Note a choice's time; False where it does not fit after all: `fits` knows it about."""
+        if choice not in self.times:
+            expected_s = self._expected_s(choice)
+            if expected_s is None:
+                return False
+            self.times[choice] = expected_s
+        return True
+
+    def _expected_s(self, choice: Choice) -> float | None:
+        """A choice's time; None where its peak is more than there is."""
+        expected_s = self.problem.expected_s(choice)  # which finds the peak too
+        fits = self.problem.peak_bytes(choice) <= self.problem.budget_bytes
+        return expected_s if fits else None
+
+    def surest(self) -> Choice:
+        """Of those that are as fast as the fastest the one with the most residents."""
+        least = min(self.times.values()) * (1 + _EQUAL)
+        fast = [choice for choice, step_s in self.times.items() if step_s <= least]
+        return max(fast, key=lambda choice: (len(choice.resident), -self.times[choice]))
+
+    def with_more_slots(self, best: Choice) -> Choice:
+        """With as many slots more as fit and pay; a few may pay where one does not."""
+        in_vain = 0
+        for more in _SLOTS:
+            choice = replace(best, more_slots=more)
+            if len(best.resident) + more >= len(self.problem.buckets) or in_vain == _IN_VAIN:
+                break
+            step_s = self._expected_s(choice)
+            if step_s is None:
+                break
+            if step_s > self.times[best] * (1 - _PAYS):
+                in_vain += 1
+                continue
+            in_vain = 0
+            self.times[choice] = step_s
+            best = choice
+        return best
+
+
+def _reasons(
+    problem: Problem, best: Choice, step_s: float, tried: dict[Choice, float], peak: int
+) -> tuple[str, ...]:
+    """Why this one: what it needs, what it takes, and the floor beside it."""
+    budget = format_bytes(problem.budget_bytes)
+    lines = [
+        f"{best.keep} of {problem.stages} stages are kept and {len(best.resident)} of "
+        f"{len(problem.buckets)} buckets live on the device: {format_bytes(peak)} of {budget} of "
+        f"device memory, {step_s * 1e3:.0f} ms a step predicted, "
+        + (
+            f"the fastest of {len(tried)} plans that fit"
+            if len(tried) > 1
+            else "the only plan tried"
+        )
+    ]
+    floor = {choice: s for choice, s in tried.items() if not choice.resident}
+    if best.offload:
+        lines.append("nothing else fits but to let the stages' inputs wait on the host")
+    if best.state_lookahead is not None:
+        lines.append(
+            f"optimizer states are fetched {best.state_lookahead} stage ahead, later than weights: "
+            "they take less memory"
+        )
+    if floor and best.resident:
+        streamed_s = problem.step_s(min(floor, key=floor.__getitem__))
+        lines.append(f"with every bucket streamed it would take {streamed_s * 1e3:.0f} ms")
+    return tuple(lines)
+
+
+def table(problem: Problem, peak: Moment) -> str:
+    """What needs how much of device memory, and what there is."""
+    needed = sorted(peak.live_bytes.items(), key=lambda item: -item[1])
+    rows = [(kind.value, size) for kind, size in needed if size]
+    rows += [("needed", peak.total_bytes), ("there", problem.budget_bytes)]
+    width = max(len(what) for what, _ in rows)
+    return "\n".join(f"  {what:<{width}}  {format_bytes(size):>10}" for what, size in rows)
+
+
+def does_not_fit(problem: Problem, peak: Moment) -> str:
+    """The error of a model for which there is too little device memory."""
+    return (
+        f"megacompile(): device memory is too small, at {peak.graph} {peak.label}, with every "
+        f"stage recomputed and nothing resident\n{table(problem, peak)}\nuse smaller batches or "
+        "sequences, or raise gpu_memory=; where the head is the largest, let the model return its "
+        "loss alone "
+        '(head="chunked")'
+    )

@@ -1,0 +1,214 @@
+"""A planned step on a machine: its time, its memory, what bounds it, what another plan would bring.
+
+What bounds a step is found by asking the simulation: each resource in turn is made a tenth faster,
+and the one that shortens the step most is the bound. A stream can be busy all the time and bound
+nothing, and host memory has no stream of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from megacompile.cost.hardware import Hardware
+from megacompile.cost.memory import DeviceMemory, Kind, host_memory
+from megacompile.cost.optimizer import EIGHT_BITS, OptimizerCost
+from megacompile.cost.simulate import Timeline, simulate
+from megacompile.errors import MegacompileError
+from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.tensors import tensors_bytes
+from megacompile.text import format_bytes
+
+_FASTER = 1.1
+_RATES = {  # what a resource's speed stands for in `Hardware`
+    "compute": ("matmul_tflop_s", "matmul32_tflop_s", "memory_gb_s"),
+    "h2d": ("h2d_gb_s", "h2d_both_gb_s"),
+    "d2h": ("d2h_gb_s", "d2h_both_gb_s"),
+    "host memory bandwidth": ("host_memory_gb_s",),
+    "host update": ("update_gb_s",),
+}
+_OF_BATCH = (Kind.INPUTS, Kind.ACTIVATIONS, Kind.SAVED, Kind.WORKSPACE)
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Everything that a prediction depends on.
+
+    Args:
+        schedules: of a step, in the order of their forwards.
+        hardware: the machine.
+        optimizer: what updates between two steps.
+        fused: elementwise operations are fused.
+        device_bytes: device memory that may be used; None: not known.
+        host_bytes: the same of the host.
+    """
+
+    schedules: tuple[Schedule, ...]
+    hardware: Hardware
+    optimizer: OptimizerCost
+    fused: bool = True
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    _kept: dict[Hardware, Timeline] = field(default_factory=dict, init=False, repr=False)
+
+    def timeline(self, hardware: Hardware | None = None) -> Timeline:
+        """Three steps; the last one's period is that of training."""
+        machine = hardware or self.hardware
+        if machine not in self._kept:
+            self._kept[machine] = simulate(
+                self.schedules, machine, optimizer=self.optimizer, steps=3, fused=self.fused
+            )
+        return self._kept[machine]
+
+    @property
+    def step_s(self) -> float:
+        return self.timeline().step_s
+
+    @property
+    def device(self) -> DeviceMemory:
+        """Device memory over the step."""
+        return self.timeline().memory
+
+    def device_kinds(self) -> dict[str, int]:
+        """Bytes of device memory by kind where it is fullest; of resident buckets by what it is."""
+        found = {kind.value: size for kind, size in self.device.peak.live_bytes.items()}
+        gradients = states = 0.0
+        for bucket, trained in self._residents():
+            for param in (bucket.params[i] for i in trained):
+                gradients += param.numel * self.optimizer.grad_of(param.dtype.itemsize)
+            states += self.optimizer.resident_bytes(bucket, trained) - bucket.size_bytes
+        found[Kind.PARAMETERS.value] -= int(states)
+        found[Kind.GRADIENTS.value] += int(gradients)
+        found[Kind.STATES.value] += int(states) - int(gradients)
+        return {kind: size for kind, size in found.items() if size}
+
+    def _residents(self) -> list[tuple[Bucket, tuple[int, ...]]]:
+        """Each once, with the parameters that get a gradient."""
+        found = {}
+        for schedule in self.schedules:
+            trained = schedule.gradient_params if schedule.backward is not None else {}
+            for bucket in schedule.buckets:
+                if bucket.key in schedule.plan.resident:
+                    found[bucket.key] = bucket, trained.get(bucket.key, ())
+        return list(found.values())
+
+    def host(self) -> dict[str, int]:
+        """Bytes in host memory by kind, activations that wait there included."""
+        found = {kind.value: n for kind, n in host_memory(self.schedules, self.optimizer).items()}
+        waiting = sum(
+            sum(tensors_bytes(source.meta.get("value")) for source in node.all_input_nodes)
+            for schedule in self.schedules
+            for node in ops.nodes_of(schedule.forward, ops.offload)
+        )
+        return {**found, **({Kind.ACTIVATIONS.value: waiting} if waiting else {})}
+
+    def host_with_less(self) -> dict[str, int]:
+        """Bytes in host memory with options of the optimizer that need fewer; plan as it is."""
+        now = self.optimizer
+        small = replace(now, state_bytes=EIGHT_BITS) if now.states else now
+        streamed = [  # buckets that live on the device are not updated in the backward
+            replace(schedule, plan=replace(schedule.plan, resident=frozenset()))
+            for schedule in self.schedules
+        ]
+        in_backward = replace(now, in_backward=True), replace(small, in_backward=True)
+        sizes = {
+            "8-bit optimizer states": host_memory(self.schedules, small),
+            "the update in the backward": host_memory(streamed, in_backward[0]),
+            "8-bit states and the update in the backward": host_memory(streamed, in_backward[1]),
+        }
+        before = sum(host_memory(self.schedules, now).values())
+        sums = {name: sum(kinds.values()) for name, kinds in sizes.items()}
+        return {name: size for name, size in sums.items() if size < before}
+
+    def bounds(self) -> dict[str, float]:
+        """The share of the step that each resource is responsible for, the largest first.
+
+        1.0 means that the step is shorter by as much as the resource is faster.
+        """
+        found = {}
+        for name in _RATES:
+            less = self.step_s - self.timeline(faster(self.hardware, name, _FASTER)).step_s
+            possible = self.step_s * (1 - 1 / _FASTER)
+            found[name] = max(0.0, less / possible) if possible else 0.0
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    @property
+    def bound(self) -> str:
+        """What bounds the step most."""
+        return next(iter(self.bounds()))
+
+
+def faster(hardware: Hardware, resource: str, times: float) -> Hardware:
+    """The same machine with one resource so many times as fast."""
+    changes = {name: getattr(hardware, name) * times for name in _RATES[resource]}
+    if resource == "compute":
+        changes["launch_s"] = hardware.launch_s / times
+    if resource in ("h2d", "d2h"):
+        changes["copy_s"] = hardware.copy_s / times
+    return replace(hardware, **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Something else that could be done, and what it would bring."""
+
+    name: str
+    gain: float | None = None  # more work a second: 0.1 is a tenth; None: it cannot be done
+    step_s: float | None = None
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    note: str = ""
+
+
+def changes(
+    now: Situation, rebuilt: Mapping[str, Callable[[], Situation]] | None = None
+) -> tuple[Change, ...]:
+    """What would help, most first.
+
+    Args:
+        now: what is done.
+        rebuilt: other plans of the same model by name, made when they are called for.
+    """
+    found = [_rebuilt(now, name, build) for name, build in (rebuilt or {}).items()]
+    if any(schedule.backward is not None for schedule in now.schedules):
+        found.append(_twice_the_batch(now))
+    if now.optimizer.states and not now.optimizer.in_backward:
+        found.append(_faster(now, "a host with memory and CPU twice as fast", _HOST))
+    found.append(_faster(now, "a link to the host twice as fast", ("h2d", "d2h")))
+    return tuple(sorted(found, key=lambda change: -(change.gain or -1.0)))
+
+
+_HOST = ("host memory bandwidth", "host update")
+
+
+def _rebuilt(now: Situation, name: str, build: Callable[[], Situation]) -> Change:
+    try:
+        other = build()
+    except MegacompileError as error:
+        return Change(name, note="does not fit: " + str(error).splitlines()[0])
+    gain = now.step_s / other.step_s - 1
+    device, host = other.device.peak.total_bytes, sum(other.host().values())
+    return Change(name, gain, other.step_s, device, host)
+
+
+def _faster(now: Situation, name: str, resources: Sequence[str]) -> Change:
+    machine = now.hardware
+    for resource in resources:
+        machine = faster(machine, resource, 2.0)
+    step_s = now.timeline(machine).step_s
+    return Change(name, now.step_s / step_s - 1, step_s)
+
+
+def _twice_the_batch(now: Situation) -> Change:
+    """As if every compute took twice as long: there is no such graph to look at."""
+    step_s = now.timeline(faster(now.hardware, "compute", 0.5)).step_s
+    needed = max(
+        moment.total_bytes + sum(moment.live_bytes.get(kind, 0) for kind in _OF_BATCH)
+        for moment in now.device.moments
+    )
+    note = "computes taken as twice as long"
+    if now.device_bytes is not None and needed > now.device_bytes:
+        note += f"; this plan would need {format_bytes(needed)} of device memory"
+    return Change("twice the batch", 2 * now.step_s / step_s - 1, step_s, needed, note=note)

@@ -1,0 +1,165 @@
+"""How two schedules differ, and what each pass did to one, as text.
+
+    --- GPT: 6 stages by lower
+    +++ GPT: 6 stages by lower
+    # lookahead: 2 -> 1
+    # slots: 4 of 27 MiB -> 3 of 20.3 MiB
+     forward
+    -  0 token      | 0PREFETCH@0 0.1PREFETCH@1 1PREFETCH@2 2PREFETCH@3 0F
+    +  0 token      | 0PREFETCH@0 0.1PREFETCH@1 1PREFETCH@2 0F
+
+A line is a compute of a stage and what was issued since the one before: copies stand in the line of
+the compute behind them. What comes after the last compute has a line of its own.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import fx
+
+from megacompile.ir import ops, values
+from megacompile.ir.schedule import PassRecord, Schedule
+from megacompile.ir.stages import Stage
+from megacompile.show import python
+from megacompile.text import columns, format_bytes, printable
+
+_COMPUTES = (ops.forward, ops.recompute, ops.backward)
+_QUIET = (ops.free, ops.park, ops.begin, ops.alloc_grad, ops.alloc_state)
+
+
+def diff(before: Schedule, after: Schedule, *, code: bool = False, lines: int = 2) -> str:
+    """A unified diff of two schedules; "" where they do the same.
+
+    Args:
+        code: compare the Python that runs instead of the actions.
+        lines: unchanged ones around each change.
+    """
+    old, new = _named(before), _named(after)
+    form = _code if code else _actions
+    found = list(difflib.unified_diff(form(before), form(after), old, new, lineterm="", n=lines))
+    head = [f"# {printable(text)}" for text in differences(before, after)]
+    if not found:
+        found = [f"--- {old}", f"+++ {new}"] if head else []
+    return "\n".join([*found[:2], *head, *found[2:]])
+
+
+def differences(before: Schedule, after: Schedule) -> list[str]:
+    """What two schedules were made with, where that differs: "lookahead: 2 -> 1"."""
+    made_with: dict[str, Callable[[Schedule], object]] = {
+        "stages": lambda s: len(s.stages),
+        "passes": lambda s: ", ".join(record.name for record in s.history) or "none",
+        "kept, not recomputed": lambda s: ", ".join(map(str, sorted(s.plan.keep))) or "none",
+        "plan": lambda s: "; ".join(s.plan.reasons) or "none",
+        "slots": _slots,
+        "held at the turn": _held,
+        "lookahead": lookahead,
+    }
+    pairs = {name: (of(before), of(after)) for name, of in made_with.items()}
+    return [f"{name}: {old} -> {new}" for name, (old, new) in pairs.items() if old != new]
+
+
+def lookahead(schedule: Schedule) -> int:
+    """How many computes a forward issues, at most, between a prefetch and its first reader."""
+    graph = schedule.forward
+    count, at = 0, {}
+    for node in ops.nodes_of(graph):
+        at[node] = count
+        count += node.target in _COMPUTES
+    farthest = 0
+    for node in ops.nodes_of(graph, ops.prefetch):
+        readers = [at[user] for user in node.users if user.target in _COMPUTES]
+        if readers:
+            farthest = max(farthest, min(readers) - at[node])
+    return farthest
+
+
+def passes(schedule: Schedule) -> str:
+    """What each pass took, and the nodes before and after it.
+
+    "actions" tells whether the pass changed what is issued: "+9" for nine more actions, "=" for the
+    same ones.
+    """
+    if not schedule.history:
+        return f"{printable(schedule.name)}: made by hand, no pass has run"
+    rows = [["pass", "ms", "nodes", "actions"]]
+    before = 0
+    for record in schedule.history:
+        rows.append(
+            [
+                record.name,
+                f"{record.time_s * 1e3:.1f}",
+                f"{before} -> {record.nodes}",
+                _change(record),
+            ]
+        )
+        before = record.nodes
+    rows.append(["all", f"{sum(r.time_s for r in schedule.history) * 1e3:.1f}", "", ""])
+    return columns(rows)
+
+
+def _change(record: PassRecord) -> str:
+    if record.before == record.after:
+        return "="
+    more = len(record.after.split()) - len(record.before.split())
+    return f"{more:+d}" if more else "changed"
+
+
+def _named(schedule: Schedule) -> str:
+    made_by = schedule.history[-1].name if schedule.history else "hand"
+    return f"{printable(schedule.name)}: {len(schedule.stages)} stages by {made_by}"
+
+
+def _slots(schedule: Schedule) -> str:
+    size = sum(slot.size_bytes for slot in schedule.slots)
+    return f"{len(schedule.slots)} of {format_bytes(size)}"
+
+
+def _held(schedule: Schedule) -> str:
+    return ", ".join(f"{bucket.label}@{slot}" for slot, bucket in schedule.held) or "none"
+
+
+def _actions(schedule: Schedule) -> list[str]:
+    stage_names = {stage.index: printable(stage.name) for stage in schedule.stages}
+    width = max(map(len, stage_names.values()), default=0)
+    lines = []
+    for name, graph in schedule.graphs.items():
+        lines.append(name)
+        for stage, labels in _by_stage(graph):
+            left = (
+                f"{stage.index:>3} {stage_names[stage.index]:<{width}}"
+                if stage
+                else " " * (4 + width)
+            )
+            lines.append(f"{left} | {' '.join(labels)}")
+    return lines
+
+
+def _by_stage(graph: fx.Graph) -> Iterator[tuple[Stage | None, list[str]]]:
+    labels: list[str] = []
+    for node in ops.nodes_of(graph):
+        if node.target in _QUIET:
+            continue
+        labels.append(_action(node))
+        if node.target in _COMPUTES:
+            yield ops.arguments(node)[0], labels
+            labels = []
+    if labels:
+        yield None, labels
+
+
+def _action(node: fx.Node) -> str:
+    """The label, and what it waits for besides its arguments: "2PREFETCH@0(after=0F)"."""
+    after: Any = node.kwargs.get("after", ())
+    waits = [values.label(n) for n in after if ops.op_of(values.producer(n)) is not None]
+    waits = [name for name in waits if name != "BEGIN"]
+    return ops.label(node) + (f"(after={','.join(waits)})" if waits else "")
+
+
+def _code(schedule: Schedule) -> list[str]:
+    """The code's lines without the columns of comments, which one long line would shift."""
+    lines = "\n".join(python.graph_code(schedule, name) for name in schedule.graphs).splitlines()
+    return [re.sub(r"(?<=\S) {2,}", "  ", line) for line in lines]

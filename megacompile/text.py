@@ -1,0 +1,38 @@
+"""Text as it is printed everywhere: sizes, names from outside, columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def printable(text: str) -> str:
+    """Text of which no part leaves its line: escapes for newlines and what else is not printed."""
+    if text.isprintable():
+        return text
+    escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(escaped)
+
+
+def format_bytes(size_bytes: float) -> str:
+    """ "1.09 GiB": three significant digits, binary units."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 999.5:  # what rounds to 1000 has a unit of its own
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} TiB"
+
+
+def columns(rows: Sequence[Sequence[str]], left: Iterable[int] = (0,)) -> str:
+    """Rows in columns: those named in `left` to the left, numbers to the right."""
+    flush = set(left)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+
+    def line(row: Sequence[str]) -> str:
+        cells = [
+            cell.ljust(width) if i in flush else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        return "  ".join(cells).rstrip()
+
+    return "\n".join(map(line, rows))

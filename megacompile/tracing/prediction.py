@@ -1,0 +1,141 @@
+"""The cost model's timeline, laid over what was measured. The only place that calls `simulate`.
+
+What is taken of a prediction is a list of (op's printed name, stream, start, end) a graph.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from typing import NamedTuple
+
+import torch
+
+from megacompile.cost import hardware as rates
+from megacompile.cost.hardware import Hardware
+from megacompile.cost.memory import DeviceMemory, Kind
+from megacompile.cost.optimizer import OptimizerCost
+from megacompile.cost.simulate import simulate
+from megacompile.ir.schedule import Schedule
+from megacompile.tracing.timeline import (
+    UPDATE_ON_HOST,
+    UPDATERS,
+    OpInfo,
+    Run,
+    Span,
+    Timeline,
+    describe,
+    in_order,
+)
+
+
+class Predicted(NamedTuple):
+    """One op in the cost model's timeline of a graph."""
+
+    name: str
+    lane: str
+    start_s: float
+    stop_s: float
+    memory_bytes: int | None = None  # of the device; where it changes
+
+
+def predict(schedule: Schedule, hardware: Hardware) -> dict[str, list[Predicted]]:
+    """By graph, with times from the graph's start."""
+    found: dict[str, list[Predicted]] = {name: [] for name in schedule.graphs}
+    simulated = simulate(schedule, hardware)
+    held = _held(simulated.memory)
+    for event in simulated.events:
+        size = _next(held, event.graph, event.label)
+        found[event.graph].append(
+            Predicted(event.label, event.stream.value, event.start_s, event.stop_s, size)
+        )
+    for name, events in found.items():
+        start = min((event.start_s for event in events), default=0.0)
+        found[name] = [
+            event._replace(start_s=event.start_s - start, stop_s=event.stop_s - start)
+            for event in events
+        ]
+    return found
+
+
+_Held = defaultdict[tuple[str, str], deque[int]]
+
+
+def _held(memory: DeviceMemory) -> _Held:
+    """By graph and op, in program order: device memory when it begins, without its workspace."""
+    found: _Held = defaultdict(deque)
+    for moment in memory.moments:
+        inside = moment.live_bytes.get(Kind.WORKSPACE, 0)
+        found[moment.graph, moment.label].append(moment.total_bytes - inside)
+    return found
+
+
+def _next(held: _Held, graph: str, label: str) -> int | None:
+    sizes = held[graph, label]
+    return sizes.popleft() if sizes else None
+
+
+def on_file(device: torch.device) -> Hardware | None:
+    """The rates of a machine that was measured before; nothing is measured now.
+
+    `python -m megacompile hardware` measures them: that takes memory of the device, which is not
+    to be had in the middle of a training.
+    """
+    return rates.cached(device)
+
+
+def predicted(measured: Timeline, hardware: Hardware) -> Timeline:
+    """The prediction of each run that was measured, from where the measured one begins."""
+    known: dict[int, dict[str, list[Predicted]]] = {}
+    spans: list[Span] = []
+    for i, run in enumerate(measured.runs):
+        if not (ran := measured.of_run(i)):
+            continue
+        assert run.schedule is not None, "a timeline that was read from a file"
+        key = id(run.schedule)
+        if key not in known:
+            known[key] = predict(run.schedule, hardware)
+        start = min(span.start_s for span in ran)
+        infos: defaultdict[str, deque[OpInfo]] = defaultdict(deque)
+        for info in describe(run.schedule, run.graph):
+            infos[info.name].append(info)
+        for event in sorted(known[key][run.graph], key=lambda event: event.start_s):
+            if infos[event.name]:  # `begin` and frees are not drawn
+                info = infos[event.name].popleft()
+                times = (start + event.start_s, start + event.stop_s)
+                spans.append(Span(info, *times, run.model, i, event.memory_bytes))
+    return Timeline(tuple(in_order(spans)), measured.runs, hardware.name, measured.order)
+
+
+def predicted_steps(
+    schedule: Schedule,
+    hardware: Hardware,
+    optimizer: OptimizerCost | None,
+    *,
+    model: str = "",
+    steps: int = 3,
+) -> Timeline:
+    """Whole steps, one after the other, with the host's updates: what a trace would have of them.
+
+    `predicted` begins every graph where it was measured to begin; here nothing is measured.
+    """
+    names = {graph: {i.name: i for i in describe(schedule, graph)} for graph in schedule.graphs}
+    modules = {f"{bucket.label}UPDATE": bucket.name for bucket in schedule.buckets}
+    graphs = list(schedule.graphs)
+    runs = tuple(Run(model, graph, schedule) for _ in range(steps) for graph in graphs)
+    spans = []
+    simulated = simulate(schedule, hardware, optimizer=optimizer, steps=steps)
+    held = {step: _held(simulated.memory) for step in range(steps)}
+    for event in simulated.events:
+        times = event.start_s, event.stop_s
+        if event.graph not in schedule.graphs:  # by `optimizer.step()`
+            kind, lane = UPDATE_ON_HOST, event.stream.value
+            if lane not in UPDATERS:
+                kind = "update" if event.label.endswith("UPDATE") else "offload_state"
+            info = OpInfo(event.label, kind, lane, modules.get(event.label, ""))
+            spans.append(Span(info, *times, model, -1))
+        elif event.label in names[event.graph]:  # `begin` and frees are left out
+            info = names[event.graph][event.label]
+            run = len(graphs) * event.step + graphs.index(event.graph)
+            size = _next(held[event.step], event.graph, event.label)
+            spans.append(Span(info, *times, model, run, size))
+    return Timeline(tuple(in_order(spans)), runs, hardware.name, (model,))

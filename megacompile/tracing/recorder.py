@@ -1,0 +1,321 @@
+"""Records when ops really run: `with megacompile.trace(model) as t:`.
+
+On CUDA each op gets two timed events on its own stream, one before and one behind its work; nothing
+waits for them until somebody reads the times. What lies between them is the op's work, without its
+waits for other streams, and with any time in which the host had not issued it yet. On the CPU an
+op runs where it is issued, and the host's clock is read around it.
+
+[Note: one time axis] Events know the time between two of them, the host its own clock. A pair of
+both is taken when recording begins: an event on a new stream, which has nothing to wait for, is
+recorded and waited for between two readings of the clock. The streams that work are not touched.
+Their distance, some microseconds, is the error of what the host's lane shows beside the others.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from megacompile.cost.hardware import Hardware
+from megacompile.errors import TraceError
+from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.schedule import Schedule
+from megacompile.tracing import perfetto, plot, prediction, timeline
+from megacompile.tracing.timeline import HOST, UNSEEN, UPDATE_ON_HOST, OpInfo, Run, Span, Timeline
+
+RECORDED = frozenset(op.name for function, op in ops.OPS.items() if function not in UNSEEN)
+_MEMORY_AT = frozenset({"forward", "recompute", "backward", "update", "add_grad"})
+_CLOCK_TRIES = 3
+
+
+@dataclass(slots=True, eq=False)
+class _Mark:
+    """An op that was issued; its times are filled in when it runs, which may be later."""
+
+    info: OpInfo
+    run: int
+    done: threading.Event | None = None  # of updates in host memory
+    bucket: Bucket | None = None  # of updates in host memory
+    start: Any = None  # seconds of the host's clock, or an event
+    stop: Any = None
+    memory_bytes: int | None = None
+
+
+class _Clock:
+    """[Note: one time axis]: an event's time on the host's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            return
+        with torch.cuda.device(device):
+            stream = torch.cuda.Stream(device, priority=-1)  # of a pool that copies do not use
+            best = float("inf")
+            for _ in range(_CLOCK_TRIES):
+                event = torch.cuda.Event(enable_timing=True)
+                before = time.perf_counter()
+                event.record(stream)
+                event.synchronize()
+                after = time.perf_counter()
+                if after - before < best:
+                    best = after - before
+                    self.event, self.host_s = event, (before + after) / 2
+
+    def at_s(self, mark: Any) -> float:
+        """Waits for an event that has not happened yet."""
+        if isinstance(mark, float):
+            return mark
+        mark.synchronize()
+        return self.host_s + float(self.event.elapsed_time(mark)) / 1e3
+
+
+class Recording:
+    """One run of a graph that is being recorded."""
+
+    def __init__(self, tracer: Tracer, infos: Sequence[OpInfo], index: int) -> None:
+        self.tracer = tracer
+        self.index = index
+        self._infos = iter(infos)
+        self._current: OpInfo | None = None
+
+    def next_op(self) -> None:
+        """The program has come to its next op."""
+        self._current = next(self._infos)
+
+    def timed(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        """The op's work with its times noted; for what is no op of the table, `work` itself."""
+        info, self._current = self._current, None
+        if info is None:
+            return work
+        mark = _Mark(info, self.index)
+        self.tracer.marks.append(mark)
+        measure = self.tracer.measure
+        return lambda: measure(mark, work)
+
+
+class Tracer:
+    """What is recorded of one model, for every trace of it that is on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.clock = _Clock(device)
+        self.marks: list[_Mark] = []  # in the order of issue; appended to by several threads
+        self.runs: list[tuple[Schedule, str]] = []
+        self.users = 0
+        self._infos: dict[tuple[int, str], tuple[OpInfo, ...]] = {}
+        self.measure = self._on_stream if device.type == "cuda" else self._here
+
+    def run(self, schedule: Schedule, graph: str) -> Recording:
+        """A graph begins to run."""
+        key = (id(schedule), graph)
+        if key not in self._infos:
+            self._infos[key] = timeline.describe(schedule, graph)
+        self.runs.append((schedule, graph))  # keeps the schedule, and so its id
+        return Recording(self, self._infos[key], len(self.runs) - 1)
+
+    def update_of(self, bucket: Bucket) -> tuple[_Mark, Callable[[str, Callable[[], None]], None]]:
+        """For the update of a bucket in host memory: does it, and notes when and on which lane.
+
+        The mark is for `marks`, once somebody is sure to do the update: a trace waits for it.
+        """
+        mark = _Mark(OpInfo("", UPDATE_ON_HOST, HOST, bucket.name), -1, threading.Event(), bucket)
+
+        def run(lane: str, work: Callable[[], None]) -> None:
+            assert mark.done is not None
+            mark.info = replace(mark.info, lane=lane)
+            mark.start = time.perf_counter()
+            try:
+                work()
+            finally:
+                mark.stop = time.perf_counter()
+                mark.done.set()
+
+        return mark, run
+
+    def _here(self, mark: _Mark, work: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        value = work()
+        mark.start, mark.stop = start, time.perf_counter()
+        mark.memory_bytes = mark.info.live_bytes
+        return value
+
+    def _on_stream(self, mark: _Mark, work: Callable[[], Any]) -> Any:
+        """The op's stream is the current one."""
+        if mark.info.kind in _MEMORY_AT:
+            stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+            mark.memory_bytes = int(stats["allocated_bytes"]["all"]["current"])
+        start = torch.cuda.Event(enable_timing=True)
+        stop = torch.cuda.Event(enable_timing=True)
+        start.record()
+        value = work()
+        stop.record()
+        mark.start, mark.stop = start, stop
+        return value
+
+
+@dataclass(slots=True, eq=False)
+class Traced:
+    """A model under a trace: where its tracer stands, and how much of that is the trace's."""
+
+    name: str
+    machine: Any  # runtime.machine.Machine
+    schedules: Callable[[], list[Schedule]]
+    tracer: Tracer | None = None
+    first: int = 0
+    last: int | None = None
+
+
+_TURN = threading.Lock()  # traces may begin and end in several threads
+
+
+class Trace:
+    """When every op of some models ran on every stream, and what they add up to.
+
+    A block of `with`, entered once. The times are read when they are first asked for, which waits
+    for what was issued in the block and is still under way, updates on the host included. Ops that
+    failed are left out.
+
+    Args:
+        models: each once, with its name.
+        hardware: the rates that the prediction is made with.
+    """
+
+    def __init__(self, models: Sequence[Traced], hardware: Hardware | None) -> None:
+        self._models = models
+        self._hardware = hardware
+        self._measured: Timeline | None = None
+        self._predicted: Timeline | None = None
+        self._start_s: float | None = None
+        self._over = False
+
+    def __enter__(self) -> Self:
+        if self._start_s is not None:
+            raise TraceError("trace(): this trace was on already; make a new one for each block")
+        with _TURN:
+            for model in self._models:
+                machine = model.machine
+                if machine.tracer is None:
+                    machine.tracer = Tracer(machine.device)
+                tracer: Tracer = machine.tracer
+                tracer.users += 1
+                model.tracer, model.first = tracer, len(tracer.marks)
+        self._start_s = time.perf_counter()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with _TURN:
+            for model in self._models:
+                assert model.tracer is not None
+                model.last = len(model.tracer.marks)
+                model.tracer.users -= 1
+                if not model.tracer.users:
+                    model.machine.tracer = None
+        self._over = True
+
+    @property
+    def measured(self) -> Timeline:
+        """What ran, so far or in all."""
+        if self._measured is not None:
+            return self._measured
+        spans: list[Span] = []
+        runs: list[Run] = []
+        for model in self._models:
+            if model.tracer is not None:
+                spans += self._spans(model, model.tracer, runs)
+        devices = dict.fromkeys(str(model.machine.device) for model in self._models)
+        order = tuple(model.name for model in self._models)
+        found = Timeline(tuple(timeline.in_order(spans)), tuple(runs), ", ".join(devices), order)
+        if self._over:
+            self._measured = found
+            for model in self._models:
+                model.tracer = None  # and its events
+        return found
+
+    def _spans(self, model: Traced, tracer: Tracer, runs: list[Run]) -> Iterator[Span]:
+        assert self._start_s is not None
+        labels = {b.key: b.label for s in model.schedules() for b in s.buckets}
+        labels |= {b.key: b.label for schedule, _ in tracer.runs for b in schedule.buckets}
+        places: dict[int, int] = {-1: -1}  # the tracer's runs -> ours
+        for mark in tracer.marks[model.first : model.last]:
+            if mark.done is not None:
+                mark.done.wait()
+            if mark.stop is None:
+                continue  # it failed, or was never issued
+            if mark.run not in places:
+                schedule, graph = tracer.runs[mark.run]
+                places[mark.run] = len(runs)
+                runs.append(Run(model.name, graph, schedule))
+            info = mark.info
+            if mark.bucket is not None:
+                label = labels.get(mark.bucket.key)
+                info = replace(info, name=f"{label}UPDATE" if label else f"UPDATE {info.module}")
+            yield Span(
+                info,
+                tracer.clock.at_s(mark.start) - self._start_s,
+                tracer.clock.at_s(mark.stop) - self._start_s,
+                model.name,
+                places[mark.run],
+                mark.memory_bytes,
+            )
+
+    @property
+    def predicted(self) -> Timeline | None:
+        """What the cost model says of each run, from where it began; None without rates.
+
+        The rates are those given to `trace()`, or on file for this machine
+        (`python -m megacompile hardware` measures them).
+        """
+        if self._predicted is None or not self._over:
+            hardware = self._hardware
+            if hardware is None and self._models:
+                hardware = prediction.on_file(self._models[0].machine.device)
+            if hardware is None:
+                return None
+            self._predicted = prediction.predicted(self.measured, hardware)
+        return self._predicted
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Every op with its start and end, in the order of their starts."""
+        return self.measured.spans
+
+    def table(self) -> str:
+        """Per stream busy and idle time, per kind of op count, time and bytes; the prediction."""
+        return timeline.table(self.measured, self.predicted)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The totals of what was measured and predicted, for programs: seconds and bytes."""
+        return timeline.totals(self.measured, self.predicted)
+
+    def save(self, path: str) -> None:
+        """Write the trace event format, which ui.perfetto.dev and chrome://tracing open.
+
+        A process for each model, with a row for each stream, and one for what was predicted.
+        """
+        perfetto.save(path, self.measured, self.predicted)
+
+    def plot(self, path: str) -> None:
+        """Draw streams and device memory over time, the prediction above what was measured.
+
+        The format goes by the ending: png, svg, pdf.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed.
+        """
+        plot.draw(path, self.measured, self.predicted)
+
+    def __repr__(self) -> str:
+        names = ", ".join(model.name for model in self._models)
+        state = "over" if self._over else "on" if self._start_s is not None else "not begun"
+        return f"<trace of {names}: {state}>"

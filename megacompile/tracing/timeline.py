@@ -1,0 +1,422 @@
+"""What ran when: spans on lanes, measured or predicted, and what they add up to.
+
+A lane is a stream of the schedule (h2d, compute, d2h), or who updates host memory in
+`optimizer.step()`: the host, and the device, which helps it. Times are seconds on one axis that
+begins with the trace. A lane is busy where it has a span; what the others have while a lane is idle
+is what it may be waiting for.
+
+Memory is that of the device as the program order of the compute stream sees it: on CUDA what the
+allocator had given out when an op was issued, drawn where the op begins to run (the allocator hands
+memory on in the order of the stream, so the host being ahead does not matter); elsewhere what the
+schedule's values and slots take (`live_bytes`); of a prediction, what `megacompile.cost.memory`
+says. What is allocated and freed inside of an op shows in none.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import fx
+
+from megacompile.ir import ops, values
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import Stage
+from megacompile.ir.tensors import tensors_bytes
+from megacompile.text import columns, format_bytes
+
+HOST, DEVICE = "host", "device"
+UPDATERS = (HOST, DEVICE)
+LANES = ("h2d", "compute", "d2h", *UPDATERS)
+UPDATE_ON_HOST = "update on the host"  # the kind of their spans: of memory there
+
+_COPIES = (ops.fetch_grad, ops.offload_grad, ops.fetch_state, ops.offload_state)
+UNSEEN = (ops.free, ops.park, ops.begin)  # they put nothing on a stream
+_ALLOCATES = (
+    *(ops.forward, ops.recompute, ops.backward),
+    *(ops.snapshot, ops.norm_grad, ops.alloc_grad, ops.alloc_state, ops.alloc),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OpInfo:
+    """What is known of an op before it runs."""
+
+    name: str  # as printed: "3F", "2PREFETCH@1"
+    kind: str  # of the op: "forward", "prefetch"
+    lane: str
+    module: str  # the path of the unit it works on, "layers.3"; "" where it has none
+    size_bytes: int = 0  # that a copy moves
+    live_bytes: int = 0  # on the device while it runs, by the schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One op from its start to its end."""
+
+    op: OpInfo
+    start_s: float
+    stop_s: float
+    model: str
+    run: int  # index into Timeline.runs; -1 on the host
+    memory_bytes: int | None = None  # of the device, when it began
+
+    @property
+    def duration_s(self) -> float:
+        return self.stop_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of one of a schedule's graphs."""
+
+    model: str
+    graph: str  # "forward" or "backward"
+    schedule: Schedule | None = field(repr=False)  # None: it was read from a file
+
+
+def describe(schedule: Schedule, graph_name: str) -> tuple[OpInfo, ...]:
+    """The ops of a graph that run, in program order: all but `begin`, `free` and `park`."""
+    graph = schedule.graphs[graph_name]
+    live = live_bytes(schedule, graph)
+    return tuple(_info(n, live[n]) for n in ops.nodes_of(graph) if n.target not in UNSEEN)
+
+
+def _info(node: fx.Node, live: int) -> OpInfo:
+    op = ops.op_of(node)
+    assert op is not None
+    subject: Any = node.args[0] if node.args else None
+    module = subject.name if isinstance(subject, Bucket | Stage) else ""
+    return OpInfo(ops.label(node), op.name, op.stream.value, module, copied_bytes(node), live)
+
+
+def copied_bytes(node: fx.Node) -> int:
+    """Bytes that an op moves between host and device."""
+    if node.target is ops.prefetch:
+        return int(ops.arguments(node)[0].size_bytes)
+    if node.target in (ops.offload, ops.fetch):
+        return tensors_bytes(node.meta.get("value"))
+    if node.target not in _COPIES:
+        return 0
+    bucket, value = ops.arguments(node)[:2]
+    return tensors_bytes(value.meta.get("value")) or int(bucket.size_bytes)
+
+
+def live_bytes(schedule: Schedule, graph: fx.Graph) -> dict[fx.Node, int]:
+    """Bytes on the device while each op runs: slots, resident buckets, values, its results."""
+    live = sum(slot.size_bytes for slot in schedule.slots)
+    there = schedule.plan.resident
+    live += sum(bucket.size_bytes for bucket in schedule.buckets if bucket.key in there)
+    given = graph.find_nodes(op="placeholder")
+    live += sum(_value_bytes(n) for n in given if not _is_on_host(n))
+    found = {}
+    gone: set[fx.Node] = set()  # what came back from the host dies with its room, once
+    for node in ops.nodes_of(graph):
+        if node.target in _ALLOCATES:
+            live += _made_bytes(node)
+        found[node] = live
+        if node.target in (ops.free, ops.park):
+            dying = {values.memory(value) for value in values.reads(node)} - gone
+            live -= sum(_value_bytes(value) for value in dying if not _is_on_host(value))
+            gone |= dying
+    return found
+
+
+def _is_on_host(node: fx.Node) -> bool:
+    """Is it what the forward's `offload` left, which the backward fetches?"""
+    return node.op == "placeholder" and any(user.target is ops.fetch for user in node.users)
+
+
+def _value_bytes(node: fx.Node) -> int:
+    return tensors_bytes(node.meta.get("value"))
+
+
+def _made_bytes(node: fx.Node) -> int:
+    items = [item for _, item in ops.items(node)]
+    return sum(_value_bytes(item) for item in items) if items else _value_bytes(node)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """The spans of one kind of op on one lane, together."""
+
+    kind: str
+    lane: str
+    count: int
+    busy_s: float
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Spans in the order in which they start."""
+
+    spans: tuple[Span, ...]
+    runs: tuple[Run, ...] = ()
+    device: str = ""
+    order: tuple[str, ...] = ()  # of the models, where it is not that of their first spans
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The models that have spans."""
+        used = dict.fromkeys(span.model for span in self.spans)
+        return tuple(dict.fromkeys([*(m for m in self.order if m in used), *used]))
+
+    @property
+    def start_s(self) -> float:
+        """When the first op began."""
+        return min((span.start_s for span in self.spans), default=0.0)
+
+    @property
+    def stop_s(self) -> float:
+        """When the last op ended."""
+        return max((span.stop_s for span in self.spans), default=0.0)
+
+    @property
+    def total_s(self) -> float:
+        """From the first op's start to the last one's end."""
+        return self.stop_s - self.start_s
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """The lanes that have spans, and the schedule's three where anything ran."""
+        used = {span.op.lane for span in self.spans}
+        known = tuple(lane for lane in LANES if lane in used or (used and lane not in UPDATERS))
+        return known + tuple(sorted(used - set(LANES)))
+
+    def busy_s(
+        self, lane: str, model: str | None = None, within: tuple[float, float] | None = None
+    ) -> float:
+        """Seconds in which a lane has work; what runs at once (of two models) counts once.
+
+        Args:
+            within: from when to when; default: always.
+        """
+        spans = [s for s in self.spans if s.op.lane == lane and model in (None, s.model)]
+        start, stop = within or (float("-inf"), float("inf"))
+        times = ((max(s.start_s, start), min(s.stop_s, stop)) for s in spans)
+        return covered_s((begin, end) for begin, end in times if begin < end)
+
+    def kinds(self) -> list[Kind]:
+        """Spans by lane and kind of op, the longest first in each lane."""
+        groups: defaultdict[tuple[str, str], list[Span]] = defaultdict(list)
+        for span in self.spans:
+            groups[span.op.lane, span.op.kind].append(span)
+        found = [
+            Kind(
+                kind,
+                lane,
+                len(spans),
+                sum(span.duration_s for span in spans),
+                sum(span.op.size_bytes for span in spans),
+            )
+            for (lane, kind), spans in groups.items()
+        ]
+        rank = {lane: i for i, lane in enumerate(self.lanes)}
+        return sorted(found, key=lambda kind: (rank[kind.lane], -kind.busy_s, kind.kind))
+
+    def of_run(self, run: int) -> tuple[Span, ...]:
+        """The spans of one run of a graph."""
+        return tuple(span for span in self.spans if span.run == run)
+
+    def run_s(self, run: int) -> float:
+        """Seconds from the first start to the last end of a run's ops."""
+        spans = self.of_run(run)
+        return Timeline(spans).total_s
+
+    def memory(self) -> list[tuple[float, int]]:
+        """(second, bytes on the device): steps, each lasting until the next."""
+        points = [(s.start_s, s.memory_bytes) for s in self.spans if s.memory_bytes is not None]
+        return sorted(points)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The totals, for programs: seconds and bytes."""
+        total = self.total_s
+        memory = [size for _, size in self.memory()]
+        return {
+            "device": self.device,
+            "total_s": total,
+            "runs": [{"model": run.model, "graph": run.graph} for run in self.runs],
+            "streams": {
+                lane: {"busy_s": self.busy_s(lane), "idle_s": total - self.busy_s(lane)}
+                for lane in self.lanes
+            },
+            "ops": [
+                {
+                    "kind": kind.kind,
+                    "stream": kind.lane,
+                    "count": kind.count,
+                    "busy_s": kind.busy_s,
+                    "bytes": kind.size_bytes,
+                }
+                for kind in self.kinds()
+            ],
+            "peak_memory_bytes": max(memory, default=None),
+        }
+
+
+def covered_s(intervals: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of intervals."""
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(intervals):
+        if stop > end:
+            total += stop - max(start, end)
+            end = stop
+    return total
+
+
+def moved(timeline: Timeline, by_s: float) -> Timeline:
+    """The same spans later by some seconds."""
+    spans = [replace(s, start_s=s.start_s + by_s, stop_s=s.stop_s + by_s) for s in timeline.spans]
+    return replace(timeline, spans=tuple(spans))
+
+
+def cut(timeline: Timeline, start_s: float, stop_s: float) -> Timeline:
+    """What ran between two times, which become 0 and their distance; spans end where it does."""
+    spans = []
+    for span in timeline.spans:
+        if span.stop_s > start_s and span.start_s < stop_s:
+            inside = max(span.start_s, start_s), min(span.stop_s, stop_s)
+            memory = span.memory_bytes if span.start_s >= start_s else None
+            spans.append(
+                replace(
+                    span,
+                    start_s=inside[0] - start_s,
+                    stop_s=inside[1] - start_s,
+                    memory_bytes=memory,
+                )
+            )
+    return replace(timeline, spans=tuple(spans))
+
+
+def totals(measured: Timeline, predicted: Timeline | None = None) -> dict[str, Any]:
+    """What both add up to, in types that JSON has: seconds and bytes."""
+    found: dict[str, Any] = {"measured": measured.to_dict(), "predicted": None}
+    if predicted is not None:
+        graphs = [
+            {
+                "model": c.model,
+                "graph": c.graph,
+                "runs": c.count,
+                "measured_s": c.measured_s,
+                "predicted_s": c.predicted_s,
+            }
+            for c in compare(measured, predicted)
+        ]
+        found["predicted"] = {**predicted.to_dict(), "graphs": graphs}
+    return found
+
+
+# As text.
+
+
+def table(measured: Timeline, predicted: Timeline | None = None) -> str:
+    """What each stream did, and each kind of op; with a prediction, how far that was off."""
+    if not measured.spans:
+        return "nothing ran while the trace was on"
+    blocks = [_head(measured), _streams(measured, predicted), _ops(measured)]
+    if predicted is not None:
+        blocks.append(_graphs(measured, predicted))
+    return "\n\n".join(blocks)
+
+
+def _head(timeline: Timeline) -> str:
+    counts: dict[tuple[str, str], int] = {}
+    for run in timeline.runs:
+        counts[run.model, run.graph] = counts.get((run.model, run.graph), 0) + 1
+    ran = ", ".join(f"{model} {graph} x{n}" for (model, graph), n in counts.items())
+    head = f"{_ms(timeline.total_s)} ms on {timeline.device or 'a device'}: {ran or 'updates only'}"
+    sizes = [size for _, size in timeline.memory()]
+    return head + (f"; device memory up to {format_bytes(max(sizes))}" if sizes else "")
+
+
+def _streams(measured: Timeline, predicted: Timeline | None) -> str:
+    total = measured.total_s
+    rows = [["stream", "busy ms", "idle ms", "busy"]]
+    if predicted is not None:
+        rows[0].append("predicted busy ms")
+    for lane in measured.lanes:
+        busy = measured.busy_s(lane)
+        share = f"{busy / total:.0%}" if total else "-"
+        rows.append([lane, _ms(busy), _ms(total - busy), share])
+        if predicted is not None:
+            known = lane in {span.op.lane for span in predicted.spans}
+            rows[-1].append(_ms(predicted.busy_s(lane)) if known else "-")
+    return columns(rows)
+
+
+def _ops(timeline: Timeline) -> str:
+    rows = [["op", "stream", "count", "ms", "ms each", "bytes", "GB/s"]]
+    for kind in timeline.kinds():
+        rate = kind.size_bytes / kind.busy_s / 1e9 if kind.busy_s else 0.0
+        rows.append(
+            [
+                kind.kind,
+                kind.lane,
+                str(kind.count),
+                _ms(kind.busy_s),
+                _ms(kind.busy_s / kind.count),
+                format_bytes(kind.size_bytes) if kind.size_bytes else "",
+                f"{rate:.3g}" if rate else "",
+            ]
+        )
+    return columns(rows, left=(0, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A graph's mean time over the runs of one schedule, measured and predicted."""
+
+    model: str
+    graph: str
+    count: int
+    measured_s: float
+    predicted_s: float
+
+
+def compare(measured: Timeline, predicted: Timeline) -> list[Comparison]:
+    """The runs that were predicted too, by model and graph."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for i, run in enumerate(measured.runs):
+        if measured.of_run(i) and predicted.of_run(i):
+            groups.setdefault((run.model, run.graph), []).append(i)
+    return [
+        Comparison(
+            model,
+            graph,
+            len(runs),
+            sum(map(measured.run_s, runs)) / len(runs),
+            sum(map(predicted.run_s, runs)) / len(runs),
+        )
+        for (model, graph), runs in groups.items()
+    ]
+
+
+def _graphs(measured: Timeline, predicted: Timeline) -> str:
+    rows = [["graph", "runs", "measured ms each", "predicted ms each", "off by"]]
+    found = compare(measured, predicted)
+    for one in found:
+        name = f"{one.model} {one.graph}"
+        rows.append(_compared(name, one.count, one.measured_s, one.predicted_s))
+    sums = [
+        sum(getattr(f, name) * f.count for f in found) for name in ("measured_s", "predicted_s")
+    ]
+    rows.append(_compared("all of them, in all", sum(f.count for f in found), *sums))
+    return columns(rows)
+
+
+def _compared(name: str, count: int, measured_s: float, predicted_s: float) -> list[str]:
+    off = f"{predicted_s / measured_s - 1:+.0%}" if measured_s else "-"
+    return [name, str(count), _ms(measured_s), _ms(predicted_s), off]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f}" if abs(seconds) < 0.1 else f"{seconds * 1e3:.1f}"
+
+
+def in_order(spans: Iterable[Span]) -> Iterator[Span]:
+    """Spans by start; the longer one first where two start at once."""
+    return iter(sorted(spans, key=lambda span: (span.start_s, -span.stop_s)))

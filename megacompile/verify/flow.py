@@ -1,0 +1,163 @@
+"""The part of `verify` that is about what flows: all that is needed, to those whom it is for.
+
+What must hold:
+
+- every op is given the values that it cannot do without;
+- the gradient of a value goes, whole, to the backward of the stage that made the value;
+- what a stage changes in place reaches the input that it belongs to.
+
+The forward's own arguments are what a schedule means: nothing is there to hold them against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import fx
+
+from megacompile.ir import ops
+from megacompile.ir.stages import ArgRef, SavedRef, Stage
+from megacompile.ir.values import label, named
+from megacompile.verify.hazard import Check, Hazard, HazardKind, View
+
+_NEEDS: dict[Callable[..., Any], tuple[int, ...]] = {  # op -> arguments that must be values
+    ops.snapshot: (0,),
+    ops.assign: (0, 1),
+    ops.fetch_grad: (1,),
+    ops.add_grad: (1, 2),
+    ops.norm_grad: (1,),
+    ops.offload_grad: (1,),
+    ops.fetch_state: (1,),
+    ops.update: (2, 3),
+    ops.offload_state: (1,),
+    ops.free: (0,),
+    ops.park: (0,),
+}
+
+
+def incomplete(view: View) -> Iterator[Hazard]:
+    """Ops that are not given what they cannot do without; the other checks rely on it."""
+    for node in view.nodes(*_NEEDS):
+        assert callable(node.target)
+        for position in _NEEDS[node.target]:
+            if not isinstance(node.args[position], fx.Node):
+                yield _lacks(view, node, f"a value as argument {position}")
+    for node in view.nodes(ops.backward):
+        stage: Any = node.args[0]
+        saved, tangents, carries = node.args[3:6]
+        read = {i.index for i in stage.traced.backward_inputs if isinstance(i, SavedRef)}
+        for what, values, needed in (
+            ("saved tensor", saved, read),
+            ("tangent", tangents, None),
+            ("carry", carries, None),
+        ):
+            for i, value in enumerate(values):  # type: ignore[arg-type]
+                if value is None and (needed is None or i in needed):
+                    yield _lacks(view, node, f"{what} {i}")
+
+
+def _lacks(view: View, node: fx.Node, what: str) -> Hazard:
+    message = f"{label(node)} is not given {what}, which it reads; pass it"
+    return view.hazard(HazardKind.ARGUMENTS, node, None, message)
+
+
+def _gradients_flow(view: View) -> Iterator[Hazard]:
+    """A backward takes the gradients of what its forward gave, summed over all who read it.
+
+    The gradients so far of a forward's value are what the last backward of a reader gave for it.
+    """
+    if view.name == "forward":
+        return
+    forward, forwards = view.schedule.forward, _forwards(view)
+    outputs = ops.returned(forward)[0]
+    so_far: dict[fx.Node, str] = {}  # a forward's value -> the name of its gradient
+    for k in view.schedule.tangents:
+        if k < len(outputs) and isinstance(outputs[k], fx.Node):
+            so_far[outputs[k]] = f"t{k}"
+    for node in view.nodes(ops.backward):
+        stage: Any = node.args[0]
+        call = forwards.get(stage.index)
+        if call is None:
+            continue
+        results, taken = dict(ops.items(call)), dict(ops.items(node))
+        args: Any = call.args[2]
+        wanted = [("tangent", results.get(k)) for k in stage.traced.tangents]
+        wanted += [("carry", args[ref.index]) for ref in _arg_refs(stage, stage.traced.carries)]
+        tangents, carries = node.args[4:6]
+        given = [*tangents, *carries]  # type: ignore[misc]
+        for (what, value), got in zip(wanted, given, strict=False):
+            if value is None or so_far.get(value) == got.name:
+                continue
+            message = (
+                f"{label(node)} takes {named(got)} as its {what} for {value.name}, whose gradient "
+                f"is {so_far.get(value, 'not there yet')}; pass that"
+            )
+            yield view.hazard(HazardKind.WRONG_GRADIENTS, node, None, message)
+        for k, ref in enumerate(_arg_refs(stage, stage.traced.gradients)):
+            so_far[args[ref.index]] = taken[k].name if k in taken else ""
+    yield from _returned(view, so_far)
+
+
+def _returned(view: View, so_far: dict[fx.Node, str]) -> Iterator[Hazard]:
+    inputs = {node.name: node for node in view.schedule.forward.find_nodes(op="placeholder")}
+    values = ops.returned(view.graph)
+    for name, value in zip(view.schedule.gradients, values, strict=False):
+        if isinstance(value, fx.Node) and so_far.get(inputs[name]) != value.name:
+            message = f"it returns {named(value)} as the gradient of {name}; return that"
+            output = view.graph.output_node()
+            yield view.hazard(HazardKind.WRONG_GRADIENTS, output, value, message)
+
+
+def _forwards(view: View) -> dict[int, fx.Node]:
+    """The forward of each stage, by its index."""
+    found: dict[int, fx.Node] = {}
+    for node in ops.nodes_of(view.schedule.forward, ops.forward):
+        stage: Any = node.args[0]
+        found[stage.index] = node
+    return found
+
+
+def _arg_refs(stage: Stage, primals: tuple[int, ...]) -> list[ArgRef]:
+    return [ref for ref in (stage.primals[i] for i in primals) if isinstance(ref, ArgRef)]
+
+
+def _changes_kept(view: View) -> Iterator[Hazard]:
+    """The last new value of an input that stages change in place is assigned to it."""
+    if view.name != "forward":
+        return
+    last: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}  # input -> who changes it last, its new value
+    root: dict[fx.Node, fx.Node] = {n: n for n in view.graph.find_nodes(op="placeholder")}
+    for node in view.nodes(ops.forward, ops.assign):
+        args: Any = node.args
+        if node.target is ops.assign:
+            if args[0] in root:
+                root[node] = root[args[0]]
+            continue
+        stage, taken = args[0], dict(ops.items(node))
+        for k, primal in enumerate(stage.mutated, start=len(stage.outputs)):
+            ref = stage.primals[primal]
+            source = root.get(args[2][ref.index]) if isinstance(ref, ArgRef) else None
+            if source is not None:
+                last[source] = node, taken.get(k, node)
+                root[last[source][1]] = source
+    assigned = {(root.get(n.args[0]), n.args[1]) for n in view.nodes(ops.assign)}  # type: ignore[arg-type]
+    for source, (node, value) in last.items():
+        if (source, value) not in assigned:
+            message = (
+                f"{label(node)} changes {source.name} in place, but its new value is not written "
+                f"there; assign({source.name}, {value.name})"
+            )
+            yield view.hazard(HazardKind.CHANGE_LOST, node, None, message)
+    for assign in view.nodes(ops.assign):
+        target: Any = assign.args[0]
+        new: Any = assign.args[1]
+        if new is target or root.get(new) is not root.get(target):
+            message = (
+                f"{label(assign)} writes {named(new)} over {target.name}, whose new value it is "
+                "not; assign what the stage gives for it"
+            )
+            yield view.hazard(HazardKind.CHANGE_LOST, assign, None, message)
+
+
+CHECKS: tuple[Check, ...] = (_gradients_flow, _changes_kept)

@@ -1,0 +1,93 @@
+"""What can be wrong with a schedule, and what a check is given."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from megacompile.ir import ops
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.values import producer
+from megacompile.verify.order import Order
+
+
+class HazardKind(enum.Enum):
+    """The ways in which a schedule can corrupt, lose or keep what it should not."""
+
+    ARGUMENTS = "arguments"  # a stage is run with too few or too many arguments
+    WRONG_ARGUMENT = "wrong argument"  # the backward reads another value than the forward read
+    MISSING_WEIGHTS = "missing weights"  # a compute reads a bucket that it is not given
+    WRONG_WEIGHTS = "wrong weights"  # a compute is given the weights of another bucket
+    UNKNOWN_SLOT = "unknown slot"  # a bucket goes to a slot that the schedule does not have
+    SLOT_TOO_SMALL = "slot too small"  # a bucket does not fit into its slot
+    SLOT_OVERWRITTEN = "slot overwritten"  # write after read: a reader may still run
+    SLOT_REFILLED = "slot refilled"  # read after write: another bucket may be there by then
+    BEFORE_BEGIN = "before begin"  # a slot is filled while an earlier schedule may read it
+    NOT_HELD = "not held"  # the forward does not leave in a slot what the backward expects there
+    RESIDUALS = "residuals"  # the forward does not give what the backward's placeholders stand for
+    USE_BEFORE_MADE = "use before made"  # an op takes a value that a later op gives
+    USE_AFTER_FREE = "use after free"  # an op takes a value that an earlier op gave back
+    FREED_TOO_EARLY = "freed too early"  # free after use: a reader on another stream may still run
+    DOUBLE_FREE = "double free"  # a value is given back twice
+    NOT_OWNED = "not owned"  # what is given back has no memory of its own (weights, an event)
+    LEAK = "leak"  # a value is neither given back nor returned
+    CHANGED_IN_PLACE = "changed in place"  # a reader of the old value may run after `assign`
+    CHANGE_LOST = "change lost"  # what a stage changes in place does not reach its input
+    WRONG_SAVED = "wrong saved"  # a backward takes saved tensors that are not its stage's
+    NOT_OFFLOADED = "not offloaded"  # a fetch takes what no offload of the forward gives
+    OFFLOAD_LOST = "offload lost"  # a value goes to the host, and the backward cannot find it
+    ON_HOST = "on host"  # a compute takes the copy on the host of a value
+    WRONG_RNG = "wrong rng"  # a recompute would draw other random numbers than the forward
+    GRADIENTS_NOT_READY = "gradients not ready"  # offloaded before every backward has added to them
+    WRONG_GRADIENTS = "wrong gradients"  # gradients of one bucket where another's belong
+    GRADIENTS_LOST = "gradients lost"  # nobody offloads them, or an offload overwrites others
+    GRADIENTS_REFILLED = "gradients refilled"  # a pinned buffer is overwritten before it was read
+    WRONG_ROOM = "wrong room"  # gradients so far, or states, are fetched to memory of another's
+    WRONG_STATE = "wrong state"  # an update takes the states of another bucket, or old ones
+    STATE_LOST = "state lost"  # nobody offloads what an update gives
+    UPDATED_TOO_EARLY = "updated too early"  # a later op reads the bucket as it was before
+
+
+@dataclass(frozen=True, slots=True)
+class Hazard:
+    """One thing that is wrong: where, what it got, what it needed, what to do."""
+
+    kind: HazardKind
+    graph: str  # "forward" or "backward"
+    label: str  # of the op that suffers, e.g. "3F"
+    other: str  # of the op that harms it, e.g. "4PREFETCH@0"; "" where there is none
+    message: str
+    nodes: tuple[fx.Node, ...] = field(default=(), repr=False, compare=False)  # to mark
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One graph of a schedule under inspection: what every check is given."""
+
+    schedule: Schedule
+    name: str  # "forward" or "backward"
+    graph: fx.Graph
+    order: Order
+
+    def hazard(
+        self, kind: HazardKind, node: fx.Node, other: fx.Node | None, message: str
+    ) -> Hazard:
+        """A hazard that `node` suffers and `other` brings about."""
+        nodes = [producer(n) for n in (node, other) if n is not None]
+        labels = [ops.label(n) for n in nodes] + [""]
+        text = f"{self.name}: {message}"
+        return Hazard(kind, self.name, labels[0], labels[1], text, tuple(dict.fromkeys(nodes)))
+
+    def nodes(self, *targets: Callable[..., Any]) -> list[fx.Node]:
+        """The nodes that call one of `targets` (every op without targets), in program order."""
+        return ops.nodes_of(self.graph, *targets)
+
+
+Check = Callable[[View], Iterator[Hazard]]

@@ -1,0 +1,269 @@
+"""The part of `verify` that is about memory: slots, lifetimes, changes in place.
+
+What must hold, given [Note: happens-before] in `megacompile.verify.order`:
+
+- a compute reads its bucket from a slot that nobody fills again until it is done, and no slot is
+  filled while an earlier schedule may read it;
+- `hold` takes from a slot only what the forward left there;
+- a value is freed once, behind all its readers, and nothing that owns memory is forgotten;
+- `assign` comes behind every reader of the old value, and the backward gets no changed value.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx
+
+from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket, Slot
+from megacompile.ir.stages import Stage
+from megacompile.ir.stream import Stream
+from megacompile.ir.values import MAKE_MEMORY, handed_over, label, memory, named, producer, reads
+from megacompile.text import format_bytes
+from megacompile.verify.hazard import Check, Hazard, HazardKind, View
+
+_TUPLE_OWNERS = (ops.forward, ops.recompute, ops.backward)
+
+
+# Slots.
+
+
+def _slot(node: fx.Node) -> Slot:
+    slot: Any = node.args[1]
+    return slot if isinstance(slot, Slot) else Slot(-1, 0)  # None: the `slots` pass has not run
+
+
+def _bucket(node: fx.Node) -> Bucket:
+    bucket: Any = node.args[0]
+    assert isinstance(bucket, Bucket)
+    return bucket
+
+
+def _slots_fit(view: View) -> Iterator[Hazard]:
+    sizes = {slot.index: slot.size_bytes for slot in view.schedule.slots}
+    for node in view.nodes(ops.prefetch, ops.hold):
+        bucket, slot = _bucket(node), _slot(node)
+        where = f"{label(node)} takes bucket {bucket.label} of {format_bytes(bucket.size_bytes)}"
+        if slot.index not in sizes:
+            message = f"{where} to slot {slot.index}, the schedule has {sorted(sizes)}; raise slots"
+            yield view.hazard(HazardKind.UNKNOWN_SLOT, node, None, message)
+            continue
+        size_bytes = min(sizes[slot.index], slot.size_bytes)
+        if size_bytes < bucket.size_bytes:
+            message = (
+                f"{where} to slot {slot.index} of {format_bytes(size_bytes)}; make the slot as "
+                "large as the largest bucket that it gets"
+            )
+            yield view.hazard(HazardKind.SLOT_TOO_SMALL, node, None, message)
+
+
+def _slots_in_turn(view: View) -> Iterator[Hazard]:
+    """The last reader of what a slot holds is before the next prefetch into it.
+
+    Neighbours are enough: prefetches share a stream, so what is before one is before the next.
+    """
+    held: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in view.nodes(ops.hold):
+        held[_slot(node).index].append(node)  # it was there before this graph
+    prefetches: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in view.nodes(ops.prefetch):
+        prefetches[_slot(node).index].append(node)
+    for index, filled in prefetches.items():
+        yield from _after_begin(view, filled[0])
+        contents = [held[index], *([node] for node in filled)]
+        for content, following in zip(contents, filled, strict=False):
+            yield from _readers_done(view, content, following)
+
+
+def _after_begin(view: View, first: fx.Node) -> Iterator[Hazard]:
+    begin = next(iter(view.nodes(ops.begin)), None)
+    if begin is None or not view.order.before(begin, first):
+        message = (
+            f"{label(first)} is the first to fill slot {_slot(first).index}, which an earlier "
+            "schedule may still read: no edge orders BEGIN before it; add after=(BEGIN) to it"
+        )
+        yield view.hazard(HazardKind.BEFORE_BEGIN, first, begin, message)
+
+
+def _readers_done(view: View, content: list[fx.Node], following: fx.Node) -> Iterator[Hazard]:
+    """The readers of a slot's `content` are before `following`, which fills it again."""
+    readers = [(n, w) for w in content for n in w.users if w in reads(n)]
+    readers.sort(key=lambda pair: view.order.position[pair[0]])
+    early = [pair for pair in readers if view.order.issued_before(pair[0], following)]
+    late = [pair for pair in readers if not view.order.issued_before(pair[0], following)]
+    fill = label(following)
+    for reader, weights in late[:1]:
+        message = (
+            f"{_reading(reader, weights)}, but {fill} may have filled it by then; raise slots, "
+            f"lower lookahead, or move {fill} behind {label(reader)}"
+        )
+        yield view.hazard(HazardKind.SLOT_REFILLED, reader, following, message)
+    for reader, weights in early[-1:]:  # compute is one stream: the others are before it
+        if not view.order.before(reader, following):
+            message = (
+                f"{_reading(reader, weights)}, but {fill} may overwrite it first: no edge orders "
+                f"{label(reader)} before it; add after=({label(reader)}) to {fill}"
+            )
+            yield view.hazard(HazardKind.SLOT_OVERWRITTEN, reader, following, message)
+
+
+def _reading(reader: fx.Node, weights: fx.Node) -> str:
+    stage = reader.args[0]
+    name = f"stage {stage.name!r} " if isinstance(stage, Stage) else ""
+    where = f"bucket {_bucket(weights).label} in slot {_slot(weights).index}"
+    return f"{label(reader)} reads {name}{where}"
+
+
+def _held(view: View) -> Iterator[Hazard]:
+    """The forward leaves in its slots what `schedule.held` says; the backward holds only that."""
+    promised = {(index, bucket.key) for index, bucket in view.schedule.held}
+    if view.name == "forward":
+        yield from _left(view)
+        promised = set()
+    for node in view.nodes(ops.hold):
+        if (_slot(node).index, _bucket(node).key) not in promised:
+            message = (
+                f"{label(node)} needs bucket {_bucket(node).label} in slot {_slot(node).index}, "
+                "but no forward leaves it there; prefetch it instead"
+            )
+            yield view.hazard(HazardKind.NOT_HELD, node, None, message)
+
+
+def _left(view: View) -> Iterator[Hazard]:
+    left = {_slot(node).index: node for node in view.nodes(ops.prefetch)}  # the last one stays
+    for index, bucket in view.schedule.held:
+        last = left.get(index)
+        if last is None or _bucket(last).key != bucket.key:
+            got = "nothing" if last is None else f"bucket {_bucket(last).label}"
+            message = (
+                f"the backward expects bucket {bucket.label} in slot {index}, but the forward "
+                f"leaves {got} there; correct schedule.held, or prefetch it in the backward"
+            )
+            where = view.graph.output_node() if last is None else last
+            yield view.hazard(HazardKind.NOT_HELD, where, None, message)
+
+
+# Lifetimes.
+
+
+def _owns(node: fx.Node) -> bool:
+    """Does the node name memory of the compute stream's allocator?"""
+    if node.op == "call_function" and node.target is operator.getitem:
+        return producer(node).target in _TUPLE_OWNERS
+    return node.target in MAKE_MEMORY
+
+
+def _lifetimes(view: View) -> Iterator[Hazard]:
+    """Memory is given back when the last of its names is freed, and nobody reads it after that."""
+    frees: dict[fx.Node, fx.Node] = {}
+    for node in view.nodes(ops.free, ops.park):
+        value: Any = node.args[0]
+        if value in frees:
+            message = f"{named(value)} is freed twice; drop one of its frees"
+            yield view.hazard(HazardKind.DOUBLE_FREE, value, node, message)
+        elif not _owns(value) and value.op != "placeholder":
+            message = f"{label(value)} owns no memory, yet it is freed; drop its free"
+            yield view.hazard(HazardKind.NOT_OWNED, value, node, message)
+        else:
+            frees[value] = node
+    names: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node in view.graph.nodes:
+        if _owns(node) or node.op == "placeholder":
+            names[memory(node)].append(node)
+    returned = view.graph.output_node().all_input_nodes
+    handed = handed_over(view.graph)
+    for root, shared in names.items():
+        yield from _used_after_free(view, shared, frees)
+        for name in shared:
+            if root in handed:
+                if name in frees:
+                    message = (
+                        f"{named(name)} is freed, but optimizer.step() will read it: it is handed "
+                        "over; drop its free"
+                    )
+                    yield view.hazard(HazardKind.DOUBLE_FREE, name, frees[name], message)
+                continue
+            if _owns(name) and name not in frees and name not in returned:
+                message = (
+                    f"{named(name)} is neither freed nor returned; free it behind its last reader"
+                )
+                yield view.hazard(HazardKind.LEAK, name, None, message)
+
+
+def _used_after_free(
+    view: View, shared: list[fx.Node], frees: dict[fx.Node, fx.Node]
+) -> Iterator[Hazard]:
+    for name in shared:
+        for user in name.users:
+            if name in frees and view.order.issued_before(frees[name], user):
+                if user.target in (ops.free, ops.park) and user.args[0] is name:
+                    continue  # a double free, reported as such
+                message = (
+                    f"{label(user)} takes {named(name)}, which is freed before it; "
+                    f"free it behind {label(user)}"
+                )
+                yield view.hazard(HazardKind.USE_AFTER_FREE, user, name, message)
+    if not all(name in frees for name in shared):
+        return
+    releases = [frees[name] for name in shared]
+    release = max(releases, key=view.order.position.__getitem__)
+    kept_for = {n for park in releases if park.target is ops.park for n in _after(park)}
+    for name in shared:
+        for user in name.users:
+            other_stream = ops.op_of(user) is not None and ops.stream_of(user) is not Stream.COMPUTE
+            if not other_stream or name not in reads(user):
+                continue
+            if user in kept_for:
+                continue
+            if view.order.issued_before(user, release) and not view.order.before(user, release):
+                message = (
+                    f"{named(name)} is freed while {label(user)} may still read it: "
+                    f"no edge orders {label(user)} before its free; add after=({label(user)}) to it"
+                )
+                yield view.hazard(HazardKind.FREED_TOO_EARLY, user, release, message)
+
+
+def _after(node: fx.Node) -> tuple[fx.Node, ...]:
+    after: Any = node.kwargs.get("after", ())
+    return tuple(map(producer, after))
+
+
+# Changes in place.
+
+
+def _assigns(view: View) -> Iterator[Hazard]:
+    """Who reads a value as it was is before the `assign` that changes it."""
+    versions: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node in view.graph.nodes:
+        versions[memory(node)].append(node)
+    for assign in view.nodes(ops.assign):
+        for old in versions[memory(assign)]:
+            if view.order.issued_before(old, assign):
+                yield from _read_before(view, old, assign)
+
+
+def _read_before(view: View, old: fx.Node, assign: fx.Node) -> Iterator[Hazard]:
+    """The readers of `old` are before `assign`, and the backward is not among them."""
+    for reader in old.users:
+        if reader.target in (ops.assign, ops.free, ops.park) or ops.op_of(reader) is None:
+            continue
+        if old in reads(reader) and not view.order.before(reader, assign):
+            message = (
+                f"{label(reader)} reads {old.name} as it was before {label(assign)} changes it, "
+                f"but no edge orders {label(reader)} before it; let it read a snapshot, or add "
+                f"after=({label(reader)}) to {label(assign)}"
+            )
+            yield view.hazard(HazardKind.CHANGED_IN_PLACE, reader, assign, message)
+    if old.name in view.schedule.residuals and view.name == "forward":
+        message = (
+            f"the backward takes {old.name} as it was before {label(assign)} changes it; give it a "
+            "snapshot made before"
+        )
+        yield view.hazard(HazardKind.CHANGED_IN_PLACE, old, assign, message)
+
+
+CHECKS: tuple[Check, ...] = (_slots_fit, _slots_in_turn, _held, _lifetimes, _assigns)

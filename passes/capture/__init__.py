@@ -1,0 +1,1 @@
+"""Passes on the captured graph, before it is cut into stages."""

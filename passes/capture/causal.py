@@ -1,0 +1,348 @@
+"""Let attention know that its mask is causal, instead of making the mask.
+
+    before: mask = (kv[None, :] <= q[:, None])        after: y = attention(..., is_causal=True)
+            y = attention(..., attn_mask=mask)
+
+A model that is captured cannot look at its mask, so Hugging Face's make one where the plain loop
+passes `is_causal=True`: a square of the length of the context, in the memory of every layer, and
+kernels that cannot skip half of it. What such a mask is can be known: it is made of constants.
+Those that are small are computed here. Of what is made of them, with a row for each query and a
+column for each key, it is enough to know whether it allows everything, or what is_causal allows.
+
+The attention is the same up to rounding: another kernel computes it.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from megacompile.ir.capture import Capture, ConstantInput
+from megacompile.ir.schedule import copy_graph
+from megacompile.ir.tensors import TensorMeta, tensors_bytes
+from megacompile.options import Lowering
+from megacompile.passes.capture.inline import inline_checkpoints
+from megacompile.passes.capture.propagate import Values, propagate
+from megacompile.text import format_bytes
+
+SMALL_NUMEL = 2**22  # of what is computed
+
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+# Pure functions of their arguments, methods by name. An operator's method (`__eq__`) is what torch
+# 2.11's Dynamo makes of some operators.
+_COMPARES: dict[Any, Callable[[Any, Any], Any]] = {
+    **dict.fromkeys((operator.le, torch.le, "le", "__le__"), operator.le),
+    **dict.fromkeys((operator.lt, torch.lt, "lt", "__lt__"), operator.lt),
+    **dict.fromkeys((operator.ge, torch.ge, "ge", "__ge__"), operator.ge),
+    **dict.fromkeys((operator.gt, torch.gt, "gt", "__gt__"), operator.gt),
+    **dict.fromkeys((operator.eq, torch.eq, "eq", "__eq__"), operator.eq),
+    **dict.fromkeys((operator.ne, torch.ne, "ne", "__ne__"), operator.ne),
+}
+_ANDS = {
+    *(operator.and_, torch.bitwise_and, torch.logical_and),
+    *("bitwise_and", "logical_and", "__and__"),
+}
+_ONES = {torch.ones, torch.ones_like, "new_ones"}
+_TRILS = {torch.tril, "tril"}
+_KEEP = {"to", "bool", "contiguous", "clone", torch.clone, "expand", "expand_as"}
+_RESHAPES = {"view", "reshape", "unsqueeze", torch.unsqueeze, torch.reshape}
+_MORE = {
+    *(operator.add, operator.sub, operator.mul, operator.neg, operator.floordiv, operator.getitem),
+    *(torch.add, torch.sub, torch.arange, torch.diff, torch.cumsum, torch.zeros, torch.full),
+    *("add", "sub", "diff", "cumsum", "new_zeros", "new_full", "long", "int", "squeeze", "size"),
+    *("flatten", "cpu", "cuda", "__getitem__", "__add__", "__sub__", "__mul__", "__neg__"),
+}
+_INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+_PURE = {*_COMPARES, *_ANDS, *_ONES, *_TRILS, *_KEEP, *_RESHAPES, *_MORE}
+
+
+class _Allows(Enum):
+    """What a mask of queries by keys, in its last two dimensions, lets attention see."""
+
+    ALL = "everything"
+    CAUSAL = "each query the keys up to its own"
+
+
+_UNKNOWN = object()
+
+
+def use_causal_attention(
+    capture: Capture, *, lowering: Lowering
+) -> tuple[Capture, tuple[str, ...]]:
+    """The capture whose attention gets no mask that is known, and a line on those.
+
+    A capture that is left as it is, is returned itself; with `EAGER`, which is bitwise, always.
+    """
+    if lowering is Lowering.EAGER:
+        return capture, ()
+    own = inline_checkpoints(capture)
+    if not any(map(_mask_of, own.module.graph.nodes)):
+        return capture, ()
+    own = replace(own, module=fx.GraphModule(own.module, copy_graph(own.module.graph)))
+    known = _Known(own, propagate(own))
+    sizes: dict[fx.Node, int] = {}
+    count = 0
+    for node in own.module.graph.nodes:
+        mask = _mask_of(node)
+        if mask is None:
+            continue
+        allows = known.attention(node, mask)
+        if allows is None:
+            continue
+        _set_mask(node, causal=allows is _Allows.CAUSAL)
+        sizes[mask] = tensors_bytes(known.meta(mask))
+        count += 1
+    if not count:
+        return capture, ()
+    _erase_unused(own.module.graph, list(sizes))
+    own.module.recompile()
+    size = format_bytes(max(sizes.values()))
+    return own, (f"{count} attentions are causal without a mask, which would take {size}",)
+
+
+def _mask_of(node: fx.Node) -> fx.Node | None:
+    """The mask that an attention takes."""
+    if node.target is not F.scaled_dot_product_attention:
+        return None
+    bound = _bound(node)
+    mask = bound.get("attn_mask")
+    return mask if isinstance(mask, fx.Node) and bound.get("is_causal", False) is False else None
+
+
+def _bound(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an attention by name."""
+    return dict(zip(_ATTENTION, node.args, strict=False)) | dict(node.kwargs)
+
+
+def _set_mask(node: fx.Node, *, causal: bool) -> None:
+    bound = _bound(node) | {"attn_mask": None, "is_causal": causal}
+    node.args = tuple(bound.pop(name) for name in _ATTENTION[:3])
+    node.kwargs = bound
+
+
+def _erase_unused(graph: fx.Graph, masks: Sequence[fx.Node]) -> None:
+    """Masks that nobody takes, and what was made for them."""
+    made = set(masks)
+    for node in reversed(graph.nodes):
+        if node in made and not node.users and node.op in ("call_function", "call_method"):
+            made.update(source for source in node.all_input_nodes if source.target in _PURE)
+            graph.erase_node(node)
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of the values of a captured graph, before it runs."""
+
+    capture: Capture
+    values: Values
+    found: dict[fx.Node, Any] = field(default_factory=dict)
+    computed: dict[str, Any] = field(default_factory=dict)  # by what was done
+    changed: frozenset[int] = field(init=False)  # storages that something writes to
+
+    def __post_init__(self) -> None:
+        self.changed = frozenset().union(*self.values.mutates.values())
+        holders = self.capture.module.graph.find_nodes(op="placeholder")
+        for node, item in zip(holders, self.capture.inputs, strict=True):
+            if isinstance(item, ConstantInput):
+                self.found[node] = item.value
+
+    def meta(self, node: fx.Node) -> TensorMeta:
+        meta = self.values.of[node]
+        assert isinstance(meta, TensorMeta)
+        return meta
+
+    def attention(self, node: fx.Node, mask: fx.Node) -> _Allows | None:
+        """What its mask allows; None where that is not known, or nothing that it can be told."""
+        bound = _bound(node)
+        query, key = bound["query"], bound["key"]
+        if not isinstance(query, fx.Node) or not isinstance(key, fx.Node):
+            return None
+        square = self.meta(query).shape[-2], self.meta(key).shape[-2]
+        meta = self.meta(mask)
+        if meta.dtype is not torch.bool or len(meta.shape) < 2 or meta.shape[-2:] != square:
+            return None
+        allows = self.of(mask)
+        if isinstance(allows, torch.Tensor):
+            allows = _look(allows)
+        if allows is _Allows.CAUSAL and square[0] != square[1]:
+            return None
+        return allows if isinstance(allows, _Allows) else None
+
+    def of(self, node: fx.Node) -> Any:
+        """A value on the CPU, an `_Allows`, or `_UNKNOWN`."""
+        stack = [node]
+        while stack:  # deep graphs: no recursion
+            last = stack[-1]
+            missing = [n for n in last.all_input_nodes if n not in self.found]
+            if last in self.found:
+                pass
+            elif self.values.is_constant(last):
+                self.found[last] = self.values.of[last]
+            elif not self._pure(last):
+                self.found[last] = _UNKNOWN
+            elif missing:
+                stack += missing
+                continue
+            else:
+                self.found[last] = self._make(last)
+            stack.pop()
+        return self.found[node]
+
+    def _pure(self, node: fx.Node) -> bool:
+        called = node.op in ("call_function", "call_method") and node.target in _PURE
+        return called and not self.values.storages[node] & self.changed
+
+    def _make(self, node: fx.Node) -> Any:
+        given = [self.found[source] for source in node.all_input_nodes]
+        if any(value is _UNKNOWN for value in given):
+            return _UNKNOWN
+        meta = self.values.of[node]
+        small = not isinstance(meta, TensorMeta) or math.prod(meta.shape) <= SMALL_NUMEL
+        if small and not any(isinstance(value, _Allows) for value in given):
+            return self._compute(node)
+        return self._allowed(node, meta) if isinstance(meta, TensorMeta) else _UNKNOWN
+
+    def _compute(self, node: fx.Node) -> Any:
+        """The value, on the CPU; the same for nodes that do the same, such as those of layers."""
+
+        def named(source: fx.Node) -> Any:
+            value = self.found[source]
+            return f"%{id(value)}" if isinstance(value, torch.Tensor) else value
+
+        key = repr((node.target, fx.map_arg(node.args, named), fx.map_arg(node.kwargs, named)))
+        if key not in self.computed:
+            self.computed[key] = self._run(node)
+        return self.computed[key]
+
+    def _run(self, node: fx.Node) -> Any:
+        args = list(fx.map_arg(node.args, self.found.__getitem__))
+        kwargs = dict(fx.map_arg(node.kwargs, self.found.__getitem__))
+        kwargs.pop("pin_memory", None)
+        if kwargs.get("device") is not None:
+            kwargs["device"] = "cpu"
+        for i, item in enumerate(args):  # the only strings that these functions take are devices
+            index = node.target == "to" and type(item) is int
+            if index or isinstance(item, (torch.device, str)):
+                args[i] = "cpu"
+        if node.target == "cuda":
+            return args[0]
+        try:
+            with torch.device("cpu"):  # whatever the default is
+                if node.op == "call_method":
+                    return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+                assert callable(node.target)
+                return node.target(*args, **kwargs)
+        except Exception:  # whatever the CPU cannot do
+            return _UNKNOWN
+
+    def _allowed(self, node: fx.Node, meta: TensorMeta) -> Any:
+        """What a large mask allows."""
+        if len(meta.shape) < 2:
+            return _UNKNOWN
+        named = dict(node.kwargs)
+        first = (named.pop("input"),) if "input" in named else ()  # wherever it was written
+        given = (*node.args, *first, *named.values())
+        values = [self.found[item] if isinstance(item, fx.Node) else item for item in given]
+        if node.target in _COMPARES and len(values) == 2:
+            return _compared(node.target, values[0], values[1], meta.shape)
+        values = [_seen(value, meta.shape) for value in values]
+        masks = [value for value in values if isinstance(value, _Allows)]
+        if node.target in _ANDS and len(values) == 2:
+            return self._both(node, values, meta)
+        if node.target in _ONES and meta.dtype is torch.bool:
+            return _Allows.ALL
+        if node.target in _TRILS and masks and values[1:] in ([], [0]):
+            return _Allows.CAUSAL
+        if masks and values[0] is masks[0] and self._keeps(node, meta):
+            return masks[0]  # and not what `a.expand_as(b)` takes the shape of
+        return _UNKNOWN
+
+    def _both(self, node: fx.Node, values: Sequence[Any], meta: TensorMeta) -> Any:
+        sides = []
+        for source, value in zip(node.all_input_nodes, values, strict=False):
+            if isinstance(value, torch.Tensor) and value.dtype is torch.bool and bool(value.all()):
+                value = _Allows.ALL  # of any shape, because it is spread over the other
+            elif not isinstance(value, _Allows) or self.meta(source).shape[-2:] != meta.shape[-2:]:
+                return _UNKNOWN
+            sides.append(value)
+        if len(sides) != 2:
+            return _UNKNOWN
+        return _Allows.CAUSAL if _Allows.CAUSAL in sides else _Allows.ALL
+
+    def _keeps(self, node: fx.Node, meta: TensorMeta) -> bool:
+        """Are the last two dimensions those of the mask that it takes?"""
+        before = self.meta(node.all_input_nodes[0])
+        if meta.dtype is not torch.bool or meta.shape[-2:] != before.shape[-2:]:
+            return False
+        if node.target in _KEEP:
+            return True
+        if node.target in _RESHAPES:  # of leading dimensions: both sizes are there, and not 1
+            return min(meta.shape[-2:]) > 1
+        if node.target is operator.getitem:
+            return _keeps_rows(node.args[1], len(before.shape))
+        return False
+
+
+def _keeps_rows(index: Any, dims: int) -> bool:
+    """Does an index add leading dimensions at most?"""
+    given = list(index) if isinstance(index, tuple) else [index]
+    if not all(entry is None or entry is Ellipsis or entry == slice(None) for entry in given):
+        return False
+    missing = [slice(None)] * (dims - given.count(slice(None)))
+    at = given.index(Ellipsis) if Ellipsis in given else len(given)
+    return None not in (given[:at] + missing + given[at + 1 :])[-2:]
+
+
+def _seen(value: Any, shape: Sequence[int]) -> Any:
+    """What a mask allows that was computed because it is small, and is a part of a larger one."""
+    is_mask = isinstance(value, torch.Tensor) and value.dtype is torch.bool and value.dim() > 1
+    if not is_mask or value.shape[-2:] != shape[-2:]:
+        return value
+    allows = _look(value)
+    return allows if isinstance(allows, _Allows) else value
+
+
+def _look(mask: torch.Tensor) -> Any:
+    """What a mask that was computed allows."""
+    if bool(mask.all()):
+        return _Allows.ALL
+    square = torch.ones(mask.shape[-2:], dtype=torch.bool).tril()
+    return _Allows.CAUSAL if bool((mask == square).all()) else _UNKNOWN
+
+
+def _compared(target: Any, left: Any, right: Any, shape: Sequence[int]) -> Any:
+    """What a comparison of a number for each key with one for each query allows."""
+    compare = _COMPARES[target]
+    if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
+        return _UNKNOWN
+    dtype = torch.result_type(left, right)  # as they are compared
+    if dtype not in _INTEGERS or compare is operator.ne:
+        return _UNKNOWN
+    left, right = (
+        v.to(dtype).long().reshape((1,) * (len(shape) - v.dim()) + v.shape) for v in (left, right)
+    )
+    if compare is operator.eq:
+        numbers = {int(end) for value in (left, right) for end in value.aminmax()}
+        return _Allows.ALL if len(numbers) == 1 else _UNKNOWN
+    keys, queries = (left, right) if compare in (operator.le, operator.lt) else (right, left)
+    within = operator.lt if compare in (operator.lt, operator.gt) else operator.le
+    if keys.shape[-2] != 1 or queries.shape[-1] != 1:
+        return _UNKNOWN  # the other way round, or not a number for each
+    keys, queries = keys[..., 0, :].expand(*keys.shape[:-2], shape[-1]), queries[..., 0]
+    if bool(within(keys.amax(), queries.amin())):
+        return _Allows.ALL
+    if queries.shape[-1] != keys.shape[-1]:
+        return _UNKNOWN
+    # A query sees every key up to its own: the largest of those, and the smallest behind them.
+    seen = within(keys.cummax(-1).values, queries)
+    behind = within(keys.flip(-1).cummin(-1).values.flip(-1)[..., 1:], queries[..., :-1])
+    return _Allows.CAUSAL if bool(seen.all()) and not bool(behind.any()) else _UNKNOWN

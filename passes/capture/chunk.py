@@ -1,0 +1,362 @@
+"""Compute the head of a language model in chunks: its logits are never there as a whole.
+
+    before: logits = linear(x, weight)               after: x = x[:, :-1]
+            logits = logits.float()[:, :-1]                 x = x.reshape(-1, H)
+            logits = logits.reshape(-1, C)                  loss = linear_cross_entropy(
+            loss = cross_entropy(logits, y)                     x, weight, y, chunk_rows=...)
+
+Casts to float32, slices and reshapes of leading dimensions between the two commute with the linear
+layer, row by row, and are made to its input. Whatever else happens to the logits, or needs them,
+leaves the graph as it is; `reasons` then says why. The new code stands where the loss stood and
+belongs to the module of the linear layer.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from megacompile import compat
+from megacompile.ir.capture import Capture
+from megacompile.ir.head import linear_cross_entropy
+from megacompile.ir.schedule import copy_graph
+from megacompile.ir.tensors import TensorMeta
+from megacompile.options import Head, Lowering
+from megacompile.passes.capture.inline import inline_checkpoints
+from megacompile.passes.capture.propagate import Values, propagate
+from megacompile.text import format_bytes
+
+CHUNK_BYTES = 2**30  # of logits at a time; "auto" leaves a head of fewer as it is
+_ALIGNED_ROWS = 128  # a tile of the matrix kernels
+
+_CASTS = {"float", "to", "type"}
+_COPIES = {"contiguous", "clone", torch.clone}
+_RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", *_COPIES} | {
+    torch.reshape,
+    torch.flatten,
+    torch.unflatten,
+    torch.squeeze,
+    torch.unsqueeze,
+}
+_TRANSPOSES: dict[Any, str] = {
+    **dict.fromkeys(("transpose", torch.transpose, "swapaxes", torch.swapaxes), "transpose"),
+    **dict.fromkeys(("permute", torch.permute), "permute"),
+}
+_LOSS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+_LOSSES: dict[Callable[..., Any], tuple[str, ...]] = {  # with the names of their arguments
+    F.cross_entropy: (*_LOSS, "label_smoothing"),
+    compat.CROSS_ENTROPY_LOSS: (
+        *("input", "target", "weight", "reduction", "ignore_index", "label_smoothing"),
+    ),
+}
+_LINEAR = ("input", "weight", "bias")
+_REDUCTIONS = {"mean": True, 1: True, "sum": False, 2: False}
+_EVERY_CLASS = slice(None), slice(0, None)
+
+STOOD_BACK = "the head is whole: "  # how a reason begins where a loss was found
+
+
+def chunk_head(
+    capture: Capture, *, head: Head, lowering: Lowering
+) -> tuple[Capture, tuple[str, ...]]:
+    """The capture with each head that can be in chunks, and a line on each loss.
+
+    A capture that is left as it is, is returned itself.
+    """
+    own = inline_checkpoints(capture)
+    if not any(node.target in _LOSSES for node in own.module.graph.nodes):
+        return capture, ("no head: no cross_entropy was captured",) if head is Head.CHUNKED else ()
+    if head is Head.WHOLE:
+        return capture, (f"{STOOD_BACK}head='whole'",)
+    if head is Head.AUTO and lowering is Lowering.EAGER:
+        why = "lowering='eager' is bitwise, and head='chunked' is equal up to rounding"
+        return capture, (f"{STOOD_BACK}{why}",)
+    own = replace(own, module=fx.GraphModule(own.module, copy_graph(own.module.graph)))
+    finder = _Finder(own, propagate(own))
+    heads, reasons = [], []
+    for loss in [n for n in own.module.graph.nodes if n.target in _LOSSES]:
+        try:
+            found = finder.find(loss)
+            if head is Head.AUTO and found.logits_bytes <= CHUNK_BYTES:
+                size, least = format_bytes(found.logits_bytes), format_bytes(CHUNK_BYTES)
+                raise _Whole(f"its logits take {size}, no more than {least}")
+        except _Whole as why:
+            reasons.append(f"{STOOD_BACK}{why}")
+            continue
+        heads.append(found)
+        reasons.append(f"the head of {found} is computed in chunks of {found.chunk_rows} tokens")
+    if not heads:
+        return capture, tuple(reasons)
+    for found in heads:
+        _rewrite(own.module, found, finder)
+    own.module.recompile()
+    return own, tuple(reasons)
+
+
+class _Whole(Exception):
+    """Why a head is left as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A linear layer, what happens to its logits, and their loss."""
+
+    linear: fx.Node
+    chain: tuple[fx.Node, ...]  # from the linear layer's user to the loss's input
+    loss: fx.Node
+    hidden: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    target: fx.Node
+    class_weight: fx.Node | None
+    mean: bool
+    ignore_index: int
+    label_smoothing: float
+    rows: int
+    classes: int
+    logits_bytes: int
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of a chunk."""
+        return rows_of_a_chunk(self.rows, self.logits_bytes // self.rows, CHUNK_BYTES)
+
+    def __str__(self) -> str:
+        size = format_bytes(self.logits_bytes)
+        return f"{self.rows} tokens by {self.classes} classes ({size} of logits)"
+
+
+def rows_of_a_chunk(rows: int, row_bytes: int, limit_bytes: int) -> int:
+    """For as few chunks as the limit allows, of equal size and whole tiles if that is possible."""
+    at_most = max(1, limit_bytes // row_bytes)
+    if at_most > _ALIGNED_ROWS:
+        at_most -= at_most % _ALIGNED_ROWS
+    equal = math.ceil(rows / math.ceil(rows / at_most))
+    return min(at_most, -(-equal // _ALIGNED_ROWS) * _ALIGNED_ROWS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Finder:
+    """Matches heads in one captured graph."""
+
+    capture: Capture
+    values: Values
+
+    def find(self, loss: fx.Node) -> _Found:
+        """The head of a loss; `_Whole` where it is not one that can be in chunks."""
+        of = self._bind(loss, _LOSSES[loss.target])  # type: ignore[index]
+        if of.get("size_average") is not None or of.get("reduce") is not None:
+            raise _Whole(f"{loss} has size_average or reduce")
+        reduction = self.literal(of.get("reduction", "mean"))
+        if reduction not in _REDUCTIONS:
+            raise _Whole(f"{loss} has reduction={reduction!r}, a loss for each token")
+        chain, linear = self._walk(loss, of["input"])
+        parts = self._bind(linear, _LINEAR)
+        hidden, weight, bias = parts["input"], parts["weight"], parts.get("bias")
+        rows, classes = self._rows(chain, linear, of["target"])
+        found = _Found(
+            linear=linear,
+            chain=chain,
+            loss=loss,
+            hidden=hidden,
+            weight=weight,
+            bias=bias,
+            target=of["target"],
+            class_weight=of.get("weight"),
+            mean=_REDUCTIONS[reduction],
+            ignore_index=int(self.literal(of.get("ignore_index", -100))),
+            label_smoothing=float(self.literal(of.get("label_smoothing", 0.0))),
+            rows=rows,
+            classes=classes,
+            logits_bytes=rows * classes * self.meta(linear).dtype.itemsize,
+        )
+        self._check_between(found)
+        return found
+
+    def literal(self, value: Any) -> Any:
+        """A value in which nodes of known numbers are those numbers."""
+        return fx.map_arg(value, self._number)
+
+    def _number(self, node: fx.Node) -> Any:
+        if not self.values.is_constant(node):
+            raise _Whole(f"{node} is a tensor where a number was expected")
+        return self.values.of[node]
+
+    def _bind(self, node: fx.Node, names: Sequence[str]) -> dict[str, Any]:
+        """The arguments of a call by name."""
+        bound: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        unknown = bound.keys() - set(names)
+        if unknown or len(node.args) > len(names):
+            raise _Whole(f"{node} has arguments that are not known: {sorted(unknown)}")
+        return bound
+
+    def meta(self, node: Any) -> TensorMeta:
+        """What a tensor looks like."""
+        meta = self.values.of.get(node) if isinstance(node, fx.Node) else None
+        if not isinstance(meta, TensorMeta):
+            what = "it has no target that is a tensor" if node is None else f"{node} is no tensor"
+            raise _Whole(what)
+        return meta
+
+    def _walk(self, loss: fx.Node, source: Any) -> tuple[tuple[fx.Node, ...], fx.Node]:
+        """From the loss's input back to the linear layer."""
+        chain: list[fx.Node] = []
+        node, user = source, loss
+        while True:
+            self.meta(node)
+            self._check_users(node, user)
+            if node.target is F.linear:
+                break
+            self._check_step(node, last=user is loss)
+            chain.append(node)
+            node, user = _source(node), node
+        for step in chain:
+            self._check_classes(step, self.meta(node).shape[-1])
+        return tuple(reversed(chain)), node
+
+    def _check_users(self, node: fx.Node, user: fx.Node) -> None:
+        for other in node.users:
+            if other.op == "output":
+                raise _Whole(f"the logits ({node}) are returned to the caller; return the loss")
+            if other is not user and not self._asks_for_size(other):
+                raise _Whole(f"the logits ({node}) are also used by {other}")
+
+    def _asks_for_size(self, user: fx.Node) -> bool:
+        """Does a user of a tensor only look at what it is? What changes it has no value."""
+        value = self.values.of[user]
+        looks = value is not None and not self.values.mutates[user]
+        return looks and self.values.is_constant(user)
+
+    def _check_step(self, node: fx.Node, *, last: bool) -> None:
+        """Does a node between the head and its loss commute with the linear layer?"""
+        source = _source(node)
+        meta, before = self.meta(node), self.meta(source)
+        if node.target in _CASTS:
+            wider = meta.dtype == torch.float32 and before.dtype.itemsize < meta.dtype.itemsize
+            if meta.device != before.device or not (wider or meta.dtype == before.dtype):
+                raise _Whole(f"{node} casts {before} to {meta} on {meta.device}")
+        elif node.target is operator.getitem:
+            self._check_index(node, len(before.shape))
+        elif node.target in _TRANSPOSES:
+            if not last or not self._is_class_first(node):
+                raise _Whole(f"{node} permutes the logits")
+        elif node.target not in _RESHAPES or meta.dtype != before.dtype:
+            raise _Whole(f"its logits come from {_target(node)} ({node}), not from linear")
+
+    def _check_index(self, node: fx.Node, dims: int) -> None:
+        more = _Whole(f"{node} indexes the logits with more than slices")
+        if not all(map(self.values.is_constant, node.all_input_nodes[1:])):
+            raise more
+        index = self.literal(node.args[1])
+        entries = index if isinstance(index, tuple) else (index,)
+        if not all(e is Ellipsis or type(e) in (int, slice) for e in entries):
+            raise more
+        count = sum(e is not Ellipsis for e in entries)
+        reaches_last = entries[-1] is not Ellipsis and (count == dims or Ellipsis in entries)
+        if reaches_last and entries[-1] not in _EVERY_CLASS:
+            raise _Whole(f"{node} takes a part of the classes")
+
+    def _is_class_first(self, node: fx.Node) -> bool:
+        """Does it make (N, C, L) of (N, L, C), the layout that cross_entropy takes?"""
+        given = self.literal((*node.args[1:], *node.kwargs.values()))
+        order = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
+        if len(self.meta(node).shape) != 3 or not all(type(d) is int for d in order):
+            return False
+        dims = [d % 3 for d in order]
+        if _TRANSPOSES[node.target] == "permute":
+            return dims == [0, 2, 1]
+        return sorted(dims) == [1, 2]
+
+    def _check_classes(self, node: fx.Node, classes: int) -> None:
+        shape = self.meta(node).shape
+        if node.target not in _TRANSPOSES and (not shape or shape[-1] != classes):
+            raise _Whole(f"{node} does not keep the {classes} classes in the last dimension")
+
+    def _rows(self, chain: Sequence[fx.Node], linear: fx.Node, target: Any) -> tuple[int, int]:
+        """Rows and classes of the loss's input, whose classes come last or are transposed."""
+        classes = self.meta(linear).shape[-1]
+        shape = self.meta(chain[-1] if chain else linear).shape
+        class_first = bool(chain) and chain[-1].target in _TRANSPOSES
+        if len(shape) > 2 and not class_first:
+            raise _Whole(f"the second dimension of {list(shape)} is not that of the classes")
+        leading = (shape[0], *shape[2:]) if len(shape) > 1 else ()
+        meta = self.meta(target)
+        if meta.dtype != torch.int64 or meta.shape != leading:
+            raise _Whole(f"the targets are {meta}, not i64{list(leading)} class indices")
+        rows = math.prod(leading)
+        if rows == 0 or self.meta(linear).device != self.capture.device:
+            raise _Whole("there are no tokens, or they are on another device")
+        return rows, classes
+
+    def _check_between(self, found: _Found) -> None:
+        """Moving the linear layer down to its loss must not change what it reads, or how."""
+        nodes = list(self.capture.module.graph.nodes)
+        read = [n for n in (found.hidden, found.weight, found.bias) if n is not None]
+        held = {key for node in read for key in self.values.storages[node]}
+        for node in nodes[nodes.index(found.linear) : nodes.index(found.loss)]:
+            if self.values.mutates[node] & held:
+                raise _Whole(f"{node} changes what the head read, before the loss")
+            if node.target is compat.SET_GRAD_ENABLED or "_autocast" in _target(node):
+                raise _Whole(f"{node} changes grad mode or autocast between the head and its loss")
+
+
+def _source(node: fx.Node) -> Any:
+    return node.args[0] if node.args else node.kwargs.get("input")
+
+
+def _target(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def _rewrite(module: fx.GraphModule, found: _Found, finder: _Finder) -> None:
+    """Put the chunked loss in the place of the loss, and drop the logits."""
+    graph = module.graph
+    for node in (found.linear, *found.chain):  # sizes of the logits, as the numbers they are
+        for user in list(node.users):
+            if user not in found.chain and user is not found.loss:
+                _replace_by_number(user, finder.values.of[user])
+    with graph.inserting_before(found.loss):
+        hidden = found.hidden
+        width = finder.meta(hidden).shape[-1]
+        for node in found.chain:
+            if node.target is operator.getitem:
+                index = finder.literal(node.args[1])
+                hidden = _like(found.linear, graph.call_function(operator.getitem, (hidden, index)))
+            elif node.target in _RESHAPES - _COPIES:
+                shape = (*finder.meta(node).shape[:-1], width)
+                hidden = _like(found.linear, graph.call_method("reshape", (hidden, shape)))
+        loss = graph.call_function(
+            linear_cross_entropy,
+            (hidden, found.weight, found.bias, found.target, found.class_weight),
+            {
+                "ignore_index": found.ignore_index,
+                "label_smoothing": found.label_smoothing,
+                "mean": found.mean,
+                "chunk_rows": found.chunk_rows,
+                "dtype": finder.meta(found.loss).dtype,
+            },
+        )
+    found.loss.replace_all_uses_with(_like(found.linear, loss))
+    for node in (found.loss, *reversed(found.chain), found.linear):
+        graph.erase_node(node)
+
+
+def _like(linear: fx.Node, node: fx.Node) -> fx.Node:
+    """A new node in the modules of the linear layer."""
+    node.meta = {k: v for k, v in linear.meta.items() if k in ("nn_module_stack", "stack_trace")}
+    return node
+
+
+def _replace_by_number(node: fx.Node, value: Any) -> None:
+    value = tuple(value) if isinstance(value, tuple) else value  # torch.Size
+    for user in list(node.users):
+        user.args = fx.map_arg(user.args, lambda n: value if n is node else n)
+        user.kwargs = fx.map_arg(user.kwargs, lambda n: value if n is node else n)
+    node.graph.erase_node(node)

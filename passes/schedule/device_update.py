@@ -1,0 +1,73 @@
+"""Leave what `optimizer.step()` needs of some buckets on the device, so that it updates them there.
+
+    before: 2B 1B 0B 0OFFLOAD_GRAD    after: 2B 0FETCH_STATE 1B 0B 0OFFLOAD_GRAD 0HAND_OVER
+
+The host alone would take longer for its updates than the next forward does, while during the
+backward its memory and the h2d stream have little to do. So the buckets that the next forward reads
+first get their parameters and optimizer states fetched then; the step updates them at once, and the
+host does the others meanwhile. The gradients go to the host as ever, so that `p.grad` is all there.
+
+The fetches are spread over the backward behind its first stage, the head, when the logits have been
+freed. The next forward has the new values where they are until they have reached the host: see
+`reclaim`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.tensors import TensorMeta
+from megacompile.passes.schedule.drain import insert_reclaim
+from megacompile.passes.schedule.offload_grad import suffix_of
+from megacompile.passes.schedule.prefetch import buckets_read, uses
+
+
+def insert_hand_over(schedule: Schedule, *, state_bytes: Callable[[int], float]) -> Schedule:
+    """The schedule whose backward hands over the buckets of `plan.hand_over`.
+
+    Args:
+        state_bytes: of one element and its states, by its bytes as streamed; for the cost model.
+    """
+    if schedule.backward is None or not schedule.plan.hand_over:
+        return schedule
+    new = schedule.copy()
+    graph = new.backward
+    assert graph is not None
+    chosen = [
+        node
+        for node in ops.nodes_of(graph, ops.offload_grad)
+        if _bucket(node).key in new.plan.hand_over
+    ]
+    steps = uses(graph)
+    sizes = [_bucket(node).size_bytes for node in chosen]
+    first = min(1, len(steps) - 1)
+    for k, offload in enumerate(chosen):
+        bucket, gradients, *_ = ops.arguments(offload)
+        share = sum(sizes[:k]) / max(sum(sizes), 1)
+        where = steps[first + int(share * max(0, len(steps) - 1 - first))].nodes[0]
+        suffix = suffix_of(bucket)
+        with graph.inserting_before(where):
+            room = ops.call(graph, ops.alloc_state, bucket, True, name=f"room_s{suffix}")
+            state = ops.call(graph, ops.fetch_state, bucket, room, True, name=f"s{suffix}")
+        with graph.inserting_before(graph.output_node()):  # compute must not wait for the fetch
+            ops.call(graph, ops.hand_over, bucket, gradients, state, name=f"keep{suffix}")
+        params = [bucket.params[i] for i in new.gradient_params[bucket.key]]
+        size = sum(param.numel * state_bytes(param.dtype.itemsize) for param in params)
+        meta = TensorMeta((int(size),), torch.uint8, (1,))
+        room.meta["value"] = state.meta["value"] = meta
+    if chosen:
+        reads = (buckets_read(node) for node in ops.nodes_of(new.forward, ops.forward))
+        last = [i for i, read in enumerate(reads) if {b.key for b in read} & new.plan.hand_over]
+        insert_reclaim(new.forward, behind=max(last, default=0))
+    return new
+
+
+def _bucket(node: fx.Node) -> Bucket:
+    bucket: Bucket = ops.arguments(node)[0]
+    return bucket

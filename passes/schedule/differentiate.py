@@ -1,0 +1,158 @@
+"""Write the backward schedule: each stage's backward, from last to first.
+
+    before: 0F 1F 2F        after: 0F 1F 2F | 2B 1B 0B
+
+Every forward keeps its saved tensors, for now: `recompute` decides otherwise. What the backward
+may need of the forward are the *residuals*: the forward returns them, and the backward graph has
+placeholders of the same names for those that it does need. An input that the model changes in
+place is copied first (`snapshot`), where the backward needs it as it was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import fx
+
+from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import ArgRef, ParamRef, Stage, Template
+from megacompile.passes.edit import add_item, add_residuals, calls_by_stage, residual
+
+
+@dataclass
+class _Gradients:
+    """The gradient nodes so far: by the forward value, and by the bucket's key."""
+
+    of_value: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    of_bucket: dict[int, fx.Node] = field(default_factory=dict)
+
+
+def differentiate(schedule: Schedule) -> Schedule:
+    """The schedule with a backward graph, where `schedule.tangents` asks for one."""
+    if not any(stage.traced.has_backward for stage in schedule.stages):
+        return schedule
+    new = schedule.copy()
+    backward = fx.Graph()
+    calls = calls_by_stage(new.forward, ops.forward)
+    stages = [stage for stage in reversed(new.stages) if stage.traced.has_backward]
+    residuals: dict[str, fx.Node] = {}
+    for stage in stages:
+        _save(new.forward, calls[stage.index], stage)
+        for node in _needed(new.forward, calls[stage.index], stage):
+            if node.name not in residuals:
+                residuals[node.name] = backward.placeholder(node.name)
+                residuals[node.name].meta["value"] = node.meta.get("value")
+    gradients = _Gradients()
+    outputs, _ = ops.returned(new.forward)
+    for k in new.tangents:
+        tangent = backward.placeholder(f"t{k}")
+        tangent.meta["value"] = outputs[k].meta.get("value")
+        gradients.of_value[outputs[k]] = tangent
+    for stage in stages:
+        _backward(new.forward, backward, calls[stage.index], stage, gradients, residuals)
+    wanted = [n for n in new.forward.find_nodes(op="placeholder") if n in gradients.of_value]
+    backward.output(tuple(gradients.of_value[n] for n in wanted))
+    new = replace(new, backward=backward, gradients=tuple(n.name for n in wanted))
+    names = [*residuals, *(name for stage in new.stages for name in _boundary(new.forward, stage))]
+    return add_residuals(new, list(dict.fromkeys(names)))
+
+
+def _boundary(graph: fx.Graph, stage: Stage) -> list[str]:
+    """Everything that any backward of the stage could take: its arguments and its random state.
+
+    Which outputs get a gradient is a guess until `backward()` is called. With all boundaries at
+    hand, a backward for other outputs can be built then, recomputing every stage.
+    """
+    call = calls_by_stage(graph, ops.forward)[stage.index]
+    metas = call.meta["value"][: len(stage.outputs) + len(stage.mutated)]
+    if not any(meta.requires_grad for meta in metas):
+        return []
+    args = ops.arguments(call)[2]
+    names = [residual(graph, arg).name for arg in args]
+    if stage.traced.random:
+        with graph.inserting_before(call):
+            ops.call(graph, ops.save_rng, stage, name=f"rng{stage.index}")
+        names.append(f"rng{stage.index}")
+    return names
+
+
+def _save(graph: fx.Graph, call: fx.Node, stage: Stage) -> None:
+    """Let a forward return its saved tensors after its outputs and new values."""
+    results = len(stage.outputs) + len(stage.mutated)
+    call.args = (*call.args[:3], True)
+    call.meta["value"] = (*call.meta["value"], *stage.traced.saved)
+    last = max((item for _, item in ops.items(call)), default=call)
+    with graph.inserting_after(last):
+        for k in reversed(range(len(stage.traced.saved))):
+            add_item(graph, call, results + k, f"s{stage.index}_{k}")
+
+
+def _saved(call: fx.Node, stage: Stage) -> list[fx.Node]:
+    results = len(stage.outputs) + len(stage.mutated)
+    by_index = dict(ops.items(call))
+    return [by_index[results + k] for k in range(len(stage.traced.saved))]
+
+
+def _needed(graph: fx.Graph, call: fx.Node, stage: Stage) -> list[fx.Node]:
+    """The forward's nodes that the stage's backward takes."""
+    args = backward_args(call, stage, stage.traced.backward_primals)
+    return [*(residual(graph, arg) for arg in args if arg), *_saved(call, stage)]
+
+
+def backward_args(call: fx.Node, stage: Stage, primals: tuple[int, ...]) -> list[fx.Node | None]:
+    """The forward's arguments of a stage, None for those that `primals` does not name."""
+    wanted = {ref.index for ref in (stage.primals[i] for i in primals) if isinstance(ref, ArgRef)}
+    args = ops.arguments(call)[2]
+    return [arg if i in wanted else None for i, arg in enumerate(args)]
+
+
+def _backward(
+    forward: fx.Graph,
+    graph: fx.Graph,
+    call: fx.Node,
+    stage: Stage,
+    gradients: _Gradients,
+    residuals: dict[str, fx.Node],
+) -> None:
+    template = stage.traced
+    args = ops.arguments(call)[2]
+    results = dict(ops.items(call))
+    buckets = stage.gradient_buckets
+    carried = [args[ref.index] for ref in _arg_refs(stage, template.carries)]
+    groups = [gradients.of_bucket[b.key] for b in buckets if b.key in gradients.of_bucket]
+    needed = backward_args(call, stage, template.backward_primals)
+    node = ops.call(
+        graph,
+        ops.backward,
+        stage,
+        (),
+        tuple(residuals[residual(forward, a).name] if a else None for a in needed),
+        tuple(residuals[s.name] for s in _saved(call, stage)),
+        tuple(gradients.of_value[results[k]] for k in template.tangents),
+        (*(gradients.of_value[n] for n in carried), *groups),
+        name=f"b{stage.index}",
+    )
+    sources = [args[ref.index] for ref in _arg_refs(stage, template.gradients)]
+    metas = [n.meta.get("value") for n in sources]
+    node.meta["value"] = (*metas, *(_group_meta(stage, template, b) for b in buckets))
+    for k, source in enumerate(sources):
+        gradients.of_value[source] = add_item(graph, node, k, f"d{stage.index}_{k}")
+    for k, bucket in enumerate(buckets, start=len(sources)):
+        name = f"g{bucket.label.replace('.', '_')}_{stage.index}"
+        gradients.of_bucket[bucket.key] = add_item(graph, node, k, name)
+
+
+def _arg_refs(stage: Stage, primals: tuple[int, ...]) -> list[ArgRef]:
+    return [ref for ref in (stage.primals[i] for i in primals) if isinstance(ref, ArgRef)]
+
+
+def _group_meta(stage: Stage, template: Template, bucket: Bucket) -> tuple[Any, ...]:
+    """A meta for each parameter of the bucket that gets a gradient here."""
+    position = stage.buckets.index(bucket)
+    refs = [(i, stage.primals[i]) for i in template.gradients]
+    return tuple(
+        template.primals[i] for i, r in refs if isinstance(r, ParamRef) and r.bucket == position
+    )

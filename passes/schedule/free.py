@@ -1,0 +1,104 @@
+"""Say where each value dies.
+
+    before: 2F(y1) 3F(y2)        after: 2F(y1) del y1 3F(y2) del y2
+
+Memory comes from the compute stream's allocator, so a value that a copy on another stream reads
+may be given back only when that copy is done: `free(value, after=copy)` makes the compute stream
+wait for it. To keep that wait from stalling, such a free is put off until `delay` further
+backwards (in a forward: forwards) have been issued. New optimizer states on their way to the host
+are different: they are put off for `plan.state_delay` backwards, and at the end of a backward
+nothing is left to compute, and the next forward should not begin with a wait for them, so they are
+parked: `park(value, after=copy)`. That forward gives them back (`reclaim`, see `reclaim`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx
+
+from megacompile.ir import ops
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stream import Stream
+from megacompile.ir.values import MAKE_MEMORY, handed_over, memory, reads
+
+_OWNERS = (ops.forward, ops.recompute, ops.backward)
+
+
+def insert_free(schedule: Schedule, *, delay: int = 1) -> Schedule:
+    """The schedule with the lifetime of every value that owns device memory."""
+    new = schedule.copy()
+    for name, graph in new.graphs.items():
+        _insert(graph, delay, new.plan.state_delay, owns_inputs=name == "backward")
+    return new
+
+
+def _insert(graph: fx.Graph, delay: int, state_delay: int, *, owns_inputs: bool) -> None:
+    nodes = list(graph.nodes)
+    position = {node: p for p, node in enumerate(nodes)}
+    returned = set(graph.output_node().all_input_nodes)
+    handed = handed_over(graph)
+    steps = ops.nodes_of(graph, ops.backward) or ops.nodes_of(graph, ops.forward)
+    computes = [position[n] for n in steps]
+    frees: list[tuple[int, fx.Node, tuple[fx.Node, ...], bool]] = []
+    for node in nodes:
+        if node in returned or memory(node) in handed or not _owns(node, owns_inputs):
+            continue
+        last = max((position[user] for user in _users(node)), default=position[node])
+        last = max(last, _end_of_items(node, position))
+        readers = [u for u in node.users if node in reads(u)]  # `after=` needs only the name
+        waits = tuple(u for u in readers if _unordered(u, position, last))
+        parked = False
+        if waits:
+            later = [p for p in computes if p > last]
+            state = any(u.target is ops.offload_state for u in waits)
+            parked = state and len(later) < state_delay
+            if parked or not later:
+                last = len(nodes) - 2
+            else:
+                behind = later[min(state_delay if state else delay, len(later)) - 1]
+                last = _end_of_items(nodes[behind], position)
+        frees.append((last, node, waits, parked))
+    for last, node, waits, parked in sorted(frees, key=lambda entry: entry[0], reverse=True):
+        with graph.inserting_after(nodes[last]):
+            op = ops.park if parked else ops.free
+            ops.call(graph, op, node, name=f"{op.__name__}_{node.name}", after=waits)
+
+
+def _users(node: fx.Node) -> list[fx.Node]:
+    """The readers of a value; those of room read it as what was fetched into it.
+
+    What waits on the host is done with when what was fetched from it is: no wait is needed then.
+    """
+    users = list(node.users)
+    fetches = [u for u in users if u.target in (ops.fetch, ops.fetch_grad, ops.fetch_state)]
+    return users + [reader for fetch in fetches for reader in fetch.users]
+
+
+def _owns(node: fx.Node, owns_inputs: bool) -> bool:
+    if node.op == "placeholder":
+        return owns_inputs
+    if node.op != "call_function":
+        return False
+    if ops.op_of(node) is None:  # an item of a compute's result
+        producer = node.args[0]
+        return isinstance(producer, fx.Node) and producer.target in _OWNERS
+    return node.target in MAKE_MEMORY
+
+
+def _end_of_items(node: fx.Node, position: Mapping[fx.Node, int]) -> int:
+    """The position after which the results of the node's call have all been taken apart."""
+    call = node
+    if ops.op_of(node) is None and node.op == "call_function" and isinstance(node.args[0], fx.Node):
+        call = node.args[0]
+    return max([position[node], *(position[item] for _, item in ops.items(call))])
+
+
+def _unordered(user: fx.Node, position: Mapping[fx.Node, int], last: int) -> bool:
+    """Is the user on another stream, with no compute that waits for it by then?"""
+    if ops.stream_of(user) is Stream.COMPUTE:
+        return False
+    return not any(
+        ops.stream_of(reader) is Stream.COMPUTE and position[reader] <= last
+        for reader in user.users
+    )

@@ -1,0 +1,82 @@
+"""Send each bucket's gradients to the host as soon as its last contribution is there.
+
+    before: 2B 1B 0B     after: 2B 2OFFLOAD_GRAD 1B 1OFFLOAD_GRAD 0B 0OFFLOAD_GRAD
+
+With `accumulate=True` the gradients that are on the host already come first and are added:
+
+    1FETCH_GRAD 1RECOMPUTE 1B 1ADD_GRAD 1OFFLOAD_GRAD
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.schedule import Schedule
+
+
+def offload_gradients(schedule: Schedule, *, accumulate: bool) -> Schedule:
+    """The schedule whose backward leaves every gradient in its host bucket."""
+    if schedule.backward is None:
+        return schedule
+    new = schedule.copy()
+    graph = new.backward
+    assert graph is not None
+    for bucket, call, group in last_gradients(graph).values():
+        total = add_so_far(graph, bucket, call, group) if accumulate else group
+        after = total if accumulate else last_item(call)
+        with graph.inserting_after(after):
+            ops.call(graph, ops.offload_grad, bucket, total, name=f"o{suffix_of(bucket)}")
+    return new
+
+
+def last_gradients(graph: fx.Graph) -> dict[int, tuple[Bucket, fx.Node, fx.Node]]:
+    """By bucket key: the bucket, the backward that contributes last, its group of gradients."""
+    last: dict[int, tuple[Bucket, fx.Node, fx.Node]] = {}
+    for node in ops.nodes_of(graph, ops.backward):
+        stage = ops.arguments(node)[0]
+        items = [item for _, item in sorted(ops.items(node))]
+        buckets = stage.gradient_buckets
+        for bucket, group in zip(buckets, items[len(items) - len(buckets) :], strict=True):
+            last[bucket.key] = (bucket, node, group)
+    return last
+
+
+def add_so_far(graph: fx.Graph, bucket: Bucket, call: fx.Node, group: fx.Node) -> fx.Node:
+    """Fetch what is on the host before the stage runs; add to it after."""
+    suffix = suffix_of(bucket)
+    first = call
+    while first.prev.op != "root" and _same_stage(first.prev, call):
+        first = first.prev
+    meta = group.meta.get("value")
+    with graph.inserting_before(first):
+        room = ops.call(graph, ops.alloc_grad, bucket, name=f"room{suffix}")
+        fetched = ops.call(graph, ops.fetch_grad, bucket, room, name=f"h{suffix}")
+    with graph.inserting_after(last_item(call)):
+        total = ops.call(graph, ops.add_grad, bucket, fetched, group, name=f"sum{suffix}")
+    for node in (room, fetched, total):
+        node.meta["value"] = meta
+    return total
+
+
+def _same_stage(node: fx.Node, call: fx.Node) -> bool:
+    """Is the node the recompute of the stage, or an item of it?"""
+    if node.target is ops.recompute:
+        return node.args[0] is call.args[0]
+    return bool(
+        ops.op_of(node) is None
+        and node.op == "call_function"
+        and isinstance(node.args[0], fx.Node)
+        and node.args[0].target is ops.recompute
+    )
+
+
+def last_item(call: fx.Node) -> fx.Node:
+    """The last of the nodes that take an op's result apart; the op itself if there is none."""
+    return max((item for _, item in ops.items(call)), default=call)
+
+
+def suffix_of(bucket: Bucket) -> str:
+    """A bucket's label as the end of a name."""
+    return bucket.label.replace(".", "_")

@@ -1,0 +1,113 @@
+"""Let what a stage's backward takes from the forward wait on the host.
+
+    before: 0F 1F 2F 3F | 3B 2RECOMPUTE 2B 1RECOMPUTE 1B
+    after:  0F 1OFFLOAD 1F 2OFFLOAD 2F 3F | 2FETCH 3B 2RECOMPUTE 1FETCH 2B 1RECOMPUTE 1B
+
+A value goes to the host as soon as it is made, while the next stages compute; `free` then gives its
+device memory back behind its last reader of the forward and the copy. In the backward it comes
+back `lookahead` stages ahead of the first that needs it, to memory that is allocated there, and
+stays until the last one that needs it. A value goes once, however many stages take it.
+
+What stays on the device:
+
+- values that a stage outside of `plan.offload` takes too: they must be there at the turn anyway;
+- what the graph is given (the user, or the autograd graph of the code around it, holds that) and
+  what it returns to the user: to copy it would give no memory back;
+- the state of random generators, which is on the host already.
+
+Which values go depends on the plan and on the forward alone, not on the outputs that get a
+gradient: a backward for other outputs finds them under the same names.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from megacompile.ir import ops
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import Stage
+from megacompile.ir.tensors import TensorMeta
+from megacompile.ir.values import producer
+from megacompile.passes.edit import add_residuals, calls_by_stage, residual
+from megacompile.passes.schedule.offload_grad import last_item
+from megacompile.passes.schedule.prefetch import uses
+
+
+def offload_activations(schedule: Schedule, *, lookahead: int = 1) -> Schedule:
+    """The schedule in which the residuals of the stages in `plan.offload` wait on the host.
+
+    Args:
+        schedule: with its recomputes; `plan.offload` are indices of stages.
+        lookahead: how many stages ahead of its first use a value comes back.
+    """
+    if schedule.backward is None or not schedule.plan.offload:
+        return schedule
+    new = schedule.copy()
+    assert new.backward is not None
+    names: dict[str, tuple[Stage, str]] = {}  # residual -> whose it is, its name on the host
+    for value, stage in _waiting(new).items():
+        made = producer(value)
+        with new.forward.inserting_after(max(value, last_item(made))):
+            copy = ops.call(new.forward, ops.offload, stage, value, name=f"{value.name}_host")
+        copy.meta["value"] = value.meta["value"]
+        names[value.name] = stage, copy.name
+    _fetch(new.backward, names, lookahead)
+    return add_residuals(new, [names[n][1] if n in names else n for n in new.residuals])
+
+
+def _waiting(schedule: Schedule) -> dict[fx.Node, Stage]:
+    """The residuals that go to the host, and the first stage whose backward needs each."""
+    outputs, residuals = ops.returned(schedule.forward)
+    kept = {node for node in outputs if isinstance(node, fx.Node)}
+    takers = _takers(schedule, set(residuals))
+    return {
+        value: max(takers[value], key=lambda stage: stage.index)
+        for value in residuals
+        if value.op != "placeholder"
+        and value not in kept
+        and isinstance(value.meta.get("value"), TensorMeta)
+        and {stage.index for stage in takers.get(value, ())} <= schedule.plan.offload
+        and takers.get(value)
+    }
+
+
+def _takers(schedule: Schedule, residuals: set[fx.Node]) -> dict[fx.Node, list[Stage]]:
+    """For each residual the stages whose backward, for whatever outputs, may take it."""
+    graph = schedule.forward
+    takers: dict[fx.Node, list[Stage]] = {}
+    calls = calls_by_stage(graph, ops.forward)
+    for stage in schedule.stages:
+        call = calls[stage.index]
+        count = len(stage.outputs) + len(stage.mutated)
+        if not any(meta.requires_grad for meta in call.meta["value"][:count]):
+            continue  # no backward, whatever outputs get a gradient
+        found = [residual(graph, arg) for arg in ops.arguments(call)[2]]
+        found += [item for k, item in ops.items(call) if k >= count]  # its saved tensors
+        for value in dict.fromkeys(found):
+            if value in residuals:
+                takers.setdefault(value, []).append(stage)
+    return takers
+
+
+def _fetch(graph: fx.Graph, names: dict[str, tuple[Stage, str]], lookahead: int) -> None:
+    """Bring values back ahead of their first readers, those that are needed first at first."""
+    steps = uses(graph)
+    step_of = {node: i for i, step in enumerate(steps) for node in step.nodes}
+    placeholders: list[fx.Node] = graph.find_nodes(op="placeholder")
+    wanted = []
+    for node in placeholders:
+        if node.name in names:
+            readers = [step_of[user] for user in node.users if user in step_of]
+            if readers:
+                wanted.append((min(readers), node))
+    for at, node in sorted(wanted, key=lambda pair: pair[0]):
+        stage, name = names[node.name]
+        with graph.inserting_before(node):
+            on_host = graph.placeholder(name)
+        with graph.inserting_before(steps[max(0, at - lookahead)].nodes[0]):
+            room = ops.call(graph, ops.alloc, stage, on_host, name=f"{node.name}_room")
+            back = ops.call(graph, ops.fetch, stage, on_host, room, name=f"{node.name}_back")
+        for made in (on_host, room, back):
+            made.meta["value"] = node.meta.get("value")
+        node.replace_all_uses_with(back)
+        graph.erase_node(node)

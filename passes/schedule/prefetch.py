@@ -1,0 +1,126 @@
+"""Fetch each bucket `lookahead` stages before its use.
+
+    before: 0F 1F 2F 3F      after: BEGIN 0PREFETCH 1PREFETCH 0F 2PREFETCH 1F 3PREFETCH 2F 3F
+
+A recompute and the backward after it are one use. Buckets that a stage's code does not read then
+(an embedding's backward needs no weight) are not fetched. A bucket that the use before reads too
+is fetched once for both. Buckets that live on the device (`plan.resident`) are taken from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Computes of one stage in a row, and the buckets they read."""
+
+    nodes: tuple[fx.Node, ...]
+    buckets: tuple[Bucket, ...]
+
+
+def insert_prefetch(schedule: Schedule, *, lookahead: int = 1) -> Schedule:
+    """The schedule in which every compute has its weights."""
+    new = schedule.copy()
+    for graph in new.graphs.values():
+        _insert(graph, uses(graph), lookahead, schedule.plan.resident)
+    return new
+
+
+def uses(graph: fx.Graph) -> list[Use]:
+    """The computes of a graph, those of one stage together, in program order.
+
+    An update is part of the use that it follows.
+    """
+    found: list[Use] = []
+    for node in ops.nodes_of(graph, ops.forward, ops.recompute, ops.backward, ops.update):
+        if node.target is ops.update:
+            both = tuple(dict.fromkeys((*found[-1].buckets, *buckets_read(node))))
+            found[-1] = Use((*found[-1].nodes, node), both)
+            continue
+        stage = ops.arguments(node)[0]
+        buckets = buckets_read(node)
+        previous = found[-1].nodes[-1] if found else None
+        if previous is not None and previous.target is ops.recompute and previous.args[0] is stage:
+            both = tuple(dict.fromkeys((*found[-1].buckets, *buckets)))
+            found[-1] = Use((*found[-1].nodes, node), both)
+        else:
+            found.append(Use((node,), buckets))
+    return found
+
+
+def buckets_read(node: fx.Node) -> tuple[Bucket, ...]:
+    """The buckets that a compute reads parameters of."""
+    if node.target is ops.update:
+        bucket, _, _, state = ops.arguments(node)
+        masters = ops.arguments(state)[2]
+        return () if masters else (bucket,)
+    stage: Stage = ops.arguments(node)[0]
+    if node.target is ops.forward:
+        return stage.buckets_read(range(len(stage.primals)))
+    if node.target is ops.recompute:
+        return stage.buckets_read(stage.traced.recompute_primals)
+    return stage.buckets_read(stage.traced.backward_primals)
+
+
+def _insert(
+    graph: fx.Graph, all_uses: Sequence[Use], lookahead: int, resident: Collection[int]
+) -> None:
+    body = next(n for n in graph.nodes if n.op != "placeholder")
+    there: dict[int, fx.Node] = {}  # bucket key -> its weights, where it is resident
+    with graph.inserting_before(body):
+        ops.call(graph, ops.begin, name="start")
+        for bucket in dict.fromkeys(bucket for use in all_uses for bucket in use.buckets):
+            if bucket.key in resident and bucket.key not in there:
+                name = f"w{bucket.label.replace('.', '_')}"
+                there[bucket.key] = ops.call(graph, ops.resident, bucket, name=name)
+    weights: dict[tuple[int, int], fx.Node] = {}  # (use, bucket key) -> prefetch
+    counts: dict[int, int] = {}
+    for i, use in enumerate(all_uses):
+        where = first_node(all_uses[max(0, i - lookahead)])
+        for bucket in use.buckets:
+            if bucket.key in there:
+                weights[i, bucket.key] = there[bucket.key]
+                continue
+            if (i - 1, bucket.key) in weights:
+                weights[i, bucket.key] = weights[i - 1, bucket.key]
+                continue
+            count = counts[bucket.key] = counts.get(bucket.key, 0) + 1
+            name = f"w{bucket.label.replace('.', '_')}" + (f"_{count}" if count > 1 else "")
+            with graph.inserting_before(where):
+                node = ops.call(graph, ops.prefetch, bucket, None, name=name, after=())
+            weights[i, bucket.key] = node
+    for i, use in enumerate(all_uses):
+        for node in use.nodes:
+            if node.target is ops.update:
+                (bucket, _, *others) = ops.arguments(node)
+                taken_here = weights[i, bucket.key] if buckets_read(node) else None
+                node.args = (bucket, taken_here, *others)
+                continue
+            stage = ops.arguments(node)[0]
+            read = {bucket.key for bucket in buckets_read(node)}
+            taken = tuple(weights[i, b.key] if b.key in read else None for b in stage.buckets)
+            node.args = (stage, taken, *node.args[2:])
+
+
+_PREPARES = (
+    *(ops.save_rng, ops.alloc, ops.fetch, ops.alloc_grad, ops.fetch_grad),
+    *(ops.alloc_state, ops.fetch_state),
+)
+
+
+def first_node(use: Use) -> fx.Node:
+    """Where to issue what is wanted before a use: ahead of what prepares it too."""
+    node = use.nodes[0]
+    while node.prev.target in _PREPARES:
+        node = node.prev
+    return node

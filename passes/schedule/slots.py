@@ -1,0 +1,157 @@
+"""Give every prefetch a slot, and the `after=` edges that keep it from being filled too early.
+
+    before: 2PREFETCH@? 1F        after: 2PREFETCH@0(after=0F) 1F
+
+A slot may be filled again once the last compute that reads it has been issued. Among the slots
+that are free, the one whose bucket is needed last (or never again) is taken (Belady, 1966). A slot
+is as large as the largest bucket that it gets, so buckets that are larger than most (an embedding,
+a head) prefer one that is large already. At the turn, buckets that the forward left in their slots
+are not fetched again where `hold` allows:
+
+    forward ends ... 2F 3F        backward begins 3HOLD@0 2HOLD@2 1HOLD@1 3B 2RECOMPUTE 2B
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket, Slot
+from megacompile.ir.schedule import Schedule
+
+
+def assign_slots(schedule: Schedule, *, slots: int, hold: bool) -> Schedule:
+    """The schedule with slots: `slots` of them, or more where one stage reads many buckets.
+
+    Args:
+        slots: how many to use at least.
+        hold: let the backward take what the forward left in the slots. Right only when nothing
+            else used the slots in between and no parameter changed.
+    """
+    new = schedule.copy()
+    count = slots
+    while True:
+        attempt = _attempt(new, count, hold)
+        if attempt is not None:
+            break
+        count += 1
+    sizes = attempt[-1].sizes
+    made = tuple(Slot(i, sizes.get(i, 0)) for i in range(max(sizes, default=-1) + 1))
+    for places in attempt:
+        for node, earlier in places.reused.items():
+            node.replace_all_uses_with(earlier)
+            node.graph.erase_node(node)
+        for node, place in places.chosen.items():
+            after = places.after[node] or (next(iter(ops.nodes_of(node.graph, ops.begin))),)
+            node.update_arg(1, made[place])  # type: ignore[arg-type]
+            node.kwargs = {"after": after}
+            if node in places.held:
+                node.target = ops.hold
+    held = tuple(sorted(attempt[0].holds.items()))
+    return replace(new, slots=made, held=held)
+
+
+@dataclass
+class _Places:
+    """The choice of a slot for each prefetch of one graph."""
+
+    holds: dict[int, Bucket]  # slot -> bucket, while the graph is walked
+    sizes: dict[int, int]  # of the slots that are used, in bytes
+    chosen: dict[fx.Node, int] = field(default_factory=dict)
+    after: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
+    held: set[fx.Node] = field(default_factory=set)
+    reused: dict[fx.Node, fx.Node] = field(default_factory=dict)  # -> prefetch that is still there
+
+
+def _attempt(schedule: Schedule, count: int, hold: bool) -> list[_Places] | None:
+    """Places for every graph, or None if `count` slots are too few."""
+    forward = _place(schedule.forward, count, {}, {})
+    if forward is None:
+        return None
+    if schedule.backward is None:
+        return [forward]
+    held = forward.holds if hold else {}
+    backward = _place(schedule.backward, count, held, forward.sizes)
+    return None if backward is None else [forward, backward]
+
+
+def _place(
+    graph: fx.Graph, count: int, initial: Mapping[int, Bucket], sizes: Mapping[int, int]
+) -> _Places | None:
+    position = {node: p for p, node in enumerate(graph.nodes)}
+    fetches = ops.nodes_of(graph, ops.prefetch)
+    readers = {n: sorted(n.users, key=lambda user: position[user]) for n in fetches}
+    places = _Places(dict(initial), dict(sizes))
+    typical = statistics.median_low([_bucket(n).size_bytes for n in fetches] or [0])
+    occupant: dict[int, fx.Node] = {}
+    for k, node in enumerate(fetches):
+        wanted = _bucket(node)
+        there = next((n for n in occupant.values() if _bucket(n).key == wanted.key), None)
+        if there is not None:
+            places.reused[node] = there
+            readers[there] = sorted([*readers[there], *readers[node]], key=position.__getitem__)
+            continue
+        after: tuple[fx.Node, ...] = ()
+        ready = [i for i, b in places.holds.items() if b.key == wanted.key and i not in occupant]
+        if ready:
+            places.held.add(node)
+            slot = ready[0]
+        else:
+            free = [i for i in range(count) if _is_free(occupant.get(i), readers, position, node)]
+            if not free:
+                return None
+            upcoming = [_bucket(later).key for later in fetches[k + 1 :]]
+            slot = max(
+                free,
+                key=lambda i: (
+                    _next_use(places.holds.get(i), upcoming),
+                    wanted.size_bytes <= max(typical, places.sizes.get(i, 0)),
+                    -_age(occupant, i, position),
+                ),
+            )
+            previous = occupant.get(slot)
+            if previous is not None and readers[previous]:
+                after = (_result(readers[previous][-1]),)
+        places.chosen[node] = slot
+        places.after[node] = after
+        places.holds[slot] = wanted
+        places.sizes[slot] = max(wanted.size_bytes, places.sizes.get(slot, 0))
+        occupant[slot] = node
+    return places
+
+
+def _result(call: fx.Node) -> fx.Node:
+    """A value of a compute: done when the compute is, and it does not keep the others alive."""
+    return min((item for _, item in ops.items(call)), default=call)
+
+
+def _bucket(node: fx.Node) -> Bucket:
+    bucket: Bucket = ops.arguments(node)[0]
+    return bucket
+
+
+def _is_free(
+    occupant: fx.Node | None,
+    readers: Mapping[fx.Node, list[fx.Node]],
+    position: Mapping[fx.Node, int],
+    node: fx.Node,
+) -> bool:
+    """Is the last reader of a slot's bucket issued before `node`?"""
+    if occupant is None:
+        return True
+    return all(position[reader] < position[node] for reader in readers[occupant])
+
+
+def _next_use(bucket: Bucket | None, upcoming: list[int]) -> int:
+    """How many prefetches until a bucket is wanted again; large for never."""
+    if bucket is None:
+        return len(upcoming) + 1
+    return upcoming.index(bucket.key) if bucket.key in upcoming else len(upcoming)
+
+
+def _age(occupant: Mapping[int, fx.Node], slot: int, position: Mapping[fx.Node, int]) -> int:
+    return position[occupant[slot]] if slot in occupant else -1

@@ -1,0 +1,101 @@
+"""Update each bucket right behind its gradients, which then never leave the device.
+
+    before: 2B 1B            after: 2FETCH_STATE 2B 2UPDATE 2OFFLOAD_STATE
+                                    1FETCH_STATE 1B 1UPDATE 1OFFLOAD_STATE
+
+        0F 1F 2F             0F 1F RECLAIM 2F
+
+An update comes behind the bucket's last gradient and its last reader in the backward. The optimizer
+states are fetched `lookahead` stages ahead, as the weights are, in the order of the updates; the
+new parameters and states go back while the next stages compute. With `accumulate`, what earlier
+backwards left on the host is added first, as in `offload`.
+
+The last updates of a backward are parked (see `free`), because the next forward should not begin
+with a wait for their copies. Its first half hides them; then `reclaim` gives their memory back,
+before anybody needs as much as a backward does. Where the plan lets more of them wait
+(`plan.state_delay`), that is before the forward's last stage. A forward without a backward, as in
+an evaluation between two steps, does it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.tensors import TensorMeta
+from megacompile.passes.schedule.drain import insert_reclaim
+from megacompile.passes.schedule.offload_grad import (
+    add_so_far,
+    last_gradients,
+    last_item,
+    suffix_of,
+)
+from megacompile.passes.schedule.prefetch import buckets_read, uses
+
+_BYTE = torch.uint8
+
+
+def insert_updates(
+    schedule: Schedule,
+    *,
+    accumulate: bool,
+    lookahead: int,
+    masters: bool,
+    state_bytes: Callable[[int], float],
+) -> Schedule:
+    """The schedule whose backward updates every bucket that gets gradients.
+
+    Its forward reclaims what the backward before it parked.
+
+    Args:
+        accumulate: add the gradients that are on the host already.
+        lookahead: how many stages ahead states are fetched.
+        masters: the states include the parameters, because what is streamed is a copy.
+        state_bytes: of one element and its states, by its bytes as streamed; for the cost model.
+    """
+    new = schedule.copy()
+    graph = new.backward
+    if graph is None:
+        insert_reclaim(new.forward)
+        return new
+    steps = uses(graph)  # before there are updates
+    made: list[tuple[fx.Node, int]] = []  # updates, and the uses that they follow
+    for bucket, call, group in last_gradients(graph).values():
+        total = add_so_far(graph, bucket, call, group) if accumulate else group
+        last = max([call, *_readers(graph, bucket)])
+        where = max(total if accumulate else last_item(call), last_item(last))
+        suffix = suffix_of(bucket)
+        with graph.inserting_after(where):
+            updated = ops.call(graph, ops.update, bucket, None, total, None, name=f"new{suffix}")
+        with graph.inserting_after(updated):
+            ops.call(graph, ops.offload_state, bucket, updated, name=f"so{suffix}")
+        made.append((updated, next(i for i, use in enumerate(steps) if last in use.nodes)))
+    for updated, at in sorted(made):  # the first update's states come first
+        bucket, weights, total, _ = ops.arguments(updated)
+        suffix = suffix_of(bucket)
+        with graph.inserting_before(steps[max(0, at - lookahead)].nodes[0]):
+            room = ops.call(graph, ops.alloc_state, bucket, masters, name=f"room_s{suffix}")
+            state = ops.call(graph, ops.fetch_state, bucket, room, masters, name=f"s{suffix}")
+        updated.args = (bucket, weights, total, state)
+        params = [bucket.params[i] for i in new.gradient_params[bucket.key]]
+        size = sum(param.numel * state_bytes(param.dtype.itemsize) for param in params)
+        meta = TensorMeta((int(size),), _BYTE, (1,))
+        for node in (room, state, updated):
+            node.meta["value"] = meta
+    if made:
+        insert_reclaim(new.forward, late=new.plan.state_delay > 1)
+    return new
+
+
+def _readers(graph: fx.Graph, bucket: Bucket) -> list[fx.Node]:
+    """The computes that read a bucket's weights."""
+    return [
+        node
+        for node in ops.nodes_of(graph, ops.recompute, ops.backward)
+        if any(read.key == bucket.key for read in buckets_read(node))
+    ]

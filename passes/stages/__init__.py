@@ -1,0 +1,1 @@
+"""From a captured graph to stages with templates."""

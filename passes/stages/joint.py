@@ -1,0 +1,210 @@
+"""Split a stage's joint graph into its template: forward, recompute, backward.
+
+    (primals, tangents, carries) -> (results, gradients)
+    FORWARD_SAVING: primals -> results, saved        BACKWARD: saved, tangents, carries -> gradients
+
+What is saved and what is computed again is chosen by AOTAutograd's min-cut partitioner (Zheng et
+al., "Min-cut optimal recomputation", 2022): what is fastest, or, with a budget below 1, what takes
+that share of the memory between all of it and none (a knapsack over what is cheap to compute
+again). Parameters are never saved, nor views or casts of them: the backward binds them to whatever
+slot they are in then. Random numbers that the backward needs are always saved: drawn again, they
+would be others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from megacompile import compat
+from megacompile.ir import ops
+from megacompile.ir.stages import Code, ParamRef, SavedRef, Stage, Template
+from megacompile.ir.tensors import TensorMeta
+from megacompile.passes.capture.narrow import narrow_heads
+
+_VIEWS = {"t", "view", "transpose", "permute", "expand", "reshape", "unsqueeze", "squeeze"}
+_VIEWS |= {"slice", "select", "alias", "detach", "_unsafe_view", "_to_copy", "convert_element_type"}
+_VIEWS |= {"clone"}  # of a view that is not contiguous
+
+_LEAST = 1e-6  # a budget of 0 would save the inputs alone, whatever is marked
+
+
+@dataclass(frozen=True, slots=True)
+class Takes:
+    """What a stage's backward takes: which gradients, and what they look like."""
+
+    tangents: tuple[int, ...] = ()  # results of the stage
+    carries: tuple[int, ...] = ()  # primals of the stage
+    metas: tuple[TensorMeta, ...] = ()  # of the tangents, then of the carries
+
+
+def as_gradient(meta: TensorMeta) -> TensorMeta:
+    return replace(meta, requires_grad=False)
+
+
+def split(
+    stage: Stage,
+    joint: fx.GraphModule,
+    takes: Takes,
+    gradients: tuple[int, ...],
+    *,
+    index: int,
+    budget: float = 1.0,
+) -> Template:
+    """The template of a traced stage.
+
+    Args:
+        stage: whose graph was traced.
+        joint: (primals, tangents, carries) -> (outputs, new values, gradients); left as it is.
+        takes: the tangents and carries.
+        gradients: the primals whose gradients the joint graph returns.
+        index: of the template.
+        budget: how much the forward saves, from 0 (inputs, and random numbers) to 1 (what makes
+            forward and backward fastest).
+    """
+    if not takes.tangents:
+        forward: fx.GraphModule = joint
+        backward: fx.GraphModule | None = None
+    else:
+        forward, backward = _parted(stage, joint, budget)
+    results = len(stage.outputs) + len(stage.mutated)
+    returned = list(ops.returned(forward.graph))
+    saved = [n for n in returned[results:] if n.op != "placeholder"]
+    random = any(compat.is_random(n) for n in forward.graph.nodes)
+    saving = _extract(forward, [*returned[:results], *saved])
+    graphs = {Code.FORWARD: saving}
+    if not random:  # a random stage must draw the same numbers in each: one graph for all
+        graphs[Code.FORWARD] = _extract(forward, returned[:results])
+    recompute_primals: tuple[int, ...] = ()
+    backward_inputs: tuple[int | SavedRef, ...] = ()
+    if backward is not None:
+        graphs[Code.FORWARD_SAVING] = saving
+        graphs[Code.BACKWARD] = backward
+        if random:
+            recompute_primals = tuple(range(len(stage.primals)))
+            graphs[Code.RECOMPUTE] = saving
+        else:
+            recompute_primals = _primals_of(forward, saved)
+            graphs[Code.RECOMPUTE] = _extract(forward, saved, recompute_primals)
+        names = {node.name: SavedRef(i) for i, node in enumerate(saved)}
+        backward_inputs = _backward_inputs(backward, names)
+    return Template(
+        index=index,
+        primals=stage.metas,
+        outputs=stage.outputs,
+        mutated=stage.mutated,
+        saved=tuple(TensorMeta.of(n.meta["val"]) for n in saved),
+        tangents=takes.tangents,
+        carries=takes.carries,
+        backward_inputs=backward_inputs,
+        gradients=gradients,
+        tangent_metas=takes.metas,
+        gradient_metas=() if backward is None else _output_metas(backward),
+        recompute_primals=recompute_primals,
+        random=random,
+        graphs=graphs,
+        joint=joint if backward is not None else None,
+        budget=budget,
+    )
+
+
+def _parted(
+    stage: Stage, joint: fx.GraphModule, budget: float
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """(forward returning results and saved tensors, backward)."""
+    params = sum(isinstance(ref, ParamRef) for ref in stage.primals)
+    work = _extract(joint, ops.returned(joint.graph))  # the partitioner changes its argument
+    _forbid_saving_parameters(work, params)
+    random = _random(work)
+    if random and budget < 1:
+        budget = max(budget, _LEAST)
+        for node in random.values():
+            compat.mark_must_save(node)
+    forward, backward = compat.split_joint(
+        work,
+        outputs=len(stage.outputs) + len(stage.mutated),
+        static_primals=range(params),
+        memory_budget=budget,
+    )
+    if budget < 1 and (_random(forward).keys() != random.keys() or _random(backward)):
+        return _parted(stage, joint, 1.0)  # the partitioner would draw them again, its own way
+    return forward, backward
+
+
+def _random(module: fx.GraphModule) -> dict[str, fx.Node]:
+    """The nodes that draw random numbers, by name."""
+    return {node.name: node for node in module.graph.nodes if compat.is_random(node)}
+
+
+def _output_metas(module: fx.GraphModule) -> tuple[TensorMeta, ...]:
+    returned = ops.returned(module.graph)
+    return tuple(as_gradient(TensorMeta.of(node.meta["val"])) for node in returned)
+
+
+def _forbid_saving_parameters(joint: fx.GraphModule, params: int) -> None:
+    """Mark views and casts of parameters, and what follows of that kind, as never saved."""
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    bound = set(placeholders[:params])
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and _is_view(node.target):
+            if node.all_input_nodes and set(node.all_input_nodes) <= bound:
+                bound.add(node)
+                compat.mark_must_recompute(node)
+
+
+def _is_view(target: Callable[..., Any] | str) -> bool:
+    name = str(getattr(target, "_opname", "")) or str(getattr(target, "__name__", ""))
+    return name in _VIEWS
+
+
+def _needed(outputs: Iterable[Any]) -> set[fx.Node]:
+    """The nodes that `outputs` are computed from, themselves included."""
+    needed: set[fx.Node] = set()
+    stack = [n for n in outputs if isinstance(n, fx.Node)]
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    return needed
+
+
+def _primals_of(module: fx.GraphModule, outputs: Iterable[Any]) -> tuple[int, ...]:
+    needed = _needed(outputs)
+    placeholders = module.graph.find_nodes(op="placeholder")
+    return tuple(i for i, node in enumerate(placeholders) if node in needed)
+
+
+def _extract(
+    module: fx.GraphModule, outputs: Sequence[Any], primals: Sequence[int] | None = None
+) -> fx.GraphModule:
+    """The part of a graph that computes `outputs`, with all placeholders or those of `primals`."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    needed = _needed(outputs)
+    placeholders = module.graph.find_nodes(op="placeholder")
+    needed |= set(placeholders if primals is None else [placeholders[i] for i in primals])
+    for node in module.graph.nodes:
+        if node in needed:
+            env[node] = graph.node_copy(node, lambda n: env[n])
+    graph.output(tuple(env[n] if isinstance(n, fx.Node) else n for n in outputs))
+    narrow_heads(graph)
+    return fx.GraphModule(module, graph)
+
+
+def _backward_inputs(
+    backward: fx.GraphModule, saved: dict[str, SavedRef]
+) -> tuple[int | SavedRef, ...]:
+    inputs: list[int | SavedRef] = []
+    for node in backward.graph.find_nodes(op="placeholder"):
+        name = str(node.target)
+        if name in saved:
+            inputs.append(saved[name])
+        elif name.startswith("primals_"):
+            inputs.append(int(name.removeprefix("primals_")) - 1)
+        else:
+            assert name.startswith("tangents_"), f"unknown backward input {name}"
+    return tuple(inputs)

@@ -1,0 +1,54 @@
+"""Turn the traced graphs that a schedule runs into code.
+
+`EAGER` runs the ATen graph as it is, bitwise equal to the plain model. `INDUCTOR` compiles it with
+TorchInductor, once for all stages that share a template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import fx
+
+from megacompile import compat
+from megacompile.ir import ops
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import Code, LoweredFn, Template
+from megacompile.options import Lowering
+
+Progress = Callable[[Iterable[tuple[Template, Code]], int], Iterable[tuple[Template, Code]]]
+
+
+def lower(schedule: Schedule, *, lowering: Lowering, progress: Progress) -> Schedule:
+    """The same schedule; its templates' `code` holds everything that its nodes run."""
+    wanted = [
+        (template, code)
+        for template, code in dict.fromkeys(_runs(schedule))
+        if code not in template.code
+    ]
+    for template, code in progress(wanted, len(wanted)):
+        template.code[code] = _lower(template.graphs[code], lowering)
+    return schedule
+
+
+def _runs(schedule: Schedule) -> Iterable[tuple[Template, Code]]:
+    for graph in schedule.graphs.values():
+        for node in ops.nodes_of(graph, ops.forward, ops.recompute, ops.backward):
+            yield ops.arguments(node)[0].traced, code_of(node)
+
+
+def code_of(node: fx.Node) -> Code:
+    """Which piece of its template a compute node runs."""
+    if node.target is ops.forward:
+        return Code.FORWARD_SAVING if node.args[3] else Code.FORWARD
+    return Code.RECOMPUTE if node.target is ops.recompute else Code.BACKWARD
+
+
+def _lower(module: fx.GraphModule, lowering: Lowering) -> LoweredFn:
+    computes = any(node.op == "call_function" for node in module.graph.nodes)
+    function: Callable[..., Sequence[torch.Tensor | None]] = module.forward
+    if lowering is Lowering.INDUCTOR and computes:
+        placeholders = module.graph.find_nodes(op="placeholder")
+        function = compat.compile_inductor(module, [node.meta["val"] for node in placeholders])
+    return lambda inputs: function(*inputs)

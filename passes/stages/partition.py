@@ -1,0 +1,307 @@
+"""Cut a captured graph into stages and write the forward schedule that runs them one by one.
+
+    before: the captured torch-level graph          after: 0F 1F 2F 3F
+
+A stage is stateless: parameters, buffers and activations are all inputs. What it changes in place
+comes out as a new value, and later stages take that; an input of the model that was changed (a
+BatchNorm statistic) is written back with `assign`. Grad mode and autocast regions that span stages
+are opened again in each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import fx
+
+from megacompile import compat
+from megacompile.errors import UnsupportedGraphError
+from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket, Unit
+from megacompile.ir.capture import Capture, ConstantInput, ParamInput
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import ArgRef, ParamRef, Primal, Stage
+from megacompile.ir.tensors import TensorMeta
+from megacompile.passes.capture.inline import inline_checkpoints
+from megacompile.passes.capture.propagate import Values, propagate
+from megacompile.passes.capture.rebase import VIEW_OF_BASE
+from megacompile.passes.edit import add_item
+from megacompile.passes.stages.segments import (
+    Segment,
+    compute_nodes,
+    cut,
+    is_autocast,
+    placeholders,
+)
+
+
+def partition(capture: Capture, units: Sequence[Unit]) -> Schedule:
+    """The schedule with stages only: no weights, no backward.
+
+    Raises:
+        UnsupportedGraphError: the graph changes a parameter in place or returns one, or has an
+            operator that cannot be traced.
+    """
+    capture = inline_checkpoints(capture)
+    values = propagate(capture)
+    nodes = compute_nodes(capture, values)
+    segments = cut(capture, values, units)
+    builder = _Builder(capture, values, nodes, segments, units)
+    stages = tuple(builder.stage(i) for i in range(len(segments)))
+    return builder.schedule(_label_buckets(stages))
+
+
+@dataclass(slots=True)
+class _Piece:
+    """A stage and the captured nodes behind its inputs and outputs."""
+
+    stage: Stage
+    args: list[fx.Node]
+    outputs: list[fx.Node]
+    changed: list[fx.Node]  # args that it changes in place, aligned with stage.mutated
+    metas: tuple[TensorMeta, ...]  # of the outputs and of the new values of what it changes
+
+
+@dataclass(slots=True)
+class _Regions:
+    """Grad mode and open autocast regions before each position of the node list."""
+
+    grad: list[bool]
+    autocast: list[tuple[fx.Node, ...]]
+
+
+@dataclass
+class _Builder:
+    capture: Capture
+    values: Values
+    nodes: list[fx.Node]
+    segments: list[Segment]
+    units: Sequence[Unit]
+    pieces: list[_Piece] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.position = {node: p for p, node in enumerate(self.nodes)}
+        self.inputs = dict(zip(placeholders(self.capture), self.capture.inputs, strict=True))
+        self.regions = _regions(self.capture, self.nodes)
+        self._refuse_changed_parameters()
+
+    def _refuse_changed_parameters(self) -> None:
+        params = {n for n, item in self.inputs.items() if isinstance(item, ParamInput)}
+        held = {key: n for n in params for key in self.values.storages[n]}
+        for node in self.nodes:
+            for key in self.values.mutates[node] & held.keys():
+                name = self._param(held[key])
+                raise UnsupportedGraphError(f"parameter {name!r} is changed in place by {node}")
+        for node in _output(self.capture).all_input_nodes:
+            if node in params:
+                raise UnsupportedGraphError(f"parameter {self._param(node)!r} is an output")
+
+    def _param(self, node: fx.Node) -> str:
+        item = self.inputs[node]
+        assert isinstance(item, ParamInput)
+        return item.bucket.params[item.param].name
+
+    def stage(self, index: int) -> Stage:
+        """Build the stage of segment `index`: its module, inputs and outputs."""
+        segment = self.segments[index]
+        body = self.nodes[segment.start : segment.stop]
+        inside = set(body)
+        params, args = self._external(body, inside)
+        outputs = [node for node in body if self._is_output(node, segment.stop)]
+        changed_keys = {key for node in body for key in self.values.mutates[node]}
+        changed = [n for n in args if self.values.storages[n] & changed_keys]
+
+        buckets = tuple(dict.fromkeys(self._param_input(n).bucket for n in params))
+        params.sort(key=lambda n: (buckets.index(self._param_input(n).bucket), self._offset(n)))
+        primals: list[Primal] = []
+        for node in params:
+            item = self._param_input(node)
+            primals.append(ParamRef(buckets.index(item.bucket), item.param))
+        primals += [ArgRef(i) for i in range(len(args))]
+        stage = Stage(
+            index=index,
+            name=self._stage_name(segment, buckets),
+            module=self._module(segment, [*params, *args], outputs),
+            buckets=buckets,
+            primals=tuple(primals),
+            metas=tuple(self._meta(n, segment.start) for n in [*params, *args]),
+            outputs=tuple(self._meta(n, segment.stop) for n in outputs),
+            mutated=tuple(len(params) + args.index(n) for n in changed),
+        )
+        results = tuple(self._meta(n, segment.stop) for n in [*outputs, *changed])
+        self.pieces.append(_Piece(stage, args, outputs, changed, results))
+        return stage
+
+    def _external(
+        self, body: Sequence[fx.Node], inside: set[fx.Node]
+    ) -> tuple[list[fx.Node], list[fx.Node]]:
+        """Parameters and other tensors that a segment takes from outside, in order of use."""
+        found: dict[fx.Node, None] = {}
+        for node in body:
+            for source in node.all_input_nodes:
+                if source not in inside and not self._is_literal(source):
+                    found[source] = None
+        params = [n for n in found if isinstance(self.inputs.get(n), ParamInput)]
+        return params, [n for n in found if n not in params]
+
+    def _is_literal(self, node: fx.Node) -> bool:
+        return (
+            node.op == "get_attr"
+            or is_autocast(node)
+            or isinstance(self.inputs.get(node), ConstantInput)
+            or self.values.is_constant(node)
+        )
+
+    def _is_output(self, node: fx.Node, stop: int) -> bool:
+        if not self.values.is_tensor(node):
+            return False
+        beyond = len(self.nodes)
+        return any(self.position.get(user, beyond) >= stop for user in node.users)
+
+    def _meta(self, node: fx.Node, at: int) -> TensorMeta:
+        """What a value is before position `at` of the node list."""
+        meta = self.values.of[node]
+        assert isinstance(meta, TensorMeta), f"{node} is no tensor"
+        change = self.values.requires_grad_after.get(node)
+        changed = change is not None and self.position[change] < at
+        return replace(meta, requires_grad=True) if changed else meta
+
+    def _param_input(self, node: fx.Node) -> ParamInput:
+        item = self.inputs[node]
+        assert isinstance(item, ParamInput)
+        return item
+
+    def _offset(self, node: fx.Node) -> int:
+        item = self._param_input(node)
+        return item.bucket.params[item.param].offset_bytes
+
+    def _stage_name(self, segment: Segment, buckets: Sequence[Bucket]) -> str:
+        if segment.unit is not None:
+            return self.units[segment.unit].bucket.name
+        return "+".join(bucket.name for bucket in buckets) or self.capture.name
+
+    def _module(
+        self, segment: Segment, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
+    ) -> fx.GraphModule:
+        """The torch-level code of a segment, with every tensor from outside as a placeholder."""
+        graph = fx.Graph()
+        env: dict[fx.Node, Any] = {}
+        for i, node in enumerate(inputs):
+            env[node] = graph.placeholder(f"p{i}")
+
+        def value(node: fx.Node) -> Any:
+            if node in env:
+                return env[node]
+            if node.op == "get_attr":
+                env[node] = graph.get_attr(str(node.target))
+                return env[node]
+            item = self.inputs.get(node)
+            return item.value if isinstance(item, ConstantInput) else self.values.of[node]
+
+        self._open_regions(graph, segment.start, env)
+        for node in self.nodes[segment.start : segment.stop]:
+            if node in env:  # an autocast region that was opened again
+                continue
+            env[node] = graph.create_node(
+                node.op,
+                node.target,
+                fx.map_arg(node.args, value),
+                fx.map_arg(node.kwargs, value),
+            )
+        result = tuple(env[node] for node in outputs)
+        self._close_regions(graph, segment, env)
+        graph.output(result)
+        return fx.GraphModule(self.capture.module, graph)
+
+    def _open_regions(self, graph: fx.Graph, start: int, env: dict[fx.Node, Any]) -> None:
+        for enter in self.regions.autocast[start]:
+            assert callable(enter.target)
+            env[enter] = graph.call_function(enter.target, enter.args, enter.kwargs)
+        if self.regions.grad[start] != self.capture.ambient.grad_enabled:
+            graph.call_function(compat.SET_GRAD_ENABLED, (self.regions.grad[start],))
+
+    def _close_regions(self, graph: fx.Graph, segment: Segment, env: dict[fx.Node, Any]) -> None:
+        if self.regions.grad[segment.stop] != self.capture.ambient.grad_enabled:
+            graph.call_function(compat.SET_GRAD_ENABLED, (self.capture.ambient.grad_enabled,))
+        for enter in reversed(self.regions.autocast[segment.stop]):
+            graph.call_function(compat.EXIT_AUTOCAST, (env[enter],))
+
+    def schedule(self, stages: Sequence[Stage]) -> Schedule:
+        """The forward graph that calls the stages in order."""
+        graph = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
+        last_change = {n: p.stage.index for p in self.pieces for n in p.changed if n in self.inputs}
+        for i, (node, item) in enumerate(self.inputs.items()):
+            if not isinstance(item, (ParamInput, ConstantInput)):
+                env[node] = graph.placeholder(f"x{i}")
+                env[node].meta["value"] = self._meta(node, 0)
+        sources = dict(env)
+        for piece, stage in zip(self.pieces, stages, strict=True):
+            args = tuple(env[n] for n in piece.args)
+            call = ops.call(graph, ops.forward, stage, (), args, False, name=f"f{stage.index}")
+            results = [*piece.outputs, *piece.changed]
+            call.meta["value"] = piece.metas
+            for k, node in enumerate(results):
+                env[node] = add_item(graph, call, k, f"y{stage.index}_{k}")
+            for node in piece.changed:
+                if last_change.get(node) == stage.index:
+                    ops.call(graph, ops.assign, sources[node], env[node], after=())
+        results_of_all = ops.returned(self.capture.module.graph)
+        outputs: Any = fx.map_arg(results_of_all, lambda n: self._result(n, env, sources))
+        graph.output((tuple(outputs), ()))
+        return Schedule(self.capture.name, graph, None, tuple(stages))
+
+    def _result(
+        self, node: fx.Node, env: dict[fx.Node, fx.Node], sources: dict[fx.Node, fx.Node]
+    ) -> Any:
+        origin = self._origin(node)
+        if origin in sources and not self._meta(node, len(self.nodes)).requires_grad:
+            return sources[origin]  # the input itself, though it was changed in place
+        if node in env:
+            return env[node]
+        item = self.inputs.get(node)
+        return item.value if isinstance(item, ConstantInput) else self.values.of[node]
+
+    def _origin(self, node: fx.Node) -> fx.Node:
+        """The node that gave the very tensor that `node` gives."""
+        origin = self.values.origin(node)
+        name = origin.meta.get(VIEW_OF_BASE)
+        named = {item.name: item for item in self.inputs}
+        return origin if name is None else named[name]
+
+
+def _label_buckets(stages: Sequence[Stage]) -> list[Stage]:
+    """Give each bucket the index of the first stage that reads it."""
+    labelled: dict[int, Bucket] = {}
+    for stage in stages:
+        fresh = [b for b in stage.buckets if b.key not in labelled]
+        for k, bucket in enumerate(fresh):
+            suffix = f".{k}" if k else ""
+            labelled[bucket.key] = replace(bucket, label=f"{stage.index}{suffix}")
+    return [
+        replace(stage, buckets=tuple(labelled[b.key] for b in stage.buckets)) for stage in stages
+    ]
+
+
+def _regions(capture: Capture, nodes: Sequence[fx.Node]) -> _Regions:
+    grad = capture.ambient.grad_enabled
+    regions = _Regions([grad], [()])
+    opened: list[fx.Node] = []
+    for node in nodes:
+        name = getattr(node.target, "__name__", "")
+        if name == "_set_grad_enabled":
+            grad = bool(node.args[0])
+        elif is_autocast(node):
+            opened.append(node)
+        elif name == "_exit_autocast":
+            opened.remove(node.args[0])  # type: ignore[arg-type]
+        regions.grad.append(grad)
+        regions.autocast.append(tuple(opened))
+    return regions
+
+
+def _output(capture: Capture) -> fx.Node:
+    node: fx.Node = capture.module.graph.output_node()
+    return node

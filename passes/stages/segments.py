@@ -1,0 +1,243 @@
+"""Cut the captured graph's node list into contiguous segments, one a stage.
+
+    embed | 0.norm 0.attn 0.add | 1.norm 1.attn 1.add | norm head loss
+
+Every node that runs in a unit's module, or else uses a unit's parameter, belongs to that unit (and
+to one call of it: a module called twice is two segments). Nodes in between join a neighbour: one
+that is no layer, so that layers stay alike; where both are alike, the side of the smallest cut in
+live bytes. Then segments that cannot be apart are merged: values that are no tensors, and memory
+that is changed in place while views of it are used elsewhere, must not cross a cut.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch import fx
+
+from megacompile import compat
+from megacompile.ir.buckets import Unit
+from megacompile.ir.capture import Capture, ParamInput
+from megacompile.ir.tensors import tensors_bytes
+from megacompile.passes.capture.propagate import Values
+from megacompile.passes.capture.rebase import VIEW_OF_BASE
+
+Owner = tuple[int, str]  # (index of the unit, which call of its module)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Nodes `start` to `stop` (exclusive) of the node list."""
+
+    start: int
+    stop: int
+    unit: int | None  # None where several units, or none, share it
+
+    def join(self, other: Segment, unit: int | None) -> Segment:
+        return Segment(min(self.start, other.start), max(self.stop, other.stop), unit)
+
+
+def compute_nodes(capture: Capture, values: Values) -> list[fx.Node]:
+    """The nodes that do something, in program order, a tuple's items right after it."""
+    ordered: list[fx.Node] = []
+    placed: set[fx.Node] = set()
+
+    def place(node: fx.Node) -> None:
+        if node in placed:
+            return
+        placed.add(node)
+        ordered.append(node)
+        for user in node.users:
+            if _is_item(user, values) and user.args[0] is node:
+                place(user)
+
+    for node in capture.module.graph.nodes:
+        if node.op not in ("placeholder", "output", "get_attr"):
+            place(node)
+    return ordered
+
+
+def cut(capture: Capture, values: Values, units: Sequence[Unit]) -> list[Segment]:
+    """The segments of `compute_nodes(capture, values)`, in order; together they cover it."""
+    nodes = compute_nodes(capture, values)
+    if not nodes:
+        return []
+    live_bytes = _live_bytes(nodes, values)
+    owners = _owners(capture, nodes, values, units)
+    segments = _cut_between_owners(owners, live_bytes, units)
+    segments = _join_small(segments, units)
+    return _merge_inseparable(capture, nodes, values, segments)
+
+
+def _is_item(node: fx.Node, values: Values) -> bool:
+    """Does the node take a tuple of an operator apart? An index into a tensor does not."""
+    if node.target is not operator.getitem or not isinstance(node.args[1], int):
+        return False
+    return isinstance(node.args[0], fx.Node) and not values.is_tensor(node.args[0])
+
+
+def _owners(
+    capture: Capture, nodes: Sequence[fx.Node], values: Values, units: Sequence[Unit]
+) -> list[Owner | None]:
+    unit_of_module = {m: i for i, unit in enumerate(units) for m in unit.modules}
+    unit_of_bucket = {unit.bucket.key: i for i, unit in enumerate(units)}
+    unit_of_param = {
+        node: unit_of_bucket[item.bucket.key]
+        for node, item in zip(placeholders(capture), capture.inputs, strict=True)
+        if isinstance(item, ParamInput)
+    }
+    roots = {m for unit in units for m in unit.roots}
+    owners: dict[fx.Node, Owner | None] = {}
+    for node in nodes:
+        if _is_item(node, values):
+            owners[node] = owners[node.all_input_nodes[0]]
+            continue
+        owner: Owner | None = None
+        for module, call in compat.module_calls(node):
+            if module in unit_of_module:  # below the root, a call is not one of the whole unit
+                owner = (unit_of_module[module], call if module in roots else "")
+                break
+        used = [unit_of_param[n] for n in node.all_input_nodes if n in unit_of_param]
+        if owner is None and used:
+            owner = (max(used, key=lambda i: units[i].bucket.size_bytes), "")
+        owners[node] = owner
+    return list(owners.values())
+
+
+def _live_bytes(nodes: Sequence[fx.Node], values: Values) -> list[float]:
+    """Entry p: bytes of the values made before position p and used at p or later.
+
+    Infinite in front of an item, which stays with its tuple, and behind a view of a base, which
+    stays with its use.
+    """
+    position = {node: p for p, node in enumerate(nodes)}
+    end = len(nodes)
+    change = [0] * (end + 2)
+    for node, p in position.items():
+        last = max((position.get(user, end) for user in node.users), default=p)
+        size = tensors_bytes(values.of[node])
+        change[p + 1] += size
+        change[last + 1] -= size
+    bound = [_is_item(node, values) for node in nodes] + [False]
+    for node, p in position.items():
+        bound[p + 1] |= VIEW_OF_BASE in node.meta
+    return [
+        math.inf if tied else live for tied, live in zip(bound, accumulate(change), strict=False)
+    ]
+
+
+def _cut_between_owners(
+    owners: Sequence[Owner | None], live_bytes: Sequence[float], units: Sequence[Unit]
+) -> list[Segment]:
+    owned = [(p, owner) for p, owner in enumerate(owners) if owner is not None]
+    if not owned:
+        return [Segment(0, len(owners), None)]
+    starts, segment_units = [0], [owned[0][1][0]]
+    for (p, left), (q, right) in zip(owned, owned[1:], strict=False):
+        if left == right:
+            continue
+        first, last = p + 1, q  # a cut before any node of first..last separates the two
+        left_repeats, right_repeats = units[left[0]].repeated, units[right[0]].repeated
+        if left_repeats and not right_repeats:
+            where = first
+        elif right_repeats and not left_repeats:
+            where = last
+        else:
+            where = min(range(first, last + 1), key=lambda c: live_bytes[c])
+        starts.append(where)
+        segment_units.append(right[0])
+    stops = [*starts[1:], len(owners)]
+    return [Segment(*bounds) for bounds in zip(starts, stops, segment_units, strict=True)]
+
+
+def _join_small(segments: Sequence[Segment], units: Sequence[Unit]) -> list[Segment]:
+    """Join neighbours that are no layers while their buckets stay within the largest one."""
+    largest = max((unit.bucket.size_bytes for unit in units), default=0)
+    joined: list[tuple[Segment, frozenset[int]]] = []
+    for segment in segments:
+        mine = frozenset() if segment.unit is None else frozenset({segment.unit})
+        if joined and not _repeats(mine, units):
+            last, theirs = joined[-1]
+            both = mine | theirs
+            size = sum(units[i].bucket.size_bytes for i in both)
+            if not _repeats(theirs, units) and size <= largest:
+                unit = segment.unit if mine == both else last.unit if theirs == both else None
+                joined[-1] = (last.join(segment, unit), both)
+                continue
+        joined.append((segment, mine))
+    return [segment for segment, _ in joined]
+
+
+def _repeats(indices: frozenset[int], units: Sequence[Unit]) -> bool:
+    return any(units[i].repeated for i in indices)
+
+
+def _merge_inseparable(
+    capture: Capture, nodes: Sequence[fx.Node], values: Values, segments: Sequence[Segment]
+) -> list[Segment]:
+    position = {node: p for p, node in enumerate(nodes)}
+    segment_at = [i for i, s in enumerate(segments) for _ in range(s.start, s.stop)]
+    spans = [
+        *_opaque_spans(nodes, position, values),
+        *_alias_spans(capture, position, values, segment_at),
+    ]
+    merged = list(segments)
+    for first, last in spans:
+        touched = [s for s in merged if s.start <= last and first < s.stop]
+        if len(touched) > 1:
+            whole = touched[0]
+            for segment in touched[1:]:
+                whole = whole.join(segment, None)
+            at = merged.index(touched[0])
+            merged[at : at + len(touched)] = [whole]
+    return merged
+
+
+def _opaque_spans(
+    nodes: Sequence[fx.Node], position: dict[fx.Node, int], values: Values
+) -> list[tuple[int, int]]:
+    """Where a value that is neither a tensor nor a literal lives, first to last position."""
+    spans = []
+    for node in nodes:
+        if values.is_tensor(node) or values.is_constant(node) or is_autocast(node):
+            continue
+        users = [position[u] for u in node.users if u in position]
+        if users and max(users) > position[node]:
+            spans.append((position[node], max(users)))
+    return spans
+
+
+def _alias_spans(
+    capture: Capture, position: dict[fx.Node, int], values: Values, segment_at: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Where memory that is changed in place is also reached through a view in another segment."""
+    changed = {key for node in position for key in values.mutates[node]}
+    spans = []
+    for key in changed:
+        holders = [n for n, keys in values.storages.items() if key in keys and n.op != "output"]
+        uses = [position[user] for holder in holders for user in holder.users if user in position]
+        made = [position[holder] for holder in holders if holder in position]
+        roots = {holder for holder in holders if holder not in position}  # inputs of the graph
+        crossing = set(roots)
+        for holder in holders:
+            if holder in position:
+                home = segment_at[position[holder]]
+                if any(segment_at[position.get(u, -1)] != home for u in holder.users):
+                    crossing.add(holder)
+        if len(crossing) > 1:
+            spans.append((min(made + uses), max(made + uses)))
+    return spans
+
+
+def is_autocast(node: fx.Node) -> bool:
+    """Does the node enter an autocast region? Its handle need not stay within one segment."""
+    return getattr(node.target, "__name__", "") == "_enter_autocast"
+
+
+def placeholders(capture: Capture) -> list[fx.Node]:
+    """The captured graph's placeholders, in the order of `capture.inputs`."""
+    return [n for n in capture.module.graph.nodes if n.op == "placeholder"]

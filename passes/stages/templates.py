@@ -1,0 +1,226 @@
+"""Trace each stage to functional ATen graphs, once for all stages that have the same code.
+
+    stage (torch level)  ->  FORWARD | FORWARD_SAVING | RECOMPUTE | BACKWARD
+
+Forward and backward are traced together, with `torch.autograd.grad` inside the traced function,
+and split by `megacompile.passes.stages.joint`.
+
+Stages are visited from last to first, because what a backward takes depends on the later stages:
+a *tangent* for each output whose gradient exists, and a *carry* for each input or parameter that a
+later stage used too. Carries enter the traced graph as gradients of the inputs themselves, so that
+sums run in the order in which autograd adds them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, MutableMapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from megacompile import compat
+from megacompile.errors import UnsupportedGraphError
+from megacompile.ir import ops
+from megacompile.ir.capture import Ambient
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import ArgRef, ParamRef, Stage, Template
+from megacompile.ir.tensors import TensorMeta
+from megacompile.options import Lowering
+from megacompile.passes.edit import calls_by_stage
+from megacompile.passes.stages.canonical import graph_key
+from megacompile.passes.stages.indices import computes_indices
+from megacompile.passes.stages.joint import Takes, as_gradient, split
+
+TemplateCache = MutableMapping[Hashable, Template]
+
+
+def trace_templates(
+    schedule: Schedule, *, ambient: Ambient, cache: TemplateCache, lowering: Lowering
+) -> Schedule:
+    """Give every stage its template. `schedule.tangents` are the outputs that get a gradient.
+
+    Raises:
+        UnsupportedGraphError: a stage cannot be traced.
+    """
+    walk = _Walk(schedule)
+    stages: list[Stage] = []
+    for stage in reversed(schedule.stages):
+        takes = walk.takes(stage)
+        template = _template(stage, takes, ambient, cache, lowering)
+        walk.gives(stage, template)
+        stages.append(replace(stage, template=template))
+    return with_stages(schedule, tuple(reversed(stages)))
+
+
+class _Walk:
+    """Which values have a gradient, while stages are visited from last to first."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.calls = calls_by_stage(schedule.forward, ops.forward)
+        outputs, _ = ops.returned(schedule.forward)
+        # forward node or (bucket key, parameter) -> meta of its gradient so far
+        self.gradients: dict[Any, TensorMeta] = {
+            outputs[k]: as_gradient(outputs[k].meta["value"]) for k in schedule.tangents
+        }
+
+    def takes(self, stage: Stage) -> Takes:
+        """The results that have a gradient, and the primals that have one already."""
+        call = self.calls[stage.index]
+        results = {k: item for k, item in ops.items(call) if item in self.gradients}
+        if not results:
+            return Takes()
+        tangents = tuple(sorted(results))
+        sources = {i: self._source(stage, call, i) for i in range(len(stage.primals))}
+        carries = tuple(
+            i
+            for i, source in sources.items()
+            if stage.metas[i].requires_grad and source in self.gradients
+        )
+        given = [*(results[k] for k in tangents), *(sources[i] for i in carries)]
+        return Takes(tangents, carries, tuple(self.gradients[source] for source in given))
+
+    def gives(self, stage: Stage, template: Template) -> None:
+        """Note the gradients that the stage's backward returns."""
+        call = self.calls[stage.index]
+        for primal, meta in zip(template.gradients, template.gradient_metas, strict=True):
+            self.gradients[self._source(stage, call, primal)] = meta
+
+    def _source(self, stage: Stage, call: fx.Node, primal: int) -> Any:
+        ref = stage.primals[primal]
+        if isinstance(ref, ArgRef):
+            return call.args[2][ref.index]  # type: ignore[index]
+        return stage.buckets[ref.bucket].key, ref.param
+
+
+def with_stages(schedule: Schedule, stages: tuple[Stage, ...]) -> Schedule:
+    """The schedule with other stage objects, in its graphs too."""
+    new = replace(schedule.copy(), stages=stages)
+    for graph in new.graphs.values():
+        for node in graph.nodes:
+            if node.args and isinstance(node.args[0], Stage):
+                node.args = (stages[node.args[0].index], *node.args[1:])
+    return new
+
+
+def _template(
+    stage: Stage,
+    takes: Takes,
+    ambient: Ambient,
+    cache: TemplateCache,
+    lowering: Lowering,
+) -> Template:
+    params = sum(isinstance(ref, ParamRef) for ref in stage.primals)
+    code = graph_key(stage.module)
+    key = (code, stage.metas, params, stage.mutated, takes, lowering, ambient)
+    if key not in cache:
+        try:
+            tracer = _Tracer(stage, params, takes, ambient, lowering)
+            cache[key] = tracer.template(next_index(cache))
+        except compat.UNTRACEABLE as error:
+            raise UnsupportedGraphError(f"stage {stage.name!r}: {error}") from error
+    return cache[key]
+
+
+def next_index(cache: TemplateCache) -> int:
+    """An index that no template of the cache has; some may have been evicted."""
+    return 1 + max((template.index for template in cache.values()), default=-1)
+
+
+class _Tracer:
+    """Traces one stage."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        params: int,
+        takes: Takes,
+        ambient: Ambient,
+        lowering: Lowering,
+    ) -> None:
+        self.stage = stage
+        self.params = params
+        self.takes = takes
+        self.ambient = ambient
+        self.lowering = lowering
+        self.gradients: tuple[int, ...] = ()
+
+    def template(self, index: int) -> Template:
+        joint = self._trace()
+        return split(self.stage, joint, self.takes, self.gradients, index=index)
+
+    def _trace(self) -> fx.GraphModule:
+        """The joint graph: (primals, tangents, carries) -> (outputs, new values, gradients)."""
+        if self.lowering is not Lowering.EAGER:
+            return self._traced(compat.fake_mode(), compat.inductor_decompositions())
+        decompositions = compat.eager_decompositions()
+        if any(meta.device.type == "cuda" for meta in self.stage.metas):
+            without_data = self._traced(compat.fake_mode(), decompositions)
+            if computes_indices(without_data.graph):
+                return without_data
+        try:
+            return self._traced(_real_tensors(self.stage), decompositions)
+        except (torch.OutOfMemoryError, *compat.UNTRACEABLE):
+            raise
+        except (RuntimeError, IndexError, ValueError, ArithmeticError):
+            # zeros are not the user's data: -1 is no index, and a matrix of them has no inverse
+            return self._traced(compat.fake_mode(), decompositions)
+
+    def _traced(
+        self,
+        tensors: contextlib.AbstractContextManager[Any],
+        decompositions: dict[Any, Callable[..., Any]],
+    ) -> fx.GraphModule:
+        with self.ambient.apply(), tensors:
+            primals = [meta.zeros() for meta in self.stage.metas]
+            tangents = [meta.zeros() for meta in self.takes.metas]
+            return compat.trace(self._functional, primals, tangents, decompositions)
+
+    def _functional(self, primals: list[torch.Tensor], tangents: list[torch.Tensor]) -> Any:
+        with compat.functional_mode():
+            wrapped = [compat.to_functional(p) for p in primals]
+            results, gradients = self._joint(wrapped, [compat.to_functional(t) for t in tangents])
+            return [compat.from_functional(t) for t in (*results, *gradients)]
+
+    def _joint(
+        self, primals: list[torch.Tensor], tangents: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        inputs = list(primals)
+        for i in self.stage.mutated:  # a value of its own, so that the old one stays readable
+            inputs[i] = primals[i].clone()
+        held = {compat.storage_key(p) for p in primals[: self.params]}
+        outputs = list(self.stage.module(*inputs))
+        for k, (tensor, meta) in enumerate(zip(outputs, self.stage.outputs, strict=True)):
+            if compat.storage_key(tensor) in held:  # no view of a slot may leave the stage
+                outputs[k] = tensor.clone()
+            elif tensor.stride() != meta.stride:  # [Note: strides that lie]
+                outputs[k] = meta.empty().detach().copy_(tensor)
+        results = [*outputs, *(inputs[i] for i in self.stage.mutated)]
+        if not tangents:
+            return results, []
+        ends = [results[k] for k in self.takes.tangents] + [primals[k] for k in self.takes.carries]
+        sources = [i for i, p in enumerate(primals) if p.requires_grad]
+        with self.ambient.apply(autocast=False):
+            found = torch.autograd.grad(
+                ends, [primals[i] for i in sources], tangents, allow_unused=True
+            )
+        pairs = [(i, g) for i, g in zip(sources, found, strict=True) if g is not None]
+        self.gradients = tuple(i for i, _ in pairs)
+        return results, [g for _, g in pairs]
+
+
+@contextlib.contextmanager
+def _real_tensors(stage: Stage) -> Iterator[None]:
+    """Trace on real tensors, leaving the random generators as they were.
+
+    [Note: strides that lie]
+    Some operators give other strides than their fake kernels say (attention's backward, a
+    functionalized BatchNorm), and strides choose the matrix kernels, hence the rounding. For code
+    that is to be bitwise equal to the plain model, a stage is traced by running it once on zeros.
+    Where that raises, strides are those of the fake kernels.
+    """
+    devices = sorted({m.device for m in stage.metas if m.device.type == "cuda"}, key=str)
+    with torch.random.fork_rng(devices):
+        yield

@@ -1,0 +1,146 @@
+"""Divide a module tree into units: the subtrees whose parameters are streamed as one bucket.
+
+    Transformer(embed, layers=[L, L, L], norm, head)   ->   embed | L | L | L | norm + head
+
+A unit is a child of the outermost repeated container (`ModuleList`, `Sequential` or `ModuleDict`
+with two or more children of one class), or the largest subtree under `UNIT_LIMIT_BYTES` where
+nothing repeats. Neighbours that are no layers share a bucket where one of them is tiny. A tied
+parameter belongs to the first unit that has it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megacompile.ir.buckets import Bucket, Unit
+
+UNIT_LIMIT_BYTES = 4 * 2**30
+_TINY = 16  # a unit this many times smaller than its neighbour shares its bucket
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Subtree:
+    name: str
+    roots: tuple[nn.Module, ...]
+    params: tuple[tuple[str, nn.Parameter], ...]
+    repeated: bool
+
+    @property
+    def modules(self) -> frozenset[int]:
+        return frozenset(id(m) for root in self.roots for m in root.modules())
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(p.numel() * p.dtype.itemsize for _, p in self.params)
+
+
+def find_units(
+    model: nn.Module,
+    *,
+    limit_bytes: int = UNIT_LIMIT_BYTES,
+    compute_dtype: torch.dtype | None = None,
+) -> tuple[Unit, ...]:
+    """The units of `model`, in the order of its module tree; together they hold every parameter.
+
+    With `compute_dtype`, buckets hold float32 parameters in that dtype.
+    """
+    seen: set[int] = set()
+    subtrees = []
+    for subtree in _split(model, "", limit_bytes, repeated=False):
+        fresh = [(name, p) for name, p in subtree.params if id(p) not in seen]
+        fresh = list({id(p): (name, p) for name, p in reversed(fresh)}.values())[::-1]
+        seen.update(id(p) for _, p in fresh)
+        subtrees.append(_Subtree(subtree.name, subtree.roots, tuple(fresh), subtree.repeated))
+    units = []
+    for key, subtree in enumerate(_join_small([s for s in subtrees if s.params])):
+        units.append(
+            Unit(
+                bucket=Bucket.layout(key, subtree.name, _streamed(subtree.params, compute_dtype)),
+                modules=subtree.modules,
+                roots=frozenset(id(m) for m in subtree.roots),
+                repeated=subtree.repeated,
+            )
+        )
+    return tuple(units)
+
+
+def _streamed(
+    params: Sequence[tuple[str, torch.Tensor]], compute_dtype: torch.dtype | None
+) -> Sequence[tuple[str, torch.Tensor]]:
+    """The parameters as they are on the device."""
+    if compute_dtype is None:
+        return params
+    return [
+        (name, torch.empty_like(param, dtype=compute_dtype, device="meta"))
+        if param.dtype == torch.float32
+        else (name, param)
+        for name, param in params
+    ]
+
+
+def _split(module: nn.Module, name: str, limit_bytes: int, *, repeated: bool) -> Iterator[_Subtree]:
+    whole = _Subtree(
+        name or type(module).__name__,
+        (module,),
+        tuple((_join(name, n), p) for n, p in module.named_parameters(remove_duplicate=False)),
+        repeated,
+    )
+    if not whole.params:
+        return
+    fits = whole.size_bytes <= limit_bytes
+    if fits and (repeated or not _has_repeats(module)):
+        yield whole
+        return
+    children = list(module.named_children())
+    if not children:  # one module over the limit: it cannot be cut further
+        yield whole
+        return
+    own = tuple((_join(name, n), p) for n, p in module.named_parameters(recurse=False))
+    if own:
+        yield _Subtree(name or type(module).__name__, (), own, repeated=False)
+    like = _repeated_classes(module)
+    for child_name, child in children:
+        yield from _split(child, _join(name, child_name), limit_bytes, repeated=type(child) in like)
+
+
+def _repeated_classes(module: nn.Module) -> set[type[nn.Module]]:
+    """Classes that a container has at least two children of, with parameters."""
+    if not isinstance(module, _CONTAINERS):
+        return set()
+    counts = Counter(
+        type(child) for child in module.children() if next(child.parameters(), None) is not None
+    )
+    return {cls for cls, count in counts.items() if count >= 2}
+
+
+def _has_repeats(module: nn.Module) -> bool:
+    return any(_repeated_classes(m) for m in module.modules())
+
+
+def _join_small(subtrees: Sequence[_Subtree]) -> list[_Subtree]:
+    """Let neighbours that are no layers share a bucket where one of them is tiny."""
+    joined: list[_Subtree] = []
+    for subtree in subtrees:
+        if joined and not subtree.repeated and not joined[-1].repeated:
+            last = joined[-1]
+            small, large = sorted((last.size_bytes, subtree.size_bytes))
+            if small * _TINY <= large:
+                joined[-1] = _Subtree(
+                    f"{last.name}+{subtree.name}",
+                    last.roots + subtree.roots,
+                    last.params + subtree.params,
+                    repeated=False,
+                )
+                continue
+        joined.append(subtree)
+    return joined
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

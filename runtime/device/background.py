@@ -1,0 +1,135 @@
+"""Threads that work behind the caller: on updates, and on copies that somebody must wait for.
+
+Each is a daemon with a queue of its own, not a pool of `concurrent.futures`: a pool takes no more
+work once the main thread has ended, though other threads may still train. At the end of the process
+what was given is finished; from then on the caller does the work itself. So it does where no thread
+can be started.
+
+[Note: interrupts] Ctrl-C may come between any two instructions of the main thread, also between the
+end of a `with lock:` block and the release of the lock. So there is no lock that it takes: what is
+put into the queue is there or not, and a thread that was started twice ends itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from megacompile.runtime.device import forks
+
+Work = Callable[[], None]
+
+
+def fulfil(future: Future[None], work: Work) -> None:
+    """Do the work of a future, unless that was cancelled; what goes wrong is the future's."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        work()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(None)
+
+
+class Background:
+    """One thread that does what it is given, in order. It ends when nobody has this any more.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._begin()
+        forks.tell(self, last=True)
+
+    def _begin(self) -> None:
+        self._queue = _Queue()
+        self._end = weakref.finalize(self, self._queue.work.put, None)
+        self._end.atexit = False
+
+    def submit(self, work: Work) -> None:
+        """Let it be done behind what was given before; it must not raise."""
+        self._queue.work.put(work)
+        self._queue.serve(self.name)
+
+    def before_fork(self) -> None:
+        """Finish what there is; what another thread gives meanwhile is its own risk."""
+        if not self._queue.work.empty() or self._queue.turn.locked():
+            over = threading.Event()
+            self.submit(over.set)
+            over.wait()
+
+    def after_fork(self, *, in_child: bool) -> None:
+        """The thread is not in the child, which gets another one."""
+        if in_child:
+            self._end.detach()
+            self._begin()
+
+
+class _Queue:
+    """The work of one thread, which knows nothing else, so that its owner can go."""
+
+    def __init__(self) -> None:
+        self.work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self.turn = threading.Lock()  # whose holder does the work
+        self.process = os.getpid()
+
+    def serve(self, name: str) -> None:
+        """See to it that the work is done, by a thread wherever there can be one."""
+        if self.turn.locked():
+            return
+        _finish_at_exit()
+        if not _OVER.is_set():
+            _OPEN.add(self)
+            thread = threading.Thread(target=self._until_the_end, name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no more threads, or none at the end of the process
+                pass
+            else:
+                return
+        self.drain()
+
+    def drain(self) -> None:
+        """Do in this thread what there is."""
+        with self.turn:
+            while not self.work.empty():
+                work = self.work.get()
+                if work is not None:
+                    work()
+
+    def _until_the_end(self) -> None:
+        if not self.turn.acquire(blocking=False):
+            return  # another one was started first
+        while (work := self.work.get()) is not None:
+            work()
+            del work  # it may hold memory
+        _OPEN.discard(self)
+        self.turn.release()
+
+
+_OPEN: set[_Queue] = set()  # those whose threads have not ended
+_OVER = threading.Event()  # the process ends
+
+
+@functools.cache
+def _finish_at_exit() -> None:
+    atexit.register(_finish)
+
+
+def _finish() -> None:
+    """At the end of the process: a thread in the middle of C++ would crash it."""
+    _OVER.set()
+    here = [each for each in _OPEN if each.process == os.getpid()]  # not of the one that forked
+    for each in here:
+        each.work.put(None)
+    for each in here:
+        each.drain()

@@ -1,0 +1,222 @@
+"""The memory that tensors of a bucket lie in, on the host or the device, and their places in it.
+
+[Note: exact-size pinned memory]
+`torch.empty(pin_memory=True)` rounds up to a power of two: a 525 MiB layer takes 1 GiB. A mapping
+that is registered with `cudaHostRegister` takes what it needs. It is shared, not private, so that a
+forked data loader never turns its pages into copy-on-write ones under the DMA. Memory that only the
+CPU uses is private, in huge pages where the system has them.
+
+[Note: forks] A child of a fork must not write into the parent's parameters. Private memory is the
+child's own, as ever. What is shared lies in one file in memory, each buffer at a place of its own,
+and the child maps that place again, privately: what it writes is its own, and what it has not
+written it reads as it is in the parent now. That costs nothing until it writes.
+
+[Note: one storage a parameter]
+Each parameter is a tensor with a storage of its own inside the buffer, so `torch.save`,
+safetensors and everything else that looks at storages sees ordinary parameters.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from megacompile.ir.buckets import Bucket, Param
+from megacompile.runtime.device import forks
+from megacompile.text import format_bytes
+
+
+class HostBuffer(mmap.mmap):
+    """Anonymous memory, page-locked for a CUDA device where that works.
+
+    It is unmapped, and unlocked before, when the last tensor on it is gone.
+    """
+
+    _address: int = 0
+    _warned: bool = False
+    _at: int | None = None  # its place in the file of shared memory
+
+    def __new__(cls, size_bytes: int, *, pin: bool) -> HostBuffer:
+        kind = mmap.MAP_SHARED if pin else mmap.MAP_PRIVATE
+        made = super().__new__(cls, -1, max(size_bytes, mmap.PAGESIZE), kind | mmap.MAP_ANONYMOUS)
+        if pin:
+            made._share()
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # a tenth more bandwidth for the CPU
+            made.madvise(mmap.MADV_HUGEPAGE)  # shared memory has them on few systems
+        return made
+
+    def _share(self) -> None:
+        """Lie in the file of shared memory; where there is none, stay as it is."""
+        self._process = os.getpid()
+        self._file = _file_of(self._process)
+        at = self._file.take(len(self))
+        if at is not None and self._map(mmap.MAP_SHARED, at):
+            self._at = at
+            forks.tell(self)
+
+    def _map(self, kind: int, at: int) -> bool:
+        """Map a place of the file where this memory is; False where that cannot be."""
+        start = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
+        return self._file.map(start, len(self), kind, at)
+
+    def before_fork(self) -> None:
+        """Nothing: the child does it."""
+
+    def after_fork(self, *, in_child: bool) -> None:
+        """See the note on forks."""
+        if in_child and self._at is not None:
+            self._map(mmap.MAP_PRIVATE, self._at)
+
+    def __init__(self, size_bytes: int, *, pin: bool) -> None:
+        del size_bytes
+        self.private = not pin
+        if pin:
+            # Touch it first, on all threads: locking touched pages is four times faster.
+            torch.frombuffer(self, dtype=torch.uint8).zero_()
+            self.lock()
+
+    def lock(self) -> None:
+        """Page-lock it, where that was not done when it was made."""
+        if self._address:
+            return
+        if self.private and hasattr(mmap, "MADV_DONTFORK"):
+            self.madvise(mmap.MADV_DONTFORK)  # its pages would be copied on write, under the DMA
+        address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
+        error = torch.cuda.cudart().cudaHostRegister(address, len(self), 0)
+        if int(error) == 0:
+            self._address = address
+        elif not HostBuffer._warned:
+            HostBuffer._warned = True
+            warnings.warn(
+                f"megacompile: cudaHostRegister of {format_bytes(len(self))} failed with error "
+                f"{int(error)}; parameters stay pageable, and copies run at about half the speed "
+                "(raise the limit on locked memory: ulimit -l)",
+                stacklevel=2,
+            )
+
+    def __del__(self) -> None:
+        if self._address and torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # a copy may be under way
+            torch.cuda.cudart().cudaHostUnregister(self._address)
+        if self._at is not None and self._process == os.getpid():
+            self.madvise(mmap.MADV_REMOVE)  # of the file, which would keep it
+
+    def tensor(self, param: Param) -> torch.Tensor:
+        """A tensor in the place of `param`, with a storage of its own."""
+        if param.numel == 0:
+            return torch.empty(param.shape, dtype=param.dtype)
+        flat = torch.frombuffer(
+            self, dtype=param.dtype, count=param.numel, offset=param.offset_bytes
+        )
+        # not as_strided: a view would keep `flat` alive, a second user of the storage
+        whole = torch.empty(0, dtype=param.dtype)
+        return whole.set_(flat.untyped_storage(), 0, param.shape, param.stride)
+
+    def bytes(self, size_bytes: int) -> torch.Tensor:
+        """The first `size_bytes` as one flat uint8 tensor."""
+        return torch.frombuffer(self, dtype=torch.uint8)[:size_bytes]  # 0 is no count for it
+
+
+class DeviceBuffer:
+    """Memory of the device's allocator, with the interface of `HostBuffer`: a tensor at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def tensor(self, param: Param) -> torch.Tensor:
+        """A tensor like `param`, with a storage of its own."""
+        with torch.inference_mode(False):  # it outlives the mode
+            return torch.empty_strided(
+                param.shape, param.stride, dtype=param.dtype, device=self.device
+            )
+
+    def bytes(self, size_bytes: int) -> torch.Tensor:
+        """Nothing: what lies on the device is not copied as a whole."""
+        del size_bytes
+        return torch.empty(0, dtype=torch.uint8)
+
+
+class _SharedFile:
+    """A file in memory that grows; a place in it is taken once, and has no memory when it is free.
+
+    One for all buffers: each has as few file descriptors as before.
+    """
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        self.fd: int | None = None
+        try:
+            self.fd = os.memfd_create("megacompile")
+            self._mmap = ctypes.CDLL(None, use_errno=True).mmap
+        except (AttributeError, OSError):  # not Linux, or not allowed
+            return
+        self._mmap.restype = ctypes.c_void_p
+        self._mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * (ctypes.c_int,), _OFFSET)
+
+    def take(self, size_bytes: int) -> int | None:
+        """A new place for so many bytes; None where there is none."""
+        if self.fd is None:
+            return None
+        at = self.size_bytes
+        end = at + -(-size_bytes // _HUGE_PAGE) * _HUGE_PAGE
+        try:
+            os.ftruncate(self.fd, end)
+        except OSError:  # a limit on the size of files
+            return None
+        self.size_bytes = end
+        return at
+
+    def map(self, start: int, size_bytes: int, kind: int, at: int) -> bool:
+        """Map a place over memory that is mapped; False where that cannot be."""
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        found = self._mmap(start, size_bytes, access, kind | _MAP_FIXED, self.fd, at)
+        return bool(found == start)
+
+
+@functools.cache
+def _file_of(process: int) -> _SharedFile:
+    """Of one process: a child would take the places that its parent takes."""
+    del process
+    return _SharedFile()
+
+
+_HUGE_PAGE = 2 * 2**20
+_MAP_FIXED = 0x10  # on Linux
+_OFFSET = ctypes.c_int64  # off_t
+
+
+_PADDED = 256  # elements that places are rounded up to, where they mirror no others
+
+
+def mirrored(layout: Bucket, dtypes: Mapping[int, torch.dtype]) -> Sequence[Param]:
+    """Places for tensors like some of a bucket's parameters, in other dtypes.
+
+    Neighbours are as many elements apart as in `layout`, so that parameters, gradients and states
+    of neighbours are spans of equal length, and one kernel call can update them. Where dtypes are
+    mixed they lie one after the other.
+    """
+    params = [layout.params[i] for i in dtypes]
+    if len(set(dtypes.values())) > 1 or len({param.dtype for param in params}) > 1:
+        likes = [
+            (p.name, torch.empty_strided(p.shape, p.stride, dtype=dtype, device="meta"))
+            for p, dtype in zip(params, dtypes.values(), strict=True)
+        ]
+        return Bucket.layout(layout.key, layout.name, likes).params
+    places: list[Param] = []
+    offset, last = 0, -2
+    for (i, dtype), param in zip(dtypes.items(), params, strict=True):
+        if places and last == i - 1:
+            gap_bytes = param.offset_bytes - layout.params[last].offset_bytes
+            offset += gap_bytes // param.dtype.itemsize
+        elif places:
+            offset += -(-places[-1].numel // _PADDED) * _PADDED
+        places.append(replace(param, dtype=dtype, offset_bytes=offset * dtype.itemsize))
+        last = i
+    return places

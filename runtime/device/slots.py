@@ -1,0 +1,84 @@
+"""Device buffers that buckets are streamed into, shared by all schedules of a model.
+
+Schedules run one after the other on the compute stream, and each begins behind it (`begin`), so
+they can share the same buffers. `generation` counts the runs: a backward may take what its forward
+left in the slots only if it is the very next run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megacompile.ir.buckets import Bucket, Slot
+
+
+class DeviceSlots:
+    """Buffers by slot index, each as large as the largest bucket it was asked to hold."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.buffers: list[torch.Tensor] = []  # (size_bytes,) uint8 each
+        self.generation = 0
+        self._views: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
+
+    def keeps(self, slots: Sequence[Slot]) -> bool:
+        """Would `require` replace no buffer, so that what they hold stays?"""
+        return not any(map(self._must_grow, slots))
+
+    def _must_grow(self, slot: Slot) -> bool:
+        """Is there a buffer, and is it too small?"""
+        there = slot.index < len(self.buffers)
+        return there and self.buffers[slot.index].numel() < slot.size_bytes
+
+    def require(self, slots: Sequence[Slot]) -> None:
+        """Make sure that `slots` exist. Buffers that grow are replaced, on the compute stream.
+
+        The old buffer goes back to the allocator, whose next user on the compute stream comes
+        behind every reader of it; copies into it had those readers behind them too.
+        """
+        for slot in slots:
+            if self._must_grow(slot):
+                self.buffers[slot.index] = self._allocate(slot)
+            elif slot.index < len(self.buffers):
+                continue
+            else:
+                assert slot.index == len(self.buffers), "slots are numbered from 0"
+                self.buffers.append(self._allocate(slot))
+            self._views = {key: v for key, v in self._views.items() if key[0] != slot.index}
+            self.generation += 1
+
+    def _allocate(self, slot: Slot) -> torch.Tensor:
+        with torch.inference_mode(False):  # later runs write to it outside of that mode
+            return torch.empty(slot.size_bytes, dtype=torch.uint8, device=self.device)
+
+    def flat(self, slot: Slot, bucket: Bucket) -> torch.Tensor:
+        """The part of a slot that a bucket fills: (bucket.size_bytes,) uint8."""
+        return self.buffers[slot.index][: bucket.size_bytes]
+
+    def weights(self, slot: Slot, bucket: Bucket) -> tuple[torch.Tensor, ...]:
+        """A bucket's parameters as views of a slot."""
+        key = (slot.index, bucket.key)
+        if key not in self._views:
+            buffer = self.buffers[slot.index]
+            self._views[key] = tuple(
+                buffer[p.offset_bytes : p.offset_bytes + p.size_bytes]
+                .view(p.dtype)
+                .as_strided(p.shape, p.stride)
+                if p.numel
+                else torch.empty(p.shape, dtype=p.dtype, device=self.device)
+                for p in bucket.params
+            )
+        return self._views[key]
+
+    def forget(self) -> None:
+        """Drop the buffers; called when other buckets are streamed, which need other sizes.
+
+        Behind copies into them that nobody waits for any more, in a run that failed.
+        """
+        if self.buffers and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.buffers.clear()
+        self._views.clear()
+        self.generation += 1

@@ -1,0 +1,152 @@
+"""The three streams of a schedule on a device, and the handles that carry their events.
+
+Every op gives a `Handle`: its value, its stream, and the event recorded right after it. An op
+that takes a handle of another stream waits for that event first. That is the whole of the
+synchronisation: the edges of the graph, and nothing else. On the CPU ops run in program order and
+events are absent.
+
+[Note: deferred copies] A copy from a bucket that the host still updates must not be issued yet, nor
+may its stream's later copies overtake it. They are put off until somebody takes the result, or
+until the update is over, whichever the issuing thread meets first; everything that does not need
+them is issued in the meantime.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from megacompile.ir.stream import Stream
+
+
+class Host(Protocol):
+    """A bucket that the host may be working on."""
+
+    def busy(self) -> bool:
+        """Is it?"""
+
+    def settle(self) -> None:
+        """Wait until it no longer is; raise what went wrong."""
+
+
+@dataclass(slots=True, eq=False)
+class Handle:
+    """A value in flight."""
+
+    value: Any
+    stream: Stream
+    event: torch.cuda.Event | None = None  # recorded behind the op that makes the value
+    deferred: bool = False  # not issued yet: there is no value and no event
+
+
+@dataclass(frozen=True, slots=True)
+class _Deferred:
+    handle: Handle
+    host: Host | None
+    waits: tuple[Handle, ...]
+    work: Callable[[], Any]
+
+
+class Streams:
+    """Issues work on the compute, h2d and d2h streams of `device`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._copies: dict[Stream, torch.cuda.Stream] = {}
+        self._compute: torch.cuda.Stream | None = None
+        self._deferred: deque[_Deferred] = deque()  # all of them on the h2d stream
+        if device.type == "cuda":
+            # h2d overlaps weights with compute, d2h gradients: one each way, full duplex
+            self._copies = {
+                Stream.H2D: torch.cuda.Stream(device),
+                Stream.D2H: torch.cuda.Stream(device),
+            }
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """For its duration, compute is the caller's current stream."""
+        self._deferred.clear()  # of a run that failed
+        if self.device.type != "cuda":
+            yield
+            return
+        with torch.cuda.device(self.device):
+            self._compute = torch.cuda.current_stream(self.device)
+            yield
+            self._catch_up(None)
+
+    def issue(
+        self,
+        stream: Stream,
+        waits: Iterable[Handle],
+        work: Callable[[], Any],
+        host: Host | None = None,
+    ) -> Handle:
+        """Run `work` on `stream` behind `waits`, and once `host` is settled."""
+        if self.device.type != "cuda":
+            if host is not None:
+                host.settle()
+            return Handle(work(), stream)
+        self._issue_ready()
+        if stream is Stream.H2D and (self._deferred or (host is not None and host.busy())):
+            handle = Handle(None, stream, deferred=True)
+            self._deferred.append(_Deferred(handle, host, tuple(waits), work))
+            return handle
+        if host is not None:
+            host.settle()
+        waits = tuple(waits)
+        for handle in waits:
+            if handle.deferred:
+                self._catch_up(handle)
+        return self._now(Handle(None, stream), waits, work)
+
+    def _now(self, handle: Handle, waits: Sequence[Handle], work: Callable[[], Any]) -> Handle:
+        queue = self._queue(handle.stream)
+        for earlier in waits:
+            if earlier.stream is not handle.stream and earlier.event is not None:
+                queue.wait_event(earlier.event)
+        compute = handle.stream is Stream.COMPUTE
+        with nullcontext() if compute else torch.cuda.stream(queue):
+            handle.value = work()
+        handle.event = torch.cuda.Event()
+        handle.event.record(queue)
+        handle.deferred = False
+        return handle
+
+    def _issue_ready(self) -> None:
+        """Issue what was put off and need not wait any more."""
+        while self._deferred:
+            host = self._deferred[0].host
+            if host is not None and host.busy():
+                return
+            self._issue_next()
+
+    def _catch_up(self, last: Handle | None) -> None:
+        """Issue what was put off, up to `last` (None: all of it), waiting for the host."""
+        while self._deferred and (last is None or last.deferred):
+            self._issue_next()
+
+    def _issue_next(self) -> None:
+        entry = self._deferred.popleft()
+        if entry.host is not None:
+            entry.host.settle()
+        self._now(entry.handle, entry.waits, entry.work)
+
+    def _queue(self, stream: Stream) -> torch.cuda.Stream:
+        if stream is Stream.COMPUTE:
+            assert self._compute is not None, "issue() outside of run()"
+            return self._compute
+        return self._copies[stream]
+
+    def copies(self, stream: Stream) -> torch.cuda.Stream | None:
+        """The queue of a copy stream; None on the CPU."""
+        return self._copies.get(stream)
+
+    def synchronize(self, stream: Stream) -> None:
+        """Wait on the host until everything issued on a copy stream is done."""
+        if stream in self._copies:
+            self._copies[stream].synchronize()

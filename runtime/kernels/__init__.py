@@ -1,1 +1,0 @@
-"""Triton kernels, one op a file."""

@@ -1,0 +1,381 @@
+"""Joins a program to the user's autograd: one node for each captured graph, and gates behind it.
+
+The node's forward runs the forward schedule, its backward the backward schedule. The parameters are
+inputs of the gates, which hand over their gradients once the node's backward has run:
+
+    loss <- node <- gate <- parameters
+            node <- inputs of the graph, the proxies among them
+
+Autograd then accumulates them and runs the hooks, as it does for any gradient. There is one gate
+for all parameters, or one for each where hooks are registered: they run in the order in which the
+plain model's would, from the parameter that is used last to the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from megacompile import compat
+from megacompile.errors import BackwardError, DeviceMemoryError
+from megacompile.ir import ops
+from megacompile.ir.capture import Variant
+from megacompile.runtime.device.activations import taken
+from megacompile.runtime.device.random import random_state, set_random_state
+from megacompile.runtime.model import shortage
+from megacompile.runtime.model.captured import Program
+from megacompile.runtime.ops.executor import Executor
+from megacompile.runtime.ops.machine import Machine
+from megacompile.runtime.params.accumulators import Users, users_of
+from megacompile.runtime.params.backward_pass import Place
+from megacompile.runtime.params.gradients import Run
+from megacompile.runtime.params.proxies import Link, StreamedParameter
+
+
+def run(program: Program, args: Sequence[Any]) -> list[Any]:
+    """Call a program with a captured graph's inputs; gives the graph's outputs."""
+    call = _Call(program, args)
+    if any(program.differentiable(k) for k in program.tensor_outputs()):
+        with torch.enable_grad():  # the graph itself may do so
+            computed = _Graph.apply(call, call.gates(), *args)  # type: ignore[no-untyped-call]
+    else:
+        computed = call.forward()
+    by_position = dict(zip(program.tensor_outputs(), computed, strict=True))
+    by_node = {program.outputs[k]: value for k, value in by_position.items()}
+    inputs = call.inputs_by_name
+    return [
+        node
+        if not isinstance(node, fx.Node)
+        else inputs[node.name]
+        if node.op == "placeholder"
+        else by_node[node]
+        for node in program.outputs
+    ]
+
+
+class _Call:
+    """One forward of a program, and what its backward needs."""
+
+    def __init__(self, program: Program, args: Sequence[Any]) -> None:
+        self.program = program
+        self.machine: Machine = program.machine
+        self.variant = program.variant()
+        names = [n.name for n in program.stages.forward.find_nodes(op="placeholder")]
+        self.inputs_by_name = {name: args[int(name.removeprefix("x"))] for name in names}
+        self.params = [arg for arg in args if isinstance(arg, StreamedParameter)]
+        self.positions = {
+            self._place(arg): k
+            for k, arg in enumerate(args)
+            if isinstance(arg, StreamedParameter) and arg.requires_grad
+        }
+        self.places = tuple(self.positions)
+        self.residuals: dict[str, Any] | None = None
+        self.observed = compat.ddp_around() is not None
+        self._handed: dict[int, dict[Place, torch.Tensor]] = {}  # to gates, by the backward
+
+    def gates(self) -> torch.Tensor | None:
+        """The gates of this call, the one behind the node; None where nothing is trained."""
+        gradients = self.machine.gradients
+        if not self.places:
+            return None
+        groups = [self.places]
+        if any(gradients.end(place).hooked for place in self.places):
+            groups = [(place,) for place in self.places]
+        token = torch.empty(0, device=self.machine.device)  # which says whose stream it is
+        for group in groups:
+            params = [gradients.param(place) for place in group]
+            token = _Gate.apply(self, group, token, *params)  # type: ignore[no-untyped-call]
+        return token
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def gradients_for(self, places: Sequence[Place]) -> list[torch.Tensor | None]:
+        """What a gate hands over; nobody holds it afterwards."""
+        number = compat.backward_id()
+        handed = self._handed.get(number, {})
+        found = [handed.pop(place, None) for place in places]
+        if not handed:
+            self._handed.pop(number, None)
+        return found
+
+    def forward(self, *, recorded: bool = False) -> list[torch.Tensor]:
+        """Run the forward schedule; gives the computed outputs, each once.
+
+        Args:
+            recorded: autograd holds this call, and a backward may come.
+        """
+        with self.machine.running:
+            self.random = random_state(self.machine.device)
+            outputs = self._compute()
+        residuals = self.residuals or {}
+        if recorded:
+            self.machine.pending.add(self)
+        self.buckets = self.machine.gradients.buckets
+        self.param_versions = [(proxy, proxy.root._version) for proxy in self.params]
+        self.input_versions = {
+            name: (self.inputs_by_name[name], self.inputs_by_name[name]._version)
+            for name in residuals
+            if name in self.inputs_by_name
+        }
+        return [outputs[k] for k in self.program.tensor_outputs()]
+
+    def _compute(self) -> list[Any]:
+        executor = self.program.executor(self.variant)
+        outputs, self.residuals = executor.forward(
+            {name: value.detach() for name, value in self.inputs_by_name.items()}
+        )
+        self.generation = self.machine.slots.generation
+        return outputs
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def backward(
+        self, node: object, given: Sequence[torch.Tensor | None]
+    ) -> dict[int, torch.Tensor]:
+        """Run the backward schedule on the outputs' gradients; gives those of the inputs, by
+        position. Those of the parameters are for the gates.
+        """
+        positions = self.program.tensor_outputs()
+        tangents = {
+            k: gradient
+            for k, gradient in zip(positions, given, strict=True)
+            if gradient is not None and self.program.differentiable(k)
+        }
+        if not tangents:
+            return {}
+        with self.machine.running:
+            self._check()
+            gradients = self.machine.gradients
+            gradients.run = run = self._prepare(node)
+            try:
+                of_inputs = self._attempts(tangents)
+                of_params, of_proxies = run.hand_over()
+            finally:
+                gradients.run = None
+        self._handed[compat.backward_id()] = of_params
+        found = {int(name.removeprefix("x")): gradient for name, gradient in of_inputs.items()}
+        return found | {self.positions[place]: g for place, g in of_proxies.items()}
+
+    @property
+    def _run(self) -> Run:
+        run = self.machine.gradients.run
+        assert run is not None, "outside of a backward"
+        return run
+
+    def _prepare(self, node: object) -> Run:
+        """Find out who wants the parameters' gradients in this backward, and who else is there."""
+        calls = [call for call in compat.backward_calls() if node in _users(call).nodes]
+        asked = {id(given) for call in calls for given in call.inputs}
+        proxies = {self._place(proxy) for proxy in self.params if id(proxy) in asked}
+        return Run(
+            self.machine.gradients,
+            self.places,
+            [_users(call) for call in calls],
+            proxies=proxies.intersection(self.places),
+            observed=self.observed,
+        )
+
+    def _place(self, proxy: StreamedParameter) -> Place:
+        bucket, i = self.machine.place(proxy)
+        return bucket.key, i
+
+    def _attempts(self, tangents: dict[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+        while True:
+            try:
+                return self._attempt(dict(tangents))
+            except torch.OutOfMemoryError as error:
+                ran_out = shortage.first_line(error)  # not the error: its frames hold memory
+            self._start_again(ran_out)
+
+    def _start_again(self, ran_out: str) -> None:
+        """After a backward that ran out of device memory: the forward again, by a plan that needs
+        less. Gradients that are on the host already stay as they are."""
+        program, run = self.program, self._run
+        self.residuals = None
+        why = ""
+        if ops.nodes_of(program.stages.forward, ops.assign):
+            why = "it changes buffers"
+        elif self._updates():
+            why = "it updates parameters"
+        elif any(call is not self for call in self.machine.pending):
+            why = "another forward waits for its backward"
+        if why:
+            raise DeviceMemoryError(
+                f"{program.capture.name}: device memory ran out in the backward ({ran_out}), and "
+                f"the step cannot be repeated, because {why}; let the plan use less from the "
+                "start: megacompile(model, gpu_memory=...)"
+            )
+        run.repeat()
+        program.replan()
+        shortage.step_down(program.compiler, self.machine.slots, ran_out, "the backward")
+        now = random_state(self.machine.device)
+        set_random_state(self.machine.device, self.random)
+        self.variant = program.variant()
+        self._compute()
+        set_random_state(self.machine.device, now)
+
+    def _attempt(self, tangents: dict[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+        residuals = self._take_residuals()
+        executor = self._executor(tuple(tangents))
+        device = self.machine.device
+        queue = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        inputs = {f"t{k}": gradient for k, gradient in tangents.items()}
+        for name in executor.inputs("backward"):
+            if name not in inputs:
+                inputs[name] = taken(residuals, name, self.machine.activations, queue)
+        del tangents, residuals
+        return executor.backward(inputs)
+
+    def _executor(self, tangents: tuple[int, ...]) -> Executor:
+        """The schedule for these gradients; wrong guesses of the forward are corrected here."""
+        program = self.program
+        forward = program.executor(self.variant).schedule
+        hold = self.machine.slots.generation == self.generation and bool(forward.held)
+        variant = program.variant(tangents=tangents, hold=hold)
+        wanted = forward
+        if tangents != self.variant.tangents:
+            program.tangents = tangents
+            variant = Variant(tangents, keep_last=False)
+            wanted = program.executor(variant).schedule
+        run, update = self._run, self._updates()
+        if update:
+            assert self.machine.in_backward is not None
+            self.machine.in_backward.begin(self.machine.buckets, wanted.gradient_params)
+        start = run.start_update if update else run.start
+        accumulate = start(wanted.gradient_params)
+        variant = replace(variant, accumulate=accumulate, update=update)
+        executor = program.executor(variant)
+        if hold and not self.machine.slots.keeps(executor.schedule.slots):
+            return program.executor(replace(variant, hold=False))
+        return executor
+
+    def _updates(self) -> bool:
+        """Does this backward update its parameters?
+
+        Raises:
+            BackwardError: somebody wants a gradient that would never leave the device, or adds to
+                it.
+        """
+        updates, run = self.machine.in_backward, self._run
+        if updates is None or updates.accumulating:
+            return False
+        if run.exceptions >= set(self.places):
+            return False  # torch.autograd.grad()
+        instead = (
+            "but gradients never leave the device where the backward updates; leave out optimizer= "
+            "of megacompile(), or put this backward into `with megacompile.accumulate(model):`"
+        )
+        name = self.program.capture.name
+        if run.exceptions:
+            raise BackwardError(
+                f"{name}: the gradient of {self._name(min(run.exceptions))!r} is wanted by a hook, "
+                f"or by backward(inputs=...), {instead}"
+            )
+        if run.shared:
+            raise BackwardError(
+                f"{name}: {self._name(min(run.shared))!r} is used outside of the model too in this "
+                f"backward, so a part of its gradient comes from elsewhere, {instead}"
+            )
+        if run.several:
+            raise BackwardError(
+                f"{name}: {self._name(min(run.several))!r} gets its gradient in several parts in "
+                "this backward: the model was called twice, or a graph break lets two captured "
+                f"graphs use it, {instead}"
+            )
+        return True
+
+    def _name(self, place: Place) -> str:
+        return self.machine.buckets[place[0]].layout.params[place[1]].name
+
+    def _take_residuals(self) -> dict[str, Any]:
+        if self.residuals is None:
+            raise BackwardError(
+                f"{self.program.capture.name}: backward() a second time, but what it needs was "
+                "freed by the first; call the first with retain_graph=True"
+            )
+        taken = dict(self.residuals)
+        if not compat.keeps_graph():
+            self.residuals = None
+            self.machine.pending.discard(self)
+        return taken
+
+    def _check(self) -> None:
+        name = self.program.capture.name
+        if compat.in_compiled_autograd():
+            raise BackwardError(
+                f"{name}: backward() in compiled autograd, which cannot hand gradients over: leave "
+                "it off (torch._dynamo.config.compiled_autograd); megacompile has compiled this "
+                "backward already"
+            )
+        if torch.is_grad_enabled():
+            raise BackwardError(
+                f"{name}: backward() with create_graph=True: megacompile does not differentiate "
+                "twice; compute this loss with the plain model"
+            )
+        if self.machine.gradients.buckets is not self.buckets:
+            raise BackwardError(
+                f"{name}: parameters were replaced between the forward and its backward, and "
+                "taken over by another call; call backward() before that"
+            )
+        for proxy, version in self.param_versions:
+            if proxy.root._version != version:
+                bucket, index = self.machine.place(proxy)
+                raise BackwardError(
+                    f"{name}: parameter {bucket.params[index].name!r} was changed in place between "
+                    "the forward and its backward; call backward() before optimizer.step()"
+                )
+        for key, (tensor, version) in self.input_versions.items():
+            if tensor._version != version:
+                raise BackwardError(
+                    f"{name}: input {key} of shape {tuple(tensor.shape)} was changed in place "
+                    "between the forward and its backward; pass a copy (.clone())"
+                )
+
+
+def _users(call: compat.BackwardCall) -> Users:
+    """The users of parameters in a backward, found once."""
+    if call.users is None:
+        call.users = users_of(call, (_Graph, _Gate), Link)
+    users: Users = call.users
+    return users
+
+
+class _Gate(torch.autograd.Function):
+    """Joins parameters to a captured graph: their gradients come from its call."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: _Call, places: Sequence[Place], token: torch.Tensor, *params: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.call, ctx.places = call, places
+        ctx.set_materialize_grads(False)
+        return torch.empty_like(token)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, None, gradients[0], *ctx.call.gradients_for(ctx.places)
+
+
+class _Graph(torch.autograd.Function):
+    """A captured graph."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, token: torch.Tensor | None, *args: Any) -> Any:
+        outputs = call.forward(recorded=True)
+        ctx.call = call
+        ctx.args = len(args)
+        ctx.device = None if token is None else token.device
+        ctx.set_materialize_grads(False)
+        positions, differentiable = call.program.tensor_outputs(), call.program.differentiable
+        ctx.mark_non_differentiable(
+            *(t for k, t in zip(positions, outputs, strict=True) if not differentiable(k))
+        )
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        found = ctx.call.backward(ctx, gradients)
+        token = None if ctx.device is None else torch.empty(0, device=ctx.device)
+        return None, token, *(found.get(k) for k in range(ctx.args))

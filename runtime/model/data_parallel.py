@@ -1,0 +1,250 @@
+"""DistributedDataParallel and a megacompiled model: what is kept between the two, what is refused.
+
+DDP reduces gradients in hooks on AccumulateGrad nodes, which it looks up when it is made. A
+parameter whose data goes to another device gets another node: the hooks on the old one never run
+again, and torch says nothing. Megatron and Apex put hooks of Python on such nodes. So
+
+    DDP, or hooks, before the parameters move    refused: in megacompile(), or where it cannot be
+                                                 seen there, at the first call inside of the DDP
+    DDP(megacompile(model))                      right; buckets stay where they are from then on
+    parameters where DDP cannot reduce them      refused when the DDP is made
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megacompile import compat
+from megacompile.errors import ModelError
+from megacompile.options import Options
+from megacompile.runtime.params.accumulators import Accumulator
+
+_BACKENDS = 'init_process_group("cpu:gloo,cuda:nccl")'
+_WRAP = "model = DistributedDataParallel(megacompile(model))"
+
+
+class DataParallel:
+    """What a megacompiled model knows of DistributedDataParallel.
+
+    Raises:
+        ModelError: the model has one in it, and its backward is to make the update.
+    """
+
+    def __init__(self, model: nn.Module, options: Options) -> None:
+        self.model = model
+        self.device = options.device
+        self.updates = updates = options.optimizer is not None
+        self.planned = options.plans and options.resident is None
+        self.said = False
+        self._checked: weakref.ref[DistributedDataParallel] | None = None
+        if updates and _inside(model):
+            raise ModelError(_updates_refused("megacompile()", type(model).__name__))
+        _LIVE.add(self)
+        compat.check_data_parallel(_check_wrap)
+
+    def around(self) -> str:
+        """At a call: why buckets stay where they are. "" where no DDP is around.
+
+        Raises:
+            ModelError: that DDP would reduce nothing.
+        """
+        ddp = compat.ddp_around()
+        if ddp is None:
+            return ""
+        why = "a DistributedDataParallel is around"
+        if self._checked is None or self._checked() is not ddp:
+            held = {id(param) for param in compat.ddp_parameters(ddp)}
+            params = {n: p for n, p in self.model.named_parameters() if id(p) in held}
+            if self.updates and any(param.requires_grad for param in params.values()):
+                raise ModelError(_updates_refused("forward", type(self.model).__name__))
+            refuse_other_device(type(self.model).__name__, params, ddp.device_type)
+            self._checked = weakref.ref(ddp)
+            if self.planned and any(p.device != self.device for p in params.values()):
+                self.say(why)
+        return why
+
+    def forget(self) -> None:
+        """Parameters may have moved: check again at the next call."""
+        self._checked = None
+
+    @torch.inference_mode(False)  # in which nodes are not to be had
+    def holds(self, moving: Collection[nn.Parameter]) -> str:
+        """Why these parameters must stay on their device; "" where they may move."""
+        if _inside(self.model):
+            return "the model has a DistributedDataParallel in it"
+        name = _hooked(self.model, {id(param) for param in moving})
+        return f"a hook is registered on the AccumulateGrad node of {name!r}" if name else ""
+
+    def say(self, why: str) -> None:
+        """Say once that buckets stay."""
+        if not self.said:
+            self.said = True
+            warnings.warn(
+                f"megacompile: every parameter stays on the device it is on, because {why}, and "
+                'moving one would lose its hooks; megacompile(model, resident="all") or '
+                'resident="8GiB" puts them on the GPU before that (said once)',
+                stacklevel=4,
+            )
+
+    def check_wrap(self, module: nn.Module, given: Mapping[str, Any]) -> None:
+        """Raise where a DDP over `module`, which has this model in it, could not reduce.
+
+        Args:
+            module: what is wrapped.
+            given: the arguments of DistributedDataParallel.
+        """
+        name = type(self.model).__name__
+        trained = [param for param in self.model.parameters() if param.requires_grad]
+        if self.updates and trained:
+            raise ModelError(_updates_refused("DistributedDataParallel()", name))
+        ids = given.get("device_ids") or given.get("output_device")
+        refuse_unreduced(
+            name,
+            computes_on=self.device.type,
+            lies_on={param.device.type for param in trained},
+            others_on={param.device.type for param in module.parameters()},
+            device_ids=ids,
+            reduces_on=None if given.get("device_mesh") else devices_of(given.get("process_group")),
+        )
+
+
+def refuse_moves(
+    model: nn.Module,
+    goes_to: Callable[[nn.Parameter], str],
+) -> None:
+    """Raise if megacompile() would move a parameter whose node a DDP or a hook holds.
+
+    Args:
+        model: to be megacompiled.
+        goes_to: the type of device that a parameter will be on.
+
+    Raises:
+        ModelError: with what to write instead.
+    """
+    moving = {id(p): p for p in model.parameters() if p.device.type != goes_to(p)}
+    if not moving:
+        return
+    name, (first, *_) = type(model).__name__, moving.values()
+    way = f"moves parameters from {first.device.type} to {goes_to(first)}"
+    for ddp in _inside(model):
+        if any(id(param) in moving for param in compat.ddp_parameters(ddp)):
+            raise ModelError(
+                f"megacompile(): {name} has a DistributedDataParallel in it, and megacompile() "
+                f"{way}, where that would not reduce their gradients; make it afterwards: {_WRAP}, "
+                f"behind {_BACKENDS}"
+            )
+    hooked = _hooked(model, moving.keys())
+    if hooked:
+        raise ModelError(
+            f"megacompile(): a hook is registered on the AccumulateGrad node of {name}.{hooked}, "
+            f"and megacompile() {way}, where it would never be called; register hooks on nodes "
+            "after megacompile()"
+        )
+
+
+def refuse_other_device(name: str, params: Mapping[str, nn.Parameter], made_for: str) -> None:
+    """Raise if parameters are not on the type of device that their DDP was made for.
+
+    Raises:
+        ModelError: with what to write instead.
+    """
+    for param_name, param in params.items():
+        if param.requires_grad and param.device.type != made_for:
+            raise ModelError(
+                f"{name}: its DistributedDataParallel was made when parameter {param_name!r} was "
+                f"on {made_for}; it is on {param.device.type} now, and its gradient would not be "
+                f"reduced; make the DistributedDataParallel after megacompile(): {_WRAP}, behind "
+                f"{_BACKENDS}"
+            )
+
+
+def refuse_unreduced(
+    name: str,
+    *,
+    computes_on: str,
+    lies_on: Collection[str],
+    others_on: Collection[str],
+    device_ids: object,
+    reduces_on: Collection[str] | None,
+) -> None:
+    """Raise if a DDP could not be made over parameters in host memory, or could not reduce them.
+
+    Args:
+        name: of the megacompiled model.
+        computes_on: type of its device.
+        lies_on: types of device that its trained parameters are on.
+        others_on: those of all parameters of the wrapped module.
+        device_ids: what the DDP was given, if anything.
+        reduces_on: types of device that the process group has a backend for; None: not known.
+
+    Raises:
+        ModelError: with what to write instead.
+    """
+    if "cpu" not in lies_on or computes_on == "cpu":
+        return  # where plain parameters would be
+    where = f"DistributedDataParallel(): {name} is megacompiled and its parameters are on the host"
+    write = f"write {_BACKENDS} and DistributedDataParallel(model)"
+    if len(set(others_on)) > 1:
+        raise ModelError(
+            f"{where}, but others are on {', '.join(sorted(set(others_on) - {'cpu'}))}; needed "
+            "one type of device: megacompile the outermost module, with resident=0 or "
+            f'resident="all"; and {write}'
+        )
+    if device_ids:
+        raise ModelError(
+            f"{where}, so that it takes no device_ids or output_device, got {device_ids}; "
+            f"{write}: the model moves its inputs to the device itself"
+        )
+    if reduces_on is not None and "cpu" not in reduces_on:
+        raise ModelError(
+            f"{where}, where the process group cannot reduce their gradients (it has backends for "
+            f"{', '.join(sorted(reduces_on))}); {write}"
+        )
+
+
+def _check_wrap(given: Mapping[str, Any]) -> None:
+    """Before a DDP is made: ask the megacompiled models in it."""
+    module = given["module"]
+    modules = {id(m) for m in module.modules()} if isinstance(module, nn.Module) else set()
+    for each in tuple(_LIVE):
+        if id(each.model) in modules and each.model._compiled_call_impl is not None:
+            each.check_wrap(module, given)
+
+
+def devices_of(group: Any) -> frozenset[str] | None:
+    """The types of device that a process group has backends for."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    config = str(distributed.get_backend_config(group))
+    return frozenset(part.partition(":")[0] for part in config.split(","))
+
+
+def _inside(model: nn.Module) -> list[DistributedDataParallel]:
+    return [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+
+
+def _hooked(model: nn.Module, among: Iterable[int]) -> str:
+    """The first of some parameters, by id, that has a hook of Python on its node; "" for none."""
+    ids = frozenset(among)
+    for name, param in model.named_parameters():
+        if id(param) in ids and param.requires_grad and Accumulator(param).hooked_node:
+            return name
+    return ""
+
+
+def _updates_refused(where: str, name: str) -> str:
+    return (
+        f"{where}: {name} is megacompiled with optimizer=, so that the backward updates and "
+        "gradients never leave the device, but DistributedDataParallel would have to reduce them "
+        "first; leave out optimizer= of megacompile()"
+    )
+
+
+_LIVE: weakref.WeakSet[DataParallel] = weakref.WeakSet()

@@ -1,0 +1,90 @@
+"""When device memory runs out in a step: a plan that needs less, and the step again from its start.
+
+What is repeated must give what it would have given: the random generators are set back, and where
+the forward has changed something in place already (a BatchNorm statistic) it is an error instead.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from megacompile.errors import DeviceMemoryError
+from megacompile.runtime.device.random import Random, random_state, set_random_state
+from megacompile.runtime.device.slots import DeviceSlots
+
+
+class StepsDown(Protocol):
+    """Who makes plans."""
+
+    def step_down(self) -> str:
+        """Make plans that need less from now on; says how, or "" where nothing is left to give."""
+
+    def needs(self) -> str:
+        """What the least demanding plan needs, as a table; "" if not known."""
+
+
+def step_down(compiler: StepsDown, slots: DeviceSlots, ran_out: str, where: str) -> None:
+    """Let plans need less, give the old one's slots back, and say so.
+
+    Raises:
+        DeviceMemoryError: nothing is left to give.
+    """
+    slots.forget()
+    gc.collect()
+    torch.cuda.empty_cache()
+    how = compiler.step_down()
+    if not how:
+        needs = compiler.needs()
+        raise DeviceMemoryError(
+            f"megacompile(): device memory ran out in {where}, with every stage recomputed and "
+            f"nothing resident ({ran_out})\n{needs}{'' if not needs else chr(10)}"
+            'use smaller batches or sequences, or activations="offload"'
+        )
+    warnings.warn(
+        f"megacompile: device memory ran out in {where}, which is repeated with a plan that needs "
+        f"less: {how} ({ran_out})",
+        stacklevel=4,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What a forward may change, before it."""
+
+    device: torch.device
+    random: Random
+    versions: tuple[int, ...]  # of the buffers
+
+    @staticmethod
+    def of(model: nn.Module, device: torch.device) -> Before:
+        """As it is now."""
+        return Before(device, random_state(device), _versions(model))
+
+    def restore(self, model: nn.Module, ran_out: str) -> None:
+        """Set the random generators back.
+
+        Raises:
+            DeviceMemoryError: the forward has changed a buffer.
+        """
+        if _versions(model) != self.versions:
+            raise DeviceMemoryError(
+                f"megacompile(): device memory ran out in the forward ({ran_out}), which has "
+                "changed a buffer by then (running statistics?) and cannot be repeated; let the "
+                "plan use less from the start: megacompile(model, gpu_memory=...)"
+            )
+        set_random_state(self.device, self.random)
+
+
+def _versions(model: nn.Module) -> tuple[int, ...]:
+    return tuple(buffer._version for buffer in model.buffers())
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in short."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,1 @@
+"""What the ops of a schedule do, and who runs them."""

@@ -1,0 +1,128 @@
+"""Softmax statistics of logits and, in their place, the gradient of cross entropy.
+
+    m, s  = max_c z_c, sum_c exp(z_c - m)    in one pass (Milakov and Gimelshein, 2018, "Online
+    lse   = m + log s                         normalizer calculation for softmax")
+    dz_c  = (a + b w) exp(z_c - lse) - b w_c - a [c = t]
+
+One program a row: it reads the row twice, the second time mostly from the L2 cache, and writes it
+once. The twin is `normalize_plain` in runtime/ops/cross_entropy.py. float32 arithmetic; logits
+bf16, fp16 or fp32.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import triton
+import triton.language as tl
+
+from megacompile.runtime.ops.rows import Rows
+from megacompile.runtime.optim.kernels.rounding import round_nearest
+
+BLOCK = 8192  # classes at a time
+_WARPS = 16
+
+
+def normalize_rows(
+    chunk: Rows,
+    a: torch.Tensor,  # (rows,) fp32
+    b: torch.Tensor,  # (rows,) fp32
+    *,
+    smooth: bool,
+    gradient: bool,
+    block: int = BLOCK,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """lse, and with `smooth` the weighted sum of the logits, (rows,) fp32 each.
+
+    With `gradient` the logits become their gradient.
+    """
+    logits = chunk.logits
+    assert logits.stride(1) == 1, "rows of the chunk's own buffer"
+    lse = torch.empty_like(a)
+    weighted = torch.empty_like(a) if smooth else None
+    scale = a + b * chunk.weight_sum if smooth else a
+    device = logits.device
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        _normalize_rows[(logits.shape[0],)](
+            logits,
+            chunk.target,
+            a,
+            b,
+            scale,
+            chunk.class_weight,
+            lse,
+            weighted,
+            logits.stride(0),
+            logits.shape[1],
+            SMOOTH=smooth,
+            WEIGHTED=chunk.class_weight is not None,
+            GRADIENT=gradient,
+            BLOCK=block,
+            num_warps=_WARPS,
+        )
+    return lse, weighted
+
+
+@triton.jit
+def _normalize_rows(
+    logits,  # (rows, classes)
+    target,  # (rows,) int64
+    a,
+    b,
+    scale,  # (rows,) fp32: a + b w
+    class_weight,  # (classes,) fp32
+    lse,  # (rows,) fp32
+    weighted,  # (rows,) fp32
+    stride,
+    classes,
+    SMOOTH: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    DTYPE: tl.constexpr = logits.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    z = logits + row * stride
+    lanes = tl.arange(0, BLOCK)
+    largest = tl.full((), float("-inf"), tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, classes, BLOCK):
+        index = start + lanes
+        inside = index < classes
+        x = tl.load(z + index, mask=inside, other=float("-inf")).to(tl.float32)
+        new = tl.maximum(largest, tl.max(x, 0))
+        base = tl.where(new == float("-inf"), 0.0, new)  # a block of -inf alone: no NaN
+        total = total * tl.exp(largest - base) + tl.sum(tl.exp(x - base), 0)
+        largest = new
+        if SMOOTH:
+            terms = tl.where(inside, x, 0.0)
+            if WEIGHTED:
+                terms *= tl.load(class_weight + index, mask=inside, other=0.0)
+            sums += terms
+    log_sum = largest + tl.log(total)
+    tl.store(lse + row, log_sum)
+    if SMOOTH:
+        tl.store(weighted + row, tl.sum(sums, 0))
+    if GRADIENT:
+        here = tl.load(target + row)
+        of_target = tl.load(a + row)
+        of_class = tl.load(b + row)
+        factor = tl.load(scale + row)
+        for start in range(0, classes, BLOCK):
+            index = start + lanes
+            inside = index < classes
+            x = tl.load(z + index, mask=inside, other=float("-inf")).to(tl.float32)
+            gradient = factor * tl.exp(x - log_sum)
+            if SMOOTH:
+                if WEIGHTED:
+                    weight = tl.load(class_weight + index, mask=inside, other=0.0)
+                    gradient -= of_class * weight
+                else:
+                    gradient -= of_class
+            gradient = tl.where(index == here, gradient - of_target, gradient)
+            rounded = round_nearest(gradient, DTYPE)
+            tl.store(z + index, rounded, mask=inside)

@@ -1,0 +1,179 @@
+"""Runs a schedule's generated Python, with the ops bound to a device.
+
+The code that `print(schedule)` shows is compiled as it is; the names in it are the methods of
+`runtime.bound_ops.BoundOps` and the schedule's own stages, buckets and slots.
+"""
+
+from __future__ import annotations
+
+import linecache
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megacompile import compat
+from megacompile.errors import BackwardError
+from megacompile.ir import ops
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stream import Stream
+from megacompile.runtime.device.streams import Handle
+from megacompile.runtime.ops.bound import BoundOps
+from megacompile.runtime.ops.machine import Machine
+from megacompile.show import python
+from megacompile.tracing.recorder import RECORDED
+
+
+class Executor:
+    """The compiled functions of one schedule."""
+
+    def __init__(self, schedule: Schedule, machine: Machine) -> None:
+        self.schedule = schedule
+        self.machine = machine
+        machine.hand_over.keys |= schedule.plan.hand_over
+        self._inputs = {
+            name: [node.name for node in graph.find_nodes(op="placeholder")]
+            for name, graph in schedule.graphs.items()
+        }
+        self._bound = {name: BoundOps(schedule, machine) for name in schedule.graphs}
+        self._run = {name: self._compile(name) for name in schedule.graphs}
+
+    def _compile(self, name: str) -> Callable[[list[Any]], Any]:
+        source = python.graph_code(self.schedule, name)
+        filename = f"<megacompile {self.schedule.name} {name} {id(self)}>"
+        linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+        weakref.finalize(self, linecache.cache.pop, filename, None)
+        bound = self._bound[name]
+        namespace: dict[str, Any] = {
+            op.name: _ranged(getattr(bound, op.name), op) for op in ops.OPS.values()
+        }
+        namespace |= {op: _recorded(bound, namespace[op]) for op in RECORDED}
+        namespace |= {"wait": bound.wait, **python.names(self.schedule)}
+        exec(compile(source, filename, "exec"), namespace)
+        function: Callable[[list[Any]], Any] = namespace[f"run_{name}"]
+        return function
+
+    def inputs(self, name: str) -> list[str]:
+        """The names of what a graph takes."""
+        return self._inputs[name]
+
+    def forward(self, inputs: dict[str, torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
+        """Run the forward; gives outputs and the residuals, by name.
+
+        A host parameter may be changed as soon as this returns: the last prefetch is done.
+        """
+        outputs, residuals = self._call("forward", inputs)
+        self.machine.streams.synchronize(Stream.H2D)
+        self.machine.alive.clear()
+        if self.schedule.backward is not None:
+            self.machine.order[:] = [bucket.key for bucket in self.schedule.buckets]
+        given = [_plain(value) for value in outputs]
+        kept = dict(zip(self.schedule.residuals, map(_plain, residuals), strict=True))
+        _watch(given, kept)
+        return _alone(given), kept
+
+    def backward(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Run the backward; gives the gradients of graph inputs, by the placeholder's name.
+
+        Raises:
+            BackwardError: an output that it needs was changed in place since the forward.
+        """
+        self._check_outputs(inputs)
+        found = self._call("backward", inputs)
+        return {
+            name: _plain(value) for name, value in zip(self.schedule.gradients, found, strict=True)
+        }
+
+    def _check_outputs(self, inputs: dict[str, Any]) -> None:
+        """Raise where an output was changed. A function of its own: it holds no input afterwards,
+        so that the backward can free each behind its last use."""
+        for name, value in inputs.items():
+            if not isinstance(value, _Kept):
+                continue
+            inputs[name] = value.as_subclass(torch.Tensor)
+            if value._version != value.version:
+                raise BackwardError(
+                    f"{self.schedule.name}: an output of shape {tuple(value.shape)} was changed in "
+                    "place between the forward and its backward, which needs it as it was; change "
+                    "a copy (.clone()), or use the operation that is not in place"
+                )
+
+    def _call(self, name: str, inputs: dict[str, Any]) -> Any:
+        machine = self.machine
+        with machine.streams.run(), torch.no_grad(), compat.on_host():
+            machine.slots.require(self.schedule.slots)
+            machine.slots.generation += 1
+            taken = [Handle(inputs.pop(key), Stream.COMPUTE, None) for key in self._inputs[name]]
+            inputs.clear()
+            tracer = machine.tracer
+            recording = None if tracer is None else tracer.run(self.schedule, name)
+            self._bound[name].recording = recording
+            return self._run[name](taken)
+
+
+class _Kept(torch.Tensor):
+    """What a backward needs of memory that the user has too: an output of the graph."""
+
+    version: int  # when the forward ended
+    __torch_function__ = compat.NO_TORCH_FUNCTION  # type: ignore[assignment]
+
+
+def _watch(outputs: Sequence[Any], residuals: dict[str, Any]) -> None:
+    """Note the versions of what shares memory with an output."""
+    given = {_memory(value) for value in outputs if isinstance(value, torch.Tensor)}
+    for name, value in residuals.items():
+        if isinstance(value, torch.Tensor) and _memory(value) in given:
+            kept = value.detach().as_subclass(_Kept)
+            kept.version = kept._version
+            residuals[name] = kept
+
+
+def _alone(outputs: Sequence[Any]) -> list[Any]:
+    """The outputs, as tensors of their own and no views, but for those that share memory.
+
+    Autograd allows no change in place of one of several outputs that are views: it cannot know of
+    which others they are views.
+    """
+    tensors = [value for value in outputs if isinstance(value, torch.Tensor)]
+    shared = Counter(_memory(value) for value in {id(v): v for v in tensors}.values())
+    return [
+        value.detach() if isinstance(value, torch.Tensor) and shared[_memory(value)] == 1 else value
+        for value in outputs
+    ]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, Handle) else value
+
+
+def _recorded(bound: BoundOps, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The op, in the record of a trace while one is on."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if bound.recording is not None:
+            bound.recording.next_op()
+        return function(*args, **kwargs)
+
+    return run
+
+
+def _ranged(function: Callable[..., Any], op: ops.Op) -> Callable[..., Any]:
+    """The op, with its printed name as a range in `torch.profiler` while that is on.
+
+    The range has the op's printed name behind a space: the profiler's tables take "1F" for a
+    mangled C++ name (an identifier of one letter) and would print "F"; "2F " would become "F ".
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not compat.profiler_enabled():
+            return function(*args, **kwargs)
+        with torch.profiler.record_function(f" {op.label(args)}"):
+            return function(*args, **kwargs)
+
+    return run

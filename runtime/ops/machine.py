@@ -1,0 +1,59 @@
+"""What the schedules of one model run on: its device, streams, slots, buckets and who updates."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megacompile.ir.buckets import Bucket
+from megacompile.runtime.device.activations import HostPool
+from megacompile.runtime.device.slots import DeviceSlots
+from megacompile.runtime.device.streams import Handle, Streams
+from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.gradients import Gradients
+from megacompile.runtime.params.proxies import StreamedParameter
+from megacompile.runtime.updates.in_backward import InBackward
+from megacompile.runtime.updates.on_device import HandOver
+from megacompile.tracing.recorder import Tracer
+
+
+@dataclass(slots=True)
+class Machine:
+    """What schedules of one model run on."""
+
+    device: torch.device
+    streams: Streams
+    slots: DeviceSlots
+    buckets: dict[int, HostBucket]  # by key
+    gradients: Gradients
+    place: Callable[[StreamedParameter], tuple[Bucket, int]]  # a parameter's bucket and index
+    hand_over: HandOver  # where optimizer.step() updates on the device
+    in_backward: InBackward | None = None  # where the backward updates
+    before_step: Callable[[], None] = lambda: None  # called when an optimizer's step begins
+    pending: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # backwards to come
+    alive: list[tuple[Any, Handle]] = field(default_factory=list)  # until a copy of it is done
+    order: list[int] = field(default_factory=list)  # bucket keys, as the last forward read them
+    tracer: Tracer | None = None  # while a trace of the model is on
+    detect_anomaly: bool = False  # is NaN or inf in a gradient an error?
+    running: threading.RLock = field(default_factory=threading.RLock)  # one schedule at a time
+    activations: HostPool = field(init=False)  # host memory of what waits for its backward
+
+    def __post_init__(self) -> None:
+        self.activations = HostPool(pin=self.device.type == "cuda")
+
+    def exchanged(self) -> bool:
+        """Is a parameter's data now in the place of another one, as after `p.data, q.data = ...`?
+
+        To adopt the one would overwrite the other.
+        """
+        buckets = self.buckets.values()
+        replaced = [param.untyped_storage() for b in buckets for param, _ in b.replaced()]
+        if not replaced:
+            return False
+        ours = {home for b in buckets for home in b.homes if home}  # 0: of no element
+        return any(storage.data_ptr() in ours for storage in replaced)

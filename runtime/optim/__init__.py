@@ -1,0 +1,1 @@
+"""The optimizers' rules and states, and their kernels."""

@@ -1,0 +1,113 @@
+"""Load and store a tile of one tensor of a bucket, which the bucket's table points at.
+
+A tile is (ROWS, 256): a row is one quantization block. An 8-bit state is
+
+    value = code[q] * absmax[row],   q = the code nearest to value / absmax[row]
+
+and its code is found from the upper 16 bits of the quotient and one comparison; the maps, and the
+twins `quantize` and `dequantize`, are in runtime/optim/blockwise.py (Dettmers et al., 2021,
+arXiv 2110.02861). The table's columns are those of `megacompile.runtime.optim.kernels.table`.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megacompile.runtime.optim.blockwise import BLOCK, SMALLEST, TABLE_NUMEL
+from megacompile.runtime.optim.kernels.rounding import round_nearest
+
+_ROW = tl.constexpr(BLOCK)
+_TABLE = tl.constexpr(TABLE_NUMEL)
+_MIDPOINTS = tl.constexpr(256)
+_GUESSES = tl.constexpr(512)
+_SMALLEST = tl.constexpr(SMALLEST)
+
+
+@triton.jit
+def pointers(table, COLUMN: tl.constexpr, index, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where the elements of the tensor in a column are."""
+    where = tl.load(table + COLUMN).to(tl.pointer_type(DTYPE)) + index
+    if ALIGNED:  # else each element is a load of its own
+        where = tl.multiple_of(where, [16, 16])
+    return where
+
+
+@triton.jit
+def load(
+    table,
+    COLUMN: tl.constexpr,
+    index,
+    mask,
+    DTYPE: tl.constexpr,
+    MATH: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """A tile of a tensor, in MATH; zeros beyond its end."""
+    where = pointers(table, COLUMN, index, DTYPE, ALIGNED)
+    return tl.load(where, mask=mask, other=0).to(MATH)
+
+
+@triton.jit
+def load_state(
+    table,
+    COLUMN: tl.constexpr,  # of the state, or of its codes
+    ABSMAX: tl.constexpr,  # column of its absmax
+    tile,  # (ROWS,) int64, the rows' numbers
+    index,  # (ROWS, 256) int64, the elements' numbers
+    mask,  # (ROWS, 256)
+    maps,  # blockwise.tables
+    SIGNED: tl.constexpr,
+    DTYPE: tl.constexpr,  # uint8 for 8-bit states
+    MATH: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """A tile of a state, in MATH; zeros beyond its end."""
+    if DTYPE == tl.uint8:
+        codes = load(table, COLUMN, index, mask, tl.uint8, tl.int32, ALIGNED)
+        numel = tl.load(table)
+        absmax = tl.load(table + ABSMAX).to(tl.pointer_type(tl.float32)) + tile
+        largest = tl.load(absmax, mask=tile * _ROW < numel, other=0.0)
+        values = tl.load(maps + SIGNED * _TABLE + codes) * largest[:, None]
+        return tl.where(mask, values, 0.0).to(MATH)
+    else:
+        return load(table, COLUMN, index, mask, DTYPE, MATH, ALIGNED)
+
+
+@triton.jit
+def store_state(
+    table,
+    COLUMN: tl.constexpr,
+    ABSMAX: tl.constexpr,
+    tile,
+    index,
+    mask,
+    maps,
+    values,  # (ROWS, 256) the arithmetic's dtype
+    SIGNED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Write a tile of a state; arguments as in `load_state`."""
+    where = pointers(table, COLUMN, index, DTYPE, ALIGNED)
+    if DTYPE == tl.uint8:
+        values = tl.where(mask, values.to(tl.float32), 0.0)
+        largest = tl.max(tl.abs(values), axis=1)
+        # The maximum passes over NaN: one of them makes the whole block NaN.
+        nans = tl.max((values != values).to(tl.int32), axis=1)
+        bad = (nans > 0) | (largest == float("inf"))
+        largest = tl.where(bad, float("nan"), largest)
+        largest = tl.where(largest < _SMALLEST, 0.0, largest)
+        divisor = tl.where(largest == 0.0, 1.0, largest)
+        scaled = tl.div_rn(values, tl.broadcast_to(divisor[:, None], values.shape))
+        maps += SIGNED * _TABLE
+        cell = (scaled.to(tl.uint32, bitcast=True) >> 16).to(tl.int32)
+        guess = tl.load(maps + _GUESSES + cell).to(tl.int32)
+        codes = guess + (scaled > tl.load(maps + _MIDPOINTS + guess)).to(tl.int32)
+        tl.store(where, codes.to(tl.uint8), mask=mask)
+        absmax = tl.load(table + ABSMAX).to(tl.pointer_type(tl.float32)) + tile
+        tl.store(absmax, largest, mask=tile * _ROW < tl.load(table))
+    else:
+        tl.store(where, round_nearest(values, DTYPE), mask=mask)

@@ -1,0 +1,34 @@
+"""The update of a whole bucket: one launch of a kernel for all its parameters.
+
+Nothing here needs triton, which is imported when the first bucket on a CUDA device is updated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megacompile.runtime.optim import rules
+from megacompile.runtime.optim.kernels.table import describe
+from megacompile.runtime.optim.rules import Rule, Update
+
+
+def update_bucket(rule: Rule, updates: Sequence[Update]) -> None:
+    """Update the parameters of one bucket in place: by a kernel on a CUDA device, else by the twin.
+
+    Everything lies on the device of the gradients, or in memory that it can address. Raises
+    ValueError for a tensor that is not contiguous or has another size or dtype than needed.
+    """
+    if not updates:
+        return
+    if updates[0].grad.device.type == "cuda":
+        from megacompile.runtime.optim.kernels.adam import adam_bucket
+        from megacompile.runtime.optim.kernels.sgd import sgd_bucket
+
+        if rule is Rule.ADAM:
+            adam_bucket(updates)
+        else:
+            sgd_bucket(updates, nesterov=rule is Rule.NESTEROV)
+        return
+    for i, update in enumerate(updates):
+        describe(i, update, rule.states)  # refuses what the kernels refuse
+        rules.apply(rule, update)

@@ -1,0 +1,161 @@
+"""The table in which a kernel finds all parameters of a bucket.
+
+A bucket is many parameters with tensors, sizes and scalars of their own. Three device tensors tell
+the kernel all of it; their layout is what this module and the kernels share:
+
+    blocks  (programs, 2) int32: the parameter's row, the number of the block within it
+    table   (params, columns) int64: numel, addresses of param, out, copy and grad, of each state
+            (or of its codes), of each state's absmax, and the seed; 0 where there is none
+    hyper   (params, columns) fp32 or fp64: rules.AdamHyper or rules.SgdHyper
+
+`blocks` depends on the sizes alone and is made once. The rest is fetched in every call, from one
+pinned tensor of its own (see `kernels.fetch`).
+
+Nothing here needs triton, which is imported when the first bucket on a CUDA device is updated.
+"""
+
+from __future__ import annotations
+
+import functools
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megacompile.runtime.optim import rules
+from megacompile.runtime.optim.blockwise import absmax_numel
+from megacompile.runtime.optim.rules import Update
+
+NUMEL, PARAM, OUT, COPY, GRAD, STATES = range(6)  # columns; behind them come the states
+
+
+_ALIGNMENT = 16  # bytes of an address, elements of a size: what wide loads need
+
+
+class Signature(NamedTuple):
+    """What a kernel is compiled for; the parameters of one launch share it."""
+
+    param: torch.dtype
+    grad: torch.dtype
+    copy: torch.dtype | None
+    states: tuple[torch.dtype | None, ...]  # uint8: 8-bit codes
+    stochastic: bool
+    aligned: bool
+
+
+class Launch(NamedTuple):
+    """One launch of a kernel."""
+
+    signature: Signature
+    blocks: Tensor  # (programs, 2) int32
+    table: Tensor  # (params, columns) int64
+    hyper: Tensor  # (params, columns) fp32 or fp64
+
+
+def launches(updates: Sequence[Update], *, states: int, block: int) -> Iterator[Launch]:
+    """One launch for each signature among the updates; `block` elements to a program."""
+    groups: dict[Signature, tuple[list[int], list[list[int]], list[Sequence[float]]]] = {}
+    for i, update in enumerate(updates):
+        signature, row = describe(i, update, states)
+        if row[NUMEL] == 0:
+            continue
+        numels, rows, hypers = groups.setdefault(signature, ([], [], []))
+        numels.append(row[NUMEL])
+        rows.append(row)
+        hypers.append(update.hyper)
+    for signature, (numels, rows, hypers) in groups.items():
+        device = updates[0].grad.device
+        blocks = program_blocks(tuple(numels), block, device)
+        table, hyper = pack(rows, hypers, rules.math_dtype(signature.param), device)
+        yield Launch(signature, blocks, table, hyper)
+
+
+def describe(position: int, update: Update, states: int) -> tuple[Signature, list[int]]:
+    """A parameter's signature and its row of the table."""
+    param, grad, given, _, out, copy, seed = update
+    numel = param.numel()
+    if len(given) != states:
+        raise ValueError(f"parameter {position} has {len(given)} states, needed {states}")
+    out = param if out is None else out
+    if out.dtype != param.dtype:
+        raise ValueError(
+            f"parameter {position}: the new parameter is {out.dtype}, needed {param.dtype}"
+        )
+    codes: list[Tensor | None] = []
+    absmaxes: list[int] = []
+    for state in given:
+        if isinstance(state, tuple):
+            _check(position, state[1], absmax_numel(numel))
+            if state[0].dtype != torch.uint8 or state[1].dtype != torch.float32:
+                raise ValueError(
+                    f"parameter {position}: an 8-bit state is {state[0].dtype} codes and "
+                    f"{state[1].dtype} absmax, needed torch.uint8 and torch.float32"
+                )
+            codes.append(state[0])
+            absmaxes.append(state[1].data_ptr())
+        else:
+            codes.append(state)
+            absmaxes.append(0)
+    row = [numel]
+    together = numel
+    for tensor in (param, out, copy, grad, *codes):
+        if tensor is None:
+            row.append(0)
+            continue
+        _check(position, tensor, numel)
+        address = tensor.data_ptr()
+        together |= address
+        row.append(address)
+    stochastic = seed is not None and param.dtype == torch.bfloat16
+    signature = Signature(
+        param=param.dtype,
+        grad=grad.dtype,
+        copy=None if copy is None else copy.dtype,
+        states=tuple(None if state is None else state.dtype for state in codes),
+        stochastic=stochastic,
+        aligned=together % _ALIGNMENT == 0,
+    )
+    return signature, [*row, *absmaxes, seed or 0]
+
+
+def _check(position: int, tensor: Tensor, numel: int) -> None:
+    if tensor.numel() != numel or not tensor.is_contiguous():
+        raise ValueError(
+            f"parameter {position}: a tensor of shape {tuple(tensor.shape)} and strides "
+            f"{tensor.stride()}, needed a contiguous one of {numel} elements"
+        )
+
+
+@functools.cache
+def program_blocks(numels: tuple[int, ...], block: int, device: torch.device) -> Tensor:
+    """Which block of which parameter each program has: (programs, 2) int32."""
+    counts = torch.tensor([-(-numel // block) for numel in numels])
+    rows = torch.repeat_interleave(torch.arange(len(numels)), counts)
+    starts = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    numbers = torch.arange(len(rows)) - starts
+    return torch.stack([rows, numbers], 1).to(torch.int32).to(device)
+
+
+def pack(
+    rows: Sequence[Sequence[int]],
+    hypers: Sequence[Sequence[float]],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """The table and the scalars on a device.
+
+    The rows have an even number of columns, so both start at 16 bytes' alignment.
+    """
+    table = array("q", [value for row in rows for value in row])
+    scalars = array("d" if dtype == torch.float64 else "f", [v for row in hypers for v in row])
+    packed = bytearray(table.tobytes() + scalars.tobytes())
+    packed.extend(bytes(-len(packed) % 8))
+    staged = torch.frombuffer(packed, dtype=torch.int64)
+    if device.type == "cuda":
+        from megacompile.runtime.optim.kernels.fetch import fetch
+
+        staged = fetch(staged, device)
+    hyper = staged[len(table) :].view(dtype)[: len(scalars)]
+    return staged[: len(table)].view(len(rows), -1), hyper.view(len(rows), -1)

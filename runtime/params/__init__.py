@@ -1,0 +1,1 @@
+"""Parameters, gradients and states in their buckets, and who looks at them."""

@@ -1,0 +1,171 @@
+"""One call of `backward()`: what captured graphs hand to autograd, and what is left at its end.
+
+Autograd accumulates: it takes a gradient that lies in a bucket as `p.grad` without a copy, adds
+where something is there already, and runs the hooks. Copies to the host may still be on their way
+then. When `backward()` ends they are waited for, `p.grad` learns to answer for its norm, and sums
+that autograd made elsewhere go into the bucket.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from megacompile import compat
+from megacompile.runtime.device.streams import Streams
+from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.consumed import consume
+from megacompile.runtime.params.lazy import Served
+
+Place = tuple[int, int]  # (bucket key, parameter's index in it)
+
+
+class BackwardPass:
+    """The gradients of one call of `backward()`."""
+
+    def __init__(self, streams: Streams, buckets: Mapping[int, HostBucket]) -> None:
+        self.streams = streams
+        self.buckets = buckets
+        self.handed: dict[Place, torch.Tensor] = {}  # the memory that autograd has
+        self.taken: set[Place] = set()  # of them: it is the bucket's
+        self.watched: set[Place] = set()  # of these: somebody looks before the end
+        self.fresh: set[Place] = set()  # of these: there was no `p.grad` before
+        self.replaced: dict[Place, torch.Tensor] = {}  # the `p.grad` that the total took over from
+        self.updated: set[Place] = set()  # by updates in the backward
+        self.norms: dict[int, Norms] = {}  # by bucket
+        self.copies: dict[int, torch.cuda.Event | None] = {}  # by bucket: its way to the host
+
+    def await_copies(self, keys: Iterable[int]) -> None:
+        """Wait on the host for the copies of some buckets' gradients."""
+        for key in keys:
+            event = self.copies[key]
+            if event is None:
+                continue
+            if self.buckets[key].resident is None:
+                event.synchronize()
+            else:  # who reads them does so on the compute stream
+                torch.cuda.current_stream(self.streams.device).wait_event(event)
+
+    def give_up(self) -> None:
+        """It has failed: what was taken out of `p.grad` and not accumulated goes back, and what was
+        accumulated may be read."""
+        self.await_copies(self.copies)
+        for (key, i), before in self.replaced.items():
+            param = self.buckets[key].params[i]
+            if param.grad is None:
+                param.grad = before
+
+    def finish(self) -> None:
+        """`backward()` ends: every `p.grad` is a tensor that anybody may use.
+
+        Whoever reads one finds the copy to the host done: it is waited for here, but for buckets
+        whose update the device will make, whose gradients are guarded and wait when somebody looks.
+        """
+        lazy = self._lazy()
+        if self.taken or not self.updated:
+            self.await_copies(self.copies.keys() - lazy)
+        for key, i in self.updated:
+            consume(self.buckets[key].params[i], self.buckets[key].layout.params[i].name)
+        for place in sorted(self.taken):
+            self._settle_down(place)
+        self._serve(lazy)
+
+    def _is_ours(self, place: Place) -> bool:
+        key, i = place
+        gradient, memory = self.buckets[key].params[i].grad, self.buckets[key].grads.get(i)
+        return gradient is not None and memory is not None and same_memory(gradient, memory)
+
+    def _settle_down(self, place: Place) -> None:
+        """Let `p.grad` be the tensor that it was, or adopt a sum that autograd has made."""
+        key, i = place
+        bucket = self.buckets[key]
+        param, before = bucket.params[i], self.replaced.get(place)
+        gradient, memory = param.grad, bucket.grads.get(i)
+        if gradient is None or memory is None:  # a hook took it; or it was frozen since
+            return
+        if self._is_ours(place):
+            if before is not None:
+                param.grad = before
+            return
+        fits = type(gradient) is torch.Tensor and gradient.dtype == memory.dtype
+        if not (fits and place in self.fresh and gradient.layout is torch.strided):
+            return
+        if compat.storage_users(gradient) == compat.storage_users(memory) == 1:
+            with torch.no_grad():
+                memory.copy_(gradient)
+            param.grad = memory.detach()
+
+    def _lazy(self) -> set[int]:
+        """The buckets whose gradients may still be on their way when `backward()` returns."""
+        return {
+            key
+            for key, norms in self.norms.items()
+            if key in self.copies
+            and self.buckets[key].offered is not None
+            and all(self._untouched((key, i)) for i in norms.indices)
+        }
+
+    def _untouched(self, place: Place) -> bool:
+        """Is `p.grad` what was handed over, and did nobody look at it?"""
+        return (
+            place in self.taken
+            and place not in self.watched
+            and place not in self.replaced
+            and self._is_ours(place)
+        )
+
+    def _serve(self, lazy: set[int]) -> None:
+        """Let the gradients whose norms were taken on the device answer for them."""
+        for key, norms in self.norms.items():
+            bucket = self.buckets[key]
+            settle = bucket.settle
+            if key in lazy:
+                settle = functools.partial(_settle, self.copies[key], bucket)
+            for k, i in enumerate(norms.indices):
+                place = key, i
+                if place not in self.taken or place in self.watched or not self._is_ours(place):
+                    continue
+                gradient = bucket.params[i].grad
+                assert gradient is not None
+                if compat.storage_users(gradient) > 2 and key not in lazy:
+                    continue  # who holds another name for it may change it unseen
+                if type(gradient) is torch.Tensor:
+                    of_it = functools.partial(norms.get, k)
+                    Served(gradient, settle, of_it, bucket.layout.params[i].name)
+
+
+class Norms:
+    """The norms of a bucket's gradients, on their way to the host.
+
+    Args:
+        indices: of the parameters.
+        room: (2, len(indices)) float32: L2 norms and largest absolute values.
+    """
+
+    def __init__(self, indices: tuple[int, ...], room: torch.Tensor) -> None:
+        self.indices = indices
+        self.copied: torch.cuda.Event | None = None  # behind the copy
+        self._room = room
+        self._values: list[list[float]] = []
+
+    def get(self, k: int) -> tuple[float, float]:
+        """Those of the k-th gradient."""
+        if not self._values:
+            if self.copied is not None:
+                self.copied.synchronize()
+            self._values = self._room.tolist()
+        return self._values[0][k], self._values[1][k]
+
+
+def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Do two tensors of one shape begin at the same place? Empty ones lie nowhere."""
+    return a.layout is torch.strided and (a.data_ptr() == b.data_ptr() or not a.numel())
+
+
+def _settle(copied: torch.cuda.Event | None, bucket: HostBucket) -> None:
+    """Wait until a bucket's gradients are on the host, and nothing in the background uses them."""
+    if copied is not None:
+        copied.synchronize()
+    bucket.settle()

@@ -1,0 +1,154 @@
+"""`p.grad` while it can answer for its norm, and be scaled, without a pass over host memory.
+
+An L2 norm over gradients on the host takes longer than the update itself, but each gradient has
+been on the device, where its norm costs nothing. So `p.grad` is guarded (see `guards`) by a
+`Served`, which answers `torch.linalg.vector_norm` and `torch._foreach_norm` with the norm that was
+taken there, and notes a factor instead of multiplying: stock `clip_grad_norm_` and
+`get_total_norm` need nothing else. The optimizer takes the factor along. Any other use multiplies
+first, and from then on `p.grad` is a plain tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megacompile import compat
+from megacompile.errors import BackwardError
+from megacompile.runtime.params.guards import guard, guard_of, release
+
+
+class Served:
+    """Guards one `p.grad`.
+
+    Args:
+        tensor: it.
+        settle: waits until nothing in the background reads it.
+        norms: gives its L2 norm and its largest absolute value; None where they were not taken.
+    """
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        settle: Callable[[], None],
+        norms: Callable[[], tuple[float, float]] | None,
+        name: str,
+    ) -> None:
+        self.settle = settle
+        self.norms = norms
+        self.name = name
+        self.scale = 1.0
+        self.version = tensor._version
+        guard(tensor, self)
+
+    def open(self, tensor: torch.Tensor) -> None:
+        """Multiply by what was noted, and let the tensor be plain."""
+        self.settle()
+        release(tensor)
+        self.check(tensor)
+        factor, self.scale = self.scale, 1.0
+        if factor != 1.0:
+            with torch.no_grad():
+                tensor.mul_(factor)
+
+    def check(self, tensor: torch.Tensor) -> None:
+        """Raise if something changed a scaled gradient without asking: autograd, in C++."""
+        if self.scale != 1.0 and tensor._version != self.version:
+            raise BackwardError(
+                f"the gradient of {self.name!r} was scaled (clip_grad_norm_), and then a backward "
+                "outside of the model added to it; call that backward before you clip"
+            )
+
+    def serve(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Norms and factors."""
+        served = _FUNCTIONS.get(function)
+        return NotImplemented if served is None else served(args, kwargs)
+
+    def norm(self, tensor: torch.Tensor, order: float) -> torch.Tensor | None:
+        """The norm of the tensor now, 0-d on the host and of its dtype, as torch gives it; None if
+        it is not known.
+
+        One of another dtype would make the factor of all gradients float32, and torch multiplies
+        bf16 gradients by that one kernel a tensor, five times slower than all of them at once.
+        """
+        if self.norms is None or tensor._version != self.version:
+            return None
+        norm = self.norms()[0 if order == 2 else 1] * abs(self.scale)
+        return torch.tensor(norm, dtype=tensor.dtype)
+
+
+def served(tensor: torch.Tensor | None) -> Served | None:
+    """Who serves a gradient now."""
+    found = guard_of(tensor)
+    return found if isinstance(found, Served) else None
+
+
+def _norms(tensors: Sequence[Any], order: Any) -> list[torch.Tensor] | None:
+    if isinstance(order, bool) or order not in (2, math.inf):
+        return None
+    guards = [served(tensor) for tensor in tensors]
+    norms = [
+        None if who is None else who.norm(tensor, order)
+        for who, tensor in zip(guards, tensors, strict=True)
+    ]
+    return None if None in norms else norms  # type: ignore[return-value]
+
+
+def _vector_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    order = args[1] if len(args) == 2 else kwargs.get("ord", 2)
+    if len(args) > 2 or kwargs.keys() - {"ord"}:
+        return NotImplemented
+    norms = _norms(args[:1], order)
+    return NotImplemented if norms is None else norms[0]
+
+
+def _foreach_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    order = args[1] if len(args) == 2 else kwargs.get("ord", 2)
+    if len(args) > 2 or kwargs.keys() - {"ord"}:
+        return NotImplemented
+    norms = _norms(args[0], order)
+    return NotImplemented if norms is None else norms
+
+
+def _scale(tensors: Sequence[Any], factor: Any) -> bool:
+    """Note a factor for all of `tensors`, or for none."""
+    if isinstance(factor, torch.Tensor):
+        if factor.dim() != 0 or factor.is_complex() or factor.requires_grad:
+            return False
+    elif not isinstance(factor, (int, float)):
+        return False
+    guards = [served(tensor) for tensor in tensors]
+    if not all(
+        who is not None and tensor.is_floating_point() and tensor._version == who.version
+        for who, tensor in zip(guards, tensors, strict=True)
+    ):
+        return False
+    value = float(factor)
+    for who in guards:
+        assert who is not None
+        who.settle()  # an update that runs takes the factor that there was
+        who.scale *= value
+    return True
+
+
+def _mul(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(args) != 2 or kwargs or not _scale(args[:1], args[1]):
+        return NotImplemented
+    return args[0]
+
+
+def _foreach_mul(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(args) != 2 or kwargs or isinstance(args[1], (list, tuple)):
+        return NotImplemented
+    return None if _scale(args[0], args[1]) else NotImplemented
+
+
+_FUNCTIONS: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], Any]] = {
+    torch.linalg.vector_norm: _vector_norm,
+    compat.FOREACH_NORM: _foreach_norm,
+    torch.Tensor.mul_: _mul,
+    compat.FOREACH_MUL: _foreach_mul,
+}

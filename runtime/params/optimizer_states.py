@@ -1,0 +1,218 @@
+"""Which optimizers have an update of ours, and their states in the flat memory of the buckets.
+
+`optimizer.state[p]` has views of it under the stock names. The rooms of a bucket belong to one
+optimizer each (`HostBucket.states_of`), so two optimizers over the same parameters have states of
+their own, as in torch.optim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, Optimizer
+
+from megacompile.options import Options
+from megacompile.runtime.optim.states import BlockwiseTensor, to_plain
+from megacompile.runtime.params.bucket import HostBucket
+
+BY_RULE = (AdamW, Adam, SGD)
+ON_DEVICE = (Muon, Adafactor)
+
+
+def has_update(optimizer: Optimizer) -> bool:
+    """Is there an update of ours for it?"""
+    return type(optimizer) in (*BY_RULE, *ON_DEVICE)
+
+
+class Trained(NamedTuple):
+    """A parameter that a step updates."""
+
+    param: nn.Parameter
+    at: int  # its index in its bucket
+    group: dict[str, Any]  # of the optimizer that it is in
+    state: dict[str, Any]  # `optimizer.state[param]`, or what that is to become
+
+
+def stands_back(optimizer: Optimizer, found: Iterable[Trained]) -> str:
+    """Why an optimizer's own step must update these, which have gradients; "" if we can."""
+    if not has_update(optimizer):
+        return "it has no update of ours (AdamW, Adam, SGD, Muon and Adafactor have)"
+    if getattr(optimizer, "grad_scale", None) is not None or (
+        getattr(optimizer, "found_inf", None) is not None
+    ):
+        return "a GradScaler hands its scale to the fused step"
+    for param, _, group, _ in found:
+        assert param.grad is not None
+        if group.get("differentiable") or group.get("capturable"):
+            return "it is differentiable or capturable"
+        if param.is_complex():
+            return "a parameter is complex"
+        if param.grad.layout is not torch.strided:
+            return "a gradient is sparse"
+    return ""
+
+
+def not_heeded(optimizer: Optimizer, options: Options) -> str:
+    """What an optimizer without a rule of ours does not heed, as a sentence; "" if nothing."""
+    asked = {
+        "state_dtype": options.state_dtype is not None,
+        "stochastic_rounding": options.stochastic_rounding,
+    }
+    names = " and ".join(name for name, value in asked.items() if value)
+    if not names or type(optimizer) in BY_RULE:
+        return ""
+    return f"{type(optimizer).__name__} does not heed {names} (AdamW, Adam and SGD do)"
+
+
+def names_by_rule(optimizer: Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
+    """The states of an optimizer with a rule, in the rule's order."""
+    if isinstance(optimizer, SGD):
+        return ("momentum_buffer",) if group["momentum"] else ()
+    return ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
+
+
+def names_like(param: torch.Tensor, state: dict[str, Any]) -> list[str]:
+    """The states that have an element for each of the parameter's."""
+    return [
+        name
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and name != "step" and value.shape == param.shape
+    ]
+
+
+def make_rooms(
+    optimizer: Optimizer,
+    bucket: HostBucket,
+    wanted: Iterable[tuple[Trained, str, torch.dtype | str]],
+    *,
+    pin: bool,
+) -> bool:
+    """Memory for states that have an element for each of the parameter's.
+
+    Args:
+        optimizer: whose they are.
+        bucket: where they shall lie.
+        wanted: parameters, a name of a state of each, and its dtype, or "int8".
+        pin: page-lock them.
+
+    Returns:
+        Are there some in 8 bits?
+    """
+    named: dict[str, dict[int, torch.dtype | str]] = {}
+    others = any(other is not optimizer for other in bucket.states)
+    for trained, name, dtype in wanted:
+        named.setdefault(name, {})[trained.at] = dtype
+        given = trained.state.get(name)
+        if others and given is not None and not isinstance(given, BlockwiseTensor):
+            bucket.share_state(optimizer, name, trained.at, given)
+    codes = False
+    for name, dtypes in named.items():
+        wide = {i: dtype for i, dtype in dtypes.items() if isinstance(dtype, torch.dtype)}
+        narrow = sorted(dtypes.keys() - wide.keys())
+        bucket.make_state(optimizer, name, wide, pin=pin)
+        bucket.make_codes(optimizer, name, narrow, pin=pin)
+        codes = codes or bool(narrow)
+    return codes
+
+
+def adopt(
+    optimizer: Optimizer, bucket: HostBucket, i: int, state: dict[str, Any], names: Iterable[str]
+) -> None:
+    """Let `state` have views of the rooms; what was there (a loaded checkpoint) is copied."""
+    rooms = bucket.states_of(optimizer)
+    for name in names:
+        given, room = state.get(name), rooms[name][i]
+        if isinstance(room, tuple):
+            if not (isinstance(given, BlockwiseTensor) and given.codes is room[0]):
+                view = BlockwiseTensor(
+                    bucket.values[i],
+                    *room,
+                    signed=name not in ("exp_avg_sq", "max_exp_avg_sq"),
+                    settle=bucket.settle,
+                )
+                bucket.withdraw()
+                if given is None:
+                    view.clear()
+                else:
+                    view.store(to_plain(given).float())
+                state[name] = view
+        elif given is None or given.data_ptr() != room.data_ptr() or room.numel() == 0:
+            bucket.withdraw()
+            if given is None:
+                room.zero_()
+            else:
+                room.copy_(to_plain(given))
+            state[name] = room.detach()
+
+
+def for_update(
+    optimizer: Optimizer,
+    bucket: HostBucket,
+    i: int,
+    state: dict[str, Any],
+    names: Iterable[str] | None = None,
+) -> dict[str, Any]:
+    """A state as the update takes it: our own views, which nobody guards.
+
+    Args:
+        optimizer: whose it is.
+        bucket: of the parameter.
+        i: the parameter's index.
+        state: `optimizer.state` of it.
+        names: the states that a rule takes; others may be left from options before. None: all that
+            the optimizer's own step takes, its counter too.
+    """
+    rooms = bucket.states_of(optimizer)
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        if names is not None and name not in names:
+            continue
+        room = rooms.get(name, {}).get(i)
+        if isinstance(value, BlockwiseTensor) and not isinstance(room, tuple):
+            found[name] = value.plain()
+        elif room is not None:
+            found[name] = room
+        else:
+            found[name] = value.detach() if isinstance(value, torch.Tensor) else value
+    if names is None and isinstance(state.get("step"), torch.Tensor):
+        # float64: torch.optim computes with it as a tensor, not as a number, while any thread
+        # compiles (torch.compiler.is_compiling() is of the process), and must round alike
+        found["step"] = state["step"].to(torch.float64, copy=True)
+    return found
+
+
+def visible(state: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors of a state that an update writes to."""
+    return [v for k, v in state.items() if k != "step" and type(v) is torch.Tensor]
+
+
+def move_loaded(optimizer: Optimizer, param: nn.Parameter) -> None:
+    """Let states that were loaded before a parameter moved follow it."""
+    if param not in optimizer.state:
+        return
+    state = optimizer.state[param]
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dim():
+            state[name] = value.to(param.device)
+
+
+def new_counter() -> torch.Tensor:
+    """The step of an Adam that has made none."""
+    double = torch.get_default_dtype() == torch.float64
+    return torch.tensor(0.0, dtype=torch.float64 if double else torch.float32)
+
+
+def count_up(state: dict[str, Any]) -> None:
+    """Count a step in an optimizer's own counter."""
+    if "step" in state:
+        state["step"] += 1
+
+
+def drop_empty(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+    """Where torch.optim keeps no state, `state_dict()` has no entry."""
+    for param in params:
+        if param in optimizer.state and not optimizer.state[param]:
+            del optimizer.state[param]

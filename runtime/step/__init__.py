@@ -1,0 +1,1 @@
+"""`optimizer.step()` of a stock optimizer over streamed parameters."""

@@ -1,0 +1,174 @@
+"""How megacompiled models get to know of `optimizer.step()`: hooks on stock optimizers.
+
+`before` runs behind the user's own pre-hooks, `after` ahead of the user's own post-hooks:
+
+    user's pre-hooks
+    before   every model prepares its part, and its gradients are hidden;
+             torch.optim steps for the parameters that are left, whose gradients are hidden then
+    torch.optim's own step, which sees no gradients
+    after    every part is started, the gradients are shown
+    user's post-hooks
+
+Preparing changes nothing, so a step that raises (a hook, a closure, a model that refuses, or
+torch.optim on other parameters) has updated none of our parameters, counted nothing, left the
+gradients where they were, and may be called again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from megacompile import compat
+from megacompile.runtime.optim.states import to_plain
+from megacompile.runtime.params.guards import unguarded
+from megacompile.runtime.params.optimizer_states import has_update
+
+
+class Part(Protocol):
+    """What one model does of a step."""
+
+    @property
+    def gradients(self) -> Sequence[tuple[nn.Parameter, torch.Tensor]]:
+        """The parameters that it updates, and their gradients."""
+
+    def start(self) -> None:
+        """Do it, or start it in the background."""
+
+    def drop(self) -> None:
+        """It will not be done."""
+
+
+class Model(Protocol):
+    """What is told of the steps of optimizers."""
+
+    def owns(self, param: torch.Tensor) -> bool:
+        """Is it a parameter of this model?"""
+
+    def prepare_step(self, optimizer: Optimizer) -> Part | None:
+        """Its part of a step that begins; None where torch.optim does it all."""
+
+
+def tell(model: Model) -> None:
+    """Tell a model of the steps of all optimizers over its parameters, as long as it lives."""
+    _LIVE.add(model)
+
+
+def convert_state_dicts(optimizer: Optimizer) -> None:
+    """Let `state_dict()` have 8-bit states as the float32 tensors that a plain run loads."""
+    hooks = _hooks_on(optimizer)
+    if not hooks.converts:
+        hooks.converts = True
+        optimizer.register_state_dict_post_hook(lambda _, state_dict: to_plain(state_dict))
+
+
+class _Hooks:
+    """The hooks on one optimizer."""
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []  # of the step that runs
+        self.hidden: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self.converts = False  # 8-bit states in state_dict()
+        self.handle: Any = None  # of `before`
+
+    @compat.opaque
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Prepare our part; a closure is called first, because the gradients are its."""
+        self._give_up()  # nothing, unless somebody broke off the step in between
+        closure = None
+        if has_update(optimizer):
+            closure, args, kwargs = _closure(args, kwargs)
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            args = (*args, lambda: loss)
+        try:
+            with unguarded(), compat.on_host():
+                for model in tuple(_LIVE):
+                    part = model.prepare_step(optimizer)
+                    if part is not None:
+                        self.parts.append(part)
+                self._hide([pair for part in self.parts for pair in part.gradients])
+                left = _with_gradients(optimizer) if self.parts else []
+            if left:
+                compat.step_without_hooks(optimizer)
+                self._hide(left)
+        except BaseException:
+            self._give_up()
+            raise
+        return args, kwargs
+
+    @compat.opaque
+    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Do our part, and show the gradients again."""
+        del optimizer, args, kwargs
+        with unguarded(), compat.on_host():
+            try:
+                while self.parts:
+                    self.parts.pop(0).start()
+            finally:
+                self._give_up()
+
+    def _hide(self, gradients: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
+        for param, gradient in gradients:
+            self.hidden.append((param, gradient))
+            param.grad = None
+
+    def _give_up(self) -> None:
+        """Show the gradients, and drop what was not started."""
+        with unguarded():
+            for param, gradient in self.hidden:
+                if param.grad is None:
+                    param.grad = gradient
+            self.hidden = []
+            while self.parts:
+                self.parts.pop().drop()
+
+
+def _with_gradients(optimizer: Optimizer) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return [(param, param.grad) for param in params if param.grad is not None]
+
+
+def _closure(args: Any, kwargs: Any) -> tuple[Callable[[], Any] | None, Any, Any]:
+    """The closure among a step's arguments (the optimizer is the first), and the others."""
+    if len(args) > 1:
+        return args[1], (args[0], *args[2:]), kwargs
+    others = {k: v for k, v in kwargs.items() if k != "closure"}
+    return kwargs.get("closure"), args, others
+
+
+@compat.opaque
+def _attach(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Before any optimizer's step: hook those over our parameters, behind the user's own hooks."""
+    del args, kwargs
+    if optimizer in _ATTACHED:
+        compat.put_last(_ATTACHED[optimizer].handle)  # behind hooks that were registered since
+        return
+    if not _LIVE:
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(model.owns(param) for model in tuple(_LIVE) for param in params):
+        _hooks_on(optimizer)
+
+
+def _hooks_on(optimizer: Optimizer) -> _Hooks:
+    """The hooks on an optimizer, put there the first time."""
+    if optimizer not in _ATTACHED:
+        hooks = _ATTACHED[optimizer] = _Hooks()
+        hooks.handle = optimizer.register_step_pre_hook(hooks.before)
+        handle = optimizer.register_step_post_hook(hooks.after)
+        # before the user's own, which may look at the gradients, or zero them
+        compat.put_first(handle)
+    return _ATTACHED[optimizer]
+
+
+_LIVE: weakref.WeakSet[Model] = weakref.WeakSet()
+_ATTACHED: weakref.WeakKeyDictionary[Optimizer, _Hooks] = weakref.WeakKeyDictionary()
+register_optimizer_step_pre_hook(_attach)

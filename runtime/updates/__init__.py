@@ -1,0 +1,1 @@
+"""Updates of buckets: on the host, on the device, in chunks."""

@@ -1,0 +1,194 @@
+"""A bucket's parameters and optimizer states on the device, for an update there.
+
+Both updates on the device use it: the one in the backward (`in_backward`) and the one that
+`optimizer.step()` makes of what the backward handed over (`handed`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megacompile.runtime.optim.kernels.bucket import update_bucket
+from megacompile.runtime.optim.rules import Rule, State, Update
+from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.updates.update import Step, flat, laid_out_as
+
+Sources = Mapping[int, tuple[State | None, ...]]  # parameter's index -> its states on the host
+
+
+@dataclass(slots=True)
+class Room:
+    """One parameter's new value and states on the device, flat."""
+
+    new: torch.Tensor  # (numel,) of the parameter's dtype on the host
+    copy: torch.Tensor | None  # (numel,) of the streamed dtype, where that is another
+    states: tuple[State | None, ...]  # in the rule's order
+
+    @property
+    def streamed(self) -> torch.Tensor:
+        """What the next forward reads: (numel,) of the streamed dtype."""
+        return self.new if self.copy is None else self.copy
+
+
+Rooms = dict[int, Room]  # by the parameter's index in its bucket
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """New parameters and states on their way to the host: an `InFlight`."""
+
+    host: HostBucket
+    params: torch.cuda.Event
+    states: torch.cuda.Event
+    fresh: dict[int, torch.Tensor] = field(default_factory=dict)
+    """New parameters that stay on the device for now, as in `Flight`."""
+
+    def stays(self, rooms: Rooms) -> None:
+        """The rooms are there until `fresh` is cleared, unless somebody may write behind them."""
+        if not any(map(self.host.aliased, rooms)):
+            self.fresh.update({i: room.streamed for i, room in rooms.items()})
+
+    def done(self) -> bool:
+        return bool(self.states.query())
+
+    def wait(self) -> None:
+        self.states.synchronize()
+
+
+def make_rooms(host: HostBucket, sources: Sources, device: torch.device, *, masters: bool) -> Rooms:
+    """Memory on the device for parameters and states like `sources`.
+
+    With `masters`, the parameters on the host may have another dtype than what is streamed.
+    """
+    rooms: Rooms = {}
+    for i, states in sources.items():
+        value, streamed = host.values[i], host.layout.params[i].dtype
+        numel = value.numel()
+        cast = masters and value.dtype != streamed
+
+        def empty(
+            dtype: torch.dtype, count: int = numel, device: torch.device = device
+        ) -> torch.Tensor:
+            return torch.empty(count, dtype=dtype, device=device)
+
+        rooms[i] = Room(
+            new=empty(value.dtype),
+            copy=empty(streamed) if cast else None,
+            states=tuple(_like(state, empty) for state in states),
+        )
+    return rooms
+
+
+def fetch(host: HostBucket, rooms: Rooms, sources: Sources, *, masters: bool) -> None:
+    """States, and with `masters` the parameters, to the device."""
+    for i, room in rooms.items():
+        if masters:
+            room.new.copy_(flat(host.values[i]), non_blocking=True)
+        for there, here in _pairs(room, sources[i]):
+            there.copy_(here, non_blocking=True)
+
+
+def update(
+    host: HostBucket,
+    rooms: Rooms,
+    steps: Mapping[int, Step],
+    gradients: Mapping[int, torch.Tensor],
+    weights: Sequence[torch.Tensor] | None,
+) -> None:
+    """The step, in place in the rooms; `weights` are the parameters where the rooms have none."""
+    updates: dict[Rule, list[Update]] = {}
+    for i, room in rooms.items():
+        step = steps[i]
+        assert step.rule is not None
+        like = host.values[i] if weights is None else weights[i]
+        updates.setdefault(step.rule, []).append(
+            Update(
+                param=room.new if weights is None else flat(weights[i]),
+                grad=flat(laid_out_as(gradients[i], like)),
+                states=room.states,
+                hyper=step.hyper,
+                out=None if weights is None else room.new,
+                copy=room.copy,
+                seed=step.seed,
+            )
+        )
+    for rule, of_rule in updates.items():
+        update_bucket(rule, [u for u in of_rule if u.param.numel()])
+
+
+def write_back(
+    host: HostBucket,
+    rooms: Rooms,
+    sources: Sources,
+    visible: Sequence[torch.Tensor],
+    queue: torch.cuda.Stream | None,
+) -> Landing | None:
+    """New parameters and states to the host; the parameters first, which are wanted next.
+
+    Args:
+        visible: the states that the user can see; they are guarded until the copies are done.
+        queue: the stream that copies; None on the CPU, where nothing is under way afterwards.
+    """
+    landing = None
+    try:
+        for there, here in params_back(host, rooms):
+            here.copy_(there, non_blocking=True)
+        params = None if queue is None else queue.record_event()
+        for there, here in states_back(rooms, sources):
+            here.copy_(there, non_blocking=True)
+        if queue is not None and params is not None:
+            landing = Landing(host, params, queue.record_event())
+            host.land(landing, list(rooms), visible)
+    except BaseException:  # Ctrl-C: nobody knows of the copies that are under way
+        if queue is not None:
+            queue.synchronize()
+        raise
+    note_changes(host, rooms)
+    return landing
+
+
+def params_back(host: HostBucket, rooms: Rooms) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """New parameters on the device, and where they go, flat."""
+    for i, room in rooms.items():
+        yield room.new, flat(host.values[i])
+        if host.has_copy:
+            yield room.streamed, flat(host.streamed[i])
+
+
+def states_back(rooms: Rooms, sources: Sources) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """New states on the device, and where they go, flat."""
+    for i, room in rooms.items():
+        yield from _pairs(room, sources[i])
+
+
+def note_changes(host: HostBucket, updated: Iterable[int]) -> None:
+    """Parameters have other values from now on."""
+    for i in updated:
+        torch.autograd.graph.increment_version(host.params[i])
+        host.mark_fresh(i)
+
+
+def _pairs(
+    room: Room, states: Sequence[State | None]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """A parameter's states on the device and on the host, flat."""
+    for there, here in zip(room.states, states, strict=True):
+        yield from zip(_parts(there), _parts(here), strict=True)
+
+
+def _parts(state: State | None) -> tuple[torch.Tensor, ...]:
+    """The flat tensors of a state."""
+    if state is None:
+        return ()
+    return state if isinstance(state, tuple) else (flat(state),)
+
+
+def _like(state: State | None, empty: Any) -> State | None:
+    if isinstance(state, tuple):
+        codes, absmax = state
+        return empty(codes.dtype, codes.numel()), empty(absmax.dtype, absmax.numel())
+    return None if state is None else empty(state.dtype)

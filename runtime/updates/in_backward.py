@@ -1,0 +1,270 @@
+"""The optimizer's update inside of the backward: `megacompile(model, optimizer=...)`.
+
+Behind the backward of each stage the bucket's optimizer states are on the device; the update takes
+the gradients there, so these never reach the host. `optimizer.step()` only commits: it counts the
+step. The hyperparameters are those of the optimizer when `backward()` is called.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from megacompile import compat
+from megacompile.errors import OptimizerError
+from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.consumed import consumed
+from megacompile.runtime.params.guards import unguarded
+from megacompile.runtime.params.optimizer_states import has_update
+from megacompile.runtime.updates.device_buffers import (
+    Landing,
+    Rooms,
+    Sources,
+    fetch,
+    make_rooms,
+    update,
+    write_back,
+)
+from megacompile.runtime.updates.refusals import check_backward
+from megacompile.runtime.updates.update import Step
+
+Place = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """Device memory that a copy to the host may still read."""
+
+    value: Any
+    copied: torch.cuda.Event
+    owner: torch.cuda.Stream  # whose memory it is in the caching allocator
+    landing: Landing | None = None  # which says that it is there
+
+
+class InBackward:
+    """Carries the `*_state` and `update` ops out.
+
+    Args:
+        optimizer: whose step it is.
+        steps: prepares the steps of some of a bucket's parameters (`Updates.prepare`).
+    """
+
+    def __init__(self, optimizer: Optimizer, steps: Any) -> None:
+        self.optimizer = optimizer
+        self.prepare = steps
+        self.accumulating = False  # inside of megacompile.accumulate()
+        self.uncommitted: set[Place] = set()  # updated, and step() was not called yet
+        self.committed: set[Place] = set()  # by the last step(), until the next backward
+        self.running: dict[int, dict[int, Step]] = {}  # the steps of the backward that runs now
+        self._options: list[dict[str, Any]] = []  # of the groups, when it began
+        self._ended = True  # the last backward did, without an error
+        self._backward = -1  # its id
+        self._made: dict[Place, tuple[nn.Parameter, int]] = {}  # updated, and its version then
+        self._loaded = False  # the optimizer's states, since the backward began
+        self._parked: list[Parked] = []
+        optimizer.register_load_state_dict_post_hook(_weakly(self._note_load))
+        compat.notice_scaled_losses()
+
+    def begin(self, buckets: Mapping[int, HostBucket], wanted: Mapping[int, Sequence[int]]) -> None:
+        """Take the hyperparameters for the backward of one schedule."""
+        backward, self._backward = self._backward, compat.backward_id()
+        if backward != self._backward:
+            self._give_up_failed(buckets)
+            if self._is_restored(buckets):  # a checkpoint was loaded instead of step()
+                self.uncommitted = set()
+        places = {(key, i) for key, params in wanted.items() for i in params}
+        again = sorted(places & self.uncommitted)
+        if compat.loss_is_scaled():
+            raise OptimizerError(
+                "the loss of this backward was scaled by a GradScaler, but megacompile(model, "
+                "optimizer=...) makes the update in the backward, before anybody could unscale the "
+                "gradients (nothing was updated): leave out optimizer=, or the GradScaler, which "
+                "bfloat16 does not need"
+            )
+        if again:
+            key, i = again[0]
+            raise OptimizerError(
+                f"parameter {buckets[key].layout.params[i].name!r} was updated in a backward "
+                "already, and gets another gradient before optimizer.step(): call step() after "
+                "each backward, put all micro-batches but the last into "
+                "`with megacompile.accumulate(model):`, or, where a graph break lets two captured "
+                "graphs use one parameter, leave out optimizer="
+            )
+        if not self.uncommitted:
+            check_backward(self.optimizer, buckets)
+            self._options = [_options(group) for group in self.optimizer.param_groups]
+            self._made, self._loaded, self.committed = {}, False, set()
+        self._ended = False
+        compat.when_backward_ends(self._end)
+        for key, params in wanted.items():
+            buckets[key].settle()
+            self.running[key] = self.prepare(self.optimizer, buckets[key], params)
+        self.uncommitted |= places
+
+    def _end(self) -> None:
+        """The backward is over, and did not fail."""
+        self._ended = True
+
+    def _note_load(self, optimizer: Optimizer) -> None:
+        """`optimizer.load_state_dict()` was called."""
+        del optimizer
+        self._loaded = True
+
+    def _give_up_failed(self, buckets: Mapping[int, HostBucket]) -> None:
+        """Forget the updates of a backward that failed.
+
+        Raises:
+            OptimizerError: it had made some of them, and no checkpoint was loaded since.
+        """
+        if not self.uncommitted or self._ended:
+            return
+        restored = self._is_restored(buckets)
+        self.uncommitted, self._made, self._ended = set(), {}, True
+        if not restored:
+            raise OptimizerError(
+                "the last backward failed after it had updated some parameters, and others not: "
+                "load a checkpoint of the model and the optimizer, and go on from there (this is "
+                "said once)"
+            )
+
+    def _is_restored(self, buckets: Mapping[int, HostBucket]) -> bool:
+        """Was everything that was updated written since, and the optimizer's states loaded?"""
+        written = all(
+            place[0] not in buckets
+            or buckets[place[0]].params[place[1]] is not param
+            or param._version != version
+            for place, (param, version) in self._made.items()
+        )
+        has_states = any(self.optimizer.state.get(param) for param, _ in self._made.values())
+        return written and (self._loaded or not has_states)
+
+    def refuse(
+        self,
+        optimizer: Optimizer,
+        place_of: Callable[[nn.Parameter], Place | None],
+        buckets: Mapping[int, HostBucket],
+    ) -> None:
+        """Refuse the step of another optimizer over parameters that the backward has updated.
+
+        One that is no stock optimizer may be a wrapper around ours, which steps inside of its own
+        step; if it reads a gradient that is gone, that says so.
+
+        Raises:
+            OptimizerError: with the name of such a parameter.
+        """
+        stock = has_update(optimizer)
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                gone = stock and consumed(param.grad)
+                place = place_of(param) if gone or param.grad is None else None
+                if place is None or not (gone or place in self.committed):
+                    continue
+                mine, its = type(self.optimizer).__name__, type(optimizer).__name__
+                raise OptimizerError(
+                    f"{its}.step(): parameter {buckets[place[0]].layout.params[place[1]].name!r} "
+                    f"was updated in the backward, by the {mine} of megacompile(model, "
+                    f"optimizer=...), which used up its gradient (this {its} updated nothing); "
+                    f"leave it out of this {its}, or leave out optimizer= of megacompile(): then "
+                    "several optimizers may share parameters"
+                )
+
+    def commit(self, buckets: Mapping[int, HostBucket]) -> list[Place]:
+        """`optimizer.step()` was called; gives the parameters whose step it is."""
+        self._give_up_failed(buckets)
+        now = [_options(group) for group in self.optimizer.param_groups]
+        if self.uncommitted and now != self._options:
+            raise OptimizerError(
+                "optimizer.step(): a parameter group was changed between backward() and step() "
+                f"({_difference(self._options, now)}), but the update has been made in the "
+                "backward; change it after step(), as lr schedulers do"
+            )
+        done, self.uncommitted = sorted(self.uncommitted), set()
+        self.committed = set(done)
+        return done
+
+    # The ops.
+
+    def alloc(self, host: HostBucket, device: torch.device, *, masters: bool) -> Rooms:
+        """Memory on the device for the states of the parameters that are updated."""
+        return make_rooms(host, self._sources(host), device, masters=masters)
+
+    def fetch(self, host: HostBucket, rooms: Rooms, *, masters: bool) -> Rooms:
+        """States, and masters, to the device."""
+        fetch(host, rooms, self._sources(host), masters=masters)
+        return rooms
+
+    def update(
+        self, host: HostBucket, weights: Sequence[torch.Tensor] | None, gradients: Any, rooms: Rooms
+    ) -> Rooms:
+        """The step: what was fetched is new afterwards."""
+        update(host, rooms, self.running[host.layout.key], gradients, weights)
+        return rooms
+
+    def offload(
+        self, host: HostBucket, rooms: Rooms, queue: torch.cuda.Stream | None
+    ) -> Landing | None:
+        """New parameters and states to the host."""
+        landing = write_back(host, rooms, self._sources(host), self._visible(host, rooms), queue)
+        key = host.layout.key
+        with unguarded():
+            self._made |= {(key, i): (host.params[i], host.params[i]._version) for i in rooms}
+        return landing
+
+    def _sources(self, host: HostBucket) -> Sources:
+        """The states on the host of the parameters that are updated."""
+        return {i: step.in_order() for i, step in self.running[host.layout.key].items()}
+
+    def _visible(self, host: HostBucket, rooms: Iterable[int]) -> list[torch.Tensor]:
+        """The states that the user can see."""
+        states = (self.optimizer.state[host.params[i]] for i in rooms)
+        return [v for s in states for k, v in s.items() if k != "step" and type(v) is torch.Tensor]
+
+    def park(self, parked: Iterable[Parked]) -> None:
+        """Keep device memory until copies out of it are done, or are waited for.
+
+        What is not taken by the next forward, because there is none, goes here once it may.
+        """
+        self._parked = [entry for entry in self._parked if not entry.copied.query()]
+        self._parked += parked
+
+    def take_parked(self) -> list[Parked]:
+        """All that is parked: the caller waits for the copies, and lets it go."""
+        taken, self._parked = self._parked, []
+        return taken
+
+
+def _weakly(method: Callable[[Optimizer], None]) -> Callable[[Optimizer], None]:
+    """A bound method that does not keep its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(optimizer: Optimizer) -> None:
+        bound = reference()
+        if bound is not None:
+            bound(optimizer)
+
+    return call
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's options as they are now, comparable."""
+    return {
+        key: value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def _difference(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> str:
+    found = [
+        f"{key}: {old.get(key)} -> {new.get(key)}"
+        for old, new in zip(before, now, strict=False)
+        for key in new
+        if old.get(key) != new.get(key)
+    ]
+    return ", ".join(found) or "groups were added"

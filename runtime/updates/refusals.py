@@ -1,0 +1,284 @@
+"""What an optimizer's update would raise is raised when it is prepared, before anything changes.
+
+An update runs in the background, bucket after bucket, or stage after stage of a backward: an error
+there would leave half of the parameters updated. It may be an option of a parameter group
+(`check_options`), a state that was loaded or set (`check_state`), or whatever else torch.optim's
+own step does not take, which is found by a rehearsal on stand-ins of a few elements (`rehearse`).
+What torch.optim's step takes without an error, such as a negative lr, is taken here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
+
+from megacompile.errors import OptimizerError
+from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.guards import unguarded
+from megacompile.runtime.params.optimizer_states import ON_DEVICE, Trained, names_by_rule
+from megacompile.runtime.updates.update import BucketUpdate, Step, Way, run_stock
+
+_NUMBERS = {  # options of a group that are numbers
+    AdamW: ("lr", "weight_decay", "eps"),
+    Adam: ("lr", "weight_decay", "eps"),
+    SGD: ("lr", "weight_decay", "momentum", "dampening"),
+}
+_OWN = (Way.STOCK, Way.FUSED, Way.DEVICE)  # these run torch.optim's own step
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_MISSING = object()
+
+# What torch.optim's steps raise.
+_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+def check(
+    where: str,
+    optimizer: Optimizer,
+    buckets: Mapping[int, HostBucket],
+    found: Mapping[int, Sequence[Trained]],
+) -> None:
+    """Refuse what the update of some parameters, by the key of their bucket, would not take.
+
+    Raises:
+        OptimizerError: an option of a group, or a state of a parameter, is none to go on from.
+    """
+    groups = {id(each.group): each.group for trained in found.values() for each in trained}
+    check_options(where, optimizer, groups.values())
+    moments = {}
+    if not isinstance(optimizer, ON_DEVICE):
+        moments = {key: names_by_rule(optimizer, group) for key, group in groups.items()}
+    for key, trained in found.items():
+        for each in trained:
+            param, at, group, state = each
+            names = moments.get(id(group))
+            if state and (names is None or not _is_usual(optimizer, param, state, names)):
+                check_state(where, optimizer, buckets[key].layout.params[at].name, each)
+
+
+def _is_usual(
+    optimizer: Optimizer, param: torch.Tensor, state: dict[str, Any], names: Iterable[str]
+) -> bool:
+    """Is there nothing to complain of? The quick look, for every parameter in every step."""
+    shape = param.shape
+    for name in names:
+        value = state.get(name)
+        if (
+            not isinstance(value, torch.Tensor)
+            or value.shape != shape
+            or value.dtype not in _FLOATS
+        ):
+            return False
+    step = state.get("step")
+    if step is None:
+        return isinstance(optimizer, SGD)
+    return isinstance(step, torch.Tensor) and step.numel() == 1
+
+
+def check_backward(optimizer: Optimizer, buckets: Mapping[int, HostBucket]) -> None:
+    """Refuse what the updates of a backward would not take, before it makes the first of them.
+
+    Args:
+        optimizer: the one that the backward updates with.
+        buckets: all of the model's, because other captured graphs come later in that backward.
+
+    Raises:
+        OptimizerError: as `check`, or a parameter is none of the optimizer's.
+    """
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    found: dict[int, list[Trained]] = {}
+    for key, bucket in buckets.items():
+        for i, param in enumerate(bucket.params):
+            group = groups.get(id(param))
+            if group is not None:
+                trained = Trained(param, i, group, optimizer.state.get(param, {}))
+                found.setdefault(key, []).append(trained)
+            elif param.requires_grad:
+                raise OptimizerError(
+                    f"backward(): parameter {bucket.layout.params[i].name!r} is not in the "
+                    f"{type(optimizer).__name__} of megacompile(model, optimizer=...), which "
+                    "updates in the backward (nothing was updated); add it: "
+                    "optimizer.add_param_group({'params': [...]}), or freeze it "
+                    "(requires_grad_(False))"
+                )
+    with unguarded():
+        check(
+            f"backward(), with the {type(optimizer).__name__} of optimizer=",
+            optimizer,
+            buckets,
+            found,
+        )
+
+
+def check_options(where: str, optimizer: Optimizer, groups: Iterable[dict[str, Any]]) -> None:
+    """Raise if an update by rule cannot be made with the options of a parameter group.
+
+    Raises:
+        OptimizerError: with the group's number and the option.
+    """
+    for group in groups:
+        for name in _NUMBERS.get(type(optimizer), ()):
+            value = group.get(name, _MISSING)
+            if not _is_number(value):
+                _refuse_option(where, optimizer, group, name, value, "a number")
+        if isinstance(optimizer, (AdamW, Adam)):
+            betas = group.get("betas", _MISSING)
+            pair = isinstance(betas, (tuple, list)) and len(betas) == 2
+            if not pair or not all(_is_number(beta) and 0 <= float(beta) < 1 for beta in betas):
+                _refuse_option(
+                    where, optimizer, group, "betas", betas, "two numbers of at least 0, below 1"
+                )
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, Real)
+
+
+def _refuse_option(
+    where: str, optimizer: Optimizer, group: dict[str, Any], name: str, got: Any, needed: str
+) -> None:
+    number = next(i for i, each in enumerate(optimizer.param_groups) if each is group)
+    has = f"no {name}" if got is _MISSING else f"{name}={got!r} ({type(got).__name__})"
+    raise OptimizerError(
+        f"{where}: param_groups[{number}] has {has}; needed {needed}; nothing was updated: set "
+        f"optimizer.param_groups[{number}][{name!r}], and call it again"
+    )
+
+
+def check_state(where: str, optimizer: Optimizer, name: str, trained: Trained) -> None:
+    """Raise if a parameter's optimizer state is not one that the update can go on from.
+
+    Args:
+        where: what was called.
+        optimizer: whose state it is.
+        name: of the parameter.
+        trained: the parameter; its state may be new, that is: empty.
+
+    Raises:
+        OptimizerError: with the names of the parameter and of the state.
+    """
+    param, _, group, state = trained
+    if not state:
+        return
+    for key, shape in _needed(optimizer, group, param, state):
+        value = state.get(key, _MISSING)
+        wrong = ""
+        if value is _MISSING:
+            wrong = "is missing" + (" (amsgrad=True needs it)" if key[:3] == "max" else "")
+        elif not isinstance(value, torch.Tensor):
+            wrong = f"is a {type(value).__name__}; needed a tensor of shape {tuple(shape)}"
+        elif value.shape != shape:
+            wrong = f"has shape {tuple(value.shape)}; needed {tuple(shape)}"
+        elif not value.is_floating_point() or value.layout is not torch.strided:
+            wrong = f"is {value.dtype}, {value.layout}; needed a dense floating-point tensor"
+        if wrong:
+            _refuse_state(where, name, key, wrong)
+    if "step" in state:
+        if not _is_number(state["step"]):
+            _refuse_state(where, name, "step", f"is {state['step']!r}; needed one number")
+    elif isinstance(optimizer, (AdamW, Adam, Adafactor)):
+        _refuse_state(where, name, "step", "is missing")
+
+
+def _needed(
+    optimizer: Optimizer, group: dict[str, Any], param: torch.Tensor, state: dict[str, Any]
+) -> Iterator[tuple[str, Sequence[int]]]:
+    """The names and shapes of the states that must be there where there are any."""
+    shape = param.shape
+    if isinstance(optimizer, (AdamW, Adam)):
+        for name in names_by_rule(optimizer, group):
+            yield name, shape
+    elif not isinstance(optimizer, Adafactor):
+        if state.get("momentum_buffer") is not None and group["momentum"]:
+            yield "momentum_buffer", shape
+    elif len(shape) > 1:
+        yield "row_var", (*shape[:-1], 1)
+        yield "col_var", (*shape[:-2], 1, shape[-1])
+    else:
+        yield "variance", shape
+
+
+def _refuse_state(where: str, param: str, state: str, wrong: str) -> None:
+    raise OptimizerError(
+        f"{where}: the state {state!r} of parameter {param!r} {wrong}; nothing was updated: load a "
+        "checkpoint of this model and optimizer, or let the state of this parameter begin anew: "
+        "del optimizer.state[param]"
+    )
+
+
+def rehearse(
+    where: str,
+    optimizer: Optimizer,
+    update: BucketUpdate,
+    trained: Sequence[Trained],
+    done: set[object],
+) -> None:
+    """Run torch.optim's own step on stand-ins, where the update is to be made by it.
+
+    Args:
+        where: what was called.
+        optimizer: whose step it is.
+        update: is ready to be made.
+        trained: its parameters, in the order of its steps.
+        done: the kinds of parameters that this step has rehearsed.
+
+    Raises:
+        OptimizerError: that step raised, and why.
+    """
+    if update.way not in _OWN:
+        return
+    for step, each in zip(update.steps, trained, strict=True):
+        value = update.bucket.values[step.index]
+        states = tuple((name, _kind(state)) for name, state in step.states.items())
+        kind = (id(each.group), value.dtype, step.grad.dtype, value.dim(), states)
+        if kind in done:
+            continue
+        done.add(kind)
+        standin = Step(
+            index=0,
+            grad=_stand_in(step.grad),
+            scale=1.0,
+            group={k: _on_host(v) for k, v in step.group.items()},
+            states={
+                name: _on_host(state) if name == "step" else _stand_in(state)
+                for name, state in step.states.items()
+            },
+        )
+        try:
+            with torch.no_grad():
+                run_stock(type(optimizer), [standin], {0: _stand_in(value)})
+        except _ERRORS as error:
+            name = update.bucket.layout.params[step.index].name
+            raise OptimizerError(
+                f"{where}: torch.optim's own step refuses parameter {name!r} with "
+                f"{type(error).__name__}: {error}; nothing was updated: mend the options of its "
+                "parameter group, or its state, and call it again"
+            ) from error
+
+
+def _kind(state: Any) -> object:
+    return (state.dtype, state.dim()) if isinstance(state, torch.Tensor) else type(state)
+
+
+def _stand_in(tensor: Any) -> Any:
+    """Zeros like a tensor, of at most two elements a dimension, on the host."""
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    return torch.zeros([min(size, 2) for size in tensor.shape], dtype=tensor.dtype)
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,383 @@
+"""Carry out the optimizer's update of one bucket in host memory.
+
+    STOCK     torch.optim's own step, on the bucket's tensors: bitwise the plain loop
+    DEVICE    the same on copies on the device, a parameter at a time: Muon's matrix products
+    COMPILED  the rule of `runtime.rules`, compiled by Inductor to C++: one pass over memory; on a
+              GPU's host the device helps (see `workers`)
+    FUSED     torch.optim's fused CPU kernels: one pass too, where there is no C++ compiler
+    TORCH     the rule of `runtime.rules` as it is: what FUSED cannot do, without a C++ compiler
+    HANDED    not here: by `runtime.handed`, of what the backward left on the device
+    RESIDENT  the kernels of `runtime.kernels`, on a bucket that lives on the device
+    BACKWARD  not here: by `runtime.in_backward` and its kernels, on the device
+
+Host memory bandwidth is the limit of all of them: AdamW with bf16 parameters and gradients and
+float32 moments reads 12 bytes a parameter and writes 10.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from megacompile import compat
+from megacompile.cost.optimizer import LEAST_HELPED
+from megacompile.runtime.optim import rules
+from megacompile.runtime.optim.blockwise import absmax_numel
+from megacompile.runtime.optim.kernels.bucket import update_bucket
+from megacompile.runtime.optim.rules import Rule, State
+from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.updates.chunks import Pieces
+
+
+class Way(enum.Enum):
+    """How an update is carried out."""
+
+    STOCK = "torch.optim"
+    DEVICE = "torch.optim on the device"
+    BACKWARD = "in the backward"
+    HANDED = "on the device"
+    RESIDENT = "on the device, resident"
+    COMPILED = "compiled to C++"
+    FUSED = "torch.optim, fused"
+    TORCH = "torch"
+
+
+STATES = {  # their names in `optimizer.state`, in the rule's order
+    Rule.ADAM: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    Rule.SGD: ("momentum_buffer",),
+    Rule.NESTEROV: ("momentum_buffer",),
+}
+
+
+_OWN = (Way.STOCK, Way.FUSED, Way.DEVICE)  # the optimizer's own code
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """The update of one parameter: what `optimizer.step()` found when it was called."""
+
+    index: int  # in its bucket
+    grad: torch.Tensor
+    scale: float  # of the gradient
+    group: dict[str, Any]  # the parameter group's options, as they were, for torch.optim's own step
+    states: dict[str, Any]  # name -> tensor, or (codes, absmax)
+    rule: Rule | None = None
+    hyper: Sequence[float] = ()
+    seed: int | None = None
+    intact: bool = False  # the gradient is what the backward left, but for the scale
+
+    def in_order(self) -> tuple[State | None, ...]:
+        """The states in the rule's order."""
+        assert self.rule is not None
+        return tuple(self.states.get(name) for name in STATES[self.rule])
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Parameters next to each other that one call of a rule updates."""
+
+    rule: Rule
+    update: rules.Update  # flat, of the first parameter until they are `joined`
+    ours: bool  # the gradient lies in the bucket
+    numel: int  # of all, with the padding between them, which is zeros and stays so
+
+    @property
+    def several(self) -> bool:
+        """Has it more than one element? One would be compiled as a kind of its own."""
+        return self.numel > 1
+
+    def reach(self, other: _Run) -> int:
+        """Elements of this and the next one as one run; 0: they differ or are no neighbours."""
+        mine, theirs = self.update, other.update
+        if (
+            (self.rule, tuple(mine.hyper)) != (other.rule, tuple(theirs.hyper))
+            or not (self.ours and other.ours and other.numel)
+            or mine.seed is not None
+            or any(isinstance(state, tuple) for state in (*mine.states, *theirs.states))
+        ):
+            return 0
+        distance = theirs.param.data_ptr() - mine.param.data_ptr()
+        elements = distance // mine.param.itemsize
+        if elements < self.numel:
+            return 0
+        for a, b in zip(_tensors(mine), _tensors(theirs), strict=True):
+            if a is None and b is None:
+                continue
+            if a is None or b is None or a.dtype != b.dtype:
+                return 0
+            if b.data_ptr() - a.data_ptr() != elements * a.itemsize:
+                return 0
+        return elements + other.numel
+
+    def joined(self, bucket: HostBucket) -> _Run:
+        """With an update of all of it."""
+        if self.update.param.numel() == self.numel:
+            return self
+        return replace(self, update=self.update.map(lambda _, t: bucket.span(t, self.numel)))
+
+
+def _tensors(update: rules.Update) -> tuple[Any, ...]:
+    return (update.param, update.grad, update.copy, *update.states)
+
+
+@dataclass(eq=False, slots=True)
+class BucketUpdate:
+    """The update of one bucket's parameters."""
+
+    bucket: HostBucket
+    way: Way
+    kind: type[Optimizer]
+    device: torch.device
+    steps: list[Step] = field(default_factory=list)
+    runs: list[_Run] = field(default_factory=list)  # from `prepare` until the update runs
+    on_device: bool = False  # may the device make it, of memory on the host?
+
+    def makes_states(self) -> bool:
+        """Will an optimizer's own first step make states? Ask before it runs."""
+        if self.way not in _OWN or self.kind is torch.optim.SGD and not self._momentum():
+            return False
+        return bool(self.new())
+
+    def new(self) -> list[Step]:
+        """The steps of parameters that have no states yet. Ask before it runs."""
+        return [s for s in self.steps if all(value is None for value in s.states.values())]
+
+    def _momentum(self) -> bool:
+        return any(step.group["momentum"] for step in self.steps)
+
+    def __call__(self) -> None:
+        with torch.no_grad():
+            if self.way in _OWN:
+                self._stock()
+            elif self.way is Way.RESIDENT:
+                self._by_kernel()
+            else:
+                self._by_rules()
+
+    # By rule.
+
+    def prepare(self, done: set[object]) -> None:
+        """Find the runs, and compile what they need, in the thread that calls `optimizer.step()`.
+
+        While Dynamo compiles it changes the state of the whole process and then restores it (the
+        random generators, how FX makes code), which must not happen behind the user's back. `done`
+        are the kinds of update that this step has seen.
+        """
+        if self.way in (Way.COMPILED, Way.TORCH):
+            self.runs = self._runs()
+        if self.way is Way.COMPILED:
+            for run in self.runs:
+                kind = (run.rule, _kind(run.update))
+                if run.several and kind not in done:
+                    compiled(run.rule).prepare(run.update)
+                    done.add(kind)
+
+    def suits_pieces(self) -> bool:
+        """Can the device make it in pieces, and is it worth the way? Ask when it is prepared.
+
+        All of it must lie in page-locked memory of the bucket; and rounding that is stochastic goes
+        by the place in the whole parameter.
+        """
+        mine = all(run.ours and run.update.seed is None for run in self.runs)
+        return mine and sum(run.numel for run in self.runs) >= LEAST_HELPED
+
+    def by_pieces(self, pieces: Pieces) -> None:
+        """Let the device make it."""
+        for run in self._take_runs():
+            pieces.update(run.rule, run.update)
+
+    def _take_runs(self) -> list[_Run]:
+        runs, self.runs = self.runs, []  # views of gradients must not outlive the update
+        return runs
+
+    def _by_rules(self) -> None:
+        for run in self._take_runs():
+            if self.way is Way.COMPILED and run.several:
+                compiled(run.rule)(run.update)
+            else:
+                rules.apply(run.rule, run.update)
+
+    def _by_kernel(self) -> None:
+        by_rule: dict[Rule, list[rules.Update]] = {}
+        for step in self.steps:
+            assert step.rule is not None
+            update = self._run(step).update
+            if update.param.numel():
+                by_rule.setdefault(step.rule, []).append(update)
+        for rule, updates in by_rule.items():
+            update_bucket(rule, updates)
+
+    def _runs(self) -> list[_Run]:
+        """The updates, neighbours with the same hyperparameters as one: a call costs more than
+        the update of a small parameter does."""
+        runs: list[_Run] = []
+        last = -2
+        for step in self.steps:
+            run = self._run(step)
+            beside = runs and step.index == last + 1  # nobody without a gradient lies in between
+            last = step.index
+            reach = runs[-1].reach(run) if beside else 0
+            if reach:
+                runs[-1] = replace(runs[-1], numel=reach)
+            elif run.numel:
+                runs.append(run)
+        return [run.joined(self.bucket) for run in runs]
+
+    def _run(self, step: Step) -> _Run:
+        assert step.rule is not None
+        bucket, i = self.bucket, step.index
+        update = rules.Update(
+            param=flat(bucket.values[i]),
+            grad=flat(laid_out_as(step.grad, bucket.values[i])),
+            states=tuple(map(_flat_state, step.in_order())),
+            hyper=step.hyper,
+            copy=flat(bucket.streamed[i]) if bucket.has_copy else None,
+            seed=step.seed,
+        )
+        ours = step.grad is bucket.grads.get(i) or bucket.holds(step.grad)
+        return _Run(step.rule, update, ours, update.param.numel())
+
+    # torch.optim's own step.
+
+    def _stock(self) -> None:
+        bucket = self.bucket
+        if self.way is not Way.DEVICE:
+            run_stock(self.kind, self.steps, {s.index: bucket.values[s.index] for s in self.steps})
+        else:
+            for step in self.steps:
+                self._on_device(step)
+        for step in self.steps:
+            if bucket.has_copy:
+                bucket.streamed[step.index].copy_(bucket.values[step.index])
+
+    def _on_device(self, step: Step) -> None:
+        host = self.bucket.values[step.index]
+        with compat.side_stream(self.device):
+            there = host.to(self.device, non_blocking=True)
+            moved = Step(
+                index=step.index,
+                grad=step.grad.to(self.device, non_blocking=True),
+                scale=step.scale,
+                group=step.group,
+                states={k: self._moved(k, v) for k, v in step.states.items()},
+            )
+            run_stock(self.kind, [moved], {step.index: there})
+            host.copy_(there, non_blocking=True)
+            for name, value in moved.states.items():
+                mine = step.states.get(name)
+                if isinstance(mine, torch.Tensor):
+                    mine.copy_(value, non_blocking=True)
+                else:  # the first step made it
+                    step.states[name] = value.cpu() if isinstance(value, torch.Tensor) else value
+
+    def _moved(self, name: str, value: Any) -> Any:
+        if name == "step" or not isinstance(value, torch.Tensor):
+            return value
+        return value.to(self.device, non_blocking=True)
+
+
+def run_stock(
+    kind: type[Optimizer], steps: Sequence[Step], params: dict[int, torch.Tensor]
+) -> None:
+    """One step of an optimizer of `kind` on `params`; new states are left in `step.states`."""
+    groups = []
+    for step in steps:
+        param = params[step.index]
+        grad = step.grad.to(param.dtype)
+        param.grad = grad if step.scale == 1.0 else grad * step.scale
+        groups.append({**step.group, "params": [param]})
+    make: Any = kind
+    shadow = make(groups)
+    for step in steps:
+        if step.states:
+            shadow.state[params[step.index]].update(step.states)
+    compat.step_without_hooks(shadow)
+    for step in steps:
+        params[step.index].grad = None
+        step.states.update(shadow.state[params[step.index]])
+
+
+TYPICAL = 2**22  # elements of a parameter that Inductor should have in mind
+
+
+class _Compiled:
+    """A rule as C++; it runs without Python's lock, so the thread that issues work is not held.
+
+    It leaves one core to that thread, which spins in many of CUDA's calls (`loss.item()`): a team
+    of threads is as fast as the slowest of them, and one that shared its core would halve it.
+
+    One code serves all sizes. It is compiled on a typical size, because Inductor decides by the
+    first size that it sees whether to use more than one thread. What runs in the background is that
+    code, without Dynamo in front of it: its caches are not made for a thread that runs while
+    another one compiles, or calls `torch.compiler.reset()`.
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        self._function: Callable[..., None] = rules.adam_ if rule is Rule.ADAM else rules.sgd_
+        self._options = {} if rule is Rule.ADAM else {"nesterov": rule is Rule.NESTEROV}
+        self._codes: dict[tuple[object, ...], Callable[..., None]] = {}  # by kind
+
+    def prepare(self, update: rules.Update) -> None:
+        """Compile for updates of this kind, if that has not been done."""
+        kind = _kind(update)
+        if kind not in self._codes:
+            self._codes[kind] = compat.compiled_function(
+                self._function,
+                _arguments(_like(update, TYPICAL)),
+                self._options,
+                {"cpp_wrapper": True, "cpp.threads": max(1, torch.get_num_threads() - 1)},
+            )
+
+    def __call__(self, update: rules.Update) -> None:
+        self._codes[_kind(update)](*_arguments(update), **self._options)
+
+
+compiled = functools.cache(_Compiled)
+
+
+def _arguments(update: rules.Update) -> tuple[Any, ...]:
+    """An update as the rules take it."""
+    scalars = torch.tensor(tuple(update.hyper), dtype=rules.math_dtype(update.param.dtype))
+    seed = None if update.seed is None else torch.tensor(update.seed)
+    return (update.param, update.grad, *update.states, update.copy, scalars, seed)
+
+
+def _kind(update: rules.Update) -> tuple[object, ...]:
+    """What a rule is compiled for: the dtypes, and what is there."""
+    return tuple(str(compat.tree_map(_dtype_of, a)) for a in _arguments(update))
+
+
+def _like(update: rules.Update, numel: int) -> rules.Update:
+    """An update of a parameter of another size, on zeros."""
+
+    def zeros(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        count = absmax_numel(numel) if name == "absmax" else numel
+        return torch.zeros(count, dtype=tensor.dtype)
+
+    return update.map(zeros)
+
+
+def _dtype_of(value: Any) -> Any:
+    return value.dtype if isinstance(value, torch.Tensor) else value
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's elements in the order of its memory: (numel,)."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _flat_state(state: State | None) -> State | None:
+    return flat(state) if isinstance(state, torch.Tensor) else state
+
+
+def laid_out_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A tensor with the strides of another of its shape."""
+    if tensor.stride() == like.stride():
+        return tensor
+    return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
