@@ -70,7 +70,7 @@ class Program:
         self.capture = capture
         self.compiler = compiler
         self.machine = machine
-        with compat.without_sources():
+        with compat.without_saved_tensors_hooks(), compat.without_sources():
             self.stages = compiler.partition(capture)
         outputs, _ = ops.returned(self.stages.forward)
         self.outputs: tuple[Any, ...] = tuple(outputs)
