@@ -28,9 +28,9 @@ from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
 from megacompile.tracing import perfetto, plot, prediction, timeline
-from megacompile.tracing.timeline import HOST, UNSEEN, UPDATE_ON_HOST, OpInfo, Run, Span, Timeline
+from megacompile.tracing.timeline import HOST, UPDATE_ON_HOST, OpInfo, Run, Span, Timeline
 
-RECORDED = frozenset(op.name for function, op in ops.OPS.items() if function not in UNSEEN)
+RECORDED = frozenset(op.name for op in ops.OPS.values() if op.issues)
 _MEMORY_AT = frozenset({"forward", "recompute", "backward", "update", "add_grad"})
 _CLOCK_TRIES = 3
 
