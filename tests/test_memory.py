@@ -16,7 +16,7 @@ from megacompile.cost.optimizer import OptimizerCost, host_updates
 from megacompile.ir import ops
 from megacompile.ir.schedule import Plan, Schedule
 from megacompile.ir.tensors import tensors_bytes
-from megacompile.ir.values import MAKE_MEMORY, memory
+from megacompile.ir.values import memory
 from megacompile.plan import compiler
 from megacompile.plan.abstract import abstract_options, abstract_schedules
 from tests.schedules import ACTIVATION, SAVED, STATE, WEIGHT, Spec, build
@@ -78,7 +78,7 @@ def replay(schedule: Schedule) -> list[int]:
                 totals.append(slots + inputs + before + sum(alive.values()) + extra)
                 for _, item in items:
                     own(item.name, item.name, _size(item))
-            elif node.target in MAKE_MEMORY:
+            elif ops.effects(node).owns:
                 own(node.name, memory(node).name, _size(node))
                 totals.append(slots + inputs + before + sum(alive.values()))
             elif node.target is ops.free:

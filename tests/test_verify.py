@@ -964,13 +964,17 @@ FAULTS = [
         (
             ("use after free", "backward", "2FETCH_STATE", "3ALLOC_STATE"),
             ("wrong room", "backward", "2FETCH_STATE", ""),
+            ("wrong room", "backward", "3FETCH_STATE", ""),
         ),
     ),
     Fault(
         "states fetched to room for gradients",
         replace(UPDATING, accumulate=True),
         set_arg("backward", "2FETCH_STATE", 1, node("backward", "2ALLOC_GRAD")),
-        (("wrong room", "backward", "2FETCH_STATE", ""),),
+        (
+            ("wrong room", "backward", "2FETCH_GRAD", ""),
+            ("wrong room", "backward", "2FETCH_STATE", ""),
+        ),
     ),
     Fault(
         "gradients that no update takes",

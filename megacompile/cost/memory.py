@@ -22,10 +22,11 @@ from megacompile.cost.ops import analysis_of, code_of
 from megacompile.cost.optimizer import OptimizerCost, pieces_bytes
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
+from megacompile.ir.ops import Value
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, Stage
 from megacompile.ir.tensors import tensors_bytes
-from megacompile.ir.values import MAKE_MEMORY, memory
+from megacompile.ir.values import memory
 from megacompile.text import format_bytes
 
 
@@ -133,7 +134,7 @@ def _parked_bytes(schedule: Schedule) -> int:
     if schedule.backward is None:
         return 0
     total = 0
-    for node in ops.nodes_of(schedule.backward, ops.park):
+    for node in ops.nodes_that(schedule.backward, lambda op: op.frees is not None and not op.waits):
         value = node.args[0]
         assert isinstance(value, fx.Node)
         total += tensors_bytes(memory(value).meta.get("value"))
@@ -184,7 +185,8 @@ class _Replay:
 
     def backward(self, schedule: Schedule, residuals: dict[str, _Block]) -> None:
         assert schedule.backward is not None
-        on_host = {node.name for node in ops.nodes_of(schedule.forward, ops.offload)}
+        waiting = ops.nodes_that(schedule.forward, lambda op: op.gives is Value.SAVED_ON_HOST)
+        on_host = {node.name for node in waiting}
         for node in schedule.backward.find_nodes(op="placeholder"):
             if node.name in on_host:
                 continue
@@ -200,16 +202,17 @@ class _Replay:
         for node in graph.nodes:
             if node.op != "call_function":
                 continue
-            if node.target in (ops.forward, ops.recompute, ops.backward):
+            op = ops.effects(node)
+            if op.code is not None:
                 self._compute(name, node)
-            elif node.target is ops.free:
-                self._drop(node.args[0])
-            elif node.target is ops.park:
+            elif op.frees is not None and op.waits:
+                self._drop(node.args[op.frees])
+            elif op.frees is not None:
                 self._reclaim()
-                self.blocks.pop(node.args[0], None)  # it stays
-            elif node.target is ops.reclaim:
+                self.blocks.pop(node.args[op.frees], None)  # it stays
+            elif op.drains:
                 self._reclaim()
-            elif node.target in MAKE_MEMORY:
+            elif op.owns:
                 self._make(name, node)
 
     def _compute(self, name: str, node: fx.Node) -> None:
@@ -262,9 +265,7 @@ class _Replay:
     def _make(self, name: str, node: fx.Node) -> None:
         place = memory(node)
         if place is node or place not in self.blocks:
-            kind = Kind.STATES if node.target in _OF_STATES else Kind.GRADIENTS
-            if node.target in (ops.snapshot, ops.alloc, ops.fetch):
-                kind = Kind.ACTIVATIONS
+            kind = _KINDS.get(ops.effects(node).gives, Kind.GRADIENTS)
             block = _Block(kind, tensors_bytes(node.meta.get("value")), owned=True)
             self.live[kind] += block.size_bytes
         else:
@@ -294,7 +295,10 @@ class _Replay:
         self.moments.append(Moment(name, ops.label(node), live))
 
 
-_OF_STATES = (ops.alloc_state, ops.fetch_state, ops.update)
+_KINDS: dict[Value | None, Kind] = {
+    **dict.fromkeys((Value.STATE_BUFFER, Value.STATES, Value.UPDATED), Kind.STATES),
+    **dict.fromkeys((Value.COPY, Value.SAVED_BUFFER, Value.SAVED), Kind.ACTIVATIONS),
+}
 
 
 def _position(call: fx.Node, stage: Stage, k: int) -> int | None:

@@ -25,9 +25,11 @@ from torch import fx
 
 from megacompile.cost.hardware import Hardware
 from megacompile.cost.memory import DeviceMemory, device_memory
-from megacompile.cost.ops import code_of, copied_bytes, copies_of, node_s, work_of
+from megacompile.cost.ops import code_of, copies_of, node_s, work_of
 from megacompile.cost.optimizer import OptimizerCost, host_updates, updates
 from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code, Stage
 from megacompile.ir.stream import Stream
@@ -371,22 +373,22 @@ class _Script:
             seconds = update.size_bytes / (self.hardware.memory_gb_s * 1e9)
             made = run.add(_Op("update", label, _COMPUTE, seconds, list(self.turn), step))
             if key in handed:
-                ready["params", key] = made
+                ready[Part.WEIGHTS, key] = made
                 back = update.size_bytes - update.grad_bytes
                 label = f"{update.bucket.label}OFFLOAD_STATE"
                 op = _Op("update", label, _D2H, back / 2, [made], step)
-                ready["states", key] = run.add(op)
-                self.parked.append(ready["states", key])
+                ready[Part.STATES, key] = run.add(op)
+                self.parked.append(ready[Part.STATES, key])
         for host, work in self.updates:
             key, label = host.bucket.key, f"{host.bucket.label}UPDATE"
             op = _Op("update", label, _HOST, work, after, step, helped=host.helped_bytes)
-            ready["params", key] = run.add(op)
+            ready[Part.WEIGHTS, key] = run.add(op)
         self.ready = ready
         end = _Op("update", "", _COMPUTE, 0.0, list(self.turn), step)
         return run.add(end)
 
 
-_Place = tuple[str, int]  # "params" or "states", the bucket's key
+_Place = tuple[Part, int]  # of the bucket with that key
 
 
 @dataclass(slots=True)
@@ -405,9 +407,6 @@ class _Item:
     reclaims: bool = False  # waits for the copies of what was parked
 
 
-_GRADIENTS = (ops.offload_grad, ops.fetch_grad)
-
-
 class _Graph:
     """One graph of a schedule as items."""
 
@@ -424,7 +423,7 @@ class _Graph:
         self._seconds: dict[tuple[int, Code], float] = {}
         graph = schedule.graphs[name]
         for node in graph.nodes:
-            if node.target is ops.park:
+            if not ops.effects(node).waits:
                 self._park(node)
             elif ops.op_of(node) is not None:
                 self._add(node)
@@ -438,34 +437,28 @@ class _Graph:
             position = self._position.get(producer(source))
             if position is not None and self.items[position].lane != lane:
                 waits.append(position)
-        if node.target is ops.free and not waits:
+        op = ops.effects(node)
+        if op.frees is not None and not waits:
             return
         label = ops.label(node)
-        item = _Item(label, lane, 0.0, waits, begins=node.target is ops.begin)
-        item.reclaims = node.target is ops.reclaim
+        item = _Item(label, lane, 0.0, waits, begins=op.begins)
+        item.reclaims = op.drains
         if lane == _COMPUTE:
             item.work = self._compute_s(node)
-        elif node.target is ops.offload_state:  # parameters first: they are wanted next
+        elif len(op.writes) == 2:  # one part lands behind the other
+            first, second = op.writes
             bucket = ops.arguments(node)[0]
-            whole, params = copied_bytes(node), self._param_bytes(node)
+            whole, params = ops.copied_bytes(node), self._param_bytes(node)
             item.work = self._copy(params, len(bucket.params))
-            item.label, item.lands = "", ("params", bucket.key)
+            item.label, item.lands = "", (first, bucket.key)
             self.items.append(item)
             work = self._copy(whole - params, 2 * len(bucket.params))
-            item = _Item(label, lane, work, [], lands=("states", bucket.key), continues=True)
+            item = _Item(label, lane, work, [], lands=(second, bucket.key), continues=True)
         else:
-            bucket = ops.arguments(node)[0]
-            size = copied_bytes(node)
-            if node.target is ops.prefetch and bucket.key in self.plan.hand_over:
-                size = 0  # the device made them, and has them still
-            if node.target in _GRADIENTS and bucket.key in self.plan.resident:
-                size = 0
-            if node.target is ops.fetch_state and not ops.arguments(node)[2]:
-                size -= self._param_bytes(node)  # they are on the device already
-            item.work = self._copy(size, copies_of(node))
-            if node.target in (ops.prefetch, ops.fetch_state):
-                what = "params" if node.target is ops.prefetch else "states"
-                item.reads = what, ops.arguments(node)[0].key
+            item.work = self._copy(self._moved_bytes(node), copies_of(node))
+            for part in op.reads:
+                if part is not Part.GRADIENTS:  # which no update changes
+                    item.reads = part, ops.arguments(node)[0].key
         self._position[node] = len(self.items)
         self.items.append(item)
 
@@ -480,8 +473,21 @@ class _Graph:
     def take_parked(self, keys: set[int]) -> None:
         """Prefetches of these buckets take what is still on the device."""
         for item in self.items:
-            if item.reads is not None and item.reads[0] == "params" and item.reads[1] in keys:
+            if item.reads is not None and item.reads[0] is Part.WEIGHTS and item.reads[1] in keys:
                 item.reads, item.work = None, 0.0
+
+    def _moved_bytes(self, node: fx.Node) -> int:
+        """Those of a copy that are not on the device, or need not leave it."""
+        op, size, subject = ops.effects(node), ops.copied_bytes(node), ops.arguments(node)[0]
+        if not isinstance(subject, Bucket):
+            return size
+        if Part.WEIGHTS in op.reads and subject.key in self.plan.hand_over:
+            return 0  # the device made them, and has them still
+        if Part.GRADIENTS in (*op.reads, *op.writes) and subject.key in self.plan.resident:
+            return 0
+        if Part.STATES in op.reads and not ops.arguments(node)[2]:  # masters
+            return size - self._param_bytes(node)  # they are on the device already
+        return size
 
     def _copy(self, size_bytes: float, copies: int) -> float:
         """Bytes, with those that could have been copied while copies were set up."""
@@ -492,7 +498,7 @@ class _Graph:
         return sum(bucket.params[i].size_bytes for i in self.trained.get(bucket.key, ()))
 
     def _compute_s(self, node: fx.Node) -> float:
-        if node.target not in (ops.forward, ops.recompute, ops.backward):
+        if ops.effects(node).code is None:
             return node_s(node, self.hardware, fused=self.fused)
         stage: Stage = ops.arguments(node)[0]
         key = id(stage.template), code_of(node)

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
 
 from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.ops import Value, effects
 from megacompile.ir.schedule import Schedule
-
-MAKE_MEMORY = (  # ops whose value owns memory of the compute stream's allocator
-    ops.snapshot,
-    ops.alloc,
-    ops.fetch,
-    ops.alloc_grad,
-    ops.fetch_grad,
-    ops.add_grad,
-    ops.norm_grad,
-    ops.alloc_state,
-    ops.fetch_state,
-    ops.update,
-)
 
 
 def producer(node: fx.Node) -> fx.Node:
@@ -33,14 +23,10 @@ def producer(node: fx.Node) -> fx.Node:
     return node
 
 
-_SHOWS = {  # op -> argument that it writes to
-    ops.fetch: 2,
-    ops.fetch_grad: 1,
-    ops.add_grad: 1,
-    ops.assign: 0,
-    ops.fetch_state: 1,
-    ops.update: 3,
-}
+def owns(value: fx.Node) -> bool:
+    """Does a value name memory of the compute stream's allocator?"""
+    op = effects(producer(value))
+    return op.owns and (op.count is None or value.target is operator.getitem)
 
 
 def memory(node: fx.Node) -> fx.Node:
@@ -50,8 +36,8 @@ def memory(node: fx.Node) -> fx.Node:
     they are.
     """
     seen = {node}  # values that are made of one another would lead around for ever
-    while callable(node.target) and node.target in _SHOWS:
-        source = node.args[_SHOWS[node.target]]
+    while (at := effects(node).fills) is not None:
+        source = node.args[at]
         if not isinstance(source, fx.Node) or source in seen:
             break
         seen.add(source)
@@ -67,15 +53,15 @@ def reads(node: fx.Node) -> list[fx.Node]:
 
 
 def fetched_from(schedule: Schedule, value: fx.Node) -> fx.Node:
-    """The forward's value that a `fetch` of the backward brings back; any other value as it is.
+    """The forward's value that the backward brings back from the host; any other value as it is.
 
-    The two graphs share no edge: the offload is the residual that the backward's placeholder of
-    the same name stands for, and what the runtime hands over there carries the copy's event.
+    The two graphs share no edge: the copy on the host is the residual that the backward's
+    placeholder of the same name stands for, and what the runtime hands over there has its event.
     """
-    if value.target is not ops.fetch:
+    on_host = taken(value, Value.SAVED_ON_HOST)
+    if effects(value).gives is not Value.SAVED or on_host is None:
         return value
-    on_host: Any = value.args[1]
-    for node in ops.nodes_of(schedule.forward, ops.offload):
+    for node in ops.nodes_that(schedule.forward, lambda op: op.gives is Value.SAVED_ON_HOST):
         if on_host.op == "placeholder" and node.name == on_host.name:
             source: Any = node.args[1]
             assert isinstance(source, fx.Node)
@@ -83,9 +69,50 @@ def fetched_from(schedule: Schedule, value: fx.Node) -> fx.Node:
     return value
 
 
-def handed_over(graph: fx.Graph) -> set[fx.Node]:
-    """The values whose memory `hand_over` takes: nobody in the schedule gives it back."""
-    return {memory(value) for node in ops.nodes_of(graph, ops.hand_over) for value in reads(node)}
+def adopted(graph: fx.Graph) -> set[fx.Node]:
+    """The memory that lives on behind the schedule: nobody in it gives it back."""
+    found: set[fx.Node] = set()
+    for node in ops.nodes_that(graph, lambda op: op.adopts):
+        values = (node.args[at] for at in effects(node).adopts)
+        found |= {memory(value) for value in values if isinstance(value, fx.Node)}
+    return found
+
+
+def taken(node: fx.Node, *kinds: Value) -> fx.Node | None:
+    """The argument of a node that its op takes as one of these kinds."""
+    for takes in effects(node).takes:
+        if set(takes.kinds) & set(kinds) and takes.at < len(node.args):
+            value = node.args[takes.at]
+            return value if isinstance(value, fx.Node) else None
+    return None
+
+
+def groups(call: fx.Node) -> Iterator[tuple[int, Bucket]]:
+    """The buckets that a backward gives gradients of, with their places in its result."""
+    stage: Any = call.args[0]
+    buckets = stage.buckets_read(stage.traced.gradients)
+    count = effects(call).count
+    assert count is not None
+    return enumerate(buckets, count(call.args) - len(buckets))
+
+
+def kind_of(value: fx.Node) -> Value | None:
+    """What a value is: what its op gives; of a backward's results, gradients of a bucket."""
+    source = producer(value)
+    if source is value:
+        return effects(value).gives
+    return Value.GRADIENTS if bucket_of(value) is not None else Value.RESULTS
+
+
+def bucket_of(value: fx.Node) -> Bucket | None:
+    """The bucket that a value is of; None for one of no bucket."""
+    source = producer(value)
+    if source is not value:
+        index = value.args[1]
+        assert isinstance(index, int)
+        return dict(groups(source)).get(index) if source.target is ops.backward else None
+    subject: Any = source.args[0] if source.args else None
+    return subject if isinstance(subject, Bucket) else None
 
 
 def label(value: fx.Node) -> str:

@@ -358,11 +358,9 @@ def _seconds(schedule: Schedule, now: Situation) -> dict[tuple[int, str], float]
     """By stage and compute."""
     found: dict[tuple[int, str], float] = {}
     for graph in schedule.graphs.values():
-        for node in ops.nodes_of(graph, ops.forward, ops.recompute, ops.backward):
+        for node in ops.nodes_that(graph, lambda op: op.code):
             stage: Stage = ops.arguments(node)[0]
-            op = ops.op_of(node)
-            assert op is not None
-            found[stage.index, op.name] = node_s(node, now.hardware, fused=now.fused)
+            found[stage.index, ops.effects(node).name] = node_s(node, now.hardware, fused=now.fused)
     return found
 
 

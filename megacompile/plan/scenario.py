@@ -100,7 +100,7 @@ class Situation:
         waiting = sum(
             sum(tensors_bytes(source.meta.get("value")) for source in node.all_input_nodes)
             for schedule in self.schedules
-            for node in ops.nodes_of(schedule.forward, ops.offload)
+            for node in ops.nodes_that(schedule.forward, lambda op: op.to_backward)
         )
         return {**found, **({Kind.ACTIVATIONS.value: waiting} if waiting else {})}
 

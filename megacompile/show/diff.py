@@ -22,13 +22,11 @@ from typing import Any
 from torch import fx
 
 from megacompile.ir import ops, values
+from megacompile.ir.ops import Show
 from megacompile.ir.schedule import PassRecord, Schedule
 from megacompile.ir.stages import Stage
 from megacompile.show import python
 from megacompile.text import columns, format_bytes, printable
-
-_COMPUTES = (ops.forward, ops.recompute, ops.backward)
-_QUIET = (ops.free, ops.park, ops.begin, ops.alloc_grad, ops.alloc_state)
 
 
 def diff(before: Schedule, after: Schedule, *, code: bool = False, lines: int = 2) -> str:
@@ -68,10 +66,10 @@ def lookahead(schedule: Schedule) -> int:
     count, at = 0, {}
     for node in ops.nodes_of(graph):
         at[node] = count
-        count += node.target in _COMPUTES
+        count += ops.effects(node).code is not None
     farthest = 0
-    for node in ops.nodes_of(graph, ops.prefetch):
-        readers = [at[user] for user in node.users if user.target in _COMPUTES]
+    for node in ops.nodes_that(graph, lambda op: op.fills_slot):
+        readers = [at[user] for user in node.users if ops.effects(user).code is not None]
         if readers:
             farthest = max(farthest, min(readers) - at[node])
     return farthest
@@ -141,10 +139,10 @@ def _actions(schedule: Schedule) -> list[str]:
 def _by_stage(graph: fx.Graph) -> Iterator[tuple[Stage | None, list[str]]]:
     labels: list[str] = []
     for node in ops.nodes_of(graph):
-        if node.target in _QUIET:
+        if ops.effects(node).show is Show.QUIET:
             continue
         labels.append(_action(node))
-        if node.target in _COMPUTES:
+        if ops.effects(node).code is not None:
             yield ops.arguments(node)[0], labels
             labels = []
     if labels:
@@ -154,8 +152,8 @@ def _by_stage(graph: fx.Graph) -> Iterator[tuple[Stage | None, list[str]]]:
 def _action(node: fx.Node) -> str:
     """The label, and what it waits for besides its arguments: "2PREFETCH@0(after=0F)"."""
     after: Any = node.kwargs.get("after", ())
-    waits = [values.label(n) for n in after if ops.op_of(values.producer(n)) is not None]
-    waits = [name for name in waits if name != "BEGIN"]
+    sources = [values.producer(n) for n in after]
+    waits = [ops.label(n) for n in sources if ops.effects(n).issues]
     return ops.label(node) + (f"(after={','.join(waits)})" if waits else "")
 
 

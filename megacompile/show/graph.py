@@ -22,7 +22,6 @@ from megacompile.ir.buckets import Bucket, Slot
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
-from megacompile.tracing.timeline import copied_bytes
 
 _COLOURS = {Stream.H2D: "#D6ECFA", Stream.COMPUTE: "#D5F0E4", Stream.D2H: "#F9DECB"}
 _STYLES = {
@@ -113,7 +112,7 @@ def _attributes(
         "stage": -1 if stage is None else stage.index,
         "module": subject.name if isinstance(subject, Bucket | Stage) else "",
         "slot": slots[0] if slots else -1,
-        "bytes": copied_bytes(node),
+        "bytes": ops.copied_bytes(node),
     }
 
 

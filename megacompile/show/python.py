@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from megacompile.ir import ops
+from megacompile.ir import ops, values
 from megacompile.ir.buckets import Bucket, Slot
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.stages import ArgRef, Stage
+from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
 from megacompile.ir.tensors import TensorMeta, tensors_bytes
 from megacompile.text import format_bytes, printable
@@ -39,9 +39,6 @@ _WIDTH = 80  # of a line of code, before its comment
 
 
 _SHAPES = 3  # more tensors than this are counted, not listed
-
-
-_MULTIPLE = (ops.forward, ops.recompute, ops.backward)
 
 
 _RESERVED = {op.name for op in ops.OPS.values()} | {"wait", "inputs", "run_forward", "run_backward"}
@@ -91,16 +88,11 @@ def names(schedule: Schedule) -> dict[str, object]:
 
 def result_count(node: fx.Node) -> int:
     """How many values an op that gives a tuple gives; 1 for every other op."""
-    if node.target not in _MULTIPLE:
-        return 1
-    stage: Any = node.args[0]
-    if node.target is ops.forward:
-        saving = len(stage.traced.saved) if node.args[3] else 0
-        return len(stage.outputs) + len(stage.mutated) + saving
-    if node.target is ops.recompute:
-        return len(stage.traced.saved)
-    inputs = [i for i in stage.traced.gradients if isinstance(stage.primals[i], ArgRef)]
-    return len(inputs) + len(stage.buckets_read(stage.traced.gradients))
+    count = ops.effects(node).count
+    return 1 if count is None else count(node.args)
+
+
+# The header.
 
 
 def _header(schedule: Schedule) -> Iterator[str]:
@@ -145,6 +137,9 @@ def _stages_line(run: list[Stage]) -> str:
     return f"{text}, template {first.template.index} (saves {saved}{random})"
 
 
+# The functions.
+
+
 def _variables(schedule: Schedule, graph: fx.Graph) -> dict[fx.Node, str]:
     """A variable for each node: its name, made different from every op and object."""
     taken = _RESERVED | set(names(schedule)) | set(keyword.kwlist) | set(dir(builtins)) | {"_"}
@@ -167,7 +162,8 @@ def _whole_tuples(graph: fx.Graph) -> list[fx.Node]:
 
     Their tuple would keep every item alive, so it is deleted behind its last use.
     """
-    return [n for n in ops.nodes_of(graph, *_MULTIPLE) if any(ops.items(n)) and _is_named(n)]
+    tuples = ops.nodes_that(graph, lambda op: op.count)
+    return [n for n in tuples if any(ops.items(n)) and _is_named(n)]
 
 
 def _is_named(node: fx.Node) -> bool:
@@ -188,7 +184,7 @@ def _unpacking(graph: fx.Graph, variables: Mapping[fx.Node, str]) -> Iterator[st
 def _call(node: fx.Node, variables: Mapping[fx.Node, str]) -> Iterator[_Line]:
     op = ops.op_of(node)
     assert op is not None
-    if node.target is ops.free:
+    if op.frees is not None and op.waits:
         after = _text(node.kwargs["after"], variables).replace(",)", ")")
         yield _Line(f"wait{after}", op.stream.value, "WAIT")
         yield from _del([node], variables)
@@ -206,7 +202,7 @@ def _call(node: fx.Node, variables: Mapping[fx.Node, str]) -> Iterator[_Line]:
     if _is_named(node):
         text = f"{variables[node]} = {text}"
     yield _Line(text, op.stream.value, ops.label(node), _detail(node))
-    if node.target is ops.park:
+    if op.frees is not None:
         yield from _del([node], variables)
     if dropped:
         yield _Line("del _", op.stream.value)
@@ -214,7 +210,8 @@ def _call(node: fx.Node, variables: Mapping[fx.Node, str]) -> Iterator[_Line]:
 
 def _frees_at_once(node: fx.Node) -> bool:
     """Does the node free a value without waiting? Such neighbours share a `del`."""
-    return node.target is ops.free and not node.kwargs.get("after")
+    op = ops.effects(node)
+    return op.frees is not None and op.waits and not node.kwargs.get("after")
 
 
 def _del(nodes: Sequence[fx.Node], variables: Mapping[fx.Node, str]) -> Iterator[_Line]:
@@ -274,25 +271,14 @@ def _wrap(text: str) -> list[str]:
     return [line.replace("\0", " ") for line in wrapped]
 
 
-_OF_BUCKET = (
-    *(ops.fetch_grad, ops.offload_grad, ops.add_grad, ops.alloc_grad),
-    *(ops.fetch_state, ops.offload_state, ops.update, ops.alloc_state),
-    ops.hand_over,
-)
-
-
 def _detail(node: fx.Node) -> str:
-    """Bytes of a copy, shapes of what a compute gives."""
+    """Bytes of what is a bucket's, shapes of other values."""
     value = node.meta.get("value")
-    if node.target in ops.GIVE_WEIGHTS:
-        bucket: Any = node.args[0]
-        return format_bytes(bucket.size_bytes)
-    if node.target in _OF_BUCKET:
-        offloads = (ops.offload_grad, ops.offload_state)
-        group = node if node.target not in offloads else node.args[1]
-        size = tensors_bytes(group.meta.get("value")) if isinstance(group, fx.Node) else 0
-        bucket = node.args[0]
-        return format_bytes(size or bucket.size_bytes)
+    subject: Any = node.args[0] if node.args else None
+    if isinstance(subject, Bucket):
+        group = node if value is not None else next(iter(values.reads(node)), None)
+        size = 0 if group is None else tensors_bytes(group.meta.get("value"))
+        return format_bytes(size or subject.size_bytes)
     if value is None:
         value = tuple(item.meta.get("value") for _, item in sorted(ops.items(node)))
     return _shapes(value)

@@ -7,24 +7,10 @@ from collections.abc import Iterator, Mapping
 from torch import fx
 
 from megacompile.ir import ops
+from megacompile.ir.ops import Show
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.text import printable
-
-_STEPS = (ops.forward, ops.recompute, ops.backward, ops.add_grad, ops.update)  # a row each
-
-
-_QUIET = (  # not in the table
-    ops.begin,
-    ops.resident,
-    ops.alloc,
-    ops.alloc_grad,
-    ops.alloc_state,
-    ops.free,
-    ops.park,
-    ops.snapshot,
-    ops.assign,
-)
 
 
 def table(schedule: Schedule, marks: Mapping[fx.Node, str] | None = None) -> str:
@@ -45,10 +31,10 @@ def _block(name: str, graph: fx.Graph, marks: Mapping[fx.Node, str]) -> str:
     for node in graph.nodes:
         if node in marks:
             marked.append(marks[node])
-        elif ops.op_of(node) is None or node.target in _QUIET:
+        elif ops.effects(node).show not in (Show.STEP, Show.CELL):
             continue
         row[ops.stream_of(node)].append(ops.label(node))
-        if node.target in _STEPS or node.op == "output":
+        if ops.effects(node).show is Show.STEP or node.op == "output":
             rows.append(row)
             notes.append(marked)
             row, marked = {stream: [] for stream in Stream}, []

@@ -24,7 +24,7 @@ from torch import fx
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.values import producer
-from megacompile.tracing.timeline import UNSEEN, UPDATE_ON_HOST, UPDATERS, Span, Timeline
+from megacompile.tracing.timeline import UPDATE_ON_HOST, UPDATERS, Span, Timeline
 
 NONE = "none of them"  # where no recorded op was what the step waited for
 _CLOCK_S = 20e-6  # by how much the clocks of two lanes, or an event's, may be apart
@@ -264,12 +264,13 @@ def dependencies(schedule: Schedule, graph_name: str) -> dict[_Name, list[_Name]
     handed: defaultdict[object, list[_Name]] = defaultdict(list)
     found: dict[_Name, list[_Name]] = {}
     for node in ops.nodes_of(schedule.graphs[graph_name]):
-        if node.target is ops.park:
+        op = ops.effects(node)
+        if not op.waits:
             continue
         stream = ops.stream_of(node)
         made = [producer(source) for source in node.all_input_nodes]
         waits = [names[n] for n in made if n in names and ops.stream_of(n) is not stream]
-        if node.target in UNSEEN:
+        if not op.issues:
             handed[stream] += waits
             continue
         label = ops.label(node)

@@ -28,10 +28,8 @@ from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
 from megacompile.tracing import perfetto, plot, prediction, timeline
-from megacompile.tracing.timeline import HOST, UNSEEN, UPDATE_ON_HOST, OpInfo, Run, Span, Timeline
+from megacompile.tracing.timeline import HOST, UPDATE_ON_HOST, OpInfo, Run, Span, Timeline
 
-RECORDED = frozenset(op.name for function, op in ops.OPS.items() if function not in UNSEEN)
-_MEMORY_AT = frozenset({"forward", "recompute", "backward", "update", "add_grad"})
 _CLOCK_TRIES = 3
 
 
@@ -104,6 +102,7 @@ class Tracer:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.steps = frozenset(op.name for op in ops.OPS.values() if op.show is ops.Show.STEP)
         self.clock = _Clock(device)
         self.marks: list[_Mark] = []  # in the order of issue; appended to by several threads
         self.runs: list[tuple[Schedule, str]] = []
@@ -147,7 +146,7 @@ class Tracer:
 
     def _on_stream(self, mark: _Mark, work: Callable[[], Any]) -> Any:
         """The op's stream is the current one."""
-        if mark.info.kind in _MEMORY_AT:
+        if mark.info.kind in self.steps:
             stats = torch.cuda.memory_stats_as_nested_dict(self.device)
             mark.memory_bytes = int(stats["allocated_bytes"]["all"]["current"])
         start = torch.cuda.Event(enable_timing=True)

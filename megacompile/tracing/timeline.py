@@ -23,6 +23,7 @@ from torch import fx
 
 from megacompile.ir import ops, values
 from megacompile.ir.buckets import Bucket
+from megacompile.ir.ops import Value
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 from megacompile.ir.tensors import tensors_bytes
@@ -32,13 +33,6 @@ HOST, DEVICE = "host", "device"
 UPDATERS = (HOST, DEVICE)
 LANES = ("h2d", "compute", "d2h", *UPDATERS)
 UPDATE_ON_HOST = "update on the host"  # the kind of their spans: of memory there
-
-_COPIES = (ops.fetch_grad, ops.offload_grad, ops.fetch_state, ops.offload_state)
-UNSEEN = (ops.free, ops.park, ops.begin)  # they put nothing on a stream
-_ALLOCATES = (
-    *(ops.forward, ops.recompute, ops.backward),
-    *(ops.snapshot, ops.norm_grad, ops.alloc_grad, ops.alloc_state, ops.alloc),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +76,7 @@ def describe(schedule: Schedule, graph_name: str) -> tuple[OpInfo, ...]:
     """The ops of a graph that run, in program order: all but `begin`, `free` and `park`."""
     graph = schedule.graphs[graph_name]
     live = live_bytes(schedule, graph)
-    return tuple(_info(n, live[n]) for n in ops.nodes_of(graph) if n.target not in UNSEEN)
+    return tuple(_info(n, live[n]) for n in ops.nodes_that(graph, lambda op: op.issues))
 
 
 def _info(node: fx.Node, live: int) -> OpInfo:
@@ -90,19 +84,7 @@ def _info(node: fx.Node, live: int) -> OpInfo:
     assert op is not None
     subject: Any = node.args[0] if node.args else None
     module = subject.name if isinstance(subject, Bucket | Stage) else ""
-    return OpInfo(ops.label(node), op.name, op.stream.value, module, copied_bytes(node), live)
-
-
-def copied_bytes(node: fx.Node) -> int:
-    """Bytes that an op moves between host and device."""
-    if node.target is ops.prefetch:
-        return int(ops.arguments(node)[0].size_bytes)
-    if node.target in (ops.offload, ops.fetch):
-        return tensors_bytes(node.meta.get("value"))
-    if node.target not in _COPIES:
-        return 0
-    bucket, value = ops.arguments(node)[:2]
-    return tensors_bytes(value.meta.get("value")) or int(bucket.size_bytes)
+    return OpInfo(ops.label(node), op.name, op.stream.value, module, ops.copied_bytes(node), live)
 
 
 def live_bytes(schedule: Schedule, graph: fx.Graph) -> dict[fx.Node, int]:
@@ -115,10 +97,11 @@ def live_bytes(schedule: Schedule, graph: fx.Graph) -> dict[fx.Node, int]:
     found = {}
     gone: set[fx.Node] = set()  # what came back from the host dies with its room, once
     for node in ops.nodes_of(graph):
-        if node.target in _ALLOCATES:
+        op = ops.effects(node)
+        if op.owns and op.fills is None:
             live += _made_bytes(node)
         found[node] = live
-        if node.target in (ops.free, ops.park):
+        if op.frees is not None:
             dying = {values.memory(value) for value in values.reads(node)} - gone
             live -= sum(_value_bytes(value) for value in dying if not _is_on_host(value))
             gone |= dying
@@ -127,7 +110,8 @@ def live_bytes(schedule: Schedule, graph: fx.Graph) -> dict[fx.Node, int]:
 
 def _is_on_host(node: fx.Node) -> bool:
     """Is it what the forward's `offload` left, which the backward fetches?"""
-    return node.op == "placeholder" and any(user.target is ops.fetch for user in node.users)
+    takers = (values.taken(user, Value.SAVED_ON_HOST) for user in node.users)
+    return node.op == "placeholder" and node in takers
 
 
 def _value_bytes(node: fx.Node) -> int:

@@ -11,7 +11,7 @@ The forward's own arguments are what a schedule means: nothing is there to hold 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
@@ -21,28 +21,14 @@ from megacompile.ir.stages import ArgRef, SavedRef, Stage
 from megacompile.ir.values import label, named
 from megacompile.verify.hazard import Check, Hazard, HazardKind, View
 
-_NEEDS: dict[Callable[..., Any], tuple[int, ...]] = {  # op -> arguments that must be values
-    ops.snapshot: (0,),
-    ops.assign: (0, 1),
-    ops.fetch_grad: (1,),
-    ops.add_grad: (1, 2),
-    ops.norm_grad: (1,),
-    ops.offload_grad: (1,),
-    ops.fetch_state: (1,),
-    ops.update: (2, 3),
-    ops.offload_state: (1,),
-    ops.free: (0,),
-    ops.park: (0,),
-}
-
 
 def incomplete(view: View) -> Iterator[Hazard]:
     """Ops that are not given what they cannot do without; the other checks rely on it."""
-    for node in view.nodes(*_NEEDS):
-        assert callable(node.target)
-        for position in _NEEDS[node.target]:
-            if not isinstance(node.args[position], fx.Node):
-                yield _lacks(view, node, f"a value as argument {position}")
+    for node in view.that(lambda op: op.takes):
+        for takes in ops.effects(node).takes:
+            given = node.args[takes.at] if takes.at < len(node.args) else None
+            if not isinstance(given, fx.Node) and not takes.optional:
+                yield _lacks(view, node, f"a value as argument {takes.at}")
     for node in view.nodes(ops.backward):
         stage: Any = node.args[0]
         saved, tangents, carries = node.args[3:6]

@@ -1,11 +1,11 @@
-"""The part of `verify` that is about gradients: each bucket's reach the host once, and whole.
+"""The part of `verify` that is about buckets: gradients and states arrive once, and whole.
 
 What must hold, given [Note: happens-before] in `megacompile.verify.order`:
 
-- the gradients that a backward gives go on to the next contributor (`carries`), to a sum, or to
-  the host; those that a later contributor takes are not offloaded;
-- what is carried, added and offloaded for a bucket are that bucket's gradients;
-- the gradients on the host are fetched before an offload overwrites them, to memory of their own.
+- an op takes what its declaration says, of its own bucket: gradients, norms, buffers, states;
+- what ends somewhere ends once: a backward's gradients go on to the next contributor, or to one
+  sum, update or copy to the host; new states go to the host; a buffer is filled once;
+- a part of a bucket in host memory is read before it is overwritten, and nothing there is lost.
 """
 
 from __future__ import annotations
@@ -18,87 +18,107 @@ from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
-from megacompile.ir.values import label, producer
-from megacompile.show import python
+from megacompile.ir.ops import Op, Part, Takes, Value, effects
+from megacompile.ir.values import bucket_of, groups, kind_of, label, taken
 from megacompile.verify.hazard import Check, Hazard, HazardKind, View
 
+_WRONG = {  # what the wrong value is called, by what was needed
+    Value.GRADIENTS: HazardKind.WRONG_GRADIENTS,
+    Value.GRADIENTS_SO_FAR: HazardKind.WRONG_GRADIENTS,
+    Value.NORMS: HazardKind.WRONG_GRADIENTS,
+    Value.UPDATED: HazardKind.STATE_LOST,
+    Value.STATES: HazardKind.WRONG_STATE,
+    Value.WEIGHTS: HazardKind.WRONG_WEIGHTS,
+    Value.GRADIENT_BUFFER: HazardKind.WRONG_ROOM,
+    Value.STATE_BUFFER: HazardKind.WRONG_ROOM,
+    Value.SAVED_BUFFER: HazardKind.WRONG_ROOM,
+}
 
-def _group_bucket(value: Any) -> Bucket | None:
-    """The bucket whose gradients a backward gives as `value`; None if it is something else."""
-    if not isinstance(value, fx.Node) or value.op != "call_function":
-        return None
-    call = producer(value)
-    if call is value or call.target is not ops.backward:
-        return None
-    index = value.args[1]
-    assert isinstance(index, int)
-    return dict(_groups(call)).get(index)
+
+def _arguments_match(view: View) -> Iterator[Hazard]:
+    """What an op takes is of the kind that it declares, of its own bucket, for it alone."""
+    for node in view.that(lambda op: op.takes):
+        for takes in effects(node).takes:
+            value = node.args[takes.at] if takes.at < len(node.args) else None
+            if not isinstance(value, fx.Node) or not takes.kinds:
+                continue
+            wanted = " or ".join(kind.value for kind in takes.kinds)
+            kind = _WRONG.get(takes.kinds[0], HazardKind.WRONG_ARGUMENT)
+            if not _matches(node, takes, value):
+                message = (
+                    f"{label(node)} takes what {label(value)} gives as {wanted}{_of(node)}; "
+                    "give it what was made for it"
+                )
+                if kind is HazardKind.STATE_LOST:
+                    yield view.hazard(kind, value, None, message)
+                else:
+                    buffer = takes.kinds[0] in _BUFFERS
+                    yield view.hazard(kind, node, None if buffer else value, message)
+            elif takes.kinds[0] in _BUFFERS and len(_ends(value)) > 1:
+                message = (
+                    f"{label(node)} fills {wanted} that another op fills too; give each its own"
+                )
+                yield view.hazard(kind, node, None, message)
 
 
-def _groups(call: fx.Node) -> Iterator[tuple[int, Bucket]]:
-    """The buckets that a backward gives gradients of, with their places in its result."""
-    stage: Any = call.args[0]
-    buckets = stage.buckets_read(stage.traced.gradients)
-    first = python.result_count(call) - len(buckets)
-    return enumerate(buckets, first)
+def _matches(node: fx.Node, takes: Takes, value: fx.Node) -> bool:
+    if Value.SAVED_ON_HOST in takes.kinds:  # the backward's is a placeholder
+        return True
+    if kind_of(value) not in takes.kinds:
+        return False
+    if takes.like is not None:
+        return value.args[1] is node.args[takes.like]
+    subject: Any = node.args[0]
+    bucket = bucket_of(value)
+    return bucket is not None and bucket.key == subject.key
+
+
+def _of(node: fx.Node) -> str:
+    subject: Any = node.args[0]
+    return f" of bucket {subject.label}" if isinstance(subject, Bucket) else ""
+
+
+def _ends(value: fx.Node) -> list[fx.Node]:
+    """Who takes a value as its end."""
+    return [user for user in value.users if _takes_to_end(user, value)]
+
+
+def _takes_to_end(user: fx.Node, value: fx.Node) -> bool:
+    return any(
+        takes.ends and takes.at < len(user.args) and user.args[takes.at] is value
+        for takes in effects(user).takes
+    )
 
 
 def _gradients_kept(view: View) -> Iterator[Hazard]:
-    """Each gradient goes on to exactly one place: the next contributor, the sum, or the host."""
+    """Each gradient goes on to exactly one place: the next contributor, or its end."""
     for call in view.nodes(ops.backward):
-        taken = dict(ops.items(call))
-        for index, bucket in _groups(call):
-            users = list(taken[index].users) if index in taken else []
-            sinks = (ops.offload_grad, ops.add_grad, ops.update)
-            offloads = [n for n in users if n.target in sinks]
-            carries = [n for n in users if n.target is ops.backward]
-            if not offloads and not carries:
+        items = dict(ops.items(call))
+        for index, bucket in groups(call):
+            value = items.get(index)
+            ends = [] if value is None else _ends(value)
+            carries = [] if value is None else [n for n in value.users if n.target is ops.backward]
+            if not ends and not carries:
                 message = (
                     f"{label(call)} gives gradients of bucket {bucket.label} that nobody takes; "
                     "offload them"
                 )
                 yield view.hazard(HazardKind.GRADIENTS_LOST, call, None, message)
-            elif offloads and carries:
+            elif ends and carries:
                 message = (
-                    f"{label(offloads[0])} takes the gradients of bucket {bucket.label} that "
+                    f"{label(ends[0])} takes the gradients of bucket {bucket.label} that "
                     f"{label(carries[0])} still adds to; let it take those of {label(carries[0])}"
                 )
-                yield view.hazard(HazardKind.GRADIENTS_NOT_READY, offloads[0], carries[0], message)
-    for node in view.nodes(ops.add_grad):
-        if not any(user.target in (ops.offload_grad, ops.update) for user in node.users):
-            message = f"{label(node)} gives a sum that nobody takes; offload it"
-            yield view.hazard(HazardKind.GRADIENTS_LOST, node, None, message)
+                yield view.hazard(HazardKind.GRADIENTS_NOT_READY, ends[0], carries[0], message)
 
 
-def _gradients_match(view: View) -> Iterator[Hazard]:
-    """What is carried, added and offloaded for a bucket are that bucket's gradients."""
-    expected: list[tuple[fx.Node, Bucket, Any, str]] = []
-    for node in view.nodes(ops.offload_grad, ops.norm_grad, ops.update, ops.hand_over):
-        bucket: Any = node.args[0]
-        value: Any = node.args[2 if node.target is ops.update else 1]
-        if value.target is not ops.add_grad:
-            expected.append((node, bucket, value, "backward or add_grad"))
-        elif value.args[0].key != bucket.key:
-            expected.append((node, bucket, None, "backward or add_grad"))
-    for node in view.nodes(ops.add_grad):
-        bucket = node.args[0]
-        so_far: Any = node.args[1]
-        if so_far.target is not ops.fetch_grad or so_far.args[0].key != bucket.key:
-            expected.append((node, bucket, None, "fetch_grad"))
-        expected.append((node, bucket, node.args[2], "backward"))
-    for node, bucket, value, source in expected:
-        got = _group_bucket(value)
-        if got is None or got.key != bucket.key:
-            message = (
-                f"{label(node)} takes what are not the gradients of bucket {bucket.label}; give it "
-                f"those of that bucket's {source}"
-            )
-            yield view.hazard(HazardKind.WRONG_GRADIENTS, node, value, message)
+def _carries_match(view: View) -> Iterator[Hazard]:
+    """A backward adds to gradients of the buckets that it gives gradients of."""
     for call in view.nodes(ops.backward):
-        stage: Any = call.args[0]
-        own = {bucket.key for bucket in stage.buckets_read(stage.traced.gradients)}
+        own = {bucket.key for _, bucket in groups(call)}
         carries: Any = call.args[5]
-        for got in map(_group_bucket, carries):
+        for value in carries:
+            got = bucket_of(value) if kind_of(value) is Value.GRADIENTS else None
             if got is not None and got.key not in own:
                 message = (
                     f"{label(call)} carries gradients of bucket {got.label}, not its own; "
@@ -107,178 +127,117 @@ def _gradients_match(view: View) -> Iterator[Hazard]:
                 yield view.hazard(HazardKind.WRONG_GRADIENTS, call, None, message)
 
 
-def _norms_match(view: View) -> Iterator[Hazard]:
-    """The norms that go to the host are those of the gradients that go with them."""
-    for node in view.nodes(ops.offload_grad):
-        norms: Any = node.args[2] if len(node.args) > 2 else None
-        if norms is None or (norms.target is ops.norm_grad and norms.args[1] is node.args[1]):
-            continue
-        message = (
-            f"{label(node)} takes what {label(norms)} gives as the norms of other gradients; give "
-            "it the norm_grad of what it takes"
-        )
-        yield view.hazard(HazardKind.WRONG_GRADIENTS, node, norms, message)
+_LOST = {  # what ends nowhere
+    Value.GRADIENTS: HazardKind.GRADIENTS_LOST,
+    Value.UPDATED: HazardKind.STATE_LOST,
+}
+_BUFFERS = (Value.GRADIENT_BUFFER, Value.STATE_BUFFER, Value.SAVED_BUFFER)
 
 
-def _gradient_buffers(view: View) -> Iterator[Hazard]:
-    """A bucket's gradient buffer on the host is read before it is overwritten, by what is added."""
-    for fetch in view.nodes(ops.fetch_grad):
-        yield from _room(view, fetch)
-    offloads, fetches = _by_bucket(view, ops.offload_grad), _by_bucket(view, ops.fetch_grad)
-    for key, writers in offloads.items():
-        yield from _read_first(view, fetches[key], writers)
-        yield from _not_overwritten(view, fetches[key], writers)
-
-
-def _by_bucket(view: View, target: Callable[..., Any]) -> dict[int, list[fx.Node]]:
-    found: dict[int, list[fx.Node]] = defaultdict(list)
-    for node in view.nodes(target):
-        bucket: Any = node.args[0]
-        found[bucket.key].append(node)
-    return found
-
-
-def _read_first(view: View, fetches: list[fx.Node], offloads: list[fx.Node]) -> Iterator[Hazard]:
-    """A fetch is before an offload, or between two."""
-    before = view.order.before
-    for fetch in fetches:
-        overwritten = any(before(fetch, offload) for offload in offloads)
-        for offload in offloads:
-            if before(fetch, offload) or (before(offload, fetch) and overwritten):
-                continue
-            bucket: Any = fetch.args[0]
+def _made_for_somebody(view: View) -> Iterator[Hazard]:
+    """Sums and new states end somewhere, new states in one place."""
+    for node in view.that(lambda op: op.gives in _LOST):
+        given, ends = effects(node).gives, _ends(node)
+        assert given is not None
+        if not ends or (given is Value.UPDATED and len(ends) > 1):
+            took = ", ".join(map(label, ends)) or "nobody"
             message = (
-                f"{label(fetch)} reads the gradients of bucket {bucket.label} on the host, which "
-                f"{label(offload)} may overwrite first: no edge orders {label(fetch)} before it; "
-                f"offload the sum that {label(fetch)} enters"
+                f"{label(node)} gives {given.value}{_of(node)} that {took} takes; offload once"
             )
-            yield view.hazard(HazardKind.GRADIENTS_REFILLED, fetch, offload, message)
+            yield view.hazard(_LOST[given], node, None, message)
 
 
-def _not_overwritten(
-    view: View, fetches: list[fx.Node], offloads: list[fx.Node]
-) -> Iterator[Hazard]:
-    """Between two offloads of a bucket, the first one's gradients are fetched to be added."""
-    before = view.order.before
-    for earlier, later in zip(offloads, offloads[1:], strict=False):
-        if any(before(earlier, fetch) and before(fetch, later) for fetch in fetches):
-            continue
-        bucket: Any = later.args[0]
-        message = (
-            f"{label(later)} overwrites the gradients of bucket {bucket.label} that another "
-            "offload left on the host; carry those gradients, or fetch and add them"
-        )
-        yield view.hazard(HazardKind.GRADIENTS_LOST, later, earlier, message)
-
-
-def _room(view: View, fetch: fx.Node) -> Iterator[Hazard]:
-    bucket: Any = fetch.args[0]
-    room: Any = fetch.args[1]
-    shared = isinstance(room, fx.Node) and any(
-        user is not fetch and user.target is ops.fetch_grad for user in room.users
-    )
-    wrong = (
-        not isinstance(room, fx.Node)
-        or room.target is not ops.alloc_grad
-        or room.args[0].key != bucket.key  # type: ignore[union-attr]
-    )
-    if wrong or shared:
-        what = "that another fetch fills too" if shared else f"not made for bucket {bucket.label}"
-        message = f"{label(fetch)} fills memory {what}; alloc_grad(bucket_{bucket.label}) for it"
-        yield view.hazard(HazardKind.WRONG_ROOM, fetch, None, message)
-
-
-# Updates.
-
-
-def _states(view: View) -> Iterator[Hazard]:
-    """An update takes its bucket's own states, and what it gives goes back to the host once."""
-    for fetch in view.nodes(ops.fetch_state):
-        bucket: Any = fetch.args[0]
-        room: Any = fetch.args[1]
-        if room.target is not ops.alloc_state or room.args[0].key != bucket.key:
-            message = (
-                f"{label(fetch)} fills memory that was not made for the states of bucket "
-                f"{bucket.label}; alloc_state(bucket_{bucket.label}) for it"
-            )
-            yield view.hazard(HazardKind.WRONG_ROOM, fetch, None, message)
-    for node in view.nodes(ops.update, ops.hand_over):
-        bucket = node.args[0]
-        state: Any = node.args[-1]
-        if state.target is not ops.fetch_state or state.args[0].key != bucket.key:
-            message = (
-                f"{label(node)} takes what {label(state)} gives as the states of bucket "
-                f"{bucket.label}; give it that bucket's fetch_state"
-            )
-            yield view.hazard(HazardKind.WRONG_STATE, node, state, message)
-        if node.target is ops.hand_over:
-            continue
-        offloads: list[Any] = [user for user in node.users if user.target is ops.offload_state]
-        if [offload.args[0].key for offload in offloads] != [bucket.key]:
-            took = ", ".join(label(offload) for offload in offloads) or "nobody"
-            message = (
-                f"{label(node)} gives new parameters and states of bucket {bucket.label} that "
-                f"{took} takes to the host; let one offload_state(bucket_{bucket.label}) take them"
-            )
-            yield view.hazard(HazardKind.STATE_LOST, node, None, message)
-        yield from _update_weights(view, node, state)
-    for first, *others in _by_bucket(view, ops.update).values():
+def _once(view: View) -> Iterator[Hazard]:
+    """An update takes all gradients of its bucket."""
+    for first, *others in _by_bucket(view, lambda op: op.once).values():
         for node in others:
-            message = (
-                f"{label(node)} updates bucket {node.args[0].label} again; make one update of all "  # type: ignore[union-attr]
-                "its gradients"
-            )
+            message = f"{label(node)} comes again for its bucket; let one do all of it"
             yield view.hazard(HazardKind.STATE_LOST, first, node, message)
 
 
-def _update_weights(view: View, node: fx.Node, state: Any) -> Iterator[Hazard]:
-    """It reads the parameters from its bucket's slot, or with the states (masters)."""
-    bucket: Any = node.args[0]
-    weights: Any = node.args[1]
-    masters = state.target is ops.fetch_state and state.args[2]
-    if weights is None:
-        if state.target is ops.fetch_state and not masters:
+def _weights_or_masters(view: View) -> Iterator[Hazard]:
+    """Parameters that are updated come from the bucket's slot, or with the states (masters)."""
+    for node in view.that(lambda op: op.gives is Value.UPDATED):
+        weights, state = taken(node, Value.WEIGHTS), taken(node, Value.STATES)
+        if state is None or kind_of(state) is not Value.STATES:
+            continue  # reported as such
+        bucket, masters = ops.arguments(node)[0], ops.arguments(state)[2]
+        if weights is None and not masters:
             message = (
                 f"{label(node)} is given neither weights of bucket {bucket.label} nor masters; "
                 "prefetch the bucket and pass it"
             )
             yield view.hazard(HazardKind.MISSING_WEIGHTS, node, None, message)
-    elif weights.target not in ops.GIVE_WEIGHTS or weights.args[0].key != bucket.key:
-        message = (
-            f"{label(node)} is given what {label(weights)} gives, not bucket {bucket.label}; give "
-            f"it a prefetch of bucket {bucket.label}"
-        )
-        yield view.hazard(HazardKind.WRONG_WEIGHTS, node, weights, message)
-    elif masters:
-        message = (
-            f"{label(node)} is given what {label(weights)} gives, a copy of the parameters that "
-            f"come with the states of bucket {bucket.label}; give it None"
-        )
-        yield view.hazard(HazardKind.WRONG_WEIGHTS, node, weights, message)
+        elif weights is not None and masters and kind_of(weights) is Value.WEIGHTS:
+            message = (
+                f"{label(node)} is given what {label(weights)} gives, a copy of the parameters "
+                f"that come with the states of bucket {bucket.label}; give it None"
+            )
+            yield view.hazard(HazardKind.WRONG_WEIGHTS, node, weights, message)
 
 
-def _updated_last(view: View) -> Iterator[Hazard]:
-    """Whoever reads a bucket or its states on the host is before the offload that changes them."""
-    offloads = _by_bucket(view, ops.offload_state)
-    for target in (ops.prefetch, ops.fetch_state):
-        readers = _by_bucket(view, target)
-        for key, writers in offloads.items():
-            for reader in readers[key]:
-                for writer in writers:
-                    if not view.order.before(reader, writer):
-                        message = (
-                            f"{label(reader)} reads what {label(writer)} may have changed by then: "
-                            f"no edge orders {label(reader)} before it; update behind the last "
-                            "reader"
-                        )
-                        yield view.hazard(HazardKind.UPDATED_TOO_EARLY, reader, writer, message)
+# Host memory.
+
+
+def _by_bucket(view: View, wanted: Callable[[Op], object]) -> dict[int, list[fx.Node]]:
+    found: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in view.that(wanted):
+        found[ops.arguments(node)[0].key].append(node)
+    return found
+
+
+def _host_memory(view: View) -> Iterator[Hazard]:
+    """Each part of a bucket on the host is read before somebody writes it, and lost by nobody."""
+    for part in Part:
+        readers = _by_bucket(view, lambda op, part=part: part in op.reads)  # type: ignore[misc]
+        writers = _by_bucket(view, lambda op, part=part: part in op.writes)  # type: ignore[misc]
+        for key, those in writers.items():
+            yield from _read_first(view, part, readers[key], those)
+            if part is Part.GRADIENTS:
+                yield from _not_overwritten(view, readers[key], those)
+
+
+def _read_first(
+    view: View, part: Part, readers: list[fx.Node], writers: list[fx.Node]
+) -> Iterator[Hazard]:
+    """A reader is before a writer, or, of gradients that are added to, between two."""
+    before = view.order.before
+    for reader in readers:
+        adds = part is Part.GRADIENTS and any(before(reader, writer) for writer in writers)
+        for writer in writers:
+            if before(reader, writer) or (adds and before(writer, reader)):
+                continue
+            message = (
+                f"{label(reader)} reads the {part.value}{_of(reader)} on the host, which "
+                f"{label(writer)} may have changed by then: no edge orders {label(reader)} before "
+                "it; write behind the last reader"
+            )
+            changed = part is Part.GRADIENTS
+            kind = HazardKind.GRADIENTS_REFILLED if changed else HazardKind.UPDATED_TOO_EARLY
+            yield view.hazard(kind, reader, writer, message)
+
+
+def _not_overwritten(
+    view: View, readers: list[fx.Node], writers: list[fx.Node]
+) -> Iterator[Hazard]:
+    """Between two writers of a bucket's gradients, the first one's are fetched to be added."""
+    before = view.order.before
+    for earlier, later in zip(writers, writers[1:], strict=False):
+        if any(before(earlier, reader) and before(reader, later) for reader in readers):
+            continue
+        message = (
+            f"{label(later)} overwrites the gradients{_of(later)} that another offload left on the "
+            "host; carry those gradients, or fetch and add them"
+        )
+        yield view.hazard(HazardKind.GRADIENTS_LOST, later, earlier, message)
 
 
 CHECKS: tuple[Check, ...] = (
+    _arguments_match,
     _gradients_kept,
-    _gradients_match,
-    _norms_match,
-    _gradient_buffers,
-    _states,
-    _updated_last,
+    _carries_match,
+    _made_for_somebody,
+    _once,
+    _weights_or_masters,
+    _host_memory,
 )

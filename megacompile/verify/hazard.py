@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from megacompile.ir import ops
+from megacompile.ir.ops import Op
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.values import producer
 from megacompile.verify.order import Order
@@ -88,6 +89,10 @@ class View:
     def nodes(self, *targets: Callable[..., Any]) -> list[fx.Node]:
         """The nodes that call one of `targets` (every op without targets), in program order."""
         return ops.nodes_of(self.graph, *targets)
+
+    def that(self, wanted: Callable[[Op], object]) -> list[fx.Node]:
+        """The nodes whose ops have an effect, in program order."""
+        return ops.nodes_that(self.graph, wanted)
 
 
 Check = Callable[[View], Iterator[Hazard]]

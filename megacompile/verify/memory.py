@@ -11,7 +11,6 @@ What must hold, given [Note: happens-before] in `megacompile.verify.order`:
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -20,21 +19,29 @@ from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, Slot
+from megacompile.ir.ops import Op
 from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
-from megacompile.ir.values import MAKE_MEMORY, handed_over, label, memory, named, producer, reads
+from megacompile.ir.values import adopted, label, memory, named, owns, producer, reads
 from megacompile.text import format_bytes
 from megacompile.verify.hazard import Check, Hazard, HazardKind, View
-
-_TUPLE_OWNERS = (ops.forward, ops.recompute, ops.backward)
-
 
 # Slots.
 
 
 def _slot(node: fx.Node) -> Slot:
-    slot: Any = node.args[1]
+    at = ops.effects(node).slot
+    slot: Any = None if at is None else node.args[at]
     return slot if isinstance(slot, Slot) else Slot(-1, 0)  # None: the `slots` pass has not run
+
+
+def _holds(op: Op) -> bool:
+    """Does it take what is in a slot already?"""
+    return op.slot is not None and not op.fills_slot
+
+
+def _frees(op: Op) -> bool:
+    return op.frees is not None
 
 
 def _bucket(node: fx.Node) -> Bucket:
@@ -45,7 +52,7 @@ def _bucket(node: fx.Node) -> Bucket:
 
 def _slots_fit(view: View) -> Iterator[Hazard]:
     sizes = {slot.index: slot.size_bytes for slot in view.schedule.slots}
-    for node in view.nodes(ops.prefetch, ops.hold):
+    for node in view.that(lambda op: op.slot is not None):
         bucket, slot = _bucket(node), _slot(node)
         where = f"{label(node)} takes bucket {bucket.label} of {format_bytes(bucket.size_bytes)}"
         if slot.index not in sizes:
@@ -67,10 +74,10 @@ def _slots_in_turn(view: View) -> Iterator[Hazard]:
     Neighbours are enough: prefetches share a stream, so what is before one is before the next.
     """
     held: dict[int, list[fx.Node]] = defaultdict(list)
-    for node in view.nodes(ops.hold):
+    for node in view.that(_holds):
         held[_slot(node).index].append(node)  # it was there before this graph
     prefetches: dict[int, list[fx.Node]] = defaultdict(list)
-    for node in view.nodes(ops.prefetch):
+    for node in view.that(lambda op: op.fills_slot):
         prefetches[_slot(node).index].append(node)
     for index, filled in prefetches.items():
         yield from _after_begin(view, filled[0])
@@ -80,7 +87,7 @@ def _slots_in_turn(view: View) -> Iterator[Hazard]:
 
 
 def _after_begin(view: View, first: fx.Node) -> Iterator[Hazard]:
-    begin = next(iter(view.nodes(ops.begin)), None)
+    begin = next(iter(view.that(lambda op: op.begins)), None)
     if begin is None or not view.order.before(begin, first):
         message = (
             f"{label(first)} is the first to fill slot {_slot(first).index}, which an earlier "
@@ -124,7 +131,7 @@ def _held(view: View) -> Iterator[Hazard]:
     if view.name == "forward":
         yield from _left(view)
         promised = set()
-    for node in view.nodes(ops.hold):
+    for node in view.that(_holds):
         if (_slot(node).index, _bucket(node).key) not in promised:
             message = (
                 f"{label(node)} needs bucket {_bucket(node).label} in slot {_slot(node).index}, "
@@ -134,7 +141,7 @@ def _held(view: View) -> Iterator[Hazard]:
 
 
 def _left(view: View) -> Iterator[Hazard]:
-    left = {_slot(node).index: node for node in view.nodes(ops.prefetch)}  # the last one stays
+    left = {_slot(node).index: node for node in view.that(lambda op: op.fills_slot)}
     for index, bucket in view.schedule.held:
         last = left.get(index)
         if last is None or _bucket(last).key != bucket.key:
@@ -150,36 +157,29 @@ def _left(view: View) -> Iterator[Hazard]:
 # Lifetimes.
 
 
-def _owns(node: fx.Node) -> bool:
-    """Does the node name memory of the compute stream's allocator?"""
-    if node.op == "call_function" and node.target is operator.getitem:
-        return producer(node).target in _TUPLE_OWNERS
-    return node.target in MAKE_MEMORY
-
-
 def _lifetimes(view: View) -> Iterator[Hazard]:
     """Memory is given back when the last of its names is freed, and nobody reads it after that."""
     frees: dict[fx.Node, fx.Node] = {}
-    for node in view.nodes(ops.free, ops.park):
+    for node in view.that(_frees):
         value: Any = node.args[0]
         if value in frees:
             message = f"{named(value)} is freed twice; drop one of its frees"
             yield view.hazard(HazardKind.DOUBLE_FREE, value, node, message)
-        elif not _owns(value) and value.op != "placeholder":
+        elif not owns(value) and value.op != "placeholder":
             message = f"{label(value)} owns no memory, yet it is freed; drop its free"
             yield view.hazard(HazardKind.NOT_OWNED, value, node, message)
         else:
             frees[value] = node
     names: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in view.graph.nodes:
-        if _owns(node) or node.op == "placeholder":
+        if owns(node) or node.op == "placeholder":
             names[memory(node)].append(node)
     returned = view.graph.output_node().all_input_nodes
-    handed = handed_over(view.graph)
+    lives_on = adopted(view.graph)
     for root, shared in names.items():
         yield from _used_after_free(view, shared, frees)
         for name in shared:
-            if root in handed:
+            if root in lives_on:
                 if name in frees:
                     message = (
                         f"{named(name)} is freed, but optimizer.step() will read it: it is handed "
@@ -187,7 +187,7 @@ def _lifetimes(view: View) -> Iterator[Hazard]:
                     )
                     yield view.hazard(HazardKind.DOUBLE_FREE, name, frees[name], message)
                 continue
-            if _owns(name) and name not in frees and name not in returned:
+            if owns(name) and name not in frees and name not in returned:
                 message = (
                     f"{named(name)} is neither freed nor returned; free it behind its last reader"
                 )
@@ -200,7 +200,7 @@ def _used_after_free(
     for name in shared:
         for user in name.users:
             if name in frees and view.order.issued_before(frees[name], user):
-                if user.target in (ops.free, ops.park) and user.args[0] is name:
+                if _frees(ops.effects(user)) and user.args[0] is name:
                     continue  # a double free, reported as such
                 message = (
                     f"{label(user)} takes {named(name)}, which is freed before it; "
@@ -211,10 +211,10 @@ def _used_after_free(
         return
     releases = [frees[name] for name in shared]
     release = max(releases, key=view.order.position.__getitem__)
-    kept_for = {n for park in releases if park.target is ops.park for n in _after(park)}
+    kept_for = {n for park in releases if not ops.effects(park).waits for n in _after(park)}
     for name in shared:
         for user in name.users:
-            other_stream = ops.op_of(user) is not None and ops.stream_of(user) is not Stream.COMPUTE
+            other_stream = ops.stream_of(user) is not Stream.COMPUTE
             if not other_stream or name not in reads(user):
                 continue
             if user in kept_for:
@@ -236,20 +236,26 @@ def _after(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _assigns(view: View) -> Iterator[Hazard]:
-    """Who reads a value as it was is before the `assign` that changes it."""
+    """Who reads a value as it was is before the op that changes it."""
     versions: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in view.graph.nodes:
         versions[memory(node)].append(node)
-    for assign in view.nodes(ops.assign):
+    for assign in view.that(_changes_anything):
         for old in versions[memory(assign)]:
             if view.order.issued_before(old, assign):
                 yield from _read_before(view, old, assign)
 
 
+def _changes_anything(op: Op) -> bool:
+    """Does it change a value that others may read? (A buffer has one taker, by its declaration.)"""
+    return any(takes.at == op.fills and not takes.kinds for takes in op.takes)
+
+
 def _read_before(view: View, old: fx.Node, assign: fx.Node) -> Iterator[Hazard]:
     """The readers of `old` are before `assign`, and the backward is not among them."""
     for reader in old.users:
-        if reader.target in (ops.assign, ops.free, ops.park) or ops.op_of(reader) is None:
+        op = ops.effects(reader)
+        if op.fills is not None or op.frees is not None or ops.op_of(reader) is None:
             continue
         if old in reads(reader) and not view.order.before(reader, assign):
             message = (

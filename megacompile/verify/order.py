@@ -62,7 +62,7 @@ def _happens_before(graph: fx.Graph, position: dict[fx.Node, int]) -> nx.DiGraph
 
 
 def _awaited(node: fx.Node, position: dict[fx.Node, int]) -> Iterator[fx.Node]:
-    if node.target is ops.park:  # no stream waits for what it keeps
+    if not ops.effects(node).waits:
         return
     for value in node.all_input_nodes:
         if position[value] < position[node]:

@@ -23,9 +23,10 @@ from torch import fx
 from megacompile.errors import ScheduleError
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
+from megacompile.ir.ops import Op, Part, Value
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, Primal
-from megacompile.ir.values import fetched_from, label, named, producer
+from megacompile.ir.values import bucket_of, fetched_from, kind_of, label, named, producer
 from megacompile.show.table import table
 from megacompile.verify import flow, gradients, memory, saved_tensors
 from megacompile.verify.hazard import Check, Hazard, HazardKind, View
@@ -34,7 +35,6 @@ from megacompile.verify.order import Order
 __all__ = ["Hazard", "HazardKind", "hazards", "verify"]
 
 _IN_FULL = 5  # hazards that the error spells out; the table marks them all
-_STAGE_OPS = (ops.forward, ops.recompute, ops.backward)
 
 
 def verify(schedule: Schedule) -> None:
@@ -79,8 +79,8 @@ def _made_before_used(view: View) -> Iterator[Hazard]:
         for value in node.all_input_nodes:
             if view.order.issued_before(value, node):
                 continue
-            offload = node.target is ops.offload_grad
-            kind = HazardKind.GRADIENTS_NOT_READY if offload else HazardKind.USE_BEFORE_MADE
+            writes = Part.GRADIENTS in ops.effects(node).writes
+            kind = HazardKind.GRADIENTS_NOT_READY if writes else HazardKind.USE_BEFORE_MADE
             message = (
                 f"{label(node)} takes {named(value)}, which is made after it; "
                 f"move {label(node)} behind {label(value)}"
@@ -90,7 +90,7 @@ def _made_before_used(view: View) -> Iterator[Hazard]:
 
 def _arguments(view: View) -> Iterator[Hazard]:
     """A stage is given as much as its template takes, and all that it reads."""
-    for node in view.nodes(*_STAGE_OPS):
+    for node in view.that(lambda op: op.code):
         stage: Any = node.args[0]
         for what, position, needed in _counts(node):
             got = len(node.args[position])  # type: ignore[arg-type]
@@ -155,7 +155,7 @@ def _at(values: Any, index: int) -> fx.Node | None:
 
 def _weights(view: View) -> Iterator[Hazard]:
     """A compute is given every bucket it reads, as what it is."""
-    for node in view.nodes(*_STAGE_OPS):
+    for node in view.that(lambda op: op.code):
         stage: Any = node.args[0]
         needed = {bucket.key for bucket in stage.buckets_read(_primals_read(node))}
         for i, bucket in enumerate(stage.buckets):
@@ -166,7 +166,7 @@ def _weights(view: View) -> Iterator[Hazard]:
                     message = f"{where}, but is given no weights for it; prefetch it and pass it"
                     yield view.hazard(HazardKind.MISSING_WEIGHTS, node, None, message)
                 continue
-            got: Any = given.args[0] if given.target in ops.GIVE_WEIGHTS else None
+            got = bucket_of(given) if kind_of(given) is Value.WEIGHTS else None
             if got is None or got.key != bucket.key:
                 message = (
                     f"{where}, but is given what {label(given)} gives; give it a prefetch of "
@@ -224,7 +224,7 @@ def _same_arguments(view: View, node: fx.Node, forward: fx.Node) -> Iterator[Haz
         source = _at(forward.args[2], i)
         if arg is None or source is None:
             continue
-        copies = [user.name for user in source.users if user.target is ops.snapshot]
+        copies = [user.name for user in source.users if ops.effects(user).gives is Value.COPY]
         if fetched_from(view.schedule, arg).name not in (source.name, *copies):
             message = (
                 f"{label(node)} takes {arg.name} as argument {i}, but {label(forward)} read "
@@ -242,7 +242,7 @@ def _own_saved(view: View, node: fx.Node, forward: fx.Node) -> Iterator[Hazard]:
         if value is None:
             continue
         source = producer(value)
-        if source.op == "placeholder" or source.target is ops.fetch:
+        if source.op == "placeholder" or kind_of(source) is Value.SAVED:
             right = kept.get(fetched_from(view.schedule, value).name) == i
         else:
             of: Any = source.args[0] if source.target is ops.recompute else None
@@ -257,7 +257,7 @@ def _own_saved(view: View, node: fx.Node, forward: fx.Node) -> Iterator[Hazard]:
 
 def _random_numbers(view: View) -> Iterator[Hazard]:
     """A recompute of a random stage starts from the state that was saved before its forward."""
-    saved = {node.name: node for node in ops.nodes_of(view.schedule.forward, ops.save_rng)}
+    saved = {node.name: node for node in ops.nodes_that(view.schedule.forward, _saves_rng)}
     if view.name == "forward":
         yield from _states_saved(view)
     for node in view.nodes(ops.recompute):
@@ -279,11 +279,15 @@ def _random_numbers(view: View) -> Iterator[Hazard]:
 
 def _states_saved(view: View) -> Iterator[Hazard]:
     """A backward for other outputs may take the states that this one does not."""
-    for node in view.nodes(ops.save_rng):
+    for node in view.that(_saves_rng):
         stage: Any = node.args[0]
         if stage.traced.random and _draws_next(node) != stage.index:
             message = f"{label(node)} is not just before {stage.index}F draws; move it there"
             yield view.hazard(HazardKind.WRONG_RNG, node, None, message)
+
+
+def _saves_rng(op: Op) -> bool:
+    return op.gives is Value.RNG
 
 
 def _draws_next(save: fx.Node) -> int | None:

@@ -18,11 +18,10 @@ from collections.abc import Mapping
 from torch import fx
 
 from megacompile.ir import ops
+from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
-from megacompile.ir.values import MAKE_MEMORY, handed_over, memory, reads
-
-_OWNERS = (ops.forward, ops.recompute, ops.backward)
+from megacompile.ir.values import adopted, memory, owns, reads
 
 
 def insert_free(schedule: Schedule, *, delay: int = 1) -> Schedule:
@@ -37,7 +36,7 @@ def _insert(graph: fx.Graph, delay: int, state_delay: int, *, owns_inputs: bool)
     nodes = list(graph.nodes)
     position = {node: p for p, node in enumerate(nodes)}
     returned = set(graph.output_node().all_input_nodes)
-    handed = handed_over(graph)
+    handed = adopted(graph)
     steps = ops.nodes_of(graph, ops.backward) or ops.nodes_of(graph, ops.forward)
     computes = [position[n] for n in steps]
     frees: list[tuple[int, fx.Node, tuple[fx.Node, ...], bool]] = []
@@ -51,7 +50,7 @@ def _insert(graph: fx.Graph, delay: int, state_delay: int, *, owns_inputs: bool)
         parked = False
         if waits:
             later = [p for p in computes if p > last]
-            state = any(u.target is ops.offload_state for u in waits)
+            state = any(Part.STATES in ops.effects(u).writes for u in waits)
             parked = state and len(later) < state_delay
             if parked or not later:
                 last = len(nodes) - 2
@@ -71,7 +70,9 @@ def _users(node: fx.Node) -> list[fx.Node]:
     What waits on the host is done with when what was fetched from it is: no wait is needed then.
     """
     users = list(node.users)
-    fetches = [u for u in users if u.target in (ops.fetch, ops.fetch_grad, ops.fetch_state)]
+    fetches = [
+        u for u in users if ops.effects(u).stream is Stream.H2D and ops.effects(u).fills is not None
+    ]
     return users + [reader for fetch in fetches for reader in fetch.users]
 
 
@@ -80,10 +81,7 @@ def _owns(node: fx.Node, owns_inputs: bool) -> bool:
         return owns_inputs
     if node.op != "call_function":
         return False
-    if ops.op_of(node) is None:  # an item of a compute's result
-        producer = node.args[0]
-        return isinstance(producer, fx.Node) and producer.target in _OWNERS
-    return node.target in MAKE_MEMORY
+    return owns(node)
 
 
 def _end_of_items(node: fx.Node, position: Mapping[fx.Node, int]) -> int:

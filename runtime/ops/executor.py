@@ -23,7 +23,6 @@ from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops.bound import BoundOps
 from megacompile.runtime.ops.machine import Machine
 from megacompile.show import python
-from megacompile.tracing.recorder import RECORDED
 
 
 class Executor:
@@ -49,7 +48,9 @@ class Executor:
         namespace: dict[str, Any] = {
             op.name: _ranged(getattr(bound, op.name), op) for op in ops.OPS.values()
         }
-        namespace |= {op: _recorded(bound, namespace[op]) for op in RECORDED}
+        namespace |= {
+            op.name: _recorded(bound, namespace[op.name]) for op in ops.OPS.values() if op.issues
+        }
         namespace |= {"wait": bound.wait, **python.names(self.schedule)}
         exec(compile(source, filename, "exec"), namespace)
         function: Callable[[list[Any]], Any] = namespace[f"run_{name}"]

@@ -1,0 +1,179 @@
+"""The vocabulary of a schedule: the functions that its FX nodes call.
+
+A schedule's synchronisation is what its nodes show and nothing else: the values a node takes
+(read after write), the order of its stream, and `after=` (write after read, free after use). The
+runtime turns each such edge that crosses streams into an event record and a wait; the same edges
+are what `megacompile.verify` proves. The functions here only name the ops and declare
+their effects (`megacompile.ir.ops.op`): `megacompile.runtime.ops.bound` holds what they do.
+
+    op            stream    label        takes -> gives
+    begin         compute   BEGIN        () -> a point after everything that was queued before
+    prefetch      h2d       3PREFETCH@1  bucket, slot -> weights
+    hold          compute   3HOLD@1      bucket, slot -> weights that the forward left in the slot
+    resident      compute   3RESIDENT    bucket -> weights that stay on the device
+    save_rng      compute   3RNG         stage -> the generators' state
+    snapshot      compute   SNAPSHOT     tensor -> copy, made before the tensor is changed in place
+    forward       compute   3F           stage, weights, args -> outputs, new values, saved
+    assign        compute   ASSIGN       tensor, new value -> the tensor, changed in place
+    recompute     compute   3RECOMPUTE   stage, weights, args, rng -> saved
+    backward      compute   3B           stage, weights, args, saved, tangents, carries -> gradients
+    offload       d2h       3OFFLOAD     stage, value -> its copy on the host
+    alloc         compute   3ALLOC       stage, copy on the host -> room for the value
+    fetch         h2d       3FETCH       stage, copy on the host, room -> the value again
+    alloc_grad    compute   3ALLOC_GRAD  bucket -> room for its gradients
+    fetch_grad    h2d       3FETCH_GRAD  bucket, room -> gradients so far, for accumulation
+    add_grad      compute   3ADD_GRAD    bucket, gradients so far, gradients -> their sum
+    norm_grad     compute   3NORM_GRAD   bucket, gradients -> their L2 norms and largest values
+    offload_grad  d2h       3OFFLOAD_GRAD  bucket, gradients, norms -> done
+    alloc_state   compute   3ALLOC_STATE   bucket -> room for its optimizer states
+    fetch_state   h2d       3FETCH_STATE   bucket, room -> states
+    update        compute   3UPDATE        bucket, weights, gradients, states -> all of them, new
+    offload_state d2h       3OFFLOAD_STATE  bucket, new parameters and states -> done
+    hand_over     compute   3HAND_OVER     bucket, gradients, states -> optimizer.step() takes them
+    park          compute   PARK         value, after -> nothing; kept until `after` is done
+    reclaim       compute   RECLAIM      () -> nothing; what was parked before goes
+    free          compute   -            value, after -> nothing; printed as `del`
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import fx
+
+from megacompile.ir.ops.compute import assign, backward, forward, recompute, save_rng, snapshot
+from megacompile.ir.ops.gradients import add_grad, alloc_grad, fetch_grad, norm_grad, offload_grad
+from megacompile.ir.ops.lifetimes import free, park, reclaim
+from megacompile.ir.ops.op import NO_OP, OPS, Op, Part, Show, Takes, Value
+from megacompile.ir.ops.saved_tensors import alloc, fetch, offload
+from megacompile.ir.ops.states import alloc_state, fetch_state, hand_over, offload_state, update
+from megacompile.ir.ops.weights import begin, hold, prefetch, resident
+from megacompile.ir.stream import Stream
+
+__all__ = [
+    "OPS",
+    "Op",
+    "Part",
+    "Show",
+    "Takes",
+    "Value",
+    "actions",
+    "add_grad",
+    "alloc",
+    "alloc_grad",
+    "alloc_state",
+    "arguments",
+    "assign",
+    "backward",
+    "begin",
+    "call",
+    "copied_bytes",
+    "effects",
+    "fetch",
+    "fetch_grad",
+    "fetch_state",
+    "forward",
+    "free",
+    "hand_over",
+    "hold",
+    "items",
+    "label",
+    "nodes_of",
+    "nodes_that",
+    "norm_grad",
+    "offload",
+    "offload_grad",
+    "offload_state",
+    "op_of",
+    "park",
+    "prefetch",
+    "reclaim",
+    "recompute",
+    "resident",
+    "returned",
+    "save_rng",
+    "snapshot",
+    "stream_of",
+    "update",
+]
+
+
+def call(
+    graph: fx.Graph,
+    op: Callable[..., Any],
+    *args: Any,
+    name: str | None = None,
+    after: tuple[fx.Node, ...] | None = None,
+) -> fx.Node:
+    """Add a node that calls an op, where the graph inserts now."""
+    kwargs: dict[str, Any] = {} if after is None else {"after": after}
+    return graph.create_node("call_function", op, args, kwargs, name)
+
+
+def arguments(node: fx.Node) -> tuple[Any, ...]:
+    """The positional arguments of a node, which may be stages, buckets and slots."""
+    return node.args
+
+
+def returned(graph: fx.Graph) -> Any:
+    """What a graph returns: (outputs, residuals) of a forward, gradients of a backward."""
+    return graph.output_node().args[0]
+
+
+def op_of(node: fx.Node) -> Op | None:
+    """The op that a node calls; None for placeholders, outputs and `getitem`."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return None
+    assert callable(node.target)
+    return OPS[node.target]
+
+
+def effects(node: fx.Node) -> Op:
+    """The op that a node calls; one without effects for placeholders, outputs and `getitem`."""
+    return op_of(node) or NO_OP
+
+
+def copied_bytes(node: fx.Node) -> int:
+    """Bytes that an op moves between host and device."""
+    copied = effects(node).copied
+    return 0 if copied is None else copied(node)
+
+
+def stream_of(node: fx.Node) -> Stream:
+    """The stream that a node runs on; items and placeholders belong to the compute stream."""
+    op = op_of(node)
+    return Stream.COMPUTE if op is None else op.stream
+
+
+def label(node: fx.Node) -> str:
+    """The printed name of a node: "3PREFETCH@1", "3F"; a value's own name where it has no op."""
+    op = op_of(node)
+    return node.name if op is None else op.label(node.args)
+
+
+def nodes_that(graph: fx.Graph, wanted: Callable[[Op], object]) -> list[fx.Node]:
+    """The nodes whose op has an effect, in program order: `nodes_that(g, lambda op: op.code)`."""
+    return [n for n in nodes_of(graph) if wanted(effects(n))]
+
+
+def nodes_of(graph: fx.Graph, *targets: Callable[..., Any]) -> list[fx.Node]:
+    """The nodes that call one of `targets` (every op without targets), in program order."""
+    wanted = targets or tuple(OPS)
+    return [n for n in graph.nodes if n.op == "call_function" and n.target in wanted]
+
+
+def items(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
+    """The `getitem` users of a node that gives a tuple, as (index, item)."""
+    for user in node.users:
+        if user.op == "call_function" and user.target is operator.getitem:
+            index = user.args[1]
+            assert isinstance(index, int)
+            yield index, user
+
+
+def actions(graph: fx.Graph) -> str:
+    """The graph as one line of labels: "0PREFETCH@0 0F"; allocations and frees are left out."""
+    found = ((node, op_of(node)) for node in nodes_of(graph))
+    return " ".join(label(n) for n, op in found if op is not None and op.show is not Show.QUIET)

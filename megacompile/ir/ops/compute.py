@@ -1,0 +1,114 @@
+"""Ops that compute: the model's own work, and what keeps its inputs as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megacompile.ir.ops.op import Show, Takes, Value, by_subject, named, op, short, unbound
+from megacompile.ir.ops.sizes import of_value
+from megacompile.ir.stages import ArgRef, Code, Stage
+from megacompile.ir.stream import Stream
+
+
+def _results(stage: Stage) -> int:
+    return len(stage.outputs) + len(stage.mutated)
+
+
+def _forward_count(args: Sequence[Any]) -> int:
+    stage, saving = args[0], args[3]
+    return _results(stage) + (len(stage.traced.saved) if saving else 0)
+
+
+def _backward_count(args: Sequence[Any]) -> int:
+    stage: Stage = args[0]
+    gradients = stage.traced.gradients
+    inputs = [i for i in gradients if isinstance(stage.primals[i], ArgRef)]
+    return len(inputs) + len(stage.buckets_read(gradients))
+
+
+@op(Stream.COMPUTE, short("RNG"), gives=Value.RNG)
+def save_rng(stage: Stage) -> Any:
+    """The state of the random generators just before a stage that draws from them."""
+    unbound(save_rng)
+
+
+@op(
+    Stream.COMPUTE,
+    named,
+    gives=Value.COPY,
+    takes=(Takes(0),),
+    owns=True,
+    show=Show.ACTION,
+    traffic=of_value(times=2),
+)
+def snapshot(tensor: Any) -> Any:
+    """Copy a tensor that is about to be changed in place and that the backward needs as it was."""
+    unbound(snapshot)
+
+
+@op(
+    Stream.COMPUTE,
+    short("F"),
+    gives=Value.RESULTS,
+    owns=True,
+    code=lambda args: Code.FORWARD_SAVING if args[3] else Code.FORWARD,
+    count=_forward_count,
+    show=Show.STEP,
+)
+def forward(stage: Stage, weights: tuple[Any, ...], args: tuple[Any, ...], saving: bool) -> Any:
+    """Run a stage: outputs, new values of mutated inputs, and with `saving` its saved tensors."""
+    unbound(forward)
+
+
+@op(
+    Stream.COMPUTE,
+    named,
+    gives=Value.CHANGED,
+    takes=(Takes(0), Takes(1)),
+    fills=0,
+    show=Show.ACTION,
+    traffic=of_value(times=2),
+)
+def assign(tensor: Any, value: Any, *, after: tuple[Any, ...] = ()) -> Any:
+    """Write a new value into an input that the model changes in place (a BatchNorm statistic)."""
+    unbound(assign)
+
+
+@op(
+    Stream.COMPUTE,
+    by_subject,
+    gives=Value.RESULTS,
+    owns=True,
+    code=lambda args: Code.RECOMPUTE,
+    count=lambda args: len(args[0].traced.saved),
+    show=Show.STEP,
+)
+def recompute(stage: Stage, weights: tuple[Any, ...], args: tuple[Any, ...], rng: Any) -> Any:
+    """Run a stage's forward again for its saved tensors, with the random numbers it drew then."""
+    unbound(recompute)
+
+
+@op(
+    Stream.COMPUTE,
+    short("B"),
+    gives=Value.RESULTS,
+    owns=True,
+    code=lambda args: Code.BACKWARD,
+    count=_backward_count,
+    show=Show.STEP,
+)
+def backward(
+    stage: Stage,
+    weights: tuple[Any, ...],
+    args: tuple[Any, ...],
+    saved: tuple[Any, ...],
+    tangents: tuple[Any, ...],
+    carries: tuple[Any, ...],
+) -> Any:
+    """Gradients of a stage's inputs, then of its parameters, one group a bucket.
+
+    `carries` are gradients so far of inputs and parameters that a later stage used too: they enter
+    the stage's graph, so that sums run in the order in which autograd adds them.
+    """
+    unbound(backward)

@@ -1,0 +1,77 @@
+"""Ops on the gradients of a bucket."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.ops.op import Part, Show, Takes, Value, by_subject, op, unbound
+from megacompile.ir.ops.sizes import of_argument, of_arguments, of_value, tensors_of_arguments
+from megacompile.ir.stream import Stream
+
+
+@op(Stream.COMPUTE, by_subject, gives=Value.GRADIENT_BUFFER, owns=True, show=Show.QUIET)
+def alloc_grad(bucket: Bucket) -> Any:
+    """Device memory for a bucket's gradients so far."""
+    unbound(alloc_grad)
+
+
+@op(
+    Stream.H2D,
+    by_subject,
+    gives=Value.GRADIENTS_SO_FAR,
+    takes=(Takes(1, (Value.GRADIENT_BUFFER,), ends=True),),
+    owns=True,
+    fills=1,
+    reads=(Part.GRADIENTS,),
+    copied=of_value(),
+    copies=tensors_of_arguments,
+)
+def fetch_grad(bucket: Bucket, room: Any) -> Any:
+    """The gradients that earlier backwards left on the host."""
+    unbound(fetch_grad)
+
+
+@op(
+    Stream.COMPUTE,
+    by_subject,
+    gives=Value.GRADIENTS,
+    takes=(Takes(1, (Value.GRADIENTS_SO_FAR,)), Takes(2, (Value.GRADIENTS,), ends=True)),
+    owns=True,
+    fills=1,
+    show=Show.STEP,
+    traffic=of_value(times=3),
+)
+def add_grad(bucket: Bucket, so_far: Any, gradients: Any) -> Any:
+    """`so_far + gradients`, as autograd accumulates into `p.grad`."""
+    unbound(add_grad)
+
+
+@op(
+    Stream.COMPUTE,
+    by_subject,
+    gives=Value.NORMS,
+    takes=(Takes(1, (Value.GRADIENTS,)),),
+    owns=True,
+    traffic=of_argument(1, times=2),
+)
+def norm_grad(bucket: Bucket, gradients: Any) -> Any:
+    """L2 norm and largest absolute value of each gradient, float32 (2, gradients)."""
+    unbound(norm_grad)
+
+
+@op(
+    Stream.D2H,
+    by_subject,
+    gives=Value.DONE,
+    takes=(
+        Takes(1, (Value.GRADIENTS,), ends=True),
+        Takes(2, (Value.NORMS,), optional=True, like=1),
+    ),
+    writes=(Part.GRADIENTS,),
+    copied=of_arguments,
+    copies=tensors_of_arguments,
+)
+def offload_grad(bucket: Bucket, gradients: Any, norms: Any = None) -> Any:
+    """Copy gradients to their places in the bucket's gradient buffer, and their norms along."""
+    unbound(offload_grad)

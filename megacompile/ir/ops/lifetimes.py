@@ -1,0 +1,38 @@
+"""Ops that give memory back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megacompile.ir.ops.op import Show, Takes, named, op, unbound
+from megacompile.ir.stream import Stream
+
+
+@op(
+    Stream.COMPUTE,
+    named,
+    takes=(Takes(0),),
+    frees=0,
+    waits=False,
+    issues=False,
+    show=Show.QUIET,
+)
+def park(value: Any, *, after: tuple[Any, ...] = ()) -> None:
+    """Keep a value until `after` is done, or a `reclaim` comes; no stream waits for it here."""
+    unbound(park)
+
+
+@op(Stream.COMPUTE, named, drains=True)
+def reclaim() -> Any:
+    """Give back what earlier backwards parked: the compute stream waits for the copies out of it.
+
+    It is in a forward, half a schedule behind those copies. Nobody in its graph reads that memory,
+    so it names no value, and it may be anywhere, or nowhere: then memory goes later.
+    """
+    unbound(reclaim)
+
+
+@op(Stream.COMPUTE, named, takes=(Takes(0),), frees=0, issues=False, show=Show.QUIET)
+def free(value: Any, *, after: tuple[Any, ...] = ()) -> None:
+    """Give a value's memory back, once `after` (readers on other streams) is done."""
+    unbound(free)

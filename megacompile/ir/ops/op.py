@@ -1,0 +1,158 @@
+"""What a schedule knows of an op: one declaration, from which everything else follows.
+
+An op is a function with the decorator `op(...)`. Its name and arguments are those that the printed
+Python calls. Its docstring says what it does. The decorator says its effects: its stream, the kinds
+of values that it takes and gives, whose memory it makes, fills, adopts or frees, which parts of its
+bucket it reads and writes in host memory, its slot, how it is shown, what it costs. `verify`, the
+memory and cost models, traces and printed forms ask the declaration, never which op it is.
+`megacompile.runtime.ops.bound` has a method of the op's name, which carries it out.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+from torch import fx
+
+from megacompile.ir.stages import Code
+from megacompile.ir.stream import Stream
+
+
+class Part(enum.Enum):
+    """The parts of a bucket in host memory."""
+
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    STATES = "states"
+
+
+class Value(enum.Enum):
+    """What an op gives; of a bucket or a stage, where its first argument is one."""
+
+    POINT = "a point in time"
+    WEIGHTS = "weights"
+    RNG = "the state of the generators"
+    COPY = "a copy"
+    CHANGED = "a changed input"
+    RESULTS = "results of a stage"  # a tuple
+    SAVED_ON_HOST = "a saved tensor on the host"
+    SAVED_BUFFER = "a buffer for a saved tensor"
+    SAVED = "a saved tensor"
+    GRADIENT_BUFFER = "a buffer for gradients"
+    GRADIENTS_SO_FAR = "gradients so far"
+    GRADIENTS = "gradients"  # of a backward, or their sum with those so far
+    NORMS = "norms"
+    STATE_BUFFER = "a buffer for states"
+    STATES = "states"
+    UPDATED = "new parameters and states"
+    DONE = "the end of a copy"
+
+
+class Show(enum.Enum):
+    """Where an op is shown; the Python has all of them."""
+
+    STEP = "step"  # it has a row of the table
+    CELL = "cell"  # in the row of the step that is issued after it
+    ACTION = "action"  # among the actions, not in the table
+    QUIET = "quiet"
+
+
+@dataclass(frozen=True, slots=True)
+class Takes:
+    """A value among an op's arguments, by position."""
+
+    at: int
+    kinds: tuple[Value, ...] = ()  # what may stand there, of the op's own bucket; (): anything
+    optional: bool = False
+    ends: bool = False  # the value goes nowhere else
+    like: int | None = None  # it was made for the value that stands there
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """The declaration of an op.
+
+    Positions are those of its arguments. Memory is what the compute stream's allocator gives.
+    """
+
+    name: str
+    stream: Stream
+    label: Callable[[Sequence[Any]], str]  # from the positional arguments: "2PREFETCH@1"
+    gives: Value | None = None
+    takes: tuple[Takes, ...] = ()
+
+    owns: bool = False  # what it gives is memory of its own
+    fills: int | None = None  # what it gives is the memory of that argument, changed
+    frees: int | None = None  # it gives up this argument's memory
+    adopts: tuple[int, ...] = ()  # the memory of these lives on behind the schedule
+    slot: int | None = None  # the argument that is the slot it works on
+    fills_slot: bool = False
+    reads: tuple[Part, ...] = ()  # of its bucket, in host memory
+    writes: tuple[Part, ...] = ()  # in this order
+    once: bool = False  # there is one for each bucket
+    to_backward: bool = False  # the forward returns what it gives
+
+    begins: bool = False  # it stands for everything that was queued before the schedule
+    waits: bool = True  # its stream waits for what it names
+    issues: bool = True  # it puts work on its stream
+    drains: bool = False  # it waits for the copies of what earlier graphs deferred
+
+    code: Callable[[Sequence[Any]], Code] | None = None  # what of its stage's template it runs
+    count: Callable[[Sequence[Any]], int] | None = None  # how many values are in its tuple
+    show: Show = Show.CELL
+    # bytes through device memory, of an op without code
+    traffic: Callable[[fx.Node], int] | None = None
+    copied: Callable[[fx.Node], int] | None = None  # bytes over the link
+    copies: Callable[[fx.Node], int] | None = None  # calls that this takes
+
+
+NO_OP = Op("", Stream.COMPUTE, lambda args: "", issues=False, show=Show.QUIET)
+OPS: dict[Callable[..., Any], Op] = {}  # filled by the declarations
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def op(
+    stream: Stream, label: Callable[[str], Callable[[Sequence[Any]], str]], **effects: Any
+) -> Callable[[F], F]:
+    """Declare a function as an op: `@op(Stream.H2D, by_slot, gives=Value.WEIGHTS, ...)`."""
+
+    def declare(function: F) -> F:
+        name = function.__name__
+        OPS[function] = Op(name, stream, label(name.upper()), **effects)
+        return function
+
+    return declare
+
+
+def unbound(function: Callable[..., Any]) -> NoReturn:
+    """What an op does that is called outside of a schedule."""
+    raise AssertionError(
+        f"op {function.__name__!r} runs through the executor, not by calling megacompile.ir.ops"
+    )
+
+
+# How ops are called in print.
+
+
+def named(text: str) -> Callable[[Sequence[Any]], str]:
+    """ "BEGIN"."""
+    return lambda args: text
+
+
+def by_subject(text: str) -> Callable[[Sequence[Any]], str]:
+    """ "3OFFLOAD_GRAD": with the index of its stage, or the label of its bucket."""
+    return lambda args: f"{getattr(args[0], 'label', None) or args[0].index}{text}"
+
+
+def by_slot(text: str) -> Callable[[Sequence[Any]], str]:
+    """ "3PREFETCH@1"."""
+    return lambda args: f"{args[0].label}{text}@{'?' if args[1] is None else args[1].index}"
+
+
+def short(text: str) -> Callable[[str], Callable[[Sequence[Any]], str]]:
+    """Another text than the op's name: "3F"."""
+    return lambda _: by_subject(text)

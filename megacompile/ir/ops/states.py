@@ -1,0 +1,96 @@
+"""Ops of the optimizer's update in or behind the backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.ops.op import Part, Show, Takes, Value, by_subject, op, unbound
+from megacompile.ir.ops.sizes import (
+    of_arguments,
+    of_params,
+    of_value,
+    tensors_of_arguments,
+    value_bytes,
+)
+from megacompile.ir.stream import Stream
+
+
+@op(Stream.COMPUTE, by_subject, gives=Value.STATE_BUFFER, owns=True, show=Show.QUIET)
+def alloc_state(bucket: Bucket, masters: bool) -> Any:
+    """Device memory for a bucket's new parameters and its optimizer states.
+
+    With `masters`, what is streamed is a copy of the parameters in another dtype.
+    """
+    unbound(alloc_state)
+
+
+@op(
+    Stream.H2D,
+    by_subject,
+    gives=Value.STATES,
+    takes=(Takes(1, (Value.STATE_BUFFER,), ends=True),),
+    owns=True,
+    fills=1,
+    reads=(Part.STATES,),
+    copied=of_value(),
+    copies=of_params(times=2),
+)
+def fetch_state(bucket: Bucket, room: Any, masters: bool) -> Any:
+    """The optimizer states as the last update left them; with `masters`, the parameters too."""
+    unbound(fetch_state)
+
+
+def _update_traffic(node: fx.Node) -> int:
+    """States and new parameters, read and written; gradients."""
+    return 2 * value_bytes(node) + value_bytes(node.args[2])
+
+
+@op(
+    Stream.COMPUTE,
+    by_subject,
+    gives=Value.UPDATED,
+    takes=(
+        Takes(1, (Value.WEIGHTS,), optional=True),
+        Takes(2, (Value.GRADIENTS,), ends=True),
+        Takes(3, (Value.STATES,)),
+    ),
+    owns=True,
+    fills=3,
+    once=True,
+    show=Show.STEP,
+    traffic=_update_traffic,
+)
+def update(bucket: Bucket, weights: Any, gradients: Any, state: Any) -> Any:
+    """The optimizer's step on a bucket: new parameters and states, in the room of the states."""
+    unbound(update)
+
+
+@op(
+    Stream.D2H,
+    by_subject,
+    gives=Value.DONE,
+    takes=(Takes(1, (Value.UPDATED,), ends=True),),
+    writes=(Part.WEIGHTS, Part.STATES),  # parameters first: they are wanted next
+    copied=of_arguments,
+    copies=tensors_of_arguments,
+)
+def offload_state(bucket: Bucket, updated: Any) -> Any:
+    """Copy new parameters to their bucket, and new states to theirs."""
+    unbound(offload_state)
+
+
+@op(
+    Stream.COMPUTE,
+    by_subject,
+    takes=(Takes(1, (Value.GRADIENTS,)), Takes(2, (Value.STATES,))),
+    adopts=(1, 2),
+)
+def hand_over(bucket: Bucket, gradients: Any, state: Any) -> Any:
+    """Leave gradients, parameters and states on the device: `optimizer.step()` updates them there.
+
+    What is on the host stays right: if anything is changed before the step, the step is made there.
+    """
+    unbound(hand_over)

@@ -1,0 +1,43 @@
+"""Ops that give the weights of a bucket."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megacompile.ir.buckets import Bucket, Slot
+from megacompile.ir.ops.op import Part, Show, Value, by_slot, by_subject, named, op, unbound
+from megacompile.ir.ops.sizes import of_bucket
+from megacompile.ir.stream import Stream
+
+
+@op(Stream.COMPUTE, named, gives=Value.POINT, begins=True, issues=False, show=Show.QUIET)
+def begin() -> Any:
+    """Everything that was queued on the compute stream before this schedule."""
+    unbound(begin)
+
+
+@op(
+    Stream.H2D,
+    by_slot,
+    gives=Value.WEIGHTS,
+    reads=(Part.WEIGHTS,),
+    slot=1,
+    fills_slot=True,
+    copied=of_bucket,
+    copies=lambda node: 1,
+)
+def prefetch(bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Any:
+    """Copy a bucket into a slot; `after` is the last reader of what the slot held."""
+    unbound(prefetch)
+
+
+@op(Stream.COMPUTE, by_slot, gives=Value.WEIGHTS, slot=1)
+def hold(bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Any:
+    """Take the weights that the forward left in a slot."""
+    unbound(hold)
+
+
+@op(Stream.COMPUTE, by_subject, gives=Value.WEIGHTS, show=Show.QUIET)
+def resident(bucket: Bucket) -> Any:
+    """Take the weights of a bucket that lives on the device."""
+    unbound(resident)
