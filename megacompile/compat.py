@@ -273,7 +273,7 @@ def wrapper(cls: type[torch.Tensor], like: torch.Tensor, device: torch.device) -
 
 def is_described() -> bool:
     """Is the caller's property read for a fake tensor to be made like this one?"""
-    return sys._getframe(2).f_code.co_name == "safe_grad"
+    return sys._getframe(2).f_code.co_name in ("safe_grad", "safe_has_grad")
 
 
 def gives_views(func: Any) -> bool:

@@ -279,6 +279,18 @@ def test_a_second_backward_before_step() -> None:
     theirs.step()
 
 
+def test_a_forward_without_gradients_between_backward_and_step() -> None:
+    """It is captured there, and Dynamo asks each parameter whether it has a gradient."""
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    optimizer = SGD(plain.parameters(), lr=0.1)
+    model = megacompile(plain, device="cpu", lowering="eager", optimizer=optimizer)
+    x = torch.randn(2, WIDTH)
+    model(x).mean().backward()
+    with torch.no_grad():
+        assert model(x).shape == x.shape
+    optimizer.step()
+
+
 def test_an_option_changed_between_backward_and_step() -> None:
     streamed, theirs = gone()
     lr = theirs.param_groups[0]["lr"]
