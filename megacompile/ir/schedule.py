@@ -40,10 +40,10 @@ class PassRecord:
     """One entry of a schedule's history."""
 
     name: str
-    before: str  # the schedule's actions, one graph a line
+    before: str  # the schedule's actions, one graph a line; of a captured graph, what it calls
     after: str
     time_s: float
-    nodes: int  # in both graphs, afterwards
+    nodes: int  # in all graphs, afterwards
 
 
 @dataclass(frozen=True, eq=False)

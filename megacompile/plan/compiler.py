@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import NamedTuple
 
 from megacompile import compat, log
 from megacompile.cost.hardware import H200, Hardware, cached, load
@@ -72,17 +72,24 @@ class PassCompiler:
 
     def partition(self, capture: Capture) -> Schedule:
         options = self.options
-        capture = rebase_overlaps(capture)
-        capture, known = use_causal_attention(capture, lowering=options.lowering)
-        capture, reasons = chunk_head(capture, head=options.head, lowering=options.lowering)
+        causal = functools.partial(use_causal_attention, lowering=options.lowering)
+        chunk = functools.partial(chunk_head, head=options.head, lowering=options.lowering)
+        made = [_captured("rebase", capture, lambda given: (rebase_overlaps(given), ()), 0)]
+        made.append(_captured("causal", made[-1].capture, causal, made[-1].record.nodes))
+        made.append(_captured("chunk", made[-1].capture, chunk, made[-1].record.nodes))
+        capture, reasons = made[-1].capture, made[-1].reasons
         for reason in reasons:
             if options.head is Head.CHUNKED and reason.startswith(STOOD_BACK):
                 warnings.warn(
                     f"megacompile(): {capture.name}: head='chunked', but {reason}", stacklevel=2
                 )
-        stages = _timed("partition", None, lambda: partition(capture, self.units))
+        history = tuple(one.record for one in made)
+        stages = _timed("partition", None, lambda: partition(capture, self.units), history)
         log.captured(capture, stages)
-        return replace(stages, plan=Plan(reasons=(*known, *reasons)))
+        return replace(
+            stages,
+            plan=Plan(reasons=tuple(reason for one in made for reason in one.reasons)),
+        )
 
     def build(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
         schedule = self.plan(stages, capture, variant)
@@ -353,7 +360,44 @@ def _run(
     return schedule
 
 
-def _timed(name: str, before: Schedule | None, function: Callable[[], Schedule]) -> Schedule:
+class _Captured(NamedTuple):
+    """What a pass on the captured graph gives."""
+
+    capture: Capture
+    reasons: tuple[str, ...]  # what it did or left, for the plan
+    record: PassRecord
+
+
+def _captured(
+    name: str,
+    before: Capture,
+    function: Callable[[Capture], tuple[Capture, tuple[str, ...]]],
+    nodes_before: int,
+) -> _Captured:
+    start = time.perf_counter()
+    after, reasons = function(before)
+    record = PassRecord(
+        name=name,
+        before=_called(before),
+        after=_called(after),
+        time_s=time.perf_counter() - start,
+        nodes=len(after.module.graph.nodes),
+    )
+    log.pass_done(after.name, record, nodes_before)
+    return _Captured(after, reasons, record)
+
+
+def _called(capture: Capture) -> str:
+    """The functions that a captured graph calls, as their nodes are named."""
+    return " ".join(n.name for n in capture.module.graph.nodes if n.op.startswith("call_"))
+
+
+def _timed(
+    name: str,
+    before: Schedule | None,
+    function: Callable[[], Schedule],
+    history: tuple[PassRecord, ...] = (),
+) -> Schedule:
     start = time.perf_counter()
     after = function()
     record = PassRecord(
@@ -363,7 +407,7 @@ def _timed(name: str, before: Schedule | None, function: Callable[[], Schedule])
         time_s=time.perf_counter() - start,
         nodes=sum(len(graph.nodes) for graph in after.graphs.values()),
     )
-    history: tuple[Any, ...] = () if before is None else before.history
+    history = history if before is None else before.history
     log.pass_done(after.name, record, history[-1].nodes if history else 0)
     return replace(after, history=(*history, record))
 

@@ -84,7 +84,7 @@ def passes(schedule: Schedule) -> str:
     if not schedule.history:
         return f"{printable(schedule.name)}: made by hand, no pass has run"
     rows = [["pass", "ms", "nodes", "actions"]]
-    before = 0
+    before = 0  # the captured graph's, then the schedule's
     for record in schedule.history:
         rows.append(
             [
