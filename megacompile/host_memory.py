@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+import psutil
 
 from megacompile.errors import HostMemoryError
 from megacompile.text import format_bytes
@@ -39,35 +42,26 @@ def check_host_memory(rows: Sequence[tuple[str, int]], limit_bytes: int | None =
     )
 
 
+def total_bytes() -> int:
+    """Host memory that this process may have in all: the machine's, within its cgroup's limit."""
+    return min(psutil.virtual_memory().total, _cgroup().get("max", sys.maxsize))
+
+
 def available_bytes() -> int:
     """Host memory that this process can still get: what is free, within its cgroup's limit."""
-    free = _meminfo_bytes("MemAvailable")
-    limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
-    if limit is not None and used is not None:
-        free = min(free, limit - used + (_cgroup_stat("inactive_file") or 0))
+    free: int = psutil.virtual_memory().available
+    cgroup = _cgroup()
+    if "max" in cgroup and "current" in cgroup:
+        return min(free, cgroup["max"] - cgroup["current"] + cgroup.get("inactive_file", 0))
     return free
 
 
-def _meminfo_bytes(name: str) -> int:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:  # not Linux
-        return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    found = next(line for line in lines if line.startswith(f"{name}:"))
-    return int(found.split()[1]) * 1024
-
-
-def _cgroup_bytes(name: str) -> int | None:
-    try:
-        text = Path("/sys/fs/cgroup", name).read_text().strip()
-    except OSError:
-        return None
-    return None if text == "max" else int(text)
-
-
-def _cgroup_stat(name: str) -> int | None:
-    try:
-        lines = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) for line in lines if line.split()[0] == name), None)
+def _cgroup() -> dict[str, int]:
+    """What the cgroup (v2) says of memory: "max" (a limit), "current", "inactive_file"; bytes."""
+    found: dict[str, int] = {}
+    for name in ("max", "current", "stat"):
+        with contextlib.suppress(OSError):
+            lines = Path("/sys/fs/cgroup", f"memory.{name}").read_text().splitlines()
+            pairs = (f"{name} {line}" if name != "stat" else line for line in lines)
+            found |= {k: int(v) for k, v in map(str.split, pairs) if v != "max"}
+    return found

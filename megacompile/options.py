@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from megacompile import host_memory
 from megacompile.errors import OptionError, OptionTypeError
-from megacompile.sizes import host_total_bytes, parse_bytes
+from megacompile.sizes import parse_bytes
 
 _E = TypeVar("_E", bound=enum.Enum)
 
@@ -260,7 +261,7 @@ def _device_bytes(device: torch.device) -> int:
     """Memory of a device: all of it."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return host_total_bytes()
+    return host_memory.total_bytes()
 
 
 def _resident(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from typing import Any
 
@@ -10,11 +9,6 @@ from megacompile.errors import OptionError, OptionTypeError
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _NEEDED = 'bytes (an int), a text such as "20GiB", or a fraction of what there is (0 < f <= 1)'
-
-
-def host_total_bytes() -> int:
-    """The host's memory, all of it."""
-    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def parse_bytes(name: str, value: Any, total_bytes: int) -> int:

@@ -153,7 +153,7 @@ def test_another_torch_format_or_number_of_threads_measures_again(
 
 
 def test_host_memory_is_found() -> None:
-    found = hardware._host_bytes()
+    found = hardware.total_bytes()
     assert found is None or 2**28 < found < 2**50
 
 

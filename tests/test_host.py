@@ -5,19 +5,20 @@ from __future__ import annotations
 import gc
 import io
 import mmap
-import os
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
 from megacompile import HostMemoryError, host_memory
-from megacompile.host_memory import available_bytes, check_host_memory
+from megacompile.host_memory import available_bytes, check_host_memory, total_bytes
 from megacompile.ir.buckets import Bucket
 from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.params.bucket import HostBucket
@@ -395,16 +396,14 @@ def test_a_copy_in_another_dtype_follows_the_parameters() -> None:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Writes /proc/meminfo and the files of the cgroup that `host_memory` reads."""
+    """Sets what there is, and writes the files of the cgroup that `host_memory` reads."""
     monkeypatch.setattr(
         host_memory, "Path", lambda *parts: tmp_path / Path(*parts).relative_to("/")
     )
 
-    def write(available: int | None, **cgroup: int | str) -> None:
-        if available is not None:
-            (tmp_path / "proc").mkdir()
-            text = f"MemTotal: 99999 kB\nMemFree: 1 kB\nMemAvailable: {available // 1024} kB\n"
-            (tmp_path / "proc" / "meminfo").write_text(text)
+    def write(available: int, **cgroup: int | str) -> None:
+        memory = SimpleNamespace(available=available, total=99 * GIB)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
         folder = tmp_path / "sys" / "fs" / "cgroup"
         folder.mkdir(parents=True)
         inactive = cgroup.pop("inactive_file", None)
@@ -434,9 +433,10 @@ def test_available_memory(
     assert available_bytes() == wanted
 
 
-def test_available_memory_where_there_is_no_proc(machine: Callable[..., None]) -> None:
-    machine(None)
-    assert available_bytes() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+@pytest.mark.parametrize(("limit", "wanted"), [("max", 99 * GIB), (8 * GIB, 8 * GIB)])
+def test_all_memory(machine: Callable[..., None], limit: int | str, wanted: int) -> None:
+    machine(4 * GIB, max=limit)
+    assert total_bytes() == wanted
 
 
 def test_what_fits_is_fine(machine: Callable[..., None]) -> None:

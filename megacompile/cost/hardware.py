@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from megacompile.errors import OptionError
+from megacompile.host_memory import total_bytes
 
 _COPY_BYTES = 256 * 2**20
 _REPEATS = 5
@@ -201,7 +202,7 @@ def _measured(device: torch.device) -> Hardware:
         host_memory_gb_s=max(update, probe.host_gb_s(update_s, h2d)),
         update_gb_s=update,
         device_bytes=_device_bytes(device),
-        host_bytes=_host_bytes(),
+        host_bytes=total_bytes(),
     )
 
 
@@ -292,21 +293,8 @@ def _cache() -> Path | None:
 
 def _device_bytes(device: torch.device) -> int | None:
     if device.type != "cuda":
-        return _host_bytes()
+        return total_bytes()
     return int(torch.cuda.get_device_properties(device).total_memory)
-
-
-def _host_bytes() -> int | None:
-    """Memory of this machine, or of the control group that the process runs in."""
-    try:
-        found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):  # not on this system
-        return None
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return found
-    return min(found, int(limit)) if limit.isdigit() else found
 
 
 _LAUNCHES = 100
