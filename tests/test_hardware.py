@@ -16,6 +16,7 @@ from megacompile.cli import main
 from megacompile.cost import hardware
 from megacompile.cost.hardware import H200, NAMES, Hardware, known
 from megacompile.errors import OptionError
+from megacompile.host_memory import total_bytes
 
 
 @pytest.fixture
@@ -153,7 +154,7 @@ def test_another_torch_format_or_number_of_threads_measures_again(
 
 
 def test_host_memory_is_found() -> None:
-    found = hardware.total_bytes()
+    found = total_bytes()
     assert found is None or 2**28 < found < 2**50
 
 
