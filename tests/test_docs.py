@@ -1,4 +1,4 @@
-"""README and docs/: what an excerpt shows is what its command prints, and links lead somewhere."""
+"""README and docs/: excerpts are what their commands print, snippets run, links lead somewhere."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from megacompile.cli import main
 
@@ -21,6 +22,9 @@ RENAMED = {"HOLD": "REUSE"}  # printed -> shown: labels that the pages have alre
 def blocks(text: str, language: str) -> Iterator[str]:
     """The fenced blocks of a page."""
     yield from re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+RECIPES = list(blocks((ROOT / "docs" / "recipes.md").read_text(), "python"))  # [0]: the setup
 
 
 def rows(table: str) -> list[str]:
@@ -56,3 +60,16 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
     page = tmp_path / "a.md"
     page.write_text("[a](a.md) [b](b.md#part) [c](https://example.org) ![d](d.png)")
     assert broken_links(page) == ["b.md", "d.png"]
+
+
+@pytest.mark.parametrize("number", range(1, len(RECIPES)))
+@pytest.mark.filterwarnings("ignore")
+def test_recipes_run(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    torch.manual_seed(0)
+    names = {"__name__": "recipe"}
+    try:
+        exec(RECIPES[0] + RECIPES[number], names)
+    except ImportError as error:
+        pytest.skip(str(error).strip().partition("\n")[0])
