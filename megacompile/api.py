@@ -1,6 +1,6 @@
-"""The front door: `megacompile()`, `schedules()`, `trace()`, `explain()`.
+"""The front door: `megacompile()`, `schedules()`, `updates()`, `trace()`, `explain()`.
 
-With `compiler` and `abstract` the only file that knows passes and runtime.
+Nothing below it knows both `plan` and `runtime`; it joins them.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def megacompile(
     """Keep a model's parameters and gradients in host memory and stream them through a device.
 
     The model is changed in place and returned: same class, same parameters, same `state_dict`
-    keys. Its parameters stay `nn.Parameter`s, on the host or, where the plan has room for them, on
-    the device, so optimizers, clipping, schedulers and checkpoints work as they do for any model; a
-    call computes on `device`.
+    keys. Its parameters stay `nn.Parameter`s, on the host or, as far as they fit, on the device.
+    Optimizers, clipping, schedulers and checkpoints work as for any model. A call computes on
+    `device`.
 
     Args:
         model: any `nn.Module` with dense parameters.
@@ -71,51 +71,50 @@ def megacompile(
         lowering: "inductor" (default on CUDA) or "eager" (default on the CPU, bitwise equal to
             the plain model).
         lookahead: how many stages ahead a bucket is prefetched.
-        slots: device buffers for prefetched buckets, at least `lookahead + 1`. Default: so many,
-            and more where the plan finds that they pay.
+        slots: device buffers for prefetched buckets, at least `lookahead + 1`. Default: that
+            many, and more if the plan finds that more make the step faster.
         progress: show progress bars. Default: where stderr is a terminal.
-        compute_dtype: torch.bfloat16 or torch.float16: float32 parameters (and floating inputs)
-            are computed in it; the host keeps the float32 masters and streams a copy.
-        grad_dtype: of `p.grad`, where it is not to be the parameter's.
-        state_dtype: of the moments of AdamW, Adam and SGD: torch.float32, torch.bfloat16 or "int8"
-            (8 bits, blockwise). Default: the parameter's, as in torch.optim.
-        stochastic_rounding: let the optimizer round bfloat16 parameters up or down at random, in
-            proportion, so that small updates are not lost. A model without any is warned of.
-        optimizer: let the backward make the update of this AdamW, Adam or SGD, stage by stage:
-            gradients never reach the host, and `optimizer.step()` only counts. No clipping by the
-            global norm, no `p.grad`, no GradScaler (the update would be made of scaled gradients);
-            micro-batches go into `accumulate(model)`, but for the last.
+        compute_dtype: torch.bfloat16 or torch.float16. Float32 parameters and floating inputs are
+            computed in it. The host keeps the float32 masters and streams a copy.
+        grad_dtype: the dtype of `p.grad`. Default: the parameter's.
+        state_dtype: the dtype of the moments of AdamW, Adam and SGD: torch.float32, torch.bfloat16
+            or "int8" (8 bits, blockwise). Default: the parameter's, as in torch.optim.
+        stochastic_rounding: the optimizer rounds bfloat16 parameters up or down at random, in
+            proportion, so that small updates are not lost. Warns if no parameter is bfloat16.
+        optimizer: an AdamW, Adam or SGD whose update the backward makes, stage by stage. Gradients
+            never reach the host, and `optimizer.step()` only counts. There is no clipping by the
+            global norm, no `p.grad` and no GradScaler. Micro-batches but the last go into
+            `accumulate(model)`.
         device_update: the share of the parameters, from 0 to 1, that `optimizer.step()` updates on
-            the device as a whole: the first in forward order. Their states come in during the
-            backward and take device memory until the middle of the next forward. The host does the
-            others meanwhile, and the device helps it from the other end, in pieces; 0: it does
-            not. Default: what the plan finds best; none on the CPU, and where `lowering` is
-            "eager" or `compute_dtype` is set.
+            the device: the first in forward order. Their states come in during the backward and
+            take device memory until the middle of the next forward. Meanwhile the host updates the
+            others, and the device helps it from the other end, in chunks. With 0 the host updates
+            alone. Default: what the plan finds best; none on the CPU, with `lowering="eager"` or
+            with `compute_dtype`.
         gpu_memory: device memory that may be used: bytes, "20GiB" or a fraction of the device's.
-            Default: what is free when the plan is made, less 5 %, 4 GiB at most.
-        host_memory: the same of the host, for parameters and gradients: more is an error.
+            Default: what is free when the plan is made, less 5 %, but 4 GiB at most.
+        host_memory: host memory for parameters and gradients, in the same forms. More is an error.
         resident: device memory for buckets that live there, with their gradients and optimizer
             states: a size, 0 or "all". Default: "auto", as much as makes the step fastest.
-        head: "chunked" computes the last linear layer and its `cross_entropy` in chunks of tokens,
-            gradients with it, so that no more than 1 GiB of logits is ever there; equal up to
-            rounding. "whole" leaves them as they are, "auto" (default) takes chunks with Inductor
-            where logits exceed 1 GiB. A head whose logits the model returns, or that does anything
-            else with them, is left as it is; the schedule's plan says why.
-
-        detect_anomaly: raise `AnomalyError` where a stage's backward gives NaN or inf; it names the
-            stage, the parameter, and whether it came in or arose there. The host then waits for
-            each stage. (`torch.autograd.detect_anomaly()` does so too, for NaN.)
+        head: "chunked" computes the last linear layer, its `cross_entropy` and their gradients in
+            chunks of tokens. At most 1 GiB of logits exists at a time; results are equal up to
+            rounding. "whole" leaves the head as it is. "auto" (default) uses chunks with Inductor
+            where logits exceed 1 GiB. A head whose logits have another reader stays whole, and the
+            schedule's plan says why.
+        detect_anomaly: raise `AnomalyError` if a stage's backward gives NaN or inf. The error names
+            the stage and the parameter, and says whether the NaN came in or arose there. The host
+            then waits for each stage. `torch.autograd.detect_anomaly()` does the same for NaN.
         activations: what the backward takes from the forward. "keep" leaves every stage's saved
             tensors on the device: fastest, most memory. "selective" leaves about half of them there
-            and computes the rest again. "recompute" leaves the stages' inputs there and computes
-            all else again (but for the last stage, whose backward comes next). "offload" does so
-            too, and lets the stages' inputs wait in host memory, so that device memory does not
-            grow with the number of layers: for long contexts. "auto" (the default) keeps as many
-            stages as there is room for and as pay, and offloads where nothing else fits.
+            and recomputes the rest. "recompute" leaves the stages' inputs there and recomputes
+            everything else, except for the last stage, whose backward comes next. "offload" does
+            the same with the stages' inputs in host memory, so that device memory does not grow
+            with the number of layers: for long contexts. "auto" (default) keeps as many stages as
+            fit and make the step faster, and offloads if nothing else fits.
 
     Raises:
-        ModelError: not a module, parameters that cannot be streamed, or that another megacompiled
-            model has too.
+        ModelError: the argument is no module, its parameters cannot be streamed, or another
+            megacompiled model has one of them.
         OptionError: a bad option, or a second call with other options.
         HostMemoryError: parameters and gradients do not fit into host memory.
 
@@ -183,7 +182,7 @@ def megacompile(
 
 
 def schedules(model: nn.Module) -> list[Schedule]:
-    """The schedules that a megacompiled model has run, one for each captured graph and shape.
+    """The schedules that a megacompiled model has run: one for each captured graph and shape.
 
     Raises:
         ModelError: the model is not megacompiled.
@@ -192,10 +191,11 @@ def schedules(model: nn.Module) -> list[Schedule]:
 
 
 def updates(model: nn.Module) -> dict[str, str]:
-    """How the last `optimizer.step()` was carried out: by the unit's module path, in model order.
+    """The update path of each unit in the last `optimizer.step()`, by module path, in model order.
 
-    "compiled to C++", "torch.optim", "torch.optim, fused", "torch.optim on the device", "torch" or
-    "in the backward"; {} before the first step, and for an optimizer that runs as it is.
+    For example "compiled to C++", "torch.optim", "torch.optim, fused", "torch.optim on the device",
+    "torch" or "in the backward". Empty before the first step, and for an optimizer that runs as it
+    is.
 
     Raises:
         ModelError: the model is not megacompiled.
@@ -206,18 +206,17 @@ def updates(model: nn.Module) -> dict[str, str]:
 def trace(*models: nn.Module, hardware: Hardware | None = None) -> Trace:
     """Record when every op of megacompiled models runs, on every stream, in a `with` block.
 
-    Nothing waits for the record: on CUDA it is timed events on the ops' own streams, read when the
-    block is over. Updates that `optimizer.step()` makes on the host are in it as a lane of their
-    own. Blocks may be nested, and span steps and models.
+    Nothing waits for the record: on CUDA it is timed events on the ops' own streams, which are read
+    when the block is over. Updates that `optimizer.step()` makes on the host have a lane of their
+    own. Blocks may be nested, and may span steps and models.
 
     Args:
         models: one or more.
-        hardware: the machine's rates, for a prediction to hold against what is measured. Default:
-            those on file, which `python -m megacompile hardware` puts there; without any there is
-            no prediction.
+        hardware: the machine's rates, from which a prediction is made. Default: those on file,
+            which `python -m megacompile hardware` puts there. Without any there is no prediction.
 
     Raises:
-        ModelError: a model is not megacompiled.
+        ModelError: no model was given, or one is not megacompiled.
 
     Example::
 
@@ -253,20 +252,20 @@ def explain(
 ) -> Explanation:
     """What a megacompiled model's step does and why, on one screen.
 
-    Its stages; where every byte is, on the device and on the host; the plan and its reasons; how
-    busy each stream is and what bounds the step; what would help, and by how much. Times are
-    predicted, for a step in the middle of training; a trace puts measured ones beside them. The
-    optimizer is taken for an AdamW with the states that the options name.
+    It shows the stages; where every byte is, on the device and on the host; the plan and its
+    reasons; how busy each stream is and what bounds the step; what would help, and by how much.
+    Times are predicted for a step in the middle of training. A trace puts measured times beside
+    them. The optimizer is assumed to be an AdamW with the states that the options name.
 
     Args:
-        model: has run a step, whose newest schedules are explained.
-        trace: of whole steps of the model. Default: the last one taken, if it still is there.
-        hardware: the machine's rates. Default: on CUDA those measured (in seconds, once), on the
+        model: a model that has run a step. Its newest schedules are explained.
+        trace: a trace of whole steps of the model. Default: the last one taken, if it still exists.
+        hardware: the machine's rates. Default: on CUDA those measured (once, in seconds); on the
             CPU those on file, or those of an H200.
-        changes: try other plans, which takes about as long as planning did for each.
+        changes: try other plans too. Each takes about as long as planning did.
 
     Returns:
-        `print()` it; `to_dict()` has it for programs, and notebooks show it as tables.
+        An object to `print()`. `to_dict()` is for programs, and notebooks show it as tables.
 
     Raises:
         ModelError: the model is not megacompiled, or has not run.
@@ -312,7 +311,7 @@ _TRACES: WeakKeyDictionary[StreamedModel, ref[Trace]] = WeakKeyDictionary()
 
 
 def _newest(streamed: StreamedModel) -> tuple[list[Planned], list[Schedule]]:
-    """Of every captured graph the schedule of the newest shape, that of a training step if any."""
+    """Each captured graph's schedule of the newest shape: that of a training step, if any ran."""
     planned, schedules = [], []
     for graph in streamed.current():
         ran = [
@@ -342,10 +341,10 @@ def _streamed(model: nn.Module, caller: str) -> StreamedModel:
 
 @contextlib.contextmanager
 def accumulate(model: nn.Module) -> Iterator[None]:
-    """Around the backward of a micro-batch that is not the last, where the backward updates.
+    """Mark the backward of a micro-batch that is not the last, with `optimizer=`.
 
-    Its gradients go to the host, as they do without `megacompile(model, optimizer=...)`; the
-    backward behind it, outside of `accumulate`, adds them and makes the update.
+    Its gradients go to the host, as they do without `megacompile(model, optimizer=...)`. The next
+    backward outside of `accumulate` adds them and makes the update.
 
     Raises:
         ModelError: the model is not megacompiled, or does not update in the backward.

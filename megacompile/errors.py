@@ -1,8 +1,8 @@
-"""Errors of megacompile: each says where, what it got, what it needed, and what to do.
+"""Errors of megacompile. Each says where, what it got, what it needed, and what to do.
 
-User faults derive from `MegacompileError` and from the built-in class that fits (`ValueError`,
-`RuntimeError`, `MemoryError`), so existing `except` clauses keep working. An `AssertionError` out
-of this package is a bug in it.
+Errors that a user can cause derive from `MegacompileError` and from the built-in class that fits
+(`ValueError`, `RuntimeError`, `MemoryError`), so existing `except` clauses keep working. An
+`AssertionError` from this package is a bug in it. docs/troubleshooting.md lists every message.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ class OptionTypeError(OptionError, TypeError):
 
 
 class HostMemoryError(MegacompileError, MemoryError):
-    """The host has too little memory; raised before anything is allocated."""
+    """The host has too little memory. Raised before anything is allocated."""
 
 
 class DeviceMemoryError(MegacompileError, RuntimeError):
-    """A step does not fit into device memory; the message has the table of what needs what."""
+    """A step does not fit into device memory. The message has a table of what needs how much."""
 
 
 class ScheduleError(MegacompileError, RuntimeError):
-    """A schedule has a hazard or an inconsistency; the message marks it in the schedule."""
+    """A schedule has a hazard or an inconsistency. The message marks it in the schedule."""
 
 
 class BackwardError(MegacompileError, RuntimeError):
-    """A backward that cannot be run: second time, double backward, changed parameters or inputs."""
+    """A backward cannot be run: a second time, double backward, changed parameters or inputs."""
 
 
 class UnsupportedGraphError(MegacompileError, RuntimeError):
-    """A captured graph that cannot be scheduled; it runs in eager mode on streamed copies."""
+    """A captured graph cannot be scheduled. It runs in eager mode on streamed copies."""
 
 
 class AnomalyError(MegacompileError, RuntimeError):
-    """A gradient with NaN or inf, found with `detect_anomaly=True`; names the stage."""
+    """A gradient has NaN or inf, found with `detect_anomaly=True`. The message names the stage."""
 
 
 class OptimizerError(MegacompileError, RuntimeError):
-    """An optimizer step that cannot be done as asked for, or that failed in the background."""
+    """An optimizer step cannot be made as asked for, or failed in the background."""
 
 
 class TraceError(MegacompileError, RuntimeError):
-    """A trace that cannot be taken or drawn."""
+    """A trace cannot be taken or drawn."""
 
 
 class MissingExtraError(MegacompileError, ImportError):
-    """A package that an optional part needs is not installed; the message names the extra."""
+    """A package that an optional part needs is not installed. The message names the extra."""

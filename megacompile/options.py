@@ -33,7 +33,7 @@ class Head(enum.Enum):
 
 
 class Activations(enum.Enum):
-    """What becomes of the tensors that a stage's backward takes from its forward."""
+    """Where the tensors wait that a stage's backward takes from its forward."""
 
     AUTO = "auto"  # what the plan finds best
     KEEP = "keep"  # saved tensors stay on the device
@@ -50,25 +50,28 @@ class Options:
         device: where stages compute. Default: the current CUDA device, else the CPU.
         lowering: default `INDUCTOR` on CUDA, `EAGER` on the CPU.
         lookahead: how many stages ahead of its use a bucket is prefetched (1 or more).
-        slots: device buffers for prefetched buckets. None: `least_slots`, and as many more as the
-            plan finds to pay.
-        progress: show progress bars on stderr. `None` shows them where stderr is a terminal.
-        compute_dtype: what float32 parameters are streamed and computed in. Default: their own.
-        grad_dtype: of the gradients on the host. Default: each parameter's own.
-        state_dtype: of the optimizer's moments, or "int8". Default: each parameter's own.
-        stochastic_rounding: of bfloat16 parameters by the optimizer; a model without any to train
-            is warned of, because a script may set it for several models.
-        optimizer: whose update is made in the backward. Default: in `optimizer.step()`.
-        device_update: the share of the parameters (0 to 1), the first in forward order, that the
-            backward hands over for `optimizer.step()` to update on the device; with 0 the device
-            does not help with the others either. Default: what the plan finds best, with INDUCTOR
-            on CUDA and without `compute_dtype`; else none is handed over.
+        slots: device buffers for prefetched buckets. None: `least_slots`, and more if the plan
+            finds that more make the step faster.
+        progress: show progress bars on stderr. None: if stderr is a terminal.
+        compute_dtype: the dtype that float32 parameters are streamed and computed in. Default:
+            their own.
+        grad_dtype: the dtype of gradients on the host. Default: each parameter's own.
+        state_dtype: the dtype of the optimizer's moments, or "int8". Default: each parameter's own.
+        stochastic_rounding: the optimizer rounds bfloat16 parameters at random. A model without any
+            to train is a warning, no error, because a script may set it for several models.
+        optimizer: the optimizer whose update the backward makes. Default: none, the update is made
+            in `optimizer.step()`.
+        device_update: the share of the parameters (0 to 1), the first in forward order, that
+            `optimizer.step()` updates on the device. With 0 the device does not help with the
+            others either. Default: what the plan finds best, with INDUCTOR on CUDA and without
+            `compute_dtype`; otherwise none.
         gpu_memory: bytes of device memory that the plan may use. Default: what is free.
         host_memory: bytes of host memory. Default: what is free.
         resident: bytes of device memory for buckets that live there. Default: the plan decides.
         head: whether the head and its loss are computed in chunks of tokens.
-        detect_anomaly: raise where a stage's backward gives NaN or inf.
-        activations: what becomes of activations between forward and backward.
+        detect_anomaly: raise if a stage's backward gives NaN or inf.
+        activations: where saved tensors wait between forward and backward, or if they are
+            recomputed.
     """
 
     device: torch.device
@@ -91,12 +94,12 @@ class Options:
 
     @property
     def least_slots(self) -> int:
-        """With which every bucket can be prefetched `lookahead` stages ahead."""
+        """The smallest number with which every bucket is prefetched `lookahead` stages ahead."""
         return self.lookahead + 1 if self.slots is None else self.slots
 
     @property
     def hands_over(self) -> bool:
-        """Does `optimizer.step()` update on a GPU where nobody said how much?"""
+        """May the plan choose device updates, if `device_update` is left open?"""
         return (
             self.lowering is Lowering.INDUCTOR
             and self.optimizer is None
@@ -105,13 +108,13 @@ class Options:
 
     @property
     def device_helps(self) -> bool:
-        """Does a GPU help the host with updates of what is not handed over?"""
+        """Does a GPU help the host with the updates that are no device updates?"""
         alone = self.device_update == 0.0 or self.stochastic_rounding
         return self.lowering is Lowering.INDUCTOR and self.optimizer is None and not alone
 
     @property
     def plans(self) -> bool:
-        """Is a plan sought? On the CPU only for memory that the user names."""
+        """Is a plan searched for? On the CPU only if the user gives `gpu_memory`."""
         return self.device.type == "cuda" or self.gpu_memory is not None
 
     @property
@@ -143,7 +146,7 @@ class Options:
         """Validate what the user gave and fill in the rest.
 
         Raises:
-            OptionError: a value is out of range, or a device that is not there.
+            OptionError: a value is out of range, or the device does not exist.
             OptionTypeError: a value has the wrong type (also a `TypeError`).
         """
         resolved_device = _device(device)
@@ -190,7 +193,7 @@ class Options:
         )
 
     def differences(self, other: Options) -> list[str]:
-        """Fields in which `other` differs, as "name: mine -> theirs"."""
+        """The fields in which `other` differs, as "name: mine -> theirs"."""
         return [
             f"{field.name}: {getattr(self, field.name)} -> {getattr(other, field.name)}"
             for field in fields(self)

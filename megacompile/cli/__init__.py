@@ -1,7 +1,7 @@
 """The command line: `python -m megacompile COMMAND`.
 
 A command is a module here with `NAME`, `HELP`, `arguments(parser)` and `run(args) -> int`; its
-docstring is what `--help` shows. What a user did wrong is one line on stderr and exit code 2.
+docstring is what `--help` shows. A user's fault is one line on stderr and exit code 2.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Train a small GPT on the source of this package, and look at what runs.
+"""Train a small GPT on the source of this package, and see what runs.
 
-It prints the losses, the schedule as steps by streams, and what a trace of one step says.
+It prints the losses, the schedule as a table of steps by streams, and a trace of one step.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Measure the bandwidths and rates of this machine, in seconds.
+"""Measure the bandwidths and rates of this machine. It takes seconds.
 
-What is measured is kept in a file, and predictions are made from it.
+The rates are kept in a file. Predictions are made from them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the commands that trace have in common: where a trace goes to."""
+"""Where a trace goes to: what the commands that trace have in common."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def add_save(parser: argparse.ArgumentParser) -> None:
 
 
 def check(paths: Sequence[Path]) -> None:
-    """Before anything runs: can each of them be written?
+    """Check that each file can be written, before anything runs.
 
     Raises:
         OptionError: an ending that is not known, or a folder that is not there.

@@ -1,13 +1,13 @@
-"""Plan the training of a model that one has neither the memory nor the GPU for.
+"""Plan the training of a model on a machine; you need neither the memory nor the GPU.
 
 TARGET is a Hugging Face config of a causal language model (a folder with a config.json, or a json
-file) or package.module:function, which returns a module, or (module, args, kwargs). The model is
-built on the meta device: no memory, no weights, no GPU. A module alone gets token ids (batch, seq)
-and should return its loss; a function that takes `batch` or `seq` is given them.
+file), or package.module:function. The function returns a module, or (module, args, kwargs). It gets
+the arguments `batch` and `seq` if it takes them. The model is built on the meta device, without
+memory, weights or a GPU. A module alone gets token ids (batch, seq) and should return its loss.
 
     python -m megacompile plan examples/configs/qwen2.5-72b.json --gpu h200 --host-memory 1.5TB
 
-Exit code: 0 if it fits, 1 if it does not, 2 for what cannot be planned.
+Exit code: 0 if it fits, 1 if it does not, 2 if it cannot be planned.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is to be said of one batch."""
+    """The answer for one batch."""
 
     target: Target
     batch: int

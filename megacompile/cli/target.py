@@ -1,4 +1,4 @@
-"""The model that a command is to plan for, on `meta`: from a config, or from a function."""
+"""The model that a command plans for, on `meta`: from a config, or from a function."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
 """Run a training script and trace one step of its megacompiled models.
 
-The step is recorded from the update of the step before it, which its forward overlaps, to the end
-of its own backward: when every op ran, on every stream. The script ends there, unless --go-on.
+The trace has the time of every op, on every stream. It begins with the update of the step before,
+which the step's forward overlaps, and ends with the step's backward. The script ends there, unless
+you give --go-on.
 
     python -m megacompile trace --save step.json train.py --batch 16
 
-A saved trace is read again, and its last whole step is printed, or drawn on another machine:
+A saved trace can be read again, also on another machine. Its last whole step is printed or drawn:
 
     python -m megacompile trace --save step.png step.json
 """
