@@ -30,6 +30,7 @@ from megacompile.compat.captures import (
     INNER_NAMES,
     SET_GRAD_ENABLED,
     SUBCLASS_GUARD,
+    is_of_capture,
     module_calls,
     transforms,
 )
@@ -184,6 +185,7 @@ __all__ = [
     "inductor_decompositions",
     "is_described",
     "is_mutable",
+    "is_of_capture",
     "is_of_transform",
     "is_random",
     "keep_state_dtypes",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,12 @@ def module_calls(node: fx.Node) -> list[tuple[int, str]]:  # torch 2.11 to 2.15
         if module_id.isdigit():
             calls.append((int(module_id), call))
     return calls
+
+
+def is_of_capture(frame: types.FrameType) -> bool:  # torch 2.11 to 2.15
+    """Is a frame a graph's generated code, or Dynamo at work?"""
+    generated = "eval_with_key" in frame.f_code.co_filename
+    return generated or frame.f_globals.get("__name__") == "torch._dynamo.convert_frame"
 
 
 # What Dynamo's guard filters see of its guards on what a tensor subclass is made of.

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+_C: Any = torch._C  # its stubs leave this out
+
 
 def free_device_bytes(device: torch.device) -> int:  # torch 2.11 to 2.15
     """Device memory that this process can still get, within the limit that it was given."""
@@ -16,21 +18,20 @@ def free_device_bytes(device: torch.device) -> int:  # torch 2.11 to 2.15
         return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     free, total = torch.cuda.mem_get_info(device)
     reserved, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
-    fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)
-    share = 1.0 if fraction is None else float(fraction(device))
+    share = float(torch.cuda.get_per_process_memory_fraction(device))
     return min(free, int(share * total) - reserved) + reserved - used
 
 
 def use_expandable_segments() -> bool:  # torch 2.11 to 2.15
-    """Let segments of the CUDA allocator grow, for the process; False where the user set it up."""
+    """Let segments of the CUDA allocator grow, for the process; False where the user set it up.
+
+    Torch 2.11 cannot say what a program has set (2.12 can): there, the environment alone is asked.
+    """
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    configured = getattr(torch._C, "_accelerator_getAllocatorSettings", str)
+    configured = getattr(_C, "_accelerator_getAllocatorSettings", str)
     if any(os.environ.get(name) for name in names) or configured():
         return False
-    configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    if configure is None:  # before torch 2.10
-        configure = torch.cuda.memory._set_allocator_settings
-    configure("expandable_segments:True")
+    _C._accelerator_setAllocatorSettings("expandable_segments:True")
     return True
 
 
@@ -41,7 +42,7 @@ def profiler_enabled() -> bool:  # torch 2.11 to 2.15
 
 def on_host() -> AbstractContextManager[Any]:  # torch 2.11 to 2.15
     """For its duration, what names no device is on the CPU, whatever the default device is."""
-    if torch.utils._device.CURRENT_DEVICE is None:
+    if _C._len_torch_function_stack() == 0:  # a default device is a mode, like `with device:`
         return nullcontext()
     return torch.device("cpu")
 

@@ -61,8 +61,8 @@ def forget_compiled(
 def forget_missing() -> None:  # torch 2.11 to 2.15
     """Let Dynamo forget what it evaluated guards of, where they are on what is not there.
 
-    A guard on `not hasattr(module, "x")` raises when it is evaluated for a filter. That leaves
-    the module in a table that every capture shares, for good.
+    On torch 2.11, a guard on `not hasattr(module, "x")` raises when it is evaluated for a filter.
+    That leaves the module in a table that every capture shares, for good.
     """
     table = torch._dynamo.guards._get_closure_vars()
     for name in [name for name in table if re.fullmatch(r"tmp\d*", name)]:

@@ -46,7 +46,7 @@ def split_joint(
 def _share_fake_mode(module: fx.GraphModule) -> None:
     """Give a graph that was traced on real tensors fake values of one mode.
 
-    Seen on torch 2.11 and 2.13: each has a mode of its own, and no operator takes two.
+    Each has a mode of its own, and no operator takes two.
     """
     values = [node.meta.get("val") for node in module.graph.nodes]
     fakes = [v for v in _pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]

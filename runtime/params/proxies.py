@@ -234,7 +234,7 @@ def _place_in_user_code() -> str | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
-        if "eval_with_key" in frame.f_code.co_filename or module == "torch._dynamo.convert_frame":
+        if compat.is_of_capture(frame):
             return None
         if module.partition(".")[0] not in ("torch", "megacompile"):
             return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
