@@ -9,6 +9,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Sequence
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -185,6 +186,19 @@ def test_options_are_known_and_come_back() -> None:
     assert compat.dynamo_options() == compat.CALL_OPTIONS
     compat.set_dynamo_options(before)
     assert compat.dynamo_options() == before
+
+
+def test_options_are_those_of_a_thread() -> None:
+    before, seen = compat.dynamo_options(), list[bool]()
+    other = {name: not value for name, value in before.items()}
+    compat.set_dynamo_options(other)
+    try:
+        thread = Thread(target=lambda: seen.append(compat.dynamo_options() == before))
+        thread.start()
+        thread.join()
+    finally:
+        compat.set_dynamo_options(before)
+    assert seen == [VERSION >= (2, 12)]
 
 
 def test_options_capture_anew_for_hooks() -> None:

@@ -15,6 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megacompile import compat
 
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+
 
 class Asks(nn.Module):
     """Notes what `look` says within its forward."""
@@ -172,6 +174,25 @@ def test_the_data_parallel_around(group: None, monkeypatch: pytest.MonkeyPatch) 
     assert [id(param) for param in compat.ddp_parameters(ddp)] == [id(model.weight)]
     (given,) = checked
     assert given["module"] is model and given["bucket_cap_mb"] == 1
+
+
+class Listening(Tensor):
+    asked: list[Any] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.asked.append(getattr(func, "__name__", ""))
+        with compat.without_torch_function():
+            return func(*args, **(kwargs or {}))
+
+
+def test_collectives_ask_a_subclass(group: None) -> None:
+    broadcast = inspect.unwrap(dist.broadcast, stop=lambda f: "ask" not in str(f.__code__.co_names))
+    tensor = torch.ones(2).as_subclass(Listening)
+    Listening.asked.clear()
+    broadcast(tensor, 0)
+    asked = "broadcast" in Listening.asked  # else ask_before_collectives is needed
+    assert asked == (VERSION >= (2, 12))
 
 
 def test_collectives_are_asked_for(group: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ def dynamo_options() -> dict[str, Any]:  # torch 2.11 to 2.15
 
 
 def set_dynamo_options(options: Mapping[str, Any]) -> None:  # torch 2.11 to 2.15
-    """Set what `dynamo_options` gave (on torch 2.13 for this thread)."""
+    """Set what `dynamo_options` gave (since torch 2.12, for this thread)."""
     for name, value in options.items():
         setattr(torch._dynamo.config, name, value)
 

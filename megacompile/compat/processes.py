@@ -50,7 +50,7 @@ _COLLECTIVES = (
 def ask_before_collectives(ask: Callable[[Any], None]) -> None:  # torch 2.11 to 2.15
     """Call `ask` with each tensor that is given to a collective of `torch.distributed`.
 
-    On torch 2.11, they take a tensor subclass for a plain tensor (2.13 asks the subclass).
+    On torch 2.11, some take a tensor subclass for a plain tensor (2.12 asks the subclass).
     Code that has imported one by its name before megacompile was imported calls it as it is.
     """
     if not torch.distributed.is_available():
