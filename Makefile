@@ -2,20 +2,25 @@
 #
 #   make demo     train the example; ARGS="--plain" and the like are passed on (--help lists them)
 #   make test     the whole test suite; ARGS="-k verify" and the like are passed on to pytest
+#   make matrix   a fast part of the tests, on every version of torch that is supported
 #   make lint     ruff and mypy --strict
 #   make bench    the benchmarks (an NVIDIA GPU)
 #   make format   ruff's formatter and its safe fixes
-#   make clean    remove .venv and every cache
+#   make clean    remove .venv, .matrix and every cache
 #
 # Settings, each `make demo NAME=value`:
 #
 #   PYTHON   the interpreter that .venv is made from.
 #   VENV     where it is made.
-#   TORCH    what pip installs when torch is missing or too old. It goes in first and alone: left to
+#   TORCH    what pip installs when torch is missing, too old or too new. It goes in first and alone: left to
 #            the package's own requirement, pip takes the newest build, gigabytes of CUDA libraries
 #            on a machine that has no use for them. A path or URL of a wheel does as well.
 #   PY       run with this interpreter as it is: no .venv, nothing installed. For a machine that has
 #            torch and no network: `make test PY=python3`.
+#   MATRIX   the versions of torch that `make matrix` runs. Each gets a virtual environment of its own
+#            below .matrix/: some 5 GB on Linux, where torch comes with CUDA. `make -k matrix` goes on
+#            to the other versions when one fails.
+#   MATRIX_2_11, MATRIX_2_12, ...   a virtual environment that is there already, instead.
 #
 # An interpreter that already holds torch lends it to .venv (--system-site-packages).
 
@@ -23,6 +28,12 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 ARGS ?=
+
+# The versions stand in pyproject.toml and in compat/ too: tests/test_compat.py compares them.
+MATRIX ?= 2.11 2.12 2.13 2.14 2.15
+# Torch's private APIs, capture, numbers, gradients, the update: what a new version of torch breaks.
+FAST := $(wildcard tests/test_compat*.py) $(patsubst %,tests/test_%.py, \
+	captured numbers gradients shared_gradients step eviction proxies torch_compile)
 
 ifdef PY
 INSTALLED :=
@@ -36,12 +47,14 @@ PYTHON_IS_NEW_ENOUGH = import sys; sys.version_info >= (3, 11) or sys.exit( \
 	"megacompile needs Python 3.11 or newer, got " + sys.version.split()[0] + " as $(PYTHON); " \
 	"name another: make PYTHON=python3.12")
 HAS_TORCH = import importlib.metadata as m, sys; \
-	sys.exit(tuple(map(int, m.version("torch").split(".")[:2])) < (2, 11))
+	version = lambda text: [int(part) for part in text.split(".")[:2]]; \
+	sys.exit(not version("$(firstword $(MATRIX))") <= version(m.version("torch")) \
+		<= version("$(lastword $(MATRIX))"))
 
 # One worker a core; a machine without pytest-xdist runs the tests one by one.
 IN_PARALLEL = import importlib.util as u; print("-n auto" if u.find_spec("xdist") else "")
 
-.PHONY: demo test lint bench format clean
+.PHONY: demo test matrix lint bench format clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -49,6 +62,21 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(PY) -m pytest $$($(PY) -c '$(IN_PARALLEL)') $(ARGS)
+
+matrix: $(MATRIX:%=matrix-%)
+
+# A virtual environment that was given is taken as it is; one of ours is made and filled first.
+matrix-%:
+	$(if $(MATRIX_$(subst .,_,$*)),,$(MAKE) .matrix/$*/.installed)
+	$(call matrix_python,$*) -m pytest $$($(call matrix_python,$*) -c '$(IN_PARALLEL)') $(ARGS) $(FAST)
+
+matrix_python = $(or $(MATRIX_$(subst .,_,$1)),.matrix/$1)/bin/python
+
+.matrix/%/.installed: pyproject.toml
+	@$(PYTHON) -c '$(PYTHON_IS_NEW_ENOUGH)'
+	$(PYTHON) -m venv .matrix/$*
+	.matrix/$*/bin/python -m pip install --no-cache-dir "torch==$*.*" --editable ".[dev]"
+	touch $@
 
 lint: $(INSTALLED)
 	$(PY) -m ruff check .
@@ -67,7 +95,7 @@ format: $(INSTALLED)
 	$(PY) -m ruff format .
 
 clean:
-	rm -rf $(VENV) build megacompile.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .matrix build megacompile.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find megacompile passes runtime tests examples benchmarks -name __pycache__ -exec rm -rf {} +
 
 $(VENV)/.installed: pyproject.toml

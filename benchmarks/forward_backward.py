@@ -20,7 +20,7 @@ from torch import nn
 
 from benchmarks.models import parameters, qwen2, tokens
 from benchmarks.report import publish
-from megacompile import megacompile, schedules
+from megacompile import compat, megacompile, schedules
 from megacompile.cost.hardware import load
 from megacompile.cost.simulate import simulate
 
@@ -99,7 +99,7 @@ def _plain(model: nn.Module) -> None:
     """Undo `_resident`."""
     model.gradient_checkpointing_disable()  # type: ignore[operator]
     for layer in model.model.layers:  # type: ignore[union-attr]
-        layer._compiled_call_impl = None
+        compat.set_compiled_call(layer, None)
     model.zero_grad(set_to_none=True)
     torch.compiler.reset()
 

@@ -34,6 +34,7 @@ from torch import nn
 import megacompile
 from benchmarks.models import Loss, parameters, qwen2
 from benchmarks.report import publish
+from megacompile import compat
 from megacompile.cost.hardware import Hardware, load
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.runtime.ops.executor import _recorded
@@ -181,7 +182,7 @@ def middle(timeline: Timeline, model: str) -> Timeline:
 def _predicted(model: nn.Module, hardware: Hardware, name: str) -> Timeline | None:
     """None for a model of several captured graphs."""
     found = megacompile.schedules(model)
-    streamed: Any = model._compiled_call_impl
+    streamed: Any = compat.compiled_call(model)
     if len(found) != 1:
         return None
     optimizer = OptimizerCost.of(streamed.options)

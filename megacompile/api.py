@@ -149,7 +149,7 @@ def megacompile(
         activations=activations,
     )
     check_model(model)
-    present = model._compiled_call_impl
+    present = compat.compiled_call(model)
     if isinstance(present, StreamedModel):
         changes = present.options.differences(options)
         if changes:
@@ -173,7 +173,7 @@ def megacompile(
     divide = functools.partial(find_units, compute_dtype=options.compute_dtype)
     with compat.on_host():
         streamed = StreamedModel(model, options, divide, functools.partial(PassCompiler, options))
-    model._compiled_call_impl = streamed
+    compat.set_compiled_call(model, streamed)
     replace_methods(model)
     log.buckets_placed(type(model).__name__, [b.layout for b in streamed.machine.buckets.values()])
     for listener in tuple(LISTENERS):
@@ -330,7 +330,7 @@ def _newest(streamed: StreamedModel) -> tuple[list[Planned], list[Schedule]]:
 
 def _streamed(model: nn.Module, caller: str) -> StreamedModel:
     inner = compat.without_torch_compile(model)
-    streamed = inner._compiled_call_impl
+    streamed = compat.compiled_call(inner)
     if not isinstance(streamed, StreamedModel):
         raise ModelError(
             f"{caller}(): {type(model).__name__} is not megacompiled; "
@@ -357,7 +357,7 @@ def accumulate(model: nn.Module) -> Iterator[None]:
                 (model(x, y) / len(micro_batches)).backward()
         optimizer.step()
     """
-    streamed = model._compiled_call_impl
+    streamed = compat.compiled_call(model)
     updates = streamed.machine.in_backward if isinstance(streamed, StreamedModel) else None
     if updates is None:
         raise ModelError(

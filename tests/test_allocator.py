@@ -45,14 +45,6 @@ def test_what_the_user_has_called_stays(said: list[str], monkeypatch: pytest.Mon
     assert said == []
 
 
-def test_an_older_torch(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings")
-    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings")
-    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", said.append, raising=False)
-    assert compat.use_expandable_segments()
-    assert said == ["expandable_segments:True"]
-
-
 _SCRIPT = """
 import torch
 from megacompile import megacompile

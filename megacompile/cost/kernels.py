@@ -29,6 +29,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from megacompile import compat
 from megacompile.cost.hardware import Hardware
 from megacompile.ir import ops
 
@@ -176,11 +177,7 @@ def _attention_flops(node: fx.Node) -> int:
 
 
 def _is_causal(node: fx.Node) -> bool:
-    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if argument.name == "is_causal":
-            given = node.args[i] if i < len(node.args) else node.kwargs.get("is_causal")
-            return bool(given)
-    return False
+    return bool(dict(compat.arguments_of(node)).get("is_causal"))
 
 
 _HALF_RATE_LENGTH = 900  # of attention: between 1024 and 131072 tokens on an H200

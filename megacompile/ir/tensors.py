@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from megacompile import compat
+
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
@@ -56,7 +58,7 @@ class TensorMeta:
 
 def _cut_off(tensor: torch.Tensor) -> bool:
     """Was it made as a view under `no_grad`? It says `requires_grad`, but no gradient flows."""
-    base = tensor._base
+    base = compat.base_of(tensor)
     return base is not None and base.requires_grad and tensor.grad_fn is None
 
 

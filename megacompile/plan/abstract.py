@@ -155,11 +155,7 @@ class _Capturing:
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[AbstractProgram]:
         fake_args, fake_kwargs = compat.tree_map(self._fake_input, (tuple(args), dict(kwargs)))
         model = self.model
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return model._call_impl(*args, **kwargs)
-
-        call.__code__ = call.__code__.replace(co_name=f"abstract_{type(model).__name__}")
+        call = compat.frame_of(model, f"abstract_{type(model).__name__}")
         with self._swapped_in():
             torch.compile(call, backend=self._backend)(*fake_args, **fake_kwargs)
         if not self.programs:
@@ -218,7 +214,10 @@ class _Capturing:
         made: dict[int, torch.Tensor] = {}
         sites: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         for module in self.model.modules():
-            holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            holders: tuple[dict[str, Any], ...] = (
+                compat.parameters_of(module),
+                compat.buffers_of(module),
+            )
             for holder in holders:
                 sites += [(holder, name, t) for name, t in holder.items() if t is not None]
         for holder, name, tensor in sites:

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import fx
 
+from megacompile import compat
+
 _INDICES = ("index", "indices", "target")  # what the schemas of ATen call them
 _CHANCES = ("bernoulli", "bernoulli_", "multinomial", "_assert_async")  # check what they are given
 _SAME_VALUES = {"t", "view", "transpose", "permute", "expand", "reshape", "unsqueeze", "squeeze"}
@@ -39,16 +41,12 @@ def computes_indices(graph: fx.Graph) -> bool:
 
 def _checked(node: fx.Node) -> Iterator[Any]:
     """The arguments of an operator whose values it checks."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return
     if _name(node) in _CHANCES:
         yield from node.all_input_nodes[:1]
-    for i, argument in enumerate(schema.arguments):
-        if argument.name in _INDICES:
-            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+    for name, value in compat.arguments_of(node):
+        if name in _INDICES:
             yield from value if isinstance(value, (list, tuple)) else (value,)
 
 
 def _name(node: fx.Node) -> str:
-    return str(getattr(node.target, "_opname", ""))
+    return compat.operator_name(node.target)

@@ -156,7 +156,7 @@ def _forbid_saving_parameters(joint: fx.GraphModule, params: int) -> None:
 
 
 def _is_view(target: Callable[..., Any] | str) -> bool:
-    name = str(getattr(target, "_opname", "")) or str(getattr(target, "__name__", ""))
+    name = compat.operator_name(target) or str(getattr(target, "__name__", ""))
     return name in _VIEWS
 
 

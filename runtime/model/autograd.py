@@ -114,9 +114,9 @@ class _Call:
         if recorded:
             self.machine.pending.add(self)
         self.buckets = self.machine.gradients.buckets
-        self.param_versions = [(proxy, proxy.root._version) for proxy in self.params]
+        self.param_versions = [(proxy, compat.version(proxy.root)) for proxy in self.params]
         self.input_versions = {
-            name: (self.inputs_by_name[name], self.inputs_by_name[name]._version)
+            name: (self.inputs_by_name[name], compat.version(self.inputs_by_name[name]))
             for name in residuals
             if name in self.inputs_by_name
         }
@@ -320,14 +320,14 @@ class _Call:
                 "taken over by another call; call backward() before that"
             )
         for proxy, version in self.param_versions:
-            if proxy.root._version != version:
+            if compat.version(proxy.root) != version:
                 bucket, index = self.machine.place(proxy)
                 raise BackwardError(
                     f"{name}: parameter {bucket.params[index].name!r} was changed in place between "
                     "the forward and its backward; call backward() before optimizer.step()"
                 )
         for key, (tensor, version) in self.input_versions.items():
-            if tensor._version != version:
+            if compat.version(tensor) != version:
                 raise BackwardError(
                     f"{name}: input {key} of shape {tuple(tensor.shape)} was changed in place "
                     "between the forward and its backward; pass a copy (.clone())"

@@ -214,7 +214,7 @@ def _check_wrap(given: Mapping[str, Any]) -> None:
     module = given["module"]
     modules = {id(m) for m in module.modules()} if isinstance(module, nn.Module) else set()
     for each in tuple(_LIVE):
-        if id(each.model) in modules and each.model._compiled_call_impl is not None:
+        if id(each.model) in modules and compat.compiled_call(each.model) is not None:
             each.check_wrap(module, given)
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from megacompile import compat
+
 
 class Replacement:
     """In the place of a model's method. It pickles and copies as the plain method."""
@@ -27,10 +29,10 @@ class OwnCall(Replacement):
     """The same as the method. Where Dynamo finds that, it captures the model's `forward`, unasked:
     one that captures a caller of the model would leave the streaming out."""
 
-    name = "_call_impl"
+    name = compat.CALL
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self.model)._call_impl(self.model, *args, **kwargs)
+        return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
 
 
 class OwnCompile(Replacement):
@@ -52,7 +54,7 @@ class OwnCompile(Replacement):
 class HostApply(Replacement):
     """`model.to(device)` leaves the parameters where they are. Dtype changes are applied."""
 
-    name = "_apply"
+    name = compat.APPLY
 
     def __call__(self, function: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
         params = {id(p) for p in self.model.parameters()}
@@ -67,7 +69,7 @@ class HostApply(Replacement):
             moved = True
             return tensor.to(probe.dtype)
 
-        applied: nn.Module = type(self.model)._apply(self.model, stay, recurse)
+        applied: nn.Module = getattr(type(self.model), self.name)(self.model, stay, recurse)
         if moved and not self.said:
             self.said = True
             warnings.warn(

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from megacompile import compat
 from megacompile.errors import DeviceMemoryError
 from megacompile.runtime.device.random import Random, random_state, set_random_state
 from megacompile.runtime.device.slots import DeviceSlots
@@ -82,7 +83,7 @@ class Before:
 
 
 def _versions(model: nn.Module) -> tuple[int, ...]:
-    return tuple(buffer._version for buffer in model.buffers())
+    return tuple(compat.version(buffer) for buffer in model.buffers())
 
 
 def first_line(error: BaseException) -> str:

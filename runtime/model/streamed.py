@@ -14,7 +14,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType, FunctionType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -93,7 +93,8 @@ class StreamedModel:
         self.updates = Updates(self.machine, options)
         if options.optimizer is not None:
             self.machine.in_backward = InBackward(options.optimizer, self.updates.prepare)
-        frame, backend = _frame_of(model), weakly(self._capture)
+        frame = compat.frame_of(model, f"call_{type(model).__name__}")
+        backend = weakly(self._capture)
         self._compiled = torch.compile(
             frame, backend=backend, options={"guard_filter_fn": _needed_guards}
         )
@@ -384,9 +385,9 @@ class StreamedModel:
 
     def _buffers_to_device(self) -> None:
         places = [
-            (module._buffers, name, buffer)
+            (compat.buffers_of(module), name, buffer)
             for module in self.model.modules()
-            for name, buffer in module._buffers.items()
+            for name, buffer in compat.buffers_of(module).items()
             if buffer is not None and buffer.device != self.options.device
         ]
         if not places:
@@ -453,7 +454,7 @@ def refuse_nested(model: nn.Module) -> None:
         ModelError: with the name of that module.
     """
     for name, module in model.named_modules():
-        if module is not model and isinstance(module._compiled_call_impl, StreamedModel):
+        if module is not model and isinstance(compat.compiled_call(module), StreamedModel):
             raise ModelError(
                 f"{type(model).__name__}.{name} is megacompiled itself; megacompile only the "
                 "outermost module that is called (a copy.deepcopy of the other is a plain module)"
@@ -516,18 +517,3 @@ def _needed_guards(guards: Sequence[Any]) -> list[bool]:
         )
         for guard in guards
     ]
-
-
-def _frame_of(model: nn.Module) -> FunctionType:
-    """A function of the model's own that calls it, for Dynamo to capture.
-
-    Dynamo skips frames of torch.nn itself, so `nn.Sequential` needs a frame around it; and it
-    counts recompilations by code object, so each model gets one.
-    """
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return model._call_impl(*args, **kwargs)
-
-    assert isinstance(call, FunctionType)
-    call.__code__ = call.__code__.replace(co_name=f"call_{type(model).__name__}")
-    return call

@@ -94,7 +94,7 @@ class Executor:
             if not isinstance(value, _Kept):
                 continue
             inputs[name] = value.as_subclass(torch.Tensor)
-            if value._version != value.version:
+            if compat.version(value) != value.version:
                 raise BackwardError(
                     f"{self.schedule.name}: an output of shape {tuple(value.shape)} was changed in "
                     "place between the forward and its backward, which needs it as it was; change "
@@ -127,7 +127,7 @@ def _watch(outputs: Sequence[Any], residuals: dict[str, Any]) -> None:
     for name, value in residuals.items():
         if isinstance(value, torch.Tensor) and _memory(value) in given:
             kept = value.detach().as_subclass(_Kept)
-            kept.version = kept._version
+            kept.version = compat.version(kept)
             residuals[name] = kept
 
 

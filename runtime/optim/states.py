@@ -91,7 +91,7 @@ class BlockwiseTensor(torch.Tensor):
 
         given, given_kwargs = compat.tree_map(plain, (args, kwargs))
         result = func(*given, **given_kwargs)
-        if func._schema.is_mutable:
+        if compat.is_mutable(func):
             for value in compat.written(func, args, kwargs):
                 if isinstance(value, BlockwiseTensor):
                     value.store(made[id(value)][1])

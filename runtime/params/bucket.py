@@ -129,7 +129,7 @@ class HostBucket:
         if not self.has_copy:
             return
         for i, param in enumerate(self.params):
-            fresh = self._fresh.get(i) == param._version
+            fresh = self._fresh.get(i) == compat.version(param)
             if not fresh or (self.aliased(i) and self.in_flight is None):
                 self.streamed[i].copy_(self.values[i])
                 if self.aliased(i):
@@ -149,7 +149,7 @@ class HostBucket:
 
     def mark_fresh(self, index: int) -> None:
         """The streamed copy of a parameter is what the parameter is now."""
-        self._fresh[index] = self.params[index]._version
+        self._fresh[index] = compat.version(self.params[index])
 
     def forget(self, index: int) -> None:
         """The user has a parameter in hands: its streamed copy may be stale."""

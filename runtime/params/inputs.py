@@ -132,7 +132,8 @@ def _base(group: Sequence[_Span], members: Sequence[torch.Tensor]) -> torch.Tens
     overlap = _overlap(group, members)
     if not overlap.hindrance:
         return _flat(members[0], 0, overlap.numel)
-    common = {id(root): root for root in (m if m._base is None else m._base for m in members)}
+    bases = [(member, compat.base_of(member)) for member in members]
+    common = {id(root): root for root in (m if base is None else base for m, base in bases)}
     root = next(iter(common.values()))
     through_root = len(common) == 1 and root.requires_grad and root.is_contiguous()
     return root if through_root else None

@@ -41,7 +41,7 @@ class Served:
         self.norms = norms
         self.name = name
         self.scale = 1.0
-        self.version = tensor._version
+        self.version = compat.version(tensor)
         guard(tensor, self)
 
     def open(self, tensor: torch.Tensor) -> None:
@@ -56,7 +56,7 @@ class Served:
 
     def check(self, tensor: torch.Tensor) -> None:
         """Raise if something changed a scaled gradient without asking: autograd, in C++."""
-        if self.scale != 1.0 and tensor._version != self.version:
+        if self.scale != 1.0 and compat.version(tensor) != self.version:
             raise BackwardError(
                 f"the gradient of {self.name!r} was scaled (clip_grad_norm_), and then a backward "
                 "outside of the model added to it; call that backward before you clip"
@@ -74,7 +74,7 @@ class Served:
         One of another dtype would make the factor of all gradients float32, and torch multiplies
         bf16 gradients by that one kernel a tensor, five times slower than all of them at once.
         """
-        if self.norms is None or tensor._version != self.version:
+        if self.norms is None or compat.version(tensor) != self.version:
             return None
         norm = self.norms()[0 if order == 2 else 1] * abs(self.scale)
         return torch.tensor(norm, dtype=tensor.dtype)
@@ -122,7 +122,7 @@ def _scale(tensors: Sequence[Any], factor: Any) -> bool:
         return False
     guards = [served(tensor) for tensor in tensors]
     if not all(
-        who is not None and tensor.is_floating_point() and tensor._version == who.version
+        who is not None and tensor.is_floating_point() and compat.version(tensor) == who.version
         for who, tensor in zip(guards, tensors, strict=True)
     ):
         return False

@@ -163,7 +163,7 @@ class StreamedParameter(torch.Tensor):
 
         given, given_kwargs = compat.tree_map(fetch, (args, kwargs))
         result = func(*given, **given_kwargs)
-        if func._schema.is_mutable:  # in-place on a parameter: the host tensor is the parameter
+        if compat.is_mutable(func):  # in-place on a parameter: the host tensor is the parameter
             for value in compat.written(func, args, kwargs):
                 if isinstance(value, StreamedParameter):
                     value.host.copy_(fetched[id(value)][1])
@@ -234,7 +234,7 @@ def _place_in_user_code() -> str | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
-        if "eval_with_key" in frame.f_code.co_filename or module == "torch._dynamo.convert_frame":
+        if compat.is_of_capture(frame):
             return None
         if module.partition(".")[0] not in ("torch", "megacompile"):
             return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
@@ -401,9 +401,9 @@ class StandIns:
 def _parameters(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, nn.Parameter]]:
     """Every parameter in every place that it has, with the dict that holds it there."""
     for module in model.modules():
-        for name, param in module._parameters.items():
+        for name, param in compat.parameters_of(module).items():
             if param is not None:
-                yield module._parameters, name, param
+                yield compat.parameters_of(module), name, param
 
 
 class Link(torch.autograd.Function):

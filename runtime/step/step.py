@@ -277,7 +277,9 @@ class Updates:
             taken = gradient.detach() if foreign or ours is None else ours
             scale = 1.0 if who is None else who.scale
             step = self._step(optimizer, bucket, each, taken, scale, way)
-            step.intact = not foreign and who is not None and who.version == gradient._version
+            step.intact = (
+                not foreign and who is not None and who.version == compat.version(gradient)
+            )
             update.steps.append(step)
         return update
 

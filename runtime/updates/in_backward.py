@@ -138,7 +138,7 @@ class InBackward:
         written = all(
             place[0] not in buckets
             or buckets[place[0]].params[place[1]] is not param
-            or param._version != version
+            or compat.version(param) != version
             for place, (param, version) in self._made.items()
         )
         has_states = any(self.optimizer.state.get(param) for param, _ in self._made.values())
@@ -213,7 +213,9 @@ class InBackward:
         landing = write_back(host, rooms, self._sources(host), self._visible(host, rooms), queue)
         key = host.layout.key
         with unguarded():
-            self._made |= {(key, i): (host.params[i], host.params[i]._version) for i in rooms}
+            self._made |= {
+                (key, i): (host.params[i], compat.version(host.params[i])) for i in rooms
+            }
         return landing
 
     def _sources(self, host: HostBucket) -> Sources:

@@ -20,6 +20,7 @@ from weakref import ref
 import torch
 from torch.optim import Optimizer
 
+from megacompile import compat
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.background import Background, fulfil
 from megacompile.runtime.device.streams import Streams
@@ -161,7 +162,10 @@ class HandOver:
 def _versions(
     host: HostBucket, params: Iterable[int], states: Iterable[torch.Tensor]
 ) -> tuple[int, ...]:
-    return (*(host.params[i]._version for i in params), *(state._version for state in states))
+    return (
+        *(compat.version(host.params[i]) for i in params),
+        *(compat.version(state) for state in states),
+    )
 
 
 def _same(states: Sequence[object], others: Sequence[object]) -> bool:

@@ -1,0 +1,154 @@
+"""Autograd's graph and its engine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+
+
+@contextmanager
+def without_saved_tensors_hooks() -> Iterator[None]:  # torch 2.11 to 2.15
+    """For its duration, no hooks of the user pack what autograd saves (checkpoint, save_on_cpu)."""
+    autograd: Any = torch._C._autograd  # its stubs say that there always is a top
+    hooks = []
+    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def keeps_graph() -> bool:  # torch 2.11 to 2.15
+    """Inside a backward: was it called with `retain_graph=True`?"""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def accumulator_of(param: torch.Tensor) -> Node:  # torch 2.11 to 2.15
+    """The AccumulateGrad node of a leaf: where autograd's graph ends. It lives while it is held."""
+    node: Node = torch.autograd.graph._get_grad_fn_or_grad_acc(param)
+    return node
+
+
+def hooks_of(node: Node) -> tuple[dict[int, Any], dict[int, Any]]:  # torch 2.11 to 2.15
+    """The Python hooks of a node, before and behind it; the dicts follow what is registered.
+
+    Hooks of C++ (those of DistributedDataParallel) are not among them.
+    """
+    found = []
+    for register in (node.register_prehook, node.register_hook):
+        handle: Any = register(_no_hook)
+        found.append(handle.hooks_dict_ref())
+        handle.remove()
+    return found[0], found[1]
+
+
+def _no_hook(*gradients: Any) -> None:
+    """Shows where hooks are kept."""
+
+
+def accumulates_into(node: Node) -> bool | None:  # torch 2.11 to 2.15
+    """Inside a backward: will it run this AccumulateGrad node?
+
+    False where `autograd.grad()` or `backward(inputs=...)` were called without its parameter, None
+    where `autograd.grad()` was called for it.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # it refuses to say of a leaf that autograd.grad() was called for
+        return None
+
+
+@dataclass(eq=False, slots=True)
+class BackwardCall:  # torch 2.11 to 2.15
+    """One call of `backward()` or `autograd.grad()`, while it runs."""
+
+    roots: tuple[Any, ...]  # tensors, or gradient edges
+    inputs: tuple[Any, ...]  # what it was called for; nothing: every leaf
+    users: Any = None  # what was found out about it
+
+
+def note_backward_calls() -> None:  # torch 2.11 to 2.15
+    """Let `backward_calls` know of every call from now on."""
+    stock = torch.autograd.graph._engine_run_backward
+    if hasattr(stock, "noted"):
+        return
+
+    @functools.wraps(stock)
+    def run(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
+        call = BackwardCall(tuple(t_outputs), tuple(inputs or ()))
+        _BACKWARD_CALLS.append(call)
+        try:
+            return stock(t_outputs, *args, **kwargs)
+        finally:
+            _BACKWARD_CALLS.remove(call)
+            call.roots = call.inputs = ()  # who still holds the call holds no graph
+            call.users = None
+
+    run.noted = True  # type: ignore[attr-defined]
+    torch.autograd.graph._engine_run_backward = run
+    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+
+
+def backward_calls() -> tuple[BackwardCall, ...]:  # torch 2.11 to 2.15
+    """The calls that run now, in whatever thread. Autograd's own threads do not know theirs."""
+    return tuple(_BACKWARD_CALLS)
+
+
+_BACKWARD_CALLS: list[BackwardCall] = []
+
+
+def root_node(root: Any) -> Node:  # torch 2.11 to 2.15
+    """The node of what a backward was called for: a tensor or a gradient edge."""
+    if isinstance(root, torch.Tensor):
+        return accumulator_of(root)
+    node: Node = root.node
+    return node
+
+
+def function_of(node: Node) -> type | None:  # torch 2.11 to 2.15
+    """The `torch.autograd.Function` that a node belongs to; None for one of torch's own."""
+    return getattr(node, "_forward_cls", None)
+
+
+def run_soon(node: Node) -> None:  # torch 2.11 to 2.15
+    """Let autograd run a node as soon as it can, as it does its AccumulateGrad nodes."""
+    node._set_sequence_nr(2**63 - 1)  # type: ignore[attr-defined]
+
+
+def in_compiled_autograd() -> bool:  # torch 2.11 to 2.15
+    """Inside a backward: does compiled autograd run it?"""
+    return bool(torch._dynamo.compiled_autograd.in_compiled_autograd_region)
+
+
+def when_backward_ends(callback: Callable[[], None]) -> None:  # torch 2.11 to 2.15
+    """Inside a backward: call `callback` in the thread of `backward()`, just before it returns."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def backward_id() -> int:  # torch 2.11 to 2.15
+    """A number that is equal within one call of `backward()`; -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def put_first(handle: Any) -> None:  # torch 2.11 to 2.15
+    """Let a hook run before those that are registered in the same place."""
+    hooks = handle.hooks_dict_ref()
+    assert hooks is not None, "the hooks of an object that is gone"
+    hooks.move_to_end(handle.id, last=False)
+
+
+def put_last(handle: Any) -> None:  # torch 2.11 to 2.15
+    """Let a hook run behind those that are registered in the same place."""
+    hooks = handle.hooks_dict_ref()
+    if hooks is not None and handle.id in hooks:
+        hooks.move_to_end(handle.id)

@@ -1,0 +1,64 @@
+"""What stands in a graph that Dynamo captured, and in its guards."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import checkpoint
+
+_TRANSFORMS = tuple(
+    f"torch.{name}"
+    for name in ("_C._functorch", "_functorch.predispatch", "_functorch.eager_transforms")
+)
+
+# The nodes that Dynamo writes for grad mode and autocast.
+SET_GRAD_ENABLED = torch._C._set_grad_enabled  # torch 2.11 to 2.15
+EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast  # torch 2.11 to 2.15
+
+# The operator that Dynamo writes for torch.utils.checkpoint, and the keywords that are its own.
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint  # torch 2.11 to 2.15
+_OPTIONS = frozenset(inspect.signature(checkpoint).parameters)
+CHECKPOINT_OPTIONS = _OPTIONS | {"preserve_rng_state"}  # torch 2.11 to 2.15
+
+# What torch.nn.functional.cross_entropy calls.
+CROSS_ENTROPY_LOSS: Callable[..., Any] = torch._C._nn.cross_entropy_loss  # torch 2.11 to 2.15
+
+
+def transforms(module: fx.GraphModule) -> str | None:  # torch 2.11 to 2.15
+    """The first node of `torch.func.vmap`, `grad` and their like in a captured graph.
+
+    They count their nesting in global state, which a trace that fails would leave changed.
+    """
+    for inner in module.modules():
+        if isinstance(inner, fx.GraphModule):
+            for node in inner.graph.nodes:
+                if str(getattr(node.target, "__module__", "")).startswith(_TRANSFORMS):
+                    return str(node)
+    return None
+
+
+def module_calls(node: fx.Node) -> list[tuple[int, str]]:  # torch 2.11 to 2.15
+    """The modules a captured node ran in, outermost first: (id of the module, which call of it)."""
+    stack = node.meta.get("nn_module_stack") or {}
+    calls = []
+    for key in stack:
+        module_id, _, call = str(key).partition("@")
+        if module_id.isdigit():
+            calls.append((int(module_id), call))
+    return calls
+
+
+def is_of_capture(frame: types.FrameType) -> bool:  # torch 2.11 to 2.15
+    """Is a frame a graph's generated code, or Dynamo at work?"""
+    generated = "eval_with_key" in frame.f_code.co_filename
+    return generated or frame.f_globals.get("__name__") == "torch._dynamo.convert_frame"
+
+
+# What Dynamo's guard filters see of its guards on what a tensor subclass is made of.
+SUBCLASS_GUARD = "TENSOR_SUBCLASS_METADATA_MATCH"  # torch 2.11 to 2.15
+INNER_NAMES = ".__tensor_flatten__()[0]"  # torch 2.11 to 2.15

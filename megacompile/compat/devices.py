@@ -1,0 +1,59 @@
+"""Devices: the memory that is free, the allocator, the default device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from megacompile.host_memory import available_bytes
+
+_C: Any = torch._C  # its stubs leave this out
+
+
+def free_device_bytes(device: torch.device) -> int:  # torch 2.11 to 2.15
+    """Device memory that this process can still get, within the limit that it was given."""
+    if device.type != "cuda":
+        return available_bytes()
+    free, total = torch.cuda.mem_get_info(device)
+    reserved, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    share = float(torch.cuda.get_per_process_memory_fraction(device))
+    return min(free, int(share * total) - reserved) + reserved - used
+
+
+def use_expandable_segments() -> bool:  # torch 2.11 to 2.15
+    """Let segments of the CUDA allocator grow, for the process; False where the user set it up.
+
+    Torch 2.11 cannot say what a program has set (2.12 can): there, the environment alone is asked.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    configured = getattr(_C, "_accelerator_getAllocatorSettings", str)
+    if any(os.environ.get(name) for name in names) or configured():
+        return False
+    _C._accelerator_setAllocatorSettings("expandable_segments:True")
+    return True
+
+
+def profiler_enabled() -> bool:  # torch 2.11 to 2.15
+    """Is `torch.profiler` recording in this process?"""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
+def on_host() -> AbstractContextManager[Any]:  # torch 2.11 to 2.15
+    """For its duration, what names no device is on the CPU, whatever the default device is."""
+    if _C._len_torch_function_stack() == 0:  # a default device is a mode, like `with device:`
+        return nullcontext()
+    return torch.device("cpu")
+
+
+@contextmanager
+def side_stream(device: torch.device) -> Iterator[None]:  # torch 2.11 to 2.15
+    """On CUDA: a stream of its own for the duration, done at the end. On the CPU: nothing."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)) as _:
+        yield
+        torch.cuda.current_stream(device).synchronize()

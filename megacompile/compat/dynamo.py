@@ -1,0 +1,136 @@
+"""Dynamo: its options, what it keeps, and what it must leave alone."""
+
+from __future__ import annotations
+
+import concurrent.futures.process  # noqa: F401  torch does when it captures: late, as main ends
+import functools
+import re
+import types
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch._dynamo.eval_frame import cached_backends, skip_code
+from torch._dynamo.guards import CheckFunctionManager, DeletedGuardManagerWrapper
+
+# Dynamo captures anew when hooks are added to or removed from a module, and when two parameters
+# become one; by default it looks at neither. Nor does it split a graph at the buckets of a
+# DistributedDataParallel around: a schedule is for a whole graph.
+CALL_OPTIONS = {  # torch 2.11 to 2.15
+    "skip_nnmodule_hook_guards": False,
+    "skip_no_tensor_aliasing_guards_on_parameters": False,
+    "optimize_ddp": False,
+}
+
+
+def dynamo_options() -> dict[str, Any]:  # torch 2.11 to 2.15
+    """What Dynamo's options are now, of those that `CALL_OPTIONS` sets."""
+    return {name: getattr(torch._dynamo.config, name) for name in CALL_OPTIONS}
+
+
+def set_dynamo_options(options: Mapping[str, Any]) -> None:  # torch 2.11 to 2.15
+    """Set what `dynamo_options` gave (since torch 2.12, for this thread)."""
+    for name, value in options.items():
+        setattr(torch._dynamo.config, name, value)
+
+
+def forget_compiled(
+    code: types.CodeType, backend: Callable[..., Any]
+) -> None:  # torch 2.11 to 2.15
+    """Let Dynamo forget what it made of a function that nobody has any more.
+
+    Its guards have finalizers on what lives on (a class, a module); through them, it would keep the
+    guards of every model that there ever was, and a reference to each backend.
+    """
+    frame: Any = torch._C._dynamo.eval_frame
+    gone = {id(entry.guard_manager) for entry in frame._debug_get_cache_entry_list(code)}
+    torch._dynamo.reset_code(code)  # type: ignore[attr-defined]
+    for key, kept in list(cached_backends.items()):
+        if getattr(kept, "compiler_fn", kept) is backend:
+            del cached_backends[key]
+    registry: Any = weakref.finalize._registry  # type: ignore[attr-defined]
+    for finalizer, info in list(registry.items()):
+        owner = getattr(getattr(info.func, "func", None), "__self__", None)
+        if isinstance(owner, CheckFunctionManager):
+            guards = getattr(owner, "guard_manager", None)
+            if id(guards) in gone or isinstance(guards, DeletedGuardManagerWrapper):
+                finalizer.detach()
+
+
+def forget_missing() -> None:  # torch 2.11 to 2.15
+    """Let Dynamo forget what it evaluated guards of, where they are on what is not there.
+
+    On torch 2.11, a guard on `not hasattr(module, "x")` raises when it is evaluated for a filter.
+    That leaves the module in a table that every capture shares, for good.
+    """
+    table = torch._dynamo.guards._get_closure_vars()
+    for name in [name for name in table if re.fullmatch(r"tmp\d*", name)]:
+        del table[name]
+
+
+def tracer_around() -> str:  # torch 2.11 to 2.15
+    """What traces this call, where Dynamo does not; "" if nothing does."""
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace"
+    if torch.compiler.is_exporting():
+        return "torch.export"
+    return ""
+
+
+def opaque(
+    function: Callable[..., Any],
+    *,
+    reason: str = "it is a part of megacompile, which must run as it is",
+    told: Callable[[Any], None] | None = None,
+) -> Callable[..., Any]:  # torch 2.11 to 2.15
+    """A function that Dynamo leaves as it is, with all that it calls, where it captures a caller.
+
+    Args:
+        function: whose call breaks the graph.
+        reason: what Dynamo says where it must not break one (`fullgraph=True`).
+        told: called with the first argument where Dynamo is at work around the call.
+    """
+    working: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback
+    alone = torch.compiler.disable(function, reason=reason)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not callable(working()):
+            return function(*args, **kwargs)
+        if told is not None:
+            told(args[0])
+        return alone(*args, **kwargs)
+
+    skip_code(call.__code__)
+    functools.update_wrapper(call, function)
+    for name, value in vars(alone).items():
+        if name.startswith("_torchdynamo_disable"):
+            setattr(call, name, value)
+    return call
+
+
+def compiled_function(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: dict[str, Any],
+) -> Callable[..., Any]:  # torch 2.11 to 2.15
+    """`torch.compile(function)` for arguments like these, of any size, as a plain function.
+
+    It runs Dynamo's code for them without Dynamo's look at the arguments: there is no guard, and
+    nothing that `torch.compiler.reset()` could take away.
+    """
+    fresh = _function_of(function.__code__.replace(), function, function.__globals__)
+    torch.compile(fresh, dynamic=True, fullgraph=True, options=options)(*args, **kwargs)
+    frame: Any = torch._C._dynamo.eval_frame
+    (entry,) = frame._debug_get_cache_entry_list(fresh.__code__)  # code of its own: one entry
+    return _function_of(entry.code, function, dict(function.__globals__))  # Dynamo's names stay
+
+
+def _function_of(
+    code: types.CodeType, like: Callable[..., Any], names: dict[str, Any]
+) -> types.FunctionType:
+    assert isinstance(like, types.FunctionType)
+    made = types.FunctionType(code, names, like.__name__, like.__defaults__, like.__closure__)
+    made.__kwdefaults__ = like.__kwdefaults__
+    return made

@@ -1,0 +1,93 @@
+"""AOTAutograd's partitioner and Inductor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import cpp_builder
+from torch._inductor.decomposition import select_decomp_table
+from torch.utils import _pytree
+from torch.utils.checkpoint import CheckpointPolicy
+
+from megacompile.compat.tracing import fake_mode
+
+Tensors = Sequence[torch.Tensor]
+
+
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:  # torch 2.11 to 2.15
+    """The decompositions that Inductor is written for."""
+    return dict(select_decomp_table())
+
+
+def split_joint(
+    joint: fx.GraphModule,
+    *,
+    outputs: int,
+    static_primals: Sequence[int],
+    memory_budget: float = 1.0,
+) -> tuple[fx.GraphModule, fx.GraphModule]:  # torch 2.11 to 2.15
+    """AOTAutograd's min-cut partitioner: (forward returning outputs and saved, backward).
+
+    With a budget below 1 it runs nodes on their fake values, to count what they cost.
+    """
+    if memory_budget < 1:
+        _share_fake_mode(joint)
+    with functorch_config.patch(activation_memory_budget=memory_budget):
+        return min_cut_rematerialization_partition(
+            joint, None, num_fwd_outputs=outputs, static_lifetime_input_indices=list(static_primals)
+        )
+
+
+def _share_fake_mode(module: fx.GraphModule) -> None:
+    """Give a graph that was traced on real tensors fake values of one mode.
+
+    Each has a mode of its own, and no operator takes two.
+    """
+    values = [node.meta.get("val") for node in module.graph.nodes]
+    fakes = [v for v in _pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
+    if len({id(getattr(value, "fake_mode", None)) for value in fakes}) <= 1:
+        return
+    with fake_mode():
+        for node, value in zip(module.graph.nodes, values, strict=True):
+            if value is not None:
+                node.meta["val"] = _pytree.tree_map_only(torch.Tensor, _same_looks, value)
+
+
+def _same_looks(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+
+
+def mark_must_recompute(node: fx.Node) -> None:  # torch 2.11 to 2.15
+    """Forbid the partitioner to save a node's value for the backward."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    node.meta["ac_graph_id"] = 0
+
+
+def mark_must_save(node: fx.Node) -> None:  # torch 2.11 to 2.15
+    """Forbid the partitioner to compute a node's value again in the backward."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    node.meta["ac_graph_id"] = 0
+
+
+def compile_inductor(
+    module: fx.GraphModule, inputs: Tensors
+) -> Callable[..., Any]:  # torch 2.11 to 2.15
+    """Compile an ATen graph with Inductor; `inputs` are fake tensors."""
+    compiled: Callable[..., Any] = torch._inductor.compile(module, list(inputs))
+    return compiled
+
+
+def has_cpp_compiler() -> bool:  # torch 2.11 to 2.15
+    """Can Inductor compile for the CPU here?"""
+    try:
+        cpp_builder.get_cpp_compiler()
+    except Exception:  # it raises errors of several kinds, by how it looked
+        return False
+    return True

@@ -1,0 +1,78 @@
+"""Operators: their schemas and tags, and those that have no public name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree
+
+
+def operator_name(target: Any) -> str:  # torch 2.11 to 2.15
+    """An ATen operator's name without its namespace and overload; "" for anything else."""
+    return str(getattr(target, "_opname", ""))
+
+
+def arguments_of(node: fx.Node) -> Iterator[tuple[str, Any]]:  # torch 2.11 to 2.15
+    """The arguments of an ATen node by their names, defaults included; none for another node."""
+    schema = getattr(node.target, "_schema", None)
+    for i, argument in enumerate(() if schema is None else schema.arguments):
+        given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+        yield argument.name, argument.default_value if given is None else given
+
+
+def is_random(node: fx.Node) -> bool:  # torch 2.11 to 2.15
+    """Does an ATen node draw from a generator? Attention with `dropout_p=0` does not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    return bool(dict(arguments_of(node)).get("dropout_p", True))
+
+
+def is_mutable(func: Any) -> bool:  # torch 2.11 to 2.15
+    """Does an ATen operator change an argument in place?"""
+    return bool(func._schema.is_mutable)
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:  # torch 2.11 to 2.15
+    """Apply `function` to every leaf of nested containers, registered classes included."""
+    return _pytree.tree_map(function, tree)
+
+
+def gives_views(func: Any) -> bool:  # torch 2.11 to 2.15
+    """Is an ATen operator's result a view of its input, that shares memory with it?"""
+    aliases = [result.alias_info for result in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def changes_metadata(method: str) -> bool:  # torch 2.11 to 2.15
+    """Does a tensor's method change its shape or strides in place (`squeeze_`)?"""
+    if not method.endswith("_") or method.startswith("__"):
+        return False
+    packet = getattr(torch.ops.aten, method, None)
+    if packet is None:
+        return False
+    tags = [getattr(packet, name).tags for name in packet.overloads()]
+    return any(torch.Tag.inplace_view in each for each in tags)
+
+
+def written(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[Any]:  # torch 2.11 to 2.15
+    """The arguments that an ATen operator changes in place."""
+    given = {
+        argument.name: kwargs[argument.name] if argument.name in kwargs else args[i]
+        for i, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None
+        and argument.alias_info.is_write
+        and (argument.name in kwargs or i < len(args))
+    }
+    return _pytree.tree_leaves(list(given.values()))
+
+
+# What clip_grad_norm_ calls on a list of gradients, GradScaler.unscale_, and zero_grad.
+FOREACH_NORM = torch._foreach_norm  # torch 2.11 to 2.15
+FOREACH_MUL = torch._foreach_mul_  # torch 2.11 to 2.15
+FOREACH_UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_  # torch 2.11 to 2.15
+FOREACH_ZERO = torch._foreach_zero_  # torch 2.11 to 2.15

@@ -1,0 +1,152 @@
+"""Tensors: storages, versions, subclasses, and what asks them in C."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+# For subclasses that only dispatch.
+NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl  # torch 2.11 to 2.15
+
+
+def storage_key(tensor: torch.Tensor) -> int:  # torch 2.11 to 2.15
+    """Equal for tensors that share memory; valid while one of them lives."""
+    return hash(StorageWeakRef(tensor.untyped_storage()))
+
+
+def wrapper(
+    cls: type[torch.Tensor], like: torch.Tensor, device: torch.device
+) -> Any:  # torch 2.11 to 2.15
+    """A tensor of a wrapper subclass: the looks of `like` on another device, and no data."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls,
+        like.shape,
+        strides=like.stride(),
+        storage_offset=0,
+        dtype=like.dtype,
+        device=device,
+        requires_grad=like.requires_grad,
+    )
+
+
+def outside_inference_mode() -> AbstractContextManager[None]:  # torch 2.11 to 2.15
+    """For its duration, new tensors are ordinary ones. In C: nothing is left where a signal raises.
+
+    `torch.inference_mode(False)` does the same in Python.
+    """
+    context: AbstractContextManager[None] = torch._C._InferenceMode(False)
+    return context
+
+
+def storage_users(tensor: torch.Tensor) -> int:  # torch 2.11 to 2.15
+    """How many tensors share this tensor's storage, itself included."""
+    storage = tensor.untyped_storage()
+    # one user is `storage` itself
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
+def version(tensor: torch.Tensor) -> int:  # torch 2.11 to 2.15
+    """How often a tensor's memory was changed in place, by whatever of its views."""
+    return tensor._version
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:  # torch 2.11 to 2.15
+    """The tensor that autograd takes a view for a view of; None for one that is no view."""
+    return tensor._base
+
+
+def post_accumulate_hooks(
+    param: torch.Tensor,
+) -> list[Callable[[torch.Tensor], None]]:  # torch 2.11 to 2.15
+    """The user's `register_post_accumulate_grad_hook` hooks of a parameter."""
+    return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def gradient_hooks(param: torch.Tensor) -> bool:  # torch 2.11 to 2.15
+    """Did the user `register_hook` on a parameter?"""
+    return bool(param._backward_hooks)
+
+
+def without_torch_function() -> AbstractContextManager[None]:  # torch 2.11 to 2.15
+    """For its duration, tensor subclasses of this thread are treated as plain tensors."""
+    context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return context
+
+
+_C: Any = torch._C  # its stubs leave these out
+
+
+def torch_function_state() -> Any:  # torch 2.11 to 2.15
+    """Whose `__torch_function__` this thread calls: for `set_torch_function_state`."""
+    return _C._get_torch_function_state()
+
+
+def set_torch_function_state(state: Any) -> None:  # torch 2.11 to 2.15
+    """Set what `torch_function_state` gave, or `NO_SUBCLASSES`."""
+    _C._set_torch_function_state(state)
+
+
+# As in `without_torch_function`.
+NO_SUBCLASSES = _C._TorchFunctionState.SUBCLASSES_DISABLED  # torch 2.11 to 2.15
+
+
+def ask_before_export(ask: Callable[[Any], None]) -> None:  # torch 2.11 to 2.15
+    """Call `ask` with each tensor whose memory is exported by DLPack's C functions.
+
+    They take a tensor subclass for a plain tensor. Code that has imported one of them by its name
+    before megacompile was imported calls it as it is.
+    """
+    for module, name in (
+        (torch._C, "_to_dlpack"),
+        (torch._C, "_to_dlpack_versioned"),
+        (torch.utils.dlpack, "to_dlpack"),
+        (torch, "to_dlpack"),
+    ):
+        stock = getattr(module, name)
+
+        @functools.wraps(stock)
+        def export(tensor: Any, *args: Any, stock: Any = stock, **kwargs: Any) -> Any:
+            ask(tensor)
+            return stock(tensor, *args, **kwargs)
+
+        setattr(module, name, export)
+
+
+def _metadata() -> frozenset[Any]:
+    """Functions that look at what a tensor is, not at what it holds."""
+    tensor = torch.Tensor
+    properties = (
+        "shape dtype device layout ndim is_leaf grad_fn requires_grad grad _grad _version _base "
+        "output_nr names is_cuda is_cpu is_sparse is_quantized is_meta is_mkldnn is_nested "
+        "itemsize nbytes _backward_hooks _post_accumulate_grad_hooks retains_grad grad_dtype"
+    )
+    methods = (
+        "size dim ndimension numel nelement stride storage_offset is_contiguous element_size "
+        "is_floating_point is_complex is_signed is_conj is_neg is_inference is_pinned get_device "
+        "type __len__ __hash__ register_hook register_post_accumulate_grad_hook retain_grad "
+        "requires_grad_ has_names is_same_size is_set_to"
+    )
+    grad: Any = tensor.grad
+    setters = "grad requires_grad _grad grad_dtype _backward_hooks"
+    found = [getattr(tensor, name).__get__ for name in properties.split() if hasattr(tensor, name)]
+    found += [getattr(tensor, name).__set__ for name in setters.split() if hasattr(tensor, name)]
+    found += [getattr(tensor, name) for name in methods.split() if hasattr(tensor, name)]
+    return frozenset([*found, grad.__delete__, torch.is_floating_point, torch.is_complex])
+
+
+METADATA = _metadata()  # torch 2.11 to 2.15
+
+
+def in_transform() -> bool:  # torch 2.11 to 2.15
+    """Is a transform of `torch.func` around this call?"""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_of_transform(tensor: torch.Tensor) -> bool:  # torch 2.11 to 2.15
+    """Is a tensor one of a transform's own, which has no memory?"""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

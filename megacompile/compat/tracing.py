@@ -1,0 +1,131 @@
+"""Tracing to ATen: fake tensors, functional tensors, make_fx."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+Tensors = Sequence[torch.Tensor]
+
+# What tracing raises for operators whose results depend on data, or that have no fake kernel.
+UNTRACEABLE = (  # torch 2.11 to 2.15
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    NotImplementedError,  # no kernel for what it was given
+)
+
+
+def fake_mode() -> FakeTensorMode:  # torch 2.11 to 2.15
+    """A mode in which tensors have shapes, dtypes and devices but no data."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def functional_mode() -> Iterator[None]:  # torch 2.11 to 2.15
+    """In-place operations on tensors made by `to_functional` become values and are recorded.
+
+    Raises:
+        NotImplementedError: an operator has effects in an order (it checks, it prints).
+    """
+    mode = FunctionalTensorMode(_allow_token_discovery=True)
+    with mode:
+        yield
+    if mode._tokens:
+        raise NotImplementedError("it has an operator with side effects, such as a check of data")
+
+
+def to_functional(value: Any) -> Any:  # torch 2.11 to 2.15
+    """Wrap a tensor for the `functional_mode` that is active; anything else as it is."""
+    return to_fun(value)
+
+
+def from_functional(tensor: Any) -> Any:  # torch 2.11 to 2.15
+    """The value of a wrapped tensor, another object after each change; anything else as it is."""
+    return from_fun(tensor) if isinstance(tensor, FunctionalTensor) else tensor
+
+
+def trace(
+    function: Callable[..., Any],
+    primals: Tensors,
+    tangents: Tensors,
+    decompositions: dict[Any, Callable[..., Any]],
+) -> fx.GraphModule:  # torch 2.11 to 2.15
+    """Trace `function(primals, tangents)` to ATen; placeholders are primals_1.., tangents_1.."""
+
+    def joint(primals: Tensors, tangents: Tensors) -> Any:  # the partitioner reads these names
+        return function(primals, tangents)
+
+    with torch.autograd.set_detect_anomaly(False):  # it reads values, which are not there yet
+        traced = make_fx(joint, decomposition_table=decompositions)(list(primals), list(tangents))
+    return flatten_signature(traced)
+
+
+def flatten_signature(module: fx.GraphModule) -> fx.GraphModule:  # torch 2.11 to 2.15
+    """Give a traced function of two lists a flat signature and a flat output."""
+    graph = module.graph
+    graph.set_codegen(fx.graph.CodeGen())
+    output = next(iter(reversed(graph.nodes)))
+    flat: list[Any] = []
+
+    def collect(value: Any) -> None:
+        if isinstance(value, (tuple, list)):
+            for item in value:
+                collect(item)
+        else:
+            flat.append(value)
+
+    collect(output.args[0])
+    output.args = (tuple(flat),)
+    module.recompile()
+    return module
+
+
+def eager_decompositions() -> dict[Any, Callable[..., Any]]:  # torch 2.11 to 2.15
+    """For operators whose functional form gives other numbers than the in-place form does."""
+    return {torch.ops.aten.bernoulli.p: _bernoulli}
+
+
+def _bernoulli(like: torch.Tensor, p: float, generator: Any = None) -> Any:
+    """Draw in the order of `like`'s memory, as `bernoulli_` does: the mask of a dropout."""
+    order = sorted(range(like.dim()), key=like.stride, reverse=True)
+    if generator is not None or order == list(range(like.dim())):
+        return NotImplemented
+    drawn = torch.bernoulli(like.permute(order), p)
+    return drawn.permute([order.index(d) for d in range(like.dim())])
+
+
+def is_described() -> bool:  # torch 2.11 to 2.15
+    """Is the caller's property read for a fake tensor to be made like this one?"""
+    return sys._getframe(2).f_code.co_name in ("safe_grad", "safe_has_grad")
+
+
+@contextmanager
+def without_sources() -> Iterator[None]:  # torch 2.11 to 2.15
+    """For its duration, torch.fx keeps no source of the graph modules that are made.
+
+    It would keep each for good, though most are gone in a moment: for tracebacks alone.
+    """
+    sources = fx.graph_module._loader.eval_cache
+    before = set(sources)
+    try:
+        yield
+    finally:
+        for name in [name for name in sources if name not in before]:
+            sources.pop(name, None)
+            linecache.cache.pop(name, None)

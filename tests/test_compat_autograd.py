@@ -1,0 +1,202 @@
+"""What compat takes for granted of autograd's graph and engine."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacompile import compat
+
+
+def leaf(size: int = 3) -> Tensor:
+    return torch.ones(size, requires_grad=True)
+
+
+def inside(look: Callable[[], Any], *, retain_graph: bool = False) -> Any:
+    """What `look` says within a backward."""
+    seen = []
+    w = leaf()
+    loss = (w * 2).sum()
+    w.register_hook(lambda gradient: seen.append(look()))
+    loss.backward(retain_graph=retain_graph)
+    (found,) = seen
+    return found
+
+
+def test_saved_tensors_hooks_are_off_and_come_back() -> None:
+    packed: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            with compat.without_saved_tensors_hooks():
+                leaf().exp()
+            assert packed == []
+            leaf().exp()
+        leaf().exp()
+    leaf().exp()
+    assert len(packed) == 2
+
+
+def test_whether_the_graph_is_kept() -> None:
+    assert inside(compat.keeps_graph, retain_graph=True) is True
+    assert inside(compat.keeps_graph) is False
+
+
+def test_the_number_of_a_backward() -> None:
+    assert compat.backward_id() == -1
+    first, second = inside(compat.backward_id), inside(compat.backward_id)
+    assert -1 not in (first, second) and first != second
+
+
+def test_a_leaf_has_one_accumulator() -> None:
+    w = leaf()
+    node: Any = compat.accumulator_of(w)
+    assert node.variable is w
+    assert compat.accumulator_of(w) is node
+    (edge,) = [each for each, _ in w.exp().grad_fn.next_functions]
+    assert edge is node
+
+
+def test_hooks_of_a_node_follow_what_is_registered() -> None:
+    node = leaf().exp().grad_fn
+    assert node is not None
+    before, behind = compat.hooks_of(node)
+    assert (len(before), len(behind)) == (0, 0)
+    handle = node.register_prehook(lambda gradients: None)
+    node.register_hook(lambda gradients, outputs: None)
+    node.register_hook(lambda gradients, outputs: None)
+    assert (len(before), len(behind)) == (1, 2)
+    handle.remove()
+    assert len(before) == 0
+
+
+def test_what_a_backward_accumulates_into() -> None:
+    a, b = leaf(), leaf()
+    nodes = [compat.accumulator_of(a), compat.accumulator_of(b)]
+    seen: list[list[bool | None]] = []
+
+    def loss() -> Tensor:
+        product = a * b
+        product.register_hook(lambda gradient: seen.append([*map(compat.accumulates_into, nodes)]))
+        return product.sum()
+
+    loss().backward()
+    loss().backward(inputs=[a])
+    torch.autograd.grad(loss(), [b])
+    assert seen == [[True, True], [True, False], [False, None]]
+
+
+def test_backward_calls_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (torch.autograd, torch.autograd.graph):
+        stock = inspect.unwrap(module._engine_run_backward)
+        monkeypatch.setattr(module, "_engine_run_backward", stock)
+    compat.note_backward_calls()
+    a, seen = leaf(), list[compat.BackwardCall]()
+    a.register_hook(lambda gradient: seen.extend(compat.backward_calls()))
+    for call in (
+        lambda loss: loss.backward(),
+        lambda loss: loss.backward(inputs=[a]),
+        lambda loss: torch.autograd.backward([loss], inputs=[a]),
+        lambda loss: torch.autograd.grad(loss, [a]),
+    ):
+        loss, at = a.exp().sum(), len(seen)
+        noted: list[Any] = []
+        loss.register_hook(lambda g, n=noted: n.extend((c.roots, c.inputs) for c in calls()))
+        call(loss)
+        (roots, inputs) = noted[0]
+        assert len(noted) == 1 and len(seen) == at + 1
+        assert roots[0] is loss and all(each is a for each in inputs)
+        assert isinstance(seen[-1], compat.BackwardCall) and seen[-1].roots == ()
+    assert compat.backward_calls() == ()
+
+
+def calls() -> tuple[Any, ...]:
+    return compat.backward_calls()
+
+
+def test_the_node_of_a_root() -> None:
+    w = leaf()
+    value = w.exp()
+    assert compat.root_node(value) is value.grad_fn
+    assert compat.root_node(torch.autograd.graph.get_gradient_edge(value)) is value.grad_fn
+    assert compat.root_node(w) is compat.accumulator_of(w)
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+def test_the_function_of_a_node() -> None:
+    apply: Any = Twice.apply
+    node, other = apply(leaf()).grad_fn, leaf().exp().grad_fn
+    assert other is not None
+    assert compat.function_of(node) is Twice
+    assert compat.function_of(other) is None
+
+
+@pytest.mark.parametrize("hurried", [False, True])
+def test_a_node_runs_soon(hurried: bool) -> None:
+    order: list[str] = []
+    early, late = leaf().exp(), leaf().exp()  # the engine runs the later node first
+    for name, value in (("early", early), ("late", late)):
+        assert value.grad_fn is not None
+        value.grad_fn.register_hook(lambda *_, name=name: order.append(name))
+    if hurried:
+        assert early.grad_fn is not None
+        compat.run_soon(early.grad_fn)
+    (early + late).sum().backward()
+    assert order == (["early", "late"] if hurried else ["late", "early"])
+
+
+def test_compiled_autograd_is_seen() -> None:
+    assert inside(compat.in_compiled_autograd) is False
+    seen: list[bool] = []
+
+    class Asks(Twice):
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            seen.append(compat.in_compiled_autograd())
+            return gradient
+
+    asking = torch.compile(lambda graph: graph, backend="eager")
+    apply: Any = Asks.apply
+    loss = apply(leaf()).sum()
+    with torch._dynamo.compiled_autograd._enable(asking):
+        loss.backward()
+    assert True in seen
+
+
+def test_callbacks_run_as_a_backward_ends() -> None:
+    order: list[str] = []
+    w = leaf()
+    w.register_hook(lambda gradient: compat.when_backward_ends(lambda: order.append("end")))
+    w.register_post_accumulate_grad_hook(lambda param: order.append("gradient"))
+    w.exp().sum().backward()
+    assert order == ["gradient", "end"]
+
+
+def test_hooks_change_places() -> None:
+    order: list[int] = []
+    model = torch.nn.Linear(1, 1)
+    hooks = [model.register_forward_hook(lambda *_, i=i: order.append(i)) for i in range(4)]
+    compat.put_first(hooks[2])
+    compat.put_last(hooks[0])
+    model(torch.zeros(1))
+    assert order == [2, 1, 3, 0]
+    hooks[3].remove()
+    compat.put_last(hooks[3])  # of what is gone

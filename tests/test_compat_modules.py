@@ -1,0 +1,209 @@
+"""What compat takes for granted of modules, optimizers and torch.distributed."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from megacompile import compat
+
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+
+
+class Asks(nn.Module):
+    """Notes what `look` says within its forward."""
+
+    def __init__(self, look: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("scale", torch.ones(2))
+        self.look = look
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(self.look())
+        return x * self.weight * self.scale  # type: ignore[operator]
+
+
+# --- modules
+
+
+def test_a_call_takes_the_way_of_the_compiled_one() -> None:
+    model = nn.Linear(2, 2)
+    assert compat.compiled_call(model) is None
+    compat.set_compiled_call(model, lambda x: "ours")
+    assert model(torch.ones(2)) == "ours" and compat.compiled_call(model) is not None
+    assert compat.compiled_call(copy.deepcopy(model)) is None
+    assert isinstance(compat.frame_of(model, "frame")(torch.ones(2)), Tensor)
+    assert compat.frame_of(model, "frame").__code__.co_name == "frame"
+    compat.set_compiled_call(model, None)
+    assert isinstance(model(torch.ones(2)), Tensor)
+    model.compile(backend="eager")
+    assert compat.compiled_call(model) is not None
+
+
+def test_calls_of_a_frame_run_hooks() -> None:
+    model, seen = nn.Linear(2, 2), []
+    model.register_forward_hook(lambda *_: seen.append(1))
+    compat.frame_of(model, "frame")(torch.ones(2))
+    assert seen == [1]
+
+
+def test_methods_that_are_replaced_are_called() -> None:
+    called: list[str] = []
+    for name, use in (
+        (compat.CALL, lambda model: model(torch.ones(2))),
+        (compat.APPLY, lambda model: model.to(torch.float64)),
+    ):
+        model = nn.Linear(2, 2)
+        stock = getattr(model, name)
+
+        def ours(*args: Any, name: str = name, stock: Any = stock) -> Any:
+            called.append(name)
+            return stock(*args)
+
+        setattr(model, name, ours)
+        use(model)  # type: ignore[no-untyped-call]
+    assert called == [compat.CALL, compat.APPLY]
+
+
+def test_the_dicts_of_a_module_are_its_own() -> None:
+    model = Asks(int)
+    params, buffers = compat.parameters_of(model), compat.buffers_of(model)
+    assert (list(params), list(buffers)) == (["weight"], ["scale"])
+    params["weight"] = other = nn.Parameter(torch.zeros(2))
+    buffers["scale"] = torch.full((2,), 3.0)
+    assert model.weight is other and model.scale is buffers["scale"]
+    assert [*model.parameters()] == [other]
+
+
+def test_what_functional_calls_give() -> None:
+    model = Asks(compat.given_to_functional_call)
+    weight, other = torch.zeros(2), torch.ones(2)
+    torch.func.functional_call(model, {"weight": weight, "scale": other}, (torch.ones(2),))
+    model(torch.ones(2))
+    assert model.seen == [{id(weight): weight, id(other): other}, {}]
+
+
+def test_the_module_in_an_optimized_one() -> None:
+    model = nn.Linear(2, 2)
+    optimized: Any = torch.compile(model)
+    assert compat.without_torch_compile(optimized) is model
+    assert compat.without_torch_compile(model) is model
+
+
+# --- optimizers
+
+
+def test_scaled_losses_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.amp.GradScaler, "scale", inspect.unwrap(torch.amp.GradScaler.scale))
+    compat.notice_scaled_losses()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    seen: list[bool] = []
+    for scaled in (True, False, True):
+        w = torch.ones(2, requires_grad=True)
+        w.register_hook(lambda gradient: seen.append(compat.loss_is_scaled()))
+        loss = w.sum()
+        (scaler.scale(loss) if scaled else loss).backward()
+    assert seen == [True, False, True] and not compat.loss_is_scaled()
+
+
+def test_a_step_without_the_hooks_for_all() -> None:
+    param, seen = nn.Parameter(torch.ones(2)), []
+    param.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    handle = register_optimizer_step_pre_hook(lambda *_: seen.append(1))
+    try:
+        compat.step_without_hooks(optimizer)
+        assert seen == [] and torch.equal(param, torch.zeros(2))
+        optimizer.step()
+        assert seen == [1]
+    finally:
+        handle.remove()
+
+
+def test_states_keep_their_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "_process_value_according_to_param_policy"
+    stock = inspect.getattr_static(torch.optim.Optimizer, name)
+    monkeypatch.setattr(torch.optim.Optimizer, name, stock)
+    ours, theirs = (nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2))
+    optimizer = torch.optim.Adam([ours, theirs])
+    saved = optimizer.state_dict()
+    moments = {"step": torch.tensor(1.0), "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
+    saved["state"] = {0: moments, 1: dict(moments)}
+    compat.keep_state_dtypes(lambda param: param is ours)
+    optimizer.load_state_dict(saved)
+    dtypes = [optimizer.state[param]["exp_avg"].dtype for param in (ours, theirs)]
+    assert dtypes == [torch.float32, torch.bfloat16]
+    assert optimizer.state[ours]["step"].dtype == torch.float32
+
+
+# --- processes
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group(
+        "gloo",
+        store=dist.HashStore(),  # type: ignore[attr-defined]
+        rank=0,
+        world_size=1,
+    )
+    yield
+    dist.destroy_process_group()
+
+
+def test_the_data_parallel_around(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = nn.parallel.DistributedDataParallel
+    monkeypatch.setattr(kind, "__init__", inspect.unwrap(kind.__init__))
+    checked: list[dict[str, Any]] = []
+    compat.check_data_parallel(checked.append)
+    model = Asks(compat.ddp_around)
+    ddp = kind(model, bucket_cap_mb=1)
+    ddp(torch.ones(2))
+    model(torch.ones(2))
+    assert model.seen == [ddp, None]
+    assert [id(param) for param in compat.ddp_parameters(ddp)] == [id(model.weight)]
+    (given,) = checked
+    assert given["module"] is model and given["bucket_cap_mb"] == 1
+
+
+class Listening(Tensor):
+    asked: list[Any] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.asked.append(getattr(func, "__name__", ""))
+        with compat.without_torch_function():
+            return func(*args, **(kwargs or {}))
+
+
+def test_collectives_ask_a_subclass(group: None) -> None:
+    broadcast = inspect.unwrap(dist.broadcast, stop=lambda f: "ask" not in str(f.__code__.co_names))
+    tensor = torch.ones(2).as_subclass(Listening)
+    Listening.asked.clear()
+    broadcast(tensor, 0)
+    asked = "broadcast" in Listening.asked  # else ask_before_collectives is needed
+    assert asked == (VERSION >= (2, 12))
+
+
+def test_collectives_are_asked_for(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = "all_gather all_gather_into_tensor all_reduce all_to_all all_to_all_single broadcast"
+    names += " gather recv reduce reduce_scatter reduce_scatter_tensor scatter send"
+    for name in names.split():
+        for module in (dist, dist.distributed_c10d):
+            monkeypatch.setattr(module, name, getattr(module, name))
+    asked: list[Any] = []
+    compat.ask_before_collectives(asked.append)
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    dist.broadcast(tensor, src=0)
+    assert len(asked) >= 2 and all(each is tensor for each in asked)

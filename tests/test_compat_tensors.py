@@ -1,0 +1,297 @@
+"""What compat takes for granted of tensors, operators and devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from megacompile import compat
+
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+aten = torch.ops.aten
+
+
+def test_users_of_a_storage_are_counted_exactly() -> None:
+    tensor = torch.zeros(4)
+    assert compat.storage_users(tensor) == 1
+    view, detached = tensor[1:], tensor.detach()
+    assert [compat.storage_users(each) for each in (tensor, view, detached)] == [3, 3, 3]
+    storage = tensor.untyped_storage()
+    assert compat.storage_users(tensor) == 3  # Python's object of the storage is none
+    del storage, view
+    assert compat.storage_users(tensor) == 2
+    param = torch.nn.Parameter(detached)
+    assert compat.storage_users(tensor) == 3
+    param.data = torch.ones(2)
+    assert [compat.storage_users(each) for each in (tensor, param)] == [2, 1]
+    param.grad = torch.ones(2)
+    assert compat.storage_users(param.grad) == 1
+    param.grad = None
+    assert compat.storage_users(param) == 1
+
+
+def test_users_of_a_storage_that_autograd_holds() -> None:
+    value = torch.ones(4, requires_grad=True).exp()
+    assert compat.storage_users(value) == 2  # its own node has saved it, as another tensor
+    value.sum().backward()
+    assert compat.storage_users(value) == 1
+
+
+def test_storage_keys() -> None:
+    tensor, other = torch.zeros(4), torch.zeros(4)
+    assert compat.storage_key(tensor) == compat.storage_key(tensor[2:])
+    assert compat.storage_key(tensor) != compat.storage_key(other)
+
+
+def test_versions_count_changes_in_place() -> None:
+    tensor = torch.zeros(4)
+    before = compat.version(tensor)
+    tensor[1:].add_(1)
+    assert compat.version(tensor) == before + 1
+    tensor.detach().add_(1)
+    assert compat.version(tensor) == before + 2
+    tensor.data.add_(1)  # on purpose, nobody is told
+    assert compat.version(tensor) == before + 2
+    torch.autograd.graph.increment_version(tensor)
+    assert compat.version(tensor) == before + 3
+
+
+def test_bases_of_views() -> None:
+    tensor = torch.zeros(4)
+    assert compat.base_of(tensor) is None
+    assert compat.base_of(tensor[1:][1:]) is tensor
+    assert compat.base_of(tensor.detach()) is None
+
+
+class Wrapped(Tensor):
+    """Says what is asked of it, and knows no operator."""
+
+    asked: list[str] = []
+    __torch_function__ = compat.NO_TORCH_FUNCTION  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        cls.asked.append(compat.operator_name(func))
+        return torch.zeros(2)
+
+
+class Listening(Tensor):
+    asked: list[Any] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.asked.append(func)
+        with compat.without_torch_function():
+            return func(*args, **(kwargs or {}))
+
+
+def test_wrappers_have_looks_and_no_data() -> None:
+    like = torch.zeros(4, 2, dtype=torch.bfloat16).t().requires_grad_()
+    made = compat.wrapper(Wrapped, like, torch.device("cpu"))
+    assert isinstance(made, Wrapped)
+    assert (made.shape, made.stride(), made.dtype) == (like.shape, like.stride(), like.dtype)
+    assert made.requires_grad and made.is_leaf
+    Wrapped.asked.clear()
+    torch.Tensor.add(made, 1)
+    assert Wrapped.asked == ["add"]
+    assert compat.NO_TORCH_FUNCTION is Wrapped.__torch_function__
+
+
+def test_subclasses_are_not_asked() -> None:
+    tensor = torch.zeros(2).as_subclass(Listening)
+    Listening.asked.clear()
+    with compat.without_torch_function():
+        tensor.add(1)
+    state = compat.torch_function_state()
+    compat.set_torch_function_state(compat.NO_SUBCLASSES)
+    try:
+        tensor.add(1)
+    finally:
+        compat.set_torch_function_state(state)
+    assert Listening.asked == []
+    tensor.add(1)
+    assert Listening.asked == [Tensor.add]
+
+
+def test_what_asks_for_no_data() -> None:
+    tensor = torch.zeros(2).as_subclass(Listening)
+    Listening.asked.clear()
+    version, base = tensor._version, tensor._base
+    looks = (tensor.shape, tensor.dtype, tensor.device, tensor.is_leaf, tensor.grad, tensor.ndim)
+    tensor.requires_grad_()
+    tensor.grad = None
+    sizes = (tensor.size(), tensor.dim(), tensor.stride(), tensor.is_contiguous(), len(tensor))
+    assert looks and sizes and base is not None and version == 0
+    assert len(Listening.asked) > 10 and set(Listening.asked) <= compat.METADATA
+    for function in (Tensor.add, Tensor.data_ptr, Tensor.tolist, Tensor.data.__get__):  # type: ignore[attr-defined]
+        assert function not in compat.METADATA
+
+
+def test_nothing_is_missing_of_what_asks_for_no_data() -> None:
+    assert len(compat.METADATA) == (62 if VERSION < (2, 13) else 60)  # names, has_names
+
+
+def test_hooks_of_a_parameter() -> None:
+    param = torch.nn.Parameter(torch.zeros(2))
+    assert not compat.gradient_hooks(param) and compat.post_accumulate_hooks(param) == []
+    param.register_hook(lambda gradient: None)
+    assert compat.gradient_hooks(param) and compat.post_accumulate_hooks(param) == []
+
+    def hook(param: Tensor) -> None: ...
+
+    handle = param.register_post_accumulate_grad_hook(hook)
+    assert compat.post_accumulate_hooks(param) == [hook]
+    handle.remove()
+    assert compat.post_accumulate_hooks(param) == []
+
+
+def test_outside_inference_mode() -> None:
+    with torch.inference_mode():
+        assert torch.zeros(1).is_inference()
+        with compat.outside_inference_mode():
+            assert not torch.zeros(1).is_inference() and not torch.is_inference_mode_enabled()
+        assert torch.is_inference_mode_enabled()
+
+
+def test_exports_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in (
+        (torch._C, "_to_dlpack"),
+        (torch._C, "_to_dlpack_versioned"),
+        (torch.utils.dlpack, "to_dlpack"),
+        (torch, "to_dlpack"),
+    ):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    asked: list[Any] = []
+    compat.ask_before_export(asked.append)
+    tensor = torch.zeros(2)
+    torch.utils.dlpack.from_dlpack(tensor)
+    torch.utils.dlpack.to_dlpack(tensor)  # type: ignore[attr-defined]
+    assert len(asked) >= 2 and all(each is tensor for each in asked)
+
+
+def test_transforms_are_seen() -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append((compat.in_transform(), compat.is_of_transform(x)))
+        return x.sum()
+
+    look(torch.zeros(2))
+    torch.func.vmap(look)(torch.zeros(2, 2))
+    torch.func.grad(look)(torch.zeros(2))
+    assert seen == [(False, False), (True, True), (True, True)]
+
+
+# --- operators
+
+
+def node(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    graph = fx.Graph()
+    given = [graph.placeholder(f"x{i}") if a is Tensor else a for i, a in enumerate(args)]
+    return graph.call_function(target, tuple(given), kwargs)
+
+
+def test_names_and_arguments_of_operators() -> None:
+    assert compat.operator_name(aten.mm.default) == "mm"
+    assert compat.operator_name(torch.relu) == compat.operator_name("x") == ""
+    add = node(aten.add.Tensor, Tensor, 2)
+    given = dict(compat.arguments_of(add))
+    assert given == {"self": add.args[0], "other": 2, "alpha": 1}
+    assert dict(compat.arguments_of(node(aten.add.Tensor, Tensor, 2, alpha=3)))["alpha"] == 3
+    assert list(compat.arguments_of(node(torch.relu, Tensor))) == []
+
+
+def test_random_operators() -> None:
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert compat.is_random(node(aten.bernoulli.p, Tensor, 0.5))
+    assert compat.is_random(node(aten.native_dropout.default, Tensor, 0.5, True))
+    assert not compat.is_random(node(aten.mm.default, Tensor, Tensor))
+    assert not compat.is_random(node(attention, Tensor, Tensor, Tensor))
+    drops = node(aten.scaled_dot_product_attention.default, Tensor, Tensor, Tensor, None, 0.1)
+    keeps = node(aten.scaled_dot_product_attention.default, Tensor, Tensor, Tensor, None, 0.0)
+    assert compat.is_random(drops) and not compat.is_random(keeps)
+
+
+def test_views_and_changes_in_place() -> None:
+    assert compat.gives_views(aten.view.default) and compat.gives_views(aten.split.Tensor)
+    assert not compat.gives_views(aten.mm.default) and not compat.gives_views(aten.add_.Tensor)
+    assert compat.is_mutable(aten.add_.Tensor) and not compat.is_mutable(aten.add.Tensor)
+    assert compat.changes_metadata("squeeze_") and compat.changes_metadata("t_")
+    assert not compat.changes_metadata("add_") and not compat.changes_metadata("squeeze")
+    assert not compat.changes_metadata("__eq__") and not compat.changes_metadata("unknown_")
+
+
+def test_what_an_operator_writes() -> None:
+    a, b = torch.zeros(2), torch.ones(2)
+    assert [id(x) for x in compat.written(aten.add_.Tensor, (a, b), {})] == [id(a)]
+    assert [id(x) for x in compat.written(aten.add.out, (a, a), {"out": b})] == [id(b)]
+    assert [*map(id, compat.written(aten._foreach_add_.Scalar, ([a, b], 1), {}))] == [id(a), id(b)]
+    assert compat.written(aten.add.Tensor, (a, b), {}) == []
+
+
+def test_trees() -> None:
+    assert compat.tree_map(lambda x: x + 1, {"a": [1, (2,)]}) == {"a": [2, (3,)]}
+
+
+def test_what_is_called_on_lists_of_gradients() -> None:
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    listening = [torch.ones(2).as_subclass(Listening) for _ in params]
+    for param, gradient in zip(params, listening, strict=True):
+        param.grad = gradient
+    Listening.asked.clear()
+    torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
+    assert {compat.FOREACH_NORM, compat.FOREACH_MUL} <= set(Listening.asked)
+    Listening.asked.clear()
+    torch.optim.SGD(params, foreach=True).zero_grad(set_to_none=False)
+    assert compat.FOREACH_ZERO in Listening.asked
+    optimizer, scaler = torch.optim.SGD(params), torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.ones(1))
+    Listening.asked.clear()
+    scaler.unscale_(optimizer)
+    assert compat.FOREACH_UNSCALE in Listening.asked
+
+
+# --- devices
+
+
+def test_memory_that_is_free() -> None:
+    assert compat.free_device_bytes(torch.device("cpu")) > 2**20
+    assert callable(torch.cuda.get_per_process_memory_fraction)
+
+
+def test_the_allocator_is_set_in_c() -> None:
+    # what it is told: tests/test_allocator.py
+    assert callable(compat.use_expandable_segments)
+    assert callable(torch._C._accelerator_setAllocatorSettings)
+    assert hasattr(torch._C, "_accelerator_getAllocatorSettings") == (VERSION >= (2, 12))
+
+
+def test_the_profiler_is_seen() -> None:
+    assert not compat.profiler_enabled()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert compat.profiler_enabled()
+    assert not compat.profiler_enabled()
+
+
+def test_the_default_device_is_left() -> None:
+    with torch.device("meta"):
+        assert torch.zeros(1).device.type == "meta"
+        with compat.on_host():
+            assert torch.zeros(1).device.type == "cpu"
+    torch.set_default_device("meta")
+    try:
+        with compat.on_host():
+            assert torch.zeros(1).device.type == "cpu"
+        assert torch.zeros(1).device.type == "meta"
+    finally:
+        torch.set_default_device(None)
+
+
+def test_no_side_stream_on_the_host() -> None:
+    with compat.side_stream(torch.device("cpu")):
+        assert torch.zeros(1).item() == 0
