@@ -127,5 +127,5 @@ def _check(args: argparse.Namespace) -> None:
 def _text() -> Tensor:  # (bytes,) uint8
     """The source of this package: it is there wherever the package is."""
     root = Path(__file__).resolve().parent.parent
-    source = b"".join(path.read_bytes() for path in sorted(root.glob("*.py")))
+    source = b"".join(path.read_bytes() for path in sorted(root.rglob("*.py")))
     return torch.frombuffer(bytearray(source), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The cost model's timeline, laid over what was measured. The only place that calls `simulate`.
+"""The cost model's timeline, laid over what was measured. For traces.
 
 What is taken of a prediction is a list of (op's printed name, stream, start, end) a graph.
 """

@@ -1,7 +1,7 @@
 """Runs a schedule's generated Python, with the ops bound to a device.
 
 The code that `print(schedule)` shows is compiled as it is; the names in it are the methods of
-`runtime.bound_ops.BoundOps` and the schedule's own stages, buckets and slots.
+`runtime.ops.bound.BoundOps` and the schedule's own stages, buckets and slots.
 """
 
 from __future__ import annotations
