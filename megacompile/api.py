@@ -77,14 +77,16 @@ def megacompile(
         compute_dtype: torch.bfloat16 or torch.float16: float32 parameters (and floating inputs)
             are computed in it; the host keeps the float32 masters and streams a copy.
         grad_dtype: of `p.grad`, where it is not to be the parameter's.
-        state_dtype: of the moments of AdamW, Adam and SGD: torch.float32, torch.bfloat16 or "int8"
-            (8 bits, blockwise). Default: the parameter's, as in torch.optim.
+        state_dtype: of the optimizer's moments: torch.float32, torch.bfloat16 or "int8" (8 bits,
+            blockwise). Default: the parameter's, as in torch.optim. Optimizers without a rule in
+            `runtime/optim`, such as Muon, ignore it with a warning.
         stochastic_rounding: let the optimizer round bfloat16 parameters up or down at random, in
             proportion, so that small updates are not lost. A model without any is warned of.
-        optimizer: let the backward make the update of this AdamW, Adam or SGD, stage by stage:
-            gradients never reach the host, and `optimizer.step()` only counts. No clipping by the
-            global norm, no `p.grad`, no GradScaler (the update would be made of scaled gradients);
-            micro-batches go into `accumulate(model)`, but for the last.
+        optimizer: let the backward make the update of this optimizer, such as AdamW or SGD (one
+            with a rule in `runtime/optim`), stage by stage: gradients never reach the host, and
+            `optimizer.step()` only counts. No clipping by the global norm, no `p.grad`, no
+            GradScaler (the update would be made of scaled gradients); micro-batches go into
+            `accumulate(model)`, but for the last.
         device_update: the share of the parameters, from 0 to 1, that `optimizer.step()` updates on
             the device as a whole: the first in forward order. Their states come in during the
             backward and take device memory until the middle of the next forward. The host does the
