@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
-from megacompile.runtime.optim import adafactor, adam, muon, sgd
+from megacompile.runtime.optim import adafactor, adam, lion, muon, sgd
 from megacompile.runtime.optim.rule import Known, OptimizerRule
 
-KNOWN: tuple[Known, ...] = (adam.ADAM, sgd.SGD, muon.MUON, adafactor.ADAFACTOR)
+KNOWN: tuple[Known, ...] = (adam.ADAM, sgd.SGD, lion.LION, muon.MUON, adafactor.ADAFACTOR)
 RULES = tuple(known for known in KNOWN if isinstance(known, OptimizerRule))
 
 
