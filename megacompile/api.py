@@ -77,14 +77,15 @@ def megacompile(
         compute_dtype: torch.bfloat16 or torch.float16. Float32 parameters and floating inputs are
             computed in it. The host keeps the float32 masters and streams a copy.
         grad_dtype: the dtype of `p.grad`. Default: the parameter's.
-        state_dtype: the dtype of the moments of AdamW, Adam and SGD: torch.float32, torch.bfloat16
-            or "int8" (8 bits, blockwise). Default: the parameter's, as in torch.optim.
+        state_dtype: the dtype of the optimizer's moments: torch.float32, torch.bfloat16 or "int8"
+            (8 bits, blockwise). Default: the parameter's, as in torch.optim. Optimizers without a
+            rule in `runtime/optim`, such as Muon, ignore it with a warning.
         stochastic_rounding: the optimizer rounds bfloat16 parameters up or down at random, in
             proportion, so that small updates are not lost. Warns if no parameter is bfloat16.
-        optimizer: an AdamW, Adam or SGD whose update the backward makes, stage by stage. Gradients
-            never reach the host, and `optimizer.step()` only counts. There is no clipping by the
-            global norm, no `p.grad` and no GradScaler. Micro-batches but the last go into
-            `accumulate(model)`.
+        optimizer: one with a rule in `runtime/optim` (AdamW, Adam, SGD, Lion), whose update the
+            backward makes, stage by stage. Gradients never reach the host, and `optimizer.step()`
+            only counts. There is no clipping by the global norm, no `p.grad` and no GradScaler.
+            Micro-batches but the last go into `accumulate(model)`.
         device_update: the share of the parameters, from 0 to 1, that `optimizer.step()` updates on
             the device: the first in forward order. Their states come in during the backward and
             take device memory until the middle of the next forward. Meanwhile the host updates the

@@ -12,6 +12,7 @@ import torch
 
 from megacompile import host_memory
 from megacompile.errors import OptionError, OptionTypeError
+from megacompile.runtime.optim.registry import RULES, listed, rule_of
 from megacompile.sizes import parse_bytes
 
 _E = TypeVar("_E", bound=enum.Enum)
@@ -208,15 +209,19 @@ def _flag(name: str, value: object) -> bool:
 
 
 def _optimizer(value: Any) -> torch.optim.Optimizer | None:
-    known = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
-    if value is None or type(value) in known:
-        return value  # type: ignore[no-any-return]
-    needed = "a torch.optim AdamW, Adam or SGD, which can update in the backward"
+    if value is None:
+        return None
+    needed = f"one that can update in the backward: {listed(RULES, 'or')}"
     if not isinstance(value, torch.optim.Optimizer):
         raise OptionTypeError(_wrong_type("optimizer", value, needed))
+    rule = rule_of(value)
+    why_not = "" if rule is None else rule.stands_back(value)
+    if rule is not None and not why_not:
+        return value
+    got = type(value).__name__ + (f" ({why_not})" if why_not else "")
     raise OptionError(
-        f"megacompile(): got optimizer={type(value).__name__}; needed {needed}; leave it out, and "
-        "every optimizer works in optimizer.step()"
+        f"megacompile(): got optimizer={got}; needed {needed}; leave it out, and every optimizer "
+        "works in optimizer.step()"
     )
 
 

@@ -312,7 +312,7 @@ def test_hooks_are_refused(kind: str) -> None:
 
 def test_optimizers_that_cannot() -> None:
     model = net()
-    with pytest.raises(OptionError, match="optimizer=Adagrad; needed .*AdamW, Adam or SGD"):
+    with pytest.raises(OptionError, match="optimizer=Adagrad; needed .*AdamW, Adam"):
         megacompile(model, device="cpu", optimizer=Adagrad(model.parameters()))
     with pytest.raises(OptionTypeError, match="'optimizer' got 3"):
         megacompile(model, device="cpu", optimizer=3)  # type: ignore[arg-type]

@@ -7,16 +7,25 @@ interpreter runs them on host memory.
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from megacompile.runtime.optim import blockwise, rules
+from megacompile.runtime.optim import blockwise, stochastic
+from megacompile.runtime.optim.adam import ADAM
 from megacompile.runtime.optim.kernels import bucket
-from megacompile.runtime.optim.kernels.table import launches
-from megacompile.runtime.optim.rules import Rule, State, Update
+from megacompile.runtime.optim.kernels.table import Signature, launches
+from megacompile.runtime.optim.registry import RULES
+from megacompile.runtime.optim.rule import OptimizerRule
+from megacompile.runtime.optim.sgd import SGD
+from megacompile.runtime.optim.twin import apply
+from megacompile.runtime.optim.update import State, Update
 
 pytest.importorskip("triton")
 
@@ -26,41 +35,36 @@ BLOCK = 1024 if ON_GPU else 2**16  # the interpreter's cost is a program's, not 
 BIG = 10**6 + 3
 SIZES = (1, 255, 256, 257, 4099, 4096)
 STEPS = 3
+ROOT = Path(__file__).parent.parent
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 EIGHT_BIT = torch.uint8
 
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
 
-ADAM_GROUP = {
+GROUP = {  # the options of every rule
     "lr": 1e-2,
     "betas": (0.9, 0.99),
     "eps": 1e-8,
     "weight_decay": 0.1,
     "maximize": False,
     "decoupled_weight_decay": True,
-}
-SGD_GROUP = {
-    "lr": 1e-1,
+    "amsgrad": False,
     "momentum": 0.9,
     "dampening": 0.1,
-    "weight_decay": 0.1,
-    "maximize": False,
+    "nesterov": False,
 }
+PLAIN = {**GROUP, "lr": 1.0, "weight_decay": 0.0, "momentum": 0.0}  # of SGD
 
 
-def kernel(rule: Rule, updates: Sequence[Update], block: int = BLOCK) -> None:
-    from megacompile.runtime.optim.kernels.adam import adam_bucket
-    from megacompile.runtime.optim.kernels.sgd import sgd_bucket
+def kernel(rule: OptimizerRule, updates: Sequence[Update], block: int = BLOCK) -> None:
+    from megacompile.runtime.optim.kernels.update import launch
 
-    if rule is Rule.ADAM:
-        adam_bucket(updates, block=block)
-    else:
-        sgd_bucket(updates, nesterov=rule is Rule.NESTEROV, block=block)
+    launch(rule, updates, block=block)
 
 
-def twin(rule: Rule, updates: Sequence[Update]) -> None:
+def twin(rule: OptimizerRule, updates: Sequence[Update]) -> None:
     for update in updates:
-        rules.apply(rule, update)
+        apply(rule, update)
 
 
 def new_state(numel: int, dtype: torch.dtype, *, signed: bool) -> State:
@@ -69,33 +73,31 @@ def new_state(numel: int, dtype: torch.dtype, *, signed: bool) -> State:
 
 
 def some_updates(
-    rule: Rule,
+    rule: OptimizerRule,
     sizes: Sequence[int] = SIZES,
     *,
     param: torch.dtype = FP32,
     grad: torch.dtype | None = None,
     state: torch.dtype | None = FP32,
     copy: torch.dtype | None = None,
-    amsgrad: bool = False,
     apart: bool = False,
+    **options: object,
 ) -> list[Update]:
     """Parameters of a bucket with new states; `apart`: the new parameter goes elsewhere."""
+    options = {**GROUP, **options}
     torch.manual_seed(0)
     updates = []
     for numel in sizes:
         values = torch.randn(numel, device=DEVICE)
-        states: tuple[State | None, ...] = (None,)
-        if rule is Rule.ADAM:
-            assert state is not None
-            states = tuple(new_state(numel, state, signed=i == 0) for i in range(3))
-            states = states if amsgrad else (*states[:2], None)
-        elif state is not None:
-            states = (new_state(numel, state, signed=True),)
+        states: list[State | None] = [None] * len(rule.moments)
+        for i, moment in enumerate(rule.moments):
+            if state is not None and (moment.option is None or options.get(moment.option)):
+                states[i] = new_state(numel, state, signed=moment.signed)
         updates.append(
             Update(
                 param=values.to(param),
                 grad=torch.empty(numel, dtype=grad or param, device=DEVICE),
-                states=states,
+                states=tuple(states),
                 hyper=(),
                 out=torch.zeros(numel, dtype=param, device=DEVICE) if apart else None,
                 copy=None if copy is None else torch.zeros(numel, dtype=copy, device=DEVICE),
@@ -108,25 +110,24 @@ def cloned(update: Update) -> Update:
     return update.map(lambda _, tensor: tensor.clone())
 
 
-def at_step(rule: Rule, updates: Sequence[Update], step: int, *, seeded: bool) -> list[Update]:
+def at_step(
+    rule: OptimizerRule, updates: Sequence[Update], step: int, *, seeded: bool
+) -> list[Update]:
     """The updates with new gradients and each with scalars of its own."""
     found = []
     for i, update in enumerate(updates):
-        if rule is Rule.ADAM:
-            group = {**ADAM_GROUP, "lr": 1e-2 * (i + 1), "decoupled_weight_decay": i % 2 == 0}
-            hyper: Sequence[float] = rules.adam_hyper(group, step + i, scale=0.5)
-        else:
-            group = {**SGD_GROUP, "lr": 1e-1 / (i + 1), "maximize": i % 2 == 1}
-            hyper = rules.sgd_hyper(group, first=step == 1, scale=0.5)
+        group = {**GROUP, "lr": 1e-2 * (i + 1), "decoupled_weight_decay": i % 2 == 0}
+        group |= {"maximize": i % 3 == 1, "nesterov": i % 2 == 1}
+        hyper = rule.hyper(group, step=step + i, first=step == 1, scale=0.5)
         update.grad.copy_(torch.randn(update.grad.numel(), device=DEVICE))
-        seed = rules.seed_of(7, i, step) if seeded else None
+        seed = stochastic.seed_of(7, i, step) if seeded else None
         found.append(update._replace(hyper=hyper, seed=seed))
     return found
 
 
 def steps_of(
-    update: Callable[[Rule, Sequence[Update]], None],
-    rule: Rule,
+    update: Callable[[OptimizerRule, Sequence[Update]], None],
+    rule: OptimizerRule,
     updates: Sequence[Update],
     *,
     seeded: bool = False,
@@ -160,7 +161,7 @@ def assert_close(got: Tensor, want: Tensor, what: str) -> None:
         assert ((got != want).double().mean()) <= max(1e-3, 1.5 / got.numel()), what
 
 
-def assert_same(rule: Rule, got: Sequence[Update], want: Sequence[Update]) -> None:
+def assert_same(rule: OptimizerRule, got: Sequence[Update], want: Sequence[Update]) -> None:
     for one, other in zip(got, want, strict=True):
         what = f"{rule.name} of {one.param.numel()}"
         assert_close(one.param, other.param, f"{what}: param")
@@ -181,7 +182,9 @@ def assert_same(rule: Rule, got: Sequence[Update], want: Sequence[Update]) -> No
                 assert_close(state, its_state, f"{what}: state {i}")
 
 
-def check(rule: Rule, updates: Sequence[Update], *, seeded: bool = False, steps: int = 3) -> None:
+def check(
+    rule: OptimizerRule, updates: Sequence[Update], *, seeded: bool = False, steps: int = 3
+) -> None:
     got = steps_of(kernel, rule, updates, seeded=seeded, steps=steps)
     want = steps_of(twin, rule, updates, seeded=seeded, steps=steps)
     assert_same(rule, got, want)
@@ -192,34 +195,34 @@ def check(rule: Rule, updates: Sequence[Update], *, seeded: bool = False, steps:
 
 @pytest.mark.parametrize("state", [FP32, BF16, EIGHT_BIT], ids=str)
 @pytest.mark.parametrize("param", [BF16, FP16, FP32], ids=str)
-@pytest.mark.parametrize("rule", list(Rule), ids=lambda rule: rule.name)
-def test_every_dtype(rule: Rule, param: torch.dtype, state: torch.dtype) -> None:
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_every_dtype(rule: OptimizerRule, param: torch.dtype, state: torch.dtype) -> None:
     check(rule, some_updates(rule, param=param, state=state))
 
 
-@pytest.mark.parametrize("rule", [Rule.ADAM, Rule.SGD], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 @pytest.mark.parametrize("state", [FP32, EIGHT_BIT], ids=str)
-def test_a_large_odd_size(rule: Rule, state: torch.dtype) -> None:
+def test_a_large_odd_size(rule: OptimizerRule, state: torch.dtype) -> None:
     check(rule, some_updates(rule, [BIG], param=BF16, state=state), seeded=True, steps=2)
 
 
 @pytest.mark.parametrize("state", [FP32, BF16, EIGHT_BIT], ids=str)
 def test_amsgrad(state: torch.dtype) -> None:
-    check(Rule.ADAM, some_updates(Rule.ADAM, state=state, amsgrad=True))
+    check(ADAM, some_updates(ADAM, state=state, amsgrad=True))
 
 
 def test_sgd_without_momentum() -> None:
-    check(Rule.SGD, some_updates(Rule.SGD, state=None))
+    check(SGD, some_updates(SGD, state=None))
 
 
 def test_float64() -> None:
-    check(Rule.ADAM, some_updates(Rule.ADAM, param=FP64, state=FP64))
-    check(Rule.NESTEROV, some_updates(Rule.NESTEROV, param=FP64, state=FP64))
+    check(ADAM, some_updates(ADAM, param=FP64, state=FP64))
+    check(SGD, some_updates(SGD, param=FP64, state=FP64))
 
 
-@pytest.mark.parametrize("rule", [Rule.ADAM, Rule.SGD], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 @pytest.mark.parametrize("copy", [BF16, FP16], ids=str)
-def test_a_master_and_its_copy(rule: Rule, copy: torch.dtype) -> None:
+def test_a_master_and_its_copy(rule: OptimizerRule, copy: torch.dtype) -> None:
     updates = some_updates(rule, grad=copy, copy=copy)
     check(rule, updates)
     for update in steps_of(kernel, rule, updates):
@@ -227,8 +230,8 @@ def test_a_master_and_its_copy(rule: Rule, copy: torch.dtype) -> None:
         assert torch.equal(update.copy, update.param.to(copy))
 
 
-@pytest.mark.parametrize("rule", [Rule.ADAM, Rule.SGD], ids=lambda rule: rule.name)
-def test_the_new_parameter_elsewhere(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_the_new_parameter_elsewhere(rule: OptimizerRule) -> None:
     updates = some_updates(rule, apart=True)
     check(rule, updates)
     in_place = steps_of(kernel, rule, [u._replace(out=None) for u in updates], steps=1)
@@ -239,8 +242,8 @@ def test_the_new_parameter_elsewhere(rule: Rule) -> None:
         assert after.out is not None and torch.equal(after.out, other.param)
 
 
-@pytest.mark.parametrize("rule", list(Rule), ids=lambda rule: rule.name)
-def test_a_bucket_of_several_signatures(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_a_bucket_of_several_signatures(rule: OptimizerRule) -> None:
     """Parameters of different dtypes share no launch; an empty one takes part in none."""
     mixed = [
         *some_updates(rule, [300, 0, 512], param=BF16, state=EIGHT_BIT),
@@ -251,19 +254,17 @@ def test_a_bucket_of_several_signatures(rule: Rule) -> None:
     kernel(rule, at_step(rule, mixed, 1, seeded=False))
     signatures = {
         launch.signature
-        for launch in launches(
-            at_step(rule, mixed, 1, seeded=True), states=rule.states, block=BLOCK
-        )
+        for launch in launches(rule, at_step(rule, mixed, 1, seeded=True), block=BLOCK)
     }
     assert len(signatures) == 5, "aligned or not for the first two"
 
 
 def test_many_programs_for_a_parameter() -> None:
     """With the block of the GPU: several rows, blocks and a short last one."""
-    updates = some_updates(Rule.ADAM, [5000, 3, 2048, 4097], state=EIGHT_BIT)
-    want = steps_of(twin, Rule.ADAM, updates)
-    got = steps_of(lambda rule, u: kernel(rule, u, 1024), Rule.ADAM, updates)
-    assert_same(Rule.ADAM, got, want)
+    updates = some_updates(ADAM, [5000, 3, 2048, 4097], state=EIGHT_BIT)
+    want = steps_of(twin, ADAM, updates)
+    got = steps_of(lambda rule, u: kernel(rule, u, 1024), ADAM, updates)
+    assert_same(ADAM, got, want)
 
 
 @pytest.mark.parametrize("numel", [4096, 4099], ids=["aligned", "not aligned"])
@@ -273,9 +274,9 @@ def test_neighbouring_memory_stays(numel: int) -> None:
         room = torch.full((numel + 4096,), 7.0, dtype=dtype, device=DEVICE)
         moments = [torch.full((numel + 4096,), 7.0, device=DEVICE) for _ in range(2)]
         views = [m[:numel].zero_() for m in moments]
-        hyper = rules.adam_hyper(ADAM_GROUP, 1)
+        hyper = ADAM.hyper(GROUP)
         grad = torch.ones(numel, dtype=dtype, device=DEVICE)
-        kernel(Rule.ADAM, [Update(room[:numel], grad, (*views, None), hyper)])
+        kernel(ADAM, [Update(room[:numel], grad, (*views, None), hyper)])
         assert (room[:numel] != 7).all()
         for tensor in (room, *moments):
             assert (tensor[numel:] == 7).all()
@@ -283,7 +284,7 @@ def test_neighbouring_memory_stays(numel: int) -> None:
 
 def test_8_bit_states_are_there_again_when_they_are_dequantized() -> None:
     """Also blocks of very small numbers, of those that are not finite, and a short one."""
-    (update,) = some_updates(Rule.ADAM, [256 * 6 + 7], state=EIGHT_BIT)
+    (update,) = some_updates(ADAM, [256 * 6 + 7], state=EIGHT_BIT)
     update.grad.copy_(torch.randn(len(update.grad), device=DEVICE))
     update.grad[:256].neg_().sub_(5)
     update.grad[256:512] *= 1e-14
@@ -291,7 +292,7 @@ def test_8_bit_states_are_there_again_when_they_are_dequantized() -> None:
     update.grad[768], update.grad[1024], update.grad[1280] = torch.inf, torch.nan, -torch.inf
     twins = [cloned(update)]
     for run, updates in ((kernel, [update]), (twin, twins)):
-        run(Rule.ADAM, [u._replace(hyper=rules.adam_hyper(ADAM_GROUP, 1)) for u in updates])
+        run(ADAM, [u._replace(hyper=ADAM.hyper(GROUP)) for u in updates])
     for i, (stored, its) in enumerate(zip(update.states[:2], twins[0].states[:2], strict=True)):
         assert isinstance(stored, tuple) and isinstance(its, tuple)
         codes, absmax = blockwise.quantize(blockwise.dequantize(*stored, i == 0), i == 0)
@@ -306,10 +307,10 @@ def test_8_bit_states_are_there_again_when_they_are_dequantized() -> None:
 @pytest.mark.parametrize("state", [FP32, EIGHT_BIT], ids=str)
 def test_what_is_not_finite_shows(bad: float, state: torch.dtype) -> None:
     """In the parameter's element, and in all of an 8-bit state's block."""
-    (update,) = some_updates(Rule.ADAM, [600], state=state, amsgrad=True)
+    (update,) = some_updates(ADAM, [600], state=state, amsgrad=True)
     update.grad.fill_(1.0)
     update.grad[300] = bad
-    kernel(Rule.ADAM, [update._replace(hyper=rules.adam_hyper(ADAM_GROUP, 1))])
+    kernel(ADAM, [update._replace(hyper=ADAM.hyper(GROUP))])
     finite = update.param.isfinite()
     assert not finite[300] and finite.sum() == 599
     for i, stored in enumerate(update.states):
@@ -323,9 +324,9 @@ def test_what_is_not_finite_shows(bad: float, state: torch.dtype) -> None:
 
 def test_weight_decay_of_0_leaves_an_infinite_parameter() -> None:
     """As in torch.optim: 0 * inf is not added to the gradient."""
-    for rule in (Rule.ADAM, Rule.SGD):
-        group = {**ADAM_GROUP, **SGD_GROUP, "weight_decay": 0.0, "decoupled_weight_decay": False}
-        hyper = rules.adam_hyper(group, 1) if rule is Rule.ADAM else rules.sgd_hyper(group, True)
+    for rule in (ADAM, SGD):
+        group = {**GROUP, "weight_decay": 0.0, "decoupled_weight_decay": False}
+        hyper = rule.hyper(group, first=True)
         for run in (kernel, twin):
             (update,) = some_updates(rule, [16])
             update.grad.zero_()
@@ -347,18 +348,18 @@ def test_the_generator_is_tritons() -> None:
         tl.store(out + i, tl.randint(tl.load(seed), tl.load(start) + i).to(tl.uint32).to(tl.int64))
 
     for seed, start in itertools.product(
-        (0, 1, 2**31 + 5, 2**63 - 1, rules.seed_of(0, 1, 2)), (0, 2**31 - 8, 2**32 - 7, 2**40)
+        (0, 1, 2**31 + 5, 2**63 - 1, stochastic.seed_of(0, 1, 2)), (0, 2**31 - 8, 2**32 - 7, 2**40)
     ):
         out = torch.empty(64, dtype=torch.int64, device=DEVICE)
         given = torch.tensor([seed, start], device=DEVICE)
         words[(1,)](out, given[:1], given[1:], N=64)
         counter = start + torch.arange(64, device=DEVICE)
-        assert torch.equal(out, rules.philox(seed, counter)), (seed, start)
-        assert torch.equal(out, rules.philox(torch.tensor(seed, device=DEVICE), counter))
+        assert torch.equal(out, stochastic.philox(seed, counter)), (seed, start)
+        assert torch.equal(out, stochastic.philox(torch.tensor(seed, device=DEVICE), counter))
 
 
-@pytest.mark.parametrize("rule", list(Rule), ids=lambda rule: rule.name)
-def test_stochastic_rounding_is_bit_identical(rule: Rule) -> None:
+@pytest.mark.parametrize(("rule", "momentum"), [(ADAM, True), (SGD, False), (SGD, True)])
+def test_stochastic_rounding_is_bit_identical(rule: OptimizerRule, momentum: bool) -> None:
     """Where the arithmetic is exact: g = 2^-k, lr a power of two, no decay, no moments."""
     numel = 3000
     param = torch.randn(numel, device=DEVICE).to(BF16)
@@ -367,16 +368,16 @@ def test_stochastic_rounding_is_bit_identical(rule: Rule) -> None:
     for run in (kernel, twin):
         p = param.clone()
         for step in (1, 2):
-            seed = rules.seed_of(3, 0, step)
-            if rule is Rule.ADAM:  # m = v = 0: the step is 0, and p is scaled by `decay`
+            seed = stochastic.seed_of(3, 0, step)
+            if rule is ADAM:  # m = v = 0: the step is 0, and p is scaled by `decay`
                 zeros = [torch.zeros(numel, device=DEVICE) for _ in range(2)]
-                group = {**ADAM_GROUP, "lr": 2.0**-9, "weight_decay": 1.0}
-                hyper: Sequence[float] = rules.adam_hyper(group, step, scale=0.0)
+                group = {**GROUP, "lr": 2.0**-9, "weight_decay": 1.0}
+                hyper = rule.hyper(group, step=step, scale=0.0)
                 update = Update(p, grad, (*zeros, None), hyper, seed=seed)
             else:
-                group = {**SGD_GROUP, "lr": 1.0, "weight_decay": 0.0, "momentum": 0.0}
-                state = None if rule is Rule.SGD else torch.zeros(numel, device=DEVICE)
-                update = Update(p, grad, (state,), rules.sgd_hyper(group, True), seed=seed)
+                state = torch.zeros(numel, device=DEVICE) if momentum else None
+                group = {**PLAIN, "nesterov": momentum}
+                update = Update(p, grad, (state,), rule.hyper(group, first=True), seed=seed)
             run(rule, [update])
         found.append(p)
     assert torch.equal(found[0].view(torch.int16), found[1].view(torch.int16))
@@ -387,16 +388,15 @@ def test_stochastic_rounding_is_unbiased() -> None:
     """The mean of many roundings is the value, to four standard deviations; nearest is not."""
     numel = 2**16
     value = 1.0 + 2.0**-10  # an eighth of the way to the next bf16
-    seeds = [rules.seed_of(0, i, 1) for i in range(4)]
+    seeds = [stochastic.seed_of(0, i, 1) for i in range(4)]
     for run in (kernel, twin):
         updates = []
         for seed in seeds:
             grad = torch.full((numel,), -(2.0**-10), device=DEVICE)
-            group = {**SGD_GROUP, "lr": 1.0, "weight_decay": 0.0, "momentum": 0.0}
             param = torch.ones(numel, dtype=BF16, device=DEVICE)
-            hyper = rules.sgd_hyper(group, True)
+            hyper = SGD.hyper(PLAIN, first=True)
             updates.append(Update(param, grad, (None,), hyper, seed=seed))
-        run(Rule.SGD, updates)
+        run(SGD, updates)
         values = torch.cat([u.param for u in updates]).double()
         assert set(values.unique().tolist()) == {1.0, 1.0 + 2.0**-7}
         deviation = 2.0**-7 * (1 / 8 * 7 / 8 / len(values)) ** 0.5
@@ -409,17 +409,17 @@ def test_stochastic_rounding_keeps_what_is_not_finite() -> None:
     values = values.to(DEVICE)
     for run in (kernel, twin):
         param = values.to(BF16)
-        group = {**SGD_GROUP, "lr": 0.0, "weight_decay": 0.0, "momentum": 0.0}
+        group = {**PLAIN, "lr": 0.0}
         grad = torch.ones_like(values)
-        run(Rule.SGD, [Update(param, grad, (None,), rules.sgd_hyper(group, True), seed=5)])
+        run(SGD, [Update(param, grad, (None,), SGD.hyper(group, first=True), seed=5)])
         torch.testing.assert_close(param.float(), values, rtol=0, atol=0, equal_nan=True)
 
 
 # --- the dispatcher
 
 
-@pytest.mark.parametrize("rule", list(Rule), ids=lambda rule: rule.name)
-def test_update_bucket(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_update_bucket(rule: OptimizerRule) -> None:
     updates = some_updates(rule, param=BF16, state=EIGHT_BIT)
     want = steps_of(twin, rule, updates, seeded=True)
     got = steps_of(bucket.update_bucket, rule, updates, seeded=True)
@@ -434,21 +434,21 @@ def test_update_bucket_takes_shaped_parameters() -> None:
     def shaped(values: Tensor) -> Tensor:
         return values.view(16, 3, 5)
 
-    (flat,) = some_updates(Rule.ADAM, [240])
-    flat = at_step(Rule.ADAM, [flat], 1, seeded=False)[0]
+    (flat,) = some_updates(ADAM, [240])
+    flat = at_step(ADAM, [flat], 1, seeded=False)[0]
     other = cloned(flat)
-    bucket.update_bucket(Rule.ADAM, [flat])
+    bucket.update_bucket(ADAM, [flat])
     m, v, _ = other.states
     assert isinstance(m, Tensor) and isinstance(v, Tensor)
     param = torch.nn.Parameter(shaped(other.param))
     states = (shaped(m), shaped(v), None)
-    bucket.update_bucket(Rule.ADAM, [Update(param, shaped(other.grad), states, other.hyper)])
+    bucket.update_bucket(ADAM, [Update(param, shaped(other.grad), states, other.hyper)])
     assert torch.equal(other.param, flat.param)
 
 
 def test_bad_tensors_are_refused() -> None:
-    (update,) = some_updates(Rule.ADAM, [512])
-    update = at_step(Rule.ADAM, [update], 1, seeded=False)[0]
+    (update,) = some_updates(ADAM, [512])
+    update = at_step(ADAM, [update], 1, seeded=False)[0]
     strided = torch.zeros(1024, device=DEVICE)[::2]
     short = torch.zeros(511, device=DEVICE)
     codes = torch.zeros(512, dtype=torch.uint8, device=DEVICE)
@@ -462,9 +462,51 @@ def test_bad_tensors_are_refused() -> None:
     ]
     for bad, message in cases:
         with pytest.raises(ValueError, match=message):
-            bucket.update_bucket(Rule.ADAM, [bad])
+            bucket.update_bucket(ADAM, [bad])
         with pytest.raises(ValueError, match=message):
-            kernel(Rule.ADAM, [bad])
+            kernel(ADAM, [bad])
+
+
+# --- compiled for a GPU that need not be there
+
+
+def compile_for_a_gpu(name: str) -> None:
+    """Let Triton's compiler, which must not be interpreting, make a rule's kernels."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from megacompile.runtime.optim.kernels.update import _update, constants
+
+    (rule,) = (rule for rule in RULES if rule.name == name)
+    least = tuple(None if moment.option else FP64 for moment in rule.moments)
+    most = (EIGHT_BIT,) * len(rule.moments)
+    for dtype, states, copy in ((FP64, least, FP32), (BF16, most, None)):
+        signature = Signature(dtype, dtype, copy, states, stochastic=True, aligned=True)
+        given = constants(rule, signature) | {"ROWS": 4, "HYPERS": len(rule.hyper(GROUP))}
+        hyper = "*fp64" if dtype == FP64 else "*fp32"
+        types = {"blocks": "*i32", "table": "*i64", "hyper": hyper, "maps": "*fp32"}
+        types |= dict.fromkeys(given, "constexpr")
+        source = ASTSource(_update, types, given)
+        made = triton.compile(source, GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+        assert "ptx" in made.asm
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_every_kernel_compiles_for_a_gpu(rule: OptimizerRule, tmp_path: Path) -> None:
+    """What Triton's interpreter takes its compiler may refuse: in a process that compiles."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    environment["PYTHONPATH"] = str(ROOT)
+    program = f"from tests import test_kernels; test_kernels.compile_for_a_gpu({rule.name!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 # --- on the GPU alone
@@ -475,8 +517,8 @@ def test_more_than_2_31_elements() -> None:
     numel = 2**31 + 300
     param = torch.ones(numel, dtype=BF16, device=DEVICE)
     grad = torch.ones(numel, dtype=BF16, device=DEVICE)
-    group = {**SGD_GROUP, "lr": 0.5, "weight_decay": 0.0, "momentum": 0.0}
-    kernel(Rule.SGD, [Update(param, grad, (None,), rules.sgd_hyper(group, True))])
+    group = {**PLAIN, "lr": 0.5}
+    kernel(SGD, [Update(param, grad, (None,), SGD.hyper(group, first=True))])
     assert (param[-1000:] == 0.5).all() and (param[:1000] == 0.5).all()
     assert bool((param == 0.5).all())
 
@@ -484,12 +526,12 @@ def test_more_than_2_31_elements() -> None:
 @pytest.mark.gpu
 def test_tables_in_flight_are_not_overwritten() -> None:
     """Calls ahead of a busy device each keep their own staged scalars."""
-    updates = some_updates(Rule.SGD, [4096], state=None)
+    updates = some_updates(SGD, [4096], state=None)
     updates[0].param.zero_()
     updates[0].grad.fill_(1.0)
-    kernel(Rule.SGD, [updates[0]._replace(hyper=rules.SgdHyper(1.0, 0.0, 0.0, 0.0, 1.0, 1.0))])
+    kernel(SGD, [updates[0]._replace(hyper=(1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0))])
     torch.cuda._sleep(100_000_000)
     for i in range(100):
-        hyper = rules.SgdHyper(1.0, 0.0, float(i), 0.0, 1.0, 1.0)
-        kernel(Rule.SGD, [updates[0]._replace(hyper=hyper)])
+        hyper = (1.0, 0.0, float(i), 0.0, 1.0, 1.0, 0.0)
+        kernel(SGD, [updates[0]._replace(hyper=hyper)])
     assert (updates[0].param == sum(range(100))).all()

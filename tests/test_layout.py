@@ -24,6 +24,7 @@ FLOORS = (
     ("host_memory", "sizes"),
     ("compat",),
     ("ir",),
+    ("runtime.optim",),  # what an optimizer is: options, cost and the runtime ask
     ("log", "options", "validate"),
     ("cost",),
     ("tracing",),
@@ -34,7 +35,6 @@ FLOORS = (
     ("passes.stages",),
     ("passes.schedule",),
     ("plan",),
-    ("runtime.optim",),
     ("runtime.device",),
     ("runtime.params",),
     ("runtime.updates",),

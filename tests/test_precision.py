@@ -15,9 +15,10 @@ from torch.optim import AdamW, Optimizer
 
 from megacompile import megacompile
 from megacompile.errors import OptionError, OptionTypeError
-from megacompile.runtime.optim import rules
-from megacompile.runtime.optim.rules import Rule, Update, adam_hyper
+from megacompile.runtime.optim.adam import ADAM
 from megacompile.runtime.optim.states import BlockwiseTensor
+from megacompile.runtime.optim.twin import apply
+from megacompile.runtime.optim.update import Update
 from tests import zoo
 from tests.zoo import WIDTH, Inputs, equal
 
@@ -222,9 +223,9 @@ def test_fp32_states_of_a_bf16_model_are_the_rules() -> None:
                     param=param.detach(),
                     grad=param.grad,
                     states=(*moments[param], None),
-                    hyper=adam_hyper(group, i + 1),
+                    hyper=ADAM.hyper(group, step=i + 1),
                 )
-                rules.apply(Rule.ADAM, update)
+                apply(ADAM, update)
     train(model, optimizer, dtype=BF16)
     zoo.assert_same(twin, model)
     for mine, param in zip(twin.parameters(), model.parameters(), strict=True):

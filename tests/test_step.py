@@ -23,7 +23,9 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from megacompile import megacompile
 from megacompile.errors import OptimizerError
-from megacompile.runtime.optim.rules import Rule, Update, adam_hyper, apply
+from megacompile.runtime.optim.adam import ADAM
+from megacompile.runtime.optim.twin import apply
+from megacompile.runtime.optim.update import Update
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.guards import GuardedParameter
 from megacompile.runtime.step import step as stepping
@@ -756,7 +758,7 @@ def test_killed_in_the_middle_of_a_step_and_resumed(tmp_path: Path) -> None:
 def test_a_rule_in_the_background_is_out_of_the_compilers_hands() -> None:
     """Dynamo, while it compiles, changes and restores the random state of the whole process, and a
     reset frees what another thread runs: so the code runs without it."""
-    rule = _Compiled(Rule.ADAM)
+    rule = _Compiled(ADAM)
     wants: dict[torch.dtype, Tensor] = {}
     updates = {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -764,12 +766,12 @@ def test_a_rule_in_the_background_is_out_of_the_compilers_hands() -> None:
         tensors = [torch.rand(64, generator=generator).to(dtype) for _ in range(4)]
         group = torch.optim.AdamW([nn.Parameter(tensors[0])]).param_groups[0]
         states = (tensors[2], tensors[3], None)
-        updates[dtype] = Update(tensors[0], tensors[1], states, adam_hyper(group, 1))
+        updates[dtype] = Update(tensors[0], tensors[1], states, ADAM.hyper(group))
         wanted = copy.deepcopy(updates[dtype])
-        apply(Rule.ADAM, wanted)
+        apply(ADAM, wanted)
         wants[dtype] = wanted.param
         rule.prepare(updates[dtype])
-    other = _Compiled(Rule.ADAM)  # finds both in Dynamo's cache, the older one behind
+    other = _Compiled(ADAM)  # finds both in Dynamo's cache, the older one behind
     other.prepare(updates[torch.float32])
     for made, dtype in ((other, torch.float32), (rule, torch.bfloat16)):
         before = torch.get_rng_state()

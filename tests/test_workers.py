@@ -17,9 +17,12 @@ from megacompile import megacompile, trace
 from megacompile.cost.optimizer import PIECES, OptimizerCost, pieces_bytes
 from megacompile.ir.buckets import Bucket
 from megacompile.options import Options
-from megacompile.runtime.optim import blockwise, rules
+from megacompile.runtime.optim import blockwise
+from megacompile.runtime.optim.adam import ADAM
 from megacompile.runtime.optim.kernels.bucket import update_bucket
-from megacompile.runtime.optim.rules import Rule, State, Update
+from megacompile.runtime.optim.rule import OptimizerRule
+from megacompile.runtime.optim.sgd import SGD as SGD_RULE
+from megacompile.runtime.optim.update import State, Update
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.updates import chunks as moving
 from megacompile.runtime.updates import update, workers
@@ -34,25 +37,20 @@ CPU = torch.device("cpu")
 # --- pieces
 
 
-def some_update(rule: Rule, numel: int, *, state: str, copy: bool = False) -> Update:
+def some_update(rule: OptimizerRule, numel: int, *, state: str, copy: bool = False) -> Update:
     generator = torch.Generator().manual_seed(numel)
 
     def values(dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.randn(numel, generator=generator).to(dtype)
 
     states: list[State | None] = []
-    for k in range(rule.states):
+    for k in range(len(rule.moments)):
         if state == "int8":
             states.append(blockwise.quantize(values().abs(), signed=k == 0))
         else:
             states.append(values().abs() if k < 2 and state == "fp32" else None)
-    hyper: Any = rules.sgd_hyper(
-        {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1, "maximize": False},
-        first=False,
-    )
-    if rule is Rule.ADAM:
-        group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
-        hyper = rules.adam_hyper({**group, "maximize": False}, 3, 0.5)
+    group = {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1, "nesterov": True}
+    hyper = rule.hyper({**group, "betas": (0.9, 0.99), "eps": 1e-8}, step=3, scale=0.5)
     param = values() if copy else values(torch.bfloat16)
     return Update(
         param=param,
@@ -71,14 +69,16 @@ def clone(whole: Update) -> Update:
 @pytest.mark.parametrize(
     ("rule", "state", "copy"),
     [
-        (Rule.ADAM, "fp32", False),
-        (Rule.ADAM, "fp32", True),
-        (Rule.ADAM, "int8", False),
-        (Rule.SGD, "none", False),
-        (Rule.NESTEROV, "fp32", True),
+        (ADAM, "fp32", False),
+        (ADAM, "fp32", True),
+        (ADAM, "int8", False),
+        (SGD_RULE, "none", False),
+        (SGD_RULE, "fp32", True),
     ],
 )
-def test_pieces_make_the_same_update(rule: Rule, state: str, copy: bool, numel: int) -> None:
+def test_pieces_make_the_same_update(
+    rule: OptimizerRule, state: str, copy: bool, numel: int
+) -> None:
     whole = some_update(rule, numel, state=state, copy=copy)
     apart = clone(whole)
     update_bucket(rule, [whole])
@@ -290,7 +290,7 @@ def test_a_piece_that_fails_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
     here.device, here.room_bytes, here.ours = CPU, 2**20, None
     here.rooms = [torch.empty(2**20, dtype=torch.uint8)]
     with pytest.raises(ArithmeticError):
-        here.update(Rule.SGD, some_update(Rule.SGD, 4096, state="none"))
+        here.update(SGD_RULE, some_update(SGD_RULE, 4096, state="none"))
     assert waited == ["h2d", "compute", "d2h"]
 
 

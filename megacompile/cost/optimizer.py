@@ -19,6 +19,7 @@ import torch
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Options
+from megacompile.runtime.optim.registry import rule_of
 
 _BLOCK = 256  # elements of an 8-bit state that share a float32 scale
 EIGHT_BITS = 1.0 + 4.0 / _BLOCK  # bytes of such a state
@@ -38,7 +39,7 @@ LEAST_HELPED = 2**20  # parameters of a bucket; fewer are not worth the way
 class OptimizerCost:
     """An optimizer, as far as time and memory depend on it. Bytes are of one element."""
 
-    states: int = 2  # moments of a parameter: AdamW 2, SGD with momentum 1, SGD 0
+    states: int = 2  # moments of a parameter, such as AdamW's
     state_bytes: float | None = None  # None: as the parameter
     master_bytes: float | None = None  # where what is streamed is a copy of the parameter
     grad_bytes: float | None = None  # None: as the parameter
@@ -47,11 +48,18 @@ class OptimizerCost:
     helped: bool = False  # by the device, with updates of host memory
 
     @staticmethod
-    def of(options: Options, *, states: int = 2, on_gpu: bool | None = None) -> OptimizerCost:
-        """The cost of an optimizer with `states` moments under these options.
+    def of(
+        options: Options, *, states: int | None = None, on_gpu: bool | None = None
+    ) -> OptimizerCost:
+        """The cost of an optimizer under these options.
 
-        `on_gpu`: is what computes a GPU? Default: the device of the options is.
+        Args:
+            options: with the optimizer, where it is known before it steps.
+            states: moments of a parameter. Default: of that optimizer, or else 2.
+            on_gpu: is what computes a GPU? Default: the device of the options is.
         """
+        if states is None:
+            states = _states_of(options.optimizer)
         dtype = options.state_dtype
         state_bytes = None
         if dtype == "int8":
@@ -106,6 +114,14 @@ class OptimizerCost:
     def grad_of(self, item_bytes: int) -> float:
         """Bytes of a gradient outside of the backward: a master's is as wide as the master."""
         return self.master_of(item_bytes) if self.grad_bytes is None else self.grad_bytes
+
+
+def _states_of(optimizer: torch.optim.Optimizer | None) -> int:
+    """Moments of a parameter, of the group with the most."""
+    rule = None if optimizer is None else rule_of(optimizer)
+    if optimizer is None or rule is None:
+        return 2
+    return max(len(rule.state_names(group)) for group in optimizer.param_groups)
 
 
 @dataclass(frozen=True, slots=True)

@@ -301,7 +301,7 @@ class PassCompiler:
         """Is what is planned for a GPU?"""
         return self.options.device.type == "cuda" or self.machine is not None
 
-    def cost(self, *, states: int = 2) -> OptimizerCost:
+    def cost(self, *, states: int | None = None) -> OptimizerCost:
         """Of an optimizer with `states` moments, under the options."""
         return OptimizerCost.of(self.options, states=states, on_gpu=self.on_gpu)
 

@@ -1,4 +1,4 @@
-"""Which optimizers have an update of ours, and their states in the flat memory of the buckets.
+"""The states of optimizers that are known (`optim.registry`) in the flat memory of the buckets.
 
 `optimizer.state[p]` has views of it under the stock names. The rooms of a bucket belong to one
 optimizer each (`HostBucket.states_of`), so two optimizers over the same parameters have states of
@@ -12,19 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, Optimizer
+from torch.optim import Optimizer
 
 from megacompile.options import Options
+from megacompile.runtime.optim.registry import KNOWN, RULES, known, listed, rule_of
 from megacompile.runtime.optim.states import BlockwiseTensor, to_plain
 from megacompile.runtime.params.bucket import HostBucket
-
-BY_RULE = (AdamW, Adam, SGD)
-ON_DEVICE = (Muon, Adafactor)
-
-
-def has_update(optimizer: Optimizer) -> bool:
-    """Is there an update of ours for it?"""
-    return type(optimizer) in (*BY_RULE, *ON_DEVICE)
 
 
 class Trained(NamedTuple):
@@ -38,8 +31,11 @@ class Trained(NamedTuple):
 
 def stands_back(optimizer: Optimizer, found: Iterable[Trained]) -> str:
     """Why an optimizer's own step must update these, which have gradients; "" if we can."""
-    if not has_update(optimizer):
-        return "it has no update of ours (AdamW, Adam, SGD, Muon and Adafactor have)"
+    kind = known(type(optimizer))
+    if kind is None:
+        return f"it has no update of ours ({listed(KNOWN)} have)"
+    if why := kind.stands_back(optimizer):
+        return why
     if getattr(optimizer, "grad_scale", None) is not None or (
         getattr(optimizer, "found_inf", None) is not None
     ):
@@ -62,16 +58,9 @@ def not_heeded(optimizer: Optimizer, options: Options) -> str:
         "stochastic_rounding": options.stochastic_rounding,
     }
     names = " and ".join(name for name, value in asked.items() if value)
-    if not names or type(optimizer) in BY_RULE:
+    if not names or rule_of(optimizer) is not None:
         return ""
-    return f"{type(optimizer).__name__} does not heed {names} (AdamW, Adam and SGD do)"
-
-
-def names_by_rule(optimizer: Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
-    """The states of an optimizer with a rule, in the rule's order."""
-    if isinstance(optimizer, SGD):
-        return ("momentum_buffer",) if group["momentum"] else ()
-    return ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
+    return f"{type(optimizer).__name__} does not heed {names} ({listed(RULES)} do)"
 
 
 def names_like(param: torch.Tensor, state: dict[str, Any]) -> list[str]:
@@ -123,6 +112,7 @@ def adopt(
 ) -> None:
     """Let `state` have views of the rooms; what was there (a loaded checkpoint) is copied."""
     rooms = bucket.states_of(optimizer)
+    rule = rule_of(optimizer)
     for name in names:
         given, room = state.get(name), rooms[name][i]
         if isinstance(room, tuple):
@@ -130,7 +120,7 @@ def adopt(
                 view = BlockwiseTensor(
                     bucket.values[i],
                     *room,
-                    signed=name not in ("exp_avg_sq", "max_exp_avg_sq"),
+                    signed=rule is None or rule.signed(name),
                     settle=bucket.settle,
                 )
                 bucket.withdraw()
@@ -200,7 +190,7 @@ def move_loaded(optimizer: Optimizer, param: nn.Parameter) -> None:
 
 
 def new_counter() -> torch.Tensor:
-    """The step of an Adam that has made none."""
+    """The "step" of an optimizer that counts, and has made none."""
     double = torch.get_default_dtype() == torch.float64
     return torch.tensor(0.0, dtype=torch.float64 if double else torch.float32)
 

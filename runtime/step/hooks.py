@@ -26,9 +26,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megacompile import compat
+from megacompile.runtime.optim.registry import known
 from megacompile.runtime.optim.states import to_plain
 from megacompile.runtime.params.guards import unguarded
-from megacompile.runtime.params.optimizer_states import has_update
 
 
 class Part(Protocol):
@@ -82,7 +82,7 @@ class _Hooks:
         """Prepare our part; a closure is called first, because the gradients are its."""
         self._give_up()  # nothing, unless somebody broke off the step in between
         closure = None
-        if has_update(optimizer):
+        if known(type(optimizer)) is not None:
             closure, args, kwargs = _closure(args, kwargs)
         if closure is not None:
             with torch.enable_grad():

@@ -20,21 +20,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from megacompile import compat, log
 from megacompile.options import Lowering, Options
 from megacompile.runtime.device.background import Background
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.optim.blockwise import quantizes
-from megacompile.runtime.optim.rules import Rule, adam_hyper, seed_of, sgd_hyper
+from megacompile.runtime.optim.registry import rule_of
 from megacompile.runtime.optim.states import is_shared
+from megacompile.runtime.optim.stochastic import seed_of
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.guards import guard_of
 from megacompile.runtime.params.lazy import served
 from megacompile.runtime.params.optimizer_states import (
-    BY_RULE,
-    ON_DEVICE,
     Trained,
     adopt,
     count_up,
@@ -42,7 +41,6 @@ from megacompile.runtime.params.optimizer_states import (
     for_update,
     make_rooms,
     move_loaded,
-    names_by_rule,
     names_like,
     new_counter,
     not_heeded,
@@ -202,7 +200,7 @@ class Updates:
         if param.data_ptr() != bucket.values[place[1]].data_ptr():
             return True
         eager = self.options.lowering is Lowering.EAGER and self._is_plain(param)
-        left = bucket.resident is not None and (eager or type(optimizer) not in BY_RULE)
+        left = bucket.resident is not None and (eager or rule_of(optimizer) is None)
         if left:
             move_loaded(optimizer, param)
         return left
@@ -293,7 +291,7 @@ class Updates:
         return self._cuda and self.options.device_helps
 
     def _way(self, optimizer: Optimizer, bucket: HostBucket, trained: Sequence[Trained]) -> Way:
-        if isinstance(optimizer, ON_DEVICE):
+        if rule_of(optimizer) is None:
             return Way.DEVICE if self._cuda else Way.STOCK
         if bucket.resident is not None:
             return Way.RESIDENT
@@ -322,10 +320,11 @@ class Updates:
         pin: bool,
     ) -> None:
         wanted: list[tuple[Trained, str, torch.dtype | str]] = []
+        rule = rule_of(optimizer) if by_rule else None
         for each in trained:
-            if by_rule:
+            if rule is not None:
                 dtype = self._state_dtype(each.param)
-                wanted += [(each, n, dtype) for n in names_by_rule(optimizer, each.group)]
+                wanted += [(each, n, dtype) for n in rule.state_names(each.group)]
             else:
                 names = names_like(each.param, each.state)
                 wanted += [(each, name, each.state[name].dtype) for name in names]
@@ -342,28 +341,24 @@ class Updates:
         way: Way,
     ) -> Step:
         param, i, group, state = trained
-        by_rule = way in _RULES
-        names = names_by_rule(optimizer, group) if by_rule else tuple(names_like(param, state))
-        first = "momentum_buffer" in names and state.get("momentum_buffer") is None
+        rule = rule_of(optimizer) if way in _RULES else None
+        names = names_like(param, state) if rule is None else rule.state_names(group)
+        first = any(state.get(name) is None for name in names)
         adopt(optimizer, bucket, i, state, names)
-        rounded = by_rule and self._rounds(param)
-        if (rounded or names[:1] == ("exp_avg",)) and "step" not in state:
-            state["step"] = new_counter()  # torch's SGD has none, but the seeds need it
+        rounded = rule is not None and self._rounds(param)
+        if rule is not None and (rounded or rule.counts) and "step" not in state:
+            state["step"] = new_counter()  # without `counts` too: the seeds need it
         step = Step(
             index=i,
             grad=gradient,
             scale=scale,
-            group={} if by_rule else {k: _snapshot(v) for k, v in group.items() if k != "params"},
-            states=for_update(optimizer, bucket, i, state, names if by_rule else None),
+            group={} if rule else {k: _snapshot(v) for k, v in group.items() if k != "params"},
+            states=for_update(optimizer, bucket, i, state, names if rule else None),
         )
-        if by_rule:
+        if rule is not None:
             count = float(state.get("step", 0)) + 1
-            if isinstance(optimizer, SGD):
-                step.rule = Rule.NESTEROV if group["nesterov"] and names else Rule.SGD
-                step.hyper = sgd_hyper(group, first, scale)
-            else:
-                step.rule = Rule.ADAM
-                step.hyper = adam_hyper(group, count, scale)
+            step.rule = rule
+            step.hyper = rule.hyper(group, step=count, first=first, scale=scale)
             if rounded:
                 key = bucket.layout.key
                 step.seed = seed_of(torch.initial_seed(), (key << 20) + i, int(count))

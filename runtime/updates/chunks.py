@@ -14,7 +14,8 @@ import torch
 from megacompile.cost.optimizer import PIECE_BYTES, PIECES
 from megacompile.runtime.optim.blockwise import BLOCK, absmax_numel
 from megacompile.runtime.optim.kernels.bucket import update_bucket
-from megacompile.runtime.optim.rules import Rule, Update
+from megacompile.runtime.optim.rule import OptimizerRule
+from megacompile.runtime.optim.update import Update
 
 _ALIGNMENT = 256  # bytes
 _STEP = 16 * BLOCK  # elements that a piece is a multiple of
@@ -51,7 +52,7 @@ class Pieces:
         self.ours = torch.cuda.current_stream(self.device).record_event()  # from then on
 
     @torch.no_grad()
-    def update(self, rule: Rule, whole: Update) -> None:
+    def update(self, rule: OptimizerRule, whole: Update) -> None:
         """Make the update of flat tensors in page-locked host memory, and wait for its end."""
         ends: list[torch.cuda.Event | None] = [None] * len(self.rooms)
         with torch.cuda.device(self.device):
@@ -71,7 +72,9 @@ class Pieces:
                 raise
 
 
-def _issue(rule: Rule, here: Update, room: torch.Tensor, streams: PieceStreams) -> torch.cuda.Event:
+def _issue(
+    rule: OptimizerRule, here: Update, room: torch.Tensor, streams: PieceStreams
+) -> torch.cuda.Event:
     """Fetch a piece, update it, bring it back; gives the event of its end."""
     there = _placed(here, room)
     with torch.cuda.stream(streams.h2d):

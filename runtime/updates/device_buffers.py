@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from megacompile.runtime.optim.kernels.bucket import update_bucket
-from megacompile.runtime.optim.rules import Rule, State, Update
+from megacompile.runtime.optim.rule import OptimizerRule
+from megacompile.runtime.optim.update import State, Update
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.updates.update import Step, flat, laid_out_as
 
@@ -100,7 +101,7 @@ def update(
     weights: Sequence[torch.Tensor] | None,
 ) -> None:
     """The step, in place in the rooms; `weights` are the parameters where the rooms have none."""
-    updates: dict[Rule, list[Update]] = {}
+    updates: dict[OptimizerRule, list[Update]] = {}
     for i, room in rooms.items():
         step = steps[i]
         assert step.rule is not None

@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 
 from megacompile import compat
 from megacompile.errors import OptimizerError
+from megacompile.runtime.optim.registry import known
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.consumed import consumed
 from megacompile.runtime.params.guards import unguarded
-from megacompile.runtime.params.optimizer_states import has_update
 from megacompile.runtime.updates.device_buffers import (
     Landing,
     Rooms,
@@ -158,7 +158,7 @@ class InBackward:
         Raises:
             OptimizerError: with the name of such a parameter.
         """
-        stock = has_update(optimizer)
+        stock = known(type(optimizer)) is not None
         for group in optimizer.param_groups:
             for param in group["params"]:
                 gone = stock and consumed(param.grad)

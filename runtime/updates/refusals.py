@@ -9,24 +9,20 @@ What torch.optim's step takes without an error, such as a negative lr, is taken 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from numbers import Real
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from megacompile.errors import OptimizerError
+from megacompile.runtime.optim.registry import known, rule_of
+from megacompile.runtime.optim.rule import OptimizerRule, is_number
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.guards import unguarded
-from megacompile.runtime.params.optimizer_states import ON_DEVICE, Trained, names_by_rule
+from megacompile.runtime.params.optimizer_states import Trained
 from megacompile.runtime.updates.update import BucketUpdate, Step, Way, run_stock
 
-_NUMBERS = {  # options of a group that are numbers
-    AdamW: ("lr", "weight_decay", "eps"),
-    Adam: ("lr", "weight_decay", "eps"),
-    SGD: ("lr", "weight_decay", "momentum", "dampening"),
-}
 _OWN = (Way.STOCK, Way.FUSED, Way.DEVICE)  # these run torch.optim's own step
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MISSING = object()
@@ -56,19 +52,20 @@ def check(
     """
     groups = {id(each.group): each.group for trained in found.values() for each in trained}
     check_options(where, optimizer, groups.values())
+    rule = rule_of(optimizer)
     moments = {}
-    if not isinstance(optimizer, ON_DEVICE):
-        moments = {key: names_by_rule(optimizer, group) for key, group in groups.items()}
+    if rule is not None:
+        moments = {key: rule.state_names(group) for key, group in groups.items()}
     for key, trained in found.items():
         for each in trained:
             param, at, group, state = each
-            names = moments.get(id(group))
-            if state and (names is None or not _is_usual(optimizer, param, state, names)):
+            usual = rule is not None and _is_usual(rule, param, state, moments[id(group)])
+            if state and not usual:
                 check_state(where, optimizer, buckets[key].layout.params[at].name, each)
 
 
 def _is_usual(
-    optimizer: Optimizer, param: torch.Tensor, state: dict[str, Any], names: Iterable[str]
+    rule: OptimizerRule, param: torch.Tensor, state: dict[str, Any], names: Iterable[str]
 ) -> bool:
     """Is there nothing to complain of? The quick look, for every parameter in every step."""
     shape = param.shape
@@ -82,7 +79,7 @@ def _is_usual(
             return False
     step = state.get("step")
     if step is None:
-        return isinstance(optimizer, SGD)
+        return not rule.counts
     return isinstance(step, torch.Tensor) and step.numel() == 1
 
 
@@ -127,24 +124,13 @@ def check_options(where: str, optimizer: Optimizer, groups: Iterable[dict[str, A
     Raises:
         OptimizerError: with the group's number and the option.
     """
+    kind = known(type(optimizer))
+    assert kind is not None
     for group in groups:
-        for name in _NUMBERS.get(type(optimizer), ()):
-            value = group.get(name, _MISSING)
-            if not _is_number(value):
-                _refuse_option(where, optimizer, group, name, value, "a number")
-        if isinstance(optimizer, (AdamW, Adam)):
-            betas = group.get("betas", _MISSING)
-            pair = isinstance(betas, (tuple, list)) and len(betas) == 2
-            if not pair or not all(_is_number(beta) and 0 <= float(beta) < 1 for beta in betas):
-                _refuse_option(
-                    where, optimizer, group, "betas", betas, "two numbers of at least 0, below 1"
-                )
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and not value.is_complex()
-    return isinstance(value, Real)
+        for option in kind.options:
+            value = group.get(option.name, _MISSING)
+            if not option.fits(value):
+                _refuse_option(where, optimizer, group, option.name, value, option.needed)
 
 
 def _refuse_option(
@@ -171,13 +157,15 @@ def check_state(where: str, optimizer: Optimizer, name: str, trained: Trained) -
         OptimizerError: with the names of the parameter and of the state.
     """
     param, _, group, state = trained
+    kind = known(type(optimizer))
+    assert kind is not None
     if not state:
         return
-    for key, shape in _needed(optimizer, group, param, state):
+    for key, shape in kind.shapes(group, param.shape, state):
         value = state.get(key, _MISSING)
         wrong = ""
         if value is _MISSING:
-            wrong = "is missing" + (" (amsgrad=True needs it)" if key[:3] == "max" else "")
+            wrong = "is missing" + kind.because(key)
         elif not isinstance(value, torch.Tensor):
             wrong = f"is a {type(value).__name__}; needed a tensor of shape {tuple(shape)}"
         elif value.shape != shape:
@@ -187,28 +175,10 @@ def check_state(where: str, optimizer: Optimizer, name: str, trained: Trained) -
         if wrong:
             _refuse_state(where, name, key, wrong)
     if "step" in state:
-        if not _is_number(state["step"]):
+        if not is_number(state["step"]):
             _refuse_state(where, name, "step", f"is {state['step']!r}; needed one number")
-    elif isinstance(optimizer, (AdamW, Adam, Adafactor)):
+    elif kind.counts:
         _refuse_state(where, name, "step", "is missing")
-
-
-def _needed(
-    optimizer: Optimizer, group: dict[str, Any], param: torch.Tensor, state: dict[str, Any]
-) -> Iterator[tuple[str, Sequence[int]]]:
-    """The names and shapes of the states that must be there where there are any."""
-    shape = param.shape
-    if isinstance(optimizer, (AdamW, Adam)):
-        for name in names_by_rule(optimizer, group):
-            yield name, shape
-    elif not isinstance(optimizer, Adafactor):
-        if state.get("momentum_buffer") is not None and group["momentum"]:
-            yield "momentum_buffer", shape
-    elif len(shape) > 1:
-        yield "row_var", (*shape[:-1], 1)
-        yield "col_var", (*shape[:-2], 1, shape[-1])
-    else:
-        yield "variance", shape
 
 
 def _refuse_state(where: str, param: str, state: str, wrong: str) -> None:

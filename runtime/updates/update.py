@@ -2,12 +2,12 @@
 
     STOCK     torch.optim's own step, on the bucket's tensors: bitwise the plain loop
     DEVICE    the same on copies on the device, a parameter at a time: Muon's matrix products
-    COMPILED  the rule of `runtime.rules`, compiled by Inductor to C++: one pass over memory; on a
-              GPU's host the device helps (see `workers`)
+    COMPILED  the rule's twin (`optim.twin`), compiled by Inductor to C++: one pass over memory; on
+              a GPU's host the device helps (see `workers`)
     FUSED     torch.optim's fused CPU kernels: one pass too, where there is no C++ compiler
-    TORCH     the rule of `runtime.rules` as it is: what FUSED cannot do, without a C++ compiler
+    TORCH     the rule's twin as it is: what FUSED cannot do, without a C++ compiler
     HANDED    not here: by `runtime.handed`, of what the backward left on the device
-    RESIDENT  the kernels of `runtime.kernels`, on a bucket that lives on the device
+    RESIDENT  the rule's kernel, on a bucket that lives on the device
     BACKWARD  not here: by `runtime.in_backward` and its kernels, on the device
 
 Host memory bandwidth is the limit of all of them: AdamW with bf16 parameters and gradients and
@@ -27,10 +27,12 @@ from torch.optim import Optimizer
 
 from megacompile import compat
 from megacompile.cost.optimizer import LEAST_HELPED
-from megacompile.runtime.optim import rules
 from megacompile.runtime.optim.blockwise import absmax_numel
 from megacompile.runtime.optim.kernels.bucket import update_bucket
-from megacompile.runtime.optim.rules import Rule, State
+from megacompile.runtime.optim.registry import known
+from megacompile.runtime.optim.rule import OptimizerRule
+from megacompile.runtime.optim.twin import apply, arguments, function_of
+from megacompile.runtime.optim.update import State, Update
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.updates.chunks import Pieces
 
@@ -48,13 +50,6 @@ class Way(enum.Enum):
     TORCH = "torch"
 
 
-STATES = {  # their names in `optimizer.state`, in the rule's order
-    Rule.ADAM: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-    Rule.SGD: ("momentum_buffer",),
-    Rule.NESTEROV: ("momentum_buffer",),
-}
-
-
 _OWN = (Way.STOCK, Way.FUSED, Way.DEVICE)  # the optimizer's own code
 
 
@@ -67,7 +62,7 @@ class Step:
     scale: float  # of the gradient
     group: dict[str, Any]  # the parameter group's options, as they were, for torch.optim's own step
     states: dict[str, Any]  # name -> tensor, or (codes, absmax)
-    rule: Rule | None = None
+    rule: OptimizerRule | None = None
     hyper: Sequence[float] = ()
     seed: int | None = None
     intact: bool = False  # the gradient is what the backward left, but for the scale
@@ -75,15 +70,15 @@ class Step:
     def in_order(self) -> tuple[State | None, ...]:
         """The states in the rule's order."""
         assert self.rule is not None
-        return tuple(self.states.get(name) for name in STATES[self.rule])
+        return tuple(self.states.get(moment.name) for moment in self.rule.moments)
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
     """Parameters next to each other that one call of a rule updates."""
 
-    rule: Rule
-    update: rules.Update  # flat, of the first parameter until they are `joined`
+    rule: OptimizerRule
+    update: Update  # flat, of the first parameter until they are `joined`
     ours: bool  # the gradient lies in the bucket
     numel: int  # of all, with the padding between them, which is zeros and stays so
 
@@ -122,7 +117,7 @@ class _Run:
         return replace(self, update=self.update.map(lambda _, t: bucket.span(t, self.numel)))
 
 
-def _tensors(update: rules.Update) -> tuple[Any, ...]:
+def _tensors(update: Update) -> tuple[Any, ...]:
     return (update.param, update.grad, update.copy, *update.states)
 
 
@@ -140,16 +135,13 @@ class BucketUpdate:
 
     def makes_states(self) -> bool:
         """Will an optimizer's own first step make states? Ask before it runs."""
-        if self.way not in _OWN or self.kind is torch.optim.SGD and not self._momentum():
-            return False
-        return bool(self.new())
+        kind = known(self.kind)
+        assert kind is not None
+        return self.way in _OWN and any(kind.has_states(step.group) for step in self.new())
 
     def new(self) -> list[Step]:
         """The steps of parameters that have no states yet. Ask before it runs."""
         return [s for s in self.steps if all(value is None for value in s.states.values())]
-
-    def _momentum(self) -> bool:
-        return any(step.group["momentum"] for step in self.steps)
 
     def __call__(self) -> None:
         with torch.no_grad():
@@ -201,10 +193,10 @@ class BucketUpdate:
             if self.way is Way.COMPILED and run.several:
                 compiled(run.rule)(run.update)
             else:
-                rules.apply(run.rule, run.update)
+                apply(run.rule, run.update)
 
     def _by_kernel(self) -> None:
-        by_rule: dict[Rule, list[rules.Update]] = {}
+        by_rule: dict[OptimizerRule, list[Update]] = {}
         for step in self.steps:
             assert step.rule is not None
             update = self._run(step).update
@@ -232,7 +224,7 @@ class BucketUpdate:
     def _run(self, step: Step) -> _Run:
         assert step.rule is not None
         bucket, i = self.bucket, step.index
-        update = rules.Update(
+        update = Update(
             param=flat(bucket.values[i]),
             grad=flat(laid_out_as(step.grad, bucket.values[i])),
             states=tuple(map(_flat_state, step.in_order())),
@@ -318,42 +310,34 @@ class _Compiled:
     another one compiles, or calls `torch.compiler.reset()`.
     """
 
-    def __init__(self, rule: Rule) -> None:
-        self._function: Callable[..., None] = rules.adam_ if rule is Rule.ADAM else rules.sgd_
-        self._options = {} if rule is Rule.ADAM else {"nesterov": rule is Rule.NESTEROV}
+    def __init__(self, rule: OptimizerRule) -> None:
+        self._function = function_of(rule)
         self._codes: dict[tuple[object, ...], Callable[..., None]] = {}  # by kind
 
-    def prepare(self, update: rules.Update) -> None:
+    def prepare(self, update: Update) -> None:
         """Compile for updates of this kind, if that has not been done."""
         kind = _kind(update)
         if kind not in self._codes:
             self._codes[kind] = compat.compiled_function(
                 self._function,
-                _arguments(_like(update, TYPICAL)),
-                self._options,
+                arguments(_like(update, TYPICAL)),
+                {},
                 {"cpp_wrapper": True, "cpp.threads": max(1, torch.get_num_threads() - 1)},
             )
 
-    def __call__(self, update: rules.Update) -> None:
-        self._codes[_kind(update)](*_arguments(update), **self._options)
+    def __call__(self, update: Update) -> None:
+        self._codes[_kind(update)](*arguments(update))
 
 
 compiled = functools.cache(_Compiled)
 
 
-def _arguments(update: rules.Update) -> tuple[Any, ...]:
-    """An update as the rules take it."""
-    scalars = torch.tensor(tuple(update.hyper), dtype=rules.math_dtype(update.param.dtype))
-    seed = None if update.seed is None else torch.tensor(update.seed)
-    return (update.param, update.grad, *update.states, update.copy, scalars, seed)
-
-
-def _kind(update: rules.Update) -> tuple[object, ...]:
+def _kind(update: Update) -> tuple[object, ...]:
     """What a rule is compiled for: the dtypes, and what is there."""
-    return tuple(str(compat.tree_map(_dtype_of, a)) for a in _arguments(update))
+    return tuple(str(compat.tree_map(_dtype_of, a)) for a in arguments(update))
 
 
-def _like(update: rules.Update, numel: int) -> rules.Update:
+def _like(update: Update, numel: int) -> Update:
     """An update of a parameter of another size, on zeros."""
 
     def zeros(name: str, tensor: torch.Tensor) -> torch.Tensor:

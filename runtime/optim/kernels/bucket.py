@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megacompile.runtime.optim import rules
 from megacompile.runtime.optim.kernels.table import describe
-from megacompile.runtime.optim.rules import Rule, Update
+from megacompile.runtime.optim.rule import OptimizerRule
+from megacompile.runtime.optim.twin import apply
+from megacompile.runtime.optim.update import Update
 
 
-def update_bucket(rule: Rule, updates: Sequence[Update]) -> None:
+def update_bucket(rule: OptimizerRule, updates: Sequence[Update]) -> None:
     """Update the parameters of one bucket in place: by a kernel on a CUDA device, else by the twin.
 
     Everything lies on the device of the gradients, or in memory that it can address. Raises
@@ -21,14 +22,10 @@ def update_bucket(rule: Rule, updates: Sequence[Update]) -> None:
     if not updates:
         return
     if updates[0].grad.device.type == "cuda":
-        from megacompile.runtime.optim.kernels.adam import adam_bucket
-        from megacompile.runtime.optim.kernels.sgd import sgd_bucket
+        from megacompile.runtime.optim.kernels.update import launch
 
-        if rule is Rule.ADAM:
-            adam_bucket(updates)
-        else:
-            sgd_bucket(updates, nesterov=rule is Rule.NESTEROV)
+        launch(rule, updates)
         return
     for i, update in enumerate(updates):
-        describe(i, update, rule.states)  # refuses what the kernels refuse
-        rules.apply(rule, update)
+        describe(i, rule, update)  # refuses what the kernels refuse
+        apply(rule, update)

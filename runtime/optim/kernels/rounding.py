@@ -3,7 +3,7 @@
     bf16(x) = upper 16 bits of (bits(x) + (Philox(seed, index) mod 2^16)),   NaN, inf as they are
 
 The generator is Philox-4x32-10 (Salmon et al., 2011), its word that of `tl.randint(seed, index)`;
-the twin is `round_stochastic` in runtime/optim/rules.py ([Note: stochastic rounding]).
+the twin is `round_stochastic` in runtime/optim/stochastic.py ([Note: stochastic rounding]).
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

@@ -6,7 +6,7 @@ the kernel all of it; their layout is what this module and the kernels share:
     blocks  (programs, 2) int32: the parameter's row, the number of the block within it
     table   (params, columns) int64: numel, addresses of param, out, copy and grad, of each state
             (or of its codes), of each state's absmax, and the seed; 0 where there is none
-    hyper   (params, columns) fp32 or fp64: rules.AdamHyper or rules.SgdHyper
+    hyper   (params, columns) fp32 or fp64: `OptimizerRule.hyper`
 
 `blocks` depends on the sizes alone and is made once. The rest is fetched in every call, from one
 pinned tensor of its own (see `kernels.fetch`).
@@ -24,9 +24,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megacompile.runtime.optim import rules
 from megacompile.runtime.optim.blockwise import absmax_numel
-from megacompile.runtime.optim.rules import Update
+from megacompile.runtime.optim.rule import OptimizerRule
+from megacompile.runtime.optim.update import Update, math_dtype
 
 NUMEL, PARAM, OUT, COPY, GRAD, STATES = range(6)  # columns; behind them come the states
 
@@ -54,11 +54,11 @@ class Launch(NamedTuple):
     hyper: Tensor  # (params, columns) fp32 or fp64
 
 
-def launches(updates: Sequence[Update], *, states: int, block: int) -> Iterator[Launch]:
+def launches(rule: OptimizerRule, updates: Sequence[Update], *, block: int) -> Iterator[Launch]:
     """One launch for each signature among the updates; `block` elements to a program."""
     groups: dict[Signature, tuple[list[int], list[list[int]], list[Sequence[float]]]] = {}
     for i, update in enumerate(updates):
-        signature, row = describe(i, update, states)
+        signature, row = describe(i, rule, update)
         if row[NUMEL] == 0:
             continue
         numels, rows, hypers = groups.setdefault(signature, ([], [], []))
@@ -68,16 +68,20 @@ def launches(updates: Sequence[Update], *, states: int, block: int) -> Iterator[
     for signature, (numels, rows, hypers) in groups.items():
         device = updates[0].grad.device
         blocks = program_blocks(tuple(numels), block, device)
-        table, hyper = pack(rows, hypers, rules.math_dtype(signature.param), device)
+        table, hyper = pack(rows, hypers, math_dtype(signature.param), device)
         yield Launch(signature, blocks, table, hyper)
 
 
-def describe(position: int, update: Update, states: int) -> tuple[Signature, list[int]]:
+def describe(position: int, rule: OptimizerRule, update: Update) -> tuple[Signature, list[int]]:
     """A parameter's signature and its row of the table."""
     param, grad, given, _, out, copy, seed = update
     numel = param.numel()
-    if len(given) != states:
-        raise ValueError(f"parameter {position} has {len(given)} states, needed {states}")
+    moments = rule.moments
+    if len(given) != len(moments):
+        raise ValueError(f"parameter {position} has {len(given)} states, needed {len(moments)}")
+    for moment, state in zip(moments, given, strict=True):
+        if state is None and moment.option is None:
+            raise ValueError(f"parameter {position} has no {moment.name}, needed a tensor")
     out = param if out is None else out
     if out.dtype != param.dtype:
         raise ValueError(

@@ -1,0 +1,123 @@
+"""Adam, AdamW and AMSGrad.
+
+    g = scale * grad + l2 * p                 p = decay * p
+    m = lerp(m, g, 1 - beta1)                 v = beta2 * v + (1 - beta2) * g^2
+    p = p - step_size * m / (sqrt(v or max(v)) + eps)
+
+where step_size and eps hold the bias corrections.
+
+Sources: Kingma & Ba, 2015, arXiv 1412.6980; Loshchilov & Hutter, 2019, arXiv 1711.05101; Reddi et
+al., 2018, arXiv 1904.09237; the order of operations is that of torch.optim.adam's
+_single_tensor_adam.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megacompile.runtime.optim.rule import (
+    Group,
+    Moment,
+    OptimizerRule,
+    Option,
+    is_number,
+    numbers,
+)
+
+if TYPE_CHECKING:  # see `OptimizerRule.kernel`
+    import triton.language as tl
+
+
+class Scalars(NamedTuple):
+    """The numbers of one step."""
+
+    l2: float  # weight decay that joins the gradient (Adam); else 0
+    decay: float  # factor of the parameter: 1 - lr * weight_decay (AdamW); else 1
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    negative_step_size: float  # -lr / (1 - beta1^step) * sqrt(1 - beta2^step)
+    eps: float  # eps * sqrt(1 - beta2^step): one division less than in torch.optim's order
+
+
+def scalars(group: Group, step: float, first: bool) -> Scalars:
+    """Of the `step`-th step, counted from 1."""
+    del first
+    lr = float(group["lr"])
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    weight_decay = float(group["weight_decay"])
+    decoupled = bool(group.get("decoupled_weight_decay", False))
+    correction = (1 - beta2**step) ** 0.5
+    return Scalars(
+        l2=0.0 if decoupled else weight_decay,
+        decay=1 - lr * weight_decay if decoupled else 1.0,
+        one_minus_beta1=1 - beta1,
+        beta2=beta2,
+        one_minus_beta2=1 - beta2,
+        negative_step_size=-(lr / (1 - beta1**step)) * correction,
+        eps=float(group["eps"]) * correction,
+    )
+
+
+def twin(
+    p: Tensor, g: Tensor, states: tuple[Tensor, ...], h: Sequence[Tensor]
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """See `rule.Twin`."""
+    l2, decay, one_minus_beta1, beta2, one_minus_beta2, step_size, eps = h
+    g = torch.where(l2 != 0, g + l2 * p, g)  # 0 * inf is not 0
+    p = p * decay
+    # torch.lerp's formula for small weights, which compiled code would take apart otherwise
+    m = states[0] + one_minus_beta1 * (g - states[0])
+    v = states[1] * beta2 + one_minus_beta2 * g * g
+    v_hat = v if len(states) == 2 else torch.maximum(states[2], v)
+    p = p + step_size * m / (v_hat.sqrt() + eps)
+    return p, (m, v) if len(states) == 2 else (m, v, v_hat)
+
+
+def adam_kernel(p, g, states, h):
+    """The same in Triton."""
+    l2, decay, one_minus_beta1, beta2, one_minus_beta2, step_size, eps = h
+    g = tl.where(l2 != 0, g + l2 * p, g)
+    p = p * decay
+    m = states[0] + one_minus_beta1 * (g - states[0])
+    v = states[1] * beta2 + one_minus_beta2 * g * g
+    v_hat = v
+    later = (m, v)
+    if len(states) == 3:
+        v_hat = tl.maximum(states[2], v, propagate_nan=tl.PropagateNan.ALL)
+        later = (m, v, v_hat)
+    if p.dtype == tl.float32:  # whose plain sqrt and division are approximate
+        p = p + tl.div_rn(step_size * m, tl.sqrt_rn(v_hat) + eps)
+    else:
+        p = p + step_size * m / (tl.sqrt(v_hat) + eps)
+    return p, later
+
+
+def _are_betas(value: Any) -> bool:
+    pair = isinstance(value, (tuple, list)) and len(value) == 2
+    return pair and all(is_number(beta) and 0 <= float(beta) < 1 for beta in value)
+
+
+ADAM = OptimizerRule(
+    name="adam",
+    types=(torch.optim.AdamW, torch.optim.Adam),
+    counts=True,
+    moments=(
+        Moment("exp_avg"),
+        Moment("exp_avg_sq", signed=False),
+        Moment("max_exp_avg_sq", signed=False, option="amsgrad"),
+    ),
+    options=(
+        *numbers("lr", "weight_decay", "eps"),
+        Option("betas", _are_betas, "two numbers of at least 0, below 1"),
+    ),
+    scalars=scalars,
+    twin=twin,
+    kernel=adam_kernel,
+)

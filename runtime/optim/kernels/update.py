@@ -1,0 +1,198 @@
+"""The kernel of all rules: one launch for the parameters of a bucket that share a signature.
+
+    g = scale * grad;   p, states = rule(p, g, states, scalars)
+
+Each of gradient, parameter and states is read once; parameter, copy and states are written once.
+The rule's arithmetic (`OptimizerRule.kernel`) is inlined; the twin is `runtime/optim/twin.py`.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from megacompile.runtime.optim import blockwise
+from megacompile.runtime.optim.kernels import table as layout
+from megacompile.runtime.optim.kernels.blockwise import load, load_state, pointers, store_state
+from megacompile.runtime.optim.kernels.rounding import round_nearest, round_to
+from megacompile.runtime.optim.kernels.table import Signature, launches
+from megacompile.runtime.optim.rule import MAX_MOMENTS, OptimizerRule
+from megacompile.runtime.optim.update import Update
+
+BLOCK = 1024  # elements to a program; on an H200 2048 and 4096 are slower
+_WARPS = 8
+
+_PARAM = tl.constexpr(layout.PARAM)
+_OUT = tl.constexpr(layout.OUT)
+_COPY = tl.constexpr(layout.COPY)
+_GRAD = tl.constexpr(layout.GRAD)
+_STATE0 = tl.constexpr(layout.STATES)
+_STATE1 = tl.constexpr(layout.STATES + 1)
+_STATE2 = tl.constexpr(layout.STATES + 2)
+
+_DTYPES = {
+    None: None,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+    torch.uint8: tl.uint8,
+}
+
+
+def launch(rule: OptimizerRule, updates: Sequence[Update], *, block: int = BLOCK) -> None:
+    """One step for the parameters of a bucket, in place, on the device of the gradients.
+
+    `block` elements, a multiple of 256 by a power of two, go to a program. Raises ValueError for a
+    tensor that is not contiguous or has another size or dtype than needed.
+    """
+    if not updates:
+        return
+    device = updates[0].grad.device
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        maps = blockwise.tables(device)
+        for signature, blocks, table, hyper in launches(rule, updates, block=block):
+            _update[(len(blocks),)](
+                blocks,
+                table,
+                hyper,
+                maps,
+                ROWS=block // blockwise.BLOCK,
+                HYPERS=hyper.shape[1],
+                num_warps=_WARPS,
+                enable_fp_fusion=False,  # the twins round each product too; memory is the limit
+                **constants(rule, signature),
+            )
+
+
+def constants(rule: OptimizerRule, signature: Signature) -> dict[str, Any]:
+    """What the kernel is compiled for, but for sizes of the launch."""
+    rest = [None] * (MAX_MOMENTS - len(rule.moments))
+    found: dict[str, Any] = {
+        "RULE": _jitted(rule),
+        "MOMENTS": len(rule.moments),
+        "PARAM": _DTYPES[signature.param],
+        "GRAD": _DTYPES[signature.grad],
+        "COPY": _DTYPES[signature.copy],
+        "STOCHASTIC": signature.stochastic,
+        "ALIGNED": signature.aligned,
+    }
+    for i, dtype in enumerate([*signature.states, *rest]):
+        found[f"STATE{i}"] = _DTYPES[dtype]
+        found[f"SIGNED{i}"] = int(i < len(rule.moments) and rule.moments[i].signed)
+    return found
+
+
+@functools.cache
+def _jitted(rule: OptimizerRule) -> Any:
+    plain: Any = rule.kernel
+    names = {**plain.__globals__, "tl": tl}
+    return triton.jit(types.FunctionType(plain.__code__, names, plain.__name__))
+
+
+@triton.jit
+def _update(
+    blocks,
+    table,
+    hyper,
+    maps,
+    RULE: tl.constexpr,
+    MOMENTS: tl.constexpr,
+    PARAM: tl.constexpr,
+    GRAD: tl.constexpr,
+    COPY: tl.constexpr,
+    STATE0: tl.constexpr,
+    SIGNED0: tl.constexpr,
+    STATE1: tl.constexpr,
+    SIGNED1: tl.constexpr,
+    STATE2: tl.constexpr,
+    SIGNED2: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    HYPERS: tl.constexpr,
+):
+    MATH: tl.constexpr = hyper.dtype.element_ty
+    ABSMAX0: tl.constexpr = _STATE0 + MOMENTS
+    SEED: tl.constexpr = _STATE0 + 2 * MOMENTS
+    program = tl.program_id(0).to(tl.int64)
+    row = tl.load(blocks + 2 * program).to(tl.int64)
+    tile = tl.load(blocks + 2 * program + 1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    index = tile[:, None] * 256 + tl.arange(0, 256)[None, :]
+    table += row * (SEED + 1)
+    hyper += row * HYPERS
+    numel = tl.load(table)
+    if ALIGNED:  # a vector lies within the tensor or beyond it
+        numel = tl.multiple_of(numel, 16)
+    mask = index < numel
+
+    p = load(table, _PARAM, index, mask, PARAM, MATH, ALIGNED)
+    g = load(table, _GRAD, index, mask, GRAD, MATH, ALIGNED) * tl.load(hyper)
+    states = ()
+    if STATE0 is not None:
+        s0 = load_state(
+            table, _STATE0, ABSMAX0, tile, index, mask, maps, SIGNED0, STATE0, MATH, ALIGNED
+        )
+        states = states + (s0,)
+    if STATE1 is not None:
+        s1 = load_state(
+            table, _STATE1, ABSMAX0 + 1, tile, index, mask, maps, SIGNED1, STATE1, MATH, ALIGNED
+        )
+        states = states + (s1,)
+    if STATE2 is not None:
+        s2 = load_state(
+            table, _STATE2, ABSMAX0 + 2, tile, index, mask, maps, SIGNED2, STATE2, MATH, ALIGNED
+        )
+        states = states + (s2,)
+    scalars = ()
+    for i in tl.static_range(1, HYPERS):
+        scalars = scalars + (tl.load(hyper + i),)
+
+    p, states = RULE(p, g, states, scalars)
+
+    if STATE0 is not None:
+        store_state(
+            table, _STATE0, ABSMAX0, tile, index, mask, maps, states[0], SIGNED0, STATE0, ALIGNED
+        )
+    if STATE1 is not None:
+        store_state(
+            table,
+            _STATE1,
+            ABSMAX0 + 1,
+            tile,
+            index,
+            mask,
+            maps,
+            states[1],
+            SIGNED1,
+            STATE1,
+            ALIGNED,
+        )
+    if STATE2 is not None:
+        store_state(
+            table,
+            _STATE2,
+            ABSMAX0 + 2,
+            tile,
+            index,
+            mask,
+            maps,
+            states[2],
+            SIGNED2,
+            STATE2,
+            ALIGNED,
+        )
+    new = round_to(p, tl.load(table + SEED), index, PARAM, STOCHASTIC)
+    tl.store(pointers(table, _OUT, index, PARAM, ALIGNED), new, mask=mask)
+    if COPY is not None:
+        low = round_nearest(new, COPY)
+        tl.store(pointers(table, _COPY, index, COPY, ALIGNED), low, mask=mask)

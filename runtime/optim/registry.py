@@ -1,0 +1,33 @@
+"""The optimizers that can update streamed parameters, a file each.
+
+An optimizer is added here and in a file of its own; see `rule.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.optim import Optimizer
+
+from megacompile.runtime.optim import adafactor, adam, lion, muon, sgd
+from megacompile.runtime.optim.rule import Known, OptimizerRule
+
+KNOWN: tuple[Known, ...] = (adam.ADAM, sgd.SGD, lion.LION, muon.MUON, adafactor.ADAFACTOR)
+RULES = tuple(known for known in KNOWN if isinstance(known, OptimizerRule))
+
+
+def known(kind: type[Optimizer]) -> Known | None:
+    """What is known of optimizers of a class; None: their own step updates, on the host."""
+    return next((each for each in KNOWN if each.is_of(kind)), None)
+
+
+def rule_of(optimizer: Optimizer) -> OptimizerRule | None:
+    """The rule of an optimizer, if it has one."""
+    found = known(type(optimizer))
+    return found if isinstance(found, OptimizerRule) else None
+
+
+def listed(optimizers: Sequence[Known], last: str = "and") -> str:
+    """The names of their classes: "AdamW, Adam and SGD"."""
+    names = [name for each in optimizers for name in each.names]
+    return f"{', '.join(names[:-1])} {last} {names[-1]}"

@@ -1,0 +1,196 @@
+"""What an optimizer rule is: the one place to look at before adding an optimizer.
+
+A rule is a file of this folder with one `OptimizerRule`, and a line in `registry.KNOWN`. It has
+
+    types     the optimizers it stands for
+    moments   their states, by the names in `optimizer.state[p]`
+    options   what a parameter group must hold
+    scalars   what a step makes of a parameter group: the numbers that the arithmetic takes
+    twin      the arithmetic in plain torch: compiled to C++ for the host
+    kernel    the arithmetic in Triton, for the device; the twin is what it is tested against
+
+Twin and kernel are pure and elementwise, on values in fp32 (fp64 for fp64 parameters). Everything
+around them is the same for all rules: dtypes, 8-bit states, rounding, masters and their copies
+(`twin.py`, `kernels/update.py`), and when and where an update is made (`runtime/updates`). The rest
+of the code asks the rule, and never which one it is.
+
+An optimizer whose update is not elementwise has an `OwnStep` instead: its own code runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+Group = Mapping[str, Any]  # a parameter group: its options
+MAX_MOMENTS = 3  # that the kernel has arguments for
+
+# (p, g, states, scalars) -> (new p, new states). Tensors are (numel,) in the arithmetic's dtype,
+# scalars 0-d. `states` are those that there are, in the order of `moments`; as many come back.
+Twin = Callable[
+    [Tensor, Tensor, tuple[Tensor, ...], Sequence[Tensor]], tuple[Tensor, tuple[Tensor, ...]]
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A state with an element for each of the parameter's; it begins as zeros."""
+
+    name: str  # in `optimizer.state[p]`
+    signed: bool = True  # has it negative values? Its 8-bit codes go by that
+    option: str | None = None  # of the group, which must be true, or not 0; None: always there
+    late: bool = False  # a state without it is right: the next step makes it
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What an option of a parameter group must be for an update to begin."""
+
+    name: str
+    fits: Callable[[Any], bool]
+    needed: str  # in an error, behind "needed"
+
+
+def is_number(value: Any) -> bool:
+    """Is it a real number, or a tensor of one?"""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, Real)
+
+
+def numbers(*names: str) -> tuple[Option, ...]:
+    """Options that are one number each."""
+    return tuple(Option(name, is_number, "a number") for name in names)
+
+
+def _never(optimizer: Optimizer) -> str:
+    del optimizer
+    return ""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Known:
+    """An optimizer that can update streamed parameters.
+
+    Attributes:
+        types: its classes, which must be the very ones: a subclass may do anything. A class of
+            another package stands as its dotted name, such as "package.module.Class".
+        counts: does it keep a "step" in the state of each parameter?
+        options: what a parameter group must hold.
+        stands_back: why this optimizer must make its own step after all, as a clause; "" if not.
+    """
+
+    types: tuple[type[Optimizer] | str, ...]
+    counts: bool
+    options: tuple[Option, ...] = ()
+    stands_back: Callable[[Optimizer], str] = _never
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of its classes, as an error lists them."""
+        return tuple(
+            kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__
+            for kind in self.types
+        )
+
+    def is_of(self, kind: type[Optimizer]) -> bool:
+        """Does it stand for optimizers of this class?"""
+        return kind in self.types or f"{kind.__module__}.{kind.__qualname__}" in self.types
+
+    def has_states(self, group: Group) -> bool:
+        """Has a parameter of this group states after its first step?"""
+        raise NotImplementedError
+
+    def shapes(
+        self, group: Group, shape: Sequence[int], state: Mapping[str, Any]
+    ) -> Iterable[tuple[str, Sequence[int]]]:
+        """The names and shapes that a parameter's state must have, if it has anything."""
+        raise NotImplementedError
+
+    def because(self, name: str) -> str:
+        """Why a state that is missing is needed, as an error's parenthesis; "" if that is plain."""
+        del name
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OwnStep(Known):
+    """An optimizer whose own step runs on the device, a parameter at a time.
+
+    Attributes:
+        state_shapes: as `shapes`.
+    """
+
+    state_shapes: Callable[
+        [Group, Sequence[int], Mapping[str, Any]], Iterable[tuple[str, Sequence[int]]]
+    ]
+
+    def has_states(self, group: Group) -> bool:
+        del group
+        return True
+
+    def shapes(
+        self, group: Group, shape: Sequence[int], state: Mapping[str, Any]
+    ) -> Iterable[tuple[str, Sequence[int]]]:
+        return self.state_shapes(group, shape, state)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OptimizerRule(Known):
+    """An optimizer whose update is elementwise; see the module.
+
+    Attributes:
+        name: of the kernel.
+        moments: its states; those with an `option` come last, so that states that are there are the
+            first ones.
+        scalars: (group, step, first) -> numbers. `step` counts from 1 (by the "step" of the state);
+            `first`: some state has no value yet.
+        twin: see `Twin`.
+        kernel: the twin in Triton's language, called the same way. It is not decorated: triton is
+            imported when the first bucket is updated on a GPU, and gives it `tl` then.
+    """
+
+    name: str
+    moments: tuple[Moment, ...]
+    scalars: Callable[[Group, float, bool], Sequence[float]]
+    twin: Twin
+    kernel: Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        assert len(self.moments) <= MAX_MOMENTS, f"{self.name}: the kernel takes {MAX_MOMENTS}"
+
+    def state_names(self, group: Group) -> tuple[str, ...]:
+        """The states of a parameter of this group, in the order of `moments`."""
+        return tuple(m.name for m in self.moments if m.option is None or group[m.option])
+
+    def signed(self, name: str) -> bool:
+        """Has a state negative values?"""
+        return all(moment.signed for moment in self.moments if moment.name == name)
+
+    def has_states(self, group: Group) -> bool:
+        return bool(self.state_names(group))
+
+    def shapes(
+        self, group: Group, shape: Sequence[int], state: Mapping[str, Any]
+    ) -> Iterable[tuple[str, Sequence[int]]]:
+        late = {m.name for m in self.moments if m.late}
+        for name in self.state_names(group):
+            if name not in late or state.get(name) is not None:
+                yield name, shape
+
+    def because(self, name: str) -> str:
+        option = next((m.option for m in self.moments if m.name == name), None)
+        return "" if option is None else f" ({option}=True needs it)"
+
+    def hyper(
+        self, group: Group, *, step: float | Tensor = 1, first: bool = False, scale: float = 1.0
+    ) -> tuple[float, ...]:
+        """The numbers of one step: the gradient's factor, negative to maximize, and `scalars`."""
+        factor = -scale if group.get("maximize", False) else scale
+        return (factor, *self.scalars(group, float(step), first))

@@ -1,0 +1,107 @@
+"""A rule in plain torch on one parameter, in place: what the kernels are tested against.
+
+It is pure pointwise code on flat tensors, with its scalars as data, so that one
+`torch.compile(function_of(rule), dynamic=True, fullgraph=True)` serves every step and size.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacompile.runtime.optim.blockwise import dequantize, quantize, tables
+from megacompile.runtime.optim.rule import OptimizerRule
+from megacompile.runtime.optim.stochastic import round_stochastic
+from megacompile.runtime.optim.update import State, Update, math_dtype
+
+
+@functools.cache
+def function_of(rule: OptimizerRule) -> Callable[..., None]:
+    """One step of a rule on flat tensors, in place. Its arguments:
+
+    param   (numel,) bf16, fp16, fp32 or fp64
+    grad    (numel,) any float dtype
+    states  a tuple, each (numel,) of any float dtype, or codes and absmax, or None
+    copy    (numel,) any float dtype, or None: takes the new parameter too
+    hyper   (columns,) `OptimizerRule.hyper`, fp32; fp64 for an fp64 parameter
+    seed    0-d int64, or None: rounds a bf16 parameter stochastically
+    out     (numel,) like `param`, which stays as it is then, or None
+    """
+    twin, signs = rule.twin, tuple(moment.signed for moment in rule.moments)
+
+    def step(
+        param: Tensor,
+        grad: Tensor,
+        states: tuple[State | None, ...],
+        copy: Tensor | None,
+        hyper: Tensor,
+        seed: Tensor | int | None = None,
+        out: Tensor | None = None,
+    ) -> None:
+        math = math_dtype(param.dtype)
+        scale, *scalars = hyper.to(math).unbind()
+        there = [
+            (state, sign) for state, sign in zip(states, signs, strict=True) if state is not None
+        ]
+        codes = any(isinstance(state, tuple) for state, _ in there)
+        table = tables(param.device) if codes else None
+        old = tuple([_load(state, math, table, signed=sign) for state, sign in there])
+        p, new = twin(param.to(math), grad.to(math) * scale, old, scalars)
+        for (state, sign), values in zip(there, new, strict=True):
+            _store(state, values, table, signed=sign)
+        _store_param(p, param if out is None else out, copy, seed)
+
+    # a code object of its own: Dynamo counts recompilations by it, and rules do not share them
+    code = step.__code__.replace(co_name=f"{rule.name}_")
+    return types.FunctionType(code, globals(), code.co_name, step.__defaults__, step.__closure__)
+
+
+def apply(rule: OptimizerRule, update: Update) -> None:
+    """Run the twin of a rule on one parameter of a bucket."""
+    param, grad, states, hyper, out, copy, seed = update
+    for moment, state in zip(rule.moments, states, strict=True):
+        if state is None and moment.option is None:
+            raise ValueError(f"{rule.name}: the update got None for {moment.name}, needed a tensor")
+    param = param.detach().view(-1)
+    flat = tuple(s.view(-1) if isinstance(s, Tensor) else s for s in states)
+    out = None if out is None else out.detach().view(-1)
+    copy = None if copy is None else copy.detach().view(-1)
+    scalars = torch.tensor(tuple(hyper), dtype=math_dtype(param.dtype), device=param.device)
+    function_of(rule)(param, grad.view(-1), flat, copy, scalars, seed, out)
+
+
+def _load(state: State, dtype: torch.dtype, table: Tensor | None, *, signed: bool) -> Tensor:
+    if isinstance(state, Tensor):
+        return state.to(dtype)
+    codes, absmax = state
+    return dequantize(codes, absmax, signed, dtype, table)
+
+
+def _store(state: State, values: Tensor, table: Tensor | None, *, signed: bool) -> None:
+    if isinstance(state, Tensor):
+        state.copy_(values)
+        return
+    for stored, new in zip(state, quantize(values, signed, table), strict=True):
+        stored.copy_(new)
+
+
+def _store_param(p: Tensor, out: Tensor, copy: Tensor | None, seed: Tensor | int | None) -> None:
+    if seed is not None and out.dtype == torch.bfloat16:
+        new = round_stochastic(p, seed)
+    else:
+        new = p.to(out.dtype)
+    out.copy_(new)
+    if copy is not None:
+        copy.copy_(new)
+
+
+def arguments(update: Update) -> tuple[Any, ...]:
+    """A flat update as `function_of` takes it."""
+    scalars = torch.tensor(tuple(update.hyper), dtype=math_dtype(update.param.dtype))
+    seed = None if update.seed is None else torch.tensor(update.seed)
+    return (update.param, update.grad, update.states, update.copy, scalars, seed)
