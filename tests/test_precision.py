@@ -382,7 +382,7 @@ def test_an_optimizer_without_stochastic_rounding_says_so() -> None:
     model = streamed(nn.Linear(8, 8, bias=False, dtype=BF16), stochastic_rounding=True)
     optimizer = torch.optim.Muon(model.parameters())
     model(torch.rand(2, 8, dtype=BF16)).sum().backward()
-    with pytest.warns(UserWarning, match="Muon does not heed stochastic_rounding"):
+    with pytest.warns(UserWarning, match="Muon ignores stochastic_rounding"):
         optimizer.step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -52,7 +52,7 @@ def stands_back(optimizer: Optimizer, found: Iterable[Trained]) -> str:
 
 
 def not_heeded(optimizer: Optimizer, options: Options) -> str:
-    """What an optimizer without a rule of ours does not heed, as a sentence; "" if nothing."""
+    """What an optimizer without a rule of ours ignores, as a sentence; "" if nothing."""
     asked = {
         "state_dtype": options.state_dtype is not None,
         "stochastic_rounding": options.stochastic_rounding,
@@ -60,7 +60,7 @@ def not_heeded(optimizer: Optimizer, options: Options) -> str:
     names = " and ".join(name for name, value in asked.items() if value)
     if not names or rule_of(optimizer) is not None:
         return ""
-    return f"{type(optimizer).__name__} does not heed {names} ({listed(RULES)} do)"
+    return f"{type(optimizer).__name__} ignores {names} ({listed(RULES)} do not)"
 
 
 def names_like(param: torch.Tensor, state: dict[str, Any]) -> list[str]:
