@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 
+pytest.register_assert_rewrite("tests.faults", "tests.zoo")  # they assert for the tests
 torch.set_num_threads(1)  # the models are small: threads cost more than they gain
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads it when it is first imported
