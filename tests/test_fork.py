@@ -11,7 +11,7 @@ import os
 import pickle
 import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
@@ -26,20 +26,13 @@ from megacompile.errors import OptimizerError
 from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.guards import GuardedParameter
-from tests.test_step import BUCKET, NAME, Gate, adamw, gradients, in_flight, net, train
+from tests.gate import Gate, in_flight
+from tests.training import BUCKET, NAME, adamw, gradients, net, train
 from tests.zoo import assert_same, batch, equal, stack, step, twins
 
 TIMEOUT_S = 60
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    made = Gate(monkeypatch)
-    yield made
-    made.held = False
-    made.open()
 
 
 def in_child(function: Callable[[], Any]) -> Any:

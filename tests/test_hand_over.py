@@ -20,7 +20,7 @@ from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.updates.flight import Flight
 from megacompile.verify.hazard import HazardKind
 from megacompile.verify.proof import hazards
-from tests.test_step import adamw, data, net, schedulers, sgd, train
+from tests.training import adamw, data, net, schedulers, sgd, train
 from tests.zoo import twins
 
 SHARE = 0.7  # of the parameters of `net()`: the embedding and layers

@@ -19,8 +19,8 @@ from megacompile.plan import planner
 from megacompile.plan.abstract import abstract_options, abstract_programs
 from megacompile.plan.compiler import PassCompiler
 from megacompile.plan.planner import Choice, Problem, search
-from tests.test_resident import residents
-from tests.test_step import adamw, data, net, train
+from tests.inside import residents
+from tests.training import adamw, data, net, train
 from tests.zoo import assert_same, twins
 
 GIB = 2**30

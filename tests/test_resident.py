@@ -15,16 +15,11 @@ from megacompile import megacompile, schedules, updates
 from megacompile.errors import OptionError
 from megacompile.ir import ops
 from tests.cases import CASES, build
-from tests.test_step import adamw, data, net, schedulers, train
+from tests.inside import residents
+from tests.training import adamw, data, net, schedulers, train
 from tests.zoo import assert_same, twins
 
 KB = 1000
-
-
-def residents(model: Any) -> set[str]:
-    """The buckets that live on the device."""
-    buckets = model._compiled_call_impl.machine.buckets.values()
-    return {bucket.layout.name for bucket in buckets if bucket.resident is not None}
 
 
 def kinds(model: Any) -> dict[str, set[str]]:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from megacompile import megacompile, schedules
 from megacompile.errors import DeviceMemoryError
 from megacompile.runtime.ops.bound import BoundOps
-from tests.test_step import adamw, data, net
+from tests.training import adamw, data, net
 from tests.zoo import assert_same, twins
 
 MiB = 2**20

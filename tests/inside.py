@@ -1,0 +1,44 @@
+"""Looks inside a megacompiled model: what tests may know of it that a user may not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from megacompile.runtime.model.streamed import StreamedModel
+from megacompile.runtime.ops.machine import Machine
+from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.updates.update import Way
+
+
+def streamed(model: nn.Module) -> StreamedModel:
+    """What runs when the model is called."""
+    found: Any = model._compiled_call_impl
+    assert isinstance(found, StreamedModel)
+    return found
+
+
+def is_streamed(model: nn.Module) -> bool:
+    """Is the model megacompiled?"""
+    return model._compiled_call_impl is not None
+
+
+def machine(model: nn.Module) -> Machine:
+    """The streams, slots and buckets of a model."""
+    return streamed(model).machine
+
+
+def buckets(model: nn.Module) -> dict[str, HostBucket]:
+    """The buckets of a model, by name."""
+    return {bucket.layout.name: bucket for bucket in machine(model).buckets.values()}
+
+
+def residents(model: nn.Module) -> set[str]:
+    """The buckets that live on the device."""
+    return {name for name, bucket in buckets(model).items() if bucket.resident is not None}
+
+
+def ways(model: nn.Module) -> set[Way]:
+    """How the host updates the buckets of a model."""
+    return set(streamed(model).updates.ways.values())
