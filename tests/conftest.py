@@ -1,4 +1,4 @@
-"""Fixtures for all tests. Where there is no GPU, those that need one are skipped, and it is said."""
+"""Fixtures for all tests. Those that need a GPU are skipped without one, with the reason."""
 
 from __future__ import annotations
 

@@ -6,7 +6,9 @@ from typing import Any
 
 from torch import nn
 
+from megacompile.runtime.model.captured import Program
 from megacompile.runtime.model.streamed import StreamedModel
+from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.updates.update import Way
@@ -31,7 +33,21 @@ def machine(model: nn.Module) -> Machine:
 
 def buckets(model: nn.Module) -> dict[str, HostBucket]:
     """The buckets of a model, by name."""
-    return {bucket.layout.name: bucket for bucket in machine(model).buckets.values()}
+    bound = machine(model).buckets.values()
+    by_name = {bucket.layout.name: bucket for bucket in bound}
+    assert len(by_name) == len(bound), "two buckets of one name"
+    return by_name
+
+
+def programs(model: nn.Module) -> list[Program]:
+    """What was captured of a model, one for each graph and each kind of inputs."""
+    found = [program for graph in streamed(model).graphs for program in graph.programs.values()]
+    return [program for program in found if program is not None]
+
+
+def executors(model: nn.Module) -> list[Executor]:
+    """Every executor that a model has made."""
+    return [executor for program in programs(model) for executor in program.executors.values()]
 
 
 def residents(model: nn.Module) -> set[str]:

@@ -21,7 +21,7 @@ from megacompile.errors import (
     OptionError,
     OptionTypeError,
 )
-from tests import zoo
+from tests import inside, zoo
 from tests.zoo import WIDTH, Inputs
 
 STEPS = 10
@@ -69,7 +69,7 @@ def train(
     model: Any, optimizer: Optimizer, steps: int = STEPS, *, start: int = 0, micro: int = 1
 ) -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 1.0 / (1 + i))
-    streamed = model._compiled_call_impl is not None
+    streamed = inside.is_streamed(model)
     for i in range(start, start + steps):
         for k in range(micro):
             waits = streamed and k + 1 < micro
@@ -89,7 +89,7 @@ def assert_close(plain: nn.Module, streamed: nn.Module, tolerance: float = 1e-6)
 
 def host_gradients(model: Any) -> int:
     """How many gradients have host memory."""
-    return sum(len(b.grads) for b in model._compiled_call_impl.machine.buckets.values())
+    return sum(len(b.grads) for b in inside.buckets(model).values())
 
 
 # --- numbers
@@ -307,7 +307,7 @@ def test_optimizers_that_cannot() -> None:
     with pytest.raises(OptionError, match="differentiable or capturable"):
         options: Any = {"differentiable": True}
         megacompile(model, device="cpu", optimizer=AdamW(model.parameters(), **options))
-    assert model._compiled_call_impl is None
+    assert not inside.is_streamed(model)
 
 
 def test_a_parameter_that_is_not_in_the_optimizer() -> None:

@@ -18,6 +18,7 @@ from megacompile import trace
 from megacompile.runtime.step.step import PreparedStep
 from megacompile.runtime.updates.flight import Flight
 from megacompile.runtime.updates.update import BucketUpdate
+from tests import inside
 from tests.zoo import WIDTH, assert_same, batch, step, twins
 
 
@@ -96,7 +97,7 @@ def at_rest(model: Any, interrupts: Interrupts) -> None:
     """Whatever was started in the background has come to its end."""
     interrupts.may.set()
     over = threading.Event()
-    model._compiled_call_impl.updates._workers._host.submit(over.set)
+    inside.streamed(model).updates._workers._host.submit(over.set)
     assert over.wait(60)
 
 

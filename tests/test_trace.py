@@ -24,6 +24,7 @@ from megacompile.runtime.updates.update import BucketUpdate
 from megacompile.tracing import recorder
 from megacompile.tracing.recorder import Recording, Tracer, _Clock
 from megacompile.tracing.timeline import HOST, UPDATE_ON_HOST, Span, covered_s, describe, live_bytes
+from tests import inside
 from tests.schedules import ACTIVATION, WEIGHT, Spec, build, find
 from tests.zoo import Made, Stack, batchnorm, dropout, stack, step, tied, twins
 
@@ -31,7 +32,7 @@ QUIET = (ops.free, ops.park, ops.begin)
 
 
 def tracer_of(model: Any) -> Any:
-    return model._compiled_call_impl.machine.tracer
+    return inside.machine(model).tracer
 
 
 def names(spans: Iterator[Span] | tuple[Span, ...] | list[Span]) -> list[str]:
