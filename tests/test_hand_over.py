@@ -22,7 +22,7 @@ from megacompile.verify.hazard import HazardKind
 from megacompile.verify.proof import hazards
 from tests import inside
 from tests.training import adamw, data, net, schedulers, sgd, train
-from tests.zoo import twins
+from tests.zoo import assert_close, twins
 
 SHARE = 0.7  # of the parameters of `net()`: the embedding and layers
 THERE = {"embed", "layers.0", "layers.1"}  # what is handed over
@@ -45,11 +45,6 @@ def step(model: nn.Module, optimizers: list[Optimizer], i: int) -> None:
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
-
-
-def assert_close(plain: Any, streamed: Any) -> None:
-    for (name, want), got in zip(plain.named_parameters(), streamed.parameters(), strict=True):
-        assert float((got - want).detach().norm()) <= 1e-5 * float(want.detach().norm()), name
 
 
 @pytest.mark.parametrize(

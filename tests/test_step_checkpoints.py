@@ -40,9 +40,9 @@ def test_states_move_between_plain_and_streamed(case: str) -> None:
     on = make(plain)
     train(plain, on, 3)
     there = make(streamed)
-    move((plain, on), (streamed, there))
+    move((plain, *on), (streamed, *there))
     train(streamed, there, 3, start=3)
-    move((streamed, there), (plain, on))
+    move((streamed, *there), (plain, *on))
     train(plain, on, 3, start=6)
     assert_same(reference, plain)
 
@@ -57,7 +57,7 @@ def test_states_loaded_while_gradients_accumulate() -> None:
         train(model, optimizers, 2)
         model.zero_grad()
         backward(model, 2, 0)
-        move((donor, of_donor), (model, optimizers))
+        move((donor, *of_donor), (model, *optimizers))
         backward(model, 2, 1)
         optimizers[0].step()
         train(model, optimizers, 2, start=3)
@@ -70,7 +70,7 @@ def test_states_loaded_while_a_step_is_in_flight(gate: Gate) -> None:
     train(donor, of_donor, 4)
     (plain, mine), (streamed, theirs) = in_flight(gate)
     for model, optimizer in ((plain, mine), (streamed, theirs)):
-        move((donor, of_donor), (model, [optimizer]))
+        move((donor, *of_donor), (model, optimizer))
     assert_same(plain, streamed)
     gate.held = False
     gate.open()

@@ -7,7 +7,7 @@ two clipped micro-batches; `OPTIMIZERS` are those whose updates are compared wit
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from tests import zoo
-from tests.zoo import WIDTH, Inputs, equal
+from tests.zoo import WIDTH, Inputs, batch, equal, step
 
 STEPS = 10
 NAME = "layers.1.up.weight"  # a parameter of `net` to look at
@@ -27,9 +27,8 @@ Make = Callable[[nn.Module], list[Optimizer]]
 
 def net() -> Any:
     """An embedding, three layers and a head; one parameter is frozen, some get no gradient."""
-    model, _ = zoo.unused()
+    model, _ = zoo.mixed()
     model.embed = nn.Embedding(8, WIDTH)
-    model.layers[0].norm.weight.requires_grad_(False)
     return model
 
 
@@ -42,14 +41,20 @@ def data(seed: int) -> Inputs:
     }
 
 
-def groups(model: nn.Module, *, matrices: bool | None = None) -> list[dict[str, Any]]:
-    """Two parameter groups; `matrices` selects the layers' weights (True), or all others."""
+def groups(
+    model: nn.Module, *, matrices: bool | None = None, **of_vectors: Any
+) -> list[dict[str, Any]]:
+    """Two parameter groups: matrices, and vectors, which may have options of their own.
+
+    `matrices` selects the layers' weights (True), or all others.
+    """
     found: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
     for name, param in model.named_parameters():
         hidden = name.startswith("layers") and param.dim() == 2
         if matrices is None or hidden == matrices:
             found[param.dim() > 1].append(param)
-    chosen: list[dict[str, Any]] = [{"params": found[1]}, {"params": found[0], "weight_decay": 0.0}]
+    vectors = {"params": found[0], "weight_decay": 0.0, **of_vectors}
+    chosen: list[dict[str, Any]] = [{"params": found[1]}, vectors]
     return [group for group in chosen if group["params"]]
 
 
@@ -125,6 +130,14 @@ def train(
     return norms
 
 
+def take_steps(model: nn.Module, optimizer: Any, steps: int, *, start: int = 0) -> None:
+    """Steps on `zoo.batch(i)`, seeded with i; the gradients of the last one stay."""
+    for i in range(start, start + steps):
+        model.zero_grad()
+        step(model, batch(i), seed=i)
+        optimizer.step()
+
+
 def assert_states_same(plain: Any, streamed: Any) -> None:
     """Equal in every bit: nested containers of an optimizer's state_dict()."""
     if isinstance(plain, Tensor):
@@ -148,8 +161,7 @@ def through_file(value: Any) -> Any:
     return torch.load(file)
 
 
-def move(source: tuple[Any, list[Optimizer]], target: tuple[Any, list[Optimizer]]) -> None:
-    """Through a file."""
-    target[0].load_state_dict(through_file(source[0].state_dict()))
-    for mine, theirs in zip(source[1], target[1], strict=True):
+def move(source: Iterable[Any], target: Iterable[Any]) -> None:
+    """Let a model and its optimizers go on from others, through a file."""
+    for mine, theirs in zip(source, target, strict=True):
         theirs.load_state_dict(through_file(mine.state_dict()))
