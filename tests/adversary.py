@@ -38,6 +38,7 @@ from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.gradients import Goes
 from megacompile.show import python
+from tests import inside
 from tests.interrupts import not_traced
 
 
@@ -464,7 +465,7 @@ def _handles_of(value: Any, *, keep: bool = False) -> Any:
 
 def attach(model: Any) -> Adversary:
     """Put a megacompiled model on an adversarial device; its calls belong into `adversarial()`."""
-    machine: Machine = model._compiled_call_impl.machine
+    machine: Machine = inside.machine(model)
     assert machine.device.type == "cpu"
     machine.streams = machine.gradients.streams = device = Adversary()
     return device

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.zoo import hf_gpt2, hf_qwen2
+
 
 @dataclass(frozen=True)
 class Case:
@@ -120,34 +122,17 @@ def _huggingface(model: nn.Module) -> Case:
         result: Tensor = m(input_ids=ids, labels=ids).loss
         return result
 
-    return Case(model.train(), loss)
+    return Case(model, loss)
 
 
 def _qwen2() -> Case:
-    """With "sdpa", transformers takes another attention path when it is captured than when not."""
-    from transformers import AutoModelForCausalLM, Qwen2Config
-
-    config = Qwen2Config(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-        tie_word_embeddings=False,
-        use_cache=False,
-        attn_implementation="eager",
-    )
-    return _huggingface(AutoModelForCausalLM.from_config(config))
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return _huggingface(hf_qwen2(**sizes, **heads, tie_word_embeddings=False))
 
 
 def _gpt2() -> Case:
-    from transformers import AutoModelForCausalLM, GPT2Config
-
-    config = GPT2Config(
-        n_embd=32, n_layer=3, n_head=2, n_positions=32, vocab_size=64, use_cache=False
-    )
-    return _huggingface(AutoModelForCausalLM.from_config(config))  # dropout 0.1, tied
+    return _huggingface(hf_gpt2(n_embd=32, n_layer=3))
 
 
 def _batch_norm() -> Case:

@@ -1,12 +1,19 @@
-"""Tests that need a GPU are skipped, with the reason, where there is none."""
+"""Fixtures for all tests. Those that need a GPU are skipped without one, with the reason."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+if TYPE_CHECKING:
+    from tests.gate import Gate
+
+# What asserts for the tests says why, as they do.
+pytest.register_assert_rewrite("tests.faults", "tests.gate", "tests.training", "tests.zoo")
 torch.set_num_threads(1)  # the models are small: threads cost more than they gain
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads it when it is first imported
@@ -25,3 +32,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _fresh_dynamo() -> None:
     """Captured graphs of one test do not count towards another's recompilations."""
     torch.compiler.reset()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Holds the host's updates back while a test says so."""
+    from tests.gate import Gate  # not above: triton would be imported before its variable is set
+
+    made = Gate(monkeypatch)
+    yield made
+    made.held = False
+    made.open()

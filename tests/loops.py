@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megacompile import api
-from tests import nets
+from tests import inside, nets
 from tests.nets import BATCH, WIDTH, Choice, Net
 
 Result = dict[str, Tensor]
@@ -123,7 +123,7 @@ class Training:
 
     def __init__(self, model: Any, net: Net, choice: Choice, loop: Loop, seen: Result) -> None:
         self.model, self.net, self.choice, self.loop, self.seen = model, net, choice, loop, seen
-        self.streamed = model._compiled_call_impl is not None
+        self.streamed = inside.is_streamed(model)
         self.alias = None if loop.view < 0 else _matrix(model, loop.view).t()
 
     def backwards(self, step: int) -> None:

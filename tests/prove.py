@@ -38,7 +38,7 @@ from hypothesis import strategies as st
 from megacompile import schedules
 from megacompile.ir.schedule import Schedule
 from megacompile.verify.proof import hazards
-from tests import adversary, loops, nets
+from tests import adversary, inside, loops, nets
 from tests.loops import Loop
 from tests.mutants import Harm, Truth, mutate
 from tests.nets import Choice, Net
@@ -170,7 +170,7 @@ def real_schedules(count: int, seed: int) -> list[Schedule]:
             return
         subject = Subject(net, choice, Counts())
         subject.wrong(InOrder())
-        graphs = subject.model._compiled_call_impl.graphs
+        graphs = inside.streamed(subject.model).graphs
         programs = [p for graph in graphs for p in graph.programs.values() if p is not None]
         found.extend(e.schedule for p in programs for e in p.executors.values())
 

@@ -17,6 +17,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code
 from megacompile.options import Lowering, Options
 from megacompile.plan.abstract import abstract_options, abstract_programs, abstract_schedules
+from tests.zoo import hf_gpt2
 
 
 class Mixed(nn.Module):
@@ -57,15 +58,9 @@ class Broken(nn.Module):
 
 
 def gpt2(device: str) -> nn.Module:
-    from transformers import AutoModelForCausalLM, GPT2Config
-
-    config = GPT2Config(
-        n_layer=3, n_embd=32, n_head=2, vocab_size=64, n_positions=32, use_cache=False,
-        attn_implementation="sdpa",
-    )  # fmt: skip
     with torch.device(device):
-        model: nn.Module = AutoModelForCausalLM.from_config(config)
-    return model.train()
+        model: nn.Module = hf_gpt2(n_embd=32, n_layer=3, attn_implementation="sdpa")
+    return model
 
 
 def eager(**given: Any) -> Options:

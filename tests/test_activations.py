@@ -26,7 +26,7 @@ from megacompile.runtime.device import activations
 from megacompile.runtime.device.activations import HostPool, OnHost, taken
 from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.ops.bound import BoundOps
-from tests import cases, zoo
+from tests import cases, inside, zoo
 from tests.test_numbers import assert_same
 from tests.zoo import Stack, batch, loss_of, twins
 
@@ -36,7 +36,7 @@ Model = Any  # a megacompiled module
 
 
 def pool(model: Model) -> HostPool:
-    found: HostPool = model._compiled_call_impl.machine.activations
+    found: HostPool = inside.machine(model).activations
     return found
 
 

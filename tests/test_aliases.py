@@ -6,7 +6,7 @@ step waits where there is one, and an export to another library waits like any o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,17 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.runtime.params.guards import GuardedParameter
-from tests.test_step import BUCKET, NAME, Gate, adamw, gradients, in_flight, net, train
+from tests.gate import Gate, in_flight
+from tests.training import BUCKET, NAME, adamw, gradients, net, train
 from tests.zoo import assert_same, equal, twins
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    made = Gate(monkeypatch)
-    yield made
-    made.held = False
-    made.open()
-
 
 # --- gradients
 

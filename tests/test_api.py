@@ -19,6 +19,7 @@ from megacompile.ir import ops
 from megacompile.options import Options
 from megacompile.runtime.ops import executor
 from megacompile.runtime.ops.executor import Executor
+from tests import inside
 from tests.zoo import WIDTH, batch, equal, stack, step, tied, twins
 
 PASSES = [
@@ -208,7 +209,7 @@ def test_options_reach_the_passes() -> None:
     (schedule,) = schedules(model)
     assert len(schedule.slots) == 4
     assert ops.actions(schedule.forward).startswith("0PREFETCH@0 1PREFETCH@1 0F 2PREFETCH@2 1F")
-    assert model._compiled_call_impl.options == Options.resolve(
+    assert inside.streamed(model).options == Options.resolve(
         device="cpu", lowering="eager", lookahead=1, slots=4
     )
 

@@ -26,7 +26,7 @@ from megacompile import (
     schedules,
 )
 from megacompile.errors import OptionTypeError
-from tests import zoo
+from tests import inside, zoo
 from tests.zoo import WIDTH, Stack, batch, differences, step, twins
 
 
@@ -37,7 +37,7 @@ def streamed_stack() -> tuple[Any, zoo.Inputs]:
 
 def assert_untouched(model: nn.Module, before: nn.Module) -> None:
     """The model is the plain one that it was: nothing moved, nothing replaced."""
-    assert model._compiled_call_impl is None
+    assert not inside.is_streamed(model)
     assert "_apply" not in model.__dict__
     assert differences(before, model) == []
 
@@ -202,9 +202,9 @@ def test_device_index_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None
 def test_second_call_with_the_same_options() -> None:
     model, inputs = streamed_stack()
     step(model, inputs)
-    streamed = model._compiled_call_impl
+    streamed = inside.streamed(model)
     assert megacompile(model, device="cpu", lowering="eager", lookahead=2) is model
-    assert model._compiled_call_impl is streamed and schedules(model)
+    assert inside.streamed(model) is streamed and schedules(model)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, Optimizer
 
 from megacompile import megacompile
 from megacompile.errors import OptimizerError
-from tests import zoo
+from tests import inside, zoo
+from tests.training import groups, take_steps
 
 NAME = "layers.2.up.weight"  # in a bucket that is neither the first nor the last
 
@@ -32,20 +33,12 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 MAKES: dict[str, Make] = {
-    "adamw": lambda m: AdamW(groups(m), lr=1e-2),
-    "adam, amsgrad": lambda m: Adam(groups(m), lr=1e-2, amsgrad=True),
-    "sgd": lambda m: SGD(groups(m), lr=1e-2, momentum=0.9),
+    "adamw": lambda m: AdamW(groups(m)[::-1], lr=1e-2),
+    "adam, amsgrad": lambda m: Adam(groups(m)[::-1], lr=1e-2, amsgrad=True),
+    "sgd": lambda m: SGD(groups(m)[::-1], lr=1e-2, momentum=0.9),
     "muon": lambda m: Muon([p for p in m.parameters() if p.dim() == 2], lr=1e-2),
-    "adafactor": lambda m: Adafactor(groups(m), lr=1e-2),
+    "adafactor": lambda m: Adafactor(groups(m)[::-1], lr=1e-2),
 }
-
-
-def groups(model: nn.Module) -> list[dict[str, Any]]:
-    params = list(model.parameters())
-    return [
-        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
-        {"params": [p for p in params if p.dim() > 1]},
-    ]
 
 
 def option(name: str, value: Any) -> Bad:
@@ -127,13 +120,6 @@ def backward(model: Any, seed: int) -> None:
     zoo.step(model, zoo.batch(seed))
 
 
-def train(model: Any, optimizer: Optimizer, steps: int, start: int = 0) -> None:
-    for i in range(start, start + steps):
-        model.zero_grad()
-        backward(model, i)
-        optimizer.step()
-
-
 def net() -> Any:
     model, _ = zoo.stack()
     return model
@@ -168,7 +154,7 @@ def test_refused_before_anything_changes(way: str, case: str) -> None:
     whole, mine = made(case, WAYS[way], way)
     model, optimizer = made(case, WAYS[way], way)
     for each, of_it in ((whole, mine), (model, optimizer)):
-        train(each, of_it, 2)
+        take_steps(each, of_it, 2)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     for name, (kind, bad, says) in tries.items():
         if kind != case:
@@ -181,14 +167,14 @@ def test_refused_before_anything_changes(way: str, case: str) -> None:
             assert way != "backward", f"{name}: the update was made"
             optimizer.step()
         assert "nothing was updated" in str(caught.value)
-        buckets = model._compiled_call_impl.machine.buckets.values()
+        buckets = inside.buckets(model).values()
         assert all(bucket.in_flight is None for bucket in buckets)
         after = snapshot(model, optimizer)
         assert all(zoo.equal(a, b) for a, b in zip(before, after, strict=True)), name
         model.load_state_dict(saved[0])
         optimizer.load_state_dict(saved[1])
     for each, of_it in ((whole, mine), (model, optimizer)):
-        train(each, of_it, 2, start=2)
+        take_steps(each, of_it, 2, start=2)
     zoo.assert_same(whole, model)
 
 
@@ -197,11 +183,11 @@ def test_the_plain_loop_raises_too(name: str) -> None:
     case, bad, _ = (OPTIONS | STATES | STOCK)[name]
     model = net()
     optimizer = MAKES[case](model)
-    train(model, optimizer, 2)
+    take_steps(model, optimizer, 2)
     bad(optimizer, model.get_parameter(NAME))
     errors = (TypeError, LookupError, ValueError, RuntimeError, ArithmeticError, AttributeError)
     with pytest.raises(errors):
-        train(model, optimizer, 1, start=2)
+        take_steps(model, optimizer, 1, start=2)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -214,7 +200,7 @@ def test_what_torchs_step_takes_is_taken(way: str) -> None:
         for each, of_it in ((plain, of_plain), (model, optimizer)):
             for group in of_it.param_groups:
                 group["lr"] = value
-            train(each, of_it, 1, start=i)
+            take_steps(each, of_it, 1, start=i)
         for want, got in zip(plain.parameters(), model.parameters(), strict=True):
             assert torch.allclose(want, got, equal_nan=True, rtol=1e-5, atol=1e-7)
 
@@ -228,9 +214,9 @@ def test_nesterov_without_momentum() -> None:
     ]
     megacompile(model, device="cpu", lowering="eager", optimizer=optimizers[1])
     for each, optimizer in zip((plain, model), optimizers, strict=True):
-        train(each, optimizer, 2)
+        take_steps(each, optimizer, 2)
         for group in optimizer.param_groups:
             group["momentum"] = 0.0
-        train(each, optimizer, 2, start=2)
+        take_steps(each, optimizer, 2, start=2)
     for want, got in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.allclose(want, got, rtol=1e-5, atol=1e-7)

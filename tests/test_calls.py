@@ -94,7 +94,7 @@ def test_outputs(form: str) -> None:
 
 
 def test_hf_output_by_attribute_key_and_position() -> None:
-    model, inputs = zoo.qwen2()
+    model, inputs = zoo.hf_qwen2(), zoo.tokens()
     plain, streamed = twins(model)
     with torch.no_grad():
         mine, theirs = plain(**inputs), streamed(**inputs)
@@ -305,7 +305,7 @@ def test_inference_has_a_forward_only_schedule(mode: Callable[[], Any]) -> None:
 
 
 def test_generate() -> None:
-    model, inputs = zoo.gpt2()
+    model, inputs = zoo.hf_gpt2(), zoo.tokens()
     plain, streamed = twins(model.eval())
     prompt = {"input_ids": inputs["input_ids"][:1, :4]}
     wanted = dict(do_sample=False, max_new_tokens=3, pad_token_id=0)

@@ -23,6 +23,7 @@ from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.gradients import Gradients
 from megacompile.runtime.params.proxies import StreamedParameter
 from megacompile.runtime.updates.on_device import HandOver
+from tests import inside
 from tests.capturing import capture
 from tests.schedules import Spec, build
 from tests.zoo import WIDTH, batch, differences, equal, graph_break, stack, step, twins
@@ -351,7 +352,7 @@ def test_a_shape_that_changes_is_captured_once_more_and_then_specialised() -> No
         inputs = batch(size=size)
         assert equal(step(plain, inputs), step(model, inputs))
     assert differences(plain, model) == []
-    graphs = model._compiled_call_impl.graphs
+    graphs = inside.streamed(model).graphs
     assert [len(graph.programs) for graph in graphs] == [1, 2]
     assert [graph.name for graph in graphs] == ["Stack", "Stack.1"]
     shown = [str(schedule) for schedule in schedules(model)]

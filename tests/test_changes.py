@@ -5,18 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from megacompile import schedules
 from megacompile.ir.buckets import Slot
-from megacompile.ir.schedule import Plan, Schedule
+from megacompile.ir.schedule import Plan
 from megacompile.show.diff import differences, lookahead
 from tests.schedules import Spec, build, find
-from tests.zoo import stack, step, twins
-
-
-def made(**options: int) -> Schedule:
-    _, model = twins(stack()[0], **options)
-    step(model, stack()[1])
-    return schedules(model)[0]
+from tests.zoo import scheduled
 
 
 def changed(diff: str) -> list[str]:
@@ -57,7 +50,7 @@ def test_a_diff_of_the_code() -> None:
 
 
 def test_the_header_tells_what_the_schedules_were_made_with() -> None:
-    far, near = made(lookahead=2), made(lookahead=1)
+    far, near = scheduled(lookahead=2), scheduled(lookahead=1)
     lines = far.diff(near).splitlines()
     assert lines[0].startswith("--- Stack")
     assert lines[1].startswith("+++ Stack")
@@ -88,13 +81,13 @@ def test_every_difference_has_its_line() -> None:
 
 
 def test_lookahead_is_read_off_the_forward() -> None:
-    assert [lookahead(made(lookahead=k)) for k in (1, 2, 3)] == [1, 2, 3]
+    assert [lookahead(scheduled(lookahead=k)) for k in (1, 2, 3)] == [1, 2, 3]
     alone = build(Spec(stages=1, slots=1, training=False))
     assert lookahead(alone) == 0
 
 
 def test_the_history_is_a_table() -> None:
-    schedule = made()
+    schedule = scheduled()
     rows = [line.split() for line in schedule.passes().splitlines()]
     assert rows[0] == ["pass", "ms", "nodes", "actions"]
     assert [row[0] for row in rows[1:-1]] == [record.name for record in schedule.history]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from megacompile import megacompile
 from megacompile.runtime.optim import blockwise
 from megacompile.runtime.optim.states import BlockwiseTensor
 from tests import zoo
-from tests.zoo import equal
+from tests.training import assert_states_same, move
 
 BF16 = torch.bfloat16
 TIMES = 40  # saves and loads
@@ -61,18 +60,6 @@ def train(model: nn.Module, optimizer: Optimizer, steps: int, start: int = 0) ->
         optimizer.step()
 
 
-def through_file(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def move(source: tuple[Any, Optimizer], target: tuple[Any, Optimizer]) -> None:
-    for mine, theirs in zip(source, target, strict=True):
-        theirs.load_state_dict(through_file(mine.state_dict()))
-
-
 def quantized(model: nn.Module, optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
     """Copies of the codes and largest magnitudes of every 8-bit state."""
     found = []
@@ -82,15 +69,6 @@ def quantized(model: nn.Module, optimizer: Optimizer) -> list[tuple[Tensor, Tens
                 value.settle()
                 found.append((value.codes.clone(), value.absmax.clone()))
     return found
-
-
-def assert_same_states(mine: Optimizer, theirs: Optimizer) -> None:
-    states = [optimizer.state_dict()["state"] for optimizer in (mine, theirs)]
-    assert states[0].keys() == states[1].keys()
-    for i, state in states[0].items():
-        assert state.keys() == states[1][i].keys()
-        for name, value in state.items():
-            assert equal(value, states[1][i][name]), (i, name)
 
 
 # --- 8-bit states
@@ -155,7 +133,7 @@ def test_a_run_that_saves_and_loads_in_every_step(case: str, dtype: torch.dtype)
         train(other, theirs, 1, start=i)
         move((other, theirs), (other, theirs))
     zoo.assert_same(whole, other)
-    assert_same_states(mine, theirs)
+    assert_states_same(mine.state_dict()["state"], theirs.state_dict()["state"])
     train(whole, mine, 1, start=TIMES)
     train(other, theirs, 1, start=TIMES)
     pairs = list(zip(quantized(whole, mine), quantized(other, theirs), strict=True))
@@ -179,7 +157,7 @@ def test_8_bit_states_resume_in_another_model(lowering: str) -> None:
     mine, theirs = make(first), make(second)
     train(first, mine, 3)
     move((first, mine), (second, theirs))
-    assert_same_states(mine, theirs)
+    assert_states_same(mine.state_dict()["state"], theirs.state_dict()["state"])
     train(second, theirs, 3, start=3)
     zoo.assert_same(whole, second)
 
@@ -207,7 +185,7 @@ def test_a_plain_optimizer_keeps_8_bit_states(case: str) -> None:
     plain = Net()
     of_plain = CASES[case](plain)
     move((model, optimizer), (plain, of_plain))
-    assert_same_states(optimizer, of_plain)
+    assert_states_same(optimizer.state_dict()["state"], of_plain.state_dict()["state"])
     move((plain, of_plain), (other, its))
     train(plain, of_plain, 1, start=3)
     train(model, optimizer, 1, start=3)
@@ -239,7 +217,7 @@ def test_stochastically_rounded_sgd_resumes(
     move(first, second)
     train(*second, 3, start=3)
     zoo.assert_same(whole[0], second[0])
-    assert_same_states(whole[1], second[1])
+    assert_states_same(whole[1].state_dict()["state"], second[1].state_dict()["state"])
     plain = Net().to(BF16)
     of_plain = SGD(plain.parameters(), lr=1e-3, momentum=momentum)
     move(second, (plain, of_plain))

@@ -17,6 +17,7 @@ from megacompile.cost.simulate import work_of
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code
 from megacompile.passes.capture import chunk
+from tests.zoo import hf_qwen2
 
 BATCH, LENGTH, WIDTH, CLASSES = 3, 85, 16, 64
 ROWS = BATCH * LENGTH  # 255
@@ -341,28 +342,9 @@ class LossAlone(nn.Module):
         return loss
 
 
-def qwen2(*, tied: bool = False) -> nn.Module:
-    from transformers import AutoModelForCausalLM, Qwen2Config
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        hidden_size=WIDTH,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=CLASSES,
-        tie_word_embeddings=tied,
-        use_cache=False,
-        attn_implementation="eager",
-    )
-    model: nn.Module = AutoModelForCausalLM.from_config(config)
-    return model.train()
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_hugging_face(tied: bool) -> None:
-    plain, streamed = twins(LossAlone(qwen2(tied=tied)))
+    plain, streamed = twins(LossAlone(hf_qwen2(vocab_size=CLASSES, tie_word_embeddings=tied)))
     step(plain, streamed, ids())
     assert "the head of 255 tokens by 64 classes" in schedule_of(streamed).plan.reasons[0]
     for count in (torch.tensor(200), 200):  # Trainer gives a tensor
@@ -372,9 +354,9 @@ def test_hugging_face(tied: bool) -> None:
 
 
 def test_hugging_face_returns_logits() -> None:
-    plain, streamed = twins(qwen2(), head="auto", lowering="eager")
+    plain, streamed = twins(hf_qwen2(vocab_size=CLASSES), head="auto", lowering="eager")
     want, got = (m(input_ids=ids(), labels=ids()) for m in (plain, streamed))
     assert torch.equal(got.loss, want.loss) and torch.equal(got.logits, want.logits)
-    _, streamed = twins(qwen2())
+    _, streamed = twins(hf_qwen2(vocab_size=CLASSES))
     with pytest.warns(UserWarning, match="returned to the caller"):
         streamed(input_ids=ids(), labels=ids())

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from megacompile import schedules
 from megacompile.cost.hardware import Hardware
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.simulate import Lane, simulate
@@ -25,15 +24,13 @@ from megacompile.tracing.timeline import (
     cut,
     describe,
 )
-from tests.zoo import Stack, batch, step, twins
+from tests.zoo import Stack, scheduled
 
 MODEL = "Stack"
 
 
 def made(**options: Any) -> Schedule:
-    _, model = twins(Stack(layers=6), progress=False, **options)
-    step(model, batch())
-    return schedules(model)[0]
+    return scheduled(Stack(layers=6), progress=False, **options)
 
 
 def as_traced(

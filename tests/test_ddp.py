@@ -30,7 +30,9 @@ from megacompile.runtime.model.data_parallel import (
     refuse_unreduced,
 )
 from megacompile.runtime.model.streamed import StreamedModel
-from tests.test_shared_gradients import Broken, Eager, Net, inputs, machine_of
+from tests.inside import is_streamed, residents
+from tests.inside import streamed as streamed_of
+from tests.test_shared_gradients import Broken, Eager, Net, inputs
 from tests.zoo import equal
 
 WORLD = 2
@@ -161,7 +163,7 @@ def one_graph_for_several_buckets(rank: int) -> None:
         for wrapped in pairs:
             loss_of(wrapped, k, rank).backward()
     same(plain, ours, "the third backward")
-    streamed: Any = ours._compiled_call_impl
+    streamed: Any = streamed_of(ours)
     assert len(streamed.graphs) == 1
 
 
@@ -244,14 +246,14 @@ def no_bucket_moves(rank: int) -> None:
     wrapped = DistributedDataParallel(ours)
     loss_of(wrapped, 0, rank).backward()
     loss_of(wrapped, 1, rank).backward()
-    assert not any(bucket.resident for bucket in machine_of(ours).buckets.values())
+    assert not residents(ours)
     later = copy.deepcopy(plain)
     megacompile(later, gpu_memory="1GiB")
     loss_of(later, 0, rank).backward()
     later.zero_grad()
     with pytest.warns(UserWarning, match="megacompile: every parameter stays .* Distributed"):
         loss_of(DistributedDataParallel(later), 1, rank).backward()
-    assert not any(bucket.resident for bucket in machine_of(later).buckets.values())
+    assert not residents(later)
 
 
 def made_for_another_device(rank: int) -> None:
@@ -269,7 +271,7 @@ def wrapped_as_on_a_gpu(rank: int) -> None:
     """The checks get the arguments of DDP and the process group's backends."""
     _, ours = twins(Net)
     megacompile(ours)
-    streamed: Any = ours._compiled_call_impl
+    streamed: Any = streamed_of(ours)
     streamed.data_parallel.device = torch.device("cuda")
     with pytest.raises(ModelError, match=r"no device_ids or output_device, got \[0\]"):
         DistributedDataParallel(ours, [0])
@@ -405,7 +407,7 @@ def test_megacompile_refuses_such_a_hook_and_changes_nothing(
     with pytest.raises(ModelError, match=r"register hooks on nodes after megacompile\(\)"):
         megacompile(model)
     assert places == [param.data_ptr() for param in model.parameters()]
-    assert model._compiled_call_impl is None
+    assert not is_streamed(model)
     handle.remove()
     megacompile(model)
 
@@ -419,7 +421,7 @@ def test_a_hook_on_a_node_keeps_buckets_where_they_are() -> None:
     with pytest.warns(UserWarning, match=r"every parameter stays .* 'head\.weight'"):
         model(inputs()).mean().backward()
     assert len(called) == 1
-    assert not any(bucket.resident for bucket in machine_of(model).buckets.values())
+    assert not residents(model)
 
 
 def test_buckets_move_where_nobody_holds_nodes() -> None:
@@ -427,7 +429,7 @@ def test_buckets_move_where_nobody_holds_nodes() -> None:
     model(inputs()).mean().backward()
     with torch.inference_mode():
         model(inputs())
-    assert any(bucket.resident for bucket in machine_of(model).buckets.values())
+    assert residents(model)
 
 
 def test_a_wrap_that_was_made_for_another_device() -> None:

@@ -12,23 +12,9 @@ from torch import Tensor
 
 from megacompile.ir.buckets import Bucket, Slot
 from megacompile.runtime.device.slots import DeviceSlots
+from tests.layouts import layout_of, odd_tensors
 
 CPU = torch.device("cpu")
-
-
-def bucket(key: int, tensors: Sequence[Tensor]) -> Bucket:
-    return Bucket.layout(key, f"unit {key}", [(f"p{i}", t) for i, t in enumerate(tensors)])
-
-
-def tensors() -> list[Tensor]:
-    return [
-        torch.randn(5, 7),
-        torch.randn(3, dtype=torch.bfloat16),
-        torch.randn(2, 3, 2, 2).to(memory_format=torch.channels_last),
-        torch.randn(()),
-        torch.randn(0, 4),
-        torch.arange(6, dtype=torch.int8),
-    ]
 
 
 def fill(slots: DeviceSlots, slot: Slot, layout: Bucket, values: Sequence[Tensor]) -> None:
@@ -77,7 +63,7 @@ def test_only_what_is_too_small_grows() -> None:
 
 
 def test_a_buffer_that_was_replaced_is_given_back() -> None:
-    layout = bucket(0, [torch.ones(8)])
+    layout = layout_of([torch.ones(8)])
     slots = slots_of(layout.size_bytes)
     old = weakref.ref(slots.buffers[0])
     slots.weights(Slot(0, layout.size_bytes), layout)
@@ -101,8 +87,8 @@ def test_buffers_can_be_written_outside_of_the_inference_mode_they_were_made_in(
 
 
 def test_weights_are_views_with_the_values_of_the_bucket() -> None:
-    values = tensors()
-    layout = bucket(0, values)
+    values = odd_tensors()
+    layout = layout_of(values)
     slots = slots_of(16, layout.size_bytes + 1000)
     slot = Slot(1, layout.size_bytes)
     assert slots.flat(slot, layout).numel() == layout.size_bytes
@@ -118,8 +104,8 @@ def test_weights_are_views_with_the_values_of_the_bucket() -> None:
 
 
 def test_views_show_what_is_in_the_slot_now() -> None:
-    values = tensors()
-    layout = bucket(0, values)
+    values = odd_tensors()
+    layout = layout_of(values)
     slots = slots_of(layout.size_bytes)
     slot = Slot(0, layout.size_bytes)
     weights = slots.weights(slot, layout)
@@ -129,7 +115,7 @@ def test_views_show_what_is_in_the_slot_now() -> None:
 
 
 def test_views_are_made_once_for_each_slot_and_bucket() -> None:
-    one, other = bucket(0, tensors()), bucket(1, tensors()[:2])
+    one, other = layout_of(odd_tensors()), layout_of(odd_tensors()[:2], 1)
     size = one.size_bytes
     slots = slots_of(size, size)
     a, b = Slot(0, size), Slot(1, size)
@@ -141,7 +127,7 @@ def test_views_are_made_once_for_each_slot_and_bucket() -> None:
 
 
 def test_views_of_a_buffer_that_grew_are_made_anew() -> None:
-    layout = bucket(0, [torch.ones(8)])
+    layout = layout_of([torch.ones(8)])
     slots = slots_of(layout.size_bytes, layout.size_bytes)
     a, b = Slot(0, layout.size_bytes), Slot(1, layout.size_bytes)
     old, kept = slots.weights(a, layout), slots.weights(b, layout)
@@ -153,7 +139,7 @@ def test_views_of_a_buffer_that_grew_are_made_anew() -> None:
 
 def test_what_is_forgotten_is_made_anew() -> None:
     """Buckets that are laid out anew may have the keys of old ones, and other sizes."""
-    old, new = bucket(0, [torch.ones(8)]), bucket(0, [torch.ones(2, 2)])
+    old, new = layout_of([torch.ones(8)]), layout_of([torch.ones(2, 2)])
     slots = slots_of(old.size_bytes, 300)
     slot = Slot(0, old.size_bytes)
     slots.weights(slot, old)

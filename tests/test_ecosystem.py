@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from megacompile import megacompile
+from tests.zoo import hf_qwen2
 
 pytestmark = pytest.mark.gpu
 Prepare = Callable[[nn.Module], nn.Module]
@@ -37,19 +38,9 @@ class Tokens(Dataset[dict[str, Tensor]]):
 
 
 def qwen2() -> Any:
-    from transformers import AutoModelForCausalLM, Qwen2Config
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=1024,
-        use_cache=False,
-    )
-    return AutoModelForCausalLM.from_config(config).train()
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": "sdpa"}
+    return hf_qwen2(**sizes, **heads, vocab_size=1024)
 
 
 def trainer(prepare: Prepare, folder: Path) -> list[float]:

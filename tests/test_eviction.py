@@ -14,6 +14,7 @@ from torch import fx
 
 from megacompile import megacompile, schedules
 from megacompile.runtime.model import captured
+from tests import inside
 from tests.zoo import assert_steps_same, batch, stack, stacks
 
 FEW = 3
@@ -26,7 +27,7 @@ def _sources() -> set[str]:
 
 
 def _programs(model: Any) -> dict[Any, Any]:
-    (graph,) = [g for g in model._compiled_call_impl.graphs if len(g.programs) > 1]
+    (graph,) = [g for g in inside.streamed(model).graphs if len(g.programs) > 1]
     programs: dict[Any, Any] = graph.programs
     return programs
 
@@ -39,7 +40,7 @@ def _run(model: Any, sizes: range) -> None:
 def test_programs_of_shapes_that_are_not_used_any_more_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured, "PROGRAMS", FEW)
     plain, streamed, _ = stacks()
-    compiler = streamed._compiled_call_impl.compiler
+    compiler: Any = inside.streamed(streamed).compiler
     _run(streamed, range(2, 5))
     first = [ref(program) for program in _programs(streamed).values()]
     made = [ref(executor) for p in first for executor in p().executors.values()]  # type: ignore[union-attr]
@@ -106,7 +107,7 @@ def test_a_model_that_is_gone_leaves_nothing() -> None:
         model, inputs = stack()
         streamed = megacompile(model, device="cpu", lowering="eager")
         streamed(**inputs).backward()
-        held = streamed._compiled_call_impl
+        held: Any = inside.streamed(streamed)
         return [
             *(ref(item) for item in (held, held.compiler, held.graphs[0], held.graphs[0].module)),
             ref(held._compiled._torchdynamo_orig_callable.__code__),

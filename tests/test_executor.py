@@ -25,6 +25,7 @@ from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops.bound import BoundOps, _conform
 from megacompile.runtime.ops.executor import Executor
 from megacompile.show import python
+from tests.inside import executors
 from tests.zoo import Made, batch, batchnorm, dropout, equal, step, twins
 
 LABEL = re.compile(r"(\d[\d.]*)?[A-Z_]+(@\d+)?")
@@ -54,12 +55,6 @@ def layers() -> Made:
 
 
 X = layers()[1]
-
-
-def executors(model: Any) -> list[Executor]:
-    """Every executor that a model has made."""
-    programs = [p for graph in model._compiled_call_impl.graphs for p in graph.programs.values()]
-    return [executor for program in programs for executor in program.executors.values()]
 
 
 def labels(graph: fx.Graph) -> Counter[str]:

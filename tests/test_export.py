@@ -8,12 +8,10 @@ from pathlib import Path
 import networkx as nx
 import pytest
 
-from megacompile import schedules
 from megacompile.ir import ops
-from megacompile.ir.schedule import Schedule
 from megacompile.verify.order import Order
 from tests.schedules import Spec, arguments, build
-from tests.zoo import stack, step, twins
+from tests.zoo import scheduled
 
 SPECS = [Spec(), Spec(training=False), Spec(accumulate=True, shared=True), Spec(update=True)]
 
@@ -76,14 +74,8 @@ def test_it_fits_into_a_file_format(tmp_path: Path) -> None:
     assert again.number_of_edges() == graph.number_of_edges()
 
 
-def real() -> Schedule:
-    _, model = twins(stack()[0])
-    step(model, stack()[1])
-    return schedules(model)[0]
-
-
 def test_dot_has_every_node_in_the_cluster_of_its_stream() -> None:
-    schedule = real()
+    schedule = scheduled()
     text = schedule.to_dot()
     graph = schedule.to_networkx()
     clusters = {

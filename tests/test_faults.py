@@ -25,6 +25,7 @@ from megacompile import megacompile
 from megacompile.errors import AnomalyError, OptimizerError, OptionTypeError
 from megacompile.runtime.device.streams import Streams
 from tests import zoo
+from tests.training import take_steps
 from tests.zoo import WIDTH, Block, Stack, assert_same, batch, equal, step
 
 
@@ -35,13 +36,6 @@ class Planted(Exception):
 def twins(**options: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
     return zoo.twins(Stack(layers=2, block=lambda: Block(dropout=0.2)), **options)
-
-
-def train(model: Any, optimizer: Any, steps: int, start: int = 0) -> None:
-    for k in range(start, start + steps):
-        step(model, batch(k), seed=k)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 class _Countdown:
@@ -148,17 +142,17 @@ def test_training_goes_on_behind_a_failed_step(countdown: _Countdown, error: Bas
     """Updates of the last step may be in flight when an op fails."""
     plain, model = twins()
     optimizers = [torch.optim.AdamW(each.parameters(), 0.01) for each in (plain, model)]
-    train(plain, optimizers[0], 12)
-    train(model, optimizers[1], 2)
+    take_steps(plain, optimizers[0], 12)
+    take_steps(model, optimizers[1], 2)
+    model.zero_grad()
     count = ops_of_a_step(countdown, model)
-    optimizers[1].zero_grad()
     for k in range(2, 12):
         countdown.issued, countdown.fails_at, countdown.error = 0, (5 * k) % count, error
         with pytest.raises(type(error)):
-            train(model, optimizers[1], 1, start=k)
+            take_steps(model, optimizers[1], 1, start=k)
         countdown.fails_at = -1
         optimizers[1].zero_grad()
-        train(model, optimizers[1], 1, start=k)
+        take_steps(model, optimizers[1], 1, start=k)
     assert_same(plain, model)
 
 
@@ -230,12 +224,12 @@ def test_code_of_the_user_may_fail(place: str) -> None:
     torch.manual_seed(0)
     plain, model = zoo.twins(Stack(layers=3, block=Fails))
     optimizers = [torch.optim.AdamW(each.parameters(), 0.01) for each in (plain, model)]
-    train(plain, optimizers[0], 4)
-    train(model, optimizers[1], 2)
+    take_steps(plain, optimizers[0], 4)
+    take_steps(model, optimizers[1], 2)
     with PLACES[place](model), pytest.raises(Planted):
-        train(model, optimizers[1], 1, start=2)
+        take_steps(model, optimizers[1], 1, start=2)
     optimizers[1].zero_grad()
-    train(model, optimizers[1], 2, start=2)
+    take_steps(model, optimizers[1], 2, start=2)
     assert_same(plain, model)
 
 
@@ -260,7 +254,7 @@ def test_an_update_in_the_backward_that_fails_says_so(countdown: _Countdown) -> 
     model: Any = Stack(layers=2, block=Block)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     megacompile(model, device="cpu", lowering="eager", optimizer=optimizer)
-    train(model, optimizer, 1)
+    take_steps(model, optimizer, 1)
     before, states = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     count = ops_of_a_step(countdown, model)
     optimizer.step()
@@ -276,7 +270,7 @@ def test_an_update_in_the_backward_that_fails_says_so(countdown: _Countdown) -> 
         step(model, batch(1))
     model.load_state_dict(before)
     optimizer.load_state_dict(states)
-    train(model, optimizer, 2)  # goes on
+    take_steps(model, optimizer, 2)  # goes on
 
 
 # --- NaN and inf

@@ -11,7 +11,7 @@ import os
 import pickle
 import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
@@ -26,20 +26,14 @@ from megacompile.errors import OptimizerError
 from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.guards import GuardedParameter
-from tests.test_step import BUCKET, NAME, Gate, adamw, gradients, in_flight, net, train
+from tests import inside
+from tests.gate import Gate, in_flight
+from tests.training import BUCKET, NAME, adamw, gradients, net, train
 from tests.zoo import assert_same, batch, equal, stack, step, twins
 
 TIMEOUT_S = 60
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    made = Gate(monkeypatch)
-    yield made
-    made.held = False
-    made.open()
 
 
 def in_child(function: Callable[[], Any]) -> Any:
@@ -288,7 +282,7 @@ def test_parameters_that_were_sent_are_trained_on(
     pair = [(m, AdamW(m.parameters(), 0.01)) for m in (reference, streamed)]
     for model, optimizer in pair:
         some_steps(model, optimizer, 0)
-    graphs = len(streamed._compiled_call_impl.graphs)
+    graphs = len(inside.streamed(streamed).graphs)
     send(streamed)
     with pytest.warns(UserWarning, match="moved to memory that processes share"):
         some_steps(*pair[1], 3)
@@ -306,7 +300,7 @@ def test_parameters_that_were_sent_are_trained_on(
     for model, optimizer in pair:
         some_steps(model, optimizer, 9)
     assert_same(reference, streamed)
-    assert len(streamed._compiled_call_impl.graphs) == graphs, "nothing is captured anew"
+    assert len(inside.streamed(streamed).graphs) == graphs, "nothing is captured anew"
 
 
 @pytest.mark.parametrize("send", SENT)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from megacompile.runtime.model.streamed import StreamedModel
-from tests import zoo
+from tests import inside, zoo
 from tests.zoo import (
     WIDTH,
     Stack,
@@ -33,8 +32,7 @@ Weights = dict[str, Tensor]
 
 def in_place(model: Any) -> tuple[Any, ...]:
     """What a functional call leaves as it is: parameters, where they lie, their proxies."""
-    streamed = model._compiled_call_impl
-    assert isinstance(streamed, StreamedModel)
+    streamed = inside.streamed(model)
     places = [(name, id(p), p.data_ptr()) for name, p in model.named_parameters()]
     return places, list(map(id, streamed.machine.buckets.values())), id(streamed.proxies)
 

@@ -24,6 +24,7 @@ from megacompile.ir.stream import Stream
 from megacompile.runtime.device.streams import Handle, Streams
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.text import format_bytes
+from tests import inside
 from tests.zoo import WIDTH, Block, Stack, batch, equal, stack, step
 
 pytestmark = pytest.mark.gpu
@@ -67,7 +68,7 @@ def cycles_on(slow: Stream) -> Callable[[Stream], int]:
 
 def poison(model: Any) -> None:
     """NaN in every slot and host buffer that is written anew: what is read too early shows."""
-    machine = model._compiled_call_impl.machine
+    machine = inside.machine(model)
     for buffer in machine.slots.buffers:
         buffer.fill_(255)
     for bucket in machine.buckets.values():
@@ -192,7 +193,7 @@ def test_activations_in_the_face_of_random_delays(
     plain, model = twins(**OFFLOADING | {"activations": choice})
     wanted = gradients(plain)
     assert_equal(wanted, gradients(model), "no delays")
-    assert bool(model._compiled_call_impl.machine.activations.peak_bytes) == (choice == "offload")
+    assert bool(inside.machine(model).activations.peak_bytes) == (choice == "offload")
     for seed in range(SEEDS):
         with monkeypatch.context() as patch:
             delay(patch, random_cycles(seed))
@@ -213,7 +214,7 @@ def test_activations_with_one_slow_stream(monkeypatch: pytest.MonkeyPatch, slow:
 def test_activations_wait_in_pinned_memory_of_the_exact_size() -> None:
     _, model = twins(**OFFLOADING)
     gradients(model)
-    rooms = model._compiled_call_impl.machine.activations
+    rooms = inside.machine(model).activations
     assert rooms.held_bytes == rooms.peak_bytes > 0
     for room in rooms._free:
         assert room.buffer.bytes(room.size_bytes).is_pinned()

@@ -15,7 +15,8 @@ from megacompile import megacompile
 from megacompile.api import accumulate
 from megacompile.errors import OptimizerError
 from tests import zoo
-from tests.zoo import WIDTH
+from tests.training import take_steps
+from tests.zoo import WIDTH, assert_close
 
 
 def net(between: Any = None) -> Any:
@@ -39,20 +40,8 @@ def backward(model: Any, seed: int) -> None:
     zoo.step(model, zoo.batch(seed))
 
 
-def train(model: Any, optimizer: Optimizer, steps: int, start: int = 0) -> None:
-    for i in range(start, start + steps):
-        optimizer.zero_grad()
-        backward(model, i)
-        optimizer.step()
-
-
 def values(model: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
-
-
-def assert_close(plain: nn.Module, streamed: nn.Module) -> None:
-    for want, got in zip(plain.parameters(), streamed.parameters(), strict=True):
-        assert (got - want).norm() <= 1e-6 * want.norm()
 
 
 # --- a second optimizer
@@ -78,7 +67,7 @@ def test_a_second_optimizer_over_a_part_is_refused(first: bool) -> None:
     assert all(map(torch.equal, before, values(model)))
     if first:
         optimizer.step()
-    train(model, optimizer, 2, start=1)
+    take_steps(model, optimizer, 2, start=1)
 
 
 @ORDERS
@@ -137,8 +126,8 @@ class Wrapper(Optimizer):
 def test_a_wrapper_is_no_second_optimizer() -> None:
     plain = net()
     model, optimizer = updated(copy.deepcopy(plain))
-    train(plain, Wrapper(adamw(plain)), 3)
-    train(model, Wrapper(optimizer), 3)
+    take_steps(plain, Wrapper(adamw(plain)), 3)
+    take_steps(model, Wrapper(optimizer), 3)
     assert_close(plain, model)
 
 
@@ -170,7 +159,7 @@ def test_a_module_that_the_optimizer_does_not_know(graph_break: bool) -> None:
     of_plain = adamw(plain)
     model, optimizer = updated(copy.deepcopy(plain))
     for each, of_it in ((plain, of_plain), (model, optimizer)):
-        train(each, of_it, 2)
+        take_steps(each, of_it, 2)
         adapt(each)
     before = values(model)
     optimizer.zero_grad()
@@ -179,7 +168,7 @@ def test_a_module_that_the_optimizer_does_not_know(graph_break: bool) -> None:
     assert all(map(torch.equal, before, values(model)))
     for each, of_it in ((plain, of_plain), (model, optimizer)):
         of_it.add_param_group({"params": list(each.layers[1].adapter.parameters())})
-        train(each, of_it, 2, start=2)
+        take_steps(each, of_it, 2, start=2)
     assert_close(plain, model)
 
 
@@ -188,20 +177,20 @@ def test_a_frozen_module_that_the_optimizer_does_not_know() -> None:
     model, optimizer = updated(copy.deepcopy(plain))
     of_plain = adamw(plain)
     for each, of_it in ((plain, of_plain), (model, optimizer)):
-        train(each, of_it, 1)
+        take_steps(each, of_it, 1)
         adapt(each)
         each.layers[1].adapter.requires_grad_(False)
-        train(each, of_it, 2, start=1)
+        take_steps(each, of_it, 2, start=1)
     assert_close(plain, model)
 
 
 def test_a_parameter_that_was_taken_out_of_the_optimizer() -> None:
     model, optimizer = updated(net())
-    train(model, optimizer, 1)
+    take_steps(model, optimizer, 1)
     params = optimizer.param_groups[0]["params"]
     params[:] = [p for p in params if p is not model.head.bias]
     with pytest.raises(OptimizerError, match="'head.bias' is not in the AdamW"):
-        train(model, optimizer, 1)
+        take_steps(model, optimizer, 1)
 
 
 # --- a backward that fails
@@ -239,7 +228,7 @@ def half_updated() -> Any:
         model, optimizer = updated(copy.deepcopy(plain), of, **options)
         of_plain = of(plain)
         for each, of_it in ((plain, of_plain), (model, optimizer)):
-            train(each, of_it, 2)
+            take_steps(each, of_it, 2)
         saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
         before = values(model)
         Fails.armed = True
@@ -282,7 +271,7 @@ def test_a_checkpoint_goes_on(half_updated: Any, told: bool, restore: Any, of: A
     restore(model, saved[0])
     optimizer.load_state_dict(saved[1])
     for each, of_it in ((plain, of_plain), (model, optimizer)):
-        train(each, of_it, 2, start=2)
+        take_steps(each, of_it, 2, start=2)
     assert_close(plain, model)
 
 
@@ -308,7 +297,7 @@ def test_step_behind_a_backward_that_failed(half_updated: Any) -> None:
     optimizer.zero_grad()
     optimizer.step()  # of nothing
     for each, of_it in ((plain, of_plain), (model, optimizer)):
-        train(each, of_it, 2, start=2)
+        take_steps(each, of_it, 2, start=2)
     assert_close(plain, model)
 
 
@@ -318,13 +307,13 @@ def test_a_backward_that_failed_before_it_updated() -> None:
     of_plain = adamw(plain)
     model, optimizer = updated(copy.deepcopy(plain))
     for each, of_it in ((plain, of_plain), (model, optimizer)):
-        train(each, of_it, 1)
+        take_steps(each, of_it, 1)
         loss = zoo.loss_of(each(**zoo.batch(1)))
         loss.register_hook(refuse)
         of_it.zero_grad()
         with pytest.raises(KeyError, match="no luck"):
             loss.backward()
-        train(each, of_it, 2, start=1)
+        take_steps(each, of_it, 2, start=1)
     assert_close(plain, model)
 
 
@@ -337,12 +326,12 @@ def test_a_checkpoint_is_loaded_instead_of_the_step() -> None:
     plain = net()
     model, optimizer = updated(copy.deepcopy(plain))
     reference = adamw(plain)
-    train(plain, reference, 2)
-    train(model, optimizer, 2)
+    take_steps(plain, reference, 2)
+    take_steps(model, optimizer, 2)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     backward(model, 7)
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
-    train(plain, reference, 2, start=2)
-    train(model, optimizer, 2, start=2)
+    take_steps(plain, reference, 2, start=2)
+    take_steps(model, optimizer, 2, start=2)
     assert_close(plain, model)

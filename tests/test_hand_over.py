@@ -20,8 +20,9 @@ from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.updates.flight import Flight
 from megacompile.verify.hazard import HazardKind
 from megacompile.verify.proof import hazards
-from tests.test_step import adamw, data, net, schedulers, sgd, train
-from tests.zoo import twins
+from tests import inside
+from tests.training import adamw, data, net, schedulers, sgd, train
+from tests.zoo import assert_close, twins
 
 SHARE = 0.7  # of the parameters of `net()`: the embedding and layers
 THERE = {"embed", "layers.0", "layers.1"}  # what is handed over
@@ -44,11 +45,6 @@ def step(model: nn.Module, optimizers: list[Optimizer], i: int) -> None:
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
-
-
-def assert_close(plain: Any, streamed: Any) -> None:
-    for (name, want), got in zip(plain.named_parameters(), streamed.parameters(), strict=True):
-        assert float((got - want).detach().norm()) <= 1e-5 * float(want.detach().norm()), name
 
 
 @pytest.mark.parametrize(
@@ -270,7 +266,7 @@ def test_float32_masters() -> None:
         for i in range(4):
             step(model, optimizers, i)
     assert there(both[1][0]) == THERE
-    for bucket in both[1][0]._compiled_call_impl.machine.buckets.values():
+    for bucket in inside.buckets(both[1][0]).values():
         for master, copy in zip(bucket.values, bucket.streamed, strict=True):
             assert torch.equal(master.to(copy.dtype), copy)
 
@@ -327,7 +323,7 @@ def twins_that_keep() -> Any:
 def test_what_is_on_its_way_lands_before_its_memory_goes() -> None:
     _, (model, optimizers) = pair()
     step(model, optimizers, 0)
-    machine = model._compiled_call_impl.machine
+    machine = inside.machine(model)
     bucket = machine.buckets[0]
     bucket.settle()
     future: Future[None] = Future()
@@ -346,14 +342,14 @@ def test_states_that_were_made_for_the_host_are_locked_when_a_copy_is_foreseen(
     locked: list[HostBuffer] = []
     monkeypatch.setattr(HostBuffer, "lock", lambda buffer: locked.append(buffer))
     _, (model, optimizers) = pair()
-    for bucket in model._compiled_call_impl.machine.buckets.values():
+    for bucket in inside.buckets(model).values():
         bucket.pin = True  # as on a GPU
     step(model, optimizers, 0)
     locked.clear()
     step(model, optimizers, 1)
     held = {
         id(buffer())
-        for bucket in model._compiled_call_impl.machine.buckets.values()
+        for bucket in inside.buckets(model).values()
         if bucket.layout.name in THERE
         for rooms in bucket.states.values()
         for buffer in rooms.buffers

@@ -21,44 +21,27 @@ from megacompile.errors import (
     OptionError,
     OptionTypeError,
 )
-from tests import zoo
-from tests.zoo import WIDTH, Inputs
+from tests import inside, zoo
+from tests.training import groups
+from tests.zoo import WIDTH, assert_close, batch, mixed
 
 STEPS = 10
 
 Make = Callable[[nn.Module], Optimizer]
 
 
-def net() -> Any:
-    """One parameter is frozen, some get no gradient."""
-    model, _ = zoo.unused()
-    model.layers[0].norm.weight.requires_grad_(False)
-    return model
-
-
-def data(seed: int) -> Inputs:
-    return zoo.batch(seed)
-
-
-def groups(model: nn.Module) -> list[dict[str, Any]]:
-    params = list(model.parameters())
-    matrices = [p for p in params if p.dim() > 1]
-    vectors = [p for p in params if p.dim() < 2]
-    return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0, "lr": 1e-3}]
-
-
 CASES: dict[str, Make] = {
-    "adamw": lambda m: AdamW(groups(m), lr=1e-2, weight_decay=0.1),
-    "adam, amsgrad": lambda m: Adam(groups(m), lr=1e-2, weight_decay=0.1, amsgrad=True),
-    "sgd": lambda m: SGD(groups(m), lr=0.1, weight_decay=0.01),
-    "sgd, momentum": lambda m: SGD(groups(m), lr=0.1, momentum=0.9, dampening=0.1),
-    "sgd, nesterov": lambda m: SGD(groups(m), lr=0.1, momentum=0.9, nesterov=True),
+    "adamw": lambda m: AdamW(groups(m, lr=1e-3), lr=1e-2, weight_decay=0.1),
+    "adam, amsgrad": lambda m: Adam(groups(m, lr=1e-3), lr=1e-2, weight_decay=0.1, amsgrad=True),
+    "sgd": lambda m: SGD(groups(m, lr=1e-3), lr=0.1, weight_decay=0.01),
+    "sgd, momentum": lambda m: SGD(groups(m, lr=1e-3), lr=0.1, momentum=0.9, dampening=0.1),
+    "sgd, nesterov": lambda m: SGD(groups(m, lr=1e-3), lr=0.1, momentum=0.9, nesterov=True),
 }
 
 
 def pair(case: str = "adamw") -> tuple[tuple[Any, Optimizer], tuple[Any, Optimizer]]:
     """(plain, its optimizer), (megacompiled with its optimizer, that)."""
-    plain = net()
+    plain = mixed()[0]
     streamed = copy.deepcopy(plain)
     mine, theirs = CASES[case](plain), CASES[case](streamed)
     megacompile(streamed, device="cpu", lowering="eager", optimizer=theirs)
@@ -69,12 +52,12 @@ def train(
     model: Any, optimizer: Optimizer, steps: int = STEPS, *, start: int = 0, micro: int = 1
 ) -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 1.0 / (1 + i))
-    streamed = model._compiled_call_impl is not None
+    streamed = inside.is_streamed(model)
     for i in range(start, start + steps):
         for k in range(micro):
             waits = streamed and k + 1 < micro
             with accumulate(model) if waits else contextlib.nullcontext():
-                (model(**data(micro * i + k)) / micro).backward()
+                (model(**batch(micro * i + k)) / micro).backward()
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
@@ -82,14 +65,9 @@ def train(
         group["lr"] = group.pop("initial_lr")
 
 
-def assert_close(plain: nn.Module, streamed: nn.Module, tolerance: float = 1e-6) -> None:
-    for want, got in zip(plain.parameters(), streamed.parameters(), strict=True):
-        assert (got - want).norm() <= tolerance * want.norm()
-
-
 def host_gradients(model: Any) -> int:
     """How many gradients have host memory."""
-    return sum(len(b.grads) for b in model._compiled_call_impl.machine.buckets.values())
+    return sum(len(b.grads) for b in inside.buckets(model).values())
 
 
 # --- numbers
@@ -128,7 +106,7 @@ def test_the_gradient_of_an_input() -> None:
     (plain, _), (streamed, _) = pair()
     found = []
     for model in (plain, streamed):
-        inputs = data(1)
+        inputs = batch(1)
         inputs["x"].requires_grad_()
         model(**inputs).backward()
         found.append(inputs["x"].grad)
@@ -141,7 +119,7 @@ def test_zero_grad(set_to_none: bool) -> None:
     for model, optimizer in ((plain, mine), (streamed, theirs)):
         for i in range(4):
             optimizer.zero_grad(set_to_none=set_to_none)
-            model(**data(i)).backward()
+            model(**batch(i)).backward()
             optimizer.step()
             if i % 2:
                 model.zero_grad(set_to_none=set_to_none)
@@ -151,7 +129,7 @@ def test_zero_grad(set_to_none: bool) -> None:
 def test_zero_grad_between_backward_and_step() -> None:
     """The update has been made; the plain loop would have skipped the step."""
     _, (streamed, theirs) = pair()
-    streamed(**data(0)).backward()
+    streamed(**batch(0)).backward()
     theirs.zero_grad(set_to_none=False)
     gradient = streamed.head.weight.grad
     assert gradient is not None and gradient.shape == (WIDTH, WIDTH)
@@ -183,7 +161,7 @@ def test_autograd_grad_takes_gradients_and_updates_nothing() -> None:
     (plain, _), (streamed, _) = pair()
     before = streamed.head.weight.detach().clone()
     found = [
-        torch.autograd.grad(model(**data(0)), [model.head.weight, model.layers[1].up.weight])
+        torch.autograd.grad(model(**batch(0)), [model.head.weight, model.layers[1].up.weight])
         for model in (plain, streamed)
     ]
     for want, got in zip(*found, strict=True):
@@ -198,7 +176,7 @@ def test_autograd_grad_takes_gradients_and_updates_nothing() -> None:
 def gone() -> tuple[Any, Optimizer]:
     """After a backward."""
     _, (streamed, theirs) = pair()
-    streamed(**data(0)).backward()
+    streamed(**batch(0)).backward()
     return streamed, theirs
 
 
@@ -231,7 +209,7 @@ def test_a_scaled_loss_is_refused_in_time(several: bool) -> None:
     for model, optimizer in ((plain, mine), (streamed, theirs)):
         train(model, optimizer, 1)
         if model is streamed:
-            loss = model(**data(1))
+            loss = model(**batch(1))
             scaled: Any = scaler.scale([loss])[0] if several else scaler.scale(loss)
             with pytest.raises(
                 OptimizerError, match=r"scaled by a GradScaler.*nothing was updated"
@@ -251,7 +229,7 @@ def test_a_scaler_that_is_not_enabled() -> None:
         for i in range(3):
             scaled: Any = other.scale(weight.sum())
             scaled.backward()
-            loss: Any = off.scale(model(**data(i)))
+            loss: Any = off.scale(model(**batch(i)))
             loss.backward()
             off.step(optimizer)
             off.update()
@@ -263,7 +241,7 @@ def test_gradients_that_are_unscaled_too_late() -> None:
     _, (streamed, theirs) = pair()
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(1))
-    (streamed(**data(0)) * scaler.get_scale()).backward()
+    (streamed(**batch(0)) * scaler.get_scale()).backward()
     with pytest.raises(
         OptimizerError, match=r"cannot be unscaled.*has made the update.*checkpoint"
     ):
@@ -273,9 +251,9 @@ def test_gradients_that_are_unscaled_too_late() -> None:
 def test_a_second_backward_before_step() -> None:
     streamed, theirs = gone()
     with pytest.raises(OptimizerError, match="updated in a backward already.*accumulate"):
-        streamed(**data(1)).backward()
+        streamed(**batch(1)).backward()
     theirs.step()
-    streamed(**data(1)).backward()
+    streamed(**batch(1)).backward()
     theirs.step()
 
 
@@ -307,11 +285,11 @@ def test_hooks_are_refused(kind: str) -> None:
     _, (streamed, _) = pair()
     getattr(streamed.head.weight, kind)(lambda *_: None)
     with pytest.raises(BackwardError, match="'head.weight' is wanted by a hook.*accumulate"):
-        streamed(**data(0)).backward()
+        streamed(**batch(0)).backward()
 
 
 def test_optimizers_that_cannot() -> None:
-    model = net()
+    model = mixed()[0]
     with pytest.raises(OptionError, match="optimizer=Adagrad; needed .*AdamW, Adam"):
         megacompile(model, device="cpu", optimizer=Adagrad(model.parameters()))
     with pytest.raises(OptionTypeError, match="'optimizer' got 3"):
@@ -319,11 +297,11 @@ def test_optimizers_that_cannot() -> None:
     with pytest.raises(OptionError, match="differentiable or capturable"):
         options: Any = {"differentiable": True}
         megacompile(model, device="cpu", optimizer=AdamW(model.parameters(), **options))
-    assert model._compiled_call_impl is None
+    assert not inside.is_streamed(model)
 
 
 def test_a_parameter_that_is_not_in_the_optimizer() -> None:
-    model = net()
+    model = mixed()[0]
     optimizer = AdamW([p for n, p in model.named_parameters() if n != "head.bias"])
     with pytest.raises(OptionError, match="head.bias is not in the optimizer"):
         megacompile(model, device="cpu", optimizer=optimizer)
@@ -332,7 +310,7 @@ def test_a_parameter_that_is_not_in_the_optimizer() -> None:
 
 
 def test_accumulate_needs_an_optimizer() -> None:
-    model = net()
+    model = mixed()[0]
     for _ in range(2):
         with pytest.raises(ModelError, match=r"accumulate\(\): Stack was not megacompiled with"):
             with accumulate(model):
@@ -342,9 +320,9 @@ def test_accumulate_needs_an_optimizer() -> None:
 
 def test_within_accumulate_gradients_are_there() -> None:
     (plain, _), (streamed, _) = pair()
-    plain(**data(0)).backward()
+    plain(**batch(0)).backward()
     with accumulate(streamed):
-        streamed(**data(0)).backward()
+        streamed(**batch(0)).backward()
     zoo.assert_same(plain, streamed)
     want: Tensor = nn.utils.clip_grad_norm_(plain.parameters(), 1e-2)
     assert zoo.equal(want, nn.utils.clip_grad_norm_(streamed.parameters(), 1e-2))

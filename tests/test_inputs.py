@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megacompile import megacompile, schedules
 from megacompile.runtime.params.inputs import moved, moved_together, overlaps
+from tests import inside
 from tests.zoo import assert_same, equal, stack, step, twins
 
 WORDS = 12
@@ -276,5 +277,5 @@ def test_stack_is_planned_as_before() -> None:
     model, inputs = stack()
     streamed = megacompile(model, device="cpu", lowering="eager")
     streamed(**inputs)
-    (graph,) = streamed._compiled_call_impl.graphs
+    (graph,) = inside.streamed(streamed).graphs
     assert graph.changed == frozenset()

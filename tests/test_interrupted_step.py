@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
 from megacompile import trace
 from megacompile.runtime.step.step import PreparedStep
 from megacompile.runtime.updates.flight import Flight
 from megacompile.runtime.updates.update import BucketUpdate
+from tests import inside
+from tests.training import take_steps
 from tests.zoo import WIDTH, assert_same, batch, step, twins
 
 
@@ -96,7 +98,7 @@ def at_rest(model: Any, interrupts: Interrupts) -> None:
     """Whatever was started in the background has come to its end."""
     interrupts.may.set()
     over = threading.Event()
-    model._compiled_call_impl.updates._workers._host.submit(over.set)
+    inside.streamed(model).updates._workers._host.submit(over.set)
     assert over.wait(60)
 
 
@@ -139,22 +141,15 @@ def test_an_old_update_never_overwrites_a_checkpoint(interrupts: Interrupts, ali
     interrupts.at = -1
     model.load_state_dict(checkpoint[0])
     optimizers[1].load_state_dict(copy.deepcopy(checkpoint[1]))
-    train(plain, optimizers[0])
-    train(model, optimizers[1])
+    take_steps(plain, optimizers[0], 3)
+    take_steps(model, optimizers[1], 3)
     assert_same(plain, model)
-
-
-def train(model: nn.Module, optimizer: Optimizer) -> None:
-    for k in range(3):
-        optimizer.zero_grad()
-        step(model, batch(k))
-        optimizer.step()
 
 
 def test_a_trace_does_not_wait_for_what_was_interrupted(interrupts: Interrupts) -> None:
     _, model = nets()
     optimizer = SGD(model.parameters(), 0.1, 0.9)
-    train(model, optimizer)
+    take_steps(model, optimizer, 3)
     for at in range(1, interrupts.seen, 29):
         step(model, batch(0))
         interrupts.at = at
@@ -162,5 +157,5 @@ def test_a_trace_does_not_wait_for_what_was_interrupted(interrupts: Interrupts) 
             with pytest.raises(KeyboardInterrupt):
                 optimizer.step()
             interrupts.at = -1
-            train(model, optimizer)
+            take_steps(model, optimizer, 3)
         assert traced.spans

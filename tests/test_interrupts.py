@@ -20,9 +20,9 @@ from torch.func import functional_call
 
 import megacompile
 from megacompile import compat
-from megacompile.runtime.model.streamed import StreamedModel
 from megacompile.runtime.params import undo
 from megacompile.runtime.params.proxies import StreamedParameter
+from tests.inside import streamed
 from tests.zoo import WIDTH, assert_steps_same, batch, differences, stack, step, twins
 
 _OURS = str(Path(megacompile.__file__).parent)
@@ -107,12 +107,6 @@ def assert_whole(model: Any, params: dict[str, nn.Parameter], place: str) -> Non
     assert list(now) == list(params) and all(now[k] is params[k] for k in params), place
     torch.save(model.state_dict(), io.BytesIO())
     assert is_free(streamed(model)._alone), place
-
-
-def streamed(model: Any) -> StreamedModel:
-    found = model._compiled_call_impl
-    assert isinstance(found, StreamedModel)
-    return found
 
 
 class Two(nn.Module):

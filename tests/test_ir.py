@@ -16,6 +16,7 @@ from megacompile.ir.capture import Ambient
 from megacompile.ir.schedule import Plan, Schedule, copy_graph
 from megacompile.ir.tensors import TensorMeta, short_dtype, tensors_bytes
 from megacompile.text import format_bytes
+from tests.layouts import layout_of
 from tests.schedules import ACTIVATION, SAVED, Spec, build, find, set_arguments
 
 CPU = torch.device("cpu")
@@ -29,11 +30,6 @@ EVERYTHING = Spec(
     keep=frozenset({2}),
     changes=frozenset({1, 3}),
 )
-
-
-def layout(*tensors: Tensor) -> Bucket:
-    """The bucket of some tensors, called p0, p1, ..."""
-    return Bucket.layout(7, "unit", [(f"p{i}", tensor) for i, tensor in enumerate(tensors)])
 
 
 def extent_bytes(bucket: Bucket, i: int) -> int:
@@ -74,16 +70,17 @@ TENSORS: dict[str, Callable[[], Tensor]] = {
 
 
 def test_parameters_follow_each_other_aligned() -> None:
-    bucket = layout(torch.empty(64), torch.empty(65), torch.empty(2, dtype=torch.float64))
+    tensors = [torch.empty(64), torch.empty(65), torch.empty(2, dtype=torch.float64)]
+    bucket = layout_of(tensors, key=7)
     assert [param.offset_bytes for param in bucket.params] == [0, 256, 768]
     assert bucket.size_bytes == 1024
-    assert (bucket.key, bucket.name, bucket.label) == (7, "unit", "?")
+    assert (bucket.key, bucket.name, bucket.label) == (7, "unit 7", "?")
     assert [param.name for param in bucket.params] == ["p0", "p1", "p2"]
 
 
 def test_mixed_dtypes_share_a_bucket() -> None:
     tensors = [make() for make in TENSORS.values()]
-    bucket = layout(*tensors)
+    bucket = layout_of(tensors)
     end = 0
     for param, tensor in zip(bucket.params, tensors, strict=True):
         assert (param.shape, param.dtype) == (tuple(tensor.shape), tensor.dtype)
@@ -98,7 +95,7 @@ def test_mixed_dtypes_share_a_bucket() -> None:
 def test_places_are_dense(name: str) -> None:
     """The elements of a place are its memory: none twice, no gap between them."""
     tensor = TENSORS[name]()
-    bucket = layout(tensor)
+    bucket = layout_of([tensor])
     (param,) = bucket.params
     assert (param.numel, param.size_bytes) == (tensor.numel(), tensor.numel() * tensor.itemsize)
     assert extent_bytes(bucket, 0) == param.size_bytes
@@ -109,7 +106,7 @@ def test_places_are_dense(name: str) -> None:
 @pytest.mark.parametrize("name", ["matrix", "transposed", "channels_last", "permuted"])
 def test_dense_strides_are_kept(name: str) -> None:
     tensor = TENSORS[name]()
-    assert layout(tensor).params[0].stride == tensor.stride()
+    assert layout_of([tensor]).params[0].stride == tensor.stride()
 
 
 @pytest.mark.parametrize(
@@ -118,25 +115,25 @@ def test_dense_strides_are_kept(name: str) -> None:
 def test_other_strides_become_contiguous(name: str) -> None:
     tensor = TENSORS[name]()
     assert not tensor.is_contiguous()
-    assert layout(tensor).params[0].stride == torch.empty(tensor.shape).stride()
+    assert layout_of([tensor]).params[0].stride == torch.empty(tensor.shape).stride()
 
 
 def test_empty_and_scalar_parameters() -> None:
-    bucket = layout(torch.empty(0), torch.empty(()), torch.empty(3, 0, 2), torch.empty(4))
+    bucket = layout_of([torch.empty(0), torch.empty(()), torch.empty(3, 0, 2), torch.empty(4)])
     assert [param.numel for param in bucket.params] == [0, 1, 0, 4]
     assert [param.offset_bytes for param in bucket.params] == [0, 0, 256, 256]
     assert bucket.size_bytes == 512
-    assert layout().size_bytes == layout(torch.empty(0)).size_bytes == 0
+    assert layout_of([]).size_bytes == layout_of([torch.empty(0)]).size_bytes == 0
 
 
 def test_a_layout_allocates_nothing() -> None:
     """The tensors may be larger than the memory."""
     huge = torch.empty(2**40, 2**10, dtype=torch.bfloat16, device="meta")
-    assert layout(huge).size_bytes == 2**51
+    assert layout_of([huge]).size_bytes == 2**51
 
 
 def test_names_of_buckets_and_slots_are_names_in_code() -> None:
-    bucket = layout(torch.empty(1))
+    bucket = layout_of([torch.empty(1)])
     assert repr(dataclasses.replace(bucket, label="3")) == "bucket_3"
     assert repr(dataclasses.replace(bucket, label="3.1")) == "bucket_3_1"
     assert repr(Slot(2, 8)) == "slot_2"

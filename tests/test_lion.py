@@ -22,7 +22,7 @@ from megacompile.options import Options
 from megacompile.runtime.optim.lion import LION
 from megacompile.runtime.optim.registry import rule_of
 from megacompile.runtime.optim.twin import function_of
-from tests.test_step import STEPS, assert_states_same, data, groups, net, schedulers, train
+from tests.training import STEPS, assert_states_same, data, groups, net, schedulers, train
 from tests.zoo import assert_same, equal, twins
 
 NAME = "layers.1.up.weight"  # a parameter to look at

@@ -16,7 +16,8 @@ from torch.optim.optimizer import (
 
 from megacompile.errors import BackwardError
 from megacompile.runtime.updates.update import BucketUpdate
-from tests.zoo import twins
+from tests import inside
+from tests.zoo import assert_close, twins
 
 
 class Product(nn.Module):
@@ -68,9 +69,7 @@ def compare(
             optimizer.step()
             optimizer.zero_grad()
         loop(model, optimizer)
-    for (name, want), got in zip(plain.named_parameters(), streamed.parameters(), strict=True):
-        want, got = want.detach(), got.detach()
-        assert float((got - want).norm()) <= 1e-5 * float(want.norm()), name
+    assert_close(plain, streamed, 1e-5)
 
 
 def backward(model: nn.Module, i: int, skip: str = "") -> None:
@@ -324,7 +323,7 @@ def spoil(model: Any) -> None:
 @pytest.mark.parametrize("config", ["inductor", "handed over"])
 def test_a_gradient_is_refused(make: Any, config: str, before: int) -> None:
     def loop(model: Any, optimizer: Optimizer) -> None:
-        if model._compiled_call_impl is not None:
+        if inside.is_streamed(model):
             backward(model, 5)
             spoil(model)
             was = [param.detach().clone() for param in model.parameters()]
@@ -411,7 +410,7 @@ def test_a_part_cannot_be_prepared(make: Any, config: str, monkeypatch: pytest.M
     def loop(model: Any, optimizer: Optimizer) -> None:
         for i in (5, 6):
             backward(model, i)
-            if model._compiled_call_impl is not None:
+            if inside.is_streamed(model):
                 parts.clear()
                 before = looked_at(model, optimizer)
                 with monkeypatch.context() as planted, pytest.raises(Planted):

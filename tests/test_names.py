@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
 from megacompile.ir.capture import TensorInput
-from megacompile.runtime.model.streamed import StreamedModel
+from tests import inside
 from tests.zoo import WIDTH, Inputs, Stack, assert_same, assert_steps_same, batch, step, twins
 
 
@@ -44,8 +44,7 @@ def pairs() -> tuple[Any, Any, Inputs]:
 
 def in_buckets(model: nn.Module) -> bool:
     """Does each parameter lie in a bucket, under the name that it has now?"""
-    streamed = model._compiled_call_impl
-    assert isinstance(streamed, StreamedModel)
+    streamed = inside.streamed(model)
     named = [
         (place.name, id(param))
         for bucket in streamed.machine.buckets.values()
@@ -58,8 +57,7 @@ def in_buckets(model: nn.Module) -> bool:
 
 def streams_every_parameter(model: nn.Module) -> bool:
     """Is every parameter of every captured graph fetched from its bucket, none a plain input?"""
-    streamed = model._compiled_call_impl
-    assert isinstance(streamed, StreamedModel)
+    streamed = inside.streamed(model)
     inputs = [
         given
         for graph in streamed.graphs

@@ -223,7 +223,7 @@ def test_pickled() -> None:
 
 
 def test_save_pretrained(tmp_path: Path) -> None:
-    model, inputs = zoo.gpt2()
+    model, inputs = zoo.hf_gpt2(), zoo.tokens()
     plain, streamed = twins(model)
     step(streamed, inputs)
     streamed.save_pretrained(tmp_path)

@@ -12,16 +12,15 @@ from torch import nn
 from megacompile import megacompile, schedules
 from megacompile.cost.hardware import H200
 from megacompile.cost.memory import device_memory
-from megacompile.cost.optimizer import OptimizerCost
+from megacompile.cost.optimizer import PIECE_BYTES, PIECES, OptimizerCost
 from megacompile.errors import DeviceMemoryError
 from megacompile.ir import ops
-from megacompile.ir.schedule import Schedule
 from megacompile.plan import planner
 from megacompile.plan.abstract import abstract_options, abstract_programs
 from megacompile.plan.compiler import PassCompiler
 from megacompile.plan.planner import Choice, Problem, search
-from tests.test_resident import residents
-from tests.test_step import adamw, data, net, train
+from tests.inside import residents
+from tests.training import adamw, data, net, train
 from tests.zoo import assert_same, twins
 
 GIB = 2**30
@@ -42,33 +41,15 @@ class Tower(nn.Module):
 
 
 def problem(budget_bytes: int, tokens: int = 16384, *, in_backward: bool = False) -> Problem:
-    """To plan a tower on an H200, without one."""
+    """A tower to plan on an H200, as the compiler asks for it."""
     model = Tower().to("meta", torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters()) if in_backward else None
     options = abstract_options(device="cpu", state_dtype=torch.float32, optimizer=optimizer)
     inputs = (torch.empty(tokens, 4096, device="meta", dtype=torch.bfloat16),)
-    (program,) = abstract_programs(model, inputs, options=options)
-    built: list[Problem] = []
-    compiler: Any = program.compiler
-    choose = compiler._choose
-
-    def catch(stages: Schedule, schedule: Schedule, finish: Any) -> Any:
-        built.append(
-            Problem(
-                build=lambda choice: finish(choice, draft=True),
-                buckets=schedule.buckets,
-                stages=sum(stage.traced.has_backward for stage in schedule.stages),
-                hardware=H200,
-                optimizer=OptimizerCost.of(options),
-                budget_bytes=budget_bytes,
-                trained=schedule.gradient_params,
-            )
-        )
-        return choose(stages, schedule, finish)
-
-    compiler._choose = catch
-    program.schedule()
-    return built[0]
+    (program,) = abstract_programs(model, inputs, options=options, hardware=H200)
+    compiler, planned = program.compiler, program.planned()
+    schedule = compiler.differentiated(*planned)
+    return replace(compiler.problem_of(schedule, planned.variant), budget_bytes=budget_bytes)
 
 
 FACTORS = (1.02, 1.2, 1.5, 2, 3, 5, 9)  # of the least that can be done with
@@ -136,7 +117,10 @@ def test_the_quick_estimate_of_memory_is_an_upper_bound() -> None:
             exact = tower.memory(choice).peak.total_bytes
             quick = 64 * GIB - tower._room_bytes(choice)
             quick += tower.peak_bytes(Choice(keep, frozenset()))
-            assert exact <= quick <= exact + 3 * tower.buckets[0].size_bytes
+            more = 3 * tower.buckets[0].size_bytes
+            if count == len(tower.buckets):  # the device helps nobody: no memory for that
+                more += PIECES * PIECE_BYTES
+            assert exact <= quick <= exact + more
 
 
 def test_what_may_not_be_is_not() -> None:
@@ -230,6 +214,7 @@ def test_plans_are_compared_on_a_slower_host_too(monkeypatch: Any) -> None:
 def test_a_share_is_handed_over_where_the_host_is_slow() -> None:
     """With little memory it is better used for updates than for kept stages."""
     tower = problem(0, tokens=4096)
+    tower = replace(tower, optimizer=replace(tower.optimizer, helped=False))
     budget = 3 * tower.floor_bytes()
     tower = replace(tower, budget_bytes=budget, hardware=H200.replace(update_gb_s=20.0))
     found = search(tower, resident=False)

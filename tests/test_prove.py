@@ -26,7 +26,7 @@ from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.accumulators import Accumulator, Users
 from megacompile.runtime.params.proxies import StreamedParameter
 from megacompile.verify import memory as verify_memory
-from tests import adversary, loops, prove
+from tests import adversary, inside, loops, prove
 from tests.interrupts import Opcodes, traced
 from tests.loops import Loop
 from tests.mutants import Harm, Truth, mutate
@@ -239,7 +239,7 @@ def test_a_planted_fault_is_seen(name: str) -> None:
     subject = Subject(NET, choice, Counts())
     if choice.in_backward:
         assert subject.to_program_order() == []
-        for graph in subject.model._compiled_call_impl.graphs:
+        for graph in inside.streamed(subject.model).graphs:
             graph.programs.clear()
     with planted(FAULTS[name]):
         found = [seen(subject, adversary.Random(seed)) for seed in SEEDS]
@@ -308,8 +308,7 @@ def test_what_is_wrong_on_symbols_is_wrong_in_numbers(lookahead: int) -> None:
     subject = Subject(net, Choice(lookahead=lookahead, backwards=1), Counts())
     assert subject.wrong(adversary.Policy()) == []
     assert subject.wrong(adversary.Policy()) == []  # the gradients that are expected by now
-    (graph,) = subject.model._compiled_call_impl.graphs
-    (program,) = graph.programs.values()
+    (program,) = inside.programs(subject.model)
     variant, executor = list(program.executors.items())[-1]
     assert variant.hold and not variant.accumulate
     truth, rng = Truth(executor.schedule), random.Random(0)

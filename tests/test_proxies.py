@@ -6,7 +6,8 @@ import copy
 import gc
 import io
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -288,12 +289,22 @@ def proxies_of(model: nn.Module) -> Proxies:
     return Proxies(model, CPU)
 
 
+@contextmanager
+def swapped_in(proxies: Proxies) -> Iterator[None]:
+    """For its duration, the model's parameters are the proxies."""
+    proxies.swap_in([])
+    try:
+        yield
+    finally:
+        proxies.put_back()
+
+
 def test_the_model_runs_on_proxies_and_is_put_back() -> None:
     torch.manual_seed(0)
     model = Stack()
     params = dict(model.named_parameters())
     proxies = proxies_of(model)
-    with proxies.swapped_in():
+    with swapped_in(proxies):
         inside = dict(model.named_parameters())
         assert {type(p).__name__ for p in inside.values()} == {"StreamedParameter"}
         assert [p.requires_grad for p in inside.values()] == [True] * len(inside)
@@ -307,7 +318,7 @@ def test_the_model_runs_on_proxies_and_is_put_back() -> None:
 def test_an_exception_puts_the_parameters_back() -> None:
     model = Stack()
     params = list(model.parameters())
-    with pytest.raises(RuntimeError, match="in the forward"), proxies_of(model).swapped_in():
+    with pytest.raises(RuntimeError, match="in the forward"), swapped_in(proxies_of(model)):
         raise RuntimeError("in the forward")
     assert all(now is then for now, then in zip(model.parameters(), params, strict=True))
 
@@ -317,7 +328,7 @@ def test_a_parameter_that_the_forward_replaces_stays_replaced() -> None:
     other = nn.Parameter(torch.ones(1))
     params = dict(model.named_parameters())
     proxies = proxies_of(model)
-    with proxies.swapped_in():
+    with swapped_in(proxies):
         model.head.bias = other
         del model.embed.bias
     now = dict(model.named_parameters())
@@ -332,7 +343,7 @@ def test_requires_grad_follows_the_parameter() -> None:
     proxies = proxies_of(model)
     for frozen in (True, False, True):
         model.head.requires_grad_(not frozen)
-        with proxies.swapped_in():
+        with swapped_in(proxies):
             assert model.head.weight.requires_grad is not frozen
             assert model.embed.weight.requires_grad
 
@@ -340,7 +351,7 @@ def test_requires_grad_follows_the_parameter() -> None:
 def test_a_tied_parameter_has_one_proxy() -> None:
     model, _ = tied()
     proxies = proxies_of(model)
-    with proxies.swapped_in():
+    with swapped_in(proxies):
         assert model.head.weight is model.embed.weight
         assert type(model.head.weight) is StreamedParameter
     assert model.head.weight is model.embed.weight
@@ -371,7 +382,7 @@ def test_eager_code_is_said_once_with_the_place() -> None:
     proxies = proxies_of(model)
     with pytest.warns(UserWarning, match="runs in eager mode and fetches each parameter") as said:
         for _ in range(2):
-            with proxies.swapped_in():
+            with swapped_in(proxies):
                 model(**batch())
     ours = [str(w.message) for w in said if "megacompile" in str(w.message)]
     assert len(ours) == 1
@@ -390,7 +401,7 @@ def test_a_proxy_of_no_model_says_nothing(recwarn: pytest.WarningsRecorder) -> N
 def gradients_of(model: nn.Module, run: Callable[[nn.Module], Tensor]) -> dict[str, Tensor]:
     """What a backward on proxies leaves in the parameters' `p.grad`."""
     proxies = proxies_of(model)
-    with proxies.swapped_in():
+    with swapped_in(proxies):
         loss = run(model)
     loss.backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -430,7 +441,7 @@ def test_parameters_that_are_no_floats_need_no_gradient() -> None:
     model = nn.Module()
     model.register_parameter("table", nn.Parameter(torch.arange(4), requires_grad=False))
     model.register_parameter("phase", nn.Parameter(torch.ones(2, dtype=torch.complex64)))
-    with proxies_of(model).swapped_in():
+    with swapped_in(proxies_of(model)):
         assert torch.equal(model.get_parameter("table") + 1, torch.arange(1, 5))
         assert model.phase.requires_grad
 

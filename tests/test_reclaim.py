@@ -28,6 +28,7 @@ from megacompile.runtime.device.streams import Handle, Streams
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.updates.device_buffers import Landing, Room, Rooms, write_back
 from megacompile.runtime.updates.in_backward import InBackward, Parked
+from tests import inside
 from tests.zoo import WIDTH
 
 DEPTH = 4
@@ -109,7 +110,7 @@ class Subject:
         self.plain = copy.deepcopy(self.model)
         self.optimizer = AdamW(self.model.parameters(), lr=1e-2)
         megacompile(self.model, device="cpu", lowering="eager", optimizer=self.optimizer)
-        streamed: Any = self.model._compiled_call_impl
+        streamed: Any = inside.streamed(self.model)
         machine = streamed.machine
         machine.streams = machine.gradients.streams = self.streams = Played()
         self.updates: InBackward = machine.in_backward
@@ -176,9 +177,7 @@ def test_the_next_forward_waits_for_the_copies_and_lets_the_memory_go(queue: Que
 def test_half_of_the_computes_come_before_the_wait() -> None:
     subject = Subject()
     subject.forward()
-    (graph,) = subject.model._compiled_call_impl.graphs
-    (program,) = graph.programs.values()
-    (executor,) = program.executors.values()
+    (executor,) = inside.executors(subject.model)
     nodes = ops.nodes_of(executor.schedule.forward, ops.forward, ops.reclaim)
     assert " ".join(map(ops.label, nodes)) == "0F 1F 2F RECLAIM 3F"
 
@@ -248,7 +247,7 @@ def test_micro_batches() -> None:
 def test_the_first_of_several_graphs_reclaims_what_all_parked() -> None:
     subject = Subject(breaks=True)
     subject.step()
-    assert len(subject.model._compiled_call_impl.graphs) == 2
+    assert len(inside.streamed(subject.model).graphs) == 2
     parked = len(subject.parked)
     assert parked >= 2, "both backwards park"
     subject.step()
@@ -300,8 +299,7 @@ def test_a_plan_is_sought_for_the_schedule_that_runs() -> None:
     """The forward's schedule is one that updates, so that a plan knows of the states' memory."""
     subject = Subject()
     subject.forward()
-    (graph,) = subject.model._compiled_call_impl.graphs
-    (program,) = graph.programs.values()
+    (program,) = inside.programs(subject.model)
     assert [variant.update for variant in program.executors] == [True]
 
 
@@ -359,8 +357,9 @@ def test_the_forward_reads_parked_parameters_where_they_are(
     assert bool(got.isfinite())
     for flat, new in landed:
         flat.copy_(new)
-    for bucket in subject.model._compiled_call_impl.machine.buckets.values():
-        assert not bucket.in_flight.fresh, "it was reclaimed"
+    for bucket in inside.buckets(subject.model).values():
+        landing: Any = bucket.in_flight
+        assert not landing.fresh, "it was reclaimed"
         bucket.settle()
     torch.testing.assert_close(got, subject.forward(), rtol=0, atol=0)
 
@@ -370,7 +369,7 @@ def test_parameters_that_have_another_name_are_read_on_the_host(
 ) -> None:
     """Somebody may write under it."""
     subject = Subject()
-    bucket = next(iter(subject.model._compiled_call_impl.machine.buckets.values()))
+    bucket = next(iter(inside.buckets(subject.model).values()))
     rooms = {0: Room(torch.ones(1), None, ())}
     landing = Landing(bucket, None, None)  # type: ignore[arg-type]
     landing.stays(rooms)

@@ -14,17 +14,13 @@ from torch.optim import SGD, AdamW
 from megacompile import megacompile, schedules, updates
 from megacompile.errors import OptionError
 from megacompile.ir import ops
+from tests import inside
 from tests.cases import CASES, build
-from tests.test_step import adamw, data, net, schedulers, train
+from tests.inside import residents
+from tests.training import adamw, data, net, schedulers, train
 from tests.zoo import assert_same, twins
 
 KB = 1000
-
-
-def residents(model: Any) -> set[str]:
-    """The buckets that live on the device."""
-    buckets = model._compiled_call_impl.machine.buckets.values()
-    return {bucket.layout.name for bucket in buckets if bucket.resident is not None}
 
 
 def kinds(model: Any) -> dict[str, set[str]]:
@@ -153,10 +149,10 @@ TRAINING: dict[str, dict[str, Any]] = {
 def resident_bytes(model: Any) -> list[int]:
     """What each bucket takes where it lives: its tensors, each once, and AdamW's moments."""
     found = []
-    for bucket in model._compiled_call_impl.machine.buckets.values():
-        trained = [param for param in bucket.params if param.grad is not None]
-        tensors = [*bucket.streamed, *bucket.values, *(param.grad for param in trained)]
-        moments = 2 * sum(param.nbytes for param in trained)
+    for bucket in inside.buckets(model).values():
+        gradients = [param.grad for param in bucket.params if param.grad is not None]
+        tensors: list[torch.Tensor] = [*bucket.streamed, *bucket.values, *gradients]
+        moments = 2 * sum(param.nbytes for param in bucket.params if param.grad is not None)
         found.append(sum({t.data_ptr(): t.nbytes for t in tensors}.values()) + moments)
     return found
 
@@ -185,7 +181,7 @@ def test_as_many_buckets_are_resident_as_fit(training: str) -> None:
 
 def want(model: Any, *names: str) -> None:
     """Let these buckets live on the device from the next call on."""
-    streamed = model._compiled_call_impl
+    streamed = inside.streamed(model)
     keys = [b.layout.key for b in streamed.machine.buckets.values() if b.layout.name in names]
     streamed.compiler.wanted = frozenset(keys)
 
@@ -221,7 +217,7 @@ def test_slots_are_for_the_buckets_that_are_streamed_now() -> None:
     streamed(torch.ones(2, 4)).sum().backward()
     want(streamed, "0", "1")
     streamed(torch.ones(2, 4)).sum().backward()
-    machine = streamed._compiled_call_impl.machine
+    machine = inside.machine(streamed)
     largest = max(b.layout.size_bytes for b in machine.buckets.values() if b.resident is None)
     assert [buffer.numel() for buffer in machine.slots.buffers] == [largest] * 2
 

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from megacompile import compat, megacompile
 from megacompile.errors import BackwardError
+from tests import inside
 from tests.zoo import equal
 
 
@@ -62,11 +63,6 @@ class Eager(Net):
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def uncaptured(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return x + functional.linear(x, weight).mean() * bias
-
-
-def machine_of(model: nn.Module) -> Any:
-    streamed: Any = model._compiled_call_impl
-    return streamed.machine
 
 
 def inputs(seed: int = 0) -> Tensor:
@@ -175,7 +171,7 @@ def test_the_sum_lies_in_the_bucket() -> None:
     """So that the update finds it beside its neighbours."""
     _, ours = pair()
     l2(ours, inputs()).backward()
-    machine = machine_of(ours)
+    machine: Any = inside.machine(ours)
     for bucket in machine.buckets.values():
         for i, param in enumerate(bucket.params):
             assert param.grad.data_ptr() == bucket.grads[i].data_ptr()
@@ -184,7 +180,7 @@ def test_the_sum_lies_in_the_bucket() -> None:
 def test_no_copy_where_nobody_else_is() -> None:
     _, ours = pair()
     ours(inputs()).mean().backward()
-    machine = machine_of(ours)
+    machine: Any = inside.machine(ours)
     buckets = machine.buckets.values()
     first = [gradient.data_ptr() for bucket in buckets for gradient in bucket.grads.values()]
     assert first == [p.grad.data_ptr() for bucket in buckets for p in bucket.params]

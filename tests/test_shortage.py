@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from megacompile import megacompile, schedules
 from megacompile.errors import DeviceMemoryError
 from megacompile.runtime.ops.bound import BoundOps
-from tests.test_step import adamw, data, net
+from tests import inside
+from tests.training import adamw, data, net
 from tests.zoo import assert_same, twins
 
 MiB = 2**20
@@ -121,7 +122,7 @@ def test_the_slots_of_the_old_plan_are_given_back(shortage: Shortage, op: str) -
     _, streamed = twins(Dropping(), gpu_memory=MiB, resident=0)
     shortage.on(op)
     train(streamed, 1)
-    slots = streamed._compiled_call_impl.machine.slots
+    slots = inside.machine(streamed).slots
     before = [weakref.ref(buffer) for buffer in slots.buffers]
     assert before
     shortage.at = {shortage.calls + 2}
@@ -189,7 +190,7 @@ def test_buckets_move_before_the_first_step() -> None:
         model(**data(0)).backward()
         optimizer.step()
     assert len(schedules(streamed)) == 1, "what ran is there, though another one comes next"
-    machine = streamed._compiled_call_impl.machine
+    machine = inside.machine(streamed)
     assert all(bucket.resident is not None for bucket in machine.buckets.values())
     assert not any(bucket.states for bucket in machine.buckets.values() if not bucket.resident)
     assert_same(plain, streamed)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megacompile import schedules
+from tests import inside
 from tests.zoo import Inputs, assert_same, equal, stacks
 
 BACKEND = "aot_eager"
@@ -148,4 +149,4 @@ def test_a_copy_can_be_compiled(again: Callable[[Any], Any]) -> None:
     other = again(streamed)
     other.compile(backend="eager")
     assert equal(plain(**inputs).detach(), other(**inputs).detach())
-    assert other._compiled_call_impl is not None
+    assert inside.is_streamed(other)

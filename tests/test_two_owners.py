@@ -15,6 +15,7 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, Optimizer
 
 from megacompile import megacompile
 from megacompile.errors import ModelError
+from tests import inside
 from tests.zoo import equal, twins
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -219,7 +220,7 @@ def test_states_go_with_their_optimizer(config: str) -> None:
     model: Any = megacompile(Net(), device="cpu", progress=False, **CONFIGS[config])
     optimizer = warm(model)
     train(model, optimizer, 0, 1, 2)
-    buckets = model._compiled_call_impl.machine.buckets.values()
+    buckets = inside.buckets(model).values()
     rooms = [
         weakref.ref(room)
         for bucket in buckets
@@ -269,7 +270,7 @@ def test_two_models_with_a_parameter_in_common() -> None:
     before = copy.deepcopy(other.state_dict())
     with pytest.raises(ModelError, match=SHARED):
         compiled(other)
-    assert other._compiled_call_impl is None, "it is as it was"
+    assert not inside.is_streamed(other), "it is as it was"
     assert all(equal(before[name], value) for name, value in other.state_dict().items())
     x = torch.rand(2, 8)
     assert equal(one(x), one.head(encoder(x)))

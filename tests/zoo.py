@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacompile import megacompile
+from megacompile import megacompile, schedules
+from megacompile.ir.schedule import Schedule
 
 Inputs = dict[str, Any]
 Made = tuple[Any, Inputs]  # the model is Any: tests reach into its layers
@@ -72,6 +73,14 @@ def equal(a: Tensor | None, b: Tensor | None) -> bool:
         and torch.equal(torch.isnan(a), torch.isnan(b))
         and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
     )
+
+
+def assert_close(plain: nn.Module, streamed: nn.Module, tolerance: float = 1e-6) -> None:
+    """Every parameter, but for rounding: relative to its norm."""
+    pairs = zip(plain.named_parameters(), streamed.parameters(), strict=True)
+    for (name, want), got in pairs:
+        error = float((got - want).detach().norm())
+        assert error <= tolerance * float(want.detach().norm()), name
 
 
 def batch(seed: int = 1, *, size: int = BATCH) -> Inputs:
@@ -148,6 +157,13 @@ def assert_steps_same(plain: nn.Module, streamed: nn.Module, inputs: Inputs) -> 
     assert_same(plain, streamed)
 
 
+def scheduled(model: nn.Module | None = None, **options: Any) -> Schedule:
+    """The schedule of a streamed `stack`, or of another model that takes `batch()`."""
+    _, streamed = twins(stack()[0] if model is None else model, **options)
+    step(streamed, batch())
+    return schedules(streamed)[0]
+
+
 def _break(i: int, hidden: Tensor) -> Tensor:
     if i == 1:
         torch._dynamo.graph_break()
@@ -203,6 +219,13 @@ def tied() -> Made:
     return model, inputs
 
 
+def mixed() -> Made:
+    """One parameter is frozen, others get no gradient."""
+    model, inputs = unused()
+    model.layers[0].norm.weight.requires_grad_(False)
+    return model, inputs
+
+
 class Scaled(Stack):
     """Its own parameter lies in one bucket with the embedding, and two stages read that bucket."""
 
@@ -240,33 +263,32 @@ def data_dependent() -> Made:
     return Stack(between=_branch), batch()
 
 
-def qwen2() -> Made:
-    """A tiny HF Qwen2 with labels."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+def hf_qwen2(**config: Any) -> Any:
+    """A tiny Qwen2 of Hugging Face, in training."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
 
     torch.manual_seed(0)
-    config = Qwen2Config(
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=64,
-        use_cache=False,
-        attn_implementation="eager",  # "sdpa" masks otherwise while it is captured
-    )
-    return Qwen2ForCausalLM(config), tokens()
+    tiny = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 64,
+        "use_cache": False,
+        "attn_implementation": "eager",  # "sdpa" takes another path while it is captured
+    }
+    return AutoModelForCausalLM.from_config(Qwen2Config(**{**tiny, **config})).train()
 
 
-def gpt2() -> Made:
-    """A tiny HF GPT-2 with labels; its dropout is on, its head is tied."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+def hf_gpt2(**config: Any) -> Any:
+    """A tiny GPT-2 of Hugging Face, in training; its dropout is on, its head is tied."""
+    from transformers import AutoModelForCausalLM, GPT2Config
 
     torch.manual_seed(0)
-    config = GPT2Config(
-        n_embd=16, n_layer=2, n_head=2, vocab_size=64, n_positions=32, use_cache=False
-    )
-    return GPT2LMHeadModel(config), tokens()
+    tiny = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 64, "n_positions": 32}
+    settings = {**tiny, "use_cache": False, **config}
+    return AutoModelForCausalLM.from_config(GPT2Config(**settings)).train()
 
 
 ZOO: dict[str, Callable[[], Made]] = {

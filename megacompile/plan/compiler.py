@@ -103,6 +103,17 @@ class PassCompiler:
 
     def plan(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
         """The verified schedule, whose templates have graphs and no code yet."""
+        schedule = self.differentiated(stages, capture, variant)
+        choice, reasons = self._choose(stages, schedule, variant)
+        if not variant.keep_last:
+            choice = replace(choice, keep=0)
+        choice = replace(choice, resident=self.resident)
+        schedule = self._finish(schedule, variant, choice, reasons)
+        verify(schedule)
+        return schedule
+
+    def differentiated(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
+        """The passes in front of the choice of a plan."""
         trace = functools.partial(
             trace_templates,
             ambient=capture.ambient,
@@ -110,14 +121,28 @@ class PassCompiler:
             lowering=self.options.lowering,
         )
         schedule = replace(stages, tangents=variant.tangents)
-        schedule = _run(schedule, [("templates", trace), ("differentiate", differentiate)])
-        finish = functools.partial(self._finish, schedule, variant)
-        choice, reasons = self._choose(stages, schedule, finish)
-        if not variant.keep_last:
-            choice = replace(choice, keep=0)
-        schedule = finish(replace(choice, resident=self.resident), reasons)
-        verify(schedule)
-        return schedule
+        return _run(schedule, [("templates", trace), ("differentiate", differentiate)])
+
+    def problem_of(
+        self, schedule: Schedule, variant: Variant, *, resident: frozenset[int] = frozenset()
+    ) -> Problem:
+        """What a plan is sought for.
+
+        Args:
+            schedule: what `differentiated` gives.
+            resident: keys of the buckets that live on the device, whatever the plan.
+        """
+        return Problem(
+            build=lambda choice: self._finish(schedule, variant, choice, draft=True),
+            buckets=schedule.buckets,
+            stages=sum(stage.traced.has_backward for stage in schedule.stages),
+            hardware=self.rates(),
+            optimizer=self.cost(),
+            budget_bytes=self.budget_bytes(),
+            fused=self.options.lowering is Lowering.INDUCTOR,
+            resident=resident,
+            trained=schedule.gradient_params,
+        )
 
     def _finish(
         self,
@@ -160,7 +185,7 @@ class PassCompiler:
         )
 
     def _choose(
-        self, stages: Schedule, schedule: Schedule, finish: Callable[..., Schedule]
+        self, stages: Schedule, schedule: Schedule, variant: Variant
     ) -> tuple[Choice, tuple[str, ...]]:
         """What the plan is made from; sought once for each captured graph and shape."""
         options = self.options
@@ -169,17 +194,8 @@ class PassCompiler:
             return floor, ()
         if stages not in self.choices:
             free = options.resident is None and not self.planned and not self.stays
-            problem = Problem(
-                build=lambda choice: finish(choice, draft=True),
-                buckets=schedule.buckets,
-                stages=sum(stage.traced.has_backward for stage in schedule.stages),
-                hardware=self.rates(),
-                optimizer=self.cost(),
-                budget_bytes=self.budget_bytes(),
-                fused=options.lowering is Lowering.INDUCTOR,
-                resident=frozenset() if free else self.resident,
-                trained=schedule.gradient_params,
-            )
+            resident = frozenset() if free else self.resident
+            problem = self.problem_of(schedule, variant, resident=resident)
             pinned = options.activations is not Activations.AUTO
             hand_over = options.hands_over and options.device_update is None and self.on_gpu
             templates = tuple(id(stage.traced) for stage in schedule.stages)

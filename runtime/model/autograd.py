@@ -158,12 +158,6 @@ class _Call:
         found = {int(name.removeprefix("x")): gradient for name, gradient in of_inputs.items()}
         return found | {self.positions[place]: g for place, g in of_proxies.items()}
 
-    @property
-    def _run(self) -> Run:
-        run = self.machine.gradients.run
-        assert run is not None, "outside of a backward"
-        return run
-
     def _prepare(self, node: object) -> Run:
         """Find out who wants the parameters' gradients in this backward, and who else is there."""
         calls = [call for call in compat.backward_calls() if node in _users(call).nodes]
@@ -192,7 +186,7 @@ class _Call:
     def _start_again(self, ran_out: str) -> None:
         """After a backward that ran out of device memory: the forward again, by a plan that needs
         less. Gradients that are on the host already stay as they are."""
-        program, run = self.program, self._run
+        program, run = self.program, self.machine.gradients.running()
         self.residuals = None
         why = ""
         if ops.nodes_of(program.stages.forward, ops.assign):
@@ -239,7 +233,7 @@ class _Call:
             program.tangents = tangents
             variant = Variant(tangents, keep_last=False)
             wanted = program.executor(variant).schedule
-        run, update = self._run, self._updates()
+        run, update = self.machine.gradients.running(), self._updates()
         if update:
             assert self.machine.in_backward is not None
             self.machine.in_backward.begin(self.machine.buckets, wanted.gradient_params)
@@ -258,7 +252,7 @@ class _Call:
             BackwardError: somebody wants a gradient that would never leave the device, or adds to
                 it.
         """
-        updates, run = self.machine.in_backward, self._run
+        updates, run = self.machine.in_backward, self.machine.gradients.running()
         if updates is None or updates.accumulating:
             return False
         if run.exceptions >= set(self.places):

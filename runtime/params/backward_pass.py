@@ -72,11 +72,6 @@ class BackwardPass:
             self._settle_down(place)
         self._serve(lazy)
 
-    def _is_ours(self, place: Place) -> bool:
-        key, i = place
-        gradient, memory = self.buckets[key].params[i].grad, self.buckets[key].grads.get(i)
-        return gradient is not None and memory is not None and same_memory(gradient, memory)
-
     def _settle_down(self, place: Place) -> None:
         """Let `p.grad` be the tensor that it was, or adopt a sum that autograd has made."""
         key, i = place
@@ -85,7 +80,7 @@ class BackwardPass:
         gradient, memory = param.grad, bucket.grads.get(i)
         if gradient is None or memory is None:  # a hook took it; or it was frozen since
             return
-        if self._is_ours(place):
+        if lies_in_bucket(bucket, i):
             if before is not None:
                 param.grad = before
             return
@@ -109,11 +104,12 @@ class BackwardPass:
 
     def _untouched(self, place: Place) -> bool:
         """Is `p.grad` what was handed over, and did nobody look at it?"""
+        key, i = place
         return (
             place in self.taken
             and place not in self.watched
             and place not in self.replaced
-            and self._is_ours(place)
+            and lies_in_bucket(self.buckets[key], i)
         )
 
     def _serve(self, lazy: set[int]) -> None:
@@ -125,7 +121,9 @@ class BackwardPass:
                 settle = functools.partial(_settle, self.copies[key], bucket)
             for k, i in enumerate(norms.indices):
                 place = key, i
-                if place not in self.taken or place in self.watched or not self._is_ours(place):
+                if place not in self.taken or place in self.watched:
+                    continue
+                if not lies_in_bucket(bucket, i):
                     continue
                 gradient = bucket.params[i].grad
                 assert gradient is not None
@@ -157,6 +155,12 @@ class Norms:
                 self.copied.synchronize()
             self._values = self._room.tolist()
         return self._values[0][k], self._values[1][k]
+
+
+def lies_in_bucket(bucket: HostBucket, index: int) -> bool:
+    """Does a parameter's `p.grad` lie in its place in its bucket?"""
+    gradient, memory = bucket.params[index].grad, bucket.grads.get(index)
+    return gradient is not None and memory is not None and same_memory(gradient, memory)
 
 
 def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -26,7 +26,13 @@ from megacompile import compat
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.streams import Streams
 from megacompile.runtime.params.accumulators import Accumulator, Users
-from megacompile.runtime.params.backward_pass import BackwardPass, Norms, Place, same_memory
+from megacompile.runtime.params.backward_pass import (
+    BackwardPass,
+    Norms,
+    Place,
+    lies_in_bucket,
+    same_memory,
+)
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.consumed import consumed
 from megacompile.runtime.params.lazy import served
@@ -295,6 +301,11 @@ class Gradients:
             for i, param in enumerate(bucket.params)
         }
 
+    def running(self) -> Run:
+        """What becomes of the gradients of the schedule that runs now."""
+        assert self.run is not None, "outside of a backward"
+        return self.run
+
     def place(self, param: torch.Tensor) -> Place | None:
         """A parameter's bucket and index; None for one that is not ours."""
         return self._places.get(id(param))
@@ -332,8 +343,7 @@ class Gradients:
 
     def is_ours(self, place: Place) -> bool:
         """Does `p.grad` lie in its place in the bucket?"""
-        gradient, memory = self.param(place).grad, self.buckets[place[0]].grads.get(place[1])
-        return gradient is not None and memory is not None and same_memory(gradient, memory)
+        return lies_in_bucket(self.buckets[place[0]], place[1])
 
     def is_free(self, place: Place) -> bool:
         """Has nobody but the bucket the memory of a gradient?"""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
@@ -345,15 +344,6 @@ class Proxies:
         """The model's parameters are themselves again, where the forward did not replace them."""
         holders, names, params, proxies = self._columns
         exchange(holders, names, proxies, params)
-
-    @contextmanager
-    def swapped_in(self) -> Iterator[None]:
-        """For its duration, the model's parameters are the proxies."""
-        self.swap_in([])
-        try:
-            yield
-        finally:
-            self.put_back()
 
     def stand_ins(self, model: nn.Module) -> StandIns:
         """What takes the place of parameters for the time of a `torch.func.functional_call`."""

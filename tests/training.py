@@ -1,0 +1,167 @@
+"""A model that trains with stock optimizers: what tests of `step()` share.
+
+`net` has parameters of every kind: some are frozen, some get no gradient. `train` takes steps of
+two clipped micro-batches; `OPTIMIZERS` are those whose updates are compared with the stock ones.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from tests import zoo
+from tests.zoo import WIDTH, Inputs, batch, equal, step
+
+STEPS = 10
+NAME = "layers.1.up.weight"  # a parameter of `net` to look at
+BUCKET = "layers.1"  # where it lies
+
+Make = Callable[[nn.Module], list[Optimizer]]
+
+
+def net() -> Any:
+    """An embedding, three layers and a head; one parameter is frozen, some get no gradient."""
+    model, _ = zoo.mixed()
+    model.embed = nn.Embedding(8, WIDTH)
+    return model
+
+
+def data(seed: int) -> Inputs:
+    """The inputs of a call of `net`."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "x": torch.randint(8, (4,), generator=generator),
+        "y": torch.randn(4, WIDTH, generator=generator),
+    }
+
+
+def groups(
+    model: nn.Module, *, matrices: bool | None = None, **of_vectors: Any
+) -> list[dict[str, Any]]:
+    """Two parameter groups: matrices, and vectors, which may have options of their own.
+
+    `matrices` selects the layers' weights (True), or all others.
+    """
+    found: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
+    for name, param in model.named_parameters():
+        hidden = name.startswith("layers") and param.dim() == 2
+        if matrices is None or hidden == matrices:
+            found[param.dim() > 1].append(param)
+    vectors = {"params": found[0], "weight_decay": 0.0, **of_vectors}
+    chosen: list[dict[str, Any]] = [{"params": found[1]}, vectors]
+    return [group for group in chosen if group["params"]]
+
+
+def adamw(model: nn.Module, **options: Any) -> list[Optimizer]:
+    """AdamW over both groups."""
+    return [AdamW(groups(model), **{"lr": 1e-2, "weight_decay": 0.1, **options})]
+
+
+def sgd(model: nn.Module, **options: Any) -> list[Optimizer]:
+    """SGD over both groups."""
+    return [SGD(groups(model), lr=0.1, weight_decay=0.01, **options)]
+
+
+def with_muon(model: nn.Module) -> list[Optimizer]:
+    """Muon for the layers' weights, AdamW for the rest."""
+    hidden = [g for g in groups(model, matrices=True)]
+    return [Muon(hidden, lr=0.02), AdamW(groups(model, matrices=False), lr=1e-2)]
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "adamw": adamw,
+    "adam, amsgrad": lambda m: [Adam(groups(m), lr=1e-2, weight_decay=0.1, amsgrad=True)],
+    "adam, maximize, tensor lr": lambda m: [
+        Adam(groups(m), lr=torch.tensor(1e-3), maximize=True, foreach=False)
+    ],
+    "sgd": sgd,
+    "sgd, momentum": lambda m: sgd(m, momentum=0.9, dampening=0.1),
+    "sgd, nesterov": lambda m: sgd(m, momentum=0.9, nesterov=True),
+    "muon": with_muon,
+    "adafactor": lambda m: [Adafactor(groups(m), lr=1e-2)],
+}
+
+
+def schedulers(optimizers: list[Optimizer]) -> list[LRScheduler]:
+    """A falling learning rate for each."""
+    return [LambdaLR(optimizer, lambda i: 1.0 / (1 + i)) for optimizer in optimizers]
+
+
+def backward(model: nn.Module, step: int, micro: int) -> None:
+    """Forward and backward of one of two micro-batches."""
+    loss: Tensor = model(**data(2 * step + micro)) / 2
+    loss.backward()
+
+
+def gradients(model: nn.Module, step: int) -> Tensor:
+    """Two micro-batches, clipped; every other step the clipping changes something."""
+    for micro in range(2):
+        backward(model, step, micro)
+    largest = 1e-2 if step % 2 else 1e3
+    norm: Tensor = nn.utils.clip_grad_norm_(model.parameters(), largest)
+    assert (float(norm) > largest) == bool(step % 2)
+    return norm
+
+
+def train(
+    model: nn.Module,
+    optimizers: list[Optimizer],
+    steps: int = STEPS,
+    *,
+    start: int = 0,
+    of: list[LRScheduler] | None = None,
+) -> list[Tensor]:
+    """Gives the gradient norms; the gradients of the last step stay."""
+    norms = []
+    for i in range(start, start + steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        norms.append(gradients(model, i))
+        for optimizer in optimizers:
+            optimizer.step()
+        for scheduler in of or []:
+            scheduler.step()
+    return norms
+
+
+def take_steps(model: nn.Module, optimizer: Any, steps: int, *, start: int = 0) -> None:
+    """Steps on `zoo.batch(i)`, seeded with i; the gradients of the last one stay."""
+    for i in range(start, start + steps):
+        model.zero_grad()
+        step(model, batch(i), seed=i)
+        optimizer.step()
+
+
+def assert_states_same(plain: Any, streamed: Any) -> None:
+    """Equal in every bit: nested containers of an optimizer's state_dict()."""
+    if isinstance(plain, Tensor):
+        assert equal(plain, streamed)
+    elif isinstance(plain, dict):
+        assert plain.keys() == streamed.keys()
+        for key in plain:
+            assert_states_same(plain[key], streamed[key])
+    elif isinstance(plain, list):
+        for mine, theirs in zip(plain, streamed, strict=True):
+            assert_states_same(mine, theirs)
+    else:
+        assert plain == streamed
+
+
+def through_file(value: Any) -> Any:
+    """What was saved, as it is loaded."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def move(source: Iterable[Any], target: Iterable[Any]) -> None:
+    """Let a model and its optimizers go on from others, through a file."""
+    for mine, theirs in zip(source, target, strict=True):
+        theirs.load_state_dict(through_file(mine.state_dict()))
