@@ -260,6 +260,7 @@ def test_what_is_missing_is_forgotten() -> None:
     model = Asks()
     torch.compile(model, backend="eager", options={"guard_filter_fn": keep})(torch.ones(1))
     assert (seen != []) == (VERSION < (2, 12))  # else forget_missing is not needed
+    table["tmp7"] = model
     compat.forget_missing()
     assert set(table) == before and all(value is not model for value in table.values())
 
@@ -407,36 +408,44 @@ def test_sources_of_graphs_are_not_kept() -> None:
 # --- the partitioner and Inductor
 
 
-def joint(mark: Callable[[fx.Node], None] | None = None) -> fx.GraphModule:
+def saved(
+    function: Callable[[Tensor], Tensor],
+    target: Any = None,
+    mark: Callable[[fx.Node], None] | None = None,
+    **options: Any,
+) -> list[str]:
+    """What is saved for a function's backward, where the first node of `target` is marked."""
+
     def f(primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Any:
         leaf = primals[0].requires_grad_()
         with torch.enable_grad():
-            out = torch.sigmoid(leaf.sin() * 2)
+            out = function(leaf)
         return [out, *torch.autograd.grad(out, leaf, tangents[0])]
 
     module = compat.trace(f, [torch.ones(8)], [torch.ones(8)], {})
-    for node in module.graph.nodes:
-        if mark is not None and node.target in (aten.sigmoid.default, aten.mul.Tensor):
-            mark(node)
-    return module
-
-
-def saved(module: fx.GraphModule, **options: Any) -> list[str]:
+    if mark is not None:
+        mark(module.graph.find_nodes(op="call_function", target=target)[0])
     forward, backward = compat.split_joint(module, outputs=1, static_primals=(), **options)
     (output,) = forward.graph.find_nodes(op="output")
-    values = output.args[0][1:]
-    out, *kept = forward(torch.ones(8))
+    _, *kept = forward(torch.ones(8))
     (gradient,) = backward(*kept, torch.ones(8))
     leaf = torch.ones(8, requires_grad=True)
-    torch.sigmoid(leaf.sin() * 2).sum().backward()
-    assert torch.allclose(gradient, leaf.grad), "a wrong gradient"  # type: ignore[arg-type]
-    return [compat.operator_name(value.target) or value.name for value in values]
+    function(leaf).sum().backward()
+    assert leaf.grad is not None and torch.allclose(gradient, leaf.grad), "a wrong gradient"
+    return [value.name for value in output.args[0][1:]]
 
 
 def test_what_the_partitioner_saves() -> None:
-    assert {"sigmoid", "detach"} & {*saved(joint(compat.mark_must_save))}
-    assert set(saved(joint(compat.mark_must_recompute))) <= {"primals_1"}
-    assert saved(joint(), memory_budget=0.0) == ["primals_1"]
+    def exp(x: Tensor) -> Tensor:
+        return x.exp().sin()
+
+    def double(x: Tensor) -> Tensor:
+        return (x * 2).sin()
+
+    assert saved(exp) == ["exp"] and saved(exp, memory_budget=0.0) == ["primals_1"]
+    assert saved(exp, aten.exp.default, compat.mark_must_recompute) == ["primals_1"]
+    assert saved(double) == ["primals_1"]
+    assert "primals_1" not in saved(double, aten.mul.Tensor, compat.mark_must_save)
 
 
 @needs_compiler
