@@ -1,0 +1,164 @@
+"""What compat takes for granted of tracing and Inductor."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from megacompile import compat
+
+aten = torch.ops.aten
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+needs_compiler = pytest.mark.skipif(not compat.has_cpp_compiler(), reason="needs a C++ compiler")
+
+
+def targets(module: fx.GraphModule) -> list[Any]:
+    return [node.target for node in module.graph.nodes if node.op == "call_function"]
+
+
+# --- tracing
+
+
+def test_fake_tensors_have_looks_and_no_data() -> None:
+    with compat.fake_mode():
+        fake = torch.ones(())
+        made = torch.ones(2, 3) @ torch.ones(3, 4)
+    assert made.shape == (2, 4) and isinstance(made, FakeTensor)
+    for ask in (lambda: fake.item(), lambda: fake.nonzero()):
+        with pytest.raises(compat.UNTRACEABLE), compat.fake_mode():
+            ask()
+    with pytest.raises(compat.UNTRACEABLE), compat.fake_mode():
+        torch.ones(2).nonzero()
+
+
+def test_changes_in_place_become_values() -> None:
+    tensor = torch.ones(2)
+    with compat.functional_mode():
+        wrapped = compat.to_functional(tensor)
+        before = compat.from_functional(wrapped)
+        wrapped.add_(1)
+        after = compat.from_functional(wrapped)
+    assert before is not after and torch.equal(before, torch.ones(2)) and after[0] == 2
+    assert torch.equal(tensor, torch.ones(2)) and compat.from_functional(3) == 3
+
+
+def test_operators_with_effects_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="side effects"), compat.functional_mode():
+        torch.ops.aten._print("x")
+
+
+def test_a_trace_has_flat_names() -> None:
+    def f(primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Any:
+        return [primals[0] * primals[1], (tangents[0],)]
+
+    ones = torch.ones(2)
+    module = compat.trace(f, [ones, ones], [ones], {})
+    names = [node.name for node in module.graph.find_nodes(op="placeholder")]
+    assert names == ["primals_1", "primals_2", "tangents_1"]
+    assert targets(module) == [aten.mul.Tensor] and len(module(ones, ones, ones)) == 2
+    again = compat.flatten_signature(module)
+    assert isinstance(again(ones, ones, ones), tuple)
+
+
+def test_dropout_masks_are_drawn_in_the_order_of_memory() -> None:
+    like = torch.empty(3, 4).t()
+    table = compat.eager_decompositions()
+    torch.manual_seed(0)
+    expected = torch.empty_like(like).bernoulli_(0.5)
+    torch.manual_seed(0)
+    assert torch.equal(table[aten.bernoulli.p](like, 0.5), expected)
+    torch.manual_seed(0)
+    assert not torch.equal(torch.bernoulli(like, 0.5), expected)  # else the table is not needed
+
+
+def test_sources_of_graphs_are_not_kept() -> None:
+    def count() -> tuple[int, int]:
+        return len(fx.graph_module._loader.eval_cache), len(linecache.cache)
+
+    before = count()
+    with compat.without_sources():
+        module = fx.symbolic_trace(lambda x: torch.sin(x))
+        assert count() != before
+    assert count() == before and module(torch.zeros(1)) == 0
+    fx.symbolic_trace(lambda x: torch.sin(x))
+    assert count() != before  # else nothing need be forgotten
+
+
+# --- the partitioner and Inductor
+
+
+def saved(
+    function: Callable[[Tensor], Tensor],
+    target: Any = None,
+    mark: Callable[[fx.Node], None] | None = None,
+    **options: Any,
+) -> list[str]:
+    """What is saved for a function's backward, where the first node of `target` is marked."""
+
+    def f(primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Any:
+        leaf = primals[0].requires_grad_()
+        with torch.enable_grad():
+            out = function(leaf)
+        return [out, *torch.autograd.grad(out, leaf, tangents[0])]
+
+    module = compat.trace(f, [torch.ones(8)], [torch.ones(8)], {})
+    if mark is not None:
+        mark(module.graph.find_nodes(op="call_function", target=target)[0])
+    forward, backward = compat.split_joint(module, outputs=1, static_primals=(), **options)
+    (output,) = forward.graph.find_nodes(op="output")
+    _, *kept = forward(torch.ones(8))
+    (gradient,) = backward(*kept, torch.ones(8))
+    leaf = torch.ones(8, requires_grad=True)
+    function(leaf).sum().backward()
+    assert leaf.grad is not None and torch.allclose(gradient, leaf.grad), "a wrong gradient"
+    return [value.name for value in output.args[0][1:]]
+
+
+def test_what_the_partitioner_saves() -> None:
+    def exp(x: Tensor) -> Tensor:
+        return x.exp().sin()
+
+    def double(x: Tensor) -> Tensor:
+        return (x * 2).sin()
+
+    assert saved(exp) == ["exp"] and saved(exp, memory_budget=0.0) == ["primals_1"]
+    assert saved(exp, aten.exp.default, compat.mark_must_recompute) == ["primals_1"]
+    assert saved(double) == ["primals_1"]
+    assert "primals_1" not in saved(double, aten.mul.Tensor, compat.mark_must_save)
+
+
+@needs_compiler
+def test_inductor_compiles_graphs() -> None:
+    module = fx.symbolic_trace(lambda x: (aten.add.Tensor(aten.sin.default(x), 1),))
+    with compat.fake_mode():
+        fake = torch.ones(8)
+    for node in module.graph.nodes:
+        node.meta["val"] = fake
+    code = compat.compile_inductor(module, [fake])
+    (found,) = code(torch.ones(8))
+    assert torch.allclose(found, torch.ones(8).sin() + 1)
+
+
+def test_inductors_decompositions() -> None:
+    table = compat.inductor_decompositions()
+    assert aten.native_layer_norm.default in table and aten.mm.default in table
+    table.clear()
+    assert compat.inductor_decompositions() != {}
+
+
+def test_a_compiler_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(compat.has_cpp_compiler(), bool)
+    builder = inspect.getmodule(compat.has_cpp_compiler).cpp_builder  # type: ignore[union-attr]
+
+    def fail() -> str:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(builder, "get_cpp_compiler", fail)
+    assert not compat.has_cpp_compiler()
