@@ -41,7 +41,7 @@ from benchmarks.models import Loss, qwen2
 from benchmarks.report import publish
 from megacompile.cost.hardware import Hardware, known
 from megacompile.plan.abstract import abstract_options, abstract_programs
-from megacompile.plan.scenario import Situation
+from megacompile.plan.scenario import Scenario
 
 HOST = ("host update", "host memory bandwidth")  # of explain's words; the trace's is "host"
 _CLEAR = 0.4  # of the step: a bound that is smaller is none
@@ -169,8 +169,8 @@ def _predict(staged: Staged, hardware: Hardware) -> dict[str, object]:
         for program in programs:
             there = frozenset(bucket.key for bucket in program.stages.buckets)
             program.compiler.resident = program.compiler.wanted = there
-    now = Situation(
-        tuple(program.schedule(hold=program is programs[-1]) for program in programs),
+    now = Scenario(
+        tuple(program.schedule(reuse=program is programs[-1]) for program in programs),
         hardware,
         programs[0].compiler.cost(),
         device_bytes=hardware.device_bytes,

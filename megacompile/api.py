@@ -24,7 +24,7 @@ from megacompile.passes.stages.units import find_units
 from megacompile.plan.alternatives import Planned, alternatives
 from megacompile.plan.compiler import PassCompiler
 from megacompile.plan.explanation import Explanation, explanation
-from megacompile.plan.scenario import Situation
+from megacompile.plan.scenario import Scenario
 from megacompile.runtime.model.methods import replace_methods
 from megacompile.runtime.model.streamed import StreamedModel, refuse_nested, refuse_shared
 from megacompile.tracing.recorder import Trace as Trace
@@ -286,7 +286,7 @@ def explain(
     assert isinstance(compiler, PassCompiler)
     machine = hardware or compiler.rates()
     there = compiler.budget or options.gpu_memory or machine.device_bytes
-    now = Situation(
+    now = Scenario(
         tuple(made),
         machine,
         compiler.cost(),

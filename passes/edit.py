@@ -20,7 +20,7 @@ def add_item(graph: fx.Graph, call: fx.Node, index: int, name: str) -> fx.Node:
     return item
 
 
-def residual(graph: fx.Graph, value: fx.Node) -> fx.Node:
+def saved_value(graph: fx.Graph, value: fx.Node) -> fx.Node:
     """What the backward takes to have `value` as the forward read it.
 
     That is the value itself, or a snapshot where an input is changed in place:
@@ -39,13 +39,13 @@ def residual(graph: fx.Graph, value: fx.Node) -> fx.Node:
     return copy
 
 
-def add_residuals(schedule: Schedule, names: Sequence[str]) -> Schedule:
+def add_saved_values(schedule: Schedule, names: Sequence[str]) -> Schedule:
     """Set what the forward hands to the backward; `schedule` is a copy that may be changed."""
     by_name = {node.name: node for node in schedule.forward.nodes}
     output = schedule.forward.output_node()
     outputs, _ = ops.returned(schedule.forward)
     output.args = ((outputs, tuple(by_name[name] for name in names)),)
-    return replace(schedule, residuals=tuple(names))
+    return replace(schedule, saved_values=tuple(names))
 
 
 def calls_by_stage(graph: fx.Graph, op: object) -> dict[int, fx.Node]:

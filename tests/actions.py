@@ -31,7 +31,7 @@ from megacompile.ir.values import producer
 ACTIVATION = TensorMeta((4, 8), torch.float32, (8, 1), requires_grad=True)
 WEIGHT = TensorMeta((8, 8), torch.float32, (8, 1), requires_grad=True)
 
-_QUIET = (ops.free, ops.park, ops.alloc_grad, ops.alloc_state)
+_QUIET = (ops.free, ops.defer_free, ops.alloc_grad, ops.alloc_state)
 _TOKEN = re.compile(r"(?P<label>[\d.]*)(?P<suffix>[A-Z_]+)(?:@(?P<slot>\?|\d+))?")
 
 
@@ -59,8 +59,8 @@ def parse(line: str, **stubs: Any) -> Schedule:
     forward = _Reader(stages, kept=kept)
     for token in forward_line.split():
         forward.read(token)
-    residuals = forward.residuals if separator else []
-    forward.graph.output(((forward.last,), tuple(residuals)))
+    saved_values = forward.saved_values if separator else []
+    forward.graph.output(((forward.last,), tuple(saved_values)))
     backward = _Reader(stages, kept=kept)
     if separator:
         backward.start(forward, needed=[*again, *kept])
@@ -72,7 +72,7 @@ def parse(line: str, **stubs: Any) -> Schedule:
         forward=forward.graph,
         backward=backward.graph if separator else None,
         stages=stages,
-        residuals=tuple(node.name for node in residuals),
+        saved_values=tuple(node.name for node in saved_values),
         tangents=(0,),
         gradients=("x",) if separator else (),
     )
@@ -92,13 +92,13 @@ def waits(graph: fx.Graph) -> str:
 def frees(graph: fx.Graph) -> str:
     """The actions and where each value dies: "3F -y2_0", and "-g2_1(after=2OFFLOAD_GRAD)".
 
-    A value that is parked: "~new2(after=2OFFLOAD_STATE)".
+    A value that is deferred: "~new2(after=2OFFLOAD_STATE)".
     """
     words = []
     for node in ops.nodes_of(graph):
         if node.target is ops.free:
             words.append(f"-{ops.arguments(node)[0].name}{_after(node)}")
-        elif node.target is ops.park:
+        elif node.target is ops.defer_free:
             words.append(f"~{ops.arguments(node)[0].name}{_after(node)}")
         elif node.target is not ops.begin:
             words.append(ops.label(node))
@@ -170,7 +170,7 @@ def _template(index: int, params: int, carried: Sequence[int], stubs: Stubs) -> 
         mutated=(),
         saved=saved,
         tangents=(0,),
-        carries=tuple(carried),
+        partial_gradients=tuple(carried),
         backward_inputs=(*read, *(SavedRef(i) for i in range(len(saved)))),
         gradients=tuple(range(params + 1)),
         tangent_metas=(ACTIVATION, *[WEIGHT] * len(carried)),
@@ -200,7 +200,7 @@ class _Reader:
         self.last: fx.Node | None = None  # the activation or gradient that the next compute takes
 
     @property
-    def residuals(self) -> list[fx.Node]:
+    def saved_values(self) -> list[fx.Node]:
         """What a forward hands to the backward."""
         saved = [node for nodes in self.saved.values() for node in nodes]
         return [*saved, *self.args.values(), *self.rng.values()]
@@ -221,7 +221,7 @@ class _Reader:
         label, suffix, slot = match["label"], match["suffix"], match["slot"]
         actions: dict[str, Callable[[], object]] = {
             "BEGIN": lambda: ops.call(self.graph, ops.begin, name="start"),
-            "RECLAIM": lambda: ops.call(self.graph, ops.reclaim, name="reclaimed"),
+            "DRAIN": lambda: ops.call(self.graph, ops.drain, name="reclaimed"),
             "PREFETCH": lambda: self._prefetch(label, slot),
             "RNG": lambda: self._save_rng(label),
             "F": lambda: self._forward(label),
@@ -267,11 +267,13 @@ class _Reader:
 
     def _backward(self, label: str) -> None:
         stage = self.stages[int(label)]
-        carries = [self.groups[b.label] for b in stage.buckets_read(stage.traced.carries)]
+        partial_gradients = [
+            self.groups[b.label] for b in stage.buckets_read(stage.traced.partial_gradients)
+        ]
         given = (self._weights(stage), (None,), tuple(self.saved[label]), (self.last,))
         metas = (ACTIVATION, *[(WEIGHT,)] * len(stage.buckets))
         call = self._call(
-            ops.backward, stage, *given, tuple(carries), name=f"b{label}", metas=metas
+            ops.backward, stage, *given, tuple(partial_gradients), name=f"b{label}", metas=metas
         )
         self.last = self._item(call, 0, f"d{label}_0")
         for k, bucket in enumerate(stage.buckets, start=1):
@@ -280,9 +282,9 @@ class _Reader:
 
     def _fetch_grad(self, label: str) -> None:
         bucket = self.buckets[label]
-        room = ops.call(self.graph, ops.alloc_grad, bucket, name=f"room{_name(label)}")
+        buffer = ops.call(self.graph, ops.alloc_grad, bucket, name=f"room{_name(label)}")
         self.fetched[label] = ops.call(
-            self.graph, ops.fetch_grad, bucket, room, name=f"h{_name(label)}"
+            self.graph, ops.fetch_grad, bucket, buffer, name=f"h{_name(label)}"
         )
 
     def _add_grad(self, label: str) -> None:
@@ -301,8 +303,8 @@ class _Reader:
 
     def _fetch_state(self, label: str) -> None:
         bucket, name = self.buckets[label], f"s{_name(label)}"
-        room = ops.call(self.graph, ops.alloc_state, bucket, False, name=f"room_{name}")
-        given = (bucket, room, False)
+        buffer = ops.call(self.graph, ops.alloc_state, bucket, False, name=f"room_{name}")
+        given = (bucket, buffer, False)
         self.states[label] = ops.call(self.graph, ops.fetch_state, *given, name=name)
 
     def _update(self, label: str) -> None:

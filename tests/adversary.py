@@ -120,8 +120,8 @@ class Adversary(Streams):
         self.policy = Policy()
         self.queues: dict[Stream, deque[Work]] = {stream: deque() for stream in Stream}
         self.memory = Memory()
-        self.parks: dict[Handle, tuple[Work, ...]] = {}  # what must be done before they go
-        self.parked: list[tuple[tuple[Work, ...], Handle]] = []  # whose names are gone
+        self.defers: dict[Handle, tuple[Work, ...]] = {}  # what must be done before they go
+        self.deferred: list[tuple[tuple[Work, ...], Handle]] = []  # whose names are gone
         self.executed = 0
         self.ends: Sequence[Stream] = tuple(Stream)  # what is drained when a run ends
         self._alone = threading.RLock()  # one thread at a time has the device
@@ -143,7 +143,7 @@ class Adversary(Streams):
                 for work in queue:
                     work.run = None  # nobody waits for it
                 queue.clear()
-            self.parked.clear()
+            self.deferred.clear()
             raise
 
     def issue(
@@ -194,17 +194,17 @@ class Adversary(Streams):
             work.run()
         work.run, work.waits = None, ()
         self.executed += not work.release
-        for entry in [entry for entry in self.parked if all(w.run is None for w in entry[0])]:
-            self.parked.remove(entry)
+        for entry in [entry for entry in self.deferred if all(w.run is None for w in entry[0])]:
+            self.deferred.remove(entry)
             self.memory.forget(entry[1])
         return True
 
     def free(self, handle: Handle) -> None:
         """A name is gone; its memory is used again behind what was queued before."""
-        kept_for = self.parks.pop(handle, ())
+        kept_for = self.defers.pop(handle, ())
 
         def forget() -> None:
-            self.parked.append((kept_for, handle)) if kept_for else self.memory.forget(handle)
+            self.deferred.append((kept_for, handle)) if kept_for else self.memory.forget(handle)
 
         self.issue(Stream.COMPUTE, (), forget, release=True)
 
@@ -319,9 +319,9 @@ class LateOps(BoundOps):
         streams: Any = self.machine.streams
         streams.issue(Stream.COMPUTE, handles, lambda: None, release=True)
 
-    def park(self, value: Handle, *, after: tuple[Handle, ...] = ()) -> None:
+    def defer_free(self, value: Handle, *, after: tuple[Handle, ...] = ()) -> None:
         streams: Any = self.machine.streams
-        streams.parks[value] = events_of(after)
+        streams.defers[value] = events_of(after)
 
     def forward(self, stage: Stage, weights: Any, args: Any, saving: bool) -> tuple[Handle, ...]:
         results = len(stage.outputs) + len(stage.mutated)
@@ -432,7 +432,7 @@ class LateExecutor(Executor):
         """What an earlier schedule still does when this one begins: everything but held slots."""
         graph, machine = self.schedule.graphs[name], self.machine
         held: set[int] = set()
-        for node in ops.nodes_of(graph, ops.hold):
+        for node in ops.nodes_of(graph, ops.reuse):
             slot: Any = node.args[1]
             assert isinstance(slot, Slot)
             held.add(slot.index)
@@ -440,7 +440,7 @@ class LateExecutor(Executor):
         if name == "backward":
             run = machine.gradients.run
             assert run is not None
-            rooms = [run.room(*place) for place, goes in run.goes.items() if goes is Goes.FIRST]
+            rooms = [run.buffer(*place) for place, goes in run.goes.items() if goes is Goes.FIRST]
             rooms = [] if machine.in_backward is not None else rooms
 
         def late() -> None:

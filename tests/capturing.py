@@ -52,7 +52,7 @@ Pass = Callable[[Schedule], Schedule]
 
 
 class Layer(nn.Module):
-    """A residual layer."""
+    """A saved value layer."""
 
     def __init__(self, width: int = 4, *, scale: float = 1.0, dropout: float = 0.0) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ def after_templates(
     norms: bool = False,
     update: bool = False,
     masters: bool = False,
-    hold: bool = False,
+    reuse: bool = False,
     lookahead: int = 2,
     slots: int = 3,
 ) -> dict[str, Pass]:
@@ -182,7 +182,7 @@ def after_templates(
     With `update` the gradients are not offloaded; `norms` sends their norms along, else.
     """
     gradients: dict[str, Pass] = {
-        "offload": functools.partial(offload_gradients, accumulate=accumulate)
+        "offload_grad": functools.partial(offload_gradients, accumulate=accumulate)
     }
     if update:
         insert = functools.partial(
@@ -205,7 +205,7 @@ def after_templates(
         "activations": functools.partial(offload_activations, lookahead=lookahead),
         **gradients,
         "prefetch": functools.partial(insert_prefetch, lookahead=lookahead),
-        "slots": functools.partial(assign_slots, slots=slots, hold=hold),
+        "slots": functools.partial(assign_slots, slots=slots, reuse=reuse),
         "free": insert_free,
     }
 

@@ -19,7 +19,7 @@ from tests.schedules import Spec, arguments, build, find, set_arguments
 PLAIN = Spec()
 ADDING = Spec(accumulate=True)
 SHARED = Spec(shared=True)
-HOLDING = Spec(hold=True)
+HOLDING = Spec(reuse=True)
 RANDOM = Spec(random=frozenset({1, 2}))
 KEEPING = Spec(keep=frozenset({2}))
 CHANGING = Spec(changes=frozenset({1}))
@@ -33,7 +33,7 @@ EVERYTHING = Spec(
     slots=3,
     accumulate=True,
     shared=True,
-    hold=True,
+    reuse=True,
     random=frozenset({1, 4}),
     keep=frozenset({2, 4}),
     changes=frozenset({1, 3}),
@@ -111,7 +111,7 @@ def free_earlier(value: str, target: str) -> Edit:
 
 def free_of(graph: fx.Graph, value: str) -> fx.Node:
     """The free, or park, of a value."""
-    frees = ops.nodes_of(graph, ops.free, ops.park)
+    frees = ops.nodes_of(graph, ops.free, ops.defer_free)
     return next(n for n in frees if arguments(n)[0].name == value)
 
 
@@ -172,7 +172,7 @@ def forget(value: str) -> Edit:
 
 
 def without_after(value: str) -> Edit:
-    """A value is given back, or parked, without a wait for the copy that reads it."""
+    """A value is given back, or deferred, without a wait for the copy that reads it."""
 
     def edit(schedule: Schedule) -> None:
         free_of(schedule.graphs["backward"], value).kwargs = {}

@@ -55,7 +55,7 @@ class Gate:
         monkeypatch.setattr(BucketUpdate, "__call__", gated_run)
         monkeypatch.setattr(Flight, "wait", gated_wait)
 
-    def hold(self) -> None:
+    def reuse(self) -> None:
         self.held = True
         self._queue.clear()
         self.ran.clear()
@@ -83,7 +83,7 @@ def in_flight(gate: Gate, **options: Any) -> tuple[Pair, Pair]:
     train(streamed, [theirs], 2)
     theirs.zero_grad()
     gradients(streamed, 2)
-    gate.hold()
+    gate.reuse()
     theirs.step()
     assert (gate.ran, gate.waited) == ([], []), "step() does not wait"
     return (plain, mine), (streamed, theirs)

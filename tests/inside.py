@@ -11,7 +11,7 @@ from megacompile.runtime.model.streamed import StreamedModel
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.bucket import HostBucket
-from megacompile.runtime.updates.update import Way
+from megacompile.runtime.updates.update import UpdatePath
 
 
 def streamed(model: nn.Module) -> StreamedModel:
@@ -55,6 +55,6 @@ def residents(model: nn.Module) -> set[str]:
     return {name for name, bucket in buckets(model).items() if bucket.resident is not None}
 
 
-def ways(model: nn.Module) -> set[Way]:
+def ways(model: nn.Module) -> set[UpdatePath]:
     """How the host updates the buckets of a model."""
     return set(streamed(model).updates.ways.values())

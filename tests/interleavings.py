@@ -18,7 +18,7 @@ from megacompile.ir.stream import Stream
 from megacompile.ir.values import memory, producer, reads
 from tests.schedules import arguments
 
-_RELEASES = (ops.free, ops.park)
+_RELEASES = (ops.free, ops.defer_free)
 _WRITERS: dict[object, object] = {  # what reads host memory -> what writes it
     ops.fetch_grad: ops.offload_grad,
     ops.fetch_state: ops.offload_state,
@@ -66,7 +66,7 @@ class Interleavings:
         return found
 
     def awaited(self, op: fx.Node) -> Iterator[fx.Node]:
-        if op.target is ops.park:
+        if op.target is ops.defer_free:
             return
         for value in op.all_input_nodes:
             source = producer(value)
@@ -78,8 +78,8 @@ class Interleavings:
         return index < state[stream]
 
     def gone(self, free: fx.Node, state: dict[Stream, int]) -> bool:
-        """Has a name been given up? One that is parked is kept until `after` is done."""
-        kept: Any = free.kwargs.get("after", ()) if free.target is ops.park else ()
+        """Has a name been given up? One that is deferred is kept until `after` is done."""
+        kept: Any = free.kwargs.get("after", ()) if free.target is ops.defer_free else ()
         return self.done(free, state) and all(self.done(producer(n), state) for n in kept)
 
     def wrong(self, op: fx.Node, state: dict[Stream, int]) -> Iterator[str]:
@@ -103,7 +103,7 @@ class Interleavings:
 
     def wrong_read(self, op: fx.Node, value: fx.Node, state: dict[Stream, int]) -> Iterator[str]:
         label = ops.label(op)
-        if value.target in (ops.prefetch, ops.hold):
+        if value.target in (ops.prefetch, ops.reuse):
             filled = self.queues[Stream.H2D][: state[Stream.H2D]]
             prefetches = [n for n in filled if n.target is ops.prefetch]
             into = [n for n in prefetches if arguments(n)[1].index == arguments(value)[1].index]

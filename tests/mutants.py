@@ -86,7 +86,7 @@ class Truth:
 def _by_name(machine: Machine, cells: Cells) -> object:
     """What can be seen: host memory, and what is returned, in its order.
 
-    Of the residuals, only those that the schedule's own backward takes.
+    Of the saved values, only those that the schedule's own backward takes.
     """
     kept, returned = machine.seen(cells)
     backward = machine.schedule.backward
@@ -95,11 +95,11 @@ def _by_name(machine: Machine, cells: Cells) -> object:
     taken = {node.name for node in backward.find_nodes(op="placeholder")}
     outputs: list[fx.Node] = []
     fx.map_arg(ops.returned(machine.graph)[0], outputs.append)
-    residuals = dict(machine.returned[len(outputs) :])
+    saved_values = dict(machine.returned[len(outputs) :])
     return (
         kept,
         tuple(cells[cell] for _, cell in machine.returned[: len(outputs)]),
-        tuple((name, cells[cell]) for name, cell in residuals.items() if name in taken),
+        tuple((name, cells[cell]) for name, cell in saved_values.items() if name in taken),
     )
 
 
@@ -176,7 +176,7 @@ def move_copy(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
 
 
 def move_free(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
-    if not (found := ops.nodes_of(graph, ops.free, ops.park)):
+    if not (found := ops.nodes_of(graph, ops.free, ops.defer_free)):
         return ""
     node = rng.choice(found)
     done = _move(node, graph, rng)
@@ -188,12 +188,12 @@ def move_free(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
 
 def move_compute(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
     quiet = (ops.assign, ops.snapshot, ops.save_rng, ops.alloc_grad, ops.alloc_state, ops.begin)
-    found = ops.nodes_of(graph, ops.hold, ops.add_grad, ops.norm_grad, ops.recompute, *quiet)
+    found = ops.nodes_of(graph, ops.reuse, ops.add_grad, ops.norm_grad, ops.recompute, *quiet)
     return _move(rng.choice(found), graph, rng) if found else ""
 
 
 def delete(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
-    effects = (ops.free, ops.park, ops.assign, ops.offload_grad, ops.offload_state)
+    effects = (ops.free, ops.defer_free, ops.assign, ops.offload_grad, ops.offload_state)
     found = [node for node in ops.nodes_of(graph, *effects) if not node.users]
     if not found:
         return ""
@@ -203,7 +203,7 @@ def delete(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
 
 
 def change_slot(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
-    found = ops.nodes_of(graph, ops.prefetch, ops.hold)
+    found = ops.nodes_of(graph, ops.prefetch, ops.reuse)
     if not found:
         return ""
     node = rng.choice(found)
@@ -281,7 +281,7 @@ def change_held(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
     if not found:
         return ""
     node = rng.choice(found)
-    node.target = ops.hold
+    node.target = ops.reuse
     return f"{ops.label(node)} {node.name} was a prefetch"
 
 
@@ -321,7 +321,7 @@ def _kind(node: fx.Node) -> object:
         return (source.target is ops.backward and group) or "tensor"
     if node.op == "placeholder" or node.target in (ops.snapshot, ops.assign):
         return "tensor"
-    if node.target in (ops.prefetch, ops.hold):
+    if node.target in (ops.prefetch, ops.reuse):
         return "weights"
     if node.target in (ops.alloc_grad, ops.fetch_grad, ops.add_grad):
         return True

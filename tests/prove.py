@@ -63,7 +63,7 @@ def check(
         counts.cases += 1
         counts.mismatches += bool(found)
         wrong |= {k: found} if found else {}
-        if isinstance(found, str):  # the model may be in pieces
+        if isinstance(found, str):  # the model may be in chunks
             break
     counts.drawn(subject, interleavings)
     counts.stages += sum(len(s.stages) for s in schedules(subject.model))
@@ -195,7 +195,7 @@ def hand_made(count: int, seed: int) -> list[Schedule]:
             slots=rng.randint(2, 4),
             accumulate=rng.random() < 0.4,
             shared=stages > 1 and rng.random() < 0.3,
-            hold=rng.random() < 0.4,
+            reuse=rng.random() < 0.4,
             random=some(stages),
             keep=some(stages),
             changes=some(stages),

@@ -35,14 +35,14 @@ class Spec:
     training: bool = True  # False: a forward alone, as under no_grad
     accumulate: bool = False  # gradients are added to those on the host
     shared: bool = False  # the last stage reads the first one's bucket too, like a tied embedding
-    hold: bool = False  # the backward takes what the forward leaves in the slots
+    reuse: bool = False  # the backward takes what the forward leaves in the slots
     random: frozenset[int] = frozenset()  # stages that draw random numbers
     keep: frozenset[int] = frozenset()  # stages that are not recomputed
     changes: frozenset[int] = frozenset()  # stages that change an input in place, like BatchNorm
     norms: bool = False  # the norms of gradients go to the host with them
     update: bool = False  # the backward updates each bucket instead of offloading its gradients
     masters: bool = False  # updates take the parameters with the states, not from the slots
-    offload: frozenset[int] = frozenset()  # stages whose residuals wait on the host
+    offload: frozenset[int] = frozenset()  # stages whose saved values wait on the host
 
     def __str__(self) -> str:
         """The parts that are not the default, for the ids of tests."""
@@ -64,7 +64,7 @@ def build(spec: Spec) -> Schedule:
         forward=forward.graph,
         backward=_Backward(spec, stages, forward).graph if spec.training else None,
         stages=stages,
-        residuals=tuple(node.name for node in forward.residuals),
+        saved_values=tuple(node.name for node in forward.saved_values),
         tangents=(0,) if spec.training else (),
         gradients=("x",) if spec.training else (),
         slots=tuple(Slot(i, size) for i in range(spec.slots)),
@@ -133,7 +133,9 @@ def _stages(spec: Spec) -> tuple[Stage, ...]:
     return tuple(stages)
 
 
-def _template(index: int, buckets: int, carries: bool, changes: bool, random: bool) -> Template:
+def _template(
+    index: int, buckets: int, partial_gradients: bool, changes: bool, random: bool
+) -> Template:
     """Primals: a parameter a bucket, the activation, and the input that is changed in place."""
     args = 2 if changes else 1
     return Template(
@@ -143,10 +145,10 @@ def _template(index: int, buckets: int, carries: bool, changes: bool, random: bo
         mutated=(buckets + 1,) if changes else (),
         saved=(ACTIVATION,) * SAVED,
         tangents=(0,),
-        carries=(0,) if carries else (),
+        partial_gradients=(0,) if partial_gradients else (),
         backward_inputs=(*range(buckets), *(SavedRef(i) for i in range(SAVED))),
         gradients=tuple(range(buckets + 1)),
-        tangent_metas=(ACTIVATION,) * (2 if carries else 1),
+        tangent_metas=(ACTIVATION,) * (2 if partial_gradients else 1),
         gradient_metas=(*[WEIGHT] * buckets, ACTIVATION),
         recompute_primals=tuple(range(buckets + args)),
         random=random,
@@ -181,7 +183,7 @@ class _Weights:
             bucket = self.wanted[0]
             if bucket.key in self.inherited:
                 source = self.inherited.pop(bucket.key)
-                node = call(self.graph, ops.hold, bucket, source.args[1])
+                node = call(self.graph, ops.reuse, bucket, source.args[1])
             elif self.free:
                 slot, after = next(iter(self.free.items()))
                 del self.free[slot]
@@ -205,14 +207,14 @@ class _Weights:
 
     def held(self) -> dict[int, fx.Node]:
         """The prefetches whose buckets are still in the slots, by slot."""
-        return self.last if self.spec.hold else {}
+        return self.last if self.spec.reuse else {}
 
 
 class _Forward:
     def __init__(self, spec: Spec, stages: Sequence[Stage]) -> None:
         self.graph = graph = fx.Graph()
         self.spec = spec
-        self.residuals: list[fx.Node] = []
+        self.saved_values: list[fx.Node] = []
         self.inputs: dict[int, list[fx.Node]] = {}  # of each stage, as its recompute takes them
         self.saved: dict[int, list[fx.Node]] = {}
         self.rng: dict[int, fx.Node] = {}
@@ -224,19 +226,19 @@ class _Forward:
         for stage in stages:
             y = self._stage(stage, x, states.get(stage.index))
             if spec.update and stage.index == len(stages) // 2:
-                call(graph, ops.reclaim)
+                call(graph, ops.drain)
             snapshots = self.inputs.get(stage.index, [])[1:]
             for value in [*self.saved.get(stage.index - 1, []), x, *snapshots]:
                 offload = self.on_host.get(value)
                 if offload is not None:
                     call(graph, ops.free, value, after=(offload,))
-                elif value is x and x.op != "placeholder" and x not in self.residuals:
+                elif value is x and x.op != "placeholder" and x not in self.saved_values:
                     call(graph, ops.free, x)
             x = y
         for value in self.saved.get(stages[-1].index, []):
             if value in self.on_host:
                 call(graph, ops.free, value, after=(self.on_host[value],))
-        graph.output(((x,), tuple(self.residuals)))
+        graph.output(((x,), tuple(self.saved_values)))
 
     def _stage(self, stage: Stage, x: fx.Node, state: fx.Node | None) -> fx.Node:
         graph, spec, i = self.graph, self.spec, stage.index
@@ -246,7 +248,7 @@ class _Forward:
             self._hand_on(stage, self.inputs[i])
             if stage.traced.random:
                 self.rng[i] = call(graph, ops.save_rng, stage)
-                self.residuals.append(self.rng[i])
+                self.saved_values.append(self.rng[i])
         weights = self.weights.take(len(stage.buckets))
         args = (x,) if state is None else (x, state)
         values = _take(graph, ops.forward, (stage, weights, args, saving), f"y{i}")
@@ -260,13 +262,13 @@ class _Forward:
         return values[0]
 
     def _hand_on(self, stage: Stage, values: Sequence[fx.Node]) -> None:
-        """Make values residuals, as they are or by way of the host."""
+        """Make values saved values, as they are or by way of the host."""
         for value in values:
             if stage.index in self.spec.offload and value.op != "placeholder":
                 name = f"{value.name}_host"
-                self.on_host[value] = call(self.graph, ops.offload, stage, value, name=name)
+                self.on_host[value] = call(self.graph, ops.offload_saved, stage, value, name=name)
                 self.on_host[value].meta["value"] = ACTIVATION
-            self.residuals.append(self.on_host.get(value, value))
+            self.saved_values.append(self.on_host.get(value, value))
 
 
 class _Backward:
@@ -274,7 +276,7 @@ class _Backward:
         self.graph = graph = fx.Graph()
         self.spec, self.forward, self.stages = spec, forward, stages
         self.brought: dict[int, list[fx.Node]] = {}  # stage -> copies on the host, and rooms
-        self.values = {n: _placeholder(graph, n.name) for n in forward.residuals}
+        self.values = {n: _placeholder(graph, n.name) for n in forward.saved_values}
         self.carried: dict[int, fx.Node] = {}  # bucket key -> gradients so far
         self.contributors = [bucket.key for stage in stages for bucket in stage.buckets]
         self.later: list[tuple[fx.Node, fx.Node]] = []  # values to free, and who reads them
@@ -286,7 +288,7 @@ class _Backward:
         self._fetch_back(order[0])
         for stage in order:
             gradient = self._stage(stage, gradient)
-        self._free_later(ops.park if spec.update else ops.free)
+        self._free_later(ops.defer_free if spec.update else ops.free)
         graph.output((gradient,))
 
     def _stage(self, stage: Stage, tangent: fx.Node) -> fx.Node:
@@ -294,18 +296,18 @@ class _Backward:
         weights = self.weights.take(len(stage.buckets))
         if i > 0:
             self._fetch_back(self.stages[i - 1])
-        rooms = self._fetch(stage) if self.spec.accumulate else {}
+        buffers = self._fetch(stage) if self.spec.accumulate else {}
         states = self._fetch_states(stage) if self.spec.update else {}
         saved = self._saved(stage, weights)
-        first = 1 if stage.traced.carries else 0
-        carries = tuple(self.carried[b.key] for b in stage.buckets[:first])
+        first = 1 if stage.traced.partial_gradients else 0
+        partial_gradients = tuple(self.carried[b.key] for b in stage.buckets[:first])
         args = (None,) * len(stage.traced.primals[len(stage.buckets) :])
-        given = (stage, weights, args, tuple(saved), (tangent,), carries)
+        given = (stage, weights, args, tuple(saved), (tangent,), partial_gradients)
         gradient, *groups = _take(graph, ops.backward, given, f"d{i}")
         if not self.spec.update:
             self.weights.give_back(weights, gradient)
         self._free_later()
-        for node in (*saved, tangent, *carries, *self.values_of(i)):
+        for node in (*saved, tangent, *partial_gradients, *self.values_of(i)):
             call(graph, ops.free, node)
         readers = [gradient]
         for bucket, group, given_weights in zip(stage.buckets, groups, weights, strict=True):
@@ -313,16 +315,16 @@ class _Backward:
             if bucket.key in self.contributors:
                 self.carried[bucket.key] = group
             elif self.spec.update:
-                total = self._add(bucket, group, rooms)
+                total = self._add(bucket, group, buffers)
                 readers.append(self._update(bucket, given_weights, total, states[bucket.key]))
             else:
-                self._offload(bucket, self._add(bucket, group, rooms))
+                self._offload(bucket, self._add(bucket, group, buffers))
         if self.spec.update:
             self.weights.give_back(weights, readers[-1])
         return gradient
 
     def values_of(self, i: int) -> list[fx.Node]:
-        """The residuals that nobody takes after the backward of stage i."""
+        """The saved values that nobody takes after the backward of stage i."""
         nodes = [*self.forward.inputs.get(i, []), self.forward.rng.get(i)]
         taken = [self.values[node] for node in nodes if node is not None]
         return [*taken, *self.brought.get(i, [])]
@@ -334,11 +336,11 @@ class _Backward:
             if value not in forward.on_host:
                 continue
             on_host = self.values[forward.on_host[value]]
-            room = call(self.graph, ops.alloc, stage, on_host)
-            self.values[value] = call(self.graph, ops.fetch, stage, on_host, room)
-            for node in (room, self.values[value]):
+            buffer = call(self.graph, ops.alloc_saved, stage, on_host)
+            self.values[value] = call(self.graph, ops.fetch_saved, stage, on_host, buffer)
+            for node in (buffer, self.values[value]):
                 node.meta["value"] = ACTIVATION
-            self.brought.setdefault(i, []).extend([on_host, room])
+            self.brought.setdefault(i, []).extend([on_host, buffer])
 
     def _saved(self, stage: Stage, weights: tuple[fx.Node, ...]) -> list[fx.Node]:
         i = stage.index
@@ -350,32 +352,32 @@ class _Backward:
         return _take(self.graph, ops.recompute, (stage, weights, args, state), f"s{i}")
 
     def _fetch(self, stage: Stage) -> dict[int, tuple[fx.Node, fx.Node]]:
-        rooms = {}
+        buffers = {}
         for bucket in stage.buckets:
             if self.contributors.count(bucket.key) == 1:
-                room = call(self.graph, ops.alloc_grad, bucket)
-                rooms[bucket.key] = room, call(self.graph, ops.fetch_grad, bucket, room)
-        return rooms
+                buffer = call(self.graph, ops.alloc_grad, bucket)
+                buffers[bucket.key] = buffer, call(self.graph, ops.fetch_grad, bucket, buffer)
+        return buffers
 
     def _fetch_states(self, stage: Stage) -> dict[int, tuple[fx.Node, fx.Node]]:
         states, masters = {}, self.spec.masters
         for bucket in stage.buckets:
             if self.contributors.count(bucket.key) == 1:
-                room = call(self.graph, ops.alloc_state, bucket, masters)
-                fetched = call(self.graph, ops.fetch_state, bucket, room, masters)
-                room.meta["value"] = fetched.meta["value"] = STATE
-                states[bucket.key] = room, fetched
+                buffer = call(self.graph, ops.alloc_state, bucket, masters)
+                fetched = call(self.graph, ops.fetch_state, bucket, buffer, masters)
+                buffer.meta["value"] = fetched.meta["value"] = STATE
+                states[bucket.key] = buffer, fetched
         return states
 
     def _add(
-        self, bucket: Bucket, group: fx.Node, rooms: dict[int, tuple[fx.Node, fx.Node]]
+        self, bucket: Bucket, group: fx.Node, buffers: dict[int, tuple[fx.Node, fx.Node]]
     ) -> fx.Node:
         """All gradients of a bucket: those on the host too, with `accumulate`."""
         if not self.spec.accumulate:
             return group
-        room, fetched = rooms[bucket.key]
+        buffer, fetched = buffers[bucket.key]
         total = call(self.graph, ops.add_grad, bucket, fetched, group)
-        for node in (room, fetched, group):
+        for node in (buffer, fetched, group):
             call(self.graph, ops.free, node)
         return total
 

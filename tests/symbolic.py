@@ -135,8 +135,8 @@ class Layout:
         self.sizes = {slot.index: slot.size_bytes for slot in schedule.slots}
         self.rng = self.cell(start.rng)
         self.persistent: dict[object, int] = {"rng": self.rng, "corrupt": self.cell(term("no"))}
-        self.parked: dict[int, tuple[tuple[Stream, int], ...]] = {}  # cell -> kept until these
-        self.parks: list[tuple[tuple[tuple[Stream, int], ...], list[int]]] = []
+        self.deferred: dict[int, tuple[tuple[Stream, int], ...]] = {}  # cell -> kept until these
+        self.defers: list[tuple[tuple[tuple[Stream, int], ...], list[int]]] = []
         self.gradient_params = schedule.gradient_params
         for bucket in schedule.buckets:
             self._host(bucket, accumulate)
@@ -165,7 +165,7 @@ class Layout:
 
     def _earlier(self, accumulate: bool) -> None:
         """What an earlier schedule may still do when this one starts."""
-        held = {node.args[1].index for node in ops.nodes_of(self.graph, ops.hold)}  # type: ignore[union-attr]
+        held = {node.args[1].index for node in ops.nodes_of(self.graph, ops.reuse)}  # type: ignore[union-attr]
         lost = [cell for index, cell in self.slots.items() if index not in held]
         if self.name == "backward" and not accumulate:
             lost += [c for k, c in self.persistent.items() if isinstance(k, tuple) and len(k) == 3]
@@ -203,7 +203,7 @@ class Layout:
         content = start.inputs.get(node.name)
         if content is None:
             if self.name == "backward" and not node.name.removeprefix("t").isdigit():
-                raise Crash(f"no residual {node.name}")
+                raise Crash(f"no saved value {node.name}")
             content = term("input", node.name)
         cell = self.cell(content)
         self._bind(node, Tensor(cell))
@@ -263,14 +263,14 @@ class Layout:
         waits = tuple(
             self.place[value]
             for value in node.all_input_nodes
-            if value in self.place and node.target is not ops.park
+            if value in self.place and node.target is not ops.defer_free
         )
-        carry: Any = getattr(self, f"_{op.name}")
+        carry_out: Any = getattr(self, f"_{op.name}")
         given: Any = node.kwargs.get("after", ()) or ()
-        if node.target in (ops.free, ops.park):
-            carry(node, node.args[0], tuple(self.place[n] for n in given if n in self.place))
+        if node.target in (ops.free, ops.defer_free):
+            carry_out(node, node.args[0], tuple(self.place[n] for n in given if n in self.place))
             return
-        run, result = carry(*node.args)
+        run, result = carry_out(*node.args)
         self.place[node] = self._queue(op.stream, ops.label(node), run, waits)
         if isinstance(result, tuple):
             self.tuples[node] = result
@@ -283,7 +283,7 @@ class Layout:
     def _free(self, node: fx.Node, value: Any, after: tuple[tuple[Stream, int], ...]) -> None:
         self._release(node, value, after, ())
 
-    def _park(self, node: fx.Node, value: Any, after: tuple[tuple[Stream, int], ...]) -> None:
+    def _defer_free(self, node: fx.Node, value: Any, after: tuple[tuple[Stream, int], ...]) -> None:
         self._release(node, value, (), after)
 
     def _release(
@@ -296,16 +296,16 @@ class Layout:
         found = self.get(value)
         self.gone.add(value)
         for cell in found.cells() if found is not None else ():
-            self.parked[cell] = (*self.parked.get(cell, ()), *kept_for)
+            self.deferred[cell] = (*self.deferred.get(cell, ()), *kept_for)
         self.place[node] = self._frees(f"del {value.name}", self._drop(value), waits)
 
     def _frees(
         self, label: str, lost: list[int], waits: tuple[tuple[Stream, int], ...]
     ) -> tuple[Stream, int]:
-        """Memory goes: at once, or, where it is parked, when that allows."""
-        at_once = [cell for cell in lost if not self.parked.get(cell)]
+        """Memory goes: at once, or, where it is deferred, when that allows."""
+        at_once = [cell for cell in lost if not self.deferred.get(cell)]
         where = self._queue(Stream.COMPUTE, label, _frees(at_once), waits, release=True)
-        self.parks += [((where, *self.parked[c]), [c]) for c in lost if c not in at_once]
+        self.defers += [((where, *self.deferred[c]), [c]) for c in lost if c not in at_once]
         return where
 
     def _drop(self, node: fx.Node) -> list[int]:
@@ -427,7 +427,7 @@ def _freed(machine: Layout, at: At, cells: Cells) -> tuple[At, tuple[int, ...]]:
     while at[i] < len(compute) and compute[at[i]].release and _ready(compute[at[i]], at):
         compute[at[i]].run(cells)
         at = (*at[:i], at[i] + 1, *at[i + 1 :])
-    for needed, lost in machine.parks:
+    for needed, lost in machine.defers:
         if all(at[_INDEX[stream]] >= count for stream, count in needed):
             for cell in lost:
                 cells[cell] = FREED

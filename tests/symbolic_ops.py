@@ -30,8 +30,8 @@ class Machine(Layout):
     def _begin(self) -> tuple[Run, Value]:
         return _nothing, None
 
-    def _reclaim(self) -> tuple[Run, Value]:
-        return _nothing, None  # what earlier graphs parked, no name of this one stands for
+    def _drain(self) -> tuple[Run, Value]:
+        return _nothing, None  # what earlier graphs deferred, no name of this one stands for
 
     def _prefetch(self, bucket: Bucket, slot: Any) -> tuple[Run, Value]:
         into, source = self._slot(slot, bucket), self.persistent["params", bucket.key]
@@ -41,7 +41,7 @@ class Machine(Layout):
 
         return run, Weights(into, bucket)
 
-    def _hold(self, bucket: Bucket, slot: Any) -> tuple[Run, Value]:
+    def _reuse(self, bucket: Bucket, slot: Any) -> tuple[Run, Value]:
         return _nothing, Weights(self._slot(slot, bucket), bucket)
 
     def _slot(self, slot: Any, bucket: Bucket) -> int:
@@ -133,14 +133,25 @@ class Machine(Layout):
         return run, tuple(map(Tensor, saved))
 
     def _backward(
-        self, stage: Stage, weights: Any, args: Any, saved: Any, tangents: Any, carries: Any
+        self,
+        stage: Stage,
+        weights: Any,
+        args: Any,
+        saved: Any,
+        tangents: Any,
+        partial_gradients: Any,
     ) -> tuple[Run, tuple[Value, ...]]:
         template = stage.traced
         primals = self._primals(stage, weights, args)
-        arg_carries = [i for i in template.carries if isinstance(stage.primals[i], ArgRef)]
-        values, groups = carries[: len(arg_carries)], carries[len(arg_carries) :]
+        arg_partial_gradients = [
+            i for i in template.partial_gradients if isinstance(stage.primals[i], ArgRef)
+        ]
+        values, groups = (
+            partial_gradients[: len(arg_partial_gradients)],
+            partial_gradients[len(arg_partial_gradients) :],
+        )
         so_far = {group.key: dict(group.of) for group in map(self.group, groups)}
-        if len(values) < len(arg_carries) or len(saved) < len(template.saved):
+        if len(values) < len(arg_partial_gradients) or len(saved) < len(template.saved):
             raise Crash("too few carries or saved tensors")
         reads: list[Callable[[Cells], int]] = []
         for item in template.backward_inputs:
@@ -150,7 +161,7 @@ class Machine(Layout):
                 reads += _all([primals[item]])
         reads += [_whole(self.tensor(tangent)) for tangent in tangents]
         flowing = iter(values)
-        for i in template.carries:
+        for i in template.partial_gradients:
             ref = stage.primals[i]
             if isinstance(ref, ArgRef):
                 reads.append(_whole(self.tensor(next(flowing))))
@@ -192,11 +203,11 @@ class Machine(Layout):
     # Gradients on the host.
 
     def _alloc_grad(self, bucket: Bucket) -> tuple[Run, Value]:
-        room = tuple((i, self.cell()) for i in self.gradient_params[bucket.key])
-        return poisons([cell for _, cell in room]), Group(bucket.key, room)
+        buffer = tuple((i, self.cell()) for i in self.gradient_params[bucket.key])
+        return poisons([cell for _, cell in buffer]), Group(bucket.key, buffer)
 
-    def _fetch_grad(self, bucket: Bucket, room: Any) -> tuple[Run, Value]:
-        group = self.group(room)
+    def _fetch_grad(self, bucket: Bucket, buffer: Any) -> tuple[Run, Value]:
+        group = self.group(buffer)
         pairs = [(cell, self._host_grad(group.key, i)) for i, cell in group.of]
         return self._copies(pairs), group
 
@@ -241,11 +252,11 @@ class Machine(Layout):
     # Updates.
 
     def _alloc_state(self, bucket: Bucket, masters: bool) -> tuple[Run, Value]:
-        room = States(bucket, self.cell())
-        return poisons([room.cell]), room
+        buffer = States(bucket, self.cell())
+        return poisons([buffer.cell]), buffer
 
-    def _fetch_state(self, bucket: Bucket, room: Any, masters: bool) -> tuple[Run, Value]:
-        into = self._room(bucket, room)
+    def _fetch_state(self, bucket: Bucket, buffer: Any, masters: bool) -> tuple[Run, Value]:
+        into = self._buffer(bucket, buffer)
         sources = [self.persistent["states", bucket.key]]
         sources += [self.persistent["params", bucket.key]] if masters else []
 
@@ -254,9 +265,9 @@ class Machine(Layout):
 
         return run, into
 
-    def _room(self, bucket: Bucket, room: Any) -> States:
+    def _buffer(self, bucket: Bucket, buffer: Any) -> States:
         """Room for a bucket; that of another one does where their parameters are alike."""
-        made = self.states(room)
+        made = self.states(buffer)
         mine, theirs = bucket.params, made.bucket.params
         if [(p.shape, p.dtype) for p in mine] != [(p.shape, p.dtype) for p in theirs]:
             raise Crash("room of another size")
@@ -265,7 +276,7 @@ class Machine(Layout):
     def _update(
         self, bucket: Bucket, weights: Any, gradients: Any, state: Any
     ) -> tuple[Run, Value]:
-        rooms, group = self._room(bucket, state), dict(self.group(gradients).of)
+        buffers, group = self._buffer(bucket, state), dict(self.group(gradients).of)
         wanted = self.gradient_params[bucket.key]
         if not group.keys() >= set(wanted):
             raise Crash("an update without gradients")
@@ -276,13 +287,13 @@ class Machine(Layout):
         def run(cells: Cells) -> None:
             old = term("no weights") if given is None else cells[given.slot]
             new = [cells[group[i]] for i in wanted]
-            updated = _of("updated", bucket.key, old, *new, cells[rooms.cell])
-            self._put(cells, rooms.cell, updated)
+            updated = _of("updated", bucket.key, old, *new, cells[buffers.cell])
+            self._put(cells, buffers.cell, updated)
 
-        return run, rooms
+        return run, buffers
 
     def _offload_state(self, bucket: Bucket, updated: Any) -> tuple[Run, Value]:
-        cell = self._room(bucket, updated).cell
+        cell = self._buffer(bucket, updated).cell
         host = [self.persistent["params", bucket.key], self.persistent["states", bucket.key]]
         return self._copies([(into, cell) for into in host]), None
 

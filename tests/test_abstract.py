@@ -77,7 +77,7 @@ def same(real: Schedule, abstract: Schedule) -> None:
     assert real.slots == abstract.slots
     assert real.buckets == abstract.buckets
     assert real.gradient_params == abstract.gradient_params
-    assert real.residuals == abstract.residuals
+    assert real.saved_values == abstract.saved_values
     for mine, theirs in zip(real.templates, abstract.templates, strict=True):
         assert mine.saved_bytes == theirs.saved_bytes
         assert mine.primals == theirs.primals and mine.gradient_metas == theirs.gradient_metas
@@ -122,7 +122,7 @@ def test_defaults_are_those_of_a_gpu() -> None:
     ids = torch.zeros(2, 8, dtype=torch.int64)
     (schedule,) = abstract_schedules(Mixed(), (ids, ids))
     assert "NORM_GRAD" in actions([schedule])[1]  # a pass of that lowering
-    assert "HOLD" in actions([schedule])[1]
+    assert "REUSE" in actions([schedule])[1]
     assert all(not template.code for template in schedule.templates)  # nothing is compiled
     assert [record.name for record in schedule.history][-1] == "free"
 
@@ -172,8 +172,8 @@ def test_one_capture_gives_several_schedules() -> None:
     ids = torch.zeros(2, 8, dtype=torch.int64)
     (program,) = abstract_programs(Mixed(), (ids, ids))
     assert sum(isinstance(item, ParamInput) for item in program.capture.inputs) == 9
-    adding = program.schedule(accumulate=True, hold=False)
-    assert "FETCH_GRAD" in actions([adding])[1] and "HOLD" not in actions([adding])[1]
+    adding = program.schedule(accumulate=True, reuse=False)
+    assert "FETCH_GRAD" in actions([adding])[1] and "REUSE" not in actions([adding])[1]
     assert adding.templates == program.schedule().templates  # traced once
 
 

@@ -71,7 +71,7 @@ def test_every_choice_is_bitwise_the_plain_model(name: str, choice: str) -> None
             losses.append(loss.detach())
         assert torch.equal(*losses), f"loss {i}"
         assert_same(plain, model)
-    waited = any(ops.nodes_of(each.forward, ops.offload) for each in schedules(model))
+    waited = any(ops.nodes_of(each.forward, ops.offload_saved) for each in schedules(model))
     assert bool(pool(model).peak_bytes) == (choice == "offload" and name != "graph break")
     assert waited == bool(pool(model).peak_bytes)
     assert pool(model).held_bytes == pool(model).peak_bytes and pool(model).lent_bytes == 0
@@ -124,7 +124,7 @@ def test_a_mixed_plan_is_bitwise_the_plain_model(
             case.loss(each, i, CPU).backward()
         assert_same(plain, model)
     (schedule,) = schedules(model)
-    waiting = [node.name for node in ops.nodes_of(schedule.forward, ops.offload)]
+    waiting = [node.name for node in ops.nodes_of(schedule.forward, ops.offload_saved)]
     assert any(each.startswith("s") for each in waiting) and any(each[0] == "y" for each in waiting)
 
 
@@ -343,26 +343,26 @@ def test_a_backward_that_was_planned_otherwise_finds_what_it_needs() -> None:
 def held_bytes(output: Tensor) -> int:
     """Device bytes that a forward left for its backward, but for the user's inputs."""
     call: Any = output.grad_fn
-    residuals = call.call.residuals
+    saved_values = call.call.saved_values
     inputs = call.call.inputs_by_name
     return sum(
         value.nbytes
-        for name, value in residuals.items()
+        for name, value in saved_values.items()
         if isinstance(value, Tensor) and name not in inputs
     )
 
 
 def test_device_memory_at_the_turn_does_not_grow_with_depth() -> None:
-    def at_the_turn(choice: str) -> list[int]:
+    def at_the_boundary(choice: str) -> list[int]:
         found = []
         for layers in (6, 12):
             _, model = offloading(layers, activations=choice)
             found.append(held_bytes(loss(model, 0)))
         return found
 
-    few, many = at_the_turn("offload")
+    few, many = at_the_boundary("offload")
     assert few == many > 0
-    few, many = at_the_turn("recompute")
+    few, many = at_the_boundary("recompute")
     assert few < many
 
 
@@ -372,19 +372,19 @@ def test_device_memory_is_given_back_while_the_forward_runs(
     """At each offload, no more than the last few values are alive."""
     values: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
-    plain = BoundOps.offload
+    plain = BoundOps.offload_saved
 
     def offload(self: Any, stage: Any, value: Any) -> Any:
         values.append(weakref.ref(value.value))
         alive.append(sum(each() is not None for each in values))
         return plain(self, stage, value)
 
-    monkeypatch.setattr(BoundOps, "offload", offload)
+    monkeypatch.setattr(BoundOps, "offload_saved", offload)
     _, model = offloading(16)
     output = loss(model, 0)
     assert len(values) == 15
     assert max(alive) <= 3
-    assert not any(each() is not None for each in values), "none is alive at the turn"
+    assert not any(each() is not None for each in values), "none is alive at the boundary"
     output.backward()
 
 

@@ -52,7 +52,7 @@ def test_an_alias_of_a_gradient_is_written_behind_the_step(gate: Gate, kind: str
         gradients(model, 2)
         alias = GRADIENTS[kind](model)
         if model is streamed:
-            gate.hold()
+            gate.reuse()
         optimizer.step()
         alias.zero_()
     assert BUCKET in gate.waited
@@ -75,7 +75,7 @@ def test_gradients_of_the_users_own_are_known_by_one_name(gate: Gate) -> None:
         param = model.get_parameter(NAME)
         param.grad = mine = torch.full_like(param, 0.5)
         if model is streamed:
-            gate.hold()
+            gate.reuse()
         optimizer.step()
         if model is streamed:
             assert gate.waited == []
@@ -119,7 +119,7 @@ def test_what_was_exported_is_an_alias(gate: Gate) -> None:
     capsule = LIBRARY.utils.dlpack.to_dlpack(streamed.get_parameter(NAME).detach())
     optimizer.zero_grad()
     gradients(streamed, 2)
-    gate.hold()
+    gate.reuse()
     optimizer.step()
     assert gate.waited == [BUCKET]
     del capsule

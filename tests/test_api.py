@@ -31,7 +31,7 @@ PASSES = [
     "split",
     "recompute",
     "activations",
-    "offload",
+    "offload_grad",
     "prefetch",
     "slots",
     "free",
@@ -195,10 +195,10 @@ def test_the_history_shows_what_each_pass_did(accumulating: Schedule) -> None:
     assert after["differentiate"] == "0F 1F 2F 3F 4F\n4B 3B 2B 1B 0B"
     assert after["plan"] == after["differentiate"]
     assert after["recompute"].splitlines()[1].startswith("4B 3RECOMPUTE 3B 2RECOMPUTE 2B ")
-    assert "3FETCH_GRAD 3RECOMPUTE 3B 3ADD_GRAD 3OFFLOAD_GRAD" in after["offload"]
+    assert "3FETCH_GRAD 3RECOMPUTE 3B 3ADD_GRAD 3OFFLOAD_GRAD" in after["offload_grad"]
     assert "2PREFETCH@? 0F 3PREFETCH@? 1F" in after["prefetch"]
     assert "2PREFETCH@2 0F 3PREFETCH@0 1F" in after["slots"]
-    assert "4HOLD@1 3HOLD@0 2HOLD@2" in after["slots"]
+    assert "4REUSE@1 3REUSE@0 2REUSE@2" in after["slots"]
     assert after["free"] == after["lower"] == after["slots"], "frees are left out of the actions"
 
 

@@ -36,11 +36,11 @@ def test_it_trains_traces_and_holds_both_against_what_was_staged(
     def features(device: str) -> torch.Tensor:
         return torch.randn(2, 4, bottlenecks._FEATURES)
 
-    situations = tuple(
+    scenarios = tuple(
         bottlenecks.Staged(name, bound, model, features, {"activations": "recompute"})
         for name, bound, model in (("one", "compute", small), ("two", "d2h", broken))
     )
-    monkeypatch.setattr(bottlenecks, "SITUATIONS", situations)
+    monkeypatch.setattr(bottlenecks, "SITUATIONS", scenarios)
     rows = bottlenecks.main(["--device", "cpu", "--steps", "2", "--save", f"{tmp_path}/t"])
     assert rows[0]["traced"] in ("compute", "h2d", "d2h", "host")
     assert rows[0]["so it was"] == ("yes" if rows[0]["traced"] == "compute" else "NO")

@@ -22,7 +22,7 @@ from megacompile.runtime.model.captured import SHAPES_AT_ONCE, CapturedGraph, Pr
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.gradients import Gradients
 from megacompile.runtime.params.proxies import StreamedParameter
-from megacompile.runtime.updates.on_device import HandOver
+from megacompile.runtime.updates.on_device import DeviceUpdates
 from tests import inside
 from tests.capturing import capture
 from tests.schedules import Spec, build
@@ -69,7 +69,9 @@ class Compiler:
 
 def machine(place: Callable[[Any], tuple[Bucket, int]] = lambda proxy: (BUCKET, 0)) -> Machine:
     streams = Streams(CPU)
-    return Machine(CPU, streams, DeviceSlots(CPU), {}, Gradients(streams), place, HandOver(streams))
+    return Machine(
+        CPU, streams, DeviceSlots(CPU), {}, Gradients(streams), place, DeviceUpdates(streams)
+    )
 
 
 def doubling() -> fx.GraphModule:
@@ -130,7 +132,7 @@ def test_a_program_knows_what_it_was_captured_with() -> None:
     assert param == ParamInput(BUCKET, 1, True)
     assert number == ConstantInput(7)
     assert compiler.built == [
-        Variant((), keep_last=True, accumulate=False, hold=False, update=False)
+        Variant((), keep_last=True, accumulate=False, reuse=False, update=False)
     ]
 
 
@@ -193,7 +195,7 @@ def test_variants_of_a_program_are_built_once() -> None:
     compiler = Compiler()
     program = captured(compiler)(torch.ones(2))[0]
     accumulating = program.variant(accumulate=True)
-    assert accumulating == Variant((), keep_last=True, accumulate=True, hold=False)
+    assert accumulating == Variant((), keep_last=True, accumulate=True, reuse=False)
     executor = program.executor(accumulating)
     assert program.executor(Variant((), True, True)) is executor
     assert program.executor(program.variant()) is not executor

@@ -253,7 +253,7 @@ def test_nodes_take_what_their_template_does(trained: Schedule) -> None:
         for node in ops.nodes_of(graph, ops.forward, ops.recompute, ops.backward):
             template = ops.arguments(node)[0].traced
             assert node_s(node, H200) == compute_s(template, code_of(node), H200)
-        for node in ops.nodes_of(graph, ops.begin, ops.hold, ops.free):
+        for node in ops.nodes_of(graph, ops.begin, ops.reuse, ops.free):
             assert node_s(node, H200) == 0.0
 
 

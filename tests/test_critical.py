@@ -91,8 +91,8 @@ def by_hand(*spans: tuple[str, str, float, float, int], schedule: Any = None) ->
 
 def path(timeline: Timeline) -> list[tuple[str, float, float]]:
     return [
-        (piece.span.op.name if piece.span else "-", piece.start_s, piece.stop_s)
-        for piece in critical_path.critical_path(timeline, MODEL)
+        (chunk.span.op.name if chunk.span else "-", chunk.start_s, chunk.stop_s)
+        for chunk in critical_path.critical_path(timeline, MODEL)
     ]
 
 

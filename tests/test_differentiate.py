@@ -29,8 +29,8 @@ def takes(schedule: Schedule) -> str:
     """What each backward takes: "1B(s1_0; d2_0)", saved tensors; tangents; carries."""
     words = []
     for node in ops.nodes_of(backward(schedule), ops.backward):
-        _, _, args, saved, tangents, carries = ops.arguments(node)
-        parts = [[a for a in args if a], saved, tangents, carries]
+        _, _, args, saved, tangents, partial_gradients = ops.arguments(node)
+        parts = [[a for a in args if a], saved, tangents, partial_gradients]
         shown = "; ".join(" ".join(value.name for value in part) for part in parts if part)
         words.append(f"{ops.label(node)}({shown})")
     return " ".join(words)
@@ -50,17 +50,17 @@ def test_each_takes_its_saved_tensors_and_the_gradient_of_its_output() -> None:
 def test_residuals_are_what_the_backward_takes_and_every_boundary() -> None:
     """A backward for other outputs could be built later, from the boundaries alone."""
     schedule = differentiated("0F 1F 2F")
-    assert schedule.residuals == ("s2_0", "s1_0", "s0_0", "x", "y0_0", "y1_0")
+    assert schedule.saved_values == ("s2_0", "s1_0", "s0_0", "x", "y0_0", "y1_0")
     taken = [node.name for node in backward(schedule).find_nodes(op="placeholder")]
     assert taken == ["s2_0", "s1_0", "s0_0", "t0"]
     returned = ops.returned(schedule.forward)[1]
-    assert tuple(node.name for node in returned) == schedule.residuals
+    assert tuple(node.name for node in returned) == schedule.saved_values
 
 
 def test_without_a_gradient_there_is_no_backward() -> None:
     schedule = differentiated("0F 1F", frozen=(0, 1))
     assert text(schedule) == "0F 1F"
-    assert schedule.backward is None and schedule.residuals == ()
+    assert schedule.backward is None and schedule.saved_values == ()
 
 
 def test_stages_without_a_backward_are_left_out() -> None:
@@ -72,7 +72,7 @@ def test_stages_without_a_backward_are_left_out() -> None:
 def test_the_generators_state_is_saved_just_before_a_random_stage() -> None:
     schedule = differentiated("0F 1F 2F", random=(1,))
     assert text(schedule) == "0F 1RNG 1F 2F | 2B 1B 0B"
-    assert "rng1" in schedule.residuals
+    assert "rng1" in schedule.saved_values
 
 
 def test_gradients_of_a_shared_bucket_are_carried() -> None:
@@ -121,7 +121,7 @@ def test_an_input_is_copied_before_it_is_changed() -> None:
     for snapshot, assign in zip(snapshots, ops.nodes_of(schedule.forward, ops.assign), strict=True):
         copied, changed = ops.arguments(snapshot)[0], ops.arguments(assign)[0]
         assert copied is changed
-        assert snapshot.name in schedule.residuals and copied.name not in schedule.residuals
+        assert snapshot.name in schedule.saved_values and copied.name not in schedule.saved_values
 
 
 def test_one_copy_serves_every_stage() -> None:

@@ -16,7 +16,6 @@ PAGES = sorted(
     [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")],
     key=str,
 )
-RENAMED = {"HOLD": "REUSE"}  # printed -> shown: labels that the pages have already
 
 
 def blocks(text: str, language: str) -> Iterator[str]:
@@ -29,8 +28,6 @@ RECIPES = list(blocks((ROOT / "docs" / "recipes.md").read_text(), "python"))  # 
 
 def rows(table: str) -> list[str]:
     """The rows of a schedule's table, whatever the widths of its columns."""
-    for old, new in RENAMED.items():
-        table = table.replace(old, new)
     return [" ".join(line.split()) for line in table.splitlines() if line.strip()]
 
 

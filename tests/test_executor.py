@@ -327,8 +327,8 @@ def test_the_inputs_of_a_run_are_handed_over() -> None:
         model(**X)
     (executor,) = executors(model)
     inputs: dict[str, Tensor] = {name: X["x"] for name in executor.inputs("forward")}
-    outputs, residuals = executor.forward(inputs)
-    assert (inputs, residuals) == ({}, {})
+    outputs, saved_values = executor.forward(inputs)
+    assert (inputs, saved_values) == ({}, {})
     assert [type(value) for value in outputs] == [Tensor]
 
 
@@ -337,7 +337,7 @@ def test_the_inputs_of_a_run_are_handed_over() -> None:
 
 def holds(executor: Executor) -> int:
     backward = executor.schedule.backward
-    return 0 if backward is None else len(ops.nodes_of(backward, ops.hold))
+    return 0 if backward is None else len(ops.nodes_of(backward, ops.reuse))
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ def test_nodes_and_edges_of_a_small_forward() -> None:
     }
     assert ("0PREFETCH@0", "1PREFETCH@1") in edges(graph, "stream")
     assert ("0PREFETCH@0", "0F") not in edges(graph, "stream")
-    assert edges(graph, "turn") == set()
+    assert edges(graph, "boundary") == set()
     (prefetch,) = [d for _, d in graph.nodes(data=True) if d["label"] == "2PREFETCH@0"]
     assert prefetch == {
         "label": "2PREFETCH@0",
@@ -56,7 +56,7 @@ def test_its_order_is_the_one_that_verify_proves(spec: Spec) -> None:
     graph = schedule.to_networkx()
     for name, fx_graph in schedule.graphs.items():
         order = Order(fx_graph)
-        nodes = [n for n in ops.nodes_of(fx_graph) if n.target is not ops.park]
+        nodes = [n for n in ops.nodes_of(fx_graph) if n.target is not ops.defer_free]
         inside = graph.subgraph([k for k, d in graph.nodes(data=True) if d["graph"] == name])
         reach = {key: nx.descendants(inside, key) for key in inside}
         for first in nodes:
@@ -87,7 +87,7 @@ def test_dot_has_every_node_in_the_cluster_of_its_stream() -> None:
         wanted.setdefault(f"{data['graph']}_{data['stream']}", []).append(key)
     assert clusters == wanted
     assert text.count(" -> ") == graph.number_of_edges()
-    assert text.count("style=bold") == 1, "one turn"
+    assert text.count("style=bold") == 1, "one boundary"
     assert text.count("{") == text.count("}")
 
 

@@ -80,7 +80,7 @@ def test_room_and_what_was_fetched_into_it_are_names_of_the_sum() -> None:
 def test_a_prefetch_that_waits_for_a_compute_reads_nothing_of_it() -> None:
     """`after=` needs the name: no wait is added for it."""
     line = "BEGIN 0PREFETCH@? 0F 1PREFETCH@? 1F"
-    schedule = apply(insert_free, assign_slots(parse(line), slots=1, hold=False))
+    schedule = apply(insert_free, assign_slots(parse(line), slots=1, reuse=False))
     assert waits(schedule.forward) == ("BEGIN 0PREFETCH@0(after=BEGIN) 0F 1PREFETCH@0(after=0F) 1F")
     assert frees(schedule.forward) == "0PREFETCH@0 0F 1PREFETCH@0 1F -y0_0"
 
@@ -129,7 +129,7 @@ LINES = [
 def test_every_owned_value_dies_once_behind_its_readers(line: str, delay: int) -> None:
     for name, graph in freed(line, delay=delay).graphs.items():
         nodes = list(graph.nodes)
-        releases = ops.nodes_of(graph, ops.free, ops.park)
+        releases = ops.nodes_of(graph, ops.free, ops.defer_free)
         died = {ops.arguments(n)[0]: n for n in releases}
         counts = Counter(ops.arguments(n)[0] for n in releases)
         returned = set(graph.output_node().all_input_nodes)

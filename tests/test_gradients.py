@@ -56,9 +56,9 @@ class Model:
                 so_far = run.so_far(key, i)
                 assert accumulate or so_far is None
                 total = gradient if so_far is None else so_far + gradient
-                run.room(key, i).copy_(total)
+                run.buffer(key, i).copy_(total)
             run.copied(key, None)
-        of_params, of_proxies = run.hand_over()
+        of_params, of_proxies = run.device_update()
         assert not of_proxies
         return [of_params.pop(place, None) for place in places]
 
@@ -151,8 +151,8 @@ def test_gradients_lie_in_the_bucket(model: Model) -> None:
     """They are copied there and nowhere else."""
     model.backward(new(model, 2))
     for key, bucket in model.buckets.items():
-        for param, room in zip(bucket.params, bucket.grads.values(), strict=True):
-            assert param.grad is not None and param.grad.data_ptr() == room.data_ptr(), key
+        for param, buffer in zip(bucket.params, bucket.grads.values(), strict=True):
+            assert param.grad is not None and param.grad.data_ptr() == buffer.data_ptr(), key
             assert not param.grad.requires_grad and param.grad.is_leaf
 
 
@@ -299,12 +299,14 @@ def test_a_held_gradient_leaves_those_beside_it(model: Model) -> None:
 def test_memory_that_nobody_holds_is_used_again(model: Model) -> None:
     model.backward(new(model, 2))
     places = [
-        room.data_ptr() for bucket in model.buckets.values() for room in bucket.grads.values()
+        buffer.data_ptr() for bucket in model.buckets.values() for buffer in bucket.grads.values()
     ]
     for param in model.params.values():
         param.grad = None
     model.backward(new(model, 3))
-    again = [room.data_ptr() for bucket in model.buckets.values() for room in bucket.grads.values()]
+    again = [
+        buffer.data_ptr() for bucket in model.buckets.values() for buffer in bucket.grads.values()
+    ]
     assert again == places
 
 

@@ -271,14 +271,14 @@ def test_many_programs_for_a_parameter() -> None:
 def test_neighbouring_memory_stays(numel: int) -> None:
     """Nothing is written beyond a parameter's end."""
     for dtype in (FP32, BF16):
-        room = torch.full((numel + 4096,), 7.0, dtype=dtype, device=DEVICE)
+        buffer = torch.full((numel + 4096,), 7.0, dtype=dtype, device=DEVICE)
         moments = [torch.full((numel + 4096,), 7.0, device=DEVICE) for _ in range(2)]
         views = [m[:numel].zero_() for m in moments]
         hyper = ADAM.hyper(GROUP)
         grad = torch.ones(numel, dtype=dtype, device=DEVICE)
-        kernel(ADAM, [Update(room[:numel], grad, (*views, None), hyper)])
-        assert (room[:numel] != 7).all()
-        for tensor in (room, *moments):
+        kernel(ADAM, [Update(buffer[:numel], grad, (*views, None), hyper)])
+        assert (buffer[:numel] != 7).all()
+        for tensor in (buffer, *moments):
             assert (tensor[numel:] == 7).all()
 
 

@@ -34,12 +34,12 @@ def replay(schedule: Schedule) -> list[int]:
     alive: dict[str, int] = {}  # the name of what owns memory -> bytes
     held: dict[str, set[str]] = {}  # owner -> values that name it
     totals = []
-    parked = {
+    deferred = {
         memory(_node(n.args[0])).name: _size(memory(_node(n.args[0])))
         for graph in schedule.graphs.values()
-        for n in ops.nodes_of(graph, ops.park)
+        for n in ops.nodes_of(graph, ops.defer_free)
     }
-    before = sum(parked.values())
+    before = sum(deferred.values())
     borrowed = {n.name for n in schedule.forward.find_nodes(op="placeholder")}
 
     def own(name: str, owner: str, size: int) -> None:
@@ -83,7 +83,7 @@ def replay(schedule: Schedule) -> list[int]:
                 totals.append(slots + inputs + before + sum(alive.values()))
             elif node.target is ops.free:
                 drop(_node(node.args[0]).name)
-            elif node.target in (ops.park, ops.reclaim):
+            elif node.target in (ops.defer_free, ops.drain):
                 before = 0
     return totals
 
@@ -99,7 +99,7 @@ def _size(node: fx.Node) -> int:
 
 SPECS = [
     Spec(),
-    Spec(stages=6, slots=3, hold=True),
+    Spec(stages=6, slots=3, reuse=True),
     Spec(keep=frozenset({3})),
     Spec(stages=6, keep=frozenset({0, 2, 5})),
     Spec(accumulate=True),
@@ -120,7 +120,7 @@ def test_hand_made_schedules_match_the_replay(spec: Spec) -> None:
 
 
 class Block(nn.Module):
-    """A residual block whose results are no views of each other."""
+    """A saved value block whose results are no views of each other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,40 +167,40 @@ def test_kinds_by_hand() -> None:
     assert backward[Kind.WORKSPACE] == ACTIVATION.size_bytes + WEIGHT.size_bytes
 
 
-def _parked_bytes(schedule: Schedule) -> int:
+def _deferred_bytes(schedule: Schedule) -> int:
     assert schedule.backward is not None
-    parked = len(ops.nodes_of(schedule.backward, ops.park)) * STATE.size_bytes
-    assert parked > 0
-    return parked
+    deferred = len(ops.nodes_of(schedule.backward, ops.defer_free)) * STATE.size_bytes
+    assert deferred > 0
+    return deferred
 
 
 def test_parked_states_stay_until_the_next_forward_reclaims_them() -> None:
     schedule = build(Spec(stages=4, update=True))
     found = [moment(schedule, "forward", f"{i}F").live_bytes[Kind.STATES] for i in range(4)]
-    assert found == [_parked_bytes(schedule)] * 3 + [0]  # the reclaim is behind 2F
+    assert found == [_deferred_bytes(schedule)] * 3 + [0]  # the reclaim is behind 2F
 
 
 def test_one_forward_reclaims_what_every_backward_parked() -> None:
-    """Of two graphs: the later one's backward runs first; both have parked at the end."""
+    """Of two graphs: the later one's backward runs first; both have deferred at the end."""
     schedule = build(Spec(stages=4, update=True))
-    parked = _parked_bytes(schedule)
+    deferred = _deferred_bytes(schedule)
     moments = device_memory([schedule, schedule]).moments
     forwards = [m.live_bytes[Kind.STATES] for m in moments if m.graph == "forward"]
-    assert forwards == [2 * parked] * 3 + [0] * 5
+    assert forwards == [2 * deferred] * 3 + [0] * 5
     second, first = (m for m in moments if (m.graph, m.label) == ("backward", "3RECOMPUTE"))
     assert second.live_bytes[Kind.STATES] == STATE.size_bytes
-    assert first.live_bytes[Kind.STATES] == parked + STATE.size_bytes  # the second's new ones
+    assert first.live_bytes[Kind.STATES] == deferred + STATE.size_bytes  # the second's new ones
 
 
 def test_where_no_forward_reclaims_old_parked_states_go_with_the_first_park() -> None:
     schedule = build(Spec(stages=4, update=True))
-    for node in ops.nodes_of(schedule.forward, ops.reclaim):
+    for node in ops.nodes_of(schedule.forward, ops.drain):
         schedule.forward.erase_node(node)
-    parked = _parked_bytes(schedule)
+    deferred = _deferred_bytes(schedule)
     moments = device_memory([schedule, schedule]).moments
     second, first = (m for m in moments if (m.graph, m.label) == ("backward", "3RECOMPUTE"))
-    assert second.live_bytes[Kind.STATES] == 2 * parked + STATE.size_bytes  # old ones, its own
-    assert first.live_bytes[Kind.STATES] == parked + STATE.size_bytes  # the second's new ones
+    assert second.live_bytes[Kind.STATES] == 2 * deferred + STATE.size_bytes  # old ones, its own
+    assert first.live_bytes[Kind.STATES] == deferred + STATE.size_bytes  # the second's new ones
 
 
 def test_residuals_that_the_backward_does_not_take_end_at_the_turn() -> None:
@@ -210,8 +210,8 @@ def test_residuals_that_the_backward_does_not_take_end_at_the_turn() -> None:
     (free,) = [n for n in ops.nodes_of(graph, ops.free) if _node(n.args[0]).name == "y1_0"]
     value = _node(free.args[0])
     graph.erase_node(free)
-    outputs, residuals = ops.returned(graph)
-    graph.output_node().args = ((outputs, (*residuals, value)),)
+    outputs, saved_values = ops.returned(graph)
+    graph.output_node().args = ((outputs, (*saved_values, value)),)
     after = {(m.graph, m.label): m.total_bytes for m in device_memory(schedule).moments}
     more = {key: after[key] - before[key] for key in after if after[key] != before[key]}
     assert more == {("forward", "3F"): ACTIVATION.size_bytes}
@@ -249,8 +249,8 @@ def test_slots_are_shared_by_captured_graphs() -> None:
     assert len(both.moments) == 2 * len(device_memory(schedule).moments)
     # the first graph's activations wait for the second one's backward
     one = moment(schedule, "backward", "3RECOMPUTE").live_bytes[Kind.ACTIVATIONS]
-    turn = next(m for m in both.moments if m.label == "3RECOMPUTE")
-    assert turn.live_bytes[Kind.ACTIVATIONS] == 2 * one
+    boundary = next(m for m in both.moments if m.label == "3RECOMPUTE")
+    assert boundary.live_bytes[Kind.ACTIVATIONS] == 2 * one
 
 
 def test_results_that_share_memory_count_once() -> None:

@@ -294,7 +294,7 @@ def test_autocast_over_several_stages() -> None:
 
     schedule = check(Net(region), X)
     dtypes = [stage.outputs[0].dtype for stage in schedule.stages]
-    assert dtypes == [torch.float32] * 5, "a residual of bf16 and fp32"
+    assert dtypes == [torch.float32] * 5, "a saved value of bf16 and fp32"
     assert names(schedule) == "embed | layers.0 | layers.1 | layers.2 | head"
 
 

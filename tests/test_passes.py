@@ -27,12 +27,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "one ahead": {"lookahead": 1, "slots": 2},
     "accumulate": {"accumulate": True, "keep_last": False},
-    "hold": {"hold": True, "slots": 4},
+    "reuse": {"reuse": True, "slots": 4},
     "keep": {"activations": "keep"},
     "selective": {"activations": "selective"},
     "offload": {"activations": "offload", "lookahead": 1},
     "offload without keeping": {"activations": "offload", "lookahead": 1, "keep_last": False},
-    "hold and accumulate": {"hold": True, "accumulate": True, "lookahead": 3, "slots": 4},
+    "reuse and accumulate": {"reuse": True, "accumulate": True, "lookahead": 3, "slots": 4},
 }
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "dropout": lambda: (Net(Net.chain, dropout=0.3), X),
@@ -86,7 +86,7 @@ def test_a_forward_alone_is_safe(name: str) -> None:
         of = capture(model, **inputs) if isinstance(inputs, dict) else capture(model, inputs)
     schedule = of.build()
     verify(schedule)
-    assert schedule.backward is None and schedule.residuals == ()
+    assert schedule.backward is None and schedule.saved_values == ()
 
 
 @st.composite
@@ -121,7 +121,7 @@ def test_any_chain_is_safe(
     stubs: dict[str, Any],
     lookahead: int,
     spare: int,
-    hold: bool,
+    reuse: bool,
     accumulate: bool,
     keep: set[int],
     offload: set[int],
@@ -132,7 +132,7 @@ def test_any_chain_is_safe(
     """
     schedule = parse(" ".join(f"{i}F" for i in stubs["reads"]), **stubs)
     for name, function in after_templates(
-        accumulate=accumulate, hold=hold, lookahead=lookahead, slots=lookahead + 1 + spare
+        accumulate=accumulate, reuse=reuse, lookahead=lookahead, slots=lookahead + 1 + spare
     ).items():
         schedule = apply(function, schedule)
         if name == "plan":

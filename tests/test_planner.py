@@ -12,7 +12,7 @@ from torch import nn
 from megacompile import megacompile, schedules
 from megacompile.cost.hardware import H200
 from megacompile.cost.memory import device_memory
-from megacompile.cost.optimizer import PIECE_BYTES, PIECES, OptimizerCost
+from megacompile.cost.optimizer import CHUNK_BYTES, CHUNKS, OptimizerCost
 from megacompile.errors import DeviceMemoryError
 from megacompile.ir import ops
 from megacompile.plan import planner
@@ -115,11 +115,11 @@ def test_the_quick_estimate_of_memory_is_an_upper_bound() -> None:
         for keep in (0, 1, 6, 12):
             choice = Choice(keep, keys)
             exact = tower.memory(choice).peak.total_bytes
-            quick = 64 * GIB - tower._room_bytes(choice)
+            quick = 64 * GIB - tower._buffer_bytes(choice)
             quick += tower.peak_bytes(Choice(keep, frozenset()))
             more = 3 * tower.buckets[0].size_bytes
             if count == len(tower.buckets):  # the device helps nobody: no memory for that
-                more += PIECES * PIECE_BYTES
+                more += CHUNKS * CHUNK_BYTES
             assert exact <= quick <= exact + more
 
 
@@ -193,10 +193,10 @@ def test_plans_are_compared_on_a_slower_host_too(monkeypatch: Any) -> None:
     tower = problem(0, tokens=8192)
     hardware = H200.replace(update_gb_s=60.0)
     tower = replace(tower, budget_bytes=6 * tower.floor_bytes(), hardware=hardware)
-    sure = search(tower, hand_over=False)
+    sure = search(tower, device_update=False)
     assert sure is not None and sure.step_s == tower.step_s(sure.choice), "as measured"
     monkeypatch.setattr(planner, "_SLOWER", 1.0)
-    fastest = search(tower, hand_over=False)
+    fastest = search(tower, device_update=False)
     assert fastest is not None and fastest.step_s < sure.step_s < 1.02 * fastest.step_s
     monkeypatch.undo()
     slow = hardware.replace(
@@ -218,10 +218,10 @@ def test_a_share_is_handed_over_where_the_host_is_slow() -> None:
     budget = 3 * tower.floor_bytes()
     tower = replace(tower, budget_bytes=budget, hardware=H200.replace(update_gb_s=20.0))
     found = search(tower, resident=False)
-    assert found is not None and found.choice.hand_over > 0
+    assert found is not None and found.choice.device_update > 0
     assert found.peak_bytes <= budget
-    without = search(tower, resident=False, hand_over=False)
-    assert without is not None and without.choice.hand_over == 0
+    without = search(tower, resident=False, device_update=False)
+    assert without is not None and without.choice.device_update == 0
     assert found.step_s < 0.95 * without.step_s
 
 
@@ -230,10 +230,10 @@ def test_slots_are_added_where_the_link_is_slow() -> None:
     tower = problem(0, tokens=64)
     slow = H200.replace(h2d_gb_s=1.0, h2d_both_gb_s=1.0)
     tower = replace(tower, budget_bytes=2 * tower.floor_bytes(), hardware=slow)
-    found = search(tower, resident=False, hand_over=False)
+    found = search(tower, resident=False, device_update=False)
     assert found is not None and found.choice.more_slots > 0
     assert found.peak_bytes <= tower.budget_bytes
-    fewer = search(tower, resident=False, hand_over=False, slots=False)
+    fewer = search(tower, resident=False, device_update=False, slots=False)
     assert fewer is not None and fewer.choice.more_slots == 0
     assert found.step_s < 0.95 * fewer.step_s
 

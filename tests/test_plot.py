@@ -96,8 +96,8 @@ def test_what_stands_in_the_picture(tmp_path: Path) -> None:
     for axis, timeline in zip(figure.axes, (t.predicted, t.measured), strict=False):
         (path,) = axis.lines
         whole = Period(timeline.start_s, timeline.stop_s, 1)
-        pieces = [p for p in critical_path(timeline, "Stack", whole) if p.span is not None]
-        assert len(path.get_xdata()) == 3 * len(pieces) > 0
+        chunks = [p for p in critical_path(timeline, "Stack", whole) if p.span is not None]
+        assert len(path.get_xdata()) == 3 * len(chunks) > 0
     shown = {text.get_text() for axis in figure.axes[:2] for text in axis.texts}
     texts = [text for axis in figure.axes[:2] for text in axis.texts]
     boxes = [text.get_window_extent(renderer) for text in texts]

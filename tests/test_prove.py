@@ -215,7 +215,7 @@ FAULTS: dict[str, Fault] = {
     "slots are filled at once": no_after(ops.prefetch),
     "memory is freed under a copy": frees_at_once,
     "two buckets in one slot": swapped_slots,
-    "parked for nobody": no_after(ops.park),
+    "deferred for nobody": no_after(ops.defer_free),
 }
 
 
@@ -235,7 +235,7 @@ def planted(fault: Fault) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_seen(name: str) -> None:
-    choice = Choice(optimizer="sgd" if "parked" in name else "", in_backward="parked" in name)
+    choice = Choice(optimizer="sgd" if "deferred" in name else "", in_backward="deferred" in name)
     subject = Subject(NET, choice, Counts())
     if choice.in_backward:
         assert subject.to_program_order() == []
@@ -310,7 +310,7 @@ def test_what_is_wrong_on_symbols_is_wrong_in_numbers(lookahead: int) -> None:
     assert subject.wrong(adversary.Policy()) == []  # the gradients that are expected by now
     (program,) = inside.programs(subject.model)
     variant, executor = list(program.executors.items())[-1]
-    assert variant.hold and not variant.accumulate
+    assert variant.reuse and not variant.accumulate
     truth, rng = Truth(executor.schedule), random.Random(0)
     shown, hidden = 0, []
     for _ in range(150):

@@ -52,7 +52,7 @@ def test_the_forward_saves_only_what_is_kept() -> None:
     forwards = ops.nodes_of(schedule.forward, ops.forward)
     assert [ops.arguments(node)[3] for node in forwards] == [False, False, True]
     assert [len(node.meta["value"]) for node in forwards] == [1, 1, 2]
-    assert schedule.residuals == ("s2_0", "x", "y0_0", "y1_0")
+    assert schedule.saved_values == ("s2_0", "x", "y0_0", "y1_0")
     names = {node.name for node in schedule.forward.nodes}
     assert "s2_0" in names and not names & {"s0_0", "s1_0"}
 

@@ -28,7 +28,7 @@ def kinds(model: Any) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for schedule in schedules(model):
         for graph in schedule.graphs.values():
-            for node in ops.nodes_of(graph, ops.prefetch, ops.hold, ops.resident):
+            for node in ops.nodes_of(graph, ops.prefetch, ops.reuse, ops.resident):
                 op = ops.op_of(node)
                 assert op is not None
                 found.setdefault(op.name, set()).add(ops.arguments(node)[0].name)

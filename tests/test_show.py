@@ -25,7 +25,7 @@ EVERYTHING = Spec(
     slots=3,
     accumulate=True,
     shared=True,
-    hold=True,
+    reuse=True,
     random=frozenset({1}),
     keep=frozenset({2}),
     changes=frozenset({1, 3}),
@@ -36,7 +36,7 @@ SPECS = [
     Spec(training=False, changes=frozenset({1})),
     Spec(accumulate=True),
     Spec(shared=True),
-    Spec(hold=True, random=frozenset({0, 2})),
+    Spec(reuse=True, random=frozenset({0, 2})),
     EVERYTHING,
     Spec(norms=True),
     UPDATING,
@@ -173,7 +173,7 @@ def test_a_freed_value_is_gone_from_the_next_call_on(spec: Spec) -> None:
                 assert not recorder.alive[step] & freed, f"{node.name}: {freed} should be gone"
                 step += 1
                 names[node] = f"call {step}"
-                if node.target is ops.park:
+                if node.target is ops.defer_free:
                     freed.add(names[node.args[0]])
         assert step == len(recorder.calls) > 0
 
@@ -235,7 +235,7 @@ def test_names_from_outside_stay_within_their_comments(end: str) -> None:
 
 
 def test_the_header_says_what_the_slots_hold_for_the_backward() -> None:
-    header = python.code(build(Spec(stages=3, hold=True))).split("\n\n")[0]
+    header = python.code(build(Spec(stages=3, reuse=True))).split("\n\n")[0]
     assert "# slot_0: 128 B, holds bucket_2 for the backward" in header
 
 
@@ -251,18 +251,18 @@ def test_a_free_waits_for_a_copy_on_another_stream() -> None:
 def test_what_is_parked_is_handed_over_without_a_wait() -> None:
     code = python.graph_code(build(UPDATING), "backward")
     lines = [line.split("  #")[0].strip() for line in code.splitlines()]
-    parked = lines.index("park(update_2, after=(offload_state_2,))")
-    assert lines[parked + 1 : parked + 3] == ["del update_2", "return (d0_0,)"]
+    deferred = lines.index("defer_free(update_2, after=(offload_state_2,))")
+    assert lines[deferred + 1 : deferred + 3] == ["del update_2", "return (d0_0,)"]
     assert "wait(offload_state_1)" in lines and "wait(offload_state_2)" not in lines
 
 
 def test_what_is_reclaimed_is_printed_and_in_the_table() -> None:
     schedule = build(UPDATING)
     lines = python.graph_code(schedule, "forward").splitlines()
-    (line,) = [line.strip() for line in lines if "RECLAIM" in line]
-    assert re.fullmatch(r"reclaim\(\) +# compute +RECLAIM", line)
+    (line,) = [line.strip() for line in lines if "DRAIN" in line]
+    assert re.fullmatch(r"drain\(\) +# compute +DRAIN", line)
     forward = table(schedule).partition("\n\nbackward")[0].splitlines()
-    assert [row.split("|")[2].strip() for row in forward[2:]] == ["0F", "1F", "RECLAIM 2F"]
+    assert [row.split("|")[2].strip() for row in forward[2:]] == ["0F", "1F", "DRAIN 2F"]
 
 
 def test_an_update_is_a_step_of_the_table() -> None:

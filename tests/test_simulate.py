@@ -92,9 +92,9 @@ def test_every_copy_has_a_cost_of_its_own() -> None:
 def test_both_directions_share_the_bandwidth_while_both_run() -> None:
     made = Graph()
     made.prefetch(0, 2.0)
-    room = ops.call(made.graph, ops.alloc_grad, gigabytes(9, 1.0), name="room")
-    room.meta["value"] = (floats(0.5),)
-    made.offload(9, 0.5, room)
+    buffer = ops.call(made.graph, ops.alloc_grad, gigabytes(9, 1.0), name="room")
+    buffer.meta["value"] = (floats(0.5),)
+    made.offload(9, 0.5, buffer)
     timeline = simulate(Schedule("both", made.done(), None, ()), UNIT)
     # 0.5 s together move 0.5 GB each way; the other 1.5 GB go at 2 GB/s
     assert spans(timeline) == {"9OFFLOAD_GRAD": (0.0, 0.5), "0PREFETCH@0": (0.0, 0.5 + 0.75)}
@@ -209,10 +209,10 @@ def test_updates_in_the_backward_are_awaited_by_bucket(monkeypatch: pytest.Monke
     """New parameters go first, and a prefetch waits for those alone; states wait for states."""
     backward = Graph()
     bucket = gigabytes(0, 2.0)
-    room = ops.call(backward.graph, ops.alloc_state, bucket, False)
-    state = ops.call(backward.graph, ops.fetch_state, bucket, room, False)
-    new = ops.call(backward.graph, ops.update, bucket, None, room, state)
-    for node in (room, state, new):
+    buffer = ops.call(backward.graph, ops.alloc_state, bucket, False)
+    state = ops.call(backward.graph, ops.fetch_state, bucket, buffer, False)
+    new = ops.call(backward.graph, ops.update, bucket, None, buffer, state)
+    for node in (buffer, state, new):
         node.meta["value"] = floats(6.0)  # 4 GB of states, 2 GB of parameters on the way back
     ops.call(backward.graph, ops.offload_state, bucket, new)
     forward = Graph()
@@ -236,26 +236,26 @@ def test_a_reclaim_waits_for_the_copies_of_what_the_last_step_parked(
 ) -> None:
     backward, forward = Graph(), Graph()
     bucket = gigabytes(0, 2.0)
-    room = ops.call(backward.graph, ops.alloc_state, bucket, True, name="room")
-    room.meta["value"] = floats(6.0)  # 2 GB of parameters, then 4 GB of states on the way back
-    copy = ops.call(backward.graph, ops.offload_state, bucket, room)
-    ops.call(backward.graph, ops.park, room, after=(copy,))
+    buffer = ops.call(backward.graph, ops.alloc_state, bucket, True, name="room")
+    buffer.meta["value"] = floats(6.0)  # 2 GB of parameters, then 4 GB of states on the way back
+    copy = ops.call(backward.graph, ops.offload_state, bucket, buffer)
+    ops.call(backward.graph, ops.defer_free, buffer, after=(copy,))
     forward.compute(forward.start, 1.0)
-    ops.call(forward.graph, ops.reclaim)
+    ops.call(forward.graph, ops.drain)
     forward.compute(forward.start, 1.0)
     monkeypatch.setattr(Schedule, "gradient_params", {0: (0,)})
-    schedule = Schedule("parks", forward.done(), backward.done(()), ())
+    schedule = Schedule("defers", forward.done(), backward.done(()), ())
     timeline = simulate(schedule, UNIT, steps=3)
     first, second, third = (spans(timeline, step) for step in range(3))
-    assert first["RECLAIM"] == (1.0, 1.0), "nothing is parked yet"
+    assert first["DRAIN"] == (1.0, 1.0), "nothing is deferred yet"
     assert first["0OFFLOAD_STATE"] == (2.0, 5.0)
-    assert second["RECLAIM"] == (5.0, 5.0)
+    assert second["DRAIN"] == (5.0, 5.0)
     assert second["0OFFLOAD_STATE"] == (6.0, 9.0)
-    assert third["RECLAIM"] == (9.0, 9.0)
+    assert third["DRAIN"] == (9.0, 9.0)
     assert timeline.bound is Lane.D2H
-    for node in ops.nodes_of(schedule.graphs["backward"], ops.park):
+    for node in ops.nodes_of(schedule.graphs["backward"], ops.defer_free):
         schedule.graphs["backward"].erase_node(node)
-    assert spans(simulate(schedule, UNIT, steps=3), 2)["RECLAIM"] == (5.0, 5.0)
+    assert spans(simulate(schedule, UNIT, steps=3), 2)["DRAIN"] == (5.0, 5.0)
 
 
 def test_a_backward_begins_when_the_prefetches_are_done() -> None:
@@ -306,7 +306,7 @@ def test_every_op_runs_once_and_after_what_it_waits_for(in_backward: bool) -> No
     timeline = simulate(schedule, H200)
     for name, graph in schedule.graphs.items():
         events = [e for e in timeline.events if e.graph == name]
-        nodes = [n for n in ops.nodes_of(graph) if n.target not in (ops.park, ops.free)]
+        nodes = [n for n in ops.nodes_of(graph) if n.target not in (ops.defer_free, ops.free)]
         found = sorted(e.label for e in events if e.label != "FREE")
         assert found == sorted(map(ops.label, nodes))
         _in_order(events)

@@ -18,12 +18,12 @@ BACKWARD = (
 )
 
 
-def placed(line: str, *, slots: int, hold: bool = False, **stubs: Any) -> Schedule:
-    return apply(functools.partial(assign_slots, slots=slots, hold=hold), parse(line, **stubs))
+def placed(line: str, *, slots: int, reuse: bool = False, **stubs: Any) -> Schedule:
+    return apply(functools.partial(assign_slots, slots=slots, reuse=reuse), parse(line, **stubs))
 
 
-def out(line: str, *, slots: int, hold: bool = False, **stubs: Any) -> str:
-    schedule = placed(line, slots=slots, hold=hold, **stubs)
+def out(line: str, *, slots: int, reuse: bool = False, **stubs: Any) -> str:
+    schedule = placed(line, slots=slots, reuse=reuse, **stubs)
     return " | ".join(waits(graph) for graph in schedule.graphs.values())
 
 
@@ -121,10 +121,10 @@ def test_the_backward_of_large_buckets_lets_a_slot_grow() -> None:
 
 def test_at_the_turn_the_backward_takes_what_the_forward_left() -> None:
     """The docstring's second example."""
-    forward, _, backward = out(f"{FORWARD} | {BACKWARD}", slots=3, hold=True).partition(" | ")
+    forward, _, backward = out(f"{FORWARD} | {BACKWARD}", slots=3, reuse=True).partition(" | ")
     assert forward.endswith("3PREFETCH@0(after=0F) 1F 2F 3F")
     assert backward == (
-        "BEGIN 3HOLD@0(after=BEGIN) 2HOLD@2(after=BEGIN) 1HOLD@1(after=BEGIN) 3B "
+        "BEGIN 3REUSE@0(after=BEGIN) 2REUSE@2(after=BEGIN) 1REUSE@1(after=BEGIN) 3B "
         "0PREFETCH@0(after=3B) 2RECOMPUTE 2B 1RECOMPUTE 1B 0RECOMPUTE 0B"
     )
 
@@ -136,9 +136,9 @@ def test_without_hold_the_backward_fetches_everything() -> None:
     )
 
 
-@pytest.mark.parametrize("hold", [False, True])
-def test_the_schedule_says_what_the_forward_leaves(hold: bool) -> None:
-    schedule = placed(f"{FORWARD} | {BACKWARD}", slots=3, hold=hold)
+@pytest.mark.parametrize("reuse", [False, True])
+def test_the_schedule_says_what_the_forward_leaves(reuse: bool) -> None:
+    schedule = placed(f"{FORWARD} | {BACKWARD}", slots=3, reuse=reuse)
     assert [(slot, bucket.label) for slot, bucket in schedule.held] == [
         (0, "3"),
         (1, "1"),
@@ -149,7 +149,7 @@ def test_the_schedule_says_what_the_forward_leaves(hold: bool) -> None:
 def test_what_was_held_is_fetched_once_it_was_replaced() -> None:
     """0PREFETCH takes the slot that bucket 1 was left in; 1B fetches it again."""
     line = "BEGIN 0PREFETCH@? 0F 1PREFETCH@? 1F | BEGIN 0PREFETCH@? 0B 1PREFETCH@? 1B"
-    schedule = placed(line, slots=1, hold=True)
+    schedule = placed(line, slots=1, reuse=True)
     assert text(schedule) == "0PREFETCH@0 0F 1PREFETCH@0 1F | 0PREFETCH@0 0B 1PREFETCH@0 1B"
 
 
@@ -157,4 +157,6 @@ def test_what_is_wanted_soon_is_not_replaced_before_it_is_held() -> None:
     """The first prefetch takes the slot of bucket 0, which is not wanted any more."""
     forward = "BEGIN 0PREFETCH@? 0F 1PREFETCH@? 1F 2F"
     line = f"{forward} | BEGIN 2PREFETCH@? 2B 1PREFETCH@? 1B"
-    assert text(placed(line, slots=2, hold=True)).partition(" | ")[2] == "2PREFETCH@0 2B 1HOLD@1 1B"
+    assert (
+        text(placed(line, slots=2, reuse=True)).partition(" | ")[2] == "2PREFETCH@0 2B 1REUSE@1 1B"
+    )

@@ -121,7 +121,7 @@ def test_the_forward_and_the_backward_agree() -> None:
     assert schedule.backward is not None
     (back,) = [n for n in ops.nodes_of(schedule.backward, ops.backward) if ops.label(n) == "1B"]
     assert [value.name for value in ops.arguments(back)[3]] == names
-    assert set(names) <= set(schedule.residuals)
+    assert set(names) <= set(schedule.saved_values)
     assert names == [f"s1_{k}" for k in range(len(names))], "as differentiate names them"
 
 

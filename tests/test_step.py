@@ -14,7 +14,7 @@ from torch.optim import RMSprop
 from megacompile.runtime.optim.adam import ADAM
 from megacompile.runtime.optim.twin import apply
 from megacompile.runtime.optim.update import Update
-from megacompile.runtime.updates.update import Way, _Compiled
+from megacompile.runtime.updates.update import UpdatePath, _Compiled
 from tests.inside import buckets, ways
 from tests.training import (
     OPTIMIZERS,
@@ -43,7 +43,7 @@ def test_ten_steps_are_bitwise_the_stock_ones(case: str) -> None:
     assert_same(plain, streamed)
     for mine, theirs in zip(*optimizers, strict=True):
         assert_states_same(mine.state_dict(), theirs.state_dict())
-    assert ways(streamed) == {Way.STOCK}
+    assert ways(streamed) == {UpdatePath.STOCK}
     assert streamed.layers[0].norm.weight.grad is None
     assert streamed.spare.weight.grad is None
 
@@ -86,9 +86,9 @@ def test_a_state_is_a_view_of_the_buckets_flat_one() -> None:
     for bucket in buckets(streamed).values():
         for i, param in enumerate(bucket.params):
             for name in ("exp_avg", "exp_avg_sq") if param in theirs.state else ():
-                state, room = theirs.state[param][name], bucket.states_of(theirs)[name][i]
-                assert isinstance(room, Tensor)
-                assert state.untyped_storage().data_ptr() == room.untyped_storage().data_ptr()
+                state, buffer = theirs.state[param][name], bucket.states_of(theirs)[name][i]
+                assert isinstance(buffer, Tensor)
+                assert state.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
                 assert (state.shape, state.stride()) == (param.shape, param.stride())
                 seen += 1
     assert seen == 2 * sum(p.grad is not None for p in plain.parameters())

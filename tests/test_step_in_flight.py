@@ -184,7 +184,7 @@ def test_an_alias_makes_step_wait_for_its_bucket(gate: Gate, kind: str) -> None:
     alias = ALIASES[kind](streamed, optimizer)
     optimizer.zero_grad()
     gradients(streamed, 2)
-    gate.hold()
+    gate.reuse()
     optimizer.step()
     assert BUCKET in gate.waited
     if kind != "state_dict":

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from megacompile.runtime.params.guards import GuardedParameter
-from megacompile.runtime.updates.update import Way
+from megacompile.runtime.updates.update import UpdatePath
 from tests import zoo
 from tests.inside import ways
 from tests.training import (
@@ -137,6 +137,6 @@ def test_optimizers_of_other_models_are_left_alone() -> None:
     other, twin = net(), net()
     train(other, adamw(other), 3)
     train(twin, adamw(twin), 3)
-    assert ways(streamed) == {Way.STOCK}
+    assert ways(streamed) == {UpdatePath.STOCK}
     assert_same(other, twin)
     assert not any(isinstance(p, GuardedParameter) for p in other.parameters())

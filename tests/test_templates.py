@@ -84,8 +84,8 @@ def test_what_a_backward_takes_tells_templates_apart() -> None:
 
     schedule = templates(Net(twice), X)
     assert sharing(schedule) == "a b c d c e"
-    carries = [kinds(stage, stage.traced.carries) for stage in schedule.stages]
-    assert carries == ["", "up.weight up.bias down.weight down.bias", "", "x", "", ""]
+    partial_gradients = [kinds(stage, stage.traced.partial_gradients) for stage in schedule.stages]
+    assert partial_gradients == ["", "up.weight up.bias down.weight down.bias", "", "x", "", ""]
 
 
 def test_a_cache_is_shared_between_schedules() -> None:
@@ -316,7 +316,9 @@ def _autograd(
     inputs = [p.clone() if i in stage.mutated else p for i, p in enumerate(primals)]
     with captured.capture.ambient.apply():
         results = [*stage.module(*inputs), *(inputs[i] for i in stage.mutated)]
-    ends = [results[k] for k in template.tangents] + [primals[k] for k in template.carries]
+    ends = [results[k] for k in template.tangents] + [
+        primals[k] for k in template.partial_gradients
+    ]
     gradients = torch.autograd.grad(ends, [primals[i] for i in template.gradients], tangents)
     return [r.detach() for r in results], list(gradients)
 

@@ -28,7 +28,7 @@ from tests import inside
 from tests.schedules import ACTIVATION, WEIGHT, Spec, build, find
 from tests.zoo import Made, Stack, batchnorm, dropout, stack, step, tied, twins
 
-QUIET = (ops.free, ops.park, ops.begin)
+QUIET = (ops.free, ops.defer_free, ops.begin)
 
 
 def tracer_of(model: Any) -> Any:

@@ -221,18 +221,18 @@ def test_states_go_with_their_optimizer(config: str) -> None:
     optimizer = warm(model)
     train(model, optimizer, 0, 1, 2)
     buckets = inside.buckets(model).values()
-    rooms = [
-        weakref.ref(room)
+    buffers = [
+        weakref.ref(buffer)
         for bucket in buckets
         for by_param in bucket.states_of(optimizer).values()
-        for room in by_param.values()
+        for buffer in by_param.values()
     ]
-    assert len(rooms) == (0 if config == "resident, eager" else 8)
+    assert len(buffers) == (0 if config == "resident, eager" else 8)
     held = optimizer.state[next(model.parameters())]["exp_avg"].detach()
     before = held.clone()
     del optimizer
     model(torch.rand(4, 24)).backward()
-    assert not any(room() is not None for room in rooms)
+    assert not any(buffer() is not None for buffer in buffers)
     optimizer = cold(model)
     optimizer.step()
     train(model, optimizer, 3, 4)

@@ -61,7 +61,7 @@ def test_each_bucket_is_updated_behind_its_gradients() -> None:
 @pytest.mark.parametrize("line", ["0F 1F", "0F 1F | 1B 0B"])
 def test_the_forward_computes_what_it_did(line: str) -> None:
     schedule = updated(line)
-    assert ops.actions(schedule.forward).replace(" RECLAIM", "") == "0F 1F"
+    assert ops.actions(schedule.forward).replace(" DRAIN", "") == "0F 1F"
     assert (schedule.backward is None) == ("|" not in line)
 
 
@@ -69,17 +69,17 @@ def test_the_forward_computes_what_it_did(line: str) -> None:
 def test_a_forward_reclaims_half_way_what_was_parked(line: str) -> None:
     """The docstring's example; one without a backward does it too."""
     schedule = updated(f"0F 1F 2F | {line}" if line else "0F 1F 2F")
-    assert ops.actions(schedule.forward) == "0F 1F RECLAIM 2F"
-    assert ops.actions(updated("0F").forward) == "0F RECLAIM"
+    assert ops.actions(schedule.forward) == "0F 1F DRAIN 2F"
+    assert ops.actions(updated("0F").forward) == "0F DRAIN"
 
 
 def test_where_nothing_is_updated_nothing_is_reclaimed() -> None:
     schedule = updated("0F 1F 2F | 2B", frozen=(0, 1, 2))
-    assert ops.nodes_of(schedule.forward, ops.reclaim)  # 2B gives gradients
+    assert ops.nodes_of(schedule.forward, ops.drain)  # 2B gives gradients
     model = Net(lambda net, x: cast("Any", net.layers)[0](x).sum(), depth=1).requires_grad_(False)
     schedule = capture(model, torch.ones(2, 4, requires_grad=True)).build(update=True)
     assert schedule.backward is not None
-    assert not ops.nodes_of(schedule.forward, ops.reclaim)
+    assert not ops.nodes_of(schedule.forward, ops.drain)
 
 
 def test_an_update_takes_the_gradients_and_states_of_its_bucket() -> None:
@@ -187,9 +187,9 @@ def test_each_fetch_has_room_of_its_own() -> None:
         schedule = updated("0F 1F | 1B 0B", masters=masters)
         assert schedule.backward is not None
         for fetch in ops.nodes_of(schedule.backward, ops.fetch_state):
-            bucket, room, streamed = ops.arguments(fetch)
-            assert ops.arguments(room) == (bucket, masters) and streamed is masters
-            assert fetch.meta["value"] == room.meta["value"]
+            bucket, buffer, streamed = ops.arguments(fetch)
+            assert ops.arguments(buffer) == (bucket, masters) and streamed is masters
+            assert fetch.meta["value"] == buffer.meta["value"]
             assert fetch.meta["value"].size_bytes == 10 * bucket.params[0].numel
 
 
@@ -249,7 +249,7 @@ MODELS: list[Callable[[], zoo.Made]] = [
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "accumulate": {"accumulate": True},
-    "masters": {"masters": True, "hold": True, "slots": 4},
+    "masters": {"masters": True, "reuse": True, "slots": 4},
     "all": {"accumulate": True, "masters": True, "keep_last": False, "lookahead": 1, "slots": 2},
 }
 
@@ -265,7 +265,7 @@ def test_the_whole_pipeline_with_updates_is_safe(made: Any, options: str) -> Non
     assert not ops.nodes_of(graph, ops.offload_grad), "gradients stay on the device"
     buckets = {ops.arguments(node)[0].key for node in ops.nodes_of(graph, ops.update)}
     assert buckets == set(schedule.gradient_params) != set()
-    assert len(ops.nodes_of(graph, ops.park)) >= 1, "the last ones are not waited for"
+    assert len(ops.nodes_of(graph, ops.defer_free)) >= 1, "the last ones are not waited for"
 
 
 @pytest.mark.parametrize("lookahead", [1, 2, 4])

@@ -144,8 +144,8 @@ FAULTS = [
         ADDING,
         set_arg("backward", "2FETCH_GRAD", 1, node("backward", "3ALLOC_GRAD")),
         (
-            ("wrong room", "backward", "2FETCH_GRAD", ""),
-            ("wrong room", "backward", "3FETCH_GRAD", ""),
+            ("wrong buffer", "backward", "2FETCH_GRAD", ""),
+            ("wrong buffer", "backward", "3FETCH_GRAD", ""),
             ("use after free", "backward", "2FETCH_GRAD", "3ALLOC_GRAD"),
         ),
     ),

@@ -23,7 +23,7 @@ SMALL = [
     Spec(stages=4, slots=3),
     Spec(stages=3, accumulate=True),
     Spec(stages=3, shared=True, accumulate=True),
-    Spec(stages=4, hold=True, slots=3),
+    Spec(stages=4, reuse=True, slots=3),
     Spec(stages=3, changes=frozenset({1}), keep=frozenset({0}), random=frozenset({1})),
     Spec(stages=3, norms=True),
     Spec(stages=3, update=True),
@@ -74,7 +74,7 @@ def test_random_edits_are_judged_as_brute_force_judges_them(
     graph = schedule.graphs[name]
     for _ in range(data.draw(st.integers(1, 3))):
         copies = (ops.prefetch, ops.fetch_grad, ops.offload_grad, ops.fetch_state)
-        others = (ops.offload_state, ops.offload, ops.fetch, ops.free, ops.park)
+        others = (ops.offload_state, ops.offload_saved, ops.fetch_saved, ops.free, ops.defer_free)
         movable = ops.nodes_of(graph, *copies, *others)
         if not movable:
             continue

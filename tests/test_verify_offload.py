@@ -35,31 +35,34 @@ def free_at_once(value: str) -> Edit:
 
 
 def fetch_what_stayed(schedule: Schedule) -> None:
-    """A fetch from a residual that is on the device, which no offload made ready."""
+    """A fetch from a saved value that is on the device, which no offload made ready."""
     other = find(schedule, "backward", "x")
-    for label in ("1ALLOC", "1FETCH"):
+    for label in ("1ALLOC_SAVED", "1FETCH_SAVED"):
         set_arg("backward", label, 1, other)(schedule)
     free = free_of(schedule.graphs["backward"], "y0_0_host")
     schedule.graphs["backward"].erase_node(free)
 
 
 def forget_offload(schedule: Schedule) -> Schedule:
-    """The copy on the host is no residual; the backward takes the value itself."""
+    """The copy on the host is no saved value; the backward takes the value itself."""
     backward = schedule.graphs["backward"]
-    for name in ("alloc_1", "y0_0_host"):
+    for name in ("alloc_saved_1", "y0_0_host"):
         backward.erase_node(free_of(backward, name))
-    fetch, on_host = find(schedule, "backward", "1FETCH"), find(schedule, "backward", "y0_0_host")
-    room = find(schedule, "backward", "1ALLOC")
+    fetch, on_host = (
+        find(schedule, "backward", "1FETCH_SAVED"),
+        find(schedule, "backward", "y0_0_host"),
+    )
+    buffer = find(schedule, "backward", "1ALLOC_SAVED")
     fetch.replace_all_uses_with(on_host)
-    for taken_out in (fetch, room):
+    for taken_out in (fetch, buffer):
         backward.erase_node(taken_out)
     on_host.name = "y0_0"
     schedule.forward.erase_node(free_of(schedule.forward, "y0_0"))
-    outputs, residuals = arguments(schedule.forward.output_node())[0]
+    outputs, saved_values = arguments(schedule.forward.output_node())[0]
     value = find(schedule, "forward", "y0_0")
-    changed = tuple(value if node.name == "y0_0_host" else node for node in residuals)
+    changed = tuple(value if node.name == "y0_0_host" else node for node in saved_values)
     schedule.forward.output_node().args = ((outputs, changed),)
-    return replace(schedule, residuals=tuple(node.name for node in changed))
+    return replace(schedule, saved_values=tuple(node.name for node in changed))
 
 
 FAULTS = [
@@ -67,48 +70,48 @@ FAULTS = [
         "an activation is given back before its offload is done",
         OFFLOADING,
         free_at_once("y0_0"),
-        (("freed too early", "forward", "1OFFLOAD", "FREE"),),
+        (("freed too early", "forward", "1OFFLOAD_SAVED", "FREE"),),
     ),
     Fault(
         "a saved tensor is given back before its offload is done",
         KEPT_THERE,
         free_at_once("y1_2"),
-        (("freed too early", "forward", "1OFFLOAD", "FREE"),),
+        (("freed too early", "forward", "1OFFLOAD_SAVED", "FREE"),),
     ),
     Fault(
         "a fetch of what no offload gives",
         OFFLOADING,
         fetch_what_stayed,
         (
-            ("not offloaded", "backward", "1FETCH", ""),
+            ("not offloaded", "backward", "1FETCH_SAVED", ""),
             ("wrong argument", "backward", "1RECOMPUTE", ""),
         ),
     ),
     Fault(
         "a fetch to another value's room",
         OFFLOADING,
-        set_arg("backward", "1FETCH", 2, node("backward", "2ALLOC")),
+        set_arg("backward", "1FETCH_SAVED", 2, node("backward", "2ALLOC_SAVED")),
         (
-            ("wrong room", "backward", "1FETCH", ""),
-            ("wrong room", "backward", "2FETCH", ""),
+            ("wrong buffer", "backward", "1FETCH_SAVED", ""),
+            ("wrong buffer", "backward", "2FETCH_SAVED", ""),
         ),
     ),
     Fault(
         "another stage's activation",
         OFFLOADING,
-        set_arg("backward", "1RECOMPUTE", 2, lambda s, _: (find(s, "backward", "2FETCH"),)),
+        set_arg("backward", "1RECOMPUTE", 2, lambda s, _: (find(s, "backward", "2FETCH_SAVED"),)),
         (
             ("wrong argument", "backward", "1RECOMPUTE", ""),
-            ("use after free", "backward", "1RECOMPUTE", "2FETCH"),
+            ("use after free", "backward", "1RECOMPUTE", "2FETCH_SAVED"),
         ),
     ),
     Fault(
         "another stage's saved tensor, from the host",
         KEPT_THERE,
-        set_arg("backward", "1FETCH", 1, node("backward", "y1_2_host")),
+        set_arg("backward", "1FETCH_SAVED", 1, node("backward", "y1_2_host")),
         (
-            ("wrong saved", "backward", "1B", "1FETCH"),
-            ("wrong room", "backward", "1FETCH", ""),
+            ("wrong saved", "backward", "1B", "1FETCH_SAVED"),
+            ("wrong buffer", "backward", "1FETCH_SAVED", ""),
         ),
     ),
     Fault(
@@ -124,19 +127,19 @@ FAULTS = [
         "an offload that the backward does not find",
         OFFLOADING,
         forget_offload,
-        (("offload lost", "forward", "1OFFLOAD", ""),),
+        (("offload lost", "forward", "1OFFLOAD_SAVED", ""),),
     ),
     Fault(
         "the copy on the host is given back while it is read",
         OFFLOADING,
         free_earlier("y0_0_host", "1RECOMPUTE"),
-        (("freed too early", "backward", "1FETCH", "FREE"),),
+        (("freed too early", "backward", "1FETCH_SAVED", "FREE"),),
     ),
     Fault(
         "an activation comes back before there is room",
         OFFLOADING,
-        move_before("backward", "1FETCH", "1ALLOC"),
-        (("use before made", "backward", "1FETCH", "1ALLOC"),),
+        move_before("backward", "1FETCH_SAVED", "1ALLOC_SAVED"),
+        (("use before made", "backward", "1FETCH_SAVED", "1ALLOC_SAVED"),),
     ),
 ]
 

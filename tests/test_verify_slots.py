@@ -124,17 +124,17 @@ FAULTS = [
         "hold of what the forward did not leave",
         HOLDING,
         lambda s: replace(s, held=s.held[1:]),
-        (("not held", "backward", "2HOLD@0", ""),),
+        (("not reused", "backward", "2REUSE@0", ""),),
     ),
     Fault(
         "held and left are not the same",
         HOLDING,
         swap_held,
         (
-            ("not held", "forward", "2PREFETCH@0", ""),
-            ("not held", "forward", "3PREFETCH@1", ""),
-            ("not held", "backward", "2HOLD@0", ""),
-            ("not held", "backward", "3HOLD@1", ""),
+            ("not reused", "forward", "2PREFETCH@0", ""),
+            ("not reused", "forward", "3PREFETCH@1", ""),
+            ("not reused", "backward", "2REUSE@0", ""),
+            ("not reused", "backward", "3REUSE@1", ""),
         ),
     ),
 ]

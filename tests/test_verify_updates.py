@@ -54,9 +54,12 @@ def offload_state_twice(schedule: Schedule) -> None:
 def update_twice(schedule: Schedule) -> None:
     """A second step on the states that the first one read."""
     graph = schedule.graphs["backward"]
-    first, room = find(schedule, "backward", "2UPDATE"), find(schedule, "backward", "2ALLOC_STATE")
+    first, buffer = (
+        find(schedule, "backward", "2UPDATE"),
+        find(schedule, "backward", "2ALLOC_STATE"),
+    )
     bucket, weights, gradients, _ = arguments(first)
-    with graph.inserting_before(room):
+    with graph.inserting_before(buffer):
         again = call(graph, ops.alloc_state, bucket, False)
         fetched = call(graph, ops.fetch_state, bucket, again, False)
     with graph.inserting_after(first):
@@ -72,18 +75,18 @@ def update_before_later_reader(schedule: Schedule) -> None:
     """The shared bucket is updated with the gradients of 3B, in front of 0B."""
     goal = find(schedule, "backward", "2PREFETCH@0")
     part, weights = find(schedule, "backward", "d3_2"), find(schedule, "backward", "0PREFETCH@1")
-    room, state = (find(schedule, "backward", f"0{op}_STATE") for op in ("ALLOC", "FETCH"))
+    buffer, state = (find(schedule, "backward", f"0{op}_STATE") for op in ("ALLOC", "FETCH"))
     update = find(schedule, "backward", "0UPDATE")
     bucket = arguments(update)[0]
     set_arguments(update, bucket, weights, part, state)
-    for moved in (room, state, update, find(schedule, "backward", "0OFFLOAD_STATE")):
+    for moved in (buffer, state, update, find(schedule, "backward", "0OFFLOAD_STATE")):
         goal.prepend(moved)
 
 
-def park_again(schedule: Schedule) -> None:
+def defer_again(schedule: Schedule) -> None:
     graph = schedule.graphs["backward"]
     with graph.inserting_before(graph.output_node()):
-        call(graph, ops.park, find(schedule, "backward", "update_1"))
+        call(graph, ops.defer_free, find(schedule, "backward", "update_1"))
 
 
 FAULTS = [
@@ -171,8 +174,8 @@ FAULTS = [
         set_arg("backward", "2FETCH_STATE", 1, node("backward", "3ALLOC_STATE")),
         (
             ("use after free", "backward", "2FETCH_STATE", "3ALLOC_STATE"),
-            ("wrong room", "backward", "2FETCH_STATE", ""),
-            ("wrong room", "backward", "3FETCH_STATE", ""),
+            ("wrong buffer", "backward", "2FETCH_STATE", ""),
+            ("wrong buffer", "backward", "3FETCH_STATE", ""),
         ),
     ),
     Fault(
@@ -180,8 +183,8 @@ FAULTS = [
         replace(UPDATING, accumulate=True),
         set_arg("backward", "2FETCH_STATE", 1, node("backward", "2ALLOC_GRAD")),
         (
-            ("wrong room", "backward", "2FETCH_GRAD", ""),
-            ("wrong room", "backward", "2FETCH_STATE", ""),
+            ("wrong buffer", "backward", "2FETCH_GRAD", ""),
+            ("wrong buffer", "backward", "2FETCH_STATE", ""),
         ),
     ),
     Fault(
@@ -228,24 +231,27 @@ FAULTS = [
         (("freed too early", "backward", "2OFFLOAD_STATE", "FREE"),),
     ),
     Fault(
-        "update parked while it is offloaded",
+        "update deferred while it is offloaded",
         UPDATING,
         without_after("update_3"),
-        (("freed too early", "backward", "0OFFLOAD_STATE", "PARK"),),
+        (("freed too early", "backward", "0OFFLOAD_STATE", "DEFER_FREE"),),
     ),
     Fault(
-        "update parked before it is offloaded",
+        "update deferred before it is offloaded",
         UPDATING,
         lambda s: find(s, "backward", "0OFFLOAD_STATE").prepend(
             free_of(s.graphs["backward"], "update_3")
         ),
         (
-            ("use before made", "backward", "PARK", "0OFFLOAD_STATE"),
+            ("use before made", "backward", "DEFER_FREE", "0OFFLOAD_STATE"),
             ("use after free", "backward", "0OFFLOAD_STATE", "0UPDATE"),
         ),
     ),
     Fault(
-        "parked and freed", UPDATING, park_again, (("double free", "backward", "2UPDATE", "PARK"),)
+        "deferred and freed",
+        UPDATING,
+        defer_again,
+        (("double free", "backward", "2UPDATE", "DEFER_FREE"),),
     ),
     Fault(
         "update never freed", UPDATING, forget("update_1"), (("leak", "backward", "2UPDATE", ""),)
@@ -266,7 +272,7 @@ FAULTS = [
         UPDATING,
         set_arg("backward", "2FETCH_STATE", 0, bucket(3)),
         (
-            ("wrong room", "backward", "3FETCH_STATE", ""),
+            ("wrong buffer", "backward", "3FETCH_STATE", ""),
             ("wrong state", "backward", "2UPDATE", "3FETCH_STATE"),
             ("updated too early", "backward", "3FETCH_STATE", "3OFFLOAD_STATE"),
         ),
@@ -308,13 +314,13 @@ def test_what_is_parked_lives_until_its_copy_is_done() -> None:
 
 @pytest.mark.parametrize("graph", ["forward", "backward"])
 def test_a_reclaim_is_safe_wherever_it_is(graph: str) -> None:
-    """What it gives back was parked by an earlier graph: nobody here has a name for it."""
+    """What it gives back was deferred by an earlier graph: nobody here has a name for it."""
     places = [n for n in build(UPDATING).graphs[graph].nodes if n.op != "placeholder"]
     for k in range(-len(places), 0):
         schedule = build(UPDATING)
         with schedule.graphs[graph].inserting_before(list(schedule.graphs[graph].nodes)[k]):
-            ops.call(schedule.graphs[graph], ops.reclaim)
+            ops.call(schedule.graphs[graph], ops.drain)
         assert hazards(schedule) == []
     without = build(UPDATING)
-    without.forward.erase_node(find(without, "forward", "RECLAIM"))
+    without.forward.erase_node(find(without, "forward", "DRAIN"))
     assert hazards(without) == []

@@ -54,13 +54,13 @@ def residual_instead_of_snapshot(schedule: Schedule) -> Schedule:
     """The backward takes the input itself, which the forward changes."""
     name = find(schedule, "forward", "SNAPSHOT").name
     output, state = schedule.forward.output_node(), find(schedule, "forward", "state_1")
-    outputs, residuals = arguments(output)[0]
-    changed = tuple(state if n.name == name else n for n in residuals)
+    outputs, saved_values = arguments(output)[0]
+    changed = tuple(state if n.name == name else n for n in saved_values)
     output.args = ((outputs, changed),)
     schedule.forward.erase_node(find(schedule, "forward", "SNAPSHOT"))
     find(schedule, "backward", name).name = "state_1"
-    names = tuple("state_1" if each == name else each for each in schedule.residuals)
-    return replace(schedule, residuals=names)
+    names = tuple("state_1" if each == name else each for each in schedule.saved_values)
+    return replace(schedule, saved_values=names)
 
 
 FAULTS = [
@@ -205,17 +205,17 @@ FAULTS = [
         (("wrong saved", "backward", "1B", "1RECOMPUTE"),) * 2,
     ),
     Fault(
-        "residuals in another order",
+        "saved values in another order",
         PLAIN,
-        lambda s: replace(s, residuals=s.residuals[::-1]),
-        (("residuals", "forward", "output", ""),),
+        lambda s: replace(s, saved_values=s.saved_values[::-1]),
+        (("saved values", "forward", "output", ""),),
     ),
     Fault(
-        "a residual that the forward does not give",
+        "a saved value that the forward does not give",
         Spec(stages=2),
         lambda s: setattr(find(s, "backward", "y0_0"), "name", "y7_0"),
         (
-            ("residuals", "backward", "y7_0", ""),
+            ("saved values", "backward", "y7_0", ""),
             ("wrong argument", "backward", "1RECOMPUTE", ""),
         ),
     ),

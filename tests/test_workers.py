@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from megacompile import megacompile, trace
-from megacompile.cost.optimizer import PIECES, OptimizerCost, pieces_bytes
+from megacompile.cost.optimizer import CHUNKS, OptimizerCost, chunks_bytes
 from megacompile.ir.buckets import Bucket
 from megacompile.options import Options
 from megacompile.runtime.optim import blockwise
@@ -26,7 +26,7 @@ from megacompile.runtime.optim.update import State, Update
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.updates import chunks as moving
 from megacompile.runtime.updates import update, workers
-from megacompile.runtime.updates.chunks import _placed, pieces
+from megacompile.runtime.updates.chunks import _placed, chunks
 from megacompile.runtime.updates.workers import Job, Workers
 from megacompile.tracing.timeline import DEVICE, HOST
 from tests.test_simulate import streamed
@@ -82,11 +82,11 @@ def test_pieces_make_the_same_update(
     whole = some_update(rule, numel, state=state, copy=copy)
     apart = clone(whole)
     update_bucket(rule, [whole])
-    room = torch.empty(2**18, dtype=torch.uint8)
-    parts = list(pieces(apart, len(room)))
+    buffer = torch.empty(2**18, dtype=torch.uint8)
+    parts = list(chunks(apart, len(buffer)))
     assert len(parts) > 1 or numel < 10_000
     for part in parts:
-        there = _placed(part, room)  # raises where the room is too small
+        there = _placed(part, buffer)  # raises where the room is too small
         for (_, into), (_, source) in zip(there.tensors(), part.tensors(), strict=True):
             into.copy_(source)
         update_bucket(rule, [there])
@@ -120,8 +120,8 @@ class Made:
     def __call__(self) -> None:
         self._make("host")
 
-    def by_pieces(self, pieces: Any) -> None:
-        del pieces
+    def by_chunks(self, chunks: Any) -> None:
+        del chunks
         self._make("device")
 
 
@@ -283,12 +283,12 @@ def test_a_piece_that_fails_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(moving, "_issue", fails)
-    here = moving.Pieces.__new__(moving.Pieces)
-    here.streams = moving.PieceStreams.__new__(moving.PieceStreams)
+    here = moving.Chunks.__new__(moving.Chunks)
+    here.streams = moving.ChunkStreams.__new__(moving.ChunkStreams)
     for name in ("h2d", "compute", "d2h"):
         setattr(here.streams, name, Stream(name))
-    here.device, here.room_bytes, here.ours = CPU, 2**20, None
-    here.rooms = [torch.empty(2**20, dtype=torch.uint8)]
+    here.device, here.buffer_bytes, here.ours = CPU, 2**20, None
+    here.buffers = [torch.empty(2**20, dtype=torch.uint8)]
     with pytest.raises(ArithmeticError):
         here.update(SGD_RULE, some_update(SGD_RULE, 4096, state="none"))
     assert waited == ["h2d", "compute", "d2h"]
@@ -344,11 +344,11 @@ def test_who_is_helped(options: dict[str, Any], helps: bool) -> None:
 
 def test_the_pieces_take_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = streamed()
-    assert pieces_bytes(schedule, OptimizerCost(helped=True)) == 0  # buckets are too small
+    assert chunks_bytes(schedule, OptimizerCost(helped=True)) == 0  # buckets are too small
     monkeypatch.setattr("megacompile.cost.optimizer.LEAST_HELPED", 1)
-    assert pieces_bytes(schedule, OptimizerCost()) == 0
+    assert chunks_bytes(schedule, OptimizerCost()) == 0
     largest = max(sum(p.numel for p in bucket.params) for bucket in schedule.buckets)
-    assert pieces_bytes(schedule, OptimizerCost(helped=True)) == PIECES * largest * 16  # fp32
+    assert chunks_bytes(schedule, OptimizerCost(helped=True)) == CHUNKS * largest * 16  # fp32
 
 
 # --- on a GPU: who made an update shows in nothing but the time

@@ -100,7 +100,7 @@ def tokens(seed: int = 1, *, size: int = 2, length: int = 8, vocabulary: int = 6
 
 
 class Block(nn.Module):
-    """A pre-norm residual layer."""
+    """A pre-norm saved value layer."""
 
     def __init__(self, *, dropout: float = 0.0) -> None:
         super().__init__()

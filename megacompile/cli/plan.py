@@ -29,7 +29,7 @@ from megacompile.options import Activations, Options
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
 from megacompile.plan.alternatives import alternatives
 from megacompile.plan.explanation import Explanation, duration, explanation, in_lines
-from megacompile.plan.scenario import Situation
+from megacompile.plan.scenario import Scenario
 from megacompile.sizes import parse_bytes
 from megacompile.text import columns, format_bytes
 
@@ -204,14 +204,14 @@ def _answer(args: argparse.Namespace, hardware: Hardware, batch: int) -> Answer:
     options = _options(args, made, hardware)
     programs = _programs(made, options, hardware)
     compiler = programs[0].compiler
-    now = Situation(
+    now = Scenario(
         tuple(_schedules(programs)),
         hardware,
         compiler.cost(states=_STATES[args.optimizer]),
         device_bytes=compiler.budget_bytes(),
         host_bytes=hardware.host_bytes,
     )
-    planned = [program.planned(hold=program is programs[-1]) for program in programs]
+    planned = [program.planned(reuse=program is programs[-1]) for program in programs]
     explained = explanation(
         now,
         model=made.name,
@@ -262,12 +262,12 @@ def _schedules(programs: list[AbstractProgram]) -> list[Schedule]:
     """Where device memory is too small, the schedules that need the least."""
     found: list[Schedule] = []
     for program in programs:
-        hold = program is programs[-1]
+        reuse = program is programs[-1]
         try:
-            found.append(program.schedule(hold=hold))
+            found.append(program.schedule(reuse=reuse))
         except DeviceMemoryError:
             program.compiler.floor(program.stages, "this is the plan that needs the least")
-            found.append(program.schedule(hold=hold))
+            found.append(program.schedule(reuse=reuse))
     return found
 
 
@@ -279,7 +279,7 @@ def _device_too_small(explained: Explanation) -> str:
     )
 
 
-def _host_too_small(now: Situation, explained: Explanation) -> tuple[str, ...]:
+def _host_too_small(now: Scenario, explained: Explanation) -> tuple[str, ...]:
     """What is missing, and the optimizer's options that would do."""
     there = now.host_bytes or 0
     lines = [

@@ -19,7 +19,7 @@ from torch import fx
 
 from megacompile.cost.kernels import Returned
 from megacompile.cost.ops import analysis_of, code_of
-from megacompile.cost.optimizer import OptimizerCost, pieces_bytes
+from megacompile.cost.optimizer import OptimizerCost, chunks_bytes
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Value
@@ -82,10 +82,11 @@ def device_memory(
 ) -> DeviceMemory:
     """Walk a step of schedules that follow one another in the forward.
 
-    Slots are shared. New optimizer states that are parked at the end of a backward are there until
-    a forward reclaims them (where none does, until the next backward parks its own), and so are
-    those that it hands over (until the next backward begins). Pieces of updates that the device
-    makes for the host are there in forwards. Resident buckets are there all the time.
+    Slots are shared. New optimizer states that are deferred at the end of a backward are there
+    until a forward drains them (where none does, until the next backward defers its own). So are
+    those that it leaves for a device update (until the next backward begins). Chunks of updates
+    that the device makes for the host are there in forwards. Resident buckets are there all the
+    time.
     """
     each = [schedules] if isinstance(schedules, Schedule) else list(schedules)
     replay = _Replay(fused)
@@ -94,22 +95,22 @@ def device_memory(
         for slot in schedule.slots:
             slots[slot.index] = max(slot.size_bytes, slots.get(slot.index, 0))
     replay.live[Kind.SLOTS] = sum(slots.values())
-    parked = sum(_parked_bytes(schedule) for schedule in each)
-    replay.live[Kind.STATES] += parked
-    replay.parked_before = parked
+    deferred = sum(_deferred_bytes(schedule) for schedule in each)
+    replay.live[Kind.STATES] += deferred
+    replay.deferred_before = deferred
     cost = optimizer or OptimizerCost(states=0)
-    handed = sum(_of_plan(s, s.plan.hand_over, cost.handed_bytes) for s in each)
+    handed = sum(_of_plan(s, s.plan.device_update, cost.handed_bytes) for s in each)
     residents = {key for schedule in each for key in schedule.plan.resident}
     replay.live[Kind.PARAMETERS] += _resident_bytes(each, residents, cost)
     replay.live[Kind.STATES] += handed
     replay.handed_before = handed
-    in_pieces = max((pieces_bytes(schedule, cost) for schedule in each), default=0)
-    replay.live[Kind.STATES] += in_pieces
+    in_chunks = max((chunks_bytes(schedule, cost) for schedule in each), default=0)
+    replay.live[Kind.STATES] += in_chunks
     kept = [replay.forward(schedule) for schedule in each]
-    replay.live[Kind.STATES] -= replay.handed_before + in_pieces
-    for schedule, residuals in zip(reversed(each), reversed(kept), strict=True):
+    replay.live[Kind.STATES] -= replay.handed_before + in_chunks
+    for schedule, saved_values in zip(reversed(each), reversed(kept), strict=True):
         if schedule.backward is not None:
-            replay.backward(schedule, residuals)
+            replay.backward(schedule, saved_values)
     return DeviceMemory(tuple(replay.moments))
 
 
@@ -130,7 +131,7 @@ def _resident_bytes(schedules: Sequence[Schedule], keys: Iterable[int], cost: Op
     return sum(largest)
 
 
-def _parked_bytes(schedule: Schedule) -> int:
+def _deferred_bytes(schedule: Schedule) -> int:
     if schedule.backward is None:
         return 0
     total = 0
@@ -160,17 +161,17 @@ class _Replay:
     blocks: dict[fx.Node, _Block] = field(default_factory=dict)
     moments: list[Moment] = field(default_factory=list)
     handed_before: int = 0  # states by the step before, and not taken back yet
-    parked_before: int = 0  # by the step before, and not taken back yet
+    deferred_before: int = 0  # by the step before, and not taken back yet
 
     def forward(self, schedule: Schedule) -> dict[str, _Block]:
-        """Gives the residuals by name, each named once more."""
+        """Gives the saved values by name, each named once more."""
         for node in schedule.forward.find_nodes(op="placeholder"):
             size = tensors_bytes(node.meta.get("value"))
             self._name(node, _Block(Kind.INPUTS, size, owned=False))
             self.live[Kind.INPUTS] += size
         self._walk("forward", schedule.forward)
-        outputs, residuals = ops.returned(schedule.forward)
-        kept = {n.name: self.blocks[n] for n in residuals if n in self.blocks}
+        outputs, saved_values = ops.returned(schedule.forward)
+        kept = {n.name: self.blocks[n] for n in saved_values if n in self.blocks}
         if schedule.backward is None:
             kept = {}
         else:
@@ -178,20 +179,20 @@ class _Replay:
             kept = {name: block for name, block in kept.items() if name in taken}
         for block in kept.values():
             block.names += 1
-        ends = [n for n in (*outputs, *residuals) if isinstance(n, fx.Node)]
+        ends = [n for n in (*outputs, *saved_values) if isinstance(n, fx.Node)]
         for node in dict.fromkeys(ends):
             self._drop(node)
         return kept
 
-    def backward(self, schedule: Schedule, residuals: dict[str, _Block]) -> None:
+    def backward(self, schedule: Schedule, saved_values: dict[str, _Block]) -> None:
         assert schedule.backward is not None
         waiting = ops.nodes_that(schedule.forward, lambda op: op.gives is Value.SAVED_ON_HOST)
         on_host = {node.name for node in waiting}
         for node in schedule.backward.find_nodes(op="placeholder"):
             if node.name in on_host:
                 continue
-            if node.name in residuals:
-                self.blocks[node] = residuals[node.name]
+            if node.name in saved_values:
+                self.blocks[node] = saved_values[node.name]
             else:
                 size = tensors_bytes(node.meta.get("value"))
                 self._name(node, _Block(Kind.GRADIENTS, size, owned=True))
@@ -208,10 +209,10 @@ class _Replay:
             elif op.frees is not None and op.waits:
                 self._drop(node.args[op.frees])
             elif op.frees is not None:
-                self._reclaim()
+                self._drain()
                 self.blocks.pop(node.args[op.frees], None)  # it stays
             elif op.drains:
-                self._reclaim()
+                self._drain()
             elif op.owns:
                 self._make(name, node)
 
@@ -285,10 +286,10 @@ class _Replay:
         if block.names == 0 and block.owned:
             self.live[block.kind] -= block.size_bytes
 
-    def _reclaim(self) -> None:
-        """What the step before parked goes."""
-        self.live[Kind.STATES] -= self.parked_before + self.handed_before
-        self.parked_before = self.handed_before = 0
+    def _drain(self) -> None:
+        """What the step before deferred goes."""
+        self.live[Kind.STATES] -= self.deferred_before + self.handed_before
+        self.deferred_before = self.handed_before = 0
 
     def _moment(self, name: str, node: fx.Node, workspace_bytes: int) -> None:
         live = {**self.live, Kind.WORKSPACE: workspace_bytes}

@@ -29,9 +29,9 @@ _EIGHT_BITS_S = 2.5
 _STOCHASTIC_S = 0.8
 
 
-# Of updates in pieces (`runtime.pieces`).
-PIECES = 3  # at a time: one is fetched, one updated, one brought back
-PIECE_BYTES = 96 * 2**20  # about two milliseconds of the link
+# Of updates in chunks (`runtime.pieces`).
+CHUNKS = 3  # at a time: one is fetched, one updated, one brought back
+CHUNK_BYTES = 96 * 2**20  # about two milliseconds of the link
 LEAST_HELPED = 2**20  # parameters of a bucket; fewer are not worth the way
 
 
@@ -132,12 +132,12 @@ class BucketUpdate:
     numel: int
     size_bytes: float  # read plus written
     grad_bytes: float  # of that, the gradient
-    helped_bytes: float  # of the busier direction of the link, both ways, in pieces; 0: it cannot
+    helped_bytes: float  # of the busier direction of the link, both ways, in chunks; 0: it cannot
 
 
 def host_updates(schedule: Schedule, optimizer: OptimizerCost) -> list[BucketUpdate]:
     """Those that the CPU makes between two steps, in the order in which the forward reads."""
-    there = schedule.plan.resident | schedule.plan.hand_over
+    there = schedule.plan.resident | schedule.plan.device_update
     return [u for u in updates(schedule, optimizer) if u.bucket.key not in there]
 
 
@@ -165,7 +165,7 @@ def updates(schedule: Schedule, optimizer: OptimizerCost) -> list[BucketUpdate]:
     return found
 
 
-def pieces_bytes(schedule: Schedule, optimizer: OptimizerCost) -> int:
-    """Device memory for updates of host memory in pieces, while the forward begins."""
+def chunks_bytes(schedule: Schedule, optimizer: OptimizerCost) -> int:
+    """Device memory for updates of host memory in chunks, while the forward begins."""
     largest = max((u.helped_bytes / 2 for u in host_updates(schedule, optimizer)), default=0.0)
-    return PIECES * min(int(largest), PIECE_BYTES)
+    return CHUNKS * min(int(largest), CHUNK_BYTES)

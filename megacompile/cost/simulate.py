@@ -6,7 +6,7 @@ An op starts when its stream has come to it and everything it waits for is done:
     a forward's prefetch waits until its bucket is updated: by the CPU, or by the last backward
     a backward begins when the forward's prefetches are done, because the forward returns then
     the CPU's update and the next forward begin when the gradients are on the host
-    a forward's reclaim waits for the copies of what was parked before it
+    a forward's reclaim waits for the copies of what was deferred before it
 
 Copies take their bytes over the bandwidth, which is less while both directions run. The CPU's
 update and the copies share host memory: where they want more than it has, each gets a fair share.
@@ -46,7 +46,7 @@ class Lane(enum.Enum):
     H2D = "h2d"
     D2H = "d2h"
     HOST = "host"
-    DEVICE = "device"  # which helps the host, in pieces over the link
+    DEVICE = "device"  # which helps the host, in chunks over the link
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,10 +315,10 @@ class _Script:
         self.graphs += [
             _Graph(s, "backward", hardware, fused) for s in reversed(schedules) if s.backward
         ]
-        parked = {key for graph in self.graphs for key in graph.parked}
+        deferred = {key for graph in self.graphs for key in graph.deferred}
         for graph in self.graphs:
             if graph.name == "forward":
-                graph.take_parked(parked)
+                graph.take_deferred(deferred)
         self.updates = [
             (u, self._update_bytes(u.size_bytes, u.numel, optimizer.arithmetic_s))
             for s in schedules
@@ -326,15 +326,15 @@ class _Script:
             for u in host_updates(s, optimizer)
         ]
         self.on_device = [
-            (u, s.plan.hand_over)
+            (u, s.plan.device_update)
             for s in schedules
             if optimizer is not None
             for u in updates(s, optimizer)
-            if u.bucket.key in s.plan.resident | s.plan.hand_over
+            if u.bucket.key in s.plan.resident | s.plan.device_update
         ]
         self.ready: dict[_Place, int] = {}  # the op of the last step that brings it up to date
-        self.turn: list[int] = []  # what the next graph's begin waits for
-        self.parked: list[int] = []  # the copies that the next reclaim waits for
+        self.boundary: list[int] = []  # what the next graph's begin waits for
+        self.deferred: list[int] = []  # the copies that the next reclaim waits for
 
     def _update_bytes(self, size_bytes: float, numel: int, arithmetic_s: float) -> float:
         return max(size_bytes, numel / 1e9 * arithmetic_s * self.hardware.update_gb_s * 1e9)
@@ -349,12 +349,12 @@ class _Script:
             for item in graph.items:
                 waits = [first + wait for wait in item.waits]
                 if item.begins:
-                    waits += self.turn
+                    waits += self.boundary
                 if item.reads in self.ready:
                     waits.append(self.ready[item.reads])
                 if item.reclaims:
-                    waits += self.parked
-                    self.parked = []
+                    waits += self.deferred
+                    self.deferred = []
                 since = len(run.ops) - 1 if item.continues else -1
                 op = _Op(graph.name, item.label, item.lane, item.work, waits, step, since)
                 index = run.add(op)
@@ -364,27 +364,27 @@ class _Script:
                     last_compute = index
                 if item.lands is not None:
                     ready[item.lands] = index
-                if item.parked:
-                    self.parked.append(index)
-            self.turn = [drained] if drained >= 0 else []
-        after = [*self.turn, *([last_compute] if last_compute >= 0 else [])]
+                if item.deferred:
+                    self.deferred.append(index)
+            self.boundary = [drained] if drained >= 0 else []
+        after = [*self.boundary, *([last_compute] if last_compute >= 0 else [])]
         for update, handed in self.on_device:
             key, label = update.bucket.key, f"{update.bucket.label}UPDATE"
             seconds = update.size_bytes / (self.hardware.memory_gb_s * 1e9)
-            made = run.add(_Op("update", label, _COMPUTE, seconds, list(self.turn), step))
+            made = run.add(_Op("update", label, _COMPUTE, seconds, list(self.boundary), step))
             if key in handed:
                 ready[Part.WEIGHTS, key] = made
                 back = update.size_bytes - update.grad_bytes
                 label = f"{update.bucket.label}OFFLOAD_STATE"
                 op = _Op("update", label, _D2H, back / 2, [made], step)
                 ready[Part.STATES, key] = run.add(op)
-                self.parked.append(ready[Part.STATES, key])
+                self.deferred.append(ready[Part.STATES, key])
         for host, work in self.updates:
             key, label = host.bucket.key, f"{host.bucket.label}UPDATE"
             op = _Op("update", label, _HOST, work, after, step, helped=host.helped_bytes)
             ready[Part.WEIGHTS, key] = run.add(op)
         self.ready = ready
-        end = _Op("update", "", _COMPUTE, 0.0, list(self.turn), step)
+        end = _Op("update", "", _COMPUTE, 0.0, list(self.boundary), step)
         return run.add(end)
 
 
@@ -403,8 +403,8 @@ class _Item:
     reads: _Place | None = None  # what of the last step's update it waits for
     lands: _Place | None = None  # what is up to date on the host after it
     continues: bool = False  # the second half of the item before
-    parked: bool = False  # what it copies is parked until it is done
-    reclaims: bool = False  # waits for the copies of what was parked
+    deferred: bool = False  # what it copies is deferred until it is done
+    reclaims: bool = False  # waits for the copies of what was deferred
 
 
 class _Graph:
@@ -418,13 +418,13 @@ class _Graph:
         self.trained = schedule.gradient_params if schedule.backward is not None else {}
         self.items: list[_Item] = []
         self.drains = _H2D if name == "forward" else _D2H
-        self.parked: set[int] = set()  # keys of buckets whose new parameters are there for now
+        self.deferred: set[int] = set()  # keys of buckets whose new parameters are there for now
         self._position: dict[fx.Node, int] = {}
         self._seconds: dict[tuple[int, Code], float] = {}
         graph = schedule.graphs[name]
         for node in graph.nodes:
             if not ops.effects(node).waits:
-                self._park(node)
+                self._defer(node)
             elif ops.op_of(node) is not None:
                 self._add(node)
         if any(item.lands is not None for item in self.items):
@@ -462,15 +462,15 @@ class _Graph:
         self._position[node] = len(self.items)
         self.items.append(item)
 
-    def _park(self, node: fx.Node) -> None:
+    def _defer(self, node: fx.Node) -> None:
         """No stream waits for `after` here, but the next reclaim does."""
         for source in node.all_input_nodes:
             position = self._position.get(producer(source))
             if position is not None and source is not node.args[0]:
-                self.items[position].parked = True
-                self.parked.add(ops.arguments(producer(source))[0].key)
+                self.items[position].deferred = True
+                self.deferred.add(ops.arguments(producer(source))[0].key)
 
-    def take_parked(self, keys: set[int]) -> None:
+    def take_deferred(self, keys: set[int]) -> None:
         """Prefetches of these buckets take what is still on the device."""
         for item in self.items:
             if item.reads is not None and item.reads[0] is Part.WEIGHTS and item.reads[1] in keys:
@@ -481,7 +481,7 @@ class _Graph:
         op, size, subject = ops.effects(node), ops.copied_bytes(node), ops.arguments(node)[0]
         if not isinstance(subject, Bucket):
             return size
-        if Part.WEIGHTS in op.reads and subject.key in self.plan.hand_over:
+        if Part.WEIGHTS in op.reads and subject.key in self.plan.device_update:
             return 0  # the device made them, and has them still
         if Part.GRADIENTS in (*op.reads, *op.writes) and subject.key in self.plan.resident:
             return 0

@@ -98,5 +98,5 @@ class Variant:
     tangents: tuple[int, ...]  # the outputs that get a gradient
     keep_last: bool  # False: saved tensors are computed again; the forward's are for other outputs
     accumulate: bool = False  # add to gradients that are on the host already
-    hold: bool = False  # the backward takes what the forward left in the slots
+    reuse: bool = False  # the backward takes what the forward left in the slots
     update: bool = False  # the optimizer's, in the backward

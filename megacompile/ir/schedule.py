@@ -29,8 +29,8 @@ class Plan:
     keep: frozenset[int] = frozenset()  # stages whose saved tensors are kept, not recomputed
     reasons: tuple[str, ...] = ()
     resident: frozenset[int] = frozenset()  # buckets (keys) that live on the device
-    hand_over: frozenset[int] = frozenset()  # buckets (keys) that step() updates on the device
-    offload: frozenset[int] = frozenset()  # stages whose residuals wait on the host
+    device_update: frozenset[int] = frozenset()  # buckets (keys) that step() updates on the device
+    offload: frozenset[int] = frozenset()  # stages whose saved values wait on the host
     budgets: tuple[tuple[int, float], ...] = ()  # (kept stage, share of its saved tensors, 0 to 1)
     state_delay: int = 1  # backwards that are issued before one waits for states to leave
 
@@ -51,7 +51,7 @@ class Schedule:
     """The scheduled graphs of one captured graph, for one set of input shapes.
 
     `print(schedule)` is the Python that the executor runs. A forward returns its outputs and the
-    residuals: the values that the backward's placeholders of the same names stand for, and more
+    saved values: the values that the backward's placeholders of the same names stand for, and more
     that a backward for other outputs would take.
     """
 
@@ -59,7 +59,7 @@ class Schedule:
     forward: fx.Graph
     backward: fx.Graph | None
     stages: tuple[Stage, ...]
-    residuals: tuple[str, ...] = ()  # names of the forward's nodes that a backward may take
+    saved_values: tuple[str, ...] = ()  # names of the forward's nodes that a backward may take
     tangents: tuple[int, ...] = ()  # the forward's outputs whose gradient the backward takes
     gradients: tuple[str, ...] = ()  # forward placeholders whose gradient the backward returns
     plan: Plan = Plan()

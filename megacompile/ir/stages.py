@@ -64,7 +64,9 @@ class Template:
     mutated: tuple[int, ...]  # primals whose new value follows the outputs
     saved: tuple[TensorMeta, ...]
     tangents: tuple[int, ...]  # outputs (mutated ones after them) whose gradient the backward takes
-    carries: tuple[int, ...]  # primals whose gradient so far the backward takes after the tangents
+    partial_gradients: tuple[
+        int, ...
+    ]  # primals whose gradient so far the backward takes after the tangents
     backward_inputs: tuple[int | SavedRef, ...]  # primal index or saved tensor, before the tangents
     gradients: tuple[int, ...]  # primals whose gradient the backward returns, in this order
     tangent_metas: tuple[TensorMeta, ...]  # of the tangents, then of the carries

@@ -55,7 +55,7 @@ def reads(node: fx.Node) -> list[fx.Node]:
 def fetched_from(schedule: Schedule, value: fx.Node) -> fx.Node:
     """The forward's value that the backward brings back from the host; any other value as it is.
 
-    The two graphs share no edge: the copy on the host is the residual that the backward's
+    The two graphs share no edge: the copy on the host is the saved value that the backward's
     placeholder of the same name stands for, and what the runtime hands over there has its event.
     """
     on_host = taken(value, Value.SAVED_ON_HOST)

@@ -66,18 +66,18 @@ class AbstractProgram:
     stages: Schedule
     compiler: PassCompiler
 
-    def planned(self, *, accumulate: bool = False, hold: bool = True) -> Planned:
+    def planned(self, *, accumulate: bool = False, reuse: bool = True) -> Planned:
         """What `schedule` builds, for `megacompile.plan.alternatives`."""
         variant = Variant(
             tangents=expected_tangents(self.stages),
             keep_last=True,
             accumulate=accumulate,
-            hold=hold,
+            reuse=reuse,
             update=self.compiler.options.optimizer is not None,
         )
         return Planned(self.stages, self.capture, variant)
 
-    def schedule(self, *, accumulate: bool = False, hold: bool = True) -> Schedule:
+    def schedule(self, *, accumulate: bool = False, reuse: bool = True) -> Schedule:
         """The schedule of a step in the middle of training, verified, without code.
 
         Args:
@@ -85,7 +85,7 @@ class AbstractProgram:
             hold: the backward takes what the forward left in the slots. Right where no other
                 captured graph runs in between.
         """
-        return self.compiler.settled(*self.planned(accumulate=accumulate, hold=hold))
+        return self.compiler.settled(*self.planned(accumulate=accumulate, reuse=reuse))
 
 
 def abstract_schedules(
@@ -108,7 +108,7 @@ def abstract_schedules(
     """
     programs = abstract_programs(model, args, kwargs, options=options)
     last = programs[-1]  # its backward comes right after its forward
-    return [program.schedule(hold=program is last) for program in programs]
+    return [program.schedule(reuse=program is last) for program in programs]
 
 
 def abstract_programs(

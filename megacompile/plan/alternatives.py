@@ -13,7 +13,7 @@ from megacompile.ir.capture import Capture, Variant
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Options
 from megacompile.plan.compiler import PassCompiler
-from megacompile.plan.scenario import Situation
+from megacompile.plan.scenario import Scenario
 
 
 class Planned(NamedTuple):
@@ -25,14 +25,14 @@ class Planned(NamedTuple):
 
 
 def alternatives(
-    compiler: PassCompiler, planned: Sequence[Planned], now: Situation
-) -> dict[str, Callable[[], Situation]]:
+    compiler: PassCompiler, planned: Sequence[Planned], now: Scenario
+) -> dict[str, Callable[[], Scenario]]:
     """By name, what each would be; planned when called."""
     options = compiler.options
     budget = compiler.budget_bytes()
     states = now.optimizer.states
 
-    def plan(changed: Options, budget_bytes: int = budget) -> Situation:
+    def plan(changed: Options, budget_bytes: int = budget) -> Scenario:
         other = compiler.other(changed, hardware=now.hardware, budget_bytes=budget_bytes)
         update = changed.optimizer is not None
         schedules = tuple(
@@ -42,7 +42,7 @@ def alternatives(
         cost = other.cost(states=states)
         return replace(now, schedules=schedules, optimizer=cost, device_bytes=budget_bytes)
 
-    found: dict[str, Callable[[], Situation]] = {}
+    found: dict[str, Callable[[], Scenario]] = {}
     small = replace(options, state_dtype="int8")
     if states and options.state_dtype != "int8":
         found["8-bit optimizer states"] = lambda: plan(small)

@@ -23,7 +23,7 @@ from megacompile.options import Activations, Head, Lowering, Options
 from megacompile.passes.capture.causal import use_causal_attention
 from megacompile.passes.capture.chunk import STOOD_BACK, chunk_head
 from megacompile.passes.capture.rebase import rebase_overlaps
-from megacompile.passes.schedule.device_update import insert_hand_over
+from megacompile.passes.schedule.device_update import insert_device_update
 from megacompile.passes.schedule.differentiate import differentiate
 from megacompile.passes.schedule.free import insert_free
 from megacompile.passes.schedule.norms import insert_norms
@@ -156,13 +156,13 @@ class PassCompiler:
         """The passes behind the choice of a plan."""
         options = self.options
         slots = options.least_slots + choice.more_slots
-        share = choice.hand_over if options.device_update is None else options.device_update
+        share = choice.device_update if options.device_update is None else options.device_update
         plan = functools.partial(
             make_plan,
             keep=choice.keep,
             activations="offload" if choice.offload else options.activations.value,
             lookahead=options.lookahead,
-            hand_over=share,
+            device_update=share,
             resident=choice.resident,
             state_delay=choice.state_delay,
         )
@@ -179,7 +179,7 @@ class PassCompiler:
                 ("activations", activations),
                 *self._gradient_passes(choice, variant),
                 ("prefetch", functools.partial(insert_prefetch, lookahead=options.lookahead)),
-                ("slots", functools.partial(assign_slots, slots=slots, hold=variant.hold)),
+                ("slots", functools.partial(assign_slots, slots=slots, reuse=variant.reuse)),
                 ("free", insert_free),
             ],
         )
@@ -197,7 +197,7 @@ class PassCompiler:
             resident = frozenset() if free else self.resident
             problem = self.problem_of(schedule, variant, resident=resident)
             pinned = options.activations is not Activations.AUTO
-            hand_over = options.hands_over and options.device_update is None and self.on_gpu
+            device_update = options.hands_over and options.device_update is None and self.on_gpu
             templates = tuple(id(stage.traced) for stage in schedule.stages)
             found = self._found_before(problem, templates)
             if found is None:
@@ -205,7 +205,7 @@ class PassCompiler:
                     problem,
                     resident=free,
                     pinned=pinned,
-                    hand_over=hand_over,
+                    device_update=device_update,
                     slots=options.slots is None,
                 )
             if found is None:
@@ -346,9 +346,9 @@ class PassCompiler:
             return [("update", insert)]
         offload = functools.partial(offload_gradients, accumulate=variant.accumulate)
         if options.lowering is Lowering.EAGER:
-            return [("offload", offload)]
-        give = functools.partial(insert_hand_over, state_bytes=cost.updated_of)
-        return [("offload", offload), ("norms", insert_norms), ("hand_over", give)]
+            return [("offload_grad", offload)]
+        give = functools.partial(insert_device_update, state_bytes=cost.updated_of)
+        return [("offload_grad", offload), ("norms", insert_norms), ("device_update", give)]
 
     def _progress(
         self, work: Iterable[tuple[Template, Code]], total: int

@@ -17,7 +17,7 @@ from megacompile.cost.simulate import Lane
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
-from megacompile.plan.scenario import Change, Situation, changes
+from megacompile.plan.scenario import Change, Scenario, changes
 from megacompile.text import columns, format_bytes, printable
 from megacompile.tracing.critical_path import NONE, traced_steps
 from megacompile.tracing.timeline import Timeline as Traced
@@ -259,12 +259,12 @@ class Explanation:
 
 
 def explanation(
-    now: Situation,
+    now: Scenario,
     *,
     model: str,
     parameters: int,
     traced: Traced | None = None,
-    rebuilt: Mapping[str, Callable[[], Situation]] | None = None,
+    rebuilt: Mapping[str, Callable[[], Scenario]] | None = None,
     try_changes: bool = True,
 ) -> Explanation:
     """What there is to say of a planned step.
@@ -315,7 +315,7 @@ def explanation(
     )
 
 
-def _groups(now: Situation) -> tuple[StageGroup, ...]:
+def _groups(now: Scenario) -> tuple[StageGroup, ...]:
     order = {
         id(template): index
         for index, template in enumerate(
@@ -354,7 +354,7 @@ def _groups(now: Situation) -> tuple[StageGroup, ...]:
 _COMPUTES = ("forward", "recompute", "backward")
 
 
-def _seconds(schedule: Schedule, now: Situation) -> dict[tuple[int, str], float]:
+def _seconds(schedule: Schedule, now: Scenario) -> dict[tuple[int, str], float]:
     """By stage and compute."""
     found: dict[tuple[int, str], float] = {}
     for graph in schedule.graphs.values():
@@ -375,7 +375,7 @@ def _treatment(schedule: Schedule, stage: Stage) -> str:
         words = ["recomputed, offloaded" if stage.index in plan.offload else "recomputed"]
     if keys and keys <= plan.resident:
         words.append("resident")
-    if keys & plan.hand_over:
+    if keys & plan.device_update:
         words.append("handed over")
     return ", ".join(words)
 

@@ -44,7 +44,7 @@ class Choice:
 
     keep: int = 1  # stages, counted from the last, whose saved tensors are kept
     resident: frozenset[int] = frozenset()  # bucket keys
-    hand_over: float = 0.0  # the share of the streamed parameters that is handed over
+    device_update: float = 0.0  # the share of the streamed parameters that is handed over
     more_slots: int = 0  # than were asked for
     offload: bool = False  # what recomputes take from the forward waits on the host
     state_lookahead: int | None = None  # stages that states are fetched ahead; None: as weights
@@ -122,12 +122,12 @@ class Problem:
         Resident buckets are added to the peak without them; that they need no slot is left out, and
         that of fewer streamed buckets others are handed over.
         """
-        return self.peak_bytes(self._streamed(choice)) <= self._room_bytes(choice)
+        return self.peak_bytes(self._streamed(choice)) <= self._buffer_bytes(choice)
 
     def _streamed(self, choice: Choice) -> Choice:
         return replace(choice, resident=self.resident)
 
-    def _room_bytes(self, choice: Choice) -> float:
+    def _buffer_bytes(self, choice: Choice) -> float:
         """The budget less what new resident buckets take."""
         return self.budget_bytes - sum(
             self.optimizer.resident_bytes(bucket, self.trained.get(bucket.key, ()))
@@ -153,8 +153,8 @@ class Problem:
         least, most = (self.peak_bytes(replace(base, keep=k)) for k in (low, top))
         if most <= least:
             return high - 1
-        room = self._room_bytes(choice) - least
-        steps = math.floor(room / ((most - least) / max(1, top - low)))
+        buffer = self._buffer_bytes(choice) - least
+        steps = math.floor(buffer / ((most - least) / max(1, top - low)))
         return min(max(low + steps, low + 1), high - 1)
 
     def peak_bytes(self, choice: Choice) -> int:
@@ -169,7 +169,7 @@ def search(
     *,
     resident: bool = True,
     pinned: bool = False,
-    hand_over: bool = True,
+    device_update: bool = True,
     slots: bool = True,
 ) -> Found | None:
     """The fastest choice that fits; None where not even the floor does.
@@ -183,17 +183,17 @@ def search(
     tries = _Tries(problem, (1, 1) if pinned else (0, problem.stages))
     total = len(problem.buckets)
     counts = sorted({round(total * part) for part in _COUNTS}) if resident else [0]
-    shares = _SHARES if hand_over else _SHARES[:1]
+    shares = _SHARES if device_update else _SHARES[:1]
     if not tries.add_everything(counts[-1]):
         tries.add_each((0,), shares)
         if resident:
-            handed = tries.best.hand_over  # with residents less will do
+            handed = tries.best.device_update  # with residents less will do
             likely = {0.0, handed, max((share for share in shares if share < handed), default=0.0)}
             tries.add_each(counts, likely)
             tries.add_each({len(tries.best.resident)}, shares)
             for _ in range(3):
                 between = _between(tries.counts, len(tries.best.resident))
-                tries.add_each(between, {handed, tries.best.hand_over})
+                tries.add_each(between, {handed, tries.best.device_update})
     streamed = Choice(resident=problem.resident)
     in_backward = problem.optimizer.in_backward
     if in_backward:  # states may leave later, or be fetched later

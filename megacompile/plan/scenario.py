@@ -33,7 +33,7 @@ _OF_BATCH = (Kind.INPUTS, Kind.ACTIVATIONS, Kind.SAVED, Kind.WORKSPACE)
 
 
 @dataclass(frozen=True)
-class Situation:
+class Scenario:
     """Everything that a prediction depends on.
 
     Args:
@@ -163,7 +163,7 @@ class Change:
 
 
 def changes(
-    now: Situation, rebuilt: Mapping[str, Callable[[], Situation]] | None = None
+    now: Scenario, rebuilt: Mapping[str, Callable[[], Scenario]] | None = None
 ) -> tuple[Change, ...]:
     """What would help, most first.
 
@@ -183,7 +183,7 @@ def changes(
 _HOST = ("host memory bandwidth", "host update")
 
 
-def _rebuilt(now: Situation, name: str, build: Callable[[], Situation]) -> Change:
+def _rebuilt(now: Scenario, name: str, build: Callable[[], Scenario]) -> Change:
     try:
         other = build()
     except MegacompileError as error:
@@ -193,7 +193,7 @@ def _rebuilt(now: Situation, name: str, build: Callable[[], Situation]) -> Chang
     return Change(name, gain, other.step_s, device, host)
 
 
-def _faster(now: Situation, name: str, resources: Sequence[str]) -> Change:
+def _faster(now: Scenario, name: str, resources: Sequence[str]) -> Change:
     machine = now.hardware
     for resource in resources:
         machine = faster(machine, resource, 2.0)
@@ -201,7 +201,7 @@ def _faster(now: Situation, name: str, resources: Sequence[str]) -> Change:
     return Change(name, now.step_s / step_s - 1, step_s)
 
 
-def _twice_the_batch(now: Situation) -> Change:
+def _twice_the_batch(now: Scenario) -> Change:
     """As if every compute took twice as long: there is no such graph to look at."""
     step_s = now.timeline(faster(now.hardware, "compute", 0.5)).step_s
     needed = max(

@@ -53,7 +53,7 @@ def differences(before: Schedule, after: Schedule) -> list[str]:
         "kept, not recomputed": lambda s: ", ".join(map(str, sorted(s.plan.keep))) or "none",
         "plan": lambda s: "; ".join(s.plan.reasons) or "none",
         "slots": _slots,
-        "held at the turn": _held,
+        "reused at the boundary": _held,
         "lookahead": lookahead,
     }
     pairs = {name: (of(before), of(after)) for name, of in made_with.items()}

@@ -6,7 +6,7 @@ Nodes are ops, edges what orders them, with the `kind`
     after    the one waits for the other to be done with a slot or with memory
     stream   the one comes next on the other's stream
 
-and `turn` between the last op of the forward and the first of the backward.
+and `boundary` between the last op of the forward and the first of the backward.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _STYLES = {
     "data": "",
     "after": ' [style=dashed, color="#D55E00"]',
     "stream": ' [style=dotted, color="#888888"]',
-    "turn": ' [style=bold, color="#888888"]',
+    "boundary": ' [style=bold, color="#888888"]',
 }
 
 
@@ -50,7 +50,7 @@ def to_networkx(schedule: Schedule) -> nx.MultiDiGraph:
             if not found.has_edge(_key(name, first), _key(name, second), kind):
                 found.add_edge(_key(name, first), _key(name, second), kind, kind=kind)
         if nodes and ends:
-            found.add_edge(ends[-1], _key(name, nodes[0]), "turn", kind="turn")
+            found.add_edge(ends[-1], _key(name, nodes[0]), "boundary", kind="boundary")
         ends += [_key(name, node) for node in nodes[-1:]]
     return found
 

@@ -44,7 +44,7 @@ class Period:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Chunk:
     """A part of a critical path: a span of it, or a time in which there was none."""
 
     span: Span | None
@@ -93,7 +93,7 @@ def _ends(timeline: Timeline, model: str, graph: str) -> list[float]:
     return [] if most is None else sorted(runs[most])
 
 
-def critical_path(timeline: Timeline, model: str, within: Period | None = None) -> list[Piece]:
+def critical_path(timeline: Timeline, model: str, within: Period | None = None) -> list[Chunk]:
     """The pieces of the path that ends with a period, in the order of time.
 
     Args:
@@ -109,26 +109,26 @@ def critical_path(timeline: Timeline, model: str, within: Period | None = None) 
         return []
     known = _Ops(timeline, model)
     at = known.ending(within.stop_s)
-    now, pieces = within.stop_s, list[Piece]()
+    now, chunks = within.stop_s, list[Chunk]()
     while at >= 0 and now > within.start_s:
         span = known.spans[at]
         if span.stop_s < now:  # nothing of what is recorded: wait for whoever comes next
-            pieces.append(Piece(None, max(span.stop_s, within.start_s), now))
+            chunks.append(Chunk(None, max(span.stop_s, within.start_s), now))
             now = span.stop_s
         if min(span.start_s, now) < now and now > within.start_s:
-            pieces.append(Piece(span, max(span.start_s, within.start_s), now))
+            chunks.append(Chunk(span, max(span.start_s, within.start_s), now))
             now = span.start_s
         at = known.blocker(at)
     if now > within.start_s:
-        pieces.append(Piece(None, within.start_s, now))
-    return pieces[::-1]
+        chunks.append(Chunk(None, within.start_s, now))
+    return chunks[::-1]
 
 
-def waited_s(pieces: Sequence[Piece]) -> dict[str, float]:
+def waited_s(chunks: Sequence[Chunk]) -> dict[str, float]:
     """Seconds of a path by lane, `NONE` among them, the most first."""
     found: defaultdict[str, float] = defaultdict(float)
-    for piece in pieces:
-        found[piece.lane] += piece.stop_s - piece.start_s
+    for chunk in chunks:
+        found[chunk.lane] += chunk.stop_s - chunk.start_s
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
@@ -242,12 +242,12 @@ _BRINGS = {
     UPDATE_ON_HOST: ("updated",),
     "offload_state": ("states",),
     "update": ("states",),
-    "offload": ("activations",),
+    "offload_saved": ("activations",),
 }
 _WANTS = {
     "prefetch": ("updated", "states"),
     "fetch_state": ("updated", "states"),
-    "fetch": ("activations",),
+    "fetch_saved": ("activations",),
 }
 
 _Name = tuple[str, int]  # as printed, and which one of those that print alike
@@ -257,7 +257,7 @@ def dependencies(schedule: Schedule, graph_name: str) -> dict[_Name, list[_Name]
     """By op: those of other streams that it waits for, by the edges that the runtime keeps.
 
     What is not recorded hands on its waits to the next op of its stream: a `free` behind a copy.
-    `park` makes nothing wait.
+    `defer_free` makes nothing wait.
     """
     names: dict[fx.Node, _Name] = {}
     counts: defaultdict[str, int] = defaultdict(int)

@@ -21,7 +21,7 @@ from megacompile.tracing.timeline import DEVICE, HOST, UPDATE_ON_HOST, Span, Tim
 
 _COLOURS = {  # distinct for readers with any kind of colour vision (Okabe and Ito, 2008), and tints
     "prefetch": "#56B4E9",
-    "fetch": "#1C7FB8",
+    "fetch_saved": "#1C7FB8",
     "fetch_grad": "#0072B2",
     "fetch_state": "#A6D8F5",
     "forward": "#009E73",
@@ -31,13 +31,21 @@ _COLOURS = {  # distinct for readers with any kind of colour vision (Okabe and I
     "add_grad": "#B8A800",
     "update": "#CC79A7",
     UPDATE_ON_HOST: "#CC79A7",
-    "offload": "#B03A00",
+    "offload_saved": "#B03A00",
     "offload_grad": "#D55E00",
     "offload_state": "#F2A37A",
 }
 _OTHER = "#9A9A9A"
 # They take no time worth a colour.
-_QUIET = ("hold", "resident", "alloc", "alloc_grad", "alloc_state", "save_rng", "hand_over")
+_QUIET = (
+    "reuse",
+    "resident",
+    "alloc_saved",
+    "alloc_grad",
+    "alloc_state",
+    "save_rng",
+    "device_update",
+)
 _NAMES = {
     "h2d": "to the device\n(h2d)",
     "d2h": "to the host\n(d2h)",
@@ -207,10 +215,10 @@ def _path(
     whole = Period(timeline.start_s, timeline.stop_s, 1)
     xs: list[float] = []
     ys: list[float] = []
-    for piece in critical_path(timeline, model, whole):
-        if piece.span is not None:
-            y = place[model, piece.span.op.lane] - _BAR / 2 - 0.07
-            xs += [(piece.start_s - start) * unit, (piece.stop_s - start) * unit, math.nan]
+    for chunk in critical_path(timeline, model, whole):
+        if chunk.span is not None:
+            y = place[model, chunk.span.op.lane] - _BAR / 2 - 0.07
+            xs += [(chunk.start_s - start) * unit, (chunk.stop_s - start) * unit, math.nan]
             ys += [y, y, math.nan]
     axis.plot(xs, ys, color=_PATH, linewidth=1.8, solid_capstyle="butt")
 

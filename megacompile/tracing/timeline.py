@@ -73,7 +73,7 @@ class Run:
 
 
 def describe(schedule: Schedule, graph_name: str) -> tuple[OpInfo, ...]:
-    """The ops of a graph that run, in program order: all but `begin`, `free` and `park`."""
+    """The ops of a graph that run, in program order: all but `begin`, `free` and `defer_free`."""
     graph = schedule.graphs[graph_name]
     live = live_bytes(schedule, graph)
     return tuple(_info(n, live[n]) for n in ops.nodes_that(graph, lambda op: op.issues))
@@ -109,7 +109,7 @@ def live_bytes(schedule: Schedule, graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _is_on_host(node: fx.Node) -> bool:
-    """Is it what the forward's `offload` left, which the backward fetches?"""
+    """Is it what the forward's `offload_saved` left, which the backward fetches?"""
     takers = (values.taken(user, Value.SAVED_ON_HOST) for user in node.users)
     return node.op == "placeholder" and node in takers
 

@@ -31,12 +31,12 @@ def incomplete(view: View) -> Iterator[Hazard]:
                 yield _lacks(view, node, f"a value as argument {takes.at}")
     for node in view.nodes(ops.backward):
         stage: Any = node.args[0]
-        saved, tangents, carries = node.args[3:6]
+        saved, tangents, partial_gradients = node.args[3:6]
         read = {i.index for i in stage.traced.backward_inputs if isinstance(i, SavedRef)}
         for what, values, needed in (
             ("saved tensor", saved, read),
             ("tangent", tangents, None),
-            ("carry", carries, None),
+            ("partial gradient", partial_gradients, None),
         ):
             for i, value in enumerate(values):  # type: ignore[arg-type]
                 if value is None and (needed is None or i in needed):
@@ -69,9 +69,12 @@ def _gradients_flow(view: View) -> Iterator[Hazard]:
         results, taken = dict(ops.items(call)), dict(ops.items(node))
         args: Any = call.args[2]
         wanted = [("tangent", results.get(k)) for k in stage.traced.tangents]
-        wanted += [("carry", args[ref.index]) for ref in _arg_refs(stage, stage.traced.carries)]
-        tangents, carries = node.args[4:6]
-        given = [*tangents, *carries]  # type: ignore[misc]
+        wanted += [
+            ("partial gradient", args[ref.index])
+            for ref in _arg_refs(stage, stage.traced.partial_gradients)
+        ]
+        tangents, partial_gradients = node.args[4:6]
+        given = [*tangents, *partial_gradients]  # type: ignore[misc]
         for (what, value), got in zip(wanted, given, strict=False):
             if value is None or so_far.get(value) == got.name:
                 continue

@@ -29,9 +29,9 @@ _WRONG = {  # what the wrong value is called, by what was needed
     Value.UPDATED: HazardKind.STATE_LOST,
     Value.STATES: HazardKind.WRONG_STATE,
     Value.WEIGHTS: HazardKind.WRONG_WEIGHTS,
-    Value.GRADIENT_BUFFER: HazardKind.WRONG_ROOM,
-    Value.STATE_BUFFER: HazardKind.WRONG_ROOM,
-    Value.SAVED_BUFFER: HazardKind.WRONG_ROOM,
+    Value.GRADIENT_BUFFER: HazardKind.WRONG_BUFFER,
+    Value.STATE_BUFFER: HazardKind.WRONG_BUFFER,
+    Value.SAVED_BUFFER: HazardKind.WRONG_BUFFER,
 }
 
 
@@ -97,27 +97,27 @@ def _gradients_kept(view: View) -> Iterator[Hazard]:
         for index, bucket in groups(call):
             value = items.get(index)
             ends = [] if value is None else _ends(value)
-            carries = [] if value is None else [n for n in value.users if n.target is ops.backward]
-            if not ends and not carries:
+            adders = [] if value is None else [n for n in value.users if n.target is ops.backward]
+            if not ends and not adders:
                 message = (
                     f"{label(call)} gives gradients of bucket {bucket.label} that nobody takes; "
                     "offload them"
                 )
                 yield view.hazard(HazardKind.GRADIENTS_LOST, call, None, message)
-            elif ends and carries:
+            elif ends and adders:
                 message = (
                     f"{label(ends[0])} takes the gradients of bucket {bucket.label} that "
-                    f"{label(carries[0])} still adds to; let it take those of {label(carries[0])}"
+                    f"{label(adders[0])} still adds to; let it take those of {label(adders[0])}"
                 )
-                yield view.hazard(HazardKind.GRADIENTS_NOT_READY, ends[0], carries[0], message)
+                yield view.hazard(HazardKind.GRADIENTS_NOT_READY, ends[0], adders[0], message)
 
 
-def _carries_match(view: View) -> Iterator[Hazard]:
+def _partials_match(view: View) -> Iterator[Hazard]:
     """A backward adds to gradients of the buckets that it gives gradients of."""
     for call in view.nodes(ops.backward):
         own = {bucket.key for _, bucket in groups(call)}
-        carries: Any = call.args[5]
-        for value in carries:
+        partial_gradients: Any = call.args[5]
+        for value in partial_gradients:
             got = bucket_of(value) if kind_of(value) is Value.GRADIENTS else None
             if got is not None and got.key not in own:
                 message = (
@@ -235,7 +235,7 @@ def _not_overwritten(
 CHECKS: tuple[Check, ...] = (
     _arguments_match,
     _gradients_kept,
-    _carries_match,
+    _partials_match,
     _made_for_somebody,
     _once,
     _weights_or_masters,

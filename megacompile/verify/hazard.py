@@ -28,8 +28,12 @@ class HazardKind(enum.Enum):
     SLOT_OVERWRITTEN = "slot overwritten"  # write after read: a reader may still run
     SLOT_REFILLED = "slot refilled"  # read after write: another bucket may be there by then
     BEFORE_BEGIN = "before begin"  # a slot is filled while an earlier schedule may read it
-    NOT_HELD = "not held"  # the forward does not leave in a slot what the backward expects there
-    RESIDUALS = "residuals"  # the forward does not give what the backward's placeholders stand for
+    NOT_REUSED = (
+        "not reused"  # the forward does not leave in a slot what the backward expects there
+    )
+    SAVED_VALUES = (
+        "saved values"  # the forward does not give what the backward's placeholders stand for
+    )
     USE_BEFORE_MADE = "use before made"  # an op takes a value that a later op gives
     USE_AFTER_FREE = "use after free"  # an op takes a value that an earlier op gave back
     FREED_TOO_EARLY = "freed too early"  # free after use: a reader on another stream may still run
@@ -47,7 +51,7 @@ class HazardKind(enum.Enum):
     WRONG_GRADIENTS = "wrong gradients"  # gradients of one bucket where another's belong
     GRADIENTS_LOST = "gradients lost"  # nobody offloads them, or an offload overwrites others
     GRADIENTS_REFILLED = "gradients refilled"  # a pinned buffer is overwritten before it was read
-    WRONG_ROOM = "wrong room"  # gradients so far, or states, are fetched to memory of another's
+    WRONG_BUFFER = "wrong buffer"  # gradients so far, or states, are fetched to memory of another's
     WRONG_STATE = "wrong state"  # an update takes the states of another bucket, or old ones
     STATE_LOST = "state lost"  # nobody offloads what an update gives
     UPDATED_TOO_EARLY = "updated too early"  # a later op reads the bucket as it was before

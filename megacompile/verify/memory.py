@@ -4,7 +4,7 @@ What must hold, given [Note: happens-before] in `megacompile.verify.order`:
 
 - a compute reads its bucket from a slot that nobody fills again until it is done, and no slot is
   filled while an earlier schedule may read it;
-- `hold` takes from a slot only what the forward left there;
+- `reuse` takes from a slot only what the forward left there;
 - a value is freed once, behind all its readers, and nothing that owns memory is forgotten;
 - `assign` comes behind every reader of the old value, and the backward gets no changed value.
 """
@@ -68,7 +68,7 @@ def _slots_fit(view: View) -> Iterator[Hazard]:
             yield view.hazard(HazardKind.SLOT_TOO_SMALL, node, None, message)
 
 
-def _slots_in_turn(view: View) -> Iterator[Hazard]:
+def _slots_in_order(view: View) -> Iterator[Hazard]:
     """The last reader of what a slot holds is before the next prefetch into it.
 
     Neighbours are enough: prefetches share a stream, so what is before one is before the next.
@@ -137,7 +137,7 @@ def _held(view: View) -> Iterator[Hazard]:
                 f"{label(node)} needs bucket {_bucket(node).label} in slot {_slot(node).index}, "
                 "but no forward leaves it there; prefetch it instead"
             )
-            yield view.hazard(HazardKind.NOT_HELD, node, None, message)
+            yield view.hazard(HazardKind.NOT_REUSED, node, None, message)
 
 
 def _left(view: View) -> Iterator[Hazard]:
@@ -151,7 +151,7 @@ def _left(view: View) -> Iterator[Hazard]:
                 f"leaves {got} there; correct schedule.held, or prefetch it in the backward"
             )
             where = view.graph.output_node() if last is None else last
-            yield view.hazard(HazardKind.NOT_HELD, where, None, message)
+            yield view.hazard(HazardKind.NOT_REUSED, where, None, message)
 
 
 # Lifetimes.
@@ -211,7 +211,12 @@ def _used_after_free(
         return
     releases = [frees[name] for name in shared]
     release = max(releases, key=view.order.position.__getitem__)
-    kept_for = {n for park in releases if not ops.effects(park).waits for n in _after(park)}
+    kept_for = {
+        n
+        for defer_free in releases
+        if not ops.effects(defer_free).waits
+        for n in _after(defer_free)
+    }
     for name in shared:
         for user in name.users:
             other_stream = ops.stream_of(user) is not Stream.COMPUTE
@@ -264,7 +269,7 @@ def _read_before(view: View, old: fx.Node, assign: fx.Node) -> Iterator[Hazard]:
                 f"after=({label(reader)}) to {label(assign)}"
             )
             yield view.hazard(HazardKind.CHANGED_IN_PLACE, reader, assign, message)
-    if old.name in view.schedule.residuals and view.name == "forward":
+    if old.name in view.schedule.saved_values and view.name == "forward":
         message = (
             f"the backward takes {old.name} as it was before {label(assign)} changes it; give it a "
             "snapshot made before"
@@ -272,4 +277,4 @@ def _read_before(view: View, old: fx.Node, assign: fx.Node) -> Iterator[Hazard]:
         yield view.hazard(HazardKind.CHANGED_IN_PLACE, old, assign, message)
 
 
-CHECKS: tuple[Check, ...] = (_slots_fit, _slots_in_turn, _held, _lifetimes, _assigns)
+CHECKS: tuple[Check, ...] = (_slots_fit, _slots_in_order, _held, _lifetimes, _assigns)

@@ -63,7 +63,7 @@ def hazards(schedule: Schedule) -> list[Hazard]:
     found = [hazard for view in views for hazard in flow.incomplete(view)]
     if found:  # the checks below rely on what is missing
         return found
-    found += _residuals(views)
+    found += _saved_values(views)
     for view in views:
         parts = (memory, saved_tensors, gradients, flow)
         for check in (*_CHECKS, *(check for part in parts for check in part.CHECKS)):
@@ -115,12 +115,12 @@ def _counts(node: fx.Node) -> Iterator[tuple[str, int, int]]:
     yield "weights", 1, len(stage.buckets)
     yield "args", 2, max(_arg_indices(stage.primals), default=-1) + 1
     if node.target is ops.backward:
-        carries = stage.traced.carries
-        values = sum(isinstance(stage.primals[i], ArgRef) for i in carries)
+        partial_gradients = stage.traced.partial_gradients
+        values = sum(isinstance(stage.primals[i], ArgRef) for i in partial_gradients)
         yield "saved", 3, len(stage.traced.saved)
         yield "tangents", 4, len(stage.traced.tangents)
         so_far = {bucket.key for call in _backwards_before(node) for bucket in _gives(call)}
-        yield "carries", 5, values + sum(bucket.key in so_far for bucket in _gives(node))
+        yield "partial gradients", 5, values + sum(bucket.key in so_far for bucket in _gives(node))
 
 
 def _backwards_before(node: fx.Node) -> Iterator[fx.Node]:
@@ -178,28 +178,28 @@ def _weights(view: View) -> Iterator[Hazard]:
 # What the backward takes from the forward.
 
 
-def _residuals(views: list[View]) -> Iterator[Hazard]:
-    """The forward returns the residuals, in their order; the backward takes nothing else of it."""
+def _saved_values(views: list[View]) -> Iterator[Hazard]:
+    """The forward returns the saved values, in order; the backward takes nothing else of it."""
     forward, *backward = views
-    names = list(forward.schedule.residuals)
+    names = list(forward.schedule.saved_values)
     returned: Any = forward.graph.output_node().args[0]
     given = [node.name for node in returned[1]]
     if given != names:
         wrong = [name for name in (*given, *names) if (name in given) != (name in names)]
         message = (
-            f"it returns {len(given)} residuals, the schedule lists {len(names)}, others or in "
-            f"another order: {', '.join(wrong or given)}; both must be schedule.residuals"
+            f"it returns {len(given)} saved values, the schedule lists {len(names)}, others or in "
+            f"another order: {', '.join(wrong or given)}; both must be schedule.saved values"
         )
-        yield forward.hazard(HazardKind.RESIDUALS, forward.graph.output_node(), None, message)
+        yield forward.hazard(HazardKind.SAVED_VALUES, forward.graph.output_node(), None, message)
     for view in backward:  # it may leave out what its outputs' gradients do not need
         known = {*names, *(f"t{k}" for k in view.schedule.tangents)}
         for node in view.graph.find_nodes(op="placeholder"):
             if node.name not in known:
                 message = (
-                    f"it takes {node.name}, which is no residual of the forward and no gradient of "
-                    "an output; add it to schedule.residuals"
+                    f"it takes {node.name}, which is no saved value of the forward and no gradient "
+                    "of an output; add it to schedule.saved values"
                 )
-                yield view.hazard(HazardKind.RESIDUALS, node, None, message)
+                yield view.hazard(HazardKind.SAVED_VALUES, node, None, message)
 
 
 def _sees_the_forward(view: View) -> Iterator[Hazard]:

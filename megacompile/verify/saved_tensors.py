@@ -2,9 +2,9 @@
 
 What must hold, given [Note: happens-before] in `megacompile.verify.order`:
 
-- every `offload` of a forward is a residual, and what a `fetch` brings back is one of those: the
-  residual carries the event of its copy, so that the fetch comes behind it in whatever graph;
-- nobody but the fetch and its room reads the copy on the host.
+- every `offload_saved` of a forward is returned, and a `fetch_saved` brings back one of those: what
+  is returned has the event of its copy, so that the fetch comes behind it in whatever graph;
+- nobody but the fetch and its buffer reads the copy on the host.
 
 That a value is given back only behind its offload, and the copy on the host behind its fetch, is
 shown by the lifetimes in `megacompile.verify.memory`; that each stage gets its own values, by
@@ -30,7 +30,7 @@ def _offloads_returned(view: View) -> Iterator[Hazard]:
         if node not in returned:
             message = (
                 f"{label(node)} copies {node.all_input_nodes[0].name} to the host, where no "
-                f"backward finds it; return {node.name} as a residual"
+                f"backward finds it; return {node.name} as a saved value"
             )
             yield view.hazard(HazardKind.OFFLOAD_LOST, node, None, message)
 
@@ -43,7 +43,7 @@ def _fetches_match(view: View) -> Iterator[Hazard]:
         if fetched_from(view.schedule, node) is node:
             message = (
                 f"{label(node)} takes {named(on_host)}, which no offload of the forward gives: "
-                "nothing says when it is on the host; give it an offload's residual"
+                "nothing says when it is on the host; give it an offload's saved value"
             )
             yield view.hazard(HazardKind.NOT_OFFLOADED, node, None, message)
 

@@ -1,6 +1,6 @@
 """Leave what `optimizer.step()` needs of some buckets on the device, so that it updates them there.
 
-    before: 2B 1B 0B 0OFFLOAD_GRAD    after: 2B 0FETCH_STATE 1B 0B 0OFFLOAD_GRAD 0HAND_OVER
+    before: 2B 1B 0B 0OFFLOAD_GRAD    after: 2B 0FETCH_STATE 1B 0B 0OFFLOAD_GRAD 0DEVICE_UPDATE
 
 The host alone would take longer for its updates than the next forward does, while during the
 backward its memory and the h2d stream have little to do. So the buckets that the next forward reads
@@ -9,7 +9,7 @@ host does the others meanwhile. The gradients go to the host as ever, so that `p
 
 The fetches are spread over the backward behind its first stage, the head, when the logits have been
 freed. The next forward has the new values where they are until they have reached the host: see
-`reclaim`.
+`drain`.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.tensors import TensorMeta
-from megacompile.passes.schedule.drain import insert_reclaim
+from megacompile.passes.schedule.drain import insert_drain
 from megacompile.passes.schedule.offload_grad import suffix_of
 from megacompile.passes.schedule.prefetch import buckets_read, uses
 
 
-def insert_hand_over(schedule: Schedule, *, state_bytes: Callable[[int], float]) -> Schedule:
+def insert_device_update(schedule: Schedule, *, state_bytes: Callable[[int], float]) -> Schedule:
     """The schedule whose backward hands over the buckets of `plan.hand_over`.
 
     Args:
         state_bytes: of one element and its states, by its bytes as streamed; for the cost model.
     """
-    if schedule.backward is None or not schedule.plan.hand_over:
+    if schedule.backward is None or not schedule.plan.device_update:
         return schedule
     new = schedule.copy()
     graph = new.backward
@@ -42,7 +42,7 @@ def insert_hand_over(schedule: Schedule, *, state_bytes: Callable[[int], float])
     chosen = [
         node
         for node in ops.nodes_of(graph, ops.offload_grad)
-        if _bucket(node).key in new.plan.hand_over
+        if _bucket(node).key in new.plan.device_update
     ]
     steps = uses(graph)
     sizes = [_bucket(node).size_bytes for node in chosen]
@@ -53,18 +53,18 @@ def insert_hand_over(schedule: Schedule, *, state_bytes: Callable[[int], float])
         where = steps[first + int(share * max(0, len(steps) - 1 - first))].nodes[0]
         suffix = suffix_of(bucket)
         with graph.inserting_before(where):
-            room = ops.call(graph, ops.alloc_state, bucket, True, name=f"room_s{suffix}")
-            state = ops.call(graph, ops.fetch_state, bucket, room, True, name=f"s{suffix}")
+            buffer = ops.call(graph, ops.alloc_state, bucket, True, name=f"room_s{suffix}")
+            state = ops.call(graph, ops.fetch_state, bucket, buffer, True, name=f"s{suffix}")
         with graph.inserting_before(graph.output_node()):  # compute must not wait for the fetch
-            ops.call(graph, ops.hand_over, bucket, gradients, state, name=f"keep{suffix}")
+            ops.call(graph, ops.device_update, bucket, gradients, state, name=f"keep{suffix}")
         params = [bucket.params[i] for i in new.gradient_params[bucket.key]]
         size = sum(param.numel * state_bytes(param.dtype.itemsize) for param in params)
         meta = TensorMeta((int(size),), torch.uint8, (1,))
-        room.meta["value"] = state.meta["value"] = meta
+        buffer.meta["value"] = state.meta["value"] = meta
     if chosen:
         reads = (buckets_read(node) for node in ops.nodes_of(new.forward, ops.forward))
-        last = [i for i, read in enumerate(reads) if {b.key for b in read} & new.plan.hand_over]
-        insert_reclaim(new.forward, behind=max(last, default=0))
+        last = [i for i, read in enumerate(reads) if {b.key for b in read} & new.plan.device_update]
+        insert_drain(new.forward, behind=max(last, default=0))
     return new
 
 

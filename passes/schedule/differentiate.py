@@ -3,7 +3,7 @@
     before: 0F 1F 2F        after: 0F 1F 2F | 2B 1B 0B
 
 Every forward keeps its saved tensors, for now: `recompute` decides otherwise. What the backward
-may need of the forward are the *residuals*: the forward returns them, and the backward graph has
+may need of the forward are the *saved values*: the forward returns them, and the backward graph has
 placeholders of the same names for those that it does need. An input that the model changes in
 place is copied first (`snapshot`), where the backward needs it as it was.
 """
@@ -19,7 +19,7 @@ from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, ParamRef, Stage, Template
-from megacompile.passes.edit import add_item, add_residuals, calls_by_stage, residual
+from megacompile.passes.edit import add_item, add_saved_values, calls_by_stage, saved_value
 
 
 @dataclass
@@ -38,13 +38,13 @@ def differentiate(schedule: Schedule) -> Schedule:
     backward = fx.Graph()
     calls = calls_by_stage(new.forward, ops.forward)
     stages = [stage for stage in reversed(new.stages) if stage.traced.has_backward]
-    residuals: dict[str, fx.Node] = {}
+    saved_values: dict[str, fx.Node] = {}
     for stage in stages:
         _save(new.forward, calls[stage.index], stage)
         for node in _needed(new.forward, calls[stage.index], stage):
-            if node.name not in residuals:
-                residuals[node.name] = backward.placeholder(node.name)
-                residuals[node.name].meta["value"] = node.meta.get("value")
+            if node.name not in saved_values:
+                saved_values[node.name] = backward.placeholder(node.name)
+                saved_values[node.name].meta["value"] = node.meta.get("value")
     gradients = _Gradients()
     outputs, _ = ops.returned(new.forward)
     for k in new.tangents:
@@ -52,12 +52,15 @@ def differentiate(schedule: Schedule) -> Schedule:
         tangent.meta["value"] = outputs[k].meta.get("value")
         gradients.of_value[outputs[k]] = tangent
     for stage in stages:
-        _backward(new.forward, backward, calls[stage.index], stage, gradients, residuals)
+        _backward(new.forward, backward, calls[stage.index], stage, gradients, saved_values)
     wanted = [n for n in new.forward.find_nodes(op="placeholder") if n in gradients.of_value]
     backward.output(tuple(gradients.of_value[n] for n in wanted))
     new = replace(new, backward=backward, gradients=tuple(n.name for n in wanted))
-    names = [*residuals, *(name for stage in new.stages for name in _boundary(new.forward, stage))]
-    return add_residuals(new, list(dict.fromkeys(names)))
+    names = [
+        *saved_values,
+        *(name for stage in new.stages for name in _boundary(new.forward, stage)),
+    ]
+    return add_saved_values(new, list(dict.fromkeys(names)))
 
 
 def _boundary(graph: fx.Graph, stage: Stage) -> list[str]:
@@ -71,7 +74,7 @@ def _boundary(graph: fx.Graph, stage: Stage) -> list[str]:
     if not any(meta.requires_grad for meta in metas):
         return []
     args = ops.arguments(call)[2]
-    names = [residual(graph, arg).name for arg in args]
+    names = [saved_value(graph, arg).name for arg in args]
     if stage.traced.random:
         with graph.inserting_before(call):
             ops.call(graph, ops.save_rng, stage, name=f"rng{stage.index}")
@@ -99,7 +102,7 @@ def _saved(call: fx.Node, stage: Stage) -> list[fx.Node]:
 def _needed(graph: fx.Graph, call: fx.Node, stage: Stage) -> list[fx.Node]:
     """The forward's nodes that the stage's backward takes."""
     args = backward_args(call, stage, stage.traced.backward_primals)
-    return [*(residual(graph, arg) for arg in args if arg), *_saved(call, stage)]
+    return [*(saved_value(graph, arg) for arg in args if arg), *_saved(call, stage)]
 
 
 def backward_args(call: fx.Node, stage: Stage, primals: tuple[int, ...]) -> list[fx.Node | None]:
@@ -115,13 +118,13 @@ def _backward(
     call: fx.Node,
     stage: Stage,
     gradients: _Gradients,
-    residuals: dict[str, fx.Node],
+    saved_values: dict[str, fx.Node],
 ) -> None:
     template = stage.traced
     args = ops.arguments(call)[2]
     results = dict(ops.items(call))
     buckets = stage.gradient_buckets
-    carried = [args[ref.index] for ref in _arg_refs(stage, template.carries)]
+    carried = [args[ref.index] for ref in _arg_refs(stage, template.partial_gradients)]
     groups = [gradients.of_bucket[b.key] for b in buckets if b.key in gradients.of_bucket]
     needed = backward_args(call, stage, template.backward_primals)
     node = ops.call(
@@ -129,8 +132,8 @@ def _backward(
         ops.backward,
         stage,
         (),
-        tuple(residuals[residual(forward, a).name] if a else None for a in needed),
-        tuple(residuals[s.name] for s in _saved(call, stage)),
+        tuple(saved_values[saved_value(forward, a).name] if a else None for a in needed),
+        tuple(saved_values[s.name] for s in _saved(call, stage)),
         tuple(gradients.of_value[results[k]] for k in template.tangents),
         (*(gradients.of_value[n] for n in carried), *groups),
         name=f"b{stage.index}",

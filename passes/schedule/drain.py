@@ -1,10 +1,10 @@
 """Take back, in a forward, the device memory that the step before it left to copies.
 
-    before: 0F 1F 2F 3F          after: 0F 1F 2F RECLAIM 3F
+    before: 0F 1F 2F 3F          after: 0F 1F 2F DRAIN 3F
 
-What the last backward parked (see `free`), and the states of what it handed over, are on their way
-to the host while the forward begins. The compute stream waits for them as late as the memory
-allows, and then they are gone.
+What the last backward deferred (see `free`), and the states that it left on the device, are on
+their way to the host while the forward begins. The compute stream waits for them as late as the
+memory allows, and then they are gone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megacompile.ir import ops
 from megacompile.passes.schedule.offload_grad import last_item
 
 
-def insert_reclaim(graph: fx.Graph, *, late: bool = False, behind: int = 0) -> None:
+def insert_drain(graph: fx.Graph, *, late: bool = False, behind: int = 0) -> None:
     """Behind the middle one of a forward's stages, or ahead of the last; nowhere without any.
 
     Args:
@@ -27,4 +27,4 @@ def insert_reclaim(graph: fx.Graph, *, late: bool = False, behind: int = 0) -> N
         return
     position = max(len(computes) - 2, 0) if late else len(computes) // 2
     with graph.inserting_after(last_item(computes[max(position, behind)])):
-        ops.call(graph, ops.reclaim, name="reclaimed")
+        ops.call(graph, ops.drain, name="reclaimed")

@@ -8,7 +8,7 @@ wait for it. To keep that wait from stalling, such a free is put off until `dela
 backwards (in a forward: forwards) have been issued. New optimizer states on their way to the host
 are different: they are put off for `plan.state_delay` backwards, and at the end of a backward
 nothing is left to compute, and the next forward should not begin with a wait for them, so they are
-parked: `park(value, after=copy)`. That forward gives them back (`reclaim`, see `reclaim`).
+deferred: `park(value, after=copy)`. That forward gives them back (`drain`, see `drain`).
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ def _insert(graph: fx.Graph, delay: int, state_delay: int, *, owns_inputs: bool)
         last = max(last, _end_of_items(node, position))
         readers = [u for u in node.users if node in reads(u)]  # `after=` needs only the name
         waits = tuple(u for u in readers if _unordered(u, position, last))
-        parked = False
+        deferred = False
         if waits:
             later = [p for p in computes if p > last]
             state = any(Part.STATES in ops.effects(u).writes for u in waits)
-            parked = state and len(later) < state_delay
-            if parked or not later:
+            deferred = state and len(later) < state_delay
+            if deferred or not later:
                 last = len(nodes) - 2
             else:
                 behind = later[min(state_delay if state else delay, len(later)) - 1]
                 last = _end_of_items(nodes[behind], position)
-        frees.append((last, node, waits, parked))
-    for last, node, waits, parked in sorted(frees, key=lambda entry: entry[0], reverse=True):
+        frees.append((last, node, waits, deferred))
+    for last, node, waits, deferred in sorted(frees, key=lambda entry: entry[0], reverse=True):
         with graph.inserting_after(nodes[last]):
-            op = ops.park if parked else ops.free
+            op = ops.defer_free if deferred else ops.free
             ops.call(graph, op, node, name=f"{op.__name__}_{node.name}", after=waits)
 
 

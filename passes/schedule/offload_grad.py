@@ -51,11 +51,11 @@ def add_so_far(graph: fx.Graph, bucket: Bucket, call: fx.Node, group: fx.Node) -
         first = first.prev
     meta = group.meta.get("value")
     with graph.inserting_before(first):
-        room = ops.call(graph, ops.alloc_grad, bucket, name=f"room{suffix}")
-        fetched = ops.call(graph, ops.fetch_grad, bucket, room, name=f"h{suffix}")
+        buffer = ops.call(graph, ops.alloc_grad, bucket, name=f"room{suffix}")
+        fetched = ops.call(graph, ops.fetch_grad, bucket, buffer, name=f"h{suffix}")
     with graph.inserting_after(last_item(call)):
         total = ops.call(graph, ops.add_grad, bucket, fetched, group, name=f"sum{suffix}")
-    for node in (room, fetched, total):
+    for node in (buffer, fetched, total):
         node.meta["value"] = meta
     return total
 

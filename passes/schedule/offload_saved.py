@@ -1,7 +1,9 @@
 """Let what a stage's backward takes from the forward wait on the host.
 
-    before: 0F 1F 2F 3F | 3B 2RECOMPUTE 2B 1RECOMPUTE 1B
-    after:  0F 1OFFLOAD 1F 2OFFLOAD 2F 3F | 2FETCH 3B 2RECOMPUTE 1FETCH 2B 1RECOMPUTE 1B
+    before: 0F 1F 2F 3F
+            3B 2RECOMPUTE 2B 1RECOMPUTE 1B
+    after:  0F 1OFFLOAD_SAVED 1F 2OFFLOAD_SAVED 2F 3F
+            2FETCH_SAVED 3B 2RECOMPUTE 1FETCH_SAVED 2B 1RECOMPUTE 1B
 
 A value goes to the host as soon as it is made, while the next stages compute; `free` then gives its
 device memory back behind its last reader of the forward and the copy. In the backward it comes
@@ -10,7 +12,7 @@ stays until the last one that needs it. A value goes once, however many stages t
 
 What stays on the device:
 
-- values that a stage outside of `plan.offload` takes too: they must be there at the turn anyway;
+- values that a stage outside of `plan.offload` takes too: they must be there at the boundary;
 - what the graph is given (the user, or the autograd graph of the code around it, holds that) and
   what it returns to the user: to copy it would give no memory back;
 - the state of random generators, which is on the host already.
@@ -28,13 +30,13 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 from megacompile.ir.tensors import TensorMeta
 from megacompile.ir.values import producer
-from megacompile.passes.edit import add_residuals, calls_by_stage, residual
+from megacompile.passes.edit import add_saved_values, calls_by_stage, saved_value
 from megacompile.passes.schedule.offload_grad import last_item
 from megacompile.passes.schedule.prefetch import uses
 
 
 def offload_activations(schedule: Schedule, *, lookahead: int = 1) -> Schedule:
-    """The schedule in which the residuals of the stages in `plan.offload` wait on the host.
+    """The schedule in which the saved values of the stages in `plan.offload` wait on the host.
 
     Args:
         schedule: with its recomputes; `plan.offload` are indices of stages.
@@ -44,25 +46,25 @@ def offload_activations(schedule: Schedule, *, lookahead: int = 1) -> Schedule:
         return schedule
     new = schedule.copy()
     assert new.backward is not None
-    names: dict[str, tuple[Stage, str]] = {}  # residual -> whose it is, its name on the host
+    names: dict[str, tuple[Stage, str]] = {}  # saved value -> whose it is, its name on the host
     for value, stage in _waiting(new).items():
         made = producer(value)
         with new.forward.inserting_after(max(value, last_item(made))):
-            copy = ops.call(new.forward, ops.offload, stage, value, name=f"{value.name}_host")
+            copy = ops.call(new.forward, ops.offload_saved, stage, value, name=f"{value.name}_host")
         copy.meta["value"] = value.meta["value"]
         names[value.name] = stage, copy.name
     _fetch(new.backward, names, lookahead)
-    return add_residuals(new, [names[n][1] if n in names else n for n in new.residuals])
+    return add_saved_values(new, [names[n][1] if n in names else n for n in new.saved_values])
 
 
 def _waiting(schedule: Schedule) -> dict[fx.Node, Stage]:
-    """The residuals that go to the host, and the first stage whose backward needs each."""
-    outputs, residuals = ops.returned(schedule.forward)
+    """The saved values that go to the host, and the first stage whose backward needs each."""
+    outputs, saved_values = ops.returned(schedule.forward)
     kept = {node for node in outputs if isinstance(node, fx.Node)}
-    takers = _takers(schedule, set(residuals))
+    takers = _takers(schedule, set(saved_values))
     return {
         value: max(takers[value], key=lambda stage: stage.index)
-        for value in residuals
+        for value in saved_values
         if value.op != "placeholder"
         and value not in kept
         and isinstance(value.meta.get("value"), TensorMeta)
@@ -71,8 +73,8 @@ def _waiting(schedule: Schedule) -> dict[fx.Node, Stage]:
     }
 
 
-def _takers(schedule: Schedule, residuals: set[fx.Node]) -> dict[fx.Node, list[Stage]]:
-    """For each residual the stages whose backward, for whatever outputs, may take it."""
+def _takers(schedule: Schedule, saved_values: set[fx.Node]) -> dict[fx.Node, list[Stage]]:
+    """For each saved value the stages whose backward, for whatever outputs, may take it."""
     graph = schedule.forward
     takers: dict[fx.Node, list[Stage]] = {}
     calls = calls_by_stage(graph, ops.forward)
@@ -81,10 +83,10 @@ def _takers(schedule: Schedule, residuals: set[fx.Node]) -> dict[fx.Node, list[S
         count = len(stage.outputs) + len(stage.mutated)
         if not any(meta.requires_grad for meta in call.meta["value"][:count]):
             continue  # no backward, whatever outputs get a gradient
-        found = [residual(graph, arg) for arg in ops.arguments(call)[2]]
+        found = [saved_value(graph, arg) for arg in ops.arguments(call)[2]]
         found += [item for k, item in ops.items(call) if k >= count]  # its saved tensors
         for value in dict.fromkeys(found):
-            if value in residuals:
+            if value in saved_values:
                 takers.setdefault(value, []).append(stage)
     return takers
 
@@ -105,9 +107,11 @@ def _fetch(graph: fx.Graph, names: dict[str, tuple[Stage, str]], lookahead: int)
         with graph.inserting_before(node):
             on_host = graph.placeholder(name)
         with graph.inserting_before(steps[max(0, at - lookahead)].nodes[0]):
-            room = ops.call(graph, ops.alloc, stage, on_host, name=f"{node.name}_room")
-            back = ops.call(graph, ops.fetch, stage, on_host, room, name=f"{node.name}_back")
-        for made in (on_host, room, back):
+            buffer = ops.call(graph, ops.alloc_saved, stage, on_host, name=f"{node.name}_room")
+            back = ops.call(
+                graph, ops.fetch_saved, stage, on_host, buffer, name=f"{node.name}_back"
+            )
+        for made in (on_host, buffer, back):
             made.meta["value"] = node.meta.get("value")
         node.replace_all_uses_with(back)
         graph.erase_node(node)

@@ -19,7 +19,7 @@ def make_plan(
     keep: int = 1,
     activations: str = "auto",
     lookahead: int = 2,
-    hand_over: float = 0.0,
+    device_update: float = 0.0,
     resident: frozenset[int] = frozenset(),
     state_delay: int = 1,
 ) -> Schedule:
@@ -45,7 +45,7 @@ def make_plan(
     kept, reason = _keep(schedule, keep, activations)
     offload, waits = _offload(schedule, activations, lookahead)
     budgets, within = _budgets(schedule, kept, activations)
-    chosen, why = _hand_over(schedule, here, hand_over)
+    chosen, why = _device_update(schedule, here, device_update)
     reasons = (*so_far, reason, *within, *waits, *_residents(schedule, here), *why)
     plan = Plan(kept, reasons, here, chosen, offload, budgets, state_delay)
     return replace(schedule, plan=plan)
@@ -113,7 +113,7 @@ def _budgets(
     return chosen, (f"all but the last save {_SELECTIVE:.0%} of it, and compute the rest again",)
 
 
-def _hand_over(
+def _device_update(
     schedule: Schedule, resident: frozenset[int], share: float
 ) -> tuple[frozenset[int], tuple[str, ...]]:
     """The first buckets that make up no more than a share of the streamed parameters."""

@@ -13,7 +13,7 @@ from torch import fx
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
-from megacompile.passes.edit import add_item, add_residuals, calls_by_stage, residual
+from megacompile.passes.edit import add_item, add_saved_values, calls_by_stage, saved_value
 from megacompile.passes.schedule.differentiate import backward_args
 
 
@@ -25,15 +25,15 @@ def insert_recompute(schedule: Schedule) -> Schedule:
     assert new.backward is not None
     forwards = calls_by_stage(new.forward, ops.forward)
     backwards = calls_by_stage(new.backward, ops.backward)
-    residuals = list(new.residuals)
+    saved_values = list(new.saved_values)
     for stage in reversed(new.stages):
         if stage.index in backwards and stage.index not in new.plan.keep:
             call = forwards[stage.index]
             dropped = _forget(new.forward, call, stage)
-            residuals = [name for name in residuals if name not in dropped]
+            saved_values = [name for name in saved_values if name not in dropped]
             if stage.traced.saved:
-                residuals += _recompute(new, call, backwards[stage.index], stage)
-    return add_residuals(new, list(dict.fromkeys(residuals)))
+                saved_values += _recompute(new, call, backwards[stage.index], stage)
+    return add_saved_values(new, list(dict.fromkeys(saved_values)))
 
 
 def _forget(graph: fx.Graph, call: fx.Node, stage: Stage) -> set[str]:
@@ -51,7 +51,7 @@ def _forget(graph: fx.Graph, call: fx.Node, stage: Stage) -> set[str]:
 
 
 def _recompute(new: Schedule, call: fx.Node, backward: fx.Node, stage: Stage) -> list[str]:
-    """Insert a recompute before a backward; gives the residuals it takes."""
+    """Insert a recompute before a backward; gives the saved values it takes."""
     graph = new.backward
     assert graph is not None
     args: list[fx.Node | None] = []
@@ -60,7 +60,7 @@ def _recompute(new: Schedule, call: fx.Node, backward: fx.Node, stage: Stage) ->
         if arg is None:
             args.append(None)
             continue
-        source = residual(new.forward, arg)
+        source = saved_value(new.forward, arg)
         taken.append(source.name)
         args.append(_placeholder(graph, source))
     rng = None
@@ -81,7 +81,7 @@ def _recompute(new: Schedule, call: fx.Node, backward: fx.Node, stage: Stage) ->
 
 
 def _placeholder(graph: fx.Graph, source: fx.Node) -> fx.Node:
-    """The backward's placeholder for a residual, made where there is none; residuals come first."""
+    """The backward's placeholder for a saved value, made where there is none; those come first."""
     existing: list[fx.Node] = graph.find_nodes(op="placeholder")
     for node in existing:
         if node.name == source.name:

@@ -6,9 +6,9 @@ A slot may be filled again once the last compute that reads it has been issued. 
 that are free, the one whose bucket is needed last (or never again) is taken (Belady, 1966). A slot
 is as large as the largest bucket that it gets, so buckets that are larger than most (an embedding,
 a head) prefer one that is large already. At the turn, buckets that the forward left in their slots
-are not fetched again where `hold` allows:
+are not fetched again where `reuse` allows:
 
-    forward ends ... 2F 3F        backward begins 3HOLD@0 2HOLD@2 1HOLD@1 3B 2RECOMPUTE 2B
+    forward ends ... 2F 3F        backward begins 3REUSE@0 2REUSE@2 1REUSE@1 3B 2RECOMPUTE 2B
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megacompile.ir.buckets import Bucket, Slot
 from megacompile.ir.schedule import Schedule
 
 
-def assign_slots(schedule: Schedule, *, slots: int, hold: bool) -> Schedule:
+def assign_slots(schedule: Schedule, *, slots: int, reuse: bool) -> Schedule:
     """The schedule with slots: `slots` of them, or more where one stage reads many buckets.
 
     Args:
@@ -35,7 +35,7 @@ def assign_slots(schedule: Schedule, *, slots: int, hold: bool) -> Schedule:
     new = schedule.copy()
     count = slots
     while True:
-        attempt = _attempt(new, count, hold)
+        attempt = _attempt(new, count, reuse)
         if attempt is not None:
             break
         count += 1
@@ -50,7 +50,7 @@ def assign_slots(schedule: Schedule, *, slots: int, hold: bool) -> Schedule:
             node.update_arg(1, made[place])  # type: ignore[arg-type]
             node.kwargs = {"after": after}
             if node in places.held:
-                node.target = ops.hold
+                node.target = ops.reuse
     held = tuple(sorted(attempt[0].holds.items()))
     return replace(new, slots=made, held=held)
 
@@ -67,14 +67,14 @@ class _Places:
     reused: dict[fx.Node, fx.Node] = field(default_factory=dict)  # -> prefetch that is still there
 
 
-def _attempt(schedule: Schedule, count: int, hold: bool) -> list[_Places] | None:
+def _attempt(schedule: Schedule, count: int, reuse: bool) -> list[_Places] | None:
     """Places for every graph, or None if `count` slots are too few."""
     forward = _place(schedule.forward, count, {}, {})
     if forward is None:
         return None
     if schedule.backward is None:
         return [forward]
-    held = forward.holds if hold else {}
+    held = forward.holds if reuse else {}
     backward = _place(schedule.backward, count, held, forward.sizes)
     return None if backward is None else [forward, backward]
 

@@ -44,7 +44,7 @@ def _within(stage: Stage, budget: float, cache: TemplateCache) -> Template:
     key = (base, budget)
     if key not in cache:
         assert base.joint is not None, "a stage without a backward saves nothing"
-        takes = Takes(base.tangents, base.carries, base.tangent_metas)
+        takes = Takes(base.tangents, base.partial_gradients, base.tangent_metas)
         cache[key] = split(
             stage, base.joint, takes, base.gradients, index=next_index(cache), budget=budget
         )
@@ -67,5 +67,5 @@ def _undifferentiated(schedule: Schedule) -> Schedule:
         call.meta["value"] = call.meta["value"][:results]
     for node in ops.nodes_of(graph, ops.save_rng, ops.snapshot):
         graph.erase_node(node)
-    plain = replace(new, backward=None, residuals=(), gradients=())
+    plain = replace(new, backward=None, saved_values=(), gradients=())
     return plain.copy()  # in a graph of its own, the names of what was erased are free

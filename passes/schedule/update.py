@@ -3,15 +3,15 @@
     before: 2B 1B            after: 2FETCH_STATE 2B 2UPDATE 2OFFLOAD_STATE
                                     1FETCH_STATE 1B 1UPDATE 1OFFLOAD_STATE
 
-        0F 1F 2F             0F 1F RECLAIM 2F
+        0F 1F 2F             0F 1F DRAIN 2F
 
 An update comes behind the bucket's last gradient and its last reader in the backward. The optimizer
 states are fetched `lookahead` stages ahead, as the weights are, in the order of the updates; the
 new parameters and states go back while the next stages compute. With `accumulate`, what earlier
-backwards left on the host is added first, as in `offload`.
+backwards left on the host is added first, as in `offload_saved`.
 
-The last updates of a backward are parked (see `free`), because the next forward should not begin
-with a wait for their copies. Its first half hides them; then `reclaim` gives their memory back,
+The last updates of a backward are deferred (see `free`), because the next forward should not begin
+with a wait for their copies. Its first half hides them; then `drain` gives their memory back,
 before anybody needs as much as a backward does. Where the plan lets more of them wait
 (`plan.state_delay`), that is before the forward's last stage. A forward without a backward, as in
 an evaluation between two steps, does it too.
@@ -28,7 +28,7 @@ from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.tensors import TensorMeta
-from megacompile.passes.schedule.drain import insert_reclaim
+from megacompile.passes.schedule.drain import insert_drain
 from megacompile.passes.schedule.offload_grad import (
     add_so_far,
     last_gradients,
@@ -50,7 +50,7 @@ def insert_updates(
 ) -> Schedule:
     """The schedule whose backward updates every bucket that gets gradients.
 
-    Its forward reclaims what the backward before it parked.
+    Its forward drains what the backward before it deferred.
 
     Args:
         accumulate: add the gradients that are on the host already.
@@ -61,7 +61,7 @@ def insert_updates(
     new = schedule.copy()
     graph = new.backward
     if graph is None:
-        insert_reclaim(new.forward)
+        insert_drain(new.forward)
         return new
     steps = uses(graph)  # before there are updates
     made: list[tuple[fx.Node, int]] = []  # updates, and the uses that they follow
@@ -79,16 +79,16 @@ def insert_updates(
         bucket, weights, total, _ = ops.arguments(updated)
         suffix = suffix_of(bucket)
         with graph.inserting_before(steps[max(0, at - lookahead)].nodes[0]):
-            room = ops.call(graph, ops.alloc_state, bucket, masters, name=f"room_s{suffix}")
-            state = ops.call(graph, ops.fetch_state, bucket, room, masters, name=f"s{suffix}")
+            buffer = ops.call(graph, ops.alloc_state, bucket, masters, name=f"room_s{suffix}")
+            state = ops.call(graph, ops.fetch_state, bucket, buffer, masters, name=f"s{suffix}")
         updated.args = (bucket, weights, total, state)
         params = [bucket.params[i] for i in new.gradient_params[bucket.key]]
         size = sum(param.numel * state_bytes(param.dtype.itemsize) for param in params)
         meta = TensorMeta((int(size),), _BYTE, (1,))
-        for node in (room, state, updated):
+        for node in (buffer, state, updated):
             node.meta["value"] = meta
     if made:
-        insert_reclaim(new.forward, late=new.plan.state_delay > 1)
+        insert_drain(new.forward, late=new.plan.state_delay > 1)
     return new
 
 

@@ -37,7 +37,7 @@ class Takes:
     """What a stage's backward takes: which gradients, and what they look like."""
 
     tangents: tuple[int, ...] = ()  # results of the stage
-    carries: tuple[int, ...] = ()  # primals of the stage
+    partial_gradients: tuple[int, ...] = ()  # primals of the stage
     metas: tuple[TensorMeta, ...] = ()  # of the tangents, then of the carries
 
 
@@ -98,7 +98,7 @@ def split(
         mutated=stage.mutated,
         saved=tuple(TensorMeta.of(n.meta["val"]) for n in saved),
         tangents=takes.tangents,
-        carries=takes.carries,
+        partial_gradients=takes.partial_gradients,
         backward_inputs=backward_inputs,
         gradients=gradients,
         tangent_metas=takes.metas,

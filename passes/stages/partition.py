@@ -54,7 +54,7 @@ def partition(capture: Capture, units: Sequence[Unit]) -> Schedule:
 
 
 @dataclass(slots=True)
-class _Piece:
+class _Chunk:
     """A stage and the captured nodes behind its inputs and outputs."""
 
     stage: Stage
@@ -79,7 +79,7 @@ class _Builder:
     nodes: list[fx.Node]
     segments: list[Segment]
     units: Sequence[Unit]
-    pieces: list[_Piece] = field(default_factory=list)
+    chunks: list[_Chunk] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.position = {node: p for p, node in enumerate(self.nodes)}
@@ -131,7 +131,7 @@ class _Builder:
             mutated=tuple(len(params) + args.index(n) for n in changed),
         )
         results = tuple(self._meta(n, segment.stop) for n in [*outputs, *changed])
-        self.pieces.append(_Piece(stage, args, outputs, changed, results))
+        self.chunks.append(_Chunk(stage, args, outputs, changed, results))
         return stage
 
     def _external(
@@ -232,20 +232,20 @@ class _Builder:
         """The forward graph that calls the stages in order."""
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
-        last_change = {n: p.stage.index for p in self.pieces for n in p.changed if n in self.inputs}
+        last_change = {n: p.stage.index for p in self.chunks for n in p.changed if n in self.inputs}
         for i, (node, item) in enumerate(self.inputs.items()):
             if not isinstance(item, (ParamInput, ConstantInput)):
                 env[node] = graph.placeholder(f"x{i}")
                 env[node].meta["value"] = self._meta(node, 0)
         sources = dict(env)
-        for piece, stage in zip(self.pieces, stages, strict=True):
-            args = tuple(env[n] for n in piece.args)
+        for chunk, stage in zip(self.chunks, stages, strict=True):
+            args = tuple(env[n] for n in chunk.args)
             call = ops.call(graph, ops.forward, stage, (), args, False, name=f"f{stage.index}")
-            results = [*piece.outputs, *piece.changed]
-            call.meta["value"] = piece.metas
+            results = [*chunk.outputs, *chunk.changed]
+            call.meta["value"] = chunk.metas
             for k, node in enumerate(results):
                 env[node] = add_item(graph, call, k, f"y{stage.index}_{k}")
-            for node in piece.changed:
+            for node in chunk.changed:
                 if last_change.get(node) == stage.index:
                     ops.call(graph, ops.assign, sources[node], env[node], after=())
         results_of_all = ops.returned(self.capture.module.graph)

@@ -74,13 +74,13 @@ class _Walk:
             return Takes()
         tangents = tuple(sorted(results))
         sources = {i: self._source(stage, call, i) for i in range(len(stage.primals))}
-        carries = tuple(
+        partial_gradients = tuple(
             i
             for i, source in sources.items()
             if stage.metas[i].requires_grad and source in self.gradients
         )
-        given = [*(results[k] for k in tangents), *(sources[i] for i in carries)]
-        return Takes(tangents, carries, tuple(self.gradients[source] for source in given))
+        given = [*(results[k] for k in tangents), *(sources[i] for i in partial_gradients)]
+        return Takes(tangents, partial_gradients, tuple(self.gradients[source] for source in given))
 
     def gives(self, stage: Stage, template: Template) -> None:
         """Note the gradients that the stage's backward returns."""
@@ -200,7 +200,9 @@ class _Tracer:
         results = [*outputs, *(inputs[i] for i in self.stage.mutated)]
         if not tangents:
             return results, []
-        ends = [results[k] for k in self.takes.tangents] + [primals[k] for k in self.takes.carries]
+        ends = [results[k] for k in self.takes.tangents] + [
+            primals[k] for k in self.takes.partial_gradients
+        ]
         sources = [i for i, p in enumerate(primals) if p.requires_grad]
         with self.ambient.apply(autocast=False):
             found = torch.autograd.grad(

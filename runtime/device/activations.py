@@ -31,7 +31,7 @@ _SLACK = 2  # a buffer may be this many times larger than what it is lent to
 
 
 @dataclass(slots=True, eq=False)
-class _Room:
+class _Buffer:
     buffer: HostBuffer
     size_bytes: int
     read: torch.cuda.Event | None = None  # behind the last copy from it to the device
@@ -104,19 +104,19 @@ class OnHost:
 
 
 def taken(
-    residuals: Mapping[str, Any], name: str, pool: HostPool, queue: torch.cuda.Stream | None
+    saved_values: Mapping[str, Any], name: str, pool: HostPool, queue: torch.cuda.Stream | None
 ) -> Any:
     """What a backward takes as `name`, made on the current stream where the forward left another.
 
-    Schedules of one graph put the same residuals on the host, so that this is a look-up; a backward
+    Schedules of one graph put the same saved values on the host, so this is a look-up; a backward
     that was planned otherwise (for other outputs' gradients) is slower, not wrong.
     """
-    if name in residuals:
-        return residuals[name]
-    waiting = residuals.get(f"{name}_host")
+    if name in saved_values:
+        return saved_values[name]
+    waiting = saved_values.get(f"{name}_host")
     if waiting is not None:
         return waiting.back(queue)
-    return pool.store(residuals[name.removesuffix("_host")], queue)
+    return pool.store(saved_values[name.removesuffix("_host")], queue)
 
 
 class HostPool:
@@ -126,8 +126,8 @@ class HostPool:
         self.pin = pin
         self.lent_bytes = 0
         self.peak_bytes = 0  # that were lent at once
-        self._free: list[_Room] = []  # the longest unused first
-        self._returned: deque[_Room] = deque()  # filled wherever an `OnHost` dies
+        self._free: list[_Buffer] = []  # the longest unused first
+        self._returned: deque[_Buffer] = deque()  # filled wherever an `OnHost` dies
 
     @property
     def held_bytes(self) -> int:
@@ -143,7 +143,7 @@ class HostPool:
         """
         return OnHost(self, value, queue)
 
-    def _lend(self, size_bytes: int, queue: torch.cuda.Stream | None) -> _Room:
+    def _lend(self, size_bytes: int, queue: torch.cuda.Stream | None) -> _Buffer:
         self._collect()
         fitting = [r for r in self._free if size_bytes <= r.size_bytes <= _SLACK * size_bytes]
         if fitting:
@@ -158,7 +158,7 @@ class HostPool:
         room.read = None
         return room
 
-    def _make(self, size_bytes: int) -> _Room:
+    def _make(self, size_bytes: int) -> _Buffer:
         limit = max(self.peak_bytes, self.lent_bytes + size_bytes)
         while self._free and self.held_bytes + size_bytes > limit:
             self._free.pop(0)
@@ -170,7 +170,7 @@ class HostPool:
                 f"{format_bytes(max(free - MARGIN_BYTES, 0))} are available; use "
                 "activations='recompute', or a smaller batch"
             )
-        return _Room(HostBuffer(size_bytes, pin=self.pin), size_bytes)
+        return _Buffer(HostBuffer(size_bytes, pin=self.pin), size_bytes)
 
     def _collect(self) -> None:
         while self._returned:

@@ -73,7 +73,7 @@ class _Call:
             if isinstance(arg, StreamedParameter) and arg.requires_grad
         }
         self.places = tuple(self.positions)
-        self.residuals: dict[str, Any] | None = None
+        self.saved_values: dict[str, Any] | None = None
         self.observed = compat.ddp_around() is not None
         self._handed: dict[int, dict[Place, torch.Tensor]] = {}  # to gates, by the backward
 
@@ -110,21 +110,21 @@ class _Call:
         with self.machine.running:
             self.random = random_state(self.machine.device)
             outputs = self._compute()
-        residuals = self.residuals or {}
+        saved_values = self.saved_values or {}
         if recorded:
             self.machine.pending.add(self)
         self.buckets = self.machine.gradients.buckets
         self.param_versions = [(proxy, compat.version(proxy.root)) for proxy in self.params]
         self.input_versions = {
             name: (self.inputs_by_name[name], compat.version(self.inputs_by_name[name]))
-            for name in residuals
+            for name in saved_values
             if name in self.inputs_by_name
         }
         return [outputs[k] for k in self.program.tensor_outputs()]
 
     def _compute(self) -> list[Any]:
         executor = self.program.executor(self.variant)
-        outputs, self.residuals = executor.forward(
+        outputs, self.saved_values = executor.forward(
             {name: value.detach() for name, value in self.inputs_by_name.items()}
         )
         self.generation = self.machine.slots.generation
@@ -151,7 +151,7 @@ class _Call:
             gradients.run = run = self._prepare(node)
             try:
                 of_inputs = self._attempts(tangents)
-                of_params, of_proxies = run.hand_over()
+                of_params, of_proxies = run.device_update()
             finally:
                 gradients.run = None
         self._handed[compat.backward_id()] = of_params
@@ -187,7 +187,7 @@ class _Call:
         """After a backward that ran out of device memory: the forward again, by a plan that needs
         less. Gradients that are on the host already stay as they are."""
         program, run = self.program, self.machine.gradients.running()
-        self.residuals = None
+        self.saved_values = None
         why = ""
         if ops.nodes_of(program.stages.forward, ops.assign):
             why = "it changes buffers"
@@ -211,23 +211,23 @@ class _Call:
         set_random_state(self.machine.device, now)
 
     def _attempt(self, tangents: dict[int, torch.Tensor]) -> dict[str, torch.Tensor]:
-        residuals = self._take_residuals()
+        saved_values = self._take_saved_values()
         executor = self._executor(tuple(tangents))
         device = self.machine.device
         queue = torch.cuda.current_stream(device) if device.type == "cuda" else None
         inputs = {f"t{k}": gradient for k, gradient in tangents.items()}
         for name in executor.inputs("backward"):
             if name not in inputs:
-                inputs[name] = taken(residuals, name, self.machine.activations, queue)
-        del tangents, residuals
+                inputs[name] = taken(saved_values, name, self.machine.activations, queue)
+        del tangents, saved_values
         return executor.backward(inputs)
 
     def _executor(self, tangents: tuple[int, ...]) -> Executor:
         """The schedule for these gradients; wrong guesses of the forward are corrected here."""
         program = self.program
         forward = program.executor(self.variant).schedule
-        hold = self.machine.slots.generation == self.generation and bool(forward.held)
-        variant = program.variant(tangents=tangents, hold=hold)
+        reuse = self.machine.slots.generation == self.generation and bool(forward.held)
+        variant = program.variant(tangents=tangents, reuse=reuse)
         wanted = forward
         if tangents != self.variant.tangents:
             program.tangents = tangents
@@ -241,8 +241,8 @@ class _Call:
         accumulate = start(wanted.gradient_params)
         variant = replace(variant, accumulate=accumulate, update=update)
         executor = program.executor(variant)
-        if hold and not self.machine.slots.keeps(executor.schedule.slots):
-            return program.executor(replace(variant, hold=False))
+        if reuse and not self.machine.slots.keeps(executor.schedule.slots):
+            return program.executor(replace(variant, reuse=False))
         return executor
 
     def _updates(self) -> bool:
@@ -283,15 +283,15 @@ class _Call:
     def _name(self, place: Place) -> str:
         return self.machine.buckets[place[0]].layout.params[place[1]].name
 
-    def _take_residuals(self) -> dict[str, Any]:
-        if self.residuals is None:
+    def _take_saved_values(self) -> dict[str, Any]:
+        if self.saved_values is None:
             raise BackwardError(
                 f"{self.program.capture.name}: backward() a second time, but what it needs was "
                 "freed by the first; call the first with retain_graph=True"
             )
-        taken = dict(self.residuals)
+        taken = dict(self.saved_values)
         if not compat.keeps_graph():
-            self.residuals = None
+            self.saved_values = None
             self.machine.pending.discard(self)
         return taken
 

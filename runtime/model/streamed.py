@@ -44,7 +44,7 @@ from megacompile.runtime.params.proxies import Proxies, Source, StandIns, Stream
 from megacompile.runtime.params.undo import Undos, hold, undone, use_unguarded
 from megacompile.runtime.step.step import Updates
 from megacompile.runtime.updates.in_backward import InBackward
-from megacompile.runtime.updates.on_device import HandOver
+from megacompile.runtime.updates.on_device import DeviceUpdates
 from megacompile.text import printable
 from megacompile.validate import check_model
 
@@ -82,7 +82,7 @@ class StreamedModel:
             buckets={},
             gradients=Gradients(streams, exact=options.lowering is Lowering.EAGER),
             place=self._place,
-            hand_over=HandOver(streams),
+            device_update=DeviceUpdates(streams),
             detect_anomaly=options.detect_anomaly,
         )
         self.graphs: list[CapturedGraph] = []

@@ -22,9 +22,9 @@ from megacompile.runtime.ops import anomaly
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.gradients import Run
-from megacompile.runtime.updates.device_buffers import Landing, Rooms
+from megacompile.runtime.updates.device_buffers import Landing, UpdateBuffers
 from megacompile.runtime.updates.flight import Flight
-from megacompile.runtime.updates.in_backward import InBackward, Parked
+from megacompile.runtime.updates.in_backward import Deferred, InBackward
 from megacompile.runtime.updates.update import flat
 from megacompile.tracing.recorder import Recording
 
@@ -90,7 +90,7 @@ class BoundOps:
             return self._issue(Stream.H2D, (after, (there,)), copy)
         return self._issue(Stream.H2D, (after,), copy, host)
 
-    def hold(self, bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Handle:
+    def reuse(self, bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Handle:
         slots = self.machine.slots
         return self._issue(Stream.COMPUTE, (after,), lambda: slots.weights(slot, bucket))
 
@@ -139,21 +139,31 @@ class BoundOps:
         return self._issue_many((weights, args), run)
 
     def backward(
-        self, stage: Stage, weights: Any, args: Any, saved: Any, tangents: Any, carries: Any
+        self,
+        stage: Stage,
+        weights: Any,
+        args: Any,
+        saved: Any,
+        tangents: Any,
+        partial_gradients: Any,
     ) -> tuple[Handle, ...]:
         template = stage.traced
-        arg_carries = [i for i in template.carries if isinstance(stage.primals[i], ArgRef)]
+        arg_partial_gradients = [
+            i for i in template.partial_gradients if isinstance(stage.primals[i], ArgRef)
+        ]
 
         def run() -> Sequence[Any]:
-            groups: dict[int, Group] = dict(handle.value for handle in carries[len(arg_carries) :])
+            groups: dict[int, Group] = dict(
+                handle.value for handle in partial_gradients[len(arg_partial_gradients) :]
+            )
             primals = _primals(stage, weights, args)
             inputs = [
                 saved[item.index].value if isinstance(item, SavedRef) else primals[item]
                 for item in template.backward_inputs
             ]
             flows = [tangent.value for tangent in tangents]
-            flowing = iter(carries[: len(arg_carries)])
-            for i in template.carries:
+            flowing = iter(partial_gradients[: len(arg_partial_gradients)])
+            for i in template.partial_gradients:
                 ref = stage.primals[i]
                 if isinstance(ref, ArgRef):
                     flows.append(next(flowing).value)
@@ -167,7 +177,7 @@ class BoundOps:
                 anomaly.check(stage, given, found, inf=self.machine.detect_anomaly)
             return self._sort(stage, found, groups)
 
-        return self._issue_many((weights, args, saved, tangents, carries), run)
+        return self._issue_many((weights, args, saved, tangents, partial_gradients), run)
 
     @staticmethod
     def _sort(stage: Stage, found: Sequence[Any], groups: dict[int, Group]) -> list[Any]:
@@ -188,39 +198,41 @@ class BoundOps:
 
     # What waits on the host between a forward and its backward.
 
-    def offload(self, stage: Stage, value: Handle) -> Handle:
+    def offload_saved(self, stage: Stage, value: Handle) -> Handle:
         del stage
         pool, queue = self.machine.activations, self.machine.streams.copies(Stream.D2H)
         return self._issue(Stream.D2H, (value,), lambda: pool.store(value.value, queue))
 
-    def alloc(self, stage: Stage, on_host: Handle) -> Handle:
+    def alloc_saved(self, stage: Stage, on_host: Handle) -> Handle:
         del stage
         return self._issue(Stream.COMPUTE, (), lambda: on_host.value.empty())
 
-    def fetch(self, stage: Stage, on_host: Handle, room: Handle) -> Handle:
+    def fetch_saved(self, stage: Stage, on_host: Handle, buffer: Handle) -> Handle:
         del stage
         copy, queue = on_host.value, self.machine.streams.copies(Stream.H2D)
         offloaded = Handle(None, Stream.D2H, copy.ready)  # in the forward, which is another graph
-        return self._issue(Stream.H2D, (room, offloaded), lambda: copy.copy_to(room.value, queue))
+        return self._issue(
+            Stream.H2D, (buffer, offloaded), lambda: copy.copy_to(buffer.value, queue)
+        )
 
     def alloc_grad(self, bucket: Bucket) -> Handle:
         device = self.machine.device
 
         def allocate() -> tuple[int, Group]:
             host = self.machine.buckets[bucket.key]
-            room = {
+            buffer = {
                 i: torch.empty_like(host.values[i], dtype=host.grad_dtype, device=device)
                 for i in self.gradient_params[bucket.key]
             }
-            return bucket.key, room
+            return bucket.key, buffer
 
         return self._issue(Stream.COMPUTE, (), allocate)
 
-    def fetch_grad(self, bucket: Bucket, room: Handle) -> Handle:
+    def fetch_grad(self, bucket: Bucket, buffer: Handle) -> Handle:
         run = self._run
 
         def copy() -> tuple[int, Group]:
-            key, group = room.value
+            key, group = buffer.value
             for i, tensor in group.items():
                 source = run.so_far(key, i)
                 if source is None:
@@ -229,7 +241,7 @@ class BoundOps:
                     tensor.copy_(source, non_blocking=True)
             return key, group
 
-        return self._issue(Stream.H2D, (room,), copy)
+        return self._issue(Stream.H2D, (buffer,), copy)
 
     def add_grad(self, bucket: Bucket, so_far: Handle, gradients: Handle) -> Handle:
         def add() -> tuple[int, Group]:
@@ -265,12 +277,12 @@ class BoundOps:
             key, group = gradients.value
             again = run.drops_any(key, group)
             if norms is not None and not again:  # first: clip_grad_norm_ waits for them alone
-                room = run.norms_room(key, self.gradient_params[key])
-                room.copy_(norms.value, non_blocking=True)
+                buffer = run.norms_buffer(key, self.gradient_params[key])
+                buffer.copy_(norms.value, non_blocking=True)
                 run.norms_copied(key, queue)
             for i, gradient in group.items():
                 if not run.drops(key, i):
-                    run.room(key, i).copy_(gradient, non_blocking=True)
+                    run.buffer(key, i).copy_(gradient, non_blocking=True)
 
         waits = (gradients,) if norms is None else (gradients, norms)
         handle = self._issue(Stream.D2H, waits, copy)
@@ -290,30 +302,30 @@ class BoundOps:
         machine, trained = self.machine, self.gradient_params[bucket.key]
         host = machine.buckets[bucket.key]
 
-        def allocate() -> Rooms:
+        def allocate() -> UpdateBuffers:
             if machine.in_backward is None:
-                return machine.hand_over.alloc(host, trained, masters=masters)
+                return machine.device_update.alloc(host, trained, masters=masters)
             return machine.in_backward.alloc(host, machine.device, masters=masters)
 
         return self._issue(Stream.COMPUTE, (), allocate)
 
-    def fetch_state(self, bucket: Bucket, room: Handle, masters: bool) -> Handle:
+    def fetch_state(self, bucket: Bucket, buffer: Handle, masters: bool) -> Handle:
         host = self.machine.buckets[bucket.key]
         landing = _landing(host)
-        waits = (room,) if landing is None else (room, Handle(None, Stream.D2H, landing.states))
-        source = self.machine.in_backward or self.machine.hand_over
+        waits = (buffer,) if landing is None else (buffer, Handle(None, Stream.D2H, landing.states))
+        source = self.machine.in_backward or self.machine.device_update
         return self._issue(
-            Stream.H2D, waits, lambda: source.fetch(host, room.value, masters=masters)
+            Stream.H2D, waits, lambda: source.fetch(host, buffer.value, masters=masters)
         )
 
-    def hand_over(self, bucket: Bucket, gradients: Handle, state: Handle) -> Handle:
+    def device_update(self, bucket: Bucket, gradients: Handle, state: Handle) -> Handle:
         machine = self.machine
         host, trained = machine.buckets[bucket.key], self.gradient_params[bucket.key]
         run = self._run
 
         def keep() -> None:
             if all(run.is_final(bucket.key, i) for i in trained):
-                machine.hand_over.keep(host, gradients.value[1], state.value)
+                machine.device_update.keep(host, gradients.value[1], state.value)
 
         return self._issue(Stream.COMPUTE, (gradients, state), keep)
 
@@ -340,28 +352,28 @@ class BoundOps:
 
         return self._issue(Stream.D2H, (updated,), copy)
 
-    def park(self, value: Handle, *, after: tuple[Handle, ...] = ()) -> None:
+    def defer_free(self, value: Handle, *, after: tuple[Handle, ...] = ()) -> None:
         for handle in after:
             if handle.event is not None:  # there is none on the CPU
                 owner = torch.cuda.current_stream(self.machine.device)
                 if (landing := handle.value) is not None:
                     landing.stays(value.value)
-                parked = Parked(value.value, handle.event, owner, landing)
-                self._updates.park([parked])
+                deferred = Deferred(value.value, handle.event, owner, landing)
+                self._updates.defer_free([deferred])
 
-    def reclaim(self) -> Handle:
+    def drain(self) -> Handle:
         machine = self.machine
-        parked = [] if machine.in_backward is None else machine.in_backward.take_parked()
-        machine.hand_over.land()
-        copies = tuple(Handle(None, Stream.D2H, entry.copied) for entry in parked)
+        deferred = [] if machine.in_backward is None else machine.in_backward.take_deferred()
+        machine.device_update.land()
+        copies = tuple(Handle(None, Stream.D2H, entry.copied) for entry in deferred)
         taken = tuple(handle for _, handle in machine.alive)  # prefetches out of it
 
         def drop() -> None:
-            for entry in parked:  # its owner uses it next: the user may have changed streams
+            for entry in deferred:  # its owner uses it next: the user may have changed streams
                 entry.owner.wait_event(entry.copied)
                 if entry.landing is not None:
                     entry.landing.fresh.clear()
-            parked.clear()
+            deferred.clear()
             machine.alive.clear()
 
         return self._issue(Stream.COMPUTE, (*copies, *taken), drop)

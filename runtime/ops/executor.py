@@ -31,7 +31,7 @@ class Executor:
     def __init__(self, schedule: Schedule, machine: Machine) -> None:
         self.schedule = schedule
         self.machine = machine
-        machine.hand_over.keys |= schedule.plan.hand_over
+        machine.device_update.keys |= schedule.plan.device_update
         self._inputs = {
             name: [node.name for node in graph.find_nodes(op="placeholder")]
             for name, graph in schedule.graphs.items()
@@ -61,17 +61,17 @@ class Executor:
         return self._inputs[name]
 
     def forward(self, inputs: dict[str, torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """Run the forward; gives outputs and the residuals, by name.
+        """Run the forward; gives outputs and the saved values, by name.
 
         A host parameter may be changed as soon as this returns: the last prefetch is done.
         """
-        outputs, residuals = self._call("forward", inputs)
+        outputs, saved_values = self._call("forward", inputs)
         self.machine.streams.synchronize(Stream.H2D)
         self.machine.alive.clear()
         if self.schedule.backward is not None:
             self.machine.order[:] = [bucket.key for bucket in self.schedule.buckets]
         given = [_plain(value) for value in outputs]
-        kept = dict(zip(self.schedule.residuals, map(_plain, residuals), strict=True))
+        kept = dict(zip(self.schedule.saved_values, map(_plain, saved_values), strict=True))
         _watch(given, kept)
         return _alone(given), kept
 
@@ -121,14 +121,14 @@ class _Kept(torch.Tensor):
     __torch_function__ = compat.NO_TORCH_FUNCTION  # type: ignore[assignment]
 
 
-def _watch(outputs: Sequence[Any], residuals: dict[str, Any]) -> None:
+def _watch(outputs: Sequence[Any], saved_values: dict[str, Any]) -> None:
     """Note the versions of what shares memory with an output."""
     given = {_memory(value) for value in outputs if isinstance(value, torch.Tensor)}
-    for name, value in residuals.items():
+    for name, value in saved_values.items():
         if isinstance(value, torch.Tensor) and _memory(value) in given:
             kept = value.detach().as_subclass(_Kept)
             kept.version = compat.version(kept)
-            residuals[name] = kept
+            saved_values[name] = kept
 
 
 def _alone(outputs: Sequence[Any]) -> list[Any]:

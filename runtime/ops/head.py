@@ -48,10 +48,10 @@ def _linear_cross_entropy(
         gradient.zero_()
     d_hidden, d_weight, d_bias = gradients
     total = hidden.new_zeros((), dtype=sum_dtype(hidden.dtype))
-    room = hidden.new_empty(min(chunk_rows, hidden.shape[0]), weight.shape[0])
+    buffer = hidden.new_empty(min(chunk_rows, hidden.shape[0]), weight.shape[0])
     for start in range(0, hidden.shape[0], chunk_rows):
         x = hidden[start : start + chunk_rows]
-        logits = room[: x.shape[0]]
+        logits = buffer[: x.shape[0]]
         if bias is None:
             torch.mm(x, weight.t(), out=logits)
         else:

@@ -18,7 +18,7 @@ from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.gradients import Gradients
 from megacompile.runtime.params.proxies import StreamedParameter
 from megacompile.runtime.updates.in_backward import InBackward
-from megacompile.runtime.updates.on_device import HandOver
+from megacompile.runtime.updates.on_device import DeviceUpdates
 from megacompile.tracing.recorder import Tracer
 
 
@@ -32,7 +32,7 @@ class Machine:
     buckets: dict[int, HostBucket]  # by key
     gradients: Gradients
     place: Callable[[StreamedParameter], tuple[Bucket, int]]  # a parameter's bucket and index
-    hand_over: HandOver  # where optimizer.step() updates on the device
+    device_update: DeviceUpdates  # where optimizer.step() updates on the device
     in_backward: InBackward | None = None  # where the backward updates
     before_step: Callable[[], None] = lambda: None  # called when an optimizer's step begins
     pending: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # backwards to come

@@ -62,8 +62,8 @@ class BlockwiseTensor(torch.Tensor):
             self.shape, self.stride(), dtype=torch.float32, device=self.codes.device
         )
         flat = laid_out.copy_(values).as_strided((self.numel(),), (1,))
-        for room, new in zip((self.codes, self.absmax), quantize(flat, self.signed), strict=True):
-            room.copy_(new)
+        for buffer, new in zip((self.codes, self.absmax), quantize(flat, self.signed), strict=True):
+            buffer.copy_(new)
 
     def clear(self) -> None:
         """Zeros, as quantizing them gives: a billion of those would take seconds."""

@@ -17,7 +17,7 @@ from megacompile import compat
 from megacompile.runtime.device.streams import Streams
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.consumed import consume
-from megacompile.runtime.params.lazy import Served
+from megacompile.runtime.params.lazy import LazyGradient
 
 Place = tuple[int, int]  # (bucket key, parameter's index in it)
 
@@ -131,7 +131,7 @@ class BackwardPass:
                     continue  # who holds another name for it may change it unseen
                 if type(gradient) is torch.Tensor:
                     of_it = functools.partial(norms.get, k)
-                    Served(gradient, settle, of_it, bucket.layout.params[i].name)
+                    LazyGradient(gradient, settle, of_it, bucket.layout.params[i].name)
 
 
 class Norms:
@@ -142,10 +142,10 @@ class Norms:
         room: (2, len(indices)) float32: L2 norms and largest absolute values.
     """
 
-    def __init__(self, indices: tuple[int, ...], room: torch.Tensor) -> None:
+    def __init__(self, indices: tuple[int, ...], buffer: torch.Tensor) -> None:
         self.indices = indices
         self.copied: torch.cuda.Event | None = None  # behind the copy
-        self._room = room
+        self._buffer = buffer
         self._values: list[list[float]] = []
 
     def get(self, k: int) -> tuple[float, float]:
@@ -153,7 +153,7 @@ class Norms:
         if not self._values:
             if self.copied is not None:
                 self.copied.synchronize()
-            self._values = self._room.tolist()
+            self._values = self._buffer.tolist()
         return self._values[0][k], self._values[1][k]
 
 

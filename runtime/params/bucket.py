@@ -84,7 +84,7 @@ class HostBucket:
         self._values_lie_in, self._places, self.values = self._masters(buffer)
         self.homes = [value.data_ptr() for value in self.values]
         self.grads: dict[int, torch.Tensor] = {}
-        self.states: WeakKeyDictionary[Any, StateRooms] = WeakKeyDictionary()  # by the optimizer
+        self.states: WeakKeyDictionary[Any, StateBuffers] = WeakKeyDictionary()  # by the optimizer
         self.in_flight: InFlight | None = None
         self._failed = False  # and somebody is to be told
         self.offered: Offer | None = None  # to optimizer.step(), by the backward
@@ -310,7 +310,7 @@ class HostBucket:
 
     def states_of(self, owner: object) -> dict[str, dict[int, State]]:
         """The rooms of an optimizer's states: name -> parameter's index -> state."""
-        return self.states.setdefault(owner, StateRooms()).by_name
+        return self.states.setdefault(owner, StateBuffers()).by_name
 
     def make_state(
         self, owner: object, name: str, dtypes: Mapping[int, torch.dtype], *, pin: bool
@@ -414,7 +414,7 @@ State = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # 8 bits: codes and la
 
 
 @dataclass(slots=True)
-class StateRooms:
+class StateBuffers:
     """Where the states of one optimizer lie, of the parameters of one bucket."""
 
     by_name: dict[str, dict[int, State]] = field(default_factory=dict)

@@ -169,7 +169,7 @@ class Run:
 
     def so_far(self, key: int, index: int) -> torch.Tensor | None:
         """The host gradient to add to; None where there is none."""
-        return self.room(key, index) if self.goes.get((key, index)) in _ADDS else None
+        return self.buffer(key, index) if self.goes.get((key, index)) in _ADDS else None
 
     def drops(self, key: int, index: int) -> bool:
         """Does a gradient go nowhere, or is it there already?"""
@@ -193,7 +193,7 @@ class Run:
         looks = place in self.hooked or place in self.shared or place in self.joined
         return self.observed or looks
 
-    def room(self, key: int, index: int) -> torch.Tensor:
+    def buffer(self, key: int, index: int) -> torch.Tensor:
         """Where a gradient goes."""
         place = key, index
         bucket, goes = self._of.buckets[key], self.goes[place]
@@ -207,12 +207,12 @@ class Run:
             self.apart[place] = torch.empty_like(like, dtype=bucket.grad_dtype, device=device)
         return self.apart[place]
 
-    def norms_room(self, key: int, indices: Sequence[int]) -> torch.Tensor:
+    def norms_buffer(self, key: int, indices: Sequence[int]) -> torch.Tensor:
         """Where the norms of these gradients go: (2, len(indices)) float32, L2 and largest."""
         pin = self._of.streams.device.type == "cuda"
-        room = torch.empty(2, len(indices), dtype=torch.float32, pin_memory=pin)
-        self.backward.norms[key] = Norms(tuple(indices), room)
-        return room
+        buffer = torch.empty(2, len(indices), dtype=torch.float32, pin_memory=pin)
+        self.backward.norms[key] = Norms(tuple(indices), buffer)
+        return buffer
 
     def norms_copied(self, key: int, queue: torch.cuda.Stream | None) -> None:
         """The norms of a bucket are on their way to their room."""
@@ -226,7 +226,7 @@ class Run:
 
     # For autograd.
 
-    def hand_over(self) -> tuple[dict[Place, torch.Tensor], dict[Place, torch.Tensor]]:
+    def device_update(self) -> tuple[dict[Place, torch.Tensor], dict[Place, torch.Tensor]]:
         """What autograd gets, now that the schedule has been issued: for parameters, for proxies.
 
         A tensor among it is held by nobody else, so that autograd may take it as it is.
@@ -240,9 +240,9 @@ class Run:
                 continue
             if goes in _IN_BUCKET:
                 self._take_place(place, goes)
-                of_params[place] = self.room(*place).detach()
+                of_params[place] = self.buffer(*place).detach()
             elif goes is Goes.APART:
-                memory = self.room(*place)
+                memory = self.buffer(*place)
                 del self.apart[place]
                 if place not in self.shared:
                     self.backward.handed[place] = memory
@@ -261,7 +261,7 @@ class Run:
 
     def _take_place(self, place: Place, goes: Goes) -> None:
         backward, param = self.backward, self._of.param(place)
-        backward.handed[place] = self.room(*place)
+        backward.handed[place] = self.buffer(*place)
         backward.taken.add(place)
         if self.watches(place):
             backward.watched.add(place)
@@ -384,11 +384,13 @@ class Gradients:
         there = [(place, gradient) for place, gradient in there if not _is_gone(gradient)]
         if not there:  # as behind zero_grad()
             return
-        rooms = {g.data_ptr(): (k, i) for k, b in self.buckets.items() for i, g in b.grads.items()}
+        buffers = {
+            g.data_ptr(): (k, i) for k, b in self.buckets.items() for i, g in b.grads.items()
+        }
         for place, gradient in there:
             if gradient is None or gradient.layout is not torch.strided:
                 continue
-            if gradient.numel() and rooms.get(gradient.data_ptr(), place) != place:
+            if gradient.numel() and buffers.get(gradient.data_ptr(), place) != place:
                 gradient.data = gradient.detach().clone()
 
     def take(self, key: int) -> dict[int, torch.Tensor]:

@@ -21,7 +21,7 @@ from megacompile.errors import BackwardError
 from megacompile.runtime.params.guards import guard, guard_of, release
 
 
-class Served:
+class LazyGradient:
     """Guards one `p.grad`.
 
     Args:
@@ -80,10 +80,10 @@ class Served:
         return torch.tensor(norm, dtype=tensor.dtype)
 
 
-def served(tensor: torch.Tensor | None) -> Served | None:
+def served(tensor: torch.Tensor | None) -> LazyGradient | None:
     """Who serves a gradient now."""
     found = guard_of(tensor)
-    return found if isinstance(found, Served) else None
+    return found if isinstance(found, LazyGradient) else None
 
 
 def _norms(tensors: Sequence[Any], order: Any) -> list[torch.Tensor] | None:

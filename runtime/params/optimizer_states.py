@@ -72,7 +72,7 @@ def names_like(param: torch.Tensor, state: dict[str, Any]) -> list[str]:
     ]
 
 
-def make_rooms(
+def make_buffers(
     optimizer: Optimizer,
     bucket: HostBucket,
     wanted: Iterable[tuple[Trained, str, torch.dtype | str]],
@@ -111,15 +111,15 @@ def adopt(
     optimizer: Optimizer, bucket: HostBucket, i: int, state: dict[str, Any], names: Iterable[str]
 ) -> None:
     """Let `state` have views of the rooms; what was there (a loaded checkpoint) is copied."""
-    rooms = bucket.states_of(optimizer)
+    buffers = bucket.states_of(optimizer)
     rule = rule_of(optimizer)
     for name in names:
-        given, room = state.get(name), rooms[name][i]
-        if isinstance(room, tuple):
-            if not (isinstance(given, BlockwiseTensor) and given.codes is room[0]):
+        given, buffer = state.get(name), buffers[name][i]
+        if isinstance(buffer, tuple):
+            if not (isinstance(given, BlockwiseTensor) and given.codes is buffer[0]):
                 view = BlockwiseTensor(
                     bucket.values[i],
-                    *room,
+                    *buffer,
                     signed=rule is None or rule.signed(name),
                     settle=bucket.settle,
                 )
@@ -129,13 +129,13 @@ def adopt(
                 else:
                     view.store(to_plain(given).float())
                 state[name] = view
-        elif given is None or given.data_ptr() != room.data_ptr() or room.numel() == 0:
+        elif given is None or given.data_ptr() != buffer.data_ptr() or buffer.numel() == 0:
             bucket.withdraw()
             if given is None:
-                room.zero_()
+                buffer.zero_()
             else:
-                room.copy_(to_plain(given))
-            state[name] = room.detach()
+                buffer.copy_(to_plain(given))
+            state[name] = buffer.detach()
 
 
 def for_update(
@@ -155,16 +155,16 @@ def for_update(
         names: the states that a rule takes; others may be left from options before. None: all that
             the optimizer's own step takes, its counter too.
     """
-    rooms = bucket.states_of(optimizer)
+    buffers = bucket.states_of(optimizer)
     found: dict[str, Any] = {}
     for name, value in state.items():
         if names is not None and name not in names:
             continue
-        room = rooms.get(name, {}).get(i)
-        if isinstance(value, BlockwiseTensor) and not isinstance(room, tuple):
+        buffer = buffers.get(name, {}).get(i)
+        if isinstance(value, BlockwiseTensor) and not isinstance(buffer, tuple):
             found[name] = value.plain()
-        elif room is not None:
-            found[name] = room
+        elif buffer is not None:
+            found[name] = buffer
         else:
             found[name] = value.detach() if isinstance(value, torch.Tensor) else value
     if names is None and isinstance(state.get("step"), torch.Tensor):

@@ -39,7 +39,7 @@ from megacompile.runtime.params.optimizer_states import (
     count_up,
     drop_empty,
     for_update,
-    make_rooms,
+    make_buffers,
     move_loaded,
     names_like,
     new_counter,
@@ -50,12 +50,12 @@ from megacompile.runtime.params.optimizer_states import (
 from megacompile.runtime.step import hooks
 from megacompile.runtime.updates.device_buffers import note_changes
 from megacompile.runtime.updates.flight import Flight
-from megacompile.runtime.updates.on_device import Handed
+from megacompile.runtime.updates.on_device import DeviceUpdate
 from megacompile.runtime.updates.refusals import check, rehearse
-from megacompile.runtime.updates.update import BucketUpdate, Step, Way
+from megacompile.runtime.updates.update import BucketUpdate, Step, UpdatePath
 from megacompile.runtime.updates.workers import Job, Workers
 
-_RULES = (Way.COMPILED, Way.TORCH, Way.BACKWARD, Way.RESIDENT)
+_RULES = (UpdatePath.COMPILED, UpdatePath.TORCH, UpdatePath.BACKWARD, UpdatePath.RESIDENT)
 
 
 @dataclass(eq=False, slots=True)
@@ -68,7 +68,7 @@ class _Part:
     visible: list[torch.Tensor]  # the same, and the gradients that nobody guards
     aliased: bool  # somebody has its memory under a name that cannot be guarded
     first: list[Step]  # whose states torch.optim's own first step will make
-    handed: Handed | None  # what the backward left on the device for it
+    handed: DeviceUpdate | None  # what the backward left on the device for it
 
 
 @dataclass(eq=False, slots=True)
@@ -100,7 +100,7 @@ class Updates:
         self._workers = Workers(machine.device)
         self._copies = Background("megacompile-offload")
         self._said: set[str] = set()
-        self.ways: dict[str, Way] = {}  # by the bucket's name, of the last step
+        self.ways: dict[str, UpdatePath] = {}  # by the bucket's name, of the last step
         hooks.tell(self)
         if options.state_dtype is not None:
             reference = weakref.ref(self)
@@ -153,7 +153,7 @@ class Updates:
                 prepared.parts.append(part)
                 part.update.prepare(compiled)
                 rehearse(where, optimizer, part.update, part.trained, rehearsed)
-                if self._helps and part.update.suits_pieces():
+                if self._helps and part.update.suits_chunks():
                     part.update.on_device = True
                     part.update.bucket.lock_states(optimizer)
         except BaseException:
@@ -231,7 +231,7 @@ class Updates:
     def _part(self, optimizer: Optimizer, bucket: HostBucket, trained: list[Trained]) -> _Part:
         update = self._update(optimizer, bucket, trained)
         offer = bucket.take_offer()
-        assert offer is None or isinstance(offer, Handed)
+        assert offer is None or isinstance(offer, DeviceUpdate)
         part = _Part(update, trained, [], [], aliased=False, first=[], handed=None)
         for each in trained:
             mine = visible(each.state)
@@ -244,14 +244,14 @@ class Updates:
             # a gradient's two names: ours, and p.grad (of one of the user's, what the step reads)
             if bucket.aliased(each.at) or any(map(is_shared, (*mine, gradient))):
                 part.aliased = True
-            if update.way is Way.STOCK and _has_tensors(each.group):
+            if update.way is UpdatePath.STOCK and _has_tensors(each.group):
                 part.aliased = True  # see float64 in for_update
         if update.makes_states():
             part.first = update.new()
         if offer is not None:
-            by_rule = update.way in (Way.COMPILED, Way.TORCH)
+            by_rule = update.way in (UpdatePath.COMPILED, UpdatePath.TORCH)
             if by_rule and not part.aliased and offer.fits(update.steps):
-                update.way, part.handed = Way.HANDED, offer
+                update.way, part.handed = UpdatePath.HANDED, offer
             else:
                 offer.drop()
         return part
@@ -260,9 +260,11 @@ class Updates:
         self, optimizer: Optimizer, bucket: HostBucket, trained: Sequence[Trained]
     ) -> BucketUpdate:
         way = self._way(optimizer, bucket, trained)
-        pin = way is Way.DEVICE or self.machine.in_backward is not None
-        pin = pin or bucket.layout.key in self.machine.hand_over.keys
-        self._make_rooms(optimizer, bucket, trained, by_rule=way in _RULES, pin=pin and self._cuda)
+        pin = way is UpdatePath.DEVICE or self.machine.in_backward is not None
+        pin = pin or bucket.layout.key in self.machine.device_update.keys
+        self._make_buffers(
+            optimizer, bucket, trained, by_rule=way in _RULES, pin=pin and self._cuda
+        )
         update = BucketUpdate(bucket, way, type(optimizer), self.machine.device)
         for each in trained:
             gradient = each.param.grad
@@ -290,17 +292,19 @@ class Updates:
         """Does the device help with the updates of host memory?"""
         return self._cuda and self.options.device_helps
 
-    def _way(self, optimizer: Optimizer, bucket: HostBucket, trained: Sequence[Trained]) -> Way:
+    def _way(
+        self, optimizer: Optimizer, bucket: HostBucket, trained: Sequence[Trained]
+    ) -> UpdatePath:
         if rule_of(optimizer) is None:
-            return Way.DEVICE if self._cuda else Way.STOCK
+            return UpdatePath.DEVICE if self._cuda else UpdatePath.STOCK
         if bucket.resident is not None:
-            return Way.RESIDENT
+            return UpdatePath.RESIDENT
         plain = all(self._is_plain(each.param) for each in trained)
         if self.options.lowering is Lowering.EAGER:
-            return Way.STOCK if plain else Way.TORCH
+            return UpdatePath.STOCK if plain else UpdatePath.TORCH
         if compat.has_cpp_compiler():
-            return Way.COMPILED
-        return Way.FUSED if plain else Way.TORCH
+            return UpdatePath.COMPILED
+        return UpdatePath.FUSED if plain else UpdatePath.TORCH
 
     def _state_dtype(self, param: torch.Tensor) -> torch.dtype | str:
         wanted = self.options.state_dtype
@@ -310,7 +314,7 @@ class Updates:
             return torch.float32
         return wanted
 
-    def _make_rooms(
+    def _make_buffers(
         self,
         optimizer: Optimizer,
         bucket: HostBucket,
@@ -328,7 +332,7 @@ class Updates:
             else:
                 names = names_like(each.param, each.state)
                 wanted += [(each, name, each.state[name].dtype) for name in names]
-        if make_rooms(optimizer, bucket, wanted, pin=pin):
+        if make_buffers(optimizer, bucket, wanted, pin=pin):
             hooks.convert_state_dicts(optimizer)
 
     def _step(
@@ -338,7 +342,7 @@ class Updates:
         trained: Trained,
         gradient: torch.Tensor,
         scale: float,
-        way: Way,
+        way: UpdatePath,
     ) -> Step:
         param, i, group, state = trained
         rule = rule_of(optimizer) if way in _RULES else None
@@ -371,11 +375,11 @@ class Updates:
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         params = [(bucket.params[i], i) for i in indices]
         trained = [Trained(p, i, groups[id(p)], optimizer.state[p]) for p, i in params]
-        self._make_rooms(optimizer, bucket, trained, by_rule=True, pin=self._cuda)
-        self.ways[bucket.layout.name] = Way.BACKWARD
+        self._make_buffers(optimizer, bucket, trained, by_rule=True, pin=self._cuda)
+        self.ways[bucket.layout.name] = UpdatePath.BACKWARD
         none = torch.empty(0)
         return {
-            each.at: self._step(optimizer, bucket, each, none, 1.0, Way.BACKWARD)
+            each.at: self._step(optimizer, bucket, each, none, 1.0, UpdatePath.BACKWARD)
             for each in trained
         }
 
@@ -406,7 +410,7 @@ class Updates:
         for part in parts:
             update = part.update
             self.ways[update.bucket.layout.name] = update.way
-            if update.way is Way.RESIDENT:
+            if update.way is UpdatePath.RESIDENT:
                 update()
                 note_changes(update.bucket, [step.index for step in update.steps])
             elif part.handed is None:
@@ -417,11 +421,11 @@ class Updates:
             if part.handed is not None:
                 part.handed.step(part.update.bucket, part.update.steps, self._copies)
                 part.handed = None
-                self.machine.hand_over.flying.append(part.update.bucket)
+                self.machine.device_update.flying.append(part.update.bucket)
         for part in parts:
             update, key = part.update, part.update.bucket.layout.key
-            if update.way in (Way.COMPILED, Way.TORCH, Way.HANDED):
-                self.machine.hand_over.learn(optimizer, key, update.steps, part.states)
+            if update.way in (UpdatePath.COMPILED, UpdatePath.TORCH, UpdatePath.HANDED):
+                self.machine.device_update.learn(optimizer, key, update.steps, part.states)
             if part.aliased or part.first:
                 update.bucket.settle()
             self._install(optimizer, update.bucket, part.first)

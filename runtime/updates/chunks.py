@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from megacompile.cost.optimizer import PIECE_BYTES, PIECES
+from megacompile.cost.optimizer import CHUNK_BYTES, CHUNKS
 from megacompile.runtime.optim.blockwise import BLOCK, absmax_numel
 from megacompile.runtime.optim.kernels.bucket import update_bucket
 from megacompile.runtime.optim.rule import OptimizerRule
@@ -22,14 +22,14 @@ _STEP = 16 * BLOCK  # elements that a piece is a multiple of
 _LEAST_BYTES = 2**20  # enough for so many of any dtypes
 
 
-class PieceStreams:
+class ChunkStreams:
     """The streams that pieces move on, beside those of the schedules."""
 
     def __init__(self, device: torch.device) -> None:
         self.h2d, self.compute, self.d2h = (torch.cuda.Stream(device) for _ in range(3))
 
 
-class Pieces:
+class Chunks:
     """Rooms on the device for the pieces of some updates.
 
     Made by the thread that computes, so that they are of its stream's memory and go back to it;
@@ -40,29 +40,29 @@ class Pieces:
         updates: that will be made; the rooms are no larger than the largest of them.
     """
 
-    def __init__(self, streams: PieceStreams, updates: Iterable[Update]) -> None:
+    def __init__(self, streams: ChunkStreams, updates: Iterable[Update]) -> None:
         self.streams = streams
         self.device = streams.compute.device
         largest = max(_bytes_of(update, update.param.numel()) for update in updates)
-        self.room_bytes = max(min(largest, PIECE_BYTES), _LEAST_BYTES)
-        self.rooms = [
-            torch.empty(self.room_bytes, dtype=torch.uint8, device=self.device)
-            for _ in range(PIECES)
+        self.buffer_bytes = max(min(largest, CHUNK_BYTES), _LEAST_BYTES)
+        self.buffers = [
+            torch.empty(self.buffer_bytes, dtype=torch.uint8, device=self.device)
+            for _ in range(CHUNKS)
         ]
         self.ours = torch.cuda.current_stream(self.device).record_event()  # from then on
 
     @torch.no_grad()
     def update(self, rule: OptimizerRule, whole: Update) -> None:
         """Make the update of flat tensors in page-locked host memory, and wait for its end."""
-        ends: list[torch.cuda.Event | None] = [None] * len(self.rooms)
+        ends: list[torch.cuda.Event | None] = [None] * len(self.buffers)
         with torch.cuda.device(self.device):
             self.streams.h2d.wait_event(self.ours)
             try:
-                for k, here in enumerate(pieces(whole, self.room_bytes)):
-                    at = k % len(self.rooms)
+                for k, here in enumerate(chunks(whole, self.buffer_bytes)):
+                    at = k % len(self.buffers)
                     if (end := ends[at]) is not None:
                         end.synchronize()
-                    ends[at] = _issue(rule, here, self.rooms[at], self.streams)
+                    ends[at] = _issue(rule, here, self.buffers[at], self.streams)
                 for end in ends:
                     if end is not None:
                         end.synchronize()
@@ -73,10 +73,10 @@ class Pieces:
 
 
 def _issue(
-    rule: OptimizerRule, here: Update, room: torch.Tensor, streams: PieceStreams
+    rule: OptimizerRule, here: Update, buffer: torch.Tensor, streams: ChunkStreams
 ) -> torch.cuda.Event:
     """Fetch a piece, update it, bring it back; gives the event of its end."""
-    there = _placed(here, room)
+    there = _placed(here, buffer)
     with torch.cuda.stream(streams.h2d):
         _copy(there, here, fetched=True)
     streams.compute.wait_stream(streams.h2d)
@@ -97,11 +97,11 @@ def _copy(into: Update, source: Update, *, fetched: bool) -> None:
             a.copy_(b, non_blocking=True)
 
 
-def pieces(whole: Update, room_bytes: int) -> Iterator[Update]:
+def chunks(whole: Update, buffer_bytes: int) -> Iterator[Update]:
     """An update in parts whose tensors fit into so many bytes together."""
     numel = whole.param.numel()
     each = _bytes_of(whole, _STEP)
-    step = max(1, room_bytes // each) * _STEP
+    step = max(1, buffer_bytes // each) * _STEP
     for start in range(0, numel, step):
         yield _part(whole, start, min(start + step, numel))
 
@@ -125,7 +125,7 @@ def _bytes_of(update: Update, numel: int) -> int:
     return total
 
 
-def _placed(here: Update, room: torch.Tensor) -> Update:
+def _placed(here: Update, buffer: torch.Tensor) -> Update:
     """Tensors like these in a room."""
     offset = 0
 
@@ -133,7 +133,7 @@ def _placed(here: Update, room: torch.Tensor) -> Update:
         del name
         nonlocal offset
         size = tensor.numel() * tensor.itemsize
-        made = room[offset : offset + size].view(tensor.dtype)
+        made = buffer[offset : offset + size].view(tensor.dtype)
         offset += _rounded(size)
         return made
 

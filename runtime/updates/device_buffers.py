@@ -22,7 +22,7 @@ Sources = Mapping[int, tuple[State | None, ...]]  # parameter's index -> its sta
 
 
 @dataclass(slots=True)
-class Room:
+class Buffer:
     """One parameter's new value and states on the device, flat."""
 
     new: torch.Tensor  # (numel,) of the parameter's dtype on the host
@@ -35,7 +35,7 @@ class Room:
         return self.new if self.copy is None else self.copy
 
 
-Rooms = dict[int, Room]  # by the parameter's index in its bucket
+UpdateBuffers = dict[int, Buffer]  # by the parameter's index in its bucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,10 @@ class Landing:
     fresh: dict[int, torch.Tensor] = field(default_factory=dict)
     """New parameters that stay on the device for now, as in `Flight`."""
 
-    def stays(self, rooms: Rooms) -> None:
+    def stays(self, buffers: UpdateBuffers) -> None:
         """The rooms are there until `fresh` is cleared, unless somebody may write behind them."""
-        if not any(map(self.host.aliased, rooms)):
-            self.fresh.update({i: room.streamed for i, room in rooms.items()})
+        if not any(map(self.host.aliased, buffers)):
+            self.fresh.update({i: buffer.streamed for i, buffer in buffers.items()})
 
     def done(self) -> bool:
         return bool(self.states.query())
@@ -60,12 +60,14 @@ class Landing:
         self.states.synchronize()
 
 
-def make_rooms(host: HostBucket, sources: Sources, device: torch.device, *, masters: bool) -> Rooms:
+def make_buffers(
+    host: HostBucket, sources: Sources, device: torch.device, *, masters: bool
+) -> UpdateBuffers:
     """Memory on the device for parameters and states like `sources`.
 
     With `masters`, the parameters on the host may have another dtype than what is streamed.
     """
-    rooms: Rooms = {}
+    buffers: UpdateBuffers = {}
     for i, states in sources.items():
         value, streamed = host.values[i], host.layout.params[i].dtype
         numel = value.numel()
@@ -76,44 +78,44 @@ def make_rooms(host: HostBucket, sources: Sources, device: torch.device, *, mast
         ) -> torch.Tensor:
             return torch.empty(count, dtype=dtype, device=device)
 
-        rooms[i] = Room(
+        buffers[i] = Buffer(
             new=empty(value.dtype),
             copy=empty(streamed) if cast else None,
             states=tuple(_like(state, empty) for state in states),
         )
-    return rooms
+    return buffers
 
 
-def fetch(host: HostBucket, rooms: Rooms, sources: Sources, *, masters: bool) -> None:
+def fetch(host: HostBucket, buffers: UpdateBuffers, sources: Sources, *, masters: bool) -> None:
     """States, and with `masters` the parameters, to the device."""
-    for i, room in rooms.items():
+    for i, buffer in buffers.items():
         if masters:
-            room.new.copy_(flat(host.values[i]), non_blocking=True)
-        for there, here in _pairs(room, sources[i]):
+            buffer.new.copy_(flat(host.values[i]), non_blocking=True)
+        for there, here in _pairs(buffer, sources[i]):
             there.copy_(here, non_blocking=True)
 
 
 def update(
     host: HostBucket,
-    rooms: Rooms,
+    buffers: UpdateBuffers,
     steps: Mapping[int, Step],
     gradients: Mapping[int, torch.Tensor],
     weights: Sequence[torch.Tensor] | None,
 ) -> None:
     """The step, in place in the rooms; `weights` are the parameters where the rooms have none."""
     updates: dict[OptimizerRule, list[Update]] = {}
-    for i, room in rooms.items():
+    for i, buffer in buffers.items():
         step = steps[i]
         assert step.rule is not None
         like = host.values[i] if weights is None else weights[i]
         updates.setdefault(step.rule, []).append(
             Update(
-                param=room.new if weights is None else flat(weights[i]),
+                param=buffer.new if weights is None else flat(weights[i]),
                 grad=flat(laid_out_as(gradients[i], like)),
-                states=room.states,
+                states=buffer.states,
                 hyper=step.hyper,
-                out=None if weights is None else room.new,
-                copy=room.copy,
+                out=None if weights is None else buffer.new,
+                copy=buffer.copy,
                 seed=step.seed,
             )
         )
@@ -123,7 +125,7 @@ def update(
 
 def write_back(
     host: HostBucket,
-    rooms: Rooms,
+    buffers: UpdateBuffers,
     sources: Sources,
     visible: Sequence[torch.Tensor],
     queue: torch.cuda.Stream | None,
@@ -136,34 +138,38 @@ def write_back(
     """
     landing = None
     try:
-        for there, here in params_back(host, rooms):
+        for there, here in params_back(host, buffers):
             here.copy_(there, non_blocking=True)
         params = None if queue is None else queue.record_event()
-        for there, here in states_back(rooms, sources):
+        for there, here in states_back(buffers, sources):
             here.copy_(there, non_blocking=True)
         if queue is not None and params is not None:
             landing = Landing(host, params, queue.record_event())
-            host.land(landing, list(rooms), visible)
+            host.land(landing, list(buffers), visible)
     except BaseException:  # Ctrl-C: nobody knows of the copies that are under way
         if queue is not None:
             queue.synchronize()
         raise
-    note_changes(host, rooms)
+    note_changes(host, buffers)
     return landing
 
 
-def params_back(host: HostBucket, rooms: Rooms) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def params_back(
+    host: HostBucket, buffers: UpdateBuffers
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """New parameters on the device, and where they go, flat."""
-    for i, room in rooms.items():
-        yield room.new, flat(host.values[i])
+    for i, buffer in buffers.items():
+        yield buffer.new, flat(host.values[i])
         if host.has_copy:
-            yield room.streamed, flat(host.streamed[i])
+            yield buffer.streamed, flat(host.streamed[i])
 
 
-def states_back(rooms: Rooms, sources: Sources) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def states_back(
+    buffers: UpdateBuffers, sources: Sources
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """New states on the device, and where they go, flat."""
-    for i, room in rooms.items():
-        yield from _pairs(room, sources[i])
+    for i, buffer in buffers.items():
+        yield from _pairs(buffer, sources[i])
 
 
 def note_changes(host: HostBucket, updated: Iterable[int]) -> None:
@@ -174,10 +180,10 @@ def note_changes(host: HostBucket, updated: Iterable[int]) -> None:
 
 
 def _pairs(
-    room: Room, states: Sequence[State | None]
+    buffer: Buffer, states: Sequence[State | None]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """A parameter's states on the device and on the host, flat."""
-    for there, here in zip(room.states, states, strict=True):
+    for there, here in zip(buffer.states, states, strict=True):
         yield from zip(_parts(there), _parts(here), strict=True)
 
 

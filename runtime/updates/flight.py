@@ -2,7 +2,7 @@
 
 [Note: small pieces] The copy engine that brings states to the host is first in, first out for all
 streams: a `loss.item()` waits for everything that was issued before it. So a thread issues the
-copies in pieces, two at a time, and sleeps until one is done instead of spinning: the host's update
+copies in chunks, two at a time, and sleeps until one is done instead of spinning: the host's update
 needs the core.
 """
 
@@ -18,7 +18,7 @@ import torch
 
 from megacompile.errors import OptimizerError
 
-PIECE_BYTES = 64 * 2**20  # about a millisecond
+CHUNK_BYTES = 64 * 2**20  # about a millisecond
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Flight:
             ) from error
 
 
-def copy_in_pieces(
+def copy_in_chunks(
     pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
     queue: torch.cuda.Stream,
     behind: torch.cuda.Event,
@@ -61,7 +61,7 @@ def copy_in_pieces(
     with torch.cuda.stream(queue), torch.no_grad():
         queue.wait_event(behind)
         for there, here in pairs:
-            numel = PIECE_BYTES // there.itemsize
+            numel = CHUNK_BYTES // there.itemsize
             for source, target in zip(there.split(numel), here.split(numel), strict=True):
                 target.copy_(source, non_blocking=True)
                 under_way.append(_event(queue))

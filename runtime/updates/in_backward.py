@@ -24,10 +24,10 @@ from megacompile.runtime.params.consumed import consumed
 from megacompile.runtime.params.guards import unguarded
 from megacompile.runtime.updates.device_buffers import (
     Landing,
-    Rooms,
     Sources,
+    UpdateBuffers,
     fetch,
-    make_rooms,
+    make_buffers,
     update,
     write_back,
 )
@@ -38,7 +38,7 @@ Place = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Parked:
+class Deferred:
     """Device memory that a copy to the host may still read."""
 
     value: Any
@@ -67,7 +67,7 @@ class InBackward:
         self._backward = -1  # its id
         self._made: dict[Place, tuple[nn.Parameter, int]] = {}  # updated, and its version then
         self._loaded = False  # the optimizer's states, since the backward began
-        self._parked: list[Parked] = []
+        self._deferred: list[Deferred] = []
         optimizer.register_load_state_dict_post_hook(_weakly(self._note_load))
         compat.notice_scaled_losses()
 
@@ -190,31 +190,37 @@ class InBackward:
 
     # The ops.
 
-    def alloc(self, host: HostBucket, device: torch.device, *, masters: bool) -> Rooms:
+    def alloc(self, host: HostBucket, device: torch.device, *, masters: bool) -> UpdateBuffers:
         """Memory on the device for the states of the parameters that are updated."""
-        return make_rooms(host, self._sources(host), device, masters=masters)
+        return make_buffers(host, self._sources(host), device, masters=masters)
 
-    def fetch(self, host: HostBucket, rooms: Rooms, *, masters: bool) -> Rooms:
+    def fetch(self, host: HostBucket, buffers: UpdateBuffers, *, masters: bool) -> UpdateBuffers:
         """States, and masters, to the device."""
-        fetch(host, rooms, self._sources(host), masters=masters)
-        return rooms
+        fetch(host, buffers, self._sources(host), masters=masters)
+        return buffers
 
     def update(
-        self, host: HostBucket, weights: Sequence[torch.Tensor] | None, gradients: Any, rooms: Rooms
-    ) -> Rooms:
+        self,
+        host: HostBucket,
+        weights: Sequence[torch.Tensor] | None,
+        gradients: Any,
+        buffers: UpdateBuffers,
+    ) -> UpdateBuffers:
         """The step: what was fetched is new afterwards."""
-        update(host, rooms, self.running[host.layout.key], gradients, weights)
-        return rooms
+        update(host, buffers, self.running[host.layout.key], gradients, weights)
+        return buffers
 
     def offload(
-        self, host: HostBucket, rooms: Rooms, queue: torch.cuda.Stream | None
+        self, host: HostBucket, buffers: UpdateBuffers, queue: torch.cuda.Stream | None
     ) -> Landing | None:
         """New parameters and states to the host."""
-        landing = write_back(host, rooms, self._sources(host), self._visible(host, rooms), queue)
+        landing = write_back(
+            host, buffers, self._sources(host), self._visible(host, buffers), queue
+        )
         key = host.layout.key
         with unguarded():
             self._made |= {
-                (key, i): (host.params[i], compat.version(host.params[i])) for i in rooms
+                (key, i): (host.params[i], compat.version(host.params[i])) for i in buffers
             }
         return landing
 
@@ -222,22 +228,22 @@ class InBackward:
         """The states on the host of the parameters that are updated."""
         return {i: step.in_order() for i, step in self.running[host.layout.key].items()}
 
-    def _visible(self, host: HostBucket, rooms: Iterable[int]) -> list[torch.Tensor]:
+    def _visible(self, host: HostBucket, buffers: Iterable[int]) -> list[torch.Tensor]:
         """The states that the user can see."""
-        states = (self.optimizer.state[host.params[i]] for i in rooms)
+        states = (self.optimizer.state[host.params[i]] for i in buffers)
         return [v for s in states for k, v in s.items() if k != "step" and type(v) is torch.Tensor]
 
-    def park(self, parked: Iterable[Parked]) -> None:
+    def defer_free(self, deferred: Iterable[Deferred]) -> None:
         """Keep device memory until copies out of it are done, or are waited for.
 
         What is not taken by the next forward, because there is none, goes here once it may.
         """
-        self._parked = [entry for entry in self._parked if not entry.copied.query()]
-        self._parked += parked
+        self._deferred = [entry for entry in self._deferred if not entry.copied.query()]
+        self._deferred += deferred
 
-    def take_parked(self) -> list[Parked]:
-        """All that is parked: the caller waits for the copies, and lets it go."""
-        taken, self._parked = self._parked, []
+    def take_deferred(self) -> list[Deferred]:
+        """All that is deferred: the caller waits for the copies, and lets it go."""
+        taken, self._deferred = self._deferred, []
         return taken
 
 

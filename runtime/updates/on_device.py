@@ -1,4 +1,4 @@
-"""What the backward leaves on the device for `optimizer.step()`: the `hand_over` op.
+"""What the backward leaves on the device for `optimizer.step()`: the `device_update` op.
 
 The host is the slow part of an overlapped step: its memory moves 22 bytes a parameter for AdamW.
 The device makes the update of the first buckets meanwhile, from gradients that it has and states
@@ -27,26 +27,26 @@ from megacompile.runtime.device.streams import Streams
 from megacompile.runtime.optim.states import is_shared
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.updates.device_buffers import (
-    Rooms,
     Sources,
+    UpdateBuffers,
     fetch,
-    make_rooms,
+    make_buffers,
     note_changes,
     params_back,
     states_back,
     update,
 )
-from megacompile.runtime.updates.flight import Flight, copy_in_pieces
+from megacompile.runtime.updates.flight import Flight, copy_in_chunks
 from megacompile.runtime.updates.update import Step
 
 
 @dataclass(frozen=True, slots=True)
-class Handed:
+class DeviceUpdate:
     """Gradients, parameters and states of one bucket on the device."""
 
     streams: Streams
     gradients: Mapping[int, torch.Tensor]  # by the parameter's index
-    rooms: Rooms
+    buffers: UpdateBuffers
     sources: Sources  # where the states came from
     visible: Sequence[torch.Tensor]  # the states that the user holds
     host: HostBucket
@@ -55,9 +55,9 @@ class Handed:
     def fits(self, steps: Sequence[Step]) -> bool:
         """Are these the updates of exactly this, and is it all as the backward left it?"""
         return (
-            {step.index for step in steps} == self.rooms.keys()
+            {step.index for step in steps} == self.buffers.keys()
             and all(s.intact and _same(s.in_order(), self.sources[s.index]) for s in steps)
-            and self.versions == _versions(self.host, self.rooms, self.visible)
+            and self.versions == _versions(self.host, self.buffers, self.visible)
         )
 
     def drop(self) -> None:
@@ -70,11 +70,11 @@ class Handed:
         by_index = {step.index: step for step in steps}
 
         def compute() -> None:
-            update(host, self.rooms, by_index, self.gradients, None)
+            update(host, self.buffers, by_index, self.gradients, None)
 
         def back() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-            yield from params_back(host, self.rooms)
-            yield from states_back(self.rooms, self.sources)
+            yield from params_back(host, self.buffers)
+            yield from states_back(self.buffers, self.sources)
 
         with self.streams.run(), torch.no_grad():
             made = self.streams.issue(Stream.COMPUTE, (), compute)
@@ -83,21 +83,23 @@ class Handed:
             for there, here in back():
                 here.copy_(there)
         else:
-            copy = functools.partial(copy_in_pieces, back(), queue, made.event)
-            fresh = {i: room.streamed for i, room in self.rooms.items()}
+            copy = functools.partial(copy_in_chunks, back(), queue, made.event)
+            fresh = {i: buffer.streamed for i, buffer in self.buffers.items()}
             future: Future[None] = Future()
             try:
                 # the bucket knows of it before anybody can begin it
-                host.start(Flight(future, host.layout.name, fresh), list(self.rooms), self.visible)
+                host.start(
+                    Flight(future, host.layout.name, fresh), list(self.buffers), self.visible
+                )
                 thread.submit(functools.partial(fulfil, future, copy))
             except BaseException:
                 if future.cancel():
                     host.settle()  # the next forward must not take what is on the device
                 raise
-        note_changes(host, self.rooms)
+        note_changes(host, self.buffers)
 
 
-class HandOver:
+class DeviceUpdates:
     """Carries out the ops of schedules that hand buckets over.
 
     The first step of an optimizer runs on the host; from it is learned which states there are.
@@ -122,7 +124,7 @@ class HandOver:
             self._learned[key] = ({s.index: s.in_order() for s in steps}, tuple(visible))
             self._owners[key] = ref(owner)
 
-    def alloc(self, host: HostBucket, trained: Sequence[int], *, masters: bool) -> Rooms:
+    def alloc(self, host: HostBucket, trained: Sequence[int], *, masters: bool) -> UpdateBuffers:
         """Memory for a bucket's parameters and states; nothing where these are not known."""
         key = host.layout.key
         if key in self._owners and self._owners[key]() is None:  # it is gone, so nobody steps
@@ -131,22 +133,26 @@ class HandOver:
         if sources.keys() != set(trained):
             return {}
         host.lock_states(self._owners[key]())
-        return make_rooms(host, sources, self.streams.device, masters=masters)
+        return make_buffers(host, sources, self.streams.device, masters=masters)
 
-    def fetch(self, host: HostBucket, rooms: Rooms, *, masters: bool) -> Rooms:
+    def fetch(self, host: HostBucket, buffers: UpdateBuffers, *, masters: bool) -> UpdateBuffers:
         """Parameters and states to the device."""
-        fetch(host, rooms, self._sources(host), masters=masters)
-        return rooms
+        fetch(host, buffers, self._sources(host), masters=masters)
+        return buffers
 
-    def keep(self, host: HostBucket, gradients: Mapping[int, torch.Tensor], rooms: Rooms) -> None:
+    def keep(
+        self, host: HostBucket, gradients: Mapping[int, torch.Tensor], buffers: UpdateBuffers
+    ) -> None:
         """Hand them over to the next step."""
-        if rooms:
+        if buffers:
             sources, visible = self._learned[host.layout.key]
-            if any(map(host.aliased, rooms)) or any(map(is_shared, visible)):
+            if any(map(host.aliased, buffers)) or any(map(is_shared, visible)):
                 return  # somebody may write to them behind the guards
-            versions = _versions(host, rooms, visible)
-            handed = Handed(self.streams, gradients, rooms, sources, visible, host, versions)
-            host.offer(handed, list(rooms), visible)
+            versions = _versions(host, buffers, visible)
+            handed = DeviceUpdate(
+                self.streams, gradients, buffers, sources, visible, host, versions
+            )
+            host.offer(handed, list(buffers), visible)
 
     def land(self) -> None:
         """Wait until what is on its way to the host is there, and let go of it."""

@@ -34,10 +34,10 @@ from megacompile.runtime.optim.rule import OptimizerRule
 from megacompile.runtime.optim.twin import apply, arguments, function_of
 from megacompile.runtime.optim.update import State, Update
 from megacompile.runtime.params.bucket import HostBucket
-from megacompile.runtime.updates.chunks import Pieces
+from megacompile.runtime.updates.chunks import Chunks
 
 
-class Way(enum.Enum):
+class UpdatePath(enum.Enum):
     """How an update is carried out."""
 
     STOCK = "torch.optim"
@@ -50,7 +50,7 @@ class Way(enum.Enum):
     TORCH = "torch"
 
 
-_OWN = (Way.STOCK, Way.FUSED, Way.DEVICE)  # the optimizer's own code
+_OWN = (UpdatePath.STOCK, UpdatePath.FUSED, UpdatePath.DEVICE)  # the optimizer's own code
 
 
 @dataclass(eq=False, slots=True)
@@ -126,7 +126,7 @@ class BucketUpdate:
     """The update of one bucket's parameters."""
 
     bucket: HostBucket
-    way: Way
+    way: UpdatePath
     kind: type[Optimizer]
     device: torch.device
     steps: list[Step] = field(default_factory=list)
@@ -147,7 +147,7 @@ class BucketUpdate:
         with torch.no_grad():
             if self.way in _OWN:
                 self._stock()
-            elif self.way is Way.RESIDENT:
+            elif self.way is UpdatePath.RESIDENT:
                 self._by_kernel()
             else:
                 self._by_rules()
@@ -161,17 +161,17 @@ class BucketUpdate:
         random generators, how FX makes code), which must not happen behind the user's back. `done`
         are the kinds of update that this step has seen.
         """
-        if self.way in (Way.COMPILED, Way.TORCH):
+        if self.way in (UpdatePath.COMPILED, UpdatePath.TORCH):
             self.runs = self._runs()
-        if self.way is Way.COMPILED:
+        if self.way is UpdatePath.COMPILED:
             for run in self.runs:
                 kind = (run.rule, _kind(run.update))
                 if run.several and kind not in done:
                     compiled(run.rule).prepare(run.update)
                     done.add(kind)
 
-    def suits_pieces(self) -> bool:
-        """Can the device make it in pieces, and is it worth the way? Ask when it is prepared.
+    def suits_chunks(self) -> bool:
+        """Can the device make it in chunks, and is it worth the way? Ask when it is prepared.
 
         All of it must lie in page-locked memory of the bucket; and rounding that is stochastic goes
         by the place in the whole parameter.
@@ -179,10 +179,10 @@ class BucketUpdate:
         mine = all(run.ours and run.update.seed is None for run in self.runs)
         return mine and sum(run.numel for run in self.runs) >= LEAST_HELPED
 
-    def by_pieces(self, pieces: Pieces) -> None:
+    def by_chunks(self, chunks: Chunks) -> None:
         """Let the device make it."""
         for run in self._take_runs():
-            pieces.update(run.rule, run.update)
+            chunks.update(run.rule, run.update)
 
     def _take_runs(self) -> list[_Run]:
         runs, self.runs = self.runs, []  # views of gradients must not outlive the update
@@ -190,7 +190,7 @@ class BucketUpdate:
 
     def _by_rules(self) -> None:
         for run in self._take_runs():
-            if self.way is Way.COMPILED and run.several:
+            if self.way is UpdatePath.COMPILED and run.several:
                 compiled(run.rule)(run.update)
             else:
                 apply(run.rule, run.update)
@@ -239,7 +239,7 @@ class BucketUpdate:
 
     def _stock(self) -> None:
         bucket = self.bucket
-        if self.way is not Way.DEVICE:
+        if self.way is not UpdatePath.DEVICE:
             run_stock(self.kind, self.steps, {s.index: bucket.values[s.index] for s in self.steps})
         else:
             for step in self.steps:
@@ -299,7 +299,7 @@ TYPICAL = 2**22  # elements of a parameter that Inductor should have in mind
 
 
 class _Compiled:
-    """A rule as C++; it runs without Python's lock, so the thread that issues work is not held.
+    """A rule as C++; it runs without Python's lock, so the thread that issues work is not reused.
 
     It leaves one core to that thread, which spins in many of CUDA's calls (`loss.item()`): a team
     of threads is as fast as the slowest of them, and one that shared its core would halve it.

@@ -1,7 +1,7 @@
 """Who carries out the updates of host memory, in the background: the host, helped by the device.
 
 The host's thread takes the first bucket that waits, because the next forward reads that first; the
-device takes the last one, in pieces over a link that is idle (see `pieces`). They meet somewhere in
+device takes the last one, in chunks over a link that is idle (see `pieces`). They meet somewhere in
 the middle, wherever their rates of the day let them: nobody has to know those.
 
 Source of the idea: Maurya et al., "Deep Optimizer States: Towards Scalable Training of Transformer
@@ -21,7 +21,7 @@ import torch
 from megacompile import log
 from megacompile.runtime.device import forks
 from megacompile.runtime.device.background import Background, fulfil
-from megacompile.runtime.updates.chunks import Pieces, PieceStreams
+from megacompile.runtime.updates.chunks import Chunks, ChunkStreams
 from megacompile.runtime.updates.update import BucketUpdate
 from megacompile.tracing.timeline import DEVICE, HOST
 
@@ -63,7 +63,7 @@ class Workers:
         self._waiting: deque[Job] = deque()
         self._host = Background("megacompile-update")
         self._issues = Background("megacompile-pieces")
-        self._streams: PieceStreams | None = None
+        self._streams: ChunkStreams | None = None
         forks.tell(self)
 
     def submit(self, job: Job) -> None:
@@ -86,13 +86,13 @@ class Workers:
         if not updates:
             return
         if self._streams is None:
-            self._streams = PieceStreams(self.device)
+            self._streams = ChunkStreams(self.device)
         try:
-            pieces = Pieces(self._streams, updates)
+            chunks = Chunks(self._streams, updates)
         except torch.OutOfMemoryError:
             log.logger("update").info("no device memory is left to help the host with updates")
             return
-        self._issues.submit(functools.partial(self._last_ones, pieces))
+        self._issues.submit(functools.partial(self._last_ones, chunks))
 
     def before_fork(self) -> None:
         """The buckets wait for what waits here."""
@@ -110,9 +110,9 @@ class Workers:
                 return
             job.run(HOST, job.update)
 
-    def _last_ones(self, pieces: Pieces) -> None:
+    def _last_ones(self, chunks: Chunks) -> None:
         while (job := self._last()) is not None:
-            job.run(DEVICE, functools.partial(job.update.by_pieces, pieces))
+            job.run(DEVICE, functools.partial(job.update.by_chunks, chunks))
 
     def _last(self) -> Job | None:
         for job in reversed(tuple(self._waiting)):

@@ -6,33 +6,33 @@ runtime turns each such edge that crosses streams into an event record and a wai
 are what `megacompile.verify` proves. The functions here only name the ops and declare
 their effects (`megacompile.ir.ops.op`): `megacompile.runtime.ops.bound` holds what they do.
 
-    op            stream    label        takes -> gives
-    begin         compute   BEGIN        () -> a point after everything that was queued before
-    prefetch      h2d       3PREFETCH@1  bucket, slot -> weights
-    hold          compute   3HOLD@1      bucket, slot -> weights that the forward left in the slot
-    resident      compute   3RESIDENT    bucket -> weights that stay on the device
-    save_rng      compute   3RNG         stage -> the generators' state
-    snapshot      compute   SNAPSHOT     tensor -> copy, made before the tensor is changed in place
-    forward       compute   3F           stage, weights, args -> outputs, new values, saved
-    assign        compute   ASSIGN       tensor, new value -> the tensor, changed in place
-    recompute     compute   3RECOMPUTE   stage, weights, args, rng -> saved
-    backward      compute   3B           stage, weights, args, saved, tangents, carries -> gradients
-    offload       d2h       3OFFLOAD     stage, value -> its copy on the host
-    alloc         compute   3ALLOC       stage, copy on the host -> room for the value
-    fetch         h2d       3FETCH       stage, copy on the host, room -> the value again
-    alloc_grad    compute   3ALLOC_GRAD  bucket -> room for its gradients
-    fetch_grad    h2d       3FETCH_GRAD  bucket, room -> gradients so far, for accumulation
-    add_grad      compute   3ADD_GRAD    bucket, gradients so far, gradients -> their sum
-    norm_grad     compute   3NORM_GRAD   bucket, gradients -> their L2 norms and largest values
-    offload_grad  d2h       3OFFLOAD_GRAD  bucket, gradients, norms -> done
-    alloc_state   compute   3ALLOC_STATE   bucket -> room for its optimizer states
-    fetch_state   h2d       3FETCH_STATE   bucket, room -> states
-    update        compute   3UPDATE        bucket, weights, gradients, states -> all of them, new
-    offload_state d2h       3OFFLOAD_STATE  bucket, new parameters and states -> done
-    hand_over     compute   3HAND_OVER     bucket, gradients, states -> optimizer.step() takes them
-    park          compute   PARK         value, after -> nothing; kept until `after` is done
-    reclaim       compute   RECLAIM      () -> nothing; what was parked before goes
-    free          compute   -            value, after -> nothing; printed as `del`
+    op             stream   label             takes -> gives
+    begin          compute  BEGIN             () -> a point after everything that was queued before
+    prefetch       h2d      3PREFETCH@1       bucket, slot -> weights
+    reuse          compute  3REUSE@1          bucket, slot -> weights that the forward left there
+    resident       compute  3RESIDENT         bucket -> weights that stay on the device
+    save_rng       compute  3RNG              stage -> the generators' state
+    snapshot       compute  SNAPSHOT          tensor -> copy, made before the tensor is changed
+    forward        compute  3F                stage, weights, args -> outputs, new values, saved
+    assign         compute  ASSIGN            tensor, new value -> the tensor, changed in place
+    recompute      compute  3RECOMPUTE        stage, weights, args, rng -> saved
+    backward       compute  3B                stage, weights, args, saved, ... -> gradients
+    offload_saved  d2h      3OFFLOAD_SAVED    stage, value -> its copy on the host
+    alloc_saved    compute  3ALLOC_SAVED      stage, copy on the host -> a buffer for the value
+    fetch_saved    h2d      3FETCH_SAVED      stage, copy on the host, buffer -> the value again
+    alloc_grad     compute  3ALLOC_GRAD       bucket -> a buffer for its gradients
+    fetch_grad     h2d      3FETCH_GRAD       bucket, buffer -> gradients so far
+    add_grad       compute  3ADD_GRAD         bucket, gradients so far, gradients -> their sum
+    norm_grad      compute  3NORM_GRAD        bucket, gradients -> their norms and largest values
+    offload_grad   d2h      3OFFLOAD_GRAD     bucket, gradients, norms -> done
+    alloc_state    compute  3ALLOC_STATE      bucket -> a buffer for its optimizer states
+    fetch_state    h2d      3FETCH_STATE      bucket, buffer -> states
+    update         compute  3UPDATE           bucket, weights, gradients, states -> all, new
+    offload_state  d2h      3OFFLOAD_STATE    bucket, new parameters and states -> done
+    device_update  compute  3DEVICE_UPDATE    bucket, gradients, states -> for optimizer.step()
+    defer_free     compute  DEFER_FREE        value, after -> nothing; kept until `after` is done
+    drain          compute  DRAIN             () -> nothing; what was deferred before goes
+    free           compute  -                 value, after -> nothing; printed as `del`
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from torch import fx
 
 from megacompile.ir.ops.compute import assign, backward, forward, recompute, save_rng, snapshot
 from megacompile.ir.ops.gradients import add_grad, alloc_grad, fetch_grad, norm_grad, offload_grad
-from megacompile.ir.ops.lifetimes import free, park, reclaim
+from megacompile.ir.ops.lifetimes import defer_free, drain, free
 from megacompile.ir.ops.op import NO_OP, OPS, Op, Part, Show, Takes, Value
-from megacompile.ir.ops.saved_tensors import alloc, fetch, offload
-from megacompile.ir.ops.states import alloc_state, fetch_state, hand_over, offload_state, update
-from megacompile.ir.ops.weights import begin, hold, prefetch, resident
+from megacompile.ir.ops.saved_tensors import alloc_saved, fetch_saved, offload_saved
+from megacompile.ir.ops.states import alloc_state, device_update, fetch_state, offload_state, update
+from megacompile.ir.ops.weights import begin, prefetch, resident, reuse
 from megacompile.ir.stream import Stream
 
 __all__ = [
@@ -61,7 +61,7 @@ __all__ = [
     "Value",
     "actions",
     "add_grad",
-    "alloc",
+    "alloc_saved",
     "alloc_grad",
     "alloc_state",
     "arguments",
@@ -71,25 +71,25 @@ __all__ = [
     "call",
     "copied_bytes",
     "effects",
-    "fetch",
+    "fetch_saved",
     "fetch_grad",
     "fetch_state",
     "forward",
     "free",
-    "hand_over",
-    "hold",
+    "device_update",
+    "reuse",
     "items",
     "label",
     "nodes_of",
     "nodes_that",
     "norm_grad",
-    "offload",
+    "offload_saved",
     "offload_grad",
     "offload_state",
     "op_of",
-    "park",
+    "defer_free",
     "prefetch",
-    "reclaim",
+    "drain",
     "recompute",
     "resident",
     "returned",
@@ -118,7 +118,7 @@ def arguments(node: fx.Node) -> tuple[Any, ...]:
 
 
 def returned(graph: fx.Graph) -> Any:
-    """What a graph returns: (outputs, residuals) of a forward, gradients of a backward."""
+    """What a graph returns: (outputs, saved values) of a forward, gradients of a backward."""
     return graph.output_node().args[0]
 
 

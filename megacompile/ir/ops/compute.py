@@ -104,7 +104,7 @@ def backward(
     args: tuple[Any, ...],
     saved: tuple[Any, ...],
     tangents: tuple[Any, ...],
-    carries: tuple[Any, ...],
+    partial_gradients: tuple[Any, ...],
 ) -> Any:
     """Gradients of a stage's inputs, then of its parameters, one group a bucket.
 

@@ -27,7 +27,7 @@ def alloc_grad(bucket: Bucket) -> Any:
     copied=of_value(),
     copies=tensors_of_arguments,
 )
-def fetch_grad(bucket: Bucket, room: Any) -> Any:
+def fetch_grad(bucket: Bucket, buffer: Any) -> Any:
     """The gradients that earlier backwards left on the host."""
     unbound(fetch_grad)
 

@@ -17,19 +17,19 @@ from megacompile.ir.stream import Stream
     issues=False,
     show=Show.QUIET,
 )
-def park(value: Any, *, after: tuple[Any, ...] = ()) -> None:
-    """Keep a value until `after` is done, or a `reclaim` comes; no stream waits for it here."""
-    unbound(park)
+def defer_free(value: Any, *, after: tuple[Any, ...] = ()) -> None:
+    """Keep a value until `after` is done, or a `drain` comes; no stream waits for it here."""
+    unbound(defer_free)
 
 
 @op(Stream.COMPUTE, named, drains=True)
-def reclaim() -> Any:
-    """Give back what earlier backwards parked: the compute stream waits for the copies out of it.
+def drain() -> Any:
+    """Give back what earlier backwards deferred: the compute stream waits for the copies out of it.
 
     It is in a forward, half a schedule behind those copies. Nobody in its graph reads that memory,
     so it names no value, and it may be anywhere, or nowhere: then memory goes later.
     """
-    unbound(reclaim)
+    unbound(drain)
 
 
 @op(Stream.COMPUTE, named, takes=(Takes(0),), frees=0, issues=False, show=Show.QUIET)

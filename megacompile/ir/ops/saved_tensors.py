@@ -18,9 +18,9 @@ from megacompile.ir.stream import Stream
     to_backward=True,
     copied=of_arguments,
 )
-def offload(stage: Stage, value: Any) -> Any:
+def offload_saved(stage: Stage, value: Any) -> Any:
     """Copy what a stage's backward takes from the forward to the host, where it waits."""
-    unbound(offload)
+    unbound(offload_saved)
 
 
 @op(
@@ -31,9 +31,9 @@ def offload(stage: Stage, value: Any) -> Any:
     owns=True,
     show=Show.QUIET,
 )
-def alloc(stage: Stage, on_host: Any) -> Any:
+def alloc_saved(stage: Stage, on_host: Any) -> Any:
     """Device memory for a value that waits on the host."""
-    unbound(alloc)
+    unbound(alloc_saved)
 
 
 @op(
@@ -45,6 +45,6 @@ def alloc(stage: Stage, on_host: Any) -> Any:
     fills=2,
     copied=of_value(),
 )
-def fetch(stage: Stage, on_host: Any, room: Any) -> Any:
-    """Copy a value back to the device, once its `offload` is done."""
-    unbound(fetch)
+def fetch_saved(stage: Stage, on_host: Any, buffer: Any) -> Any:
+    """Copy a value back to the device, once its `offload_saved` is done."""
+    unbound(fetch_saved)

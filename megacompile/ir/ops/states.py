@@ -38,7 +38,7 @@ def alloc_state(bucket: Bucket, masters: bool) -> Any:
     copied=of_value(),
     copies=of_params(times=2),
 )
-def fetch_state(bucket: Bucket, room: Any, masters: bool) -> Any:
+def fetch_state(bucket: Bucket, buffer: Any, masters: bool) -> Any:
     """The optimizer states as the last update left them; with `masters`, the parameters too."""
     unbound(fetch_state)
 
@@ -88,9 +88,9 @@ def offload_state(bucket: Bucket, updated: Any) -> Any:
     takes=(Takes(1, (Value.GRADIENTS,)), Takes(2, (Value.STATES,))),
     adopts=(1, 2),
 )
-def hand_over(bucket: Bucket, gradients: Any, state: Any) -> Any:
+def device_update(bucket: Bucket, gradients: Any, state: Any) -> Any:
     """Leave gradients, parameters and states on the device: `optimizer.step()` updates them there.
 
     What is on the host stays right: if anything is changed before the step, the step is made there.
     """
-    unbound(hand_over)
+    unbound(device_update)

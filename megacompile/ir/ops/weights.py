@@ -32,9 +32,9 @@ def prefetch(bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Any:
 
 
 @op(Stream.COMPUTE, by_slot, gives=Value.WEIGHTS, slot=1)
-def hold(bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Any:
+def reuse(bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Any:
     """Take the weights that the forward left in a slot."""
-    unbound(hold)
+    unbound(reuse)
 
 
 @op(Stream.COMPUTE, by_subject, gives=Value.WEIGHTS, show=Show.QUIET)

@@ -1,4 +1,4 @@
-"""Device memory that a backward parks: the next forward reclaims it, behind the copies out of it.
+"""Device memory that a backward defers: the next forward drains it, behind the copies out of it.
 
 The CPU has no events, so they are played: ops run in program order, and each gives an event that a
 test lets happen. What waits for which is noted.
@@ -26,8 +26,8 @@ from megacompile.passes.schedule.plan import make_plan
 from megacompile.plan import compiler
 from megacompile.runtime.device.streams import Handle, Streams
 from megacompile.runtime.params.bucket import HostBucket
-from megacompile.runtime.updates.device_buffers import Landing, Room, Rooms, write_back
-from megacompile.runtime.updates.in_backward import InBackward, Parked
+from megacompile.runtime.updates.device_buffers import Buffer, Landing, UpdateBuffers, write_back
+from megacompile.runtime.updates.in_backward import Deferred, InBackward
 from tests import inside
 from tests.zoo import WIDTH
 
@@ -116,8 +116,8 @@ class Subject:
         self.updates: InBackward = machine.in_backward
 
     @property
-    def parked(self) -> list[Parked]:
-        return self.updates._parked
+    def deferred(self) -> list[Deferred]:
+        return self.updates._deferred
 
     def forward(self) -> Tensor:
         """Gives the loss; `waits` are those of its compute stream for copies to the host."""
@@ -127,7 +127,7 @@ class Subject:
         return loss
 
     @property
-    def reclaimed(self) -> list[Event]:
+    def drained(self) -> list[Event]:
         """The copies that the last forward waited for."""
         return [event for _, events in self.waits for event in events]
 
@@ -145,22 +145,22 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Iterator[Queue]:
     yield made
 
 
-def rooms(entry: Parked) -> list[weakref.ref[Tensor]]:
-    return [weakref.ref(room.new) for room in entry.value.values()]
+def buffers(entry: Deferred) -> list[weakref.ref[Tensor]]:
+    return [weakref.ref(buffer.new) for buffer in entry.value.values()]
 
 
 def test_the_first_forward_waits_for_nothing() -> None:
     subject = Subject()
     subject.forward()
-    assert subject.reclaimed == []
+    assert subject.drained == []
 
 
 def test_the_next_forward_waits_for_the_copies_and_lets_the_memory_go(queue: Queue) -> None:
     subject = Subject()
     subject.step()
-    copies: list[Any] = [entry.copied for entry in subject.parked]
-    memory = [room for entry in subject.parked for room in rooms(entry)]
-    assert copies and memory and all(room() is not None for room in memory)
+    copies: list[Any] = [entry.copied for entry in subject.deferred]
+    memory = [buffer for entry in subject.deferred for buffer in buffers(entry)]
+    assert copies and memory and all(buffer() is not None for buffer in memory)
     before = subject.streams.issued
     queue.waited.clear()
     subject.forward()
@@ -169,17 +169,17 @@ def test_the_next_forward_waits_for_the_copies_and_lets_the_memory_go(queue: Que
     assert queue.waited == copies, "so does the stream whose memory it is"
     assert before < at < subject.streams.issued
     gc.collect()
-    assert subject.parked == [] and all(room() is None for room in memory)
+    assert subject.deferred == [] and all(buffer() is None for buffer in memory)
     subject.forward()
-    assert subject.reclaimed == [], "it is given back once"
+    assert subject.drained == [], "it is given back once"
 
 
 def test_half_of_the_computes_come_before_the_wait() -> None:
     subject = Subject()
     subject.forward()
     (executor,) = inside.executors(subject.model)
-    nodes = ops.nodes_of(executor.schedule.forward, ops.forward, ops.reclaim)
-    assert " ".join(map(ops.label, nodes)) == "0F 1F 2F RECLAIM 3F"
+    nodes = ops.nodes_of(executor.schedule.forward, ops.forward, ops.drain)
+    assert " ".join(map(ops.label, nodes)) == "0F 1F 2F DRAIN 3F"
 
 
 def test_memory_that_another_stream_allocated_goes_back_behind_the_copies(
@@ -188,7 +188,7 @@ def test_memory_that_another_stream_allocated_goes_back_behind_the_copies(
     """The backward was in one stream, the next forward is in another."""
     subject = Subject()
     subject.step()
-    copies: list[Any] = [entry.copied for entry in subject.parked]
+    copies: list[Any] = [entry.copied for entry in subject.deferred]
     other = Queue()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: other)
     queue.waited.clear()
@@ -201,24 +201,24 @@ def test_every_step_parks_and_reclaims_the_same() -> None:
     counts = []
     for _ in range(4):
         subject.step()
-        counts.append((len(subject.parked), len(subject.reclaimed)))
-    parked = counts[0][0]
-    assert parked > 0 and counts == [(parked, 0), *[(parked, parked)] * 3]
+        counts.append((len(subject.deferred), len(subject.drained)))
+    deferred = counts[0][0]
+    assert deferred > 0 and counts == [(deferred, 0), *[(deferred, deferred)] * 3]
 
 
 def test_two_forwards_before_a_backward() -> None:
     subject = Subject()
     subject.step()
     first = subject.forward()
-    assert subject.reclaimed and not subject.parked
+    assert subject.drained and not subject.deferred
     second = subject.forward()
-    assert not subject.reclaimed
+    assert not subject.drained
     second.backward()
     subject.optimizer.step()
-    assert subject.parked
+    assert subject.deferred
     del first, second
     subject.forward()
-    assert subject.reclaimed and not subject.parked
+    assert subject.drained and not subject.deferred
 
 
 def test_an_evaluation_reclaims_too() -> None:
@@ -227,10 +227,10 @@ def test_an_evaluation_reclaims_too() -> None:
     subject.model.eval()
     with torch.no_grad():
         subject.forward()
-    assert subject.reclaimed and not subject.parked
+    assert subject.drained and not subject.deferred
     subject.model.train()
     subject.step()
-    assert not subject.reclaimed and subject.parked
+    assert not subject.drained and subject.deferred
 
 
 def test_micro_batches() -> None:
@@ -239,48 +239,48 @@ def test_micro_batches() -> None:
     for _ in range(2):
         with accumulate(subject.model):
             subject.forward().backward()
-        assert not subject.parked
+        assert not subject.deferred
         subject.step()
-        assert subject.parked
+        assert subject.deferred
 
 
 def test_the_first_of_several_graphs_reclaims_what_all_parked() -> None:
     subject = Subject(breaks=True)
     subject.step()
     assert len(inside.streamed(subject.model).graphs) == 2
-    parked = len(subject.parked)
-    assert parked >= 2, "both backwards park"
+    deferred = len(subject.deferred)
+    assert deferred >= 2, "both backwards park"
     subject.step()
-    assert len(subject.reclaimed) == parked and len(subject.waits) == 1
-    assert len(subject.parked) == parked
+    assert len(subject.drained) == deferred and len(subject.waits) == 1
+    assert len(subject.deferred) == deferred
 
 
 @pytest.mark.parametrize("behind", [False, True])
 def test_a_forward_that_fails_loses_nothing(behind: bool) -> None:
-    """Before the reclaim all is still parked, and the next forward takes it; behind it is gone."""
+    """Before the drain all is still deferred, and the next forward takes it; then it is gone."""
     subject = Subject()
     before = subject.streams.issued
     subject.forward()
     length = subject.streams.issued - before
     subject.step()
-    parked = len(subject.parked)
+    deferred = len(subject.deferred)
     subject.streams.fails_at = length if behind else 2
     with pytest.raises(RuntimeError, match="planted"):
         subject.forward()
-    assert len(subject.parked) == (0 if behind else parked)
+    assert len(subject.deferred) == (0 if behind else deferred)
     subject.step()
-    assert len(subject.reclaimed) == (0 if behind else parked)
-    assert len(subject.parked) == parked
+    assert len(subject.drained) == (0 if behind else deferred)
+    assert len(subject.deferred) == deferred
 
 
 def test_where_no_forward_comes_memory_goes_once_its_copy_is_done() -> None:
     updates = Subject().updates
     queue: Any = Queue()
     events: list[Any] = [Event(k) for k in range(3)]
-    updates.park([Parked("old", event, queue) for event in events[:2]])
+    updates.defer_free([Deferred("old", event, queue) for event in events[:2]])
     events[0].happened = True
-    updates.park([Parked("new", events[2], queue)])
-    assert [entry.copied for entry in updates._parked] == events[1:]
+    updates.defer_free([Deferred("new", events[2], queue)])
+    assert [entry.copied for entry in updates._deferred] == events[1:]
 
 
 def test_it_trains_like_the_plain_loop() -> None:
@@ -315,23 +315,21 @@ def delayed(monkeypatch: pytest.MonkeyPatch, delay: int) -> None:
     monkeypatch.setattr(compiler, "make_plan", plan)
 
 
-@pytest.mark.parametrize(("delay", "parked"), [(1, 1), (2, 2), (3, 3), (9, DEPTH)])
+@pytest.mark.parametrize(("delay", "deferred"), [(1, 1), (2, 2), (3, 3), (9, DEPTH)])
 def test_as_many_updates_are_parked_as_backwards_may_pass(
-    delay: int, parked: int, monkeypatch: pytest.MonkeyPatch
+    delay: int, deferred: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     delayed(monkeypatch, delay)
     subject = Subject()
     subject.step()
     (schedule,) = schedules(subject.model)
     assert schedule.backward is not None
-    assert len(ops.nodes_of(schedule.backward, ops.park)) == len(subject.parked) == parked
+    assert len(ops.nodes_of(schedule.backward, ops.defer_free)) == len(subject.deferred) == deferred
     actions = ops.actions(schedule.forward).split()
-    assert (
-        actions.index(f"{DEPTH - 2}F") < actions.index("RECLAIM") < actions.index(f"{DEPTH - 1}F")
-    )
+    assert actions.index(f"{DEPTH - 2}F") < actions.index("DRAIN") < actions.index(f"{DEPTH - 1}F")
     subject.forward()
-    assert len(subject.reclaimed) == parked
-    assert subject.parked == []
+    assert len(subject.drained) == deferred
+    assert subject.deferred == []
 
 
 def test_the_forward_reads_parked_parameters_where_they_are(
@@ -342,10 +340,12 @@ def test_the_forward_reads_parked_parameters_where_they_are(
     subject = Subject()
     landed: list[tuple[Tensor, Tensor]] = []
 
-    def offload(self: InBackward, host: HostBucket, rooms: Rooms, queue: object) -> Landing:
-        write_back(host, rooms, self._sources(host), [], None)
+    def offload(
+        self: InBackward, host: HostBucket, buffers: UpdateBuffers, queue: object
+    ) -> Landing:
+        write_back(host, buffers, self._sources(host), [], None)
         landing = Landing(host, Event(0), Event(0))  # type: ignore[arg-type]
-        host.land(landing, list(rooms), [])
+        host.land(landing, list(buffers), [])
         landed.append((host.flat, host.flat.clone()))
         host.flat.fill_(255)  # NaN
         return landing
@@ -370,13 +370,13 @@ def test_parameters_that_have_another_name_are_read_on_the_host(
     """Somebody may write under it."""
     subject = Subject()
     bucket = next(iter(inside.buckets(subject.model).values()))
-    rooms = {0: Room(torch.ones(1), None, ())}
+    buffers = {0: Buffer(torch.ones(1), None, ())}
     landing = Landing(bucket, None, None)  # type: ignore[arg-type]
-    landing.stays(rooms)
+    landing.stays(buffers)
     assert landing.fresh.keys() == {0}
     landing.fresh.clear()
     alias = bucket.params[0].detach()
-    landing.stays(rooms)
+    landing.stays(buffers)
     assert landing.fresh == {}
     del alias
 

@@ -72,9 +72,9 @@ def test_the_schedule_shows_it() -> None:
     step(model, optimizers, 0)
     schedule: Schedule = schedules(model)[0]
     assert schedule.backward is not None
-    given = [ops.arguments(n)[0].name for n in ops.nodes_of(schedule.backward, ops.hand_over)]
+    given = [ops.arguments(n)[0].name for n in ops.nodes_of(schedule.backward, ops.device_update)]
     assert set(given) == THERE
-    assert "hand_over(" in str(schedule) and "HAND_OVER" in schedule.table()
+    assert "hand_over(" in str(schedule) and "DEVICE_UPDATE" in schedule.table()
     assert any("updates buckets" in reason for reason in schedule.plan.reasons)
     text = str(schedule)
     kept = [line for line in text.splitlines() if line.strip().startswith(("del", "wait"))]
@@ -92,21 +92,21 @@ def _planted(fault: Callable[[Schedule], None]) -> list[HazardKind]:
 
 def _free_what_is_handed(schedule: Schedule) -> None:
     assert schedule.backward is not None
-    last = ops.nodes_of(schedule.backward, ops.hand_over)[-1]
+    last = ops.nodes_of(schedule.backward, ops.device_update)[-1]
     with schedule.backward.inserting_after(last):
         ops.call(schedule.backward, ops.free, ops.arguments(last)[2], after=())
 
 
 def _swap_states(schedule: Schedule) -> None:
     assert schedule.backward is not None
-    first, second, *_ = ops.nodes_of(schedule.backward, ops.hand_over)
+    first, second, *_ = ops.nodes_of(schedule.backward, ops.device_update)
     a, b = ops.arguments(first), ops.arguments(second)
     first.args, second.args = (*a[:2], b[2]), (*b[:2], a[2])
 
 
 def _swap_gradients(schedule: Schedule) -> None:
     assert schedule.backward is not None
-    first, second, *_ = ops.nodes_of(schedule.backward, ops.hand_over)
+    first, second, *_ = ops.nodes_of(schedule.backward, ops.device_update)
     a, b = ops.arguments(first), ops.arguments(second)
     first.args, second.args = (a[0], b[1], a[2]), (b[0], a[1], b[2])
 
@@ -160,7 +160,7 @@ EDITS = {
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_what_is_changed_before_the_step_is_seen(edit: str) -> None:
-    """Its bucket is updated on the host; the others are not held up."""
+    """Its bucket is updated on the host; the others are not reused up."""
     both = pair()
     for model, optimizers in both:
         step(model, optimizers, 0)
@@ -274,7 +274,7 @@ def test_float32_masters() -> None:
 def test_the_default_on_the_cpu_hands_nothing_over() -> None:
     _, streamed = twins(net(), lowering="inductor")
     step(streamed, [SGD(streamed.parameters(), lr=0.1)], 0)
-    assert schedules(streamed)[0].plan.hand_over == frozenset()
+    assert schedules(streamed)[0].plan.device_update == frozenset()
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, float("nan")])
@@ -309,10 +309,10 @@ def test_its_memory_is_taken_back_in_the_forward() -> None:
     schedule: Schedule = schedules(model)[0]
     actions = ops.actions(schedule.forward).split()
     readers = [actions.index(f"{stage}F") for stage in (0, 1, 2)]
-    assert max(readers) < actions.index("RECLAIM") < actions.index("4F")
+    assert max(readers) < actions.index("DRAIN") < actions.index("4F")
     _, (other, optimizers) = twins_that_keep()
     step(other, optimizers, 0)
-    assert "RECLAIM" not in ops.actions(schedules(other)[0].forward)
+    assert "DRAIN" not in ops.actions(schedules(other)[0].forward)
 
 
 def twins_that_keep() -> Any:
@@ -328,11 +328,11 @@ def test_what_is_on_its_way_lands_before_its_memory_goes() -> None:
     bucket.settle()
     future: Future[None] = Future()
     bucket.start(Flight(future, "embed", {0: torch.ones(1)}), [0], [])
-    machine.hand_over.flying.append(bucket)
+    machine.device_update.flying.append(bucket)
     threading.Timer(0.1, future.set_result, [None]).start()
-    machine.hand_over.land()
+    machine.device_update.land()
     assert future.done()
-    assert bucket.in_flight is None and machine.hand_over.flying == []
+    assert bucket.in_flight is None and machine.device_update.flying == []
 
 
 def test_states_that_were_made_for_the_host_are_locked_when_a_copy_is_foreseen(

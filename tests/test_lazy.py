@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megacompile.errors import BackwardError
 from megacompile.runtime.params.guards import GuardedTensor
-from megacompile.runtime.params.lazy import Served, served
+from megacompile.runtime.params.lazy import LazyGradient, served
 from tests import zoo
 from tests.zoo import twins
 
@@ -46,7 +46,7 @@ class Watched:
             values = grad(param)
             known = (lie * float(values.norm()), lie * float(values.abs().max()))
             norm = (lambda known=known: known) if norms else None
-            made = Served(values, self._settle, norm, f"p{i}")
+            made = LazyGradient(values, self._settle, norm, f"p{i}")
             self.guards.append(made)
 
     def _settle(self) -> None:
@@ -98,7 +98,7 @@ def test_norms_are_of_the_gradients_dtype(dtype: torch.dtype, norm_type: float) 
     values = torch.arange(1.0, 12.0).to(dtype)
     gradient = values.clone()
     largest = float(values.float().norm()), float(values.abs().max())
-    Served(gradient, lambda: None, lambda: largest, "p")
+    LazyGradient(gradient, lambda: None, lambda: largest, "p")
     want = nn.utils.get_total_norm([values, values], norm_type)
     got = nn.utils.get_total_norm([gradient, values], norm_type)
     assert got.dtype is want.dtype is dtype

@@ -43,16 +43,17 @@ def offloaded(
 def test_stage_inputs_wait_on_the_host() -> None:
     """The docstring's example; the input of 0F is the user's."""
     assert text(offloaded(CHAIN, (0, 1, 2))) == (
-        "0F 1OFFLOAD 1F 2OFFLOAD 2F 3F | 2FETCH 3B 1FETCH 2RECOMPUTE 2B 1RECOMPUTE 1B 0RECOMPUTE 0B"
+        "0F 1OFFLOAD_SAVED 1F 2OFFLOAD_SAVED 2F 3F | "
+        "2FETCH_SAVED 3B 1FETCH_SAVED 2RECOMPUTE 2B 1RECOMPUTE 1B 0RECOMPUTE 0B"
     )
 
 
 @pytest.mark.parametrize(
     ("lookahead", "backward"),
     [
-        (0, "3B 2FETCH 2RECOMPUTE 2B 1FETCH 1RECOMPUTE 1B 0RECOMPUTE 0B"),
-        (2, "2FETCH 1FETCH 3B 2RECOMPUTE 2B 1RECOMPUTE 1B 0RECOMPUTE 0B"),
-        (9, "2FETCH 1FETCH 3B 2RECOMPUTE 2B 1RECOMPUTE 1B 0RECOMPUTE 0B"),
+        (0, "3B 2FETCH_SAVED 2RECOMPUTE 2B 1FETCH_SAVED 1RECOMPUTE 1B 0RECOMPUTE 0B"),
+        (2, "2FETCH_SAVED 1FETCH_SAVED 3B 2RECOMPUTE 2B 1RECOMPUTE 1B 0RECOMPUTE 0B"),
+        (9, "2FETCH_SAVED 1FETCH_SAVED 3B 2RECOMPUTE 2B 1RECOMPUTE 1B 0RECOMPUTE 0B"),
     ],
 )
 def test_they_are_back_so_many_stages_ahead(lookahead: int, backward: str) -> None:
@@ -61,7 +62,7 @@ def test_they_are_back_so_many_stages_ahead(lookahead: int, backward: str) -> No
 
 def test_saved_tensors_of_kept_stages_wait_too() -> None:
     schedule = offloaded(CHAIN, (1,), keep=(0, 1, 2, 3))
-    assert text(schedule) == "0F 1OFFLOAD 1F 1OFFLOAD 2F 3F | 3B 1FETCH 2B 1B 0B"
+    assert text(schedule) == "0F 1OFFLOAD_SAVED 1F 1OFFLOAD_SAVED 2F 3F | 3B 1FETCH_SAVED 2B 1B 0B"
     assert schedule.backward is not None
     (call,) = [n for n in ops.nodes_of(schedule.backward, ops.backward) if label(n) == "1B"]
     assert [value.name for value in ops.arguments(call)[3]] == ["s1_0_back"]
@@ -69,7 +70,7 @@ def test_saved_tensors_of_kept_stages_wait_too() -> None:
 
 def test_the_residuals_are_the_copies_on_the_host() -> None:
     schedule = offloaded(CHAIN, (1,))
-    assert "y0_0_host" in schedule.residuals and "y0_0" not in schedule.residuals
+    assert "y0_0_host" in schedule.saved_values and "y0_0" not in schedule.saved_values
     assert schedule.backward is not None
     names = [node.name for node in schedule.backward.find_nodes(op="placeholder")]
     assert "y0_0_host" in names and "y0_0" not in names
@@ -84,13 +85,13 @@ def test_without_a_plan_nothing_changes() -> None:
 
 def test_random_state_stays() -> None:
     schedule = offloaded("0F 1RNG 1F 2F 3F | 3B 2B 1B 0B", (1, 2), random=(1,))
-    assert "rng1" in schedule.residuals and "rng1_host" not in schedule.residuals
+    assert "rng1" in schedule.saved_values and "rng1_host" not in schedule.saved_values
 
 
 def test_device_memory_is_given_back_behind_the_copy() -> None:
     """One further forward is issued before the wait, so that the copy has had time."""
     schedule = insert_free(offloaded(CHAIN, (1,)))
-    assert frees(schedule.forward) == "0F 1OFFLOAD 1F 2F -y0_0(after=1OFFLOAD) 3F"
+    assert frees(schedule.forward) == "0F 1OFFLOAD_SAVED 1F 2F -y0_0(after=1OFFLOAD_SAVED) 3F"
 
 
 def test_what_came_back_dies_with_its_last_reader_and_its_copy_too() -> None:
@@ -122,7 +123,7 @@ def label(node: fx.Node) -> str:
 
 
 def waiting(schedule: Schedule) -> list[str]:
-    return [label(node) for node in ops.nodes_of(schedule.forward, ops.offload)]
+    return [label(node) for node in ops.nodes_of(schedule.forward, ops.offload_saved)]
 
 
 def skips(net: Net, x: Tensor) -> Tensor:
@@ -138,10 +139,12 @@ def skips(net: Net, x: Tensor) -> Tensor:
 
 def test_a_value_that_several_stages_take_goes_once_and_is_back_for_the_first() -> None:
     schedule = build(skips, Plan(offload=frozenset(range(7))))
-    copies = [node.all_input_nodes[0].name for node in ops.nodes_of(schedule.forward, ops.offload)]
+    copies = [
+        node.all_input_nodes[0].name for node in ops.nodes_of(schedule.forward, ops.offload_saved)
+    ]
     assert len(copies) == len(set(copies))
     assert schedule.backward is not None
-    fetches = ops.nodes_of(schedule.backward, ops.fetch)
+    fetches = ops.nodes_of(schedule.backward, ops.fetch_saved)
     assert len(fetches) <= len(copies)
     several = [node for node in fetches if len(stages_reading(node)) > 1]
     assert several, "a skip"
@@ -159,7 +162,7 @@ def stages_reading(value: fx.Node) -> set[int]:
 
 
 def test_a_value_that_a_stage_on_the_device_takes_stays_there() -> None:
-    """It must be there at the turn anyway."""
+    """It must be there at the boundary anyway."""
     whole = build(skips, Plan(offload=frozenset(range(7))))
     less = build(skips, Plan(offload=frozenset(range(5))))
     gone = set(names_on_host(whole)) - set(names_on_host(less))
@@ -167,7 +170,7 @@ def test_a_value_that_a_stage_on_the_device_takes_stays_there() -> None:
 
 
 def names_on_host(schedule: Schedule) -> list[str]:
-    return [node.name for node in ops.nodes_of(schedule.forward, ops.offload)]
+    return [node.name for node in ops.nodes_of(schedule.forward, ops.offload_saved)]
 
 
 def test_what_is_returned_to_the_user_stays() -> None:
@@ -177,7 +180,7 @@ def test_what_is_returned_to_the_user_stays() -> None:
 
     schedule = build(both, Plan(offload=frozenset(range(4))))
     outputs, _ = ops.returned(schedule.forward)
-    taken = [node.all_input_nodes[0] for node in ops.nodes_of(schedule.forward, ops.offload)]
+    taken = [node.all_input_nodes[0] for node in ops.nodes_of(schedule.forward, ops.offload_saved)]
     assert taken and outputs[1] not in taken
 
 
@@ -207,11 +210,11 @@ def test_no_interleaving_corrupts_it(keep: tuple[int, ...]) -> None:
 
 def held_at_the_turn(schedule: Schedule) -> int:
     """Device bytes of what the forward hands to the backward."""
-    _, residuals = ops.returned(schedule.forward)
+    _, saved_values = ops.returned(schedule.forward)
     return sum(
         tensors_bytes(node.meta.get("value"))
-        for node in residuals
-        if node.op != "placeholder" and node.target is not ops.offload
+        for node in saved_values
+        if node.op != "placeholder" and node.target is not ops.offload_saved
     )
 
 
@@ -222,7 +225,7 @@ def peak_bytes(graph: fx.Graph) -> int:
     for node in graph.nodes:
         if node.target is ops.free:
             alive.pop(ops.arguments(node)[0], None)
-        elif node.target in (operator.getitem, ops.alloc, ops.snapshot):
+        elif node.target in (operator.getitem, ops.alloc_saved, ops.snapshot):
             value = node.meta.get("value")
             alive[node] = value.size_bytes if isinstance(value, TensorMeta) else 0
         peak = max(peak, sum(alive.values()))
@@ -230,7 +233,7 @@ def peak_bytes(graph: fx.Graph) -> int:
 
 
 def test_device_memory_does_not_grow_with_depth() -> None:
-    """Neither at the turn nor at its peak; with everything recomputed from the device it does."""
+    """Neither at the boundary nor at its peak; recomputed from the device it does."""
 
     def sizes(activations: str) -> list[tuple[int, ...]]:
         found = []

@@ -75,8 +75,8 @@ def test_each_fetch_has_room_of_its_own() -> None:
     schedule = offloaded("0F 1F | 1B 0B", accumulate=True)
     assert schedule.backward is not None
     fetches = ops.nodes_of(schedule.backward, ops.fetch_grad)
-    rooms = [ops.arguments(node)[1] for node in fetches]
-    assert [room.name for room in rooms] == ["room1", "room0"]
-    for fetch, room in zip(fetches, rooms, strict=True):
-        assert room.args[0] is fetch.args[0], "of the same bucket"
-        assert room.meta["value"] == fetch.meta["value"] is not None
+    buffers = [ops.arguments(node)[1] for node in fetches]
+    assert [buffer.name for buffer in buffers] == ["room1", "room0"]
+    for fetch, buffer in zip(fetches, buffers, strict=True):
+        assert buffer.args[0] is fetch.args[0], "of the same bucket"
+        assert buffer.meta["value"] == fetch.meta["value"] is not None
