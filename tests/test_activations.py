@@ -85,8 +85,8 @@ def test_the_choice_is_what_runs(choice: str) -> None:
     assert schedule.backward is not None
     again = len(ops.nodes_of(schedule.backward, ops.recompute))
     assert (again > 0) == (choice in ("recompute", "offload"))
-    budgets = {stage.traced.budget for stage in schedule.stages}
-    assert budgets == ({0.5, 1.0} if choice == "selective" else {1.0})
+    fractions = {stage.traced.saved_fraction for stage in schedule.stages}
+    assert fractions == ({0.5, 1.0} if choice == "selective" else {1.0})
 
 
 def planned(monkeypatch: pytest.MonkeyPatch, change: Callable[[Schedule, bool], Plan]) -> None:
@@ -106,8 +106,8 @@ def everything(schedule: Schedule, keep_last: bool) -> Plan:
     """Stages in turn are kept whole, kept in part and recomputed; all but the last two wait."""
     able = [stage.index for stage in schedule.stages if stage.traced.has_backward]
     keep = frozenset(i for i in able if i % 3 and keep_last)
-    budgets = tuple((i, 0.4) for i in sorted(keep) if i % 3 == 1)
-    return Plan(keep, offload=frozenset(range(len(schedule.stages) - 2)), budgets=budgets)
+    fractions = tuple((i, 0.4) for i in sorted(keep) if i % 3 == 1)
+    return Plan(keep, offload=frozenset(range(len(schedule.stages) - 2)), saved_fractions=fractions)
 
 
 @pytest.mark.parametrize("name", ["demo gpt", "batch norm", "shared layer", "tied", "dropout"])

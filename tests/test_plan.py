@@ -57,21 +57,21 @@ CHAIN = "0F 1F 2F 3F | 3B 2B 1B 0B"
 
 def test_the_default_recomputes() -> None:
     assert plan(CHAIN) == plan(CHAIN, activations="recompute")
-    assert not plan(CHAIN).offload and not plan(CHAIN).budgets
+    assert not plan(CHAIN).offload and not plan(CHAIN).saved_fractions
 
 
 def test_everything_that_has_a_backward_is_kept() -> None:
     made = plan("0F 1F 2F 3F | 3B 2B 1B", activations="keep", frozen=(0,))
-    assert made.keep == {1, 2, 3} and made.budgets == ()
+    assert made.keep == {1, 2, 3} and made.saved_fractions == ()
     assert made.reasons == ("every stage is kept: activations='keep'",)
 
 
 def test_the_last_stage_is_kept_whole() -> None:
     made = plan(CHAIN, activations="selective")
     assert made.keep == {0, 1, 2, 3}
-    assert made.budgets == ((0, 0.5), (1, 0.5), (2, 0.5))
+    assert made.saved_fractions == ((0, 0.5), (1, 0.5), (2, 0.5))
     assert made.reasons[-1] == "all but the last save 50% of it, and compute the rest again"
-    assert plan("0F | 0B", activations="selective").budgets == ()
+    assert plan("0F | 0B", activations="selective").saved_fractions == ()
 
 
 @pytest.mark.parametrize(("lookahead", "offload"), [(1, {0, 1}), (2, {0}), (3, set()), (9, set())])
@@ -98,5 +98,5 @@ def test_a_backward_of_other_outputs_keeps_nothing_and_finds_the_same_on_the_hos
 ) -> None:
     guessed = plan(CHAIN, activations=activations)
     made = plan(CHAIN, activations=activations, keep=0)
-    assert made.keep == frozenset() and made.budgets == ()
+    assert made.keep == frozenset() and made.saved_fractions == ()
     assert made.offload == guessed.offload

@@ -1,4 +1,4 @@
-"""`split_stages`: what a stage saves within a budget, and what it never saves or draws again."""
+"""`split_stages`: how much a stage saves, and what it never saves or draws again."""
 
 from __future__ import annotations
 
@@ -56,20 +56,20 @@ def captured(dropout: float = 0.0, autocast: bool = False) -> Captured:
 
 
 def split(
-    budgets: dict[int, float],
+    saved_fractions: dict[int, float],
     *,
     until: str = "free",
     dropout: float = 0.0,
     autocast: bool = False,
     cache: TemplateCache | None = None,
 ) -> Schedule:
-    """The schedule in which every stage is kept, and some within a budget."""
+    """The schedule in which every stage is kept, and some save less."""
     of, cache = captured(dropout, autocast), {} if cache is None else cache
     schedule = of.with_tangent()
     for name, function in of.passes(cache=cache).items():
         schedule = apply(function, schedule) if name == "split" else function(schedule)
         if name == "plan":
-            plan = Plan(frozenset(range(5)), budgets=tuple(sorted(budgets.items())))
+            plan = Plan(frozenset(range(5)), saved_fractions=tuple(sorted(saved_fractions.items())))
             schedule = replace(schedule, plan=plan)
         if name == until:
             break
@@ -83,8 +83,8 @@ def saved_bytes(schedule: Schedule) -> list[int]:
 
 
 def test_a_lower_budget_saves_less_and_computes_more() -> None:
-    budgets = [1.0, 0.5, 0.2, 0.0]
-    schedules = [split({1: budget}) for budget in budgets]
+    saved_fractions = [1.0, 0.5, 0.2, 0.0]
+    schedules = [split({1: saved_fraction}) for saved_fraction in saved_fractions]
     saved = [saved_bytes(schedule)[1] for schedule in schedules]
     assert saved == sorted(saved, reverse=True) and saved[0] > saved[1] > saved[3]
     nodes = [len(s.stages[1].traced.graphs[Code.BACKWARD].graph.nodes) for s in schedules]
@@ -107,7 +107,7 @@ def test_stages_of_one_template_share_the_new_one_and_nothing_is_traced_again(
     schedule = split({1: 0.5, 2: 0.5, 3: 0.2}, cache=cache)
     one, two, three = (stage.traced for stage in schedule.stages[1:4])
     assert one is two and one is not three
-    assert [one.budget, three.budget] == [0.5, 0.2]
+    assert [one.saved_fraction, three.saved_fraction] == [0.5, 0.2]
     assert len(cache) == count + 2
     again = split({1: 0.5}, cache=cache)
     assert again.stages[1].traced is one
@@ -126,9 +126,9 @@ def test_the_forward_and_the_backward_agree() -> None:
 
 
 @pytest.mark.parametrize("lowering", list(Lowering), ids=lambda each: each.value)
-@pytest.mark.parametrize("budget", [0.0, 0.3, 0.7, 1.0])
+@pytest.mark.parametrize("saved_fraction", [0.0, 0.3, 0.7, 1.0])
 def test_parameters_are_never_saved(
-    budget: float, lowering: Lowering, monkeypatch: pytest.MonkeyPatch
+    saved_fraction: float, lowering: Lowering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor views or casts of them: nothing that is saved is computed from parameters alone."""
     cache: TemplateCache = {}
@@ -136,7 +136,7 @@ def test_parameters_are_never_saved(
     trace: Any = passes["templates"]
     passes["templates"] = functools.partial(trace.func, **{**trace.keywords, "lowering": lowering})
     monkeypatch.setattr(Captured, "passes", lambda self, **options: passes)
-    schedule = split({i: budget for i in range(4)}, autocast=True, cache=cache)
+    schedule = split({i: saved_fraction for i in range(4)}, autocast=True, cache=cache)
     for stage in schedule.stages:
         graph = stage.traced.graphs[Code.FORWARD_SAVING].graph
         inputs = graph.find_nodes(op="placeholder")
@@ -155,11 +155,11 @@ def reachable(node: Any) -> set[Any]:
     return found
 
 
-@pytest.mark.parametrize("budget", [0.0, 0.1, 0.5])
-def test_random_numbers_are_not_drawn_again(budget: float) -> None:
-    schedule = split({1: budget}, dropout=0.3)
+@pytest.mark.parametrize("saved_fraction", [0.0, 0.1, 0.5])
+def test_random_numbers_are_not_drawn_again(saved_fraction: float) -> None:
+    schedule = split({1: saved_fraction}, dropout=0.3)
     template = schedule.stages[1].traced
-    assert template.random and template.budget == budget
+    assert template.random and template.saved_fraction == saved_fraction
     backward = template.graphs[Code.BACKWARD].graph
     assert not any(compat.is_random(node) for node in backward.nodes)
     assert template.saved, "the mask"
@@ -168,5 +168,5 @@ def test_random_numbers_are_not_drawn_again(budget: float) -> None:
 def test_without_budgets_nothing_changes() -> None:
     schedule = parse("0F 1F | 1B 0B")
     assert split_stages(schedule, cache={}) is schedule
-    forward = replace(parse("0F 1F"), plan=Plan(budgets=((0, 0.5),)))
+    forward = replace(parse("0F 1F"), plan=Plan(saved_fractions=((0, 0.5),)))
     assert split_stages(forward, cache={}) is forward

@@ -31,7 +31,9 @@ class Plan:
     resident: frozenset[int] = frozenset()  # buckets (keys) that live on the device
     device_update: frozenset[int] = frozenset()  # buckets (keys) that step() updates on the device
     offload: frozenset[int] = frozenset()  # stages whose saved values wait on the host
-    budgets: tuple[tuple[int, float], ...] = ()  # (kept stage, share of its saved tensors, 0 to 1)
+    saved_fractions: tuple[
+        tuple[int, float], ...
+    ] = ()  # (kept stage, share of its saved tensors, 0 to 1)
     state_delay: int = 1  # backwards that are issued before one waits for states to leave
 
 

@@ -76,7 +76,7 @@ class Template:
     graphs: dict[Code, fx.GraphModule] = field(repr=False)
     code: dict[Code, LoweredFn] = field(default_factory=dict, repr=False)
     joint: fx.GraphModule | None = field(default=None, repr=False)  # forward and backward, unsplit
-    budget: float = 1.0  # the share of the saved tensors that it was split for
+    saved_fraction: float = 1.0  # the share of the saved tensors that it was split for
 
     @property
     def has_backward(self) -> bool:

@@ -370,7 +370,7 @@ def _treatment(schedule: Schedule, stage: Stage) -> str:
     if schedule.backward is None or not stage.traced.has_backward:
         words = ["forward only"]
     elif stage.index in plan.keep:
-        words = ["half kept" if stage.index in dict(plan.budgets) else "kept"]
+        words = ["half kept" if stage.index in dict(plan.saved_fractions) else "kept"]
     else:
         words = ["recomputed, offloaded" if stage.index in plan.offload else "recomputed"]
     if keys and keys <= plan.resident:

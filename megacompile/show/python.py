@@ -132,8 +132,8 @@ def _stages_line(run: list[Stage]) -> str:
         return f"{text}, not traced"
     random = ", random" if first.template.random else ""
     saved = format_bytes(first.template.saved_bytes)
-    if first.template.budget < 1:
-        saved += f" within a budget of {first.template.budget:g}"
+    if first.template.saved_fraction < 1:
+        saved += f" as a fraction of {first.template.saved_fraction:g}"
     return f"{text}, template {first.template.index} (saves {saved}{random})"
 
 

@@ -44,10 +44,10 @@ def make_plan(
         return replace(schedule, plan=plan)
     kept, reason = _keep(schedule, keep, activations)
     offload, waits = _offload(schedule, activations, lookahead)
-    budgets, within = _budgets(schedule, kept, activations)
+    saved_fractions, within = _saved_fractions(schedule, kept, activations)
     chosen, why = _device_update(schedule, here, device_update)
     reasons = (*so_far, reason, *within, *waits, *_residents(schedule, here), *why)
-    plan = Plan(kept, reasons, here, chosen, offload, budgets, state_delay)
+    plan = Plan(kept, reasons, here, chosen, offload, saved_fractions, state_delay)
     return replace(schedule, plan=plan)
 
 
@@ -102,7 +102,7 @@ def _offload(
 _SELECTIVE = 0.5  # of the saved tensors of a 7B layer: 4 % of its time for half of the memory
 
 
-def _budgets(
+def _saved_fractions(
     schedule: Schedule, keep: frozenset[int], activations: str
 ) -> tuple[tuple[tuple[int, float], ...], tuple[str, ...]]:
     """Half of what each kept stage saves, but for the last: its backward comes next."""

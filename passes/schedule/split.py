@@ -1,9 +1,10 @@
 """Split stages anew, so that they save a given share of what they would save.
 
-    plan.budgets: 1 -> 0.5        1F gives s1_0 s1_1 s1_2        1F gives s1_0, and 1B computes more
+    plan.saved_fractions: 1 -> 0.5
+    before: 1F gives s1_0 s1_1 s1_2        after: 1F gives s1_0, and 1B computes more
 
-The plan is made when sizes are known, so a stage has been split for speed by then. A stage that
-gets a budget is split again, from the traced graph that is at hand; how much it saves changes what
+The plan is made when sizes are known, so a stage has been split for speed by then. A stage that is
+to save less is split again, from the traced graph that is at hand. How much it saves changes what
 its forward gives and its backward takes, so the backward is written again.
 """
 
@@ -21,13 +22,13 @@ from megacompile.passes.stages.templates import TemplateCache, next_index, with_
 
 
 def split_stages(schedule: Schedule, *, cache: TemplateCache) -> Schedule:
-    """The schedule in which every stage of `plan.budgets` saves no more than its share."""
-    budgets = dict(schedule.plan.budgets)
-    if schedule.backward is None or not budgets:
+    """The schedule in which every stage of `plan.saved_fractions` saves no more than its share."""
+    saved_fractions = dict(schedule.plan.saved_fractions)
+    if schedule.backward is None or not saved_fractions:
         return schedule
     stages = tuple(
-        replace(stage, template=_within(stage, budgets[stage.index], cache))
-        if stage.index in budgets and stage.traced.has_backward
+        replace(stage, template=_within(stage, saved_fractions[stage.index], cache))
+        if stage.index in saved_fractions and stage.traced.has_backward
         else stage
         for stage in schedule.stages
     )
@@ -36,17 +37,22 @@ def split_stages(schedule: Schedule, *, cache: TemplateCache) -> Schedule:
     return replace(made, draft=schedule.draft)
 
 
-def _within(stage: Stage, budget: float, cache: TemplateCache) -> Template:
-    """The stage's template, split for a budget; one for all stages that share the template."""
+def _within(stage: Stage, saved_fraction: float, cache: TemplateCache) -> Template:
+    """The stage's template, split to save so much; one for all stages that share the template."""
     base = stage.traced
-    if budget == base.budget:
+    if saved_fraction == base.saved_fraction:
         return base
-    key = (base, budget)
+    key = (base, saved_fraction)
     if key not in cache:
         assert base.joint is not None, "a stage without a backward saves nothing"
         takes = Takes(base.tangents, base.partial_gradients, base.tangent_metas)
         cache[key] = split(
-            stage, base.joint, takes, base.gradients, index=next_index(cache), budget=budget
+            stage,
+            base.joint,
+            takes,
+            base.gradients,
+            index=next_index(cache),
+            saved_fraction=saved_fraction,
         )
     return cache[key]
 

@@ -4,9 +4,9 @@
     FORWARD_SAVING: primals -> results, saved        BACKWARD: saved, tangents, carries -> gradients
 
 What is saved and what is computed again is chosen by AOTAutograd's min-cut partitioner (Zheng et
-al., "Min-cut optimal recomputation", 2022): what is fastest, or, with a budget below 1, what takes
-that share of the memory between all of it and none (a knapsack over what is cheap to compute
-again). Parameters are never saved, nor views or casts of them: the backward binds them to whatever
+al., "Min-cut optimal recomputation", 2022): what is fastest, or, with a saved_fraction below 1,
+what takes that share of the memory between all of it and none (a knapsack over what is cheap to
+compute again). Parameters are never saved, nor views or casts of them: the backward binds them to whatever
 slot they are in then. Random numbers that the backward needs are always saved: drawn again, they
 would be others.
 """
@@ -29,7 +29,7 @@ _VIEWS = {"t", "view", "transpose", "permute", "expand", "reshape", "unsqueeze",
 _VIEWS |= {"slice", "select", "alias", "detach", "_unsafe_view", "_to_copy", "convert_element_type"}
 _VIEWS |= {"clone"}  # of a view that is not contiguous
 
-_LEAST = 1e-6  # a budget of 0 would save the inputs alone, whatever is marked
+_LEAST = 1e-6  # a saved_fraction of 0 would save the inputs alone, whatever is marked
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def split(
     gradients: tuple[int, ...],
     *,
     index: int,
-    budget: float = 1.0,
+    saved_fraction: float = 1.0,
 ) -> Template:
     """The template of a traced stage.
 
@@ -62,14 +62,14 @@ def split(
         takes: the tangents and carries.
         gradients: the primals whose gradients the joint graph returns.
         index: of the template.
-        budget: how much the forward saves, from 0 (inputs, and random numbers) to 1 (what makes
-            forward and backward fastest).
+        saved_fraction: how much the forward saves, from 0 (inputs, and random numbers) to 1 (what
+            makes forward and backward fastest).
     """
     if not takes.tangents:
         forward: fx.GraphModule = joint
         backward: fx.GraphModule | None = None
     else:
-        forward, backward = _parted(stage, joint, budget)
+        forward, backward = _parted(stage, joint, saved_fraction)
     results = len(stage.outputs) + len(stage.mutated)
     returned = list(ops.returned(forward.graph))
     saved = [n for n in returned[results:] if n.op != "placeholder"]
@@ -107,29 +107,29 @@ def split(
         random=random,
         graphs=graphs,
         joint=joint if backward is not None else None,
-        budget=budget,
+        saved_fraction=saved_fraction,
     )
 
 
 def _parted(
-    stage: Stage, joint: fx.GraphModule, budget: float
+    stage: Stage, joint: fx.GraphModule, saved_fraction: float
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """(forward returning results and saved tensors, backward)."""
     params = sum(isinstance(ref, ParamRef) for ref in stage.primals)
     work = _extract(joint, ops.returned(joint.graph))  # the partitioner changes its argument
     _forbid_saving_parameters(work, params)
     random = _random(work)
-    if random and budget < 1:
-        budget = max(budget, _LEAST)
+    if random and saved_fraction < 1:
+        saved_fraction = max(saved_fraction, _LEAST)
         for node in random.values():
             compat.mark_must_save(node)
     forward, backward = compat.split_joint(
         work,
         outputs=len(stage.outputs) + len(stage.mutated),
         static_primals=range(params),
-        memory_budget=budget,
+        memory_budget=saved_fraction,
     )
-    if budget < 1 and (_random(forward).keys() != random.keys() or _random(backward)):
+    if saved_fraction < 1 and (_random(forward).keys() != random.keys() or _random(backward)):
         return _parted(stage, joint, 1.0)  # the partitioner would draw them again, its own way
     return forward, backward
 
