@@ -6,9 +6,9 @@
 What is saved and what is computed again is chosen by AOTAutograd's min-cut partitioner (Zheng et
 al., "Min-cut optimal recomputation", 2022): what is fastest, or, with a saved_fraction below 1,
 what takes that share of the memory between all of it and none (a knapsack over what is cheap to
-compute again). Parameters are never saved, nor views or casts of them: the backward binds them to whatever
-slot they are in then. Random numbers that the backward needs are always saved: drawn again, they
-would be others.
+compute again). Parameters are never saved, nor views or casts of them: the backward binds them to
+whatever slot they are in then. Random numbers that the backward needs are always saved: drawn
+again, they would be others.
 """
 
 from __future__ import annotations
