@@ -74,7 +74,7 @@ def test_the_schedule_shows_it() -> None:
     assert schedule.backward is not None
     given = [ops.arguments(n)[0].name for n in ops.nodes_of(schedule.backward, ops.device_update)]
     assert set(given) == THERE
-    assert "hand_over(" in str(schedule) and "DEVICE_UPDATE" in schedule.table()
+    assert "device_update(" in str(schedule) and "DEVICE_UPDATE" in schedule.table()
     assert any("updates buckets" in reason for reason in schedule.plan.reasons)
     text = str(schedule)
     kept = [line for line in text.splitlines() if line.strip().startswith(("del", "wait"))]

@@ -128,8 +128,8 @@ class Made:
 @pytest.fixture
 def two(monkeypatch: pytest.MonkeyPatch) -> Workers:
     """The two of them, without a device."""
-    monkeypatch.setattr(workers, "PieceStreams", lambda device: device)
-    monkeypatch.setattr(workers, "Pieces", lambda streams, updates: streams)
+    monkeypatch.setattr(workers, "ChunkStreams", lambda device: device)
+    monkeypatch.setattr(workers, "Chunks", lambda streams, updates: streams)
     return Workers(CPU)
 
 
@@ -203,7 +203,7 @@ def test_without_device_memory_the_host_makes_all(
     def none_left(streams: Any, updates: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(workers, "Pieces", none_left)
+    monkeypatch.setattr(workers, "Chunks", none_left)
     log: list[str] = []
     made = [Made(name, log) for name in "ab"]
     all_jobs = begun(two, made)
@@ -235,8 +235,8 @@ def test_the_host_may_begin_the_last_one_while_the_device_gets_ready(
         return device
 
     taken: list[Any] = []
-    monkeypatch.setattr(workers, "PieceStreams", streams)
-    monkeypatch.setattr(workers, "Pieces", lambda streams, updates: taken.extend(updates))
+    monkeypatch.setattr(workers, "ChunkStreams", streams)
+    monkeypatch.setattr(workers, "Chunks", lambda streams, updates: taken.extend(updates))
     two = Workers(CPU)
     for job in both:
         two.submit(job)
@@ -397,7 +397,7 @@ def test_host_and_device_round_alike(case: str, monkeypatch: pytest.MonkeyPatch)
     """
     dtype, options, make = _CASES[case]
     monkeypatch.setattr(update, "LEAST_HELPED", 1)
-    monkeypatch.setattr(moving, "PIECE_BYTES", 2**21)
+    monkeypatch.setattr(moving, "CHUNK_BYTES", 2**21)
 
     def trained(**other: Any) -> tuple[list[torch.Tensor], set[str]]:
         torch.manual_seed(0)

@@ -29,7 +29,7 @@ from megacompile.passes.schedule.prefetch import buckets_read, uses
 
 
 def insert_device_update(schedule: Schedule, *, state_bytes: Callable[[int], float]) -> Schedule:
-    """The schedule whose backward hands over the buckets of `plan.hand_over`.
+    """The schedule whose backward leaves the buckets of `plan.device_update`.
 
     Args:
         state_bytes: of one element and its states, by its bytes as streamed; for the cost model.
