@@ -79,7 +79,7 @@ def test_training_at_the_end_of_the_process(how: str) -> None:
 def test_what_was_given_is_finished_at_the_end() -> None:
     script = """
         import time
-        from megacompile.runtime.background import Background
+        from megacompile.runtime.device.background import Background
         def work():
             time.sleep(0.2)
             print("done", flush=True)

@@ -1,7 +1,7 @@
 """Who carries out the updates of host memory, in the background: the host, helped by the device.
 
 The host's thread takes the first bucket that waits, because the next forward reads that first; the
-device takes the last one, in chunks over a link that is idle (see `pieces`). They meet somewhere in
+device takes the last one, in chunks over a link that is idle (see `chunks`). They meet somewhere in
 the middle, wherever their rates of the day let them: nobody has to know those.
 
 Source of the idea: Maurya et al., "Deep Optimizer States: Towards Scalable Training of Transformer
@@ -62,7 +62,7 @@ class Workers:
         self.device = device
         self._waiting: deque[Job] = deque()
         self._host = Background("megacompile-update")
-        self._issues = Background("megacompile-pieces")
+        self._issues = Background("megacompile-chunks")
         self._streams: ChunkStreams | None = None
         forks.tell(self)
 
