@@ -1,7 +1,7 @@
 """The words of the design as frozen data: Bucket, Slot, Template, Stage, Plan, Schedule.
 
-Nothing here computes on a device. A `Schedule` holds two FX graphs (forward and, where gradients
-are needed, backward) whose every node is a `call_function` of an op in `megacompile.ir.ops`. Passes
+Nothing here computes on a device. A `Schedule` holds the FX graphs of a step (forward and, where
+gradients are needed, backward and update) whose every node is a `call_function` of an op in `megacompile.ir.ops`. Passes
 take a schedule and return another one; `Schedule.history` keeps what each of them did.
 
 Sizes are in bytes. Names are those that are printed everywhere: a stage is its index in execution
@@ -54,7 +54,10 @@ class Schedule:
 
     `print(schedule)` is the Python that the executor runs. A forward returns its outputs and the
     saved values: the values that the backward's placeholders of the same names stand for, and more
-    that a backward for other outputs would take.
+    that a backward for other outputs would take. A backward returns gradients, and what it leaves
+    on the device for the update's placeholders of the same names. The update is what
+    `optimizer.step()` runs; there is none where the backward updates. How graphs wait for one
+    another is in `megacompile.ir.tokens`.
     """
 
     name: str
@@ -69,12 +72,14 @@ class Schedule:
     held: tuple[tuple[int, Bucket], ...] = ()  # (slot, bucket) that the forward leaves in place
     history: tuple[PassRecord, ...] = ()
     draft: bool = False  # only to be simulated: passes change its graphs in place
+    update: fx.Graph | None = None
+    left: tuple[str, ...] = ()  # names of the backward's nodes that the update takes
 
     @property
     def graphs(self) -> dict[str, fx.Graph]:
         """The graphs that there are, by name."""
-        both = {"forward": self.forward, "backward": self.backward}
-        return {name: graph for name, graph in both.items() if graph is not None}
+        each = {"forward": self.forward, "backward": self.backward, "update": self.update}
+        return {name: graph for name, graph in each.items() if graph is not None}
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -104,6 +109,7 @@ class Schedule:
             self,
             forward=copy_graph(self.forward),
             backward=None if self.backward is None else copy_graph(self.backward),
+            update=None if self.update is None else copy_graph(self.update),
         )
 
     def code(self) -> str:

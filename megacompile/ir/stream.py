@@ -1,4 +1,4 @@
-"""The in-order queues of a device."""
+"""The queues that a schedule's ops run on."""
 
 from __future__ import annotations
 
@@ -6,8 +6,20 @@ import enum
 
 
 class Stream(enum.Enum):
-    """The in-order queues a schedule's ops run on."""
+    """The queues of a schedule's ops.
+
+    Those of the device run their ops in the order in which they are issued. The two of
+    `optimizer.step()` do not: the host takes the first update that waits, the device that helps it
+    takes the last one, and nobody knows beforehand where they meet.
+    """
 
     COMPUTE = "compute"  # the user's current stream: every forward, recompute and backward
     H2D = "h2d"  # host to device: weights, activations, gradients that are accumulated into
     D2H = "d2h"  # device to host: gradients, and activations until their backward
+    HOST = "host"  # threads of the host: updates in its memory
+    DEVICE = "device"  # which helps the host with updates, in chunks over the link
+
+    @property
+    def in_order(self) -> bool:
+        """Is an op done before the next one of its stream begins?"""
+        return self not in (Stream.HOST, Stream.DEVICE)

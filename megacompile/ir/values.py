@@ -69,15 +69,6 @@ def fetched_from(schedule: Schedule, value: fx.Node) -> fx.Node:
     return value
 
 
-def adopted(graph: fx.Graph) -> set[fx.Node]:
-    """The memory that lives on behind the schedule: nobody in it gives it back."""
-    found: set[fx.Node] = set()
-    for node in ops.nodes_that(graph, lambda op: op.adopts):
-        values = (node.args[at] for at in effects(node).adopts)
-        found |= {memory(value) for value in values if isinstance(value, fx.Node)}
-    return found
-
-
 def taken(node: fx.Node, *kinds: Value) -> fx.Node | None:
     """The argument of a node that its op takes as one of these kinds."""
     for takes in effects(node).takes:

@@ -34,7 +34,9 @@ from megacompile.passes.schedule.prefetch import insert_prefetch
 from megacompile.passes.schedule.recompute import insert_recompute
 from megacompile.passes.schedule.slots import assign_slots
 from megacompile.passes.schedule.split import split_stages
+from megacompile.passes.schedule.tokens import insert_tokens
 from megacompile.passes.schedule.update import insert_updates
+from megacompile.passes.schedule.update_graph import insert_update_graph
 from megacompile.passes.stages.lower import lower
 from megacompile.passes.stages.partition import partition
 from megacompile.passes.stages.templates import TemplateCache, trace_templates
@@ -181,6 +183,7 @@ class PassCompiler:
                 ("prefetch", functools.partial(insert_prefetch, lookahead=options.lookahead)),
                 ("slots", functools.partial(assign_slots, slots=slots, reuse=variant.reuse)),
                 ("free", insert_free),
+                ("tokens", insert_tokens),
             ],
         )
 
@@ -345,10 +348,16 @@ class PassCompiler:
             )
             return [("update", insert)]
         offload = functools.partial(offload_gradients, accumulate=variant.accumulate)
+        step = functools.partial(insert_update_graph, helps=cost.helped)
         if options.lowering is Lowering.EAGER:
-            return [("offload_grad", offload)]
+            return [("offload_grad", offload), ("update_graph", step)]
         give = functools.partial(insert_device_update, state_bytes=cost.updated_of)
-        return [("offload_grad", offload), ("norms", insert_norms), ("device_update", give)]
+        return [
+            ("offload_grad", offload),
+            ("norms", insert_norms),
+            ("device_update", give),
+            ("update_graph", step),
+        ]
 
     def _progress(
         self, work: Iterable[tuple[Template, Code]], total: int

@@ -41,7 +41,8 @@ _WIDTH = 80  # of a line of code, before its comment
 _SHAPES = 3  # more tensors than this are counted, not listed
 
 
-_RESERVED = {op.name for op in ops.OPS.values()} | {"wait", "inputs", "run_forward", "run_backward"}
+_RUNS = {"run_forward", "run_backward", "run_update"}
+_RESERVED = {op.name for op in ops.OPS.values()} | {"wait", "inputs"} | _RUNS
 
 
 class _Line(NamedTuple):

@@ -45,7 +45,8 @@ def _block(name: str, graph: fx.Graph, marks: Mapping[fx.Node, str]) -> str:
 
 
 def _rows(name: str, rows: list[dict[Stream, list[str]]], notes: list[list[str]]) -> Iterator[str]:
-    order = (Stream.H2D, Stream.COMPUTE, Stream.D2H)
+    used = [s for s in (Stream.HOST, Stream.DEVICE) if any(row[s] for row in rows)]
+    order = (Stream.H2D, Stream.COMPUTE, Stream.D2H, *used)
     cells = [[stream.value for stream in order]]
     cells += [[" ".join(row[stream]) for stream in order] for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(order))]

@@ -53,7 +53,7 @@ def _gradients_flow(view: View) -> Iterator[Hazard]:
 
     The gradients so far of a forward's value are what the last backward of a reader gave for it.
     """
-    if view.name == "forward":
+    if view.name != "backward":
         return
     forward, forwards = view.schedule.forward, _forwards(view)
     outputs = ops.returned(forward)[0]
@@ -90,7 +90,7 @@ def _gradients_flow(view: View) -> Iterator[Hazard]:
 
 def _returned(view: View, so_far: dict[fx.Node, str]) -> Iterator[Hazard]:
     inputs = {node.name: node for node in view.schedule.forward.find_nodes(op="placeholder")}
-    values = ops.returned(view.graph)
+    values = ops.returned(view.graph)[0]
     for name, value in zip(view.schedule.gradients, values, strict=False):
         if isinstance(value, fx.Node) and so_far.get(inputs[name]) != value.name:
             message = f"it returns {named(value)} as the gradient of {name}; return that"

@@ -22,7 +22,7 @@ from megacompile.ir.buckets import Bucket, Slot
 from megacompile.ir.ops import Op
 from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
-from megacompile.ir.values import adopted, label, memory, named, owns, producer, reads
+from megacompile.ir.values import label, memory, named, owns, producer, reads
 from megacompile.text import format_bytes
 from megacompile.verify.hazard import Check, Hazard, HazardKind, View
 
@@ -175,19 +175,16 @@ def _lifetimes(view: View) -> Iterator[Hazard]:
         if owns(node) or node.op == "placeholder":
             names[memory(node)].append(node)
     returned = view.graph.output_node().all_input_nodes
-    lives_on = adopted(view.graph)
+    lives_on = {memory(node) for node in returned if ops.effects(node).fills is not None}
     for root, shared in names.items():
         yield from _used_after_free(view, shared, frees)
         for name in shared:
-            if root in lives_on:
+            if root in lives_on or name in returned:
                 if name in frees:
-                    message = (
-                        f"{named(name)} is freed, but optimizer.step() will read it: it is handed "
-                        "over; drop its free"
-                    )
+                    message = f"{named(name)} is freed, but it is returned; drop its free"
                     yield view.hazard(HazardKind.DOUBLE_FREE, name, frees[name], message)
                 continue
-            if owns(name) and name not in frees and name not in returned:
+            if owns(name) and name not in frees:
                 message = (
                     f"{named(name)} is neither freed nor returned; free it behind its last reader"
                 )

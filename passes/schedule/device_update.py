@@ -1,11 +1,13 @@
 """Leave what `optimizer.step()` needs of some buckets on the device, so that it updates them there.
 
-    before: 2B 1B 0B 0OFFLOAD_GRAD    after: 2B 0FETCH_STATE 1B 0B 0OFFLOAD_GRAD 0DEVICE_UPDATE
+    before: 2B 1B 0B 0OFFLOAD_GRAD    after: 2B 0FETCH_STATE 1B 0B 0OFFLOAD_GRAD
+    (forward: 0F 1F 2F)               (forward: 0F 1F DRAIN 2F)
 
 The host alone would take longer for its updates than the next forward does, while during the
 backward its memory and the h2d stream have little to do. So the buckets that the next forward reads
-first get their parameters and optimizer states fetched then; the step updates them at once, and the
-host does the others meanwhile. The gradients go to the host as ever, so that `p.grad` is all there.
+first get their parameters and optimizer states fetched then. The backward returns them with their
+gradients (`schedule.left`), and the update begins with them (see `update_graph`), while the host
+does the others. The gradients go to the host as ever, so that `p.grad` is all there.
 
 The fetches are spread over the backward behind its first stage, the head, when the logits have been
 freed. The next forward has the new values where they are until they have reached the host: see
@@ -15,6 +17,7 @@ freed. The next forward has the new values where they are until they have reache
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -47,6 +50,7 @@ def insert_device_update(schedule: Schedule, *, state_bytes: Callable[[int], flo
     steps = uses(graph)
     sizes = [_bucket(node).size_bytes for node in chosen]
     first = min(1, len(steps) - 1)
+    left: list[fx.Node] = []
     for k, offload in enumerate(chosen):
         bucket, gradients, *_ = ops.arguments(offload)
         share = sum(sizes[:k]) / max(sum(sizes), 1)
@@ -55,17 +59,18 @@ def insert_device_update(schedule: Schedule, *, state_bytes: Callable[[int], flo
         with graph.inserting_before(where):
             buffer = ops.call(graph, ops.alloc_state, bucket, True, name=f"room_s{suffix}")
             state = ops.call(graph, ops.fetch_state, bucket, buffer, True, name=f"s{suffix}")
-        with graph.inserting_before(graph.output_node()):  # compute must not wait for the fetch
-            ops.call(graph, ops.device_update, bucket, gradients, state, name=f"keep{suffix}")
+        left += [gradients, state]
         params = [bucket.params[i] for i in new.gradient_params[bucket.key]]
         size = sum(param.numel * state_bytes(param.dtype.itemsize) for param in params)
         meta = TensorMeta((int(size),), torch.uint8, (1,))
         buffer.meta["value"] = state.meta["value"] = meta
+    gradients_of_inputs, _, tokens = ops.returned(graph)
+    graph.output_node().args = ((gradients_of_inputs, tuple(left), tokens),)
     if chosen:
         reads = (buckets_read(node) for node in ops.nodes_of(new.forward, ops.forward))
         last = [i for i, read in enumerate(reads) if {b.key for b in read} & new.plan.device_update]
         insert_drain(new.forward, behind=max(last, default=0))
-    return new
+    return replace(new, left=tuple(node.name for node in left))
 
 
 def _bucket(node: fx.Node) -> Bucket:

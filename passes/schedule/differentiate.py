@@ -54,7 +54,7 @@ def differentiate(schedule: Schedule) -> Schedule:
     for stage in stages:
         _backward(new.forward, backward, calls[stage.index], stage, gradients, saved_values)
     wanted = [n for n in new.forward.find_nodes(op="placeholder") if n in gradients.of_value]
-    backward.output(tuple(gradients.of_value[n] for n in wanted))
+    backward.output((tuple(gradients.of_value[n] for n in wanted), (), ()))
     new = replace(new, backward=backward, gradients=tuple(n.name for n in wanted))
     names = [
         *saved_values,

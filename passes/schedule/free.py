@@ -6,9 +6,10 @@ Memory comes from the compute stream's allocator, so a value that a copy on anot
 may be given back only when that copy is done: `free(value, after=copy)` makes the compute stream
 wait for it. To keep that wait from stalling, such a free is put off until `delay` further
 backwards (in a forward: forwards) have been issued. New optimizer states on their way to the host
-are different: they are put off for `plan.state_delay` backwards, and at the end of a backward
-nothing is left to compute, and the next forward should not begin with a wait for them, so they are
-deferred: `park(value, after=copy)`. That forward gives them back (`drain`, see `drain`).
+are different: they are put off for `plan.state_delay` backwards, and at the end of a backward or an
+update nothing is left to compute, and the next forward should not begin with a wait for them, so
+they are deferred: `defer_free(value, after=copy)`. That forward gives them back (`drain`, see
+`drain`). So are gradients that a backward has left for the update, and still copies to the host.
 """
 
 from __future__ import annotations
@@ -21,36 +22,61 @@ from megacompile.ir import ops
 from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
-from megacompile.ir.values import adopted, memory, owns, reads
+from megacompile.ir.tokens import take, token_of, written
+from megacompile.ir.values import memory, owns, reads
 
 
 def insert_free(schedule: Schedule, *, delay: int = 1) -> Schedule:
     """The schedule with the lifetime of every value that owns device memory."""
     new = schedule.copy()
     for name, graph in new.graphs.items():
-        _insert(graph, delay, new.plan.state_delay, owns_inputs=name == "backward")
+        copied = _still_copied(new) if name == "update" else {}
+        _insert(graph, delay, new.plan.state_delay, copied, owns_inputs=name != "forward")
     return new
 
 
-def _insert(graph: fx.Graph, delay: int, state_delay: int, *, owns_inputs: bool) -> None:
+def _still_copied(schedule: Schedule) -> dict[str, list[fx.Node]]:
+    """By the name of what the backward leaves: tokens of the copies of it to the host."""
+    assert schedule.backward is not None and schedule.update is not None
+    found = {}
+    for node in schedule.backward.nodes:
+        if node.name in schedule.left:
+            copies = [user for user in node.users if ops.stream_of(user) is Stream.D2H]
+            found[node.name] = [
+                take(schedule.update, ops.arguments(copy)[0], part)
+                for copy in copies
+                for _, part in written(copy)
+            ]
+    return found
+
+
+def _insert(
+    graph: fx.Graph,
+    delay: int,
+    state_delay: int,
+    copied: Mapping[str, list[fx.Node]],
+    *,
+    owns_inputs: bool,
+) -> None:
     nodes = list(graph.nodes)
     position = {node: p for p, node in enumerate(nodes)}
     returned = set(graph.output_node().all_input_nodes)
-    handed = adopted(graph)
+    lives_on = {memory(node) for node in returned if ops.effects(node).fills is not None}
     steps = ops.nodes_of(graph, ops.backward) or ops.nodes_of(graph, ops.forward)
     computes = [position[n] for n in steps]
     frees: list[tuple[int, fx.Node, tuple[fx.Node, ...], bool]] = []
     for node in nodes:
-        if node in returned or memory(node) in handed or not _owns(node, owns_inputs):
+        if node in returned or memory(node) in lives_on or not _owns(node, owns_inputs):
             continue
         last = max((position[user] for user in _users(node)), default=position[node])
         last = max(last, _end_of_items(node, position))
         readers = [u for u in node.users if node in reads(u)]  # `after=` needs only the name
         waits = tuple(u for u in readers if _unordered(u, position, last))
+        waits += tuple(copied.get(node.name, ()))
         deferred = False
         if waits:
             later = [p for p in computes if p > last]
-            state = any(Part.STATES in ops.effects(u).writes for u in waits)
+            state = node.name in copied or any(Part.STATES in ops.effects(u).writes for u in waits)
             deferred = state and len(later) < state_delay
             if deferred or not later:
                 last = len(nodes) - 2
@@ -78,7 +104,7 @@ def _users(node: fx.Node) -> list[fx.Node]:
 
 def _owns(node: fx.Node, owns_inputs: bool) -> bool:
     if node.op == "placeholder":
-        return owns_inputs
+        return owns_inputs and token_of(node) is None
     if node.op != "call_function":
         return False
     return owns(node)

@@ -5,6 +5,9 @@
 With `accumulate=True` the gradients that are on the host already come first and are added:
 
     1FETCH_GRAD 1RECOMPUTE 1B 1ADD_GRAD 1OFFLOAD_GRAD
+
+The update of a bucket may begin when its gradients are on the host: they do not leave before the
+last reader of its weights.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from torch import fx
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
+from megacompile.passes.schedule.prefetch import readers
 
 
 def offload_gradients(schedule: Schedule, *, accumulate: bool) -> Schedule:
@@ -25,9 +29,14 @@ def offload_gradients(schedule: Schedule, *, accumulate: bool) -> Schedule:
     assert graph is not None
     for bucket, call, group in last_gradients(graph).values():
         total = add_so_far(graph, bucket, call, group) if accumulate else group
-        after = total if accumulate else last_item(call)
-        with graph.inserting_after(after):
-            ops.call(graph, ops.offload_grad, bucket, total, name=f"o{suffix_of(bucket)}")
+        where = total if accumulate else last_item(call)
+        late = [reader for reader in readers(graph, bucket) if reader > call][-1:]
+        where = max(where, *map(last_item, late)) if late else where
+        name = f"o{suffix_of(bucket)}"
+        with graph.inserting_after(where):
+            node = ops.call(graph, ops.offload_grad, bucket, total, name=name)
+        if late:
+            node.kwargs = {"after": tuple(late)}
     return new
 
 

@@ -31,8 +31,9 @@ class Use:
 def insert_prefetch(schedule: Schedule, *, lookahead: int = 1) -> Schedule:
     """The schedule in which every compute has its weights."""
     new = schedule.copy()
-    for graph in new.graphs.values():
-        _insert(graph, uses(graph), lookahead, schedule.plan.resident)
+    for graph in (new.forward, new.backward):  # an update has what the backward left
+        if graph is not None:
+            _insert(graph, uses(graph), lookahead, schedule.plan.resident)
     return new
 
 
@@ -56,6 +57,15 @@ def uses(graph: fx.Graph) -> list[Use]:
         else:
             found.append(Use((node,), buckets))
     return found
+
+
+def readers(graph: fx.Graph, bucket: Bucket) -> list[fx.Node]:
+    """The computes of a backward that read a bucket's weights."""
+    return [
+        node
+        for node in ops.nodes_of(graph, ops.recompute, ops.backward)
+        if any(read.key == bucket.key for read in buckets_read(node))
+    ]
 
 
 def buckets_read(node: fx.Node) -> tuple[Bucket, ...]:

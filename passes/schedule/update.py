@@ -25,7 +25,6 @@ import torch
 from torch import fx
 
 from megacompile.ir import ops
-from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.tensors import TensorMeta
 from megacompile.passes.schedule.drain import insert_drain
@@ -35,7 +34,7 @@ from megacompile.passes.schedule.offload_grad import (
     last_item,
     suffix_of,
 )
-from megacompile.passes.schedule.prefetch import buckets_read, uses
+from megacompile.passes.schedule.prefetch import readers, uses
 
 _BYTE = torch.uint8
 
@@ -67,7 +66,7 @@ def insert_updates(
     made: list[tuple[fx.Node, int]] = []  # updates, and the uses that they follow
     for bucket, call, group in last_gradients(graph).values():
         total = add_so_far(graph, bucket, call, group) if accumulate else group
-        last = max([call, *_readers(graph, bucket)])
+        last = max([call, *readers(graph, bucket)])
         where = max(total if accumulate else last_item(call), last_item(last))
         suffix = suffix_of(bucket)
         with graph.inserting_after(where):
@@ -90,12 +89,3 @@ def insert_updates(
     if made:
         insert_drain(new.forward, late=new.plan.state_delay > 1)
     return new
-
-
-def _readers(graph: fx.Graph, bucket: Bucket) -> list[fx.Node]:
-    """The computes that read a bucket's weights."""
-    return [
-        node
-        for node in ops.nodes_of(graph, ops.recompute, ops.backward)
-        if any(read.key == bucket.key for read in buckets_read(node))
-    ]

@@ -29,7 +29,9 @@ their effects (`megacompile.ir.ops.op`): `megacompile.runtime.ops.bound` holds w
     fetch_state    h2d      3FETCH_STATE      bucket, buffer -> states
     update         compute  3UPDATE           bucket, weights, gradients, states -> all, new
     offload_state  d2h      3OFFLOAD_STATE    bucket, new parameters and states -> done
-    device_update  compute  3DEVICE_UPDATE    bucket, gradients, states -> for optimizer.step()
+    update_host    host     3UPDATE           bucket -> done; in host memory
+    update_resident compute 3UPDATE           bucket -> done; of a bucket that lives on the device
+    help_host      device   HELP_HOST         updates -> nothing; the device makes the last of them
     defer_free     compute  DEFER_FREE        value, after -> nothing; kept until `after` is done
     drain          compute  DRAIN             () -> nothing; what was deferred before goes
     free           compute  -                 value, after -> nothing; printed as `del`
@@ -48,7 +50,8 @@ from megacompile.ir.ops.gradients import add_grad, alloc_grad, fetch_grad, norm_
 from megacompile.ir.ops.lifetimes import defer_free, drain, free
 from megacompile.ir.ops.op import NO_OP, OPS, Op, Part, Show, Takes, Value
 from megacompile.ir.ops.saved_tensors import alloc_saved, fetch_saved, offload_saved
-from megacompile.ir.ops.states import alloc_state, device_update, fetch_state, offload_state, update
+from megacompile.ir.ops.states import alloc_state, fetch_state, offload_state, update
+from megacompile.ir.ops.updates import help_host, update_host, update_resident
 from megacompile.ir.ops.weights import begin, prefetch, resident, reuse
 from megacompile.ir.stream import Stream
 
@@ -76,7 +79,6 @@ __all__ = [
     "fetch_state",
     "forward",
     "free",
-    "device_update",
     "reuse",
     "items",
     "label",
@@ -97,6 +99,9 @@ __all__ = [
     "snapshot",
     "stream_of",
     "update",
+    "update_host",
+    "update_resident",
+    "help_host",
 ]
 
 
@@ -118,7 +123,8 @@ def arguments(node: fx.Node) -> tuple[Any, ...]:
 
 
 def returned(graph: fx.Graph) -> Any:
-    """What a graph returns: (outputs, saved values) of a forward, gradients of a backward."""
+    """What a graph returns: (outputs, saved values) of a forward; (gradients of inputs, what is left
+    for the update, tokens) of a backward; (tokens,) of an update."""
     return graph.output_node().args[0]
 
 

@@ -27,7 +27,7 @@ def alloc_grad(bucket: Bucket) -> Any:
     copied=of_value(),
     copies=tensors_of_arguments,
 )
-def fetch_grad(bucket: Bucket, buffer: Any) -> Any:
+def fetch_grad(bucket: Bucket, buffer: Any, *, after: tuple[Any, ...] = ()) -> Any:
     """The gradients that earlier backwards left on the host."""
     unbound(fetch_grad)
 
@@ -72,6 +72,11 @@ def norm_grad(bucket: Bucket, gradients: Any) -> Any:
     copied=of_arguments,
     copies=tensors_of_arguments,
 )
-def offload_grad(bucket: Bucket, gradients: Any, norms: Any = None) -> Any:
-    """Copy gradients to their places in the bucket's gradient buffer, and their norms along."""
+def offload_grad(
+    bucket: Bucket, gradients: Any, norms: Any = None, *, after: tuple[Any, ...] = ()
+) -> Any:
+    """Copy gradients to their places in the bucket's gradient buffer, and their norms along.
+
+    An update may follow, so `after` are readers of the bucket that are behind its gradients.
+    """
     unbound(offload_grad)

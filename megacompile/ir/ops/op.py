@@ -2,7 +2,7 @@
 
 An op is a function with the decorator `op(...)`. Its name and arguments are those that the printed
 Python calls. Its docstring says what it does. The decorator says its effects: its stream, the kinds
-of values that it takes and gives, whose memory it makes, fills, adopts or frees, which parts of its
+of values that it takes and gives, whose memory it makes, fills or frees, which parts of its
 bucket it reads and writes in host memory, its slot, how it is shown, what it costs. `verify`, the
 memory and cost models, traces and printed forms ask the declaration, never which op it is.
 `megacompile.runtime.ops.bound` has a method of the op's name, which carries it out.
@@ -48,7 +48,7 @@ class Value(enum.Enum):
     STATE_BUFFER = "a buffer for states"
     STATES = "states"
     UPDATED = "new parameters and states"
-    DONE = "the end of a copy"
+    DONE = "the end of a copy or an update"
 
 
 class Show(enum.Enum):
@@ -87,7 +87,6 @@ class Op:
     owns: bool = False  # what it gives is memory of its own
     fills: int | None = None  # what it gives is the memory of that argument, changed
     frees: int | None = None  # it gives up this argument's memory
-    adopts: tuple[int, ...] = ()  # the memory of these lives on behind the schedule
     slot: int | None = None  # the argument that is the slot it works on
     fills_slot: bool = False
     reads: tuple[Part, ...] = ()  # of its bucket, in host memory
@@ -99,6 +98,7 @@ class Op:
     waits: bool = True  # its stream waits for what it names
     issues: bool = True  # it puts work on its stream
     drains: bool = False  # it waits for the copies of what earlier graphs deferred
+    helps: bool = False  # it lets another stream make the work of ops that it names
 
     code: Callable[[Sequence[Any]], Code] | None = None  # what of its stage's template it runs
     count: Callable[[Sequence[Any]], int] | None = None  # how many values are in its tuple

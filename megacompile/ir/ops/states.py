@@ -1,4 +1,4 @@
-"""Ops of the optimizer's update in or behind the backward."""
+"""Ops of the optimizer's update on the device, of what is streamed there."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def alloc_state(bucket: Bucket, masters: bool) -> Any:
     copied=of_value(),
     copies=of_params(times=2),
 )
-def fetch_state(bucket: Bucket, buffer: Any, masters: bool) -> Any:
+def fetch_state(
+    bucket: Bucket, buffer: Any, masters: bool, *, after: tuple[Any, ...] = ()
+) -> Any:
     """The optimizer states as the last update left them; with `masters`, the parameters too."""
     unbound(fetch_state)
 
@@ -80,17 +82,3 @@ def update(bucket: Bucket, weights: Any, gradients: Any, state: Any) -> Any:
 def offload_state(bucket: Bucket, updated: Any) -> Any:
     """Copy new parameters to their bucket, and new states to theirs."""
     unbound(offload_state)
-
-
-@op(
-    Stream.COMPUTE,
-    by_subject,
-    takes=(Takes(1, (Value.GRADIENTS,)), Takes(2, (Value.STATES,))),
-    adopts=(1, 2),
-)
-def device_update(bucket: Bucket, gradients: Any, state: Any) -> Any:
-    """Leave gradients, parameters and states on the device: `optimizer.step()` updates them there.
-
-    What is on the host stays right: if anything is changed before the step, the step is made there.
-    """
-    unbound(device_update)

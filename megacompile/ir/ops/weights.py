@@ -27,7 +27,7 @@ def begin() -> Any:
     copies=lambda node: 1,
 )
 def prefetch(bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Any:
-    """Copy a bucket into a slot; `after` is the last reader of what the slot held."""
+    """Copy a bucket into a slot; `after` are its last update and the last reader of the slot."""
     unbound(prefetch)
 
 

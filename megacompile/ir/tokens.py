@@ -1,0 +1,69 @@
+"""Tokens: how a graph waits for what an earlier graph does to a bucket.
+
+A graph returns the ops that were the last to write a part of a bucket. A later graph has a
+placeholder for each part that it must not touch before, and names it in `after=`:
+
+    update     3UPDATE                          returns it
+    forward    3PREFETCH@1 after=(weights_3)    the placeholder stands for 3UPDATE
+
+So an edge between graphs is an edge like any other: it is printed, verified, simulated, and carried
+out as a wait. A placeholder whose part nobody has written since stands for nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.ops import Part
+
+Place = tuple[int, Part]  # the key of a bucket, and a part of it
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """What a placeholder stands for: the last write of a part of a bucket, by an earlier graph."""
+
+    bucket: Bucket
+    part: Part
+
+    @property
+    def place(self) -> Place:
+        return self.bucket.key, self.part
+
+
+def token_of(node: fx.Node) -> Token | None:
+    """The token that a placeholder stands for; None for every other node."""
+    token = node.meta.get("token")
+    assert token is None or isinstance(token, Token)
+    return token
+
+
+def take(graph: fx.Graph, bucket: Bucket, part: Part) -> fx.Node:
+    """The placeholder of a graph for a token, made where there is none."""
+    inputs = graph.find_nodes(op="placeholder")
+    for node in inputs:
+        token = token_of(node)
+        if token is not None and token.place == (bucket.key, part):
+            return node
+    first = next((n for n in graph.nodes if n.op != "placeholder"), None)
+    name = f"{part.value}_{bucket.label.replace('.', '_')}"
+    with graph.inserting_before(first):
+        node = graph.create_node("placeholder", name, name=name)
+    node.meta["token"] = Token(bucket, part)
+    return node
+
+
+def written(node: fx.Node) -> list[Place]:
+    """The parts that an op writes, in its order."""
+    subject: Any = node.args[0] if node.args else None
+    return [(subject.key, part) for part in ops.effects(node).writes]
+
+
+def given(graph: fx.Graph) -> dict[Place, fx.Node]:
+    """The tokens that a graph returns, behind everything else: who wrote each part last."""
+    return {place: node for node in ops.returned(graph)[-1] for place in written(node)}

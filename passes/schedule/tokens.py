@@ -1,0 +1,50 @@
+"""Let graphs wait for one another: who touches a bucket on the host names who wrote it last.
+
+    before: 3PREFETCH@1              after: 3PREFETCH@1 after=(weights_3)
+
+The first op of a forward or a backward that reads a part of a bucket in host memory takes the token
+of that part, and a backward or an update returns the ops that were the last to write one (see
+`megacompile.ir.tokens`). What the compute stream reads needs none: it is one order over all graphs.
+An update's own reads are ordered by the gradients that it waits for.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from megacompile.ir import ops
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stream import Stream
+from megacompile.ir.tokens import Place, take, written
+
+
+def insert_tokens(schedule: Schedule) -> Schedule:
+    """The schedule whose graphs take and return tokens."""
+    new = schedule.copy()
+    for name, graph in new.graphs.items():
+        if name != "update":
+            _wait(graph)
+        if name != "forward":
+            _return(graph)
+    return new
+
+
+def _wait(graph: fx.Graph) -> None:
+    touched: set[Place] = set()
+    for node in ops.nodes_that(graph, lambda op: op.reads or op.writes):
+        bucket = ops.arguments(node)[0]
+        op = ops.effects(node)
+        for part in op.reads:
+            if op.stream is Stream.COMPUTE or (bucket.key, part) in touched:
+                continue
+            after = node.kwargs.get("after", ())
+            node.kwargs = {**node.kwargs, "after": (take(graph, bucket, part), *after)}  # type: ignore[misc]
+        touched |= {(bucket.key, part) for part in op.reads} | set(written(node))
+
+
+def _return(graph: fx.Graph) -> None:
+    last: dict[Place, fx.Node] = {}
+    for node in ops.nodes_that(graph, lambda op: op.writes):
+        last |= dict.fromkeys(written(node), node)
+    *others, _ = ops.returned(graph)
+    graph.output_node().args = ((*others, tuple(dict.fromkeys(last.values()))),)

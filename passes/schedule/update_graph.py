@@ -1,0 +1,94 @@
+"""Write the graph of `optimizer.step()`: each bucket that gets gradients is updated once.
+
+    before: 2B 1B 0B                after: 2B 1B 0B | 1UPDATE 2UPDATE HELP_HOST 0UPDATE 0OFFLOAD_STATE
+
+In the order in which the next forward reads them: threads of the host begin with what lies in its
+memory (`update_host`), and the device helps from the other end (`help_host`); the compute stream
+updates what lives on the device (`update_resident`) and what the backward has left there
+(`schedule.left`), whose new values then go to the host. An update waits for the gradients on the
+host, and nothing for the update, but for who takes its token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import fx
+
+from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.ops import Part
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.tokens import take
+from megacompile.ir.values import bucket_of
+from megacompile.passes.schedule.offload_grad import suffix_of
+
+
+def insert_update_graph(schedule: Schedule, *, helps: bool) -> Schedule:
+    """The schedule with an update, where its backward has gradients of parameters.
+
+    Args:
+        helps: the device helps the host.
+    """
+    trained = schedule.gradient_params if schedule.backward is not None else {}
+    left = _left(schedule)
+    there = [bucket for bucket in schedule.buckets if bucket.key in trained.keys() - left.keys()]
+    graph = update_of(there, schedule.plan.resident, helps=helps)
+    for bucket in schedule.buckets:
+        if bucket.key in left:
+            _update_on_device(graph, bucket, *left[bucket.key])
+    return replace(schedule, update=graph) if trained else schedule
+
+
+def update_of(buckets: list[Bucket], resident: frozenset[int], *, helps: bool) -> fx.Graph:
+    """The graph that updates buckets where they lie.
+
+    Args:
+        resident: keys of those that live on the device.
+    """
+    graph = fx.Graph()
+    graph.output(((),))
+    made: list[fx.Node] = []
+    for bucket in buckets:
+        op = ops.update_resident if bucket.key in resident else ops.update_host
+        gradients = take(graph, bucket, Part.GRADIENTS)
+        with graph.inserting_before(graph.output_node()):
+            name = f"u{suffix_of(bucket)}"
+            done = ops.call(graph, op, bucket, name=name, after=(gradients,))
+        if op is ops.update_host:
+            made.append(done)
+    if helps and made:
+        with graph.inserting_before(graph.output_node()):
+            ops.call(graph, ops.help_host, tuple(made))
+    return graph
+
+
+def _left(schedule: Schedule) -> dict[int, tuple[fx.Node, fx.Node]]:
+    """What the backward leaves of each bucket: its gradients, and its parameters and states."""
+    if schedule.backward is None:
+        return {}
+    by_name = {node.name: node for node in schedule.backward.nodes}
+    nodes = [by_name[name] for name in schedule.left]
+    found = {}
+    for gradients, state in zip(nodes[::2], nodes[1::2], strict=True):
+        bucket = bucket_of(gradients)
+        assert bucket is not None
+        found[bucket.key] = gradients, state
+    return found
+
+
+def _update_on_device(
+    graph: fx.Graph, bucket: Bucket, gradients: fx.Node, state: fx.Node
+) -> None:
+    suffix = suffix_of(bucket)
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    taken = []
+    for value in (gradients, state):
+        with graph.inserting_before(first):
+            node = graph.create_node("placeholder", value.name, name=value.name)
+        node.meta["value"] = value.meta.get("value")
+        taken.append(node)
+    with graph.inserting_before(graph.output_node()):
+        updated = ops.call(graph, ops.update, bucket, None, *taken, name=f"new{suffix}")
+        ops.call(graph, ops.offload_state, bucket, updated, name=f"so{suffix}")
+    updated.meta["value"] = state.meta.get("value")
