@@ -78,10 +78,10 @@ def adopted(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def taken(node: fx.Node, *kinds: Value) -> fx.Node | None:
-    """The argument of a node that its op takes as one of these kinds."""
+def taken(node: fx.Node, kind: Value) -> fx.Node | None:
+    """The argument of a node that its op takes as this kind of value."""
     for takes in effects(node).takes:
-        if set(takes.kinds) & set(kinds) and takes.at < len(node.args):
+        if takes.kind is kind and takes.at < len(node.args):
             value = node.args[takes.at]
             return value if isinstance(value, fx.Node) else None
     return None

@@ -160,7 +160,7 @@ def nodes_that(graph: fx.Graph, wanted: Callable[[Op], object]) -> list[fx.Node]
 
 def nodes_of(graph: fx.Graph, *targets: Callable[..., Any]) -> list[fx.Node]:
     """The nodes that call one of `targets` (every op without targets), in program order."""
-    wanted = targets or tuple(OPS)
+    wanted = targets or OPS
     return [n for n in graph.nodes if n.op == "call_function" and n.target in wanted]
 
 

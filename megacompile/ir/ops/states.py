@@ -31,7 +31,7 @@ def alloc_state(bucket: Bucket, masters: bool) -> Any:
     Stream.H2D,
     by_subject,
     gives=Value.STATES,
-    takes=(Takes(1, (Value.STATE_BUFFER,), ends=True),),
+    takes=(Takes(1, Value.STATE_BUFFER, ends=True),),
     owns=True,
     fills=1,
     reads=(Part.STATES,),
@@ -53,9 +53,9 @@ def _update_traffic(node: fx.Node) -> int:
     by_subject,
     gives=Value.UPDATED,
     takes=(
-        Takes(1, (Value.WEIGHTS,), optional=True),
-        Takes(2, (Value.GRADIENTS,), ends=True),
-        Takes(3, (Value.STATES,)),
+        Takes(1, Value.WEIGHTS, optional=True),
+        Takes(2, Value.GRADIENTS, ends=True),
+        Takes(3, Value.STATES),
     ),
     owns=True,
     fills=3,
@@ -72,7 +72,7 @@ def update(bucket: Bucket, weights: Any, gradients: Any, state: Any) -> Any:
     Stream.D2H,
     by_subject,
     gives=Value.DONE,
-    takes=(Takes(1, (Value.UPDATED,), ends=True),),
+    takes=(Takes(1, Value.UPDATED, ends=True),),
     writes=(Part.WEIGHTS, Part.STATES),  # parameters first: they are wanted next
     copied=of_arguments,
     copies=tensors_of_arguments,
@@ -85,7 +85,7 @@ def offload_state(bucket: Bucket, updated: Any) -> Any:
 @op(
     Stream.COMPUTE,
     by_subject,
-    takes=(Takes(1, (Value.GRADIENTS,)), Takes(2, (Value.STATES,))),
+    takes=(Takes(1, Value.GRADIENTS), Takes(2, Value.STATES)),
     adopts=(1, 2),
 )
 def device_update(bucket: Bucket, gradients: Any, state: Any) -> Any:
