@@ -32,7 +32,7 @@ def owns(value: fx.Node) -> bool:
 def memory(node: fx.Node) -> fx.Node:
     """The value whose memory a node names: some ops give back, changed, what they were given.
 
-    Fetched gradients fill their room, sums replace what was fetched, assigned inputs stay where
+    Fetched gradients fill their buffer, sums replace what was fetched, assigned inputs stay where
     they are.
     """
     seen = {node}  # values that are made of one another would lead around for ever

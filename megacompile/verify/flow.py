@@ -55,7 +55,8 @@ def _gradients_flow(view: View) -> Iterator[Hazard]:
     """
     if view.name == "forward":
         return
-    forward, forwards = view.schedule.forward, view.forwards()
+    forward = view.schedule.forward
+    forwards = ops.calls_by_stage(forward, ops.forward)
     outputs = ops.returned(forward)[0]
     so_far: dict[fx.Node, str] = {}  # a forward's value -> the name of its gradient
     for k in view.schedule.tangents:

@@ -98,13 +98,5 @@ class View:
         """The nodes whose ops have an effect, in program order."""
         return ops.nodes_that(self.graph, wanted)
 
-    def forwards(self) -> dict[int, fx.Node]:
-        """The forward of each stage, by its index; they are in the schedule's forward."""
-        found: dict[int, fx.Node] = {}
-        for node in ops.nodes_of(self.schedule.forward, ops.forward):
-            stage: Any = node.args[0]
-            found[stage.index] = node
-        return found
-
 
 Check = Callable[[View], Iterator[Hazard]]

@@ -204,7 +204,7 @@ def _saved_values(views: list[View]) -> Iterator[Hazard]:
 
 def _sees_the_forward(view: View) -> Iterator[Hazard]:
     """Recomputes and backwards take the arguments and saved tensors of their stage's forward."""
-    forwards = view.forwards()
+    forwards = ops.calls_by_stage(view.schedule.forward, ops.forward)
     for node in view.nodes(ops.recompute, ops.backward):
         stage: Any = node.args[0]
         forward = forwards.get(stage.index)

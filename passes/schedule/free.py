@@ -8,7 +8,7 @@ wait for it. To keep that wait from stalling, such a free is put off until `dela
 backwards (in a forward: forwards) have been issued. New optimizer states on their way to the host
 are different: they are put off for `plan.state_delay` backwards, and at the end of a backward
 nothing is left to compute, and the next forward should not begin with a wait for them, so they are
-deferred: `park(value, after=copy)`. That forward gives them back (`drain`, see `drain`).
+deferred: `defer_free(value, after=copy)`. That forward gives them back (see `drain`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _insert(graph: fx.Graph, delay: int, state_delay: int, *, owns_inputs: bool)
 
 
 def _users(node: fx.Node) -> list[fx.Node]:
-    """The readers of a value; those of room read it as what was fetched into it.
+    """The readers of a value; those of a buffer read it as what was fetched into it.
 
     What waits on the host is done with when what was fetched from it is: no wait is needed then.
     """

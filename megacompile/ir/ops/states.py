@@ -64,7 +64,7 @@ def _update_traffic(node: fx.Node) -> int:
     traffic=_update_traffic,
 )
 def update(bucket: Bucket, weights: Any, gradients: Any, state: Any) -> Any:
-    """The optimizer's step on a bucket: new parameters and states, in the room of the states."""
+    """The optimizer's step on a bucket: new parameters and states, in the buffer of the states."""
     unbound(update)
 
 
