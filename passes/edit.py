@@ -46,12 +46,3 @@ def add_saved_values(schedule: Schedule, names: Sequence[str]) -> Schedule:
     outputs, _ = ops.returned(schedule.forward)
     output.args = ((outputs, tuple(by_name[name] for name in names)),)
     return replace(schedule, saved_values=tuple(names))
-
-
-def calls_by_stage(graph: fx.Graph, op: object) -> dict[int, fx.Node]:
-    """The nodes that call `op`, by the index of their stage."""
-    found: dict[int, fx.Node] = {}
-    for node in ops.nodes_of(graph):
-        if node.target is op:
-            found[ops.arguments(node)[0].index] = node
-    return found

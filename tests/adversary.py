@@ -5,7 +5,7 @@ What runs is the code that is printed, with the ops of `megacompile.runtime.ops.
 which a policy says, as far as the order of the streams and the events that ops wait for allow: the
 host may be far ahead, one stream may starve, any other may run away.
 
-Memory lies: what is freed, what is not written yet (slots, room for gradients and states, the
+Memory lies: what is freed, what is not written yet (slots, buffers for gradients and states, the
 gradients' memory on the host) holds NaN. A value lives as long as the printed code has a name for
 it: its `del` is an op of the compute stream, as it is for CUDA's caching allocator.
 
@@ -436,19 +436,19 @@ class LateExecutor(Executor):
             slot: Any = node.args[1]
             assert isinstance(slot, Slot)
             held.add(slot.index)
-        rooms: list[Tensor] = []
+        grads: list[Tensor] = []
         if name == "backward":
             run = machine.gradients.run
             assert run is not None
-            rooms = [run.buffer(*place) for place, goes in run.goes.items() if goes is Goes.FIRST]
-            rooms = [] if machine.in_backward is not None else rooms
+            grads = [run.buffer(*place) for place, goes in run.goes.items() if goes is Goes.FIRST]
+            grads = [] if machine.in_backward is not None else grads
 
         def late() -> None:
             for i, buffer in enumerate(machine.slots.buffers):
                 if i not in held:
                     buffer.fill_(255)  # NaN in every floating dtype
-            for room in rooms:
-                room.fill_(torch.nan)
+            for grad in grads:
+                grad.fill_(torch.nan)
 
         self.device.issue(Stream.COMPUTE, (), late)
 

@@ -110,7 +110,7 @@ def free_earlier(value: str, target: str) -> Edit:
 
 
 def free_of(graph: fx.Graph, value: str) -> fx.Node:
-    """The free, or park, of a value."""
+    """The free, deferred or not, of a value."""
     frees = ops.nodes_of(graph, ops.free, ops.defer_free)
     return next(n for n in frees if arguments(n)[0].name == value)
 

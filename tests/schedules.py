@@ -275,7 +275,7 @@ class _Backward:
     def __init__(self, spec: Spec, stages: Sequence[Stage], forward: _Forward) -> None:
         self.graph = graph = fx.Graph()
         self.spec, self.forward, self.stages = spec, forward, stages
-        self.brought: dict[int, list[fx.Node]] = {}  # stage -> copies on the host, and rooms
+        self.brought: dict[int, list[fx.Node]] = {}  # stage -> copies on the host, and buffers
         self.values = {n: _placeholder(graph, n.name) for n in forward.saved_values}
         self.carried: dict[int, fx.Node] = {}  # bucket key -> gradients so far
         self.contributors = [bucket.key for stage in stages for bucket in stage.buckets]

@@ -76,7 +76,7 @@ class Group:
 
 @dataclass(frozen=True)
 class States:
-    """Room for a bucket's new parameters and states."""
+    """A buffer for a bucket's new parameters and states."""
 
     bucket: Bucket
     cell: int

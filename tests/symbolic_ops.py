@@ -152,7 +152,7 @@ class Machine(Layout):
         )
         so_far = {group.key: dict(group.of) for group in map(self.group, groups)}
         if len(values) < len(arg_partial_gradients) or len(saved) < len(template.saved):
-            raise Crash("too few carries or saved tensors")
+            raise Crash("too few partial gradients or saved tensors")
         reads: list[Callable[[Cells], int]] = []
         for item in template.backward_inputs:
             if isinstance(item, SavedRef):
@@ -221,7 +221,7 @@ class Machine(Layout):
         total, new = self.group(so_far), self.group(gradients)
         to = dict(total.of)
         if not to.keys() >= dict(new.of).keys():
-            raise Crash("gradients that there is no room for")
+            raise Crash("gradients that there is no buffer for")
         pairs = [(to[i], cell) for i, cell in new.of]
 
         def run(cells: Cells) -> None:
@@ -266,11 +266,11 @@ class Machine(Layout):
         return run, into
 
     def _buffer(self, bucket: Bucket, buffer: Any) -> States:
-        """Room for a bucket; that of another one does where their parameters are alike."""
+        """A buffer for a bucket; that of another one does where their parameters are alike."""
         made = self.states(buffer)
         mine, theirs = bucket.params, made.bucket.params
         if [(p.shape, p.dtype) for p in mine] != [(p.shape, p.dtype) for p in theirs]:
-            raise Crash("room of another size")
+            raise Crash("buffer of another size")
         return made
 
     def _update(

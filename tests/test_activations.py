@@ -293,9 +293,9 @@ def test_any_order_is_bitwise_the_plain_model(choice: str, order: Callable[[Mode
 
 def poison(of: HostPool) -> None:
     """NaN where nobody has anything: what is read there shows."""
-    assert of.held_bytes == sum(room.size_bytes for room in of._free)
-    for room in of._free:
-        room.buffer.bytes(room.size_bytes).fill_(255)
+    assert of.held_bytes == sum(buffer.size_bytes for buffer in of._free)
+    for buffer in of._free:
+        buffer.memory.bytes(buffer.size_bytes).fill_(255)
 
 
 class Two(nn.Module):
@@ -455,7 +455,7 @@ def test_too_little_host_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
         "offloading activations: 80 MiB more are needed on the host, beside 4 MiB that wait there, "
         "and 44 MiB are available; use activations='recompute', or a smaller batch"
     )
-    assert of.lent_bytes == small.room.size_bytes
+    assert of.lent_bytes == small.buffer.size_bytes
     assert of.held_bytes == 4 * 2**20
 
 
@@ -500,8 +500,8 @@ def test_buffers_are_of_the_exact_size() -> None:
     of = HostPool(pin=False)
     kept = of.store(torch.zeros(33 * 2**18 + 3), None)
     size = 33 * 2**20 + 12
-    assert kept.room.size_bytes == size
-    assert isinstance(kept.room.buffer, HostBuffer) and len(kept.room.buffer) == size
+    assert kept.buffer.size_bytes == size
+    assert isinstance(kept.buffer.memory, HostBuffer) and len(kept.buffer.memory) == size
 
 
 @pytest.mark.parametrize("choice", ["selective", "offload", "keep"])

@@ -351,8 +351,8 @@ def test_states_that_were_made_for_the_host_are_locked_when_a_copy_is_foreseen(
         id(buffer())
         for bucket in inside.buckets(model).values()
         if bucket.layout.name in THERE
-        for rooms in bucket.states.values()
-        for buffer in rooms.buffers
+        for owned in bucket.states.values()
+        for buffer in owned.buffers
     }
     assert {id(buffer) for buffer in locked} == held
     assert len(held) == 2 * len(THERE)

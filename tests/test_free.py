@@ -69,7 +69,7 @@ def test_the_last_ones_wait_at_the_end() -> None:
 
 
 def test_room_and_what_was_fetched_into_it_are_names_of_the_sum() -> None:
-    """A fetch fills its room, a sum replaces what was fetched: the memory dies with the sum."""
+    """A fetch fills its buffer, a sum replaces what was fetched: the memory dies with the sum."""
     line = "0F 1F | 1FETCH_GRAD 1B 1ADD_GRAD 1OFFLOAD_GRAD 0B"
     assert out(line) == (
         "1ALLOC_GRAD 1FETCH_GRAD 1B -t0 -s1_0 1ADD_GRAD -g1_1 -h1 -room1 1OFFLOAD_GRAD "
@@ -143,7 +143,7 @@ def test_every_owned_value_dies_once_behind_its_readers(line: str, delay: int) -
 
 
 def _owns(node: fx.Node, graph: str) -> bool:
-    """Counted apart from the pass: results of computes, room, sums, norms; a backward's inputs."""
+    """Counted apart from the pass: results, buffers, sums, norms; the inputs of a backward."""
     if node.op == "placeholder":
         return graph == "backward"
     owners = [ops.alloc_grad, ops.fetch_grad, ops.add_grad, ops.norm_grad, ops.snapshot]

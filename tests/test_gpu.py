@@ -75,8 +75,8 @@ def poison(model: Any) -> None:
         for gradient in bucket.grads.values():
             gradient.fill_(torch.nan)
     assert machine.activations.held_bytes >= machine.activations.lent_bytes
-    for room in machine.activations._free:
-        room.buffer.bytes(room.size_bytes).fill_(255)
+    for free in machine.activations._free:
+        free.memory.bytes(free.size_bytes).fill_(255)
 
 
 def twins(**options: Any) -> tuple[Any, Any]:
@@ -214,11 +214,11 @@ def test_activations_with_one_slow_stream(monkeypatch: pytest.MonkeyPatch, slow:
 def test_activations_wait_in_pinned_memory_of_the_exact_size() -> None:
     _, model = twins(**OFFLOADING)
     gradients(model)
-    rooms = inside.machine(model).activations
-    assert rooms.held_bytes == rooms.peak_bytes > 0
-    for room in rooms._free:
-        assert room.buffer.bytes(room.size_bytes).is_pinned()
-        assert len(room.buffer) == max(room.size_bytes, mmap.PAGESIZE)
+    pool = inside.machine(model).activations
+    assert pool.held_bytes == pool.peak_bytes > 0
+    for buffer in pool._free:
+        assert buffer.memory.bytes(buffer.size_bytes).is_pinned()
+        assert len(buffer.memory) == max(buffer.size_bytes, mmap.PAGESIZE)
 
 
 @pytest.mark.parametrize("slow", list(Stream), ids=lambda stream: stream.value)

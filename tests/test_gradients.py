@@ -332,7 +332,7 @@ def test_two_graphs_in_one_backward_that_accumulates(model: Model) -> None:
 
 
 def test_a_gradient_held_between_two_graphs_of_one_backward(model: Model) -> None:
-    """The second graph must not take the room of the first for one that somebody holds."""
+    """The second graph must not take the buffer of the first for one that somebody holds."""
     model.backward(new(model, 2))
     held = model.a.grad
     for param in model.params.values():

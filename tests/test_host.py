@@ -332,9 +332,9 @@ def test_states_mirror_the_parameters() -> None:
     bucket.make_grads()
     first = bucket.values[0].data_ptr()
     distances = [(v.data_ptr() - first) // v.itemsize for v in bucket.values]
-    rooms = bucket.states_of(OWNER)["exp_avg"]
-    assert all(isinstance(room, Tensor) and not room.any() for room in rooms.values())
-    for found in (rooms, bucket.grads):
+    states = bucket.states_of(OWNER)["exp_avg"]
+    assert all(isinstance(state, Tensor) and not state.any() for state in states.values())
+    for found in (states, bucket.grads):
         tensors = [t for t in found.values() if isinstance(t, Tensor)]
         start = tensors[0].data_ptr()
         assert [(t.data_ptr() - start) // t.itemsize for t in tensors] == distances

@@ -63,7 +63,7 @@ def declared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         Stream.COMPUTE,
         by_subject,
         gives=Value.DONE,
-        takes=(Takes(1, (Value.WEIGHTS,)),),
+        takes=(Takes(1, Value.WEIGHTS),),
         show=Show.CELL,
         traffic=of_argument(1),
     )(largest)

@@ -62,7 +62,7 @@ FAULTS = [
         (("freed too early", "backward", "2OFFLOAD_GRAD", "FREE"),),
     ),
     Fault(
-        "room never freed",
+        "buffer never freed",
         ADDING,
         forget("alloc_grad_2"),
         (("leak", "backward", "1ALLOC_GRAD", ""),),
@@ -140,7 +140,7 @@ FAULTS = [
         ),
     ),
     Fault(
-        "gradients fetched to another bucket's room",
+        "gradients fetched to another bucket's buffer",
         ADDING,
         set_arg("backward", "2FETCH_GRAD", 1, node("backward", "3ALLOC_GRAD")),
         (
@@ -150,7 +150,7 @@ FAULTS = [
         ),
     ),
     Fault(
-        "gradients fetched before there is room",
+        "gradients fetched before there is a buffer",
         ADDING,
         move_before("backward", "2FETCH_GRAD", "2ALLOC_GRAD"),
         (("use before made", "backward", "2FETCH_GRAD", "2ALLOC_GRAD"),),
@@ -168,7 +168,7 @@ FAULTS = [
         (("wrong gradients", "backward", "3B", ""),),
     ),
     Fault(
-        "carries of another bucket",
+        "partial gradients of another bucket",
         SHARED,
         set_arg("backward", "0B", 5, lambda s, _: (find(s, "backward", "d3_1"),)),
         (
@@ -225,7 +225,7 @@ def test_a_message_says_where_and_what_to_do(fault: Fault) -> None:
 
 
 def test_memory_lives_as_long_as_one_of_its_names() -> None:
-    """A sum replaces what was fetched to a room: three names of one memory."""
+    """A sum replaces what was fetched to a buffer: three names of one memory."""
     schedule = build(ADDING)
     graph = schedule.graphs["backward"]
     frees = [free_of(graph, name) for name in ("alloc_grad_1", "fetch_grad_1", "add_grad_1")]

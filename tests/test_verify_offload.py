@@ -88,7 +88,7 @@ FAULTS = [
         ),
     ),
     Fault(
-        "a fetch to another value's room",
+        "a fetch to another value's buffer",
         OFFLOADING,
         set_arg("backward", "1FETCH_SAVED", 2, node("backward", "2ALLOC_SAVED")),
         (
@@ -136,7 +136,7 @@ FAULTS = [
         (("freed too early", "backward", "1FETCH_SAVED", "FREE"),),
     ),
     Fault(
-        "an activation comes back before there is room",
+        "an activation comes back before there is a buffer",
         OFFLOADING,
         move_before("backward", "1FETCH_SAVED", "1ALLOC_SAVED"),
         (("use before made", "backward", "1FETCH_SAVED", "1ALLOC_SAVED"),),

@@ -169,7 +169,7 @@ FAULTS = [
         (("slot overwritten", "backward", "3UPDATE", "1PREFETCH@0"),),
     ),
     Fault(
-        "states fetched to another bucket's room",
+        "states fetched to another bucket's buffer",
         UPDATING,
         set_arg("backward", "2FETCH_STATE", 1, node("backward", "3ALLOC_STATE")),
         (
@@ -179,7 +179,7 @@ FAULTS = [
         ),
     ),
     Fault(
-        "states fetched to room for gradients",
+        "states fetched to a buffer for gradients",
         replace(UPDATING, accumulate=True),
         set_arg("backward", "2FETCH_STATE", 1, node("backward", "2ALLOC_GRAD")),
         (
@@ -302,7 +302,7 @@ def test_a_message_says_where_and_what_to_do(fault: Fault) -> None:
 
 
 def test_what_is_parked_lives_until_its_copy_is_done() -> None:
-    """Another of its names may be given up behind the park."""
+    """Another of its names may be given up behind the deferred free."""
     schedule = build(UPDATING)
     graph = schedule.graphs["backward"]
     graph.output_node().prepend(free_of(graph, "fetch_state_3"))

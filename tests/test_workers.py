@@ -34,7 +34,7 @@ from tests.test_simulate import streamed
 CPU = torch.device("cpu")
 
 
-# --- pieces
+# --- chunks
 
 
 def some_update(rule: OptimizerRule, numel: int, *, state: str, copy: bool = False) -> Update:
@@ -86,7 +86,7 @@ def test_pieces_make_the_same_update(
     parts = list(chunks(apart, len(buffer)))
     assert len(parts) > 1 or numel < 10_000
     for part in parts:
-        there = _placed(part, buffer)  # raises where the room is too small
+        there = _placed(part, buffer)  # raises where the buffer is too small
         for (_, into), (_, source) in zip(there.tensors(), part.tensors(), strict=True):
             into.copy_(source)
         update_bucket(rule, [there])
@@ -265,7 +265,7 @@ def test_an_interrupted_submit_leaves_nobody_behind(
 
 
 def test_a_piece_that_fails_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its room goes back to the allocator, while a copy into it may be under way."""
+    """Its buffer goes back to the allocator, while a copy into it may be under way."""
     waited: list[str] = []
 
     class Stream:

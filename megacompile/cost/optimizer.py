@@ -1,7 +1,7 @@
 """What the optimizer adds to a step: bytes in host memory, and time on the CPU.
 
     exact            the CPU updates bucket after bucket, in forward order, beside the next forward;
-                     the device those that live there, and those that the backward handed over
+                     the device those that live there, and those of a device update
     in the backward  the schedule has the update; the CPU does nothing
 
 An update on the CPU is limited by host memory: it reads parameters, gradients and states once and
@@ -29,7 +29,7 @@ _EIGHT_BITS_S = 2.5
 _STOCHASTIC_S = 0.8
 
 
-# Of updates in chunks (`runtime.pieces`).
+# Of updates in chunks (`megacompile.runtime.updates.chunks`).
 CHUNKS = 3  # at a time: one is fetched, one updated, one brought back
 CHUNK_BYTES = 96 * 2**20  # about two milliseconds of the link
 LEAST_HELPED = 2**20  # parameters of a bucket; fewer are not worth the way
@@ -103,7 +103,7 @@ class OptimizerCost:
         return size
 
     def handed_bytes(self, bucket: Bucket, trained: Iterable[int]) -> float:
-        """Device memory of the new values of a bucket that was handed over."""
+        """Device memory of the new values of a bucket that is updated there."""
         size = 0.0
         for param in (bucket.params[i] for i in trained):
             item = param.dtype.itemsize

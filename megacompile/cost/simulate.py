@@ -6,11 +6,11 @@ An op starts when its stream has come to it and everything it waits for is done:
     a forward's prefetch waits until its bucket is updated: by the CPU, or by the last backward
     a backward begins when the forward's prefetches are done, because the forward returns then
     the CPU's update and the next forward begin when the gradients are on the host
-    a forward's reclaim waits for the copies of what was deferred before it
+    a forward's drain waits for the copies of what was deferred before it
 
 Copies take their bytes over the bandwidth, which is less while both directions run. The CPU's
 update and the copies share host memory: where they want more than it has, each gets a fair share.
-A device that helps takes the last of the CPU's updates over the link (see `runtime.workers`).
+A device that helps takes the last of the CPU's updates over the link (see `updates.workers`).
 Computes take what `megacompile.cost.ops` says. Times are in seconds.
 """
 
@@ -334,7 +334,7 @@ class _Script:
         ]
         self.ready: dict[_Place, int] = {}  # the op of the last step that brings it up to date
         self.boundary: list[int] = []  # what the next graph's begin waits for
-        self.deferred: list[int] = []  # the copies that the next reclaim waits for
+        self.deferred: list[int] = []  # the copies that the next drain waits for
 
     def _update_bytes(self, size_bytes: float, numel: int, arithmetic_s: float) -> float:
         return max(size_bytes, numel / 1e9 * arithmetic_s * self.hardware.update_gb_s * 1e9)
@@ -352,7 +352,7 @@ class _Script:
                     waits += self.boundary
                 if item.reads in self.ready:
                     waits.append(self.ready[item.reads])
-                if item.reclaims:
+                if item.is_drain:
                     waits += self.deferred
                     self.deferred = []
                 since = len(run.ops) - 1 if item.continues else -1
@@ -404,7 +404,7 @@ class _Item:
     lands: _Place | None = None  # what is up to date on the host after it
     continues: bool = False  # the second half of the item before
     deferred: bool = False  # what it copies is deferred until it is done
-    reclaims: bool = False  # waits for the copies of what was deferred
+    is_drain: bool = False  # waits for the copies of what was deferred
 
 
 class _Graph:
@@ -442,7 +442,7 @@ class _Graph:
             return
         label = ops.label(node)
         item = _Item(label, lane, 0.0, waits, begins=op.begins)
-        item.reclaims = op.drains
+        item.is_drain = op.drains
         if lane == _COMPUTE:
             item.work = self._compute_s(node)
         elif len(op.writes) == 2:  # one part lands behind the other
@@ -463,7 +463,7 @@ class _Graph:
         self.items.append(item)
 
     def _defer(self, node: fx.Node) -> None:
-        """No stream waits for `after` here, but the next reclaim does."""
+        """No stream waits for `after` here, but the next drain does."""
         for source in node.all_input_nodes:
             position = self._position.get(producer(source))
             if position is not None and source is not node.args[0]:

@@ -46,7 +46,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def empty_gradients(
     hidden: Tensor, weight: Tensor, of_hidden: bool, of_weight: bool, of_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Room in `sum_dtype` for the gradients of a total with respect to hidden, weight and bias.
+    """Buffers in `sum_dtype` for the gradients of a total with respect to hidden, weight and bias.
 
     Those that are not wanted have no elements. They are rounded once, when they are scaled.
     """

@@ -1,8 +1,9 @@
 """The words of the design as frozen data: Bucket, Slot, Template, Stage, Plan, Schedule.
 
 Nothing here computes on a device. A `Schedule` holds the FX graphs of a step (forward and, where
-gradients are needed, backward and update) whose every node is a `call_function` of an op in `megacompile.ir.ops`. Passes
-take a schedule and return another one; `Schedule.history` keeps what each of them did.
+gradients are needed, backward and update) whose every node is a `call_function` of an op in
+`megacompile.ir.ops`. Passes take a schedule and return another one; `Schedule.history` keeps what
+each of them did.
 
 Sizes are in bytes. Names are those that are printed everywhere: a stage is its index in execution
 order, a bucket carries the index of the first stage that reads it.

@@ -69,7 +69,7 @@ class Template:
     ]  # primals whose gradient so far the backward takes after the tangents
     backward_inputs: tuple[int | SavedRef, ...]  # primal index or saved tensor, before the tangents
     gradients: tuple[int, ...]  # primals whose gradient the backward returns, in this order
-    tangent_metas: tuple[TensorMeta, ...]  # of the tangents, then of the carries
+    tangent_metas: tuple[TensorMeta, ...]  # of the tangents, then of the partial gradients
     gradient_metas: tuple[TensorMeta, ...]  # of the gradients
     recompute_primals: tuple[int, ...]  # primals that RECOMPUTE reads
     random: bool  # draws random numbers: a recompute needs the generator's state

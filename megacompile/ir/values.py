@@ -32,7 +32,7 @@ def owns(value: fx.Node) -> bool:
 def memory(node: fx.Node) -> fx.Node:
     """The value whose memory a node names: some ops give back, changed, what they were given.
 
-    Fetched gradients fill their room, sums replace what was fetched, assigned inputs stay where
+    Fetched gradients fill their buffer, sums replace what was fetched, assigned inputs stay where
     they are.
     """
     seen = {node}  # values that are made of one another would lead around for ever
@@ -69,10 +69,10 @@ def fetched_from(schedule: Schedule, value: fx.Node) -> fx.Node:
     return value
 
 
-def taken(node: fx.Node, *kinds: Value) -> fx.Node | None:
-    """The argument of a node that its op takes as one of these kinds."""
+def taken(node: fx.Node, kind: Value) -> fx.Node | None:
+    """The argument of a node that its op takes as this kind of value."""
     for takes in effects(node).takes:
-        if set(takes.kinds) & set(kinds) and takes.at < len(node.args):
+        if takes.kind is kind and takes.at < len(node.args):
             value = node.args[takes.at]
             return value if isinstance(value, fx.Node) else None
     return None

@@ -82,7 +82,7 @@ class AbstractProgram:
 
         Args:
             accumulate: add to gradients that are on the host already.
-            hold: the backward takes what the forward left in the slots. Right where no other
+            reuse: the backward takes what the forward left in the slots. Right where no other
                 captured graph runs in between.
         """
         return self.compiler.settled(*self.planned(accumulate=accumulate, reuse=reuse))

@@ -1,13 +1,13 @@
 """Search for the fastest plan that fits: which stages are kept, which buckets live on the device.
 
 More memory can be used in four ways: a kept stage saves its recompute, a resident bucket its copies
-and the host's update, a bucket that is handed over the host's update, a slot more the second copy
-of a bucket that the backward reads soon. They trade against one another, so plans are built and
-simulated: for a number of resident buckets (the first in forward order, whose updates the next
-forward waits for) and a share of the others that is handed over, as many kept stages as fit (the
-last ones, whose saved tensors are held the shortest; fewer too where copies may leave no time).
-Share and number are sought in turns, each over a coarse grid; then the number is refined, and what
-is left goes to slots.
+and the host's update, a bucket that is updated on the device the host's update, a slot more the
+second copy of a bucket that the backward reads soon. They trade against one another, so plans are
+built and simulated: for a number of resident buckets (the first in forward order, whose updates the
+next forward waits for) and a share of the others that is updated on the device, as many kept stages
+as fit (the last ones, whose saved tensors are held the shortest; fewer too where copies may leave
+no time). Share and number are sought in turns, each over a coarse grid; then the number is refined,
+and what is left goes to slots.
 
 The host is less sure than the device: its rates differ from day to day and with what else it does.
 The fastest plan for the rates that were measured lets its updates end just when the next forward
@@ -29,7 +29,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.text import format_bytes
 
 _COUNTS = (0, 1 / 24, 1 / 12, 1 / 6, 1 / 3, 2 / 3, 1)  # of the buckets, to be resident
-_SHARES = (0.0, 0.1, 0.2, 0.4, 0.7, 1.0)  # of the parameters, to be handed over
+_SHARES = (0.0, 0.1, 0.2, 0.4, 0.7, 1.0)  # of the parameters, to be updated on the device
 _SLOTS = (1, 2, 4, 8, 16)  # more than asked for
 _DELAYS = (1, 2, 4, 8)  # backwards, of states on their way to the host
 _SLOWER = 0.65  # of the host's rates: what it gets on another day
@@ -44,7 +44,7 @@ class Choice:
 
     keep: int = 1  # stages, counted from the last, whose saved tensors are kept
     resident: frozenset[int] = frozenset()  # bucket keys
-    device_update: float = 0.0  # the share of the streamed parameters that is handed over
+    device_update: float = 0.0  # the share of the streamed parameters that the device updates
     more_slots: int = 0  # than were asked for
     offload: bool = False  # what recomputes take from the forward waits on the host
     state_lookahead: int | None = None  # stages that states are fetched ahead; None: as weights
@@ -120,7 +120,7 @@ class Problem:
         """Does its peak stay within the budget? Mostly a little pessimistic, and quick.
 
         Resident buckets are added to the peak without them; that they need no slot is left out, and
-        that of fewer streamed buckets others are handed over.
+        that of fewer streamed buckets others are updated on the device.
         """
         return self.peak_bytes(self._streamed(choice)) <= self._buffer_bytes(choice)
 
@@ -177,7 +177,7 @@ def search(
     Args:
         resident: buckets may live on the device.
         pinned: what is kept or offloaded is not for the search to say.
-        hand_over: buckets may be handed over.
+        device_update: streamed buckets may be updated on the device.
         slots: there may be more than were asked for.
     """
     tries = _Tries(problem, (1, 1) if pinned else (0, problem.stages))
@@ -249,7 +249,7 @@ class _Tries:
         return everything and self.problem.fits(choice) and self._simulate(choice)
 
     def add_each(self, counts: Iterable[int], shares: Iterable[float]) -> None:
-        """Every combination of so many resident buckets and shares that are handed over."""
+        """Every combination of so many resident buckets and shares of device updates."""
         for count in counts:
             for share in shares:
                 self.add(self._with(count, share))

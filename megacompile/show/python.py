@@ -87,12 +87,6 @@ def names(schedule: Schedule) -> dict[str, object]:
     return {repr(item): item for item in objects}
 
 
-def result_count(node: fx.Node) -> int:
-    """How many values an op that gives a tuple gives; 1 for every other op."""
-    count = ops.effects(node).count
-    return 1 if count is None else count(node.args)
-
-
 # The header.
 
 
@@ -196,7 +190,8 @@ def _call(node: fx.Node, variables: Mapping[fx.Node, str]) -> Iterator[_Line]:
     taken = dict(ops.items(node))
     dropped = False
     if taken:
-        count = max(result_count(node), max(taken) + 1)
+        declared = 0 if op.count is None else op.count(node.args)
+        count = max(declared, max(taken) + 1)
         targets = [variables[taken[i]] if i in taken else "_" for i in range(count)]
         text = f"{_targets(targets)} = {text}"
         dropped = "_" in targets

@@ -163,7 +163,7 @@ class Traced:
     """A model under a trace: where its tracer stands, and how much of that is the trace's."""
 
     name: str
-    machine: Any  # runtime.machine.Machine
+    machine: Any  # runtime.ops.machine.Machine
     schedules: Callable[[], list[Schedule]]
     tracer: Tracer | None = None
     first: int = 0

@@ -24,9 +24,9 @@ from torch import fx
 from megacompile.ir import ops, values
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Value
+from megacompile.ir.ops.sizes import value_bytes
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
-from megacompile.ir.tensors import tensors_bytes
 from megacompile.text import columns, format_bytes
 
 HOST, DEVICE = "host", "device"
@@ -93,9 +93,9 @@ def live_bytes(schedule: Schedule, graph: fx.Graph) -> dict[fx.Node, int]:
     there = schedule.plan.resident
     live += sum(bucket.size_bytes for bucket in schedule.buckets if bucket.key in there)
     given = graph.find_nodes(op="placeholder")
-    live += sum(_value_bytes(n) for n in given if not _is_on_host(n))
+    live += sum(value_bytes(n) for n in given if not _is_on_host(n))
     found = {}
-    gone: set[fx.Node] = set()  # what came back from the host dies with its room, once
+    gone: set[fx.Node] = set()  # what came back from the host dies with its buffer, once
     for node in ops.nodes_of(graph):
         op = ops.effects(node)
         if op.owns and op.fills is None:
@@ -103,7 +103,7 @@ def live_bytes(schedule: Schedule, graph: fx.Graph) -> dict[fx.Node, int]:
         found[node] = live
         if op.frees is not None:
             dying = {values.memory(value) for value in values.reads(node)} - gone
-            live -= sum(_value_bytes(value) for value in dying if not _is_on_host(value))
+            live -= sum(value_bytes(value) for value in dying if not _is_on_host(value))
             gone |= dying
     return found
 
@@ -114,13 +114,9 @@ def _is_on_host(node: fx.Node) -> bool:
     return node.op == "placeholder" and node in takers
 
 
-def _value_bytes(node: fx.Node) -> int:
-    return tensors_bytes(node.meta.get("value"))
-
-
 def _made_bytes(node: fx.Node) -> int:
     items = [item for _, item in ops.items(node)]
-    return sum(_value_bytes(item) for item in items) if items else _value_bytes(node)
+    return sum(value_bytes(item) for item in items) if items else value_bytes(node)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,8 @@ def _gradients_flow(view: View) -> Iterator[Hazard]:
     """
     if view.name != "backward":
         return
-    forward, forwards = view.schedule.forward, _forwards(view)
+    forward = view.schedule.forward
+    forwards = ops.calls_by_stage(forward, ops.forward)
     outputs = ops.returned(forward)[0]
     so_far: dict[fx.Node, str] = {}  # a forward's value -> the name of its gradient
     for k in view.schedule.tangents:
@@ -96,15 +97,6 @@ def _returned(view: View, so_far: dict[fx.Node, str]) -> Iterator[Hazard]:
             message = f"it returns {named(value)} as the gradient of {name}; return that"
             output = view.graph.output_node()
             yield view.hazard(HazardKind.WRONG_GRADIENTS, output, value, message)
-
-
-def _forwards(view: View) -> dict[int, fx.Node]:
-    """The forward of each stage, by its index."""
-    found: dict[int, fx.Node] = {}
-    for node in ops.nodes_of(view.schedule.forward, ops.forward):
-        stage: Any = node.args[0]
-        found[stage.index] = node
-    return found
 
 
 def _arg_refs(stage: Stage, primals: tuple[int, ...]) -> list[ArgRef]:

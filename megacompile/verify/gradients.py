@@ -40,10 +40,10 @@ def _arguments_match(view: View) -> Iterator[Hazard]:
     for node in view.that(lambda op: op.takes):
         for takes in effects(node).takes:
             value = node.args[takes.at] if takes.at < len(node.args) else None
-            if not isinstance(value, fx.Node) or not takes.kinds:
+            if not isinstance(value, fx.Node) or takes.kind is None:
                 continue
-            wanted = " or ".join(kind.value for kind in takes.kinds)
-            kind = _WRONG.get(takes.kinds[0], HazardKind.WRONG_ARGUMENT)
+            wanted, is_buffer = takes.kind.value, takes.kind in _BUFFERS
+            kind = _WRONG.get(takes.kind, HazardKind.WRONG_ARGUMENT)
             if not _matches(node, takes, value):
                 message = (
                     f"{label(node)} takes what {label(value)} gives as {wanted}{_of(node)}; "
@@ -52,9 +52,8 @@ def _arguments_match(view: View) -> Iterator[Hazard]:
                 if kind is HazardKind.STATE_LOST:
                     yield view.hazard(kind, value, None, message)
                 else:
-                    buffer = takes.kinds[0] in _BUFFERS
-                    yield view.hazard(kind, node, None if buffer else value, message)
-            elif takes.kinds[0] in _BUFFERS and len(_ends(value)) > 1:
+                    yield view.hazard(kind, node, None if is_buffer else value, message)
+            elif is_buffer and len(_ends(value)) > 1:
                 message = (
                     f"{label(node)} fills {wanted} that another op fills too; give each its own"
                 )
@@ -62,9 +61,9 @@ def _arguments_match(view: View) -> Iterator[Hazard]:
 
 
 def _matches(node: fx.Node, takes: Takes, value: fx.Node) -> bool:
-    if Value.SAVED_ON_HOST in takes.kinds:  # the backward's is a placeholder
+    if takes.kind is Value.SAVED_ON_HOST:  # the backward's is a placeholder
         return True
-    if kind_of(value) not in takes.kinds:
+    if kind_of(value) is not takes.kind:
         return False
     if takes.like is not None:
         return value.args[1] is node.args[takes.like]

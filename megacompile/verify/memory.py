@@ -250,7 +250,7 @@ def _assigns(view: View) -> Iterator[Hazard]:
 
 def _changes_anything(op: Op) -> bool:
     """Does it change a value that others may read? (A buffer has one taker, by its declaration.)"""
-    return any(takes.at == op.fills and not takes.kinds for takes in op.takes)
+    return any(takes.at == op.fills and takes.kind is None for takes in op.takes)
 
 
 def _read_before(view: View, old: fx.Node, assign: fx.Node) -> Iterator[Hazard]:

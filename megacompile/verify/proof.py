@@ -204,12 +204,9 @@ def _saved_values(views: list[View]) -> Iterator[Hazard]:
 
 def _sees_the_forward(view: View) -> Iterator[Hazard]:
     """Recomputes and backwards take the arguments and saved tensors of their stage's forward."""
-    forwards: dict[int, fx.Node] = {}
-    for node in ops.nodes_of(view.schedule.forward, ops.forward):
-        stage: Any = node.args[0]
-        forwards[stage.index] = node
+    forwards = ops.calls_by_stage(view.schedule.forward, ops.forward)
     for node in view.nodes(ops.recompute, ops.backward):
-        stage = node.args[0]
+        stage: Any = node.args[0]
         forward = forwards.get(stage.index)
         if forward is None:
             continue

@@ -19,7 +19,7 @@ from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, ParamRef, Stage, Template
-from megacompile.passes.edit import add_item, add_saved_values, calls_by_stage, saved_value
+from megacompile.passes.edit import add_item, add_saved_values, saved_value
 
 
 @dataclass
@@ -36,7 +36,7 @@ def differentiate(schedule: Schedule) -> Schedule:
         return schedule
     new = schedule.copy()
     backward = fx.Graph()
-    calls = calls_by_stage(new.forward, ops.forward)
+    calls = ops.calls_by_stage(new.forward, ops.forward)
     stages = [stage for stage in reversed(new.stages) if stage.traced.has_backward]
     saved_values: dict[str, fx.Node] = {}
     for stage in stages:
@@ -69,7 +69,7 @@ def _boundary(graph: fx.Graph, stage: Stage) -> list[str]:
     Which outputs get a gradient is a guess until `backward()` is called. With all boundaries at
     hand, a backward for other outputs can be built then, recomputing every stage.
     """
-    call = calls_by_stage(graph, ops.forward)[stage.index]
+    call = ops.calls_by_stage(graph, ops.forward)[stage.index]
     metas = call.meta["value"][: len(stage.outputs) + len(stage.mutated)]
     if not any(meta.requires_grad for meta in metas):
         return []

@@ -8,8 +8,8 @@ wait for it. To keep that wait from stalling, such a free is put off until `dela
 backwards (in a forward: forwards) have been issued. New optimizer states on their way to the host
 are different: they are put off for `plan.state_delay` backwards, and at the end of a backward or an
 update nothing is left to compute, and the next forward should not begin with a wait for them, so
-they are deferred: `defer_free(value, after=copy)`. That forward gives them back (`drain`, see
-`drain`). So are gradients that a backward has left for the update, and still copies to the host.
+they are deferred: `defer_free(value, after=copy)`. That forward gives them back (see `drain`). So
+are gradients that a backward has left for the update, while they are copied to the host.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _insert(
 
 
 def _users(node: fx.Node) -> list[fx.Node]:
-    """The readers of a value; those of room read it as what was fetched into it.
+    """The readers of a value; those of a buffer read it as what was fetched into it.
 
     What waits on the host is done with when what was fetched from it is: no wait is needed then.
     """

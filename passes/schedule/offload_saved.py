@@ -30,7 +30,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 from megacompile.ir.tensors import TensorMeta
 from megacompile.ir.values import producer
-from megacompile.passes.edit import add_saved_values, calls_by_stage, saved_value
+from megacompile.passes.edit import add_saved_values, saved_value
 from megacompile.passes.schedule.offload_grad import last_item
 from megacompile.passes.schedule.prefetch import uses
 
@@ -77,7 +77,7 @@ def _takers(schedule: Schedule, saved_values: set[fx.Node]) -> dict[fx.Node, lis
     """For each saved value the stages whose backward, for whatever outputs, may take it."""
     graph = schedule.forward
     takers: dict[fx.Node, list[Stage]] = {}
-    calls = calls_by_stage(graph, ops.forward)
+    calls = ops.calls_by_stage(graph, ops.forward)
     for stage in schedule.stages:
         call = calls[stage.index]
         count = len(stage.outputs) + len(stage.mutated)

@@ -31,7 +31,7 @@ def make_plan(
             saved tensors.
         activations: "auto", "keep", "selective", "recompute" or "offload".
         lookahead: how many stages ahead an offloaded value comes back.
-        hand_over: the share of the trained parameters, the first in forward order, that
+        device_update: the share of the trained parameters, the first in forward order, that
             `optimizer.step()` updates on the device.
         resident: keys of the buckets that live on the device.
         state_delay: see `Plan`.

@@ -13,7 +13,7 @@ from torch import fx
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
-from megacompile.passes.edit import add_item, add_saved_values, calls_by_stage, saved_value
+from megacompile.passes.edit import add_item, add_saved_values, saved_value
 from megacompile.passes.schedule.differentiate import backward_args
 
 
@@ -23,8 +23,8 @@ def insert_recompute(schedule: Schedule) -> Schedule:
         return schedule
     new = schedule.copy()
     assert new.backward is not None
-    forwards = calls_by_stage(new.forward, ops.forward)
-    backwards = calls_by_stage(new.backward, ops.backward)
+    forwards = ops.calls_by_stage(new.forward, ops.forward)
+    backwards = ops.calls_by_stage(new.backward, ops.backward)
     saved_values = list(new.saved_values)
     for stage in reversed(new.stages):
         if stage.index in backwards and stage.index not in new.plan.keep:

@@ -5,8 +5,8 @@
 A slot may be filled again once the last compute that reads it has been issued. Among the slots
 that are free, the one whose bucket is needed last (or never again) is taken (Belady, 1966). A slot
 is as large as the largest bucket that it gets, so buckets that are larger than most (an embedding,
-a head) prefer one that is large already. At the turn, buckets that the forward left in their slots
-are not fetched again where `reuse` allows:
+a head) prefer one that is large already. At the boundary of forward and backward, buckets that the
+forward left in their slots are not fetched again where `reuse` allows:
 
     forward ends ... 2F 3F        backward begins 3REUSE@0 2REUSE@2 1REUSE@1 3B 2RECOMPUTE 2B
 """
@@ -29,7 +29,7 @@ def assign_slots(schedule: Schedule, *, slots: int, reuse: bool) -> Schedule:
 
     Args:
         slots: how many to use at least.
-        hold: let the backward take what the forward left in the slots. Right only when nothing
+        reuse: let the backward take what the forward left in the slots. Right only when nothing
             else used the slots in between and no parameter changed.
     """
     new = schedule.copy()

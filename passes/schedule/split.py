@@ -15,7 +15,6 @@ from dataclasses import replace
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage, Template
-from megacompile.passes.edit import calls_by_stage
 from megacompile.passes.schedule.differentiate import differentiate
 from megacompile.passes.stages.joint import Takes, split
 from megacompile.passes.stages.templates import TemplateCache, next_index, with_stages
@@ -63,7 +62,7 @@ def _undifferentiated(schedule: Schedule) -> Schedule:
     graph = new.forward
     outputs, _ = ops.returned(graph)
     graph.output_node().args = ((outputs, ()),)
-    for index, call in calls_by_stage(graph, ops.forward).items():
+    for index, call in ops.calls_by_stage(graph, ops.forward).items():
         stage = new.stages[index]
         results = len(stage.outputs) + len(stage.mutated)
         for k, item in list(ops.items(call)):

@@ -1,6 +1,6 @@
 """Write the graph of `optimizer.step()`: each bucket that gets gradients is updated once.
 
-    before: 2B 1B 0B                after: 2B 1B 0B | 1UPDATE 2UPDATE HELP_HOST 0UPDATE 0OFFLOAD_STATE
+    before: 2B 1B 0B        after: 2B 1B 0B | 1UPDATE 2UPDATE HELP_HOST 0UPDATE 0OFFLOAD_STATE
 
 In the order in which the next forward reads them: threads of the host begin with what lies in its
 memory (`update_host`), and the device helps from the other end (`help_host`); the compute stream
@@ -77,9 +77,7 @@ def _left(schedule: Schedule) -> dict[int, tuple[fx.Node, fx.Node]]:
     return found
 
 
-def _update_on_device(
-    graph: fx.Graph, bucket: Bucket, gradients: fx.Node, state: fx.Node
-) -> None:
+def _update_on_device(graph: fx.Graph, bucket: Bucket, gradients: fx.Node, state: fx.Node) -> None:
     suffix = suffix_of(bucket)
     first = next(node for node in graph.nodes if node.op != "placeholder")
     taken = []

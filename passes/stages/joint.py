@@ -1,7 +1,8 @@
 """Split a stage's joint graph into its template: forward, recompute, backward.
 
-    (primals, tangents, carries) -> (results, gradients)
-    FORWARD_SAVING: primals -> results, saved        BACKWARD: saved, tangents, carries -> gradients
+    (primals, tangents, partial gradients) -> (results, gradients)
+    FORWARD_SAVING: primals -> results, saved
+    BACKWARD: saved, tangents, partial gradients -> gradients
 
 What is saved and what is computed again is chosen by AOTAutograd's min-cut partitioner (Zheng et
 al., "Min-cut optimal recomputation", 2022): what is fastest, or, with a saved_fraction below 1,
@@ -38,7 +39,7 @@ class Takes:
 
     tangents: tuple[int, ...] = ()  # results of the stage
     partial_gradients: tuple[int, ...] = ()  # primals of the stage
-    metas: tuple[TensorMeta, ...] = ()  # of the tangents, then of the carries
+    metas: tuple[TensorMeta, ...] = ()  # of the tangents, then of the partial gradients
 
 
 def as_gradient(meta: TensorMeta) -> TensorMeta:
@@ -58,8 +59,9 @@ def split(
 
     Args:
         stage: whose graph was traced.
-        joint: (primals, tangents, carries) -> (outputs, new values, gradients); left as it is.
-        takes: the tangents and carries.
+        joint: (primals, tangents, partial gradients) -> (outputs, new values, gradients); left as
+            it is.
+        takes: the tangents and partial gradients.
         gradients: the primals whose gradients the joint graph returns.
         index: of the template.
         saved_fraction: how much the forward saves, from 0 (inputs, and random numbers) to 1 (what

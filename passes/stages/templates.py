@@ -6,9 +6,9 @@ Forward and backward are traced together, with `torch.autograd.grad` inside the 
 and split by `megacompile.passes.stages.joint`.
 
 Stages are visited from last to first, because what a backward takes depends on the later stages:
-a *tangent* for each output whose gradient exists, and a *carry* for each input or parameter that a
-later stage used too. Carries enter the traced graph as gradients of the inputs themselves, so that
-sums run in the order in which autograd adds them.
+a *tangent* for each output whose gradient exists, and a *partial gradient* for each input or
+parameter that a later stage used too. Partial gradients enter the traced graph as gradients of the
+inputs themselves, so that sums run in the order in which autograd adds them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, ParamRef, Stage, Template
 from megacompile.ir.tensors import TensorMeta
 from megacompile.options import Lowering
-from megacompile.passes.edit import calls_by_stage
 from megacompile.passes.stages.canonical import graph_key
 from megacompile.passes.stages.indices import computes_indices
 from megacompile.passes.stages.joint import Takes, as_gradient, split
@@ -59,7 +58,7 @@ class _Walk:
     """Which values have a gradient, while stages are visited from last to first."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self.calls = calls_by_stage(schedule.forward, ops.forward)
+        self.calls = ops.calls_by_stage(schedule.forward, ops.forward)
         outputs, _ = ops.returned(schedule.forward)
         # forward node or (bucket key, parameter) -> meta of its gradient so far
         self.gradients: dict[Any, TensorMeta] = {
@@ -152,7 +151,10 @@ class _Tracer:
         return split(self.stage, joint, self.takes, self.gradients, index=index)
 
     def _trace(self) -> fx.GraphModule:
-        """The joint graph: (primals, tangents, carries) -> (outputs, new values, gradients)."""
+        """The joint graph.
+
+        (primals, tangents, partial gradients) -> (outputs, new values, gradients)
+        """
         if self.lowering is not Lowering.EAGER:
             return self._traced(compat.fake_mode(), compat.inductor_decompositions())
         decompositions = compat.eager_decompositions()

@@ -32,7 +32,7 @@ _SLACK = 2  # a buffer may be this many times larger than what it is lent to
 
 @dataclass(slots=True, eq=False)
 class _Buffer:
-    buffer: HostBuffer
+    memory: HostBuffer
     size_bytes: int
     read: torch.cuda.Event | None = None  # behind the last copy from it to the device
 
@@ -50,24 +50,24 @@ class OnHost:
     ) -> None:
         self.meta = TensorMeta.of(value)
         self.pool = pool
-        self.room = pool._lend(self._size_bytes, queue)
+        self.buffer = pool._lend(self._size_bytes, queue)
         self._memory().copy_(self._elements(value), non_blocking=True)
         self.ready = _event(queue)
 
     def __del__(self) -> None:
-        if hasattr(self, "room"):
-            self.pool._returned.append(self.room)
+        if hasattr(self, "buffer"):
+            self.pool._returned.append(self.buffer)
 
     def empty(self) -> torch.Tensor:
-        """Room for the tensor on its device, of the same strides."""
+        """A buffer for the tensor on its device, of the same strides."""
         meta = self.meta
         return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
 
-    def copy_to(self, room: torch.Tensor, queue: torch.cuda.Stream | None) -> torch.Tensor:
-        """Copy it into `room`, on `queue`, which is the current stream and behind `ready`."""
-        self._elements(room).copy_(self._memory(), non_blocking=True)
-        self.room.read = _event(queue)
-        return room
+    def copy_to(self, buffer: torch.Tensor, queue: torch.cuda.Stream | None) -> torch.Tensor:
+        """Copy it into `buffer`, on `queue`, which is the current stream and behind `ready`."""
+        self._elements(buffer).copy_(self._memory(), non_blocking=True)
+        self.buffer.read = _event(queue)
+        return buffer
 
     def back(self, queue: torch.cuda.Stream | None) -> torch.Tensor:
         """The tensor, copied to its device on `queue`, which is the current stream."""
@@ -99,7 +99,7 @@ class OnHost:
 
     def _memory(self) -> torch.Tensor:
         """The copy on the host, in the shape of `_elements`."""
-        flat = self.room.buffer.bytes(self._size_bytes).view(self.meta.dtype)
+        flat = self.buffer.memory.bytes(self._size_bytes).view(self.meta.dtype)
         return flat if self._dense else flat.view(self.meta.shape)
 
 
@@ -133,7 +133,7 @@ class HostPool:
     def held_bytes(self) -> int:
         """Host memory of the pool, lent or not."""
         self._collect()
-        return self.lent_bytes + sum(room.size_bytes for room in self._free)
+        return self.lent_bytes + sum(buffer.size_bytes for buffer in self._free)
 
     def store(self, value: torch.Tensor, queue: torch.cuda.Stream | None) -> OnHost:
         """Copy a tensor to the host on `queue`, which is the current stream.
@@ -145,18 +145,18 @@ class HostPool:
 
     def _lend(self, size_bytes: int, queue: torch.cuda.Stream | None) -> _Buffer:
         self._collect()
-        fitting = [r for r in self._free if size_bytes <= r.size_bytes <= _SLACK * size_bytes]
+        fitting = [b for b in self._free if size_bytes <= b.size_bytes <= _SLACK * size_bytes]
         if fitting:
-            room = min(fitting, key=lambda r: r.size_bytes)
-            self._free.remove(room)
+            buffer = min(fitting, key=lambda b: b.size_bytes)
+            self._free.remove(buffer)
         else:
-            room = self._make(size_bytes)
-        self.lent_bytes += room.size_bytes
+            buffer = self._make(size_bytes)
+        self.lent_bytes += buffer.size_bytes
         self.peak_bytes = max(self.peak_bytes, self.lent_bytes)
-        if room.read is not None and queue is not None:
-            queue.wait_event(room.read)  # write after read
-        room.read = None
-        return room
+        if buffer.read is not None and queue is not None:
+            queue.wait_event(buffer.read)  # write after read
+        buffer.read = None
+        return buffer
 
     def _make(self, size_bytes: int) -> _Buffer:
         limit = max(self.peak_bytes, self.lent_bytes + size_bytes)
@@ -174,9 +174,9 @@ class HostPool:
 
     def _collect(self) -> None:
         while self._returned:
-            room = self._returned.popleft()
-            self.lent_bytes -= room.size_bytes
-            self._free.append(room)
+            buffer = self._returned.popleft()
+            self.lent_bytes -= buffer.size_bytes
+            self._free.append(buffer)
 
 
 def _event(queue: torch.cuda.Stream | None) -> torch.cuda.Event | None:

@@ -21,7 +21,6 @@ from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops import anomaly
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.bucket import HostBucket
-from megacompile.runtime.params.gradients import Run
 from megacompile.runtime.updates.device_buffers import Landing, UpdateBuffers
 from megacompile.runtime.updates.flight import Flight
 from megacompile.runtime.updates.in_backward import Deferred, InBackward
@@ -229,7 +228,7 @@ class BoundOps:
         return self._issue(Stream.COMPUTE, (), allocate)
 
     def fetch_grad(self, bucket: Bucket, buffer: Handle) -> Handle:
-        run = self._run
+        run = self.machine.gradients.running()
 
         def copy() -> tuple[int, Group]:
             key, group = buffer.value
@@ -253,12 +252,6 @@ class BoundOps:
 
         return self._issue(Stream.COMPUTE, (so_far, gradients), add)
 
-    @property
-    def _run(self) -> Run:
-        run = self.machine.gradients.run
-        assert run is not None, "outside of a backward"
-        return run
-
     def norm_grad(self, bucket: Bucket, gradients: Handle) -> Handle:
         def norms() -> torch.Tensor:
             _, group = gradients.value
@@ -271,7 +264,7 @@ class BoundOps:
     def offload_grad(
         self, bucket: Bucket, gradients: Handle, norms: Handle | None = None
     ) -> Handle:
-        run, queue = self._run, self.machine.streams.copies(Stream.D2H)
+        run, queue = self.machine.gradients.running(), self.machine.streams.copies(Stream.D2H)
 
         def copy() -> None:
             key, group = gradients.value
@@ -321,7 +314,7 @@ class BoundOps:
     def device_update(self, bucket: Bucket, gradients: Handle, state: Handle) -> Handle:
         machine = self.machine
         host, trained = machine.buckets[bucket.key], self.gradient_params[bucket.key]
-        run = self._run
+        run = machine.gradients.running()
 
         def keep() -> None:
             if all(run.is_final(bucket.key, i) for i in trained):

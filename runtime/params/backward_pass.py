@@ -139,7 +139,7 @@ class Norms:
 
     Args:
         indices: of the parameters.
-        room: (2, len(indices)) float32: L2 norms and largest absolute values.
+        buffer: (2, len(indices)) float32: L2 norms and largest absolute values.
     """
 
     def __init__(self, indices: tuple[int, ...], buffer: torch.Tensor) -> None:

@@ -305,11 +305,11 @@ class HostBucket:
         trained = [i for i, param in enumerate(self.params) if param.requires_grad]
         dtypes = {i: self.grad_dtype or self.params[i].dtype for i in trained}
         self._memory = [memory for memory in self._memory if memory is not self._grad_memory]
-        self.grads = self._room(dtypes, self._memory, pin=self.pin)
+        self.grads = self._like(dtypes, self._memory, pin=self.pin)
         self._grad_memory = self._memory[-1]
 
     def states_of(self, owner: object) -> dict[str, dict[int, State]]:
-        """The rooms of an optimizer's states: name -> parameter's index -> state."""
+        """The buffers of an optimizer's states: name -> parameter's index -> state."""
         return self.states.setdefault(owner, StateBuffers()).by_name
 
     def make_state(
@@ -330,8 +330,8 @@ class HostBucket:
             if not isinstance(have := there.get(i), torch.Tensor) or have.dtype != dtype
         }
         if missing:
-            rooms = self.states[owner]
-            made = self._room(missing, rooms.memory, rooms.buffers, pin=pin)
+            mine = self.states[owner]
+            made = self._like(missing, mine.memory, mine.buffers, pin=pin)
             there |= made
 
     def lock_states(self, owner: object) -> None:
@@ -342,17 +342,17 @@ class HostBucket:
                 buffer.lock()
 
     def share_state(self, owner: object, name: str, index: int, state: torch.Tensor) -> None:
-        """Let an optimizer that was given a state of another one, not a copy, have its room too."""
-        for other, rooms in list(self.states.items()):
-            room = rooms.by_name.get(name, {}).get(index)
-            if other is owner or not isinstance(room, torch.Tensor) or room.dtype != state.dtype:
+        """Let an optimizer that was given another one's state, not a copy, have its buffer too."""
+        for other, theirs in list(self.states.items()):
+            have = theirs.by_name.get(name, {}).get(index)
+            if other is owner or not isinstance(have, torch.Tensor) or have.dtype != state.dtype:
                 continue
-            if state.numel() and room.data_ptr() == state.data_ptr():
-                self.states_of(owner).setdefault(name, {})[index] = room
+            if state.numel() and have.data_ptr() == state.data_ptr():
+                self.states_of(owner).setdefault(name, {})[index] = have
                 mine = self.states[owner].memory
                 known = {id(memory) for memory in mine}
-                mine += [memory for memory in rooms.memory if id(memory) not in known]
-                self.states[owner].buffers += rooms.buffers
+                mine += [memory for memory in theirs.memory if id(memory) not in known]
+                self.states[owner].buffers += theirs.buffers
 
     def make_codes(self, owner: object, name: str, params: Sequence[int], *, pin: bool) -> None:
         """The same for states in 8 bits: codes and a largest magnitude for each block."""
@@ -373,7 +373,7 @@ class HostBucket:
         made = [buffer.tensor(place) for place in layout.params]
         there |= {i: (made[2 * k], made[2 * k + 1]) for k, i in enumerate(missing)}
 
-    def _room(
+    def _like(
         self,
         dtypes: Mapping[int, torch.dtype],
         memory: list[torch.Tensor],
@@ -402,7 +402,7 @@ class HostBucket:
 
     def _slice(self, first: torch.Tensor, numel: int) -> torch.Tensor | None:
         start, size = first.data_ptr(), numel * first.itemsize
-        of_states = (memory for rooms in self.states.values() for memory in rooms.memory)
+        of_states = (memory for owned in self.states.values() for memory in owned.memory)
         for memory in (self.flat, *self._memory, *of_states):
             offset = start - memory.data_ptr()
             if 0 <= offset and offset + size <= memory.numel():

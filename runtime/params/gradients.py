@@ -215,7 +215,7 @@ class Run:
         return buffer
 
     def norms_copied(self, key: int, queue: torch.cuda.Stream | None) -> None:
-        """The norms of a bucket are on their way to their room."""
+        """The norms of a bucket are on their way to their buffer."""
         if queue is not None:
             self.backward.norms[key].copied = queue.record_event()
 
@@ -446,7 +446,7 @@ class Gradients:
 
 
 def _open(gradient: torch.Tensor | None) -> None:
-    """Make a served gradient a plain one: it is about to change."""
+    """Make a lazy gradient a plain one: it is about to change."""
     who = served(gradient)
     if gradient is not None and who is not None:
         who.open(gradient)

@@ -2,8 +2,8 @@
 
 An L2 norm over gradients on the host takes longer than the update itself, but each gradient has
 been on the device, where its norm costs nothing. So `p.grad` is guarded (see `guards`) by a
-`Served`, which answers `torch.linalg.vector_norm` and `torch._foreach_norm` with the norm that was
-taken there, and notes a factor instead of multiplying: stock `clip_grad_norm_` and
+`LazyGradient`, which answers `torch.linalg.vector_norm` and `torch._foreach_norm` with the norm
+that was taken there, and notes a factor instead of multiplying: stock `clip_grad_norm_` and
 `get_total_norm` need nothing else. The optimizer takes the factor along. Any other use multiplies
 first, and from then on `p.grad` is a plain tensor.
 """
@@ -81,7 +81,7 @@ class LazyGradient:
 
 
 def served(tensor: torch.Tensor | None) -> LazyGradient | None:
-    """Who serves a gradient now."""
+    """The guard of a lazy gradient; None for a plain one."""
     found = guard_of(tensor)
     return found if isinstance(found, LazyGradient) else None
 

@@ -1,6 +1,6 @@
 """The states of optimizers that are known (`optim.registry`) in the flat memory of the buckets.
 
-`optimizer.state[p]` has views of it under the stock names. The rooms of a bucket belong to one
+`optimizer.state[p]` has views of it under the stock names. The buffers of a bucket belong to one
 optimizer each (`HostBucket.states_of`), so two optimizers over the same parameters have states of
 their own, as in torch.optim.
 """
@@ -110,7 +110,7 @@ def make_buffers(
 def adopt(
     optimizer: Optimizer, bucket: HostBucket, i: int, state: dict[str, Any], names: Iterable[str]
 ) -> None:
-    """Let `state` have views of the rooms; what was there (a loaded checkpoint) is copied."""
+    """Let `state` have views of the buffers; what was there (a loaded checkpoint) is copied."""
     buffers = bucket.states_of(optimizer)
     rule = rule_of(optimizer)
     for name in names:

@@ -1,6 +1,6 @@
-"""Updates of host memory that the device makes: piece by piece over the link, and back.
+"""Updates of host memory that the device makes: chunk by chunk over the link, and back.
 
-A piece is fetched while another one is updated and a third one brought back, so what limits it is
+A chunk is fetched while another one is updated and a third one brought back, so what limits it is
 the slower direction of the link. The arithmetic is that of the kernels, which round as the host's
 rule does, bit by bit: who updates a bucket shows in the time alone.
 """
@@ -18,26 +18,26 @@ from megacompile.runtime.optim.rule import OptimizerRule
 from megacompile.runtime.optim.update import Update
 
 _ALIGNMENT = 256  # bytes
-_STEP = 16 * BLOCK  # elements that a piece is a multiple of
+_STEP = 16 * BLOCK  # elements that a chunk is a multiple of
 _LEAST_BYTES = 2**20  # enough for so many of any dtypes
 
 
 class ChunkStreams:
-    """The streams that pieces move on, beside those of the schedules."""
+    """The streams that chunks move on, beside those of the schedules."""
 
     def __init__(self, device: torch.device) -> None:
         self.h2d, self.compute, self.d2h = (torch.cuda.Stream(device) for _ in range(3))
 
 
 class Chunks:
-    """Rooms on the device for the pieces of some updates.
+    """Buffers on the device for the chunks of some updates.
 
     Made by the thread that computes, so that they are of its stream's memory and go back to it;
     used by one other thread.
 
     Args:
-        streams: of the device that the rooms are on.
-        updates: that will be made; the rooms are no larger than the largest of them.
+        streams: of the device that the buffers are on.
+        updates: that will be made; the buffers are no larger than the largest of them.
     """
 
     def __init__(self, streams: ChunkStreams, updates: Iterable[Update]) -> None:
@@ -66,7 +66,7 @@ class Chunks:
                 for end in ends:
                     if end is not None:
                         end.synchronize()
-            except BaseException:  # a piece that was begun has no end
+            except BaseException:  # a chunk that was begun has no end
                 for stream in (self.streams.h2d, self.streams.compute, self.streams.d2h):
                     stream.synchronize()
                 raise
@@ -75,7 +75,7 @@ class Chunks:
 def _issue(
     rule: OptimizerRule, here: Update, buffer: torch.Tensor, streams: ChunkStreams
 ) -> torch.cuda.Event:
-    """Fetch a piece, update it, bring it back; gives the event of its end."""
+    """Fetch a chunk, update it, bring it back; gives the event of its end."""
     there = _placed(here, buffer)
     with torch.cuda.stream(streams.h2d):
         _copy(there, here, fetched=True)
@@ -126,7 +126,7 @@ def _bytes_of(update: Update, numel: int) -> int:
 
 
 def _placed(here: Update, buffer: torch.Tensor) -> Update:
-    """Tensors like these in a room."""
+    """Tensors like these in a buffer."""
     offset = 0
 
     def place(name: str, tensor: torch.Tensor) -> torch.Tensor:

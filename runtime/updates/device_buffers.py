@@ -1,7 +1,7 @@
 """A bucket's parameters and optimizer states on the device, for an update there.
 
 Both updates on the device use it: the one in the backward (`in_backward`) and the one that
-`optimizer.step()` makes of what the backward handed over (`handed`).
+`optimizer.step()` makes of what the backward left there (`on_device`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Landing:
     """New parameters that stay on the device for now, as in `Flight`."""
 
     def stays(self, buffers: UpdateBuffers) -> None:
-        """The rooms are there until `fresh` is cleared, unless somebody may write behind them."""
+        """The buffers are there until `fresh` is cleared, unless somebody may write behind them."""
         if not any(map(self.host.aliased, buffers)):
             self.fresh.update({i: buffer.streamed for i, buffer in buffers.items()})
 
@@ -102,7 +102,7 @@ def update(
     gradients: Mapping[int, torch.Tensor],
     weights: Sequence[torch.Tensor] | None,
 ) -> None:
-    """The step, in place in the rooms; `weights` are the parameters where the rooms have none."""
+    """The step, in place in the buffers; `weights` are the parameters where those have none."""
     updates: dict[OptimizerRule, list[Update]] = {}
     for i, buffer in buffers.items():
         step = steps[i]

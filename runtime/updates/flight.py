@@ -1,6 +1,6 @@
 """Work of `optimizer.step()` that goes on behind it: an update by the host, or its way back there.
 
-[Note: small pieces] The copy engine that brings states to the host is first in, first out for all
+[Note: small chunks] The copy engine that brings states to the host is first in, first out for all
 streams: a `loss.item()` waits for everything that was issued before it. So a thread issues the
 copies in chunks, two at a time, and sleeps until one is done instead of spinning: the host's update
 needs the core.

@@ -4,7 +4,7 @@ The host is the slow part of an overlapped step: its memory moves 22 bytes a par
 The device makes the update of the first buckets meanwhile, from gradients that it has and states
 that were fetched during the backward; the next forward takes the new parameters where they are.
 
-What was handed over is right only while nothing on the host has changed since: the parameters and
+What was left there is right only while nothing on the host has changed since: the parameters and
 states are guarded (see `guards`), and whoever opens one of them, to read or to write, makes the
 step fall back to the host. So does anything that `fits` does not find as the backward left it.
 """
@@ -100,14 +100,14 @@ class DeviceUpdate:
 
 
 class DeviceUpdates:
-    """Carries out the ops of schedules that hand buckets over.
+    """Carries out the ops of schedules that have device updates.
 
     The first step of an optimizer runs on the host; from it is learned which states there are.
     """
 
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
-        self.keys: set[int] = set()  # of the buckets that some schedule hands over
+        self.keys: set[int] = set()  # of the buckets that some schedule lets the device update
         self._learned: dict[int, tuple[Sources, tuple[torch.Tensor, ...]]] = {}
         self._owners: dict[int, ref[Optimizer]] = {}  # whose states they are
         self.flying: list[HostBucket] = []  # whose new values are on their way to the host
@@ -143,7 +143,7 @@ class DeviceUpdates:
     def keep(
         self, host: HostBucket, gradients: Mapping[int, torch.Tensor], buffers: UpdateBuffers
     ) -> None:
-        """Hand them over to the next step."""
+        """Keep them for the next step."""
         if buffers:
             sources, visible = self._learned[host.layout.key]
             if any(map(host.aliased, buffers)) or any(map(is_shared, visible)):

@@ -6,9 +6,9 @@
               a GPU's host the device helps (see `workers`)
     FUSED     torch.optim's fused CPU kernels: one pass too, where there is no C++ compiler
     TORCH     the rule's twin as it is: what FUSED cannot do, without a C++ compiler
-    HANDED    not here: by `runtime.handed`, of what the backward left on the device
+    HANDED    not here: by `on_device`, of what the backward left on the device
     RESIDENT  the rule's kernel, on a bucket that lives on the device
-    BACKWARD  not here: by `runtime.in_backward` and its kernels, on the device
+    BACKWARD  not here: by `in_backward` and its kernels, on the device
 
 Host memory bandwidth is the limit of all of them: AdamW with bf16 parameters and gradients and
 float32 moments reads 12 bytes a parameter and writes 10.

@@ -64,44 +64,45 @@ __all__ = [
     "Value",
     "actions",
     "add_grad",
-    "alloc_saved",
     "alloc_grad",
+    "alloc_saved",
     "alloc_state",
     "arguments",
     "assign",
     "backward",
     "begin",
     "call",
+    "calls_by_stage",
     "copied_bytes",
+    "defer_free",
+    "drain",
     "effects",
-    "fetch_saved",
     "fetch_grad",
+    "fetch_saved",
     "fetch_state",
     "forward",
     "free",
-    "reuse",
+    "help_host",
     "items",
     "label",
     "nodes_of",
     "nodes_that",
     "norm_grad",
-    "offload_saved",
     "offload_grad",
+    "offload_saved",
     "offload_state",
     "op_of",
-    "defer_free",
     "prefetch",
-    "drain",
     "recompute",
     "resident",
     "returned",
+    "reuse",
     "save_rng",
     "snapshot",
     "stream_of",
     "update",
     "update_host",
     "update_resident",
-    "help_host",
 ]
 
 
@@ -166,8 +167,13 @@ def nodes_that(graph: fx.Graph, wanted: Callable[[Op], object]) -> list[fx.Node]
 
 def nodes_of(graph: fx.Graph, *targets: Callable[..., Any]) -> list[fx.Node]:
     """The nodes that call one of `targets` (every op without targets), in program order."""
-    wanted = targets or tuple(OPS)
+    wanted = targets or OPS
     return [n for n in graph.nodes if n.op == "call_function" and n.target in wanted]
+
+
+def calls_by_stage(graph: fx.Graph, target: Callable[..., Any]) -> dict[int, fx.Node]:
+    """The nodes that call `target`, by the index of their stage."""
+    return {arguments(node)[0].index: node for node in nodes_of(graph, target)}
 
 
 def items(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:

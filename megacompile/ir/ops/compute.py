@@ -108,7 +108,7 @@ def backward(
 ) -> Any:
     """Gradients of a stage's inputs, then of its parameters, one group a bucket.
 
-    `carries` are gradients so far of inputs and parameters that a later stage used too: they enter
-    the stage's graph, so that sums run in the order in which autograd adds them.
+    `partial_gradients` are those so far of inputs and parameters that a later stage used too: they
+    enter the stage's graph, so that sums run in the order in which autograd adds them.
     """
     unbound(backward)

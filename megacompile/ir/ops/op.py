@@ -65,7 +65,7 @@ class Takes:
     """A value among an op's arguments, by position."""
 
     at: int
-    kinds: tuple[Value, ...] = ()  # what may stand there, of the op's own bucket; (): anything
+    kind: Value | None = None  # what stands there, of the op's own bucket; None: anything
     optional: bool = False
     ends: bool = False  # the value goes nowhere else
     like: int | None = None  # it was made for the value that stands there

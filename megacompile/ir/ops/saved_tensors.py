@@ -27,7 +27,7 @@ def offload_saved(stage: Stage, value: Any) -> Any:
     Stream.COMPUTE,
     by_subject,
     gives=Value.SAVED_BUFFER,
-    takes=(Takes(1, (Value.SAVED_ON_HOST,)),),
+    takes=(Takes(1, Value.SAVED_ON_HOST),),
     owns=True,
     show=Show.QUIET,
 )
@@ -40,7 +40,7 @@ def alloc_saved(stage: Stage, on_host: Any) -> Any:
     Stream.H2D,
     by_subject,
     gives=Value.SAVED,
-    takes=(Takes(1, (Value.SAVED_ON_HOST,)), Takes(2, (Value.SAVED_BUFFER,), ends=True, like=1)),
+    takes=(Takes(1, Value.SAVED_ON_HOST), Takes(2, Value.SAVED_BUFFER, ends=True, like=1)),
     owns=True,
     fills=2,
     copied=of_value(),

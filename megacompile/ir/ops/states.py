@@ -31,16 +31,14 @@ def alloc_state(bucket: Bucket, masters: bool) -> Any:
     Stream.H2D,
     by_subject,
     gives=Value.STATES,
-    takes=(Takes(1, (Value.STATE_BUFFER,), ends=True),),
+    takes=(Takes(1, Value.STATE_BUFFER, ends=True),),
     owns=True,
     fills=1,
     reads=(Part.STATES,),
     copied=of_value(),
     copies=of_params(times=2),
 )
-def fetch_state(
-    bucket: Bucket, buffer: Any, masters: bool, *, after: tuple[Any, ...] = ()
-) -> Any:
+def fetch_state(bucket: Bucket, buffer: Any, masters: bool, *, after: tuple[Any, ...] = ()) -> Any:
     """The optimizer states as the last update left them; with `masters`, the parameters too."""
     unbound(fetch_state)
 
@@ -55,9 +53,9 @@ def _update_traffic(node: fx.Node) -> int:
     by_subject,
     gives=Value.UPDATED,
     takes=(
-        Takes(1, (Value.WEIGHTS,), optional=True),
-        Takes(2, (Value.GRADIENTS,), ends=True),
-        Takes(3, (Value.STATES,)),
+        Takes(1, Value.WEIGHTS, optional=True),
+        Takes(2, Value.GRADIENTS, ends=True),
+        Takes(3, Value.STATES),
     ),
     owns=True,
     fills=3,
@@ -66,7 +64,7 @@ def _update_traffic(node: fx.Node) -> int:
     traffic=_update_traffic,
 )
 def update(bucket: Bucket, weights: Any, gradients: Any, state: Any) -> Any:
-    """The optimizer's step on a bucket: new parameters and states, in the room of the states."""
+    """The optimizer's step on a bucket: new parameters and states, in the buffer of the states."""
     unbound(update)
 
 
@@ -74,7 +72,7 @@ def update(bucket: Bucket, weights: Any, gradients: Any, state: Any) -> Any:
     Stream.D2H,
     by_subject,
     gives=Value.DONE,
-    takes=(Takes(1, (Value.UPDATED,), ends=True),),
+    takes=(Takes(1, Value.UPDATED, ends=True),),
     writes=(Part.WEIGHTS, Part.STATES),  # parameters first: they are wanted next
     copied=of_arguments,
     copies=tensors_of_arguments,
