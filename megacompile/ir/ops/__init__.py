@@ -124,8 +124,8 @@ def arguments(node: fx.Node) -> tuple[Any, ...]:
 
 
 def returned(graph: fx.Graph) -> Any:
-    """What a graph returns: (outputs, saved values) of a forward; (gradients of inputs, what is left
-    for the update, tokens) of a backward; (tokens,) of an update."""
+    """What a graph returns: (outputs, saved values) of a forward; (gradients of inputs, what is
+    left for the update, tokens) of a backward; (tokens,) of an update."""
     return graph.output_node().args[0]
 
 
