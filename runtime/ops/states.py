@@ -83,8 +83,9 @@ class StateOps(OpGroup):
         if part is None:
             return Handle(None, Stream.HOST)
         assert part.left is not None
-        left, part.left = part.left, None
+        left = part.left
         flight: Flight | None = left.bring_back(updated.event, machine.copies)
+        part.left = None
         if flight is None:
             return Handle(None, Stream.HOST)
         machine.device_update.flying.append(left.host)
