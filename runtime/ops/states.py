@@ -52,7 +52,8 @@ class StateOps(OpGroup):
             _, group = gradients.value
             given = None if weights is None else weights.value
             buffers: UpdateBuffers = state.value
-            device_buffers.update(host, buffers, steps, group, given)
+            with torch.no_grad():
+                device_buffers.update(host, buffers, steps, group, given)
             return buffers
 
         waits = (gradients, state) if weights is None else (weights, gradients, state)
