@@ -46,6 +46,7 @@ def token_of(node: fx.Node) -> Token | None:
 def take(graph: fx.Graph, bucket: Bucket, part: Part) -> fx.Node:
     """The placeholder of a graph for a token, made where there is none."""
     inputs = graph.find_nodes(op="placeholder")
+    node: fx.Node
     for node in inputs:
         token = token_of(node)
         if token is not None and token.place == (bucket.key, part):
@@ -53,9 +54,9 @@ def take(graph: fx.Graph, bucket: Bucket, part: Part) -> fx.Node:
     first = next((n for n in graph.nodes if n.op != "placeholder"), None)
     name = f"{part.value}_{bucket.label.replace('.', '_')}"
     with graph.inserting_before(first):
-        node = graph.create_node("placeholder", name, name=name)
-    node.meta["token"] = Token(bucket, part)
-    return node
+        made: fx.Node = graph.create_node("placeholder", name, name=name)
+    made.meta["token"] = Token(bucket, part)
+    return made
 
 
 def written(node: fx.Node) -> list[Place]:
