@@ -12,6 +12,9 @@ graphs. What comes first is the step of another schedule, which may write every 
 each bucket, then gradients of it. Then come forward, backward, update, forward and backward; where
 backwards add to gradients on the host, the first two come twice; where the backward updates, the
 update is left out. Pairs of ops of one graph are for the checks of that graph.
+
+An update may have nothing to do for some buckets: another optimizer steps for them. Its ops on them
+do nothing then, and wait for nothing. So in an update ops of two buckets do not order one another.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.ir.tokens import Place, given, token_of
-from megacompile.ir.values import label, memory, producer, reads
+from megacompile.ir.values import bucket_of, label, memory, producer, reads
 from megacompile.verify.hazard import Hazard, HazardKind, View
 from megacompile.verify.order import Step
 
@@ -115,12 +118,15 @@ class _Cycle:
         before: dict[fx.Node, int] = {}
         done: dict[fx.Node, int] = {}
         bits: dict[fx.Node, int] = {}
+        apart = _apart(view) if view.name == "update" else {}
+        streams = defaultdict(self.streams.copy) if apart else defaultdict(lambda: self.streams)
         for step in view.order.steps:
             node, op = step.node, ops.effects(step.node)
             if node.op == "placeholder":
                 done[node] = self._given(node)
                 continue
-            earlier = before[node] = self._before(step, done)
+            of = streams[apart.get(node)]
+            earlier = before[node] = _before(step, done, of, apart)
             touches = op.reads or op.writes
             if touches or op.stream not in (Stream.COMPUTE, Stream.HOST, Stream.DEVICE):
                 bits[node] = self._bit()
@@ -128,9 +134,13 @@ class _Cycle:
             else:
                 done[node] = earlier
             if step.stream is not None:
-                self.streams[step.stream] = done[node]
+                of[step.stream] = done[node]
             if touches:
-                yield from self._accesses(view, Access(self.runs, view.name, node, bits[node]), earlier)
+                access = Access(self.runs, view.name, node, bits[node])
+                yield from self._accesses(view, access, earlier)
+        for of in streams.values():
+            for stream, so_far in of.items():
+                self.streams[stream] = self.streams.get(stream, 0) | so_far
         yield from self._lifetimes(view, before, done)
         if view.name != "forward":
             self.tokens |= {place: done[node] for place, node in given(view.graph).items()}
@@ -143,12 +153,6 @@ class _Cycle:
         if token is not None:
             return self.tokens.get(token.place, 0)
         return self.left.get(node.name, 0)
-
-    def _before(self, step: Step, done: Mapping[fx.Node, int]) -> int:
-        before = 0 if step.stream is None else self.streams.get(step.stream, 0)
-        for earlier in step.waits:
-            before |= done[earlier]
-        return before
 
     # Parts of buckets.
 
@@ -247,6 +251,32 @@ class _Cycle:
                         f"it: no edge orders {label(copy)} before its free; add its token to it"
                     )
                     yield view.hazard(HazardKind.FREED_TOO_EARLY, copy, releases[-1], message)
+
+
+def _apart(view: View) -> dict[fx.Node, int]:
+    """The ops of an update, by the bucket that they are of."""
+    found = {}
+    for node, _ in view.order.calls:
+        subject = node.args[0] if node.args else None
+        if isinstance(subject, fx.Node):
+            subject = bucket_of(view.source(memory(subject)))
+        if isinstance(subject, Bucket):
+            found[node] = subject.key
+    return found
+
+
+def _before(
+    step: Step,
+    done: Mapping[fx.Node, int],
+    streams: Mapping[Stream, int],
+    apart: Mapping[fx.Node, int],
+) -> int:
+    before = 0 if step.stream is None else streams.get(step.stream, 0)
+    key = apart.get(step.node)
+    for earlier in step.waits:
+        if apart.get(earlier, key) == key:
+            before |= done[earlier]
+    return before
 
 
 def _races(earlier: Access, access: Access, before: int) -> bool:
