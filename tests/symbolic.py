@@ -234,7 +234,8 @@ class Layout:
         *,
         release: bool = False,
     ) -> Done:
-        lane: Lane = stream if stream.in_order else len(self.queues)
+        in_order = stream.in_order and (self.name, stream) != ("update", Stream.D2H)  # by threads
+        lane: Lane = stream if in_order else len(self.queues)
         waits = (*waits, *self.host_waits)
         queue = self.queues.setdefault(lane, [])
         queue.append(Step(label, stream, run, waits, release))

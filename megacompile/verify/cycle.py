@@ -14,7 +14,8 @@ backwards add to gradients on the host, the first two come twice; where the back
 update is left out. Pairs of ops of one graph are for the checks of that graph.
 
 An update may have nothing to do for some buckets: another optimizer steps for them. Its ops on them
-do nothing then, and wait for nothing. So in an update ops of two buckets do not order one another.
+do nothing then, and wait for nothing. So in an update ops of two buckets do not order one another. Threads
+make its copies to the host, in chunks: these are in no order with the copies of a backward.
 """
 
 from __future__ import annotations
@@ -119,22 +120,24 @@ class _Cycle:
         done: dict[fx.Node, int] = {}
         bits: dict[fx.Node, int] = {}
         apart = _apart(view) if view.name == "update" else {}
-        streams = defaultdict(self.streams.copy) if apart else defaultdict(lambda: self.streams)
+        streams: defaultdict[int | None, dict[Stream, int]] = defaultdict(
+            self.streams.copy if apart else lambda: self.streams
+        )
         for step in view.order.steps:
             node, op = step.node, ops.effects(step.node)
             if node.op == "placeholder":
                 done[node] = self._given(node)
                 continue
-            of = streams[apart.get(node)]
-            earlier = before[node] = _before(step, done, of, apart)
+            of, stream = streams[apart.get(node)], _stream(view, step)
+            earlier = before[node] = _before(step, stream, done, of, apart)
             touches = op.reads or op.writes
             if touches or op.stream not in (Stream.COMPUTE, Stream.HOST, Stream.DEVICE):
                 bits[node] = self._bit()
                 done[node] = earlier | 1 << bits[node]
             else:
                 done[node] = earlier
-            if step.stream is not None:
-                of[step.stream] = done[node]
+            if stream is not None:
+                of[stream] = done[node]
             if touches:
                 access = Access(self.runs, view.name, node, bits[node])
                 yield from self._accesses(view, access, earlier)
@@ -265,13 +268,20 @@ def _apart(view: View) -> dict[fx.Node, int]:
     return found
 
 
+def _stream(view: View, step: Step) -> Stream | None:
+    """The stream whose ops are in order, those of earlier graphs too; None: it is of none."""
+    by_thread = view.name == "update" and step.stream is Stream.D2H
+    return None if by_thread else step.stream
+
+
 def _before(
     step: Step,
+    stream: Stream | None,
     done: Mapping[fx.Node, int],
     streams: Mapping[Stream, int],
     apart: Mapping[fx.Node, int],
 ) -> int:
-    before = 0 if step.stream is None else streams.get(step.stream, 0)
+    before = 0 if stream is None else streams.get(stream, 0)
     key = apart.get(step.node)
     for earlier in step.waits:
         if apart.get(earlier, key) == key:
