@@ -29,6 +29,8 @@ NORMS = Spec(norms=True)
 UPDATING = Spec(update=True)
 OFFLOADING = Spec(offload=frozenset({1, 2}))
 KEPT_THERE = Spec(offload=frozenset({1, 2}), keep=frozenset({1, 2}))
+LATE = Spec(shared=True, late=True)
+STEPPING = Spec(device=frozenset({0}), resident=frozenset({3}), helps=True, norms=True)
 EVERYTHING = Spec(
     stages=6,
     slots=3,

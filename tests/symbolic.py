@@ -403,9 +403,7 @@ class Layout:
             self.deferred[cell] = (*self.deferred.get(cell, ()), *kept_for)
         self.place[node] = self._frees(f"del {value.name}", self._drop(value), waits)
 
-    def _frees(
-        self, label: str, lost: list[int], waits: tuple[Done, ...]
-    ) -> Done:
+    def _frees(self, label: str, lost: list[int], waits: tuple[Done, ...]) -> Done:
         """Memory goes: at once, or, where it is deferred, when that allows."""
         at_once = [cell for cell in lost if not self.deferred.get(cell)]
         where = self._queue(Stream.COMPUTE, label, _frees(at_once), waits, release=True)

@@ -14,8 +14,8 @@ backwards add to gradients on the host, the first two come twice; where the back
 update is left out. Pairs of ops of one graph are for the checks of that graph.
 
 An update may have nothing to do for some buckets: another optimizer steps for them. Its ops on them
-do nothing then, and wait for nothing. So in an update ops of two buckets do not order one another. Threads
-make its copies to the host, in chunks: these are in no order with the copies of a backward.
+do nothing then, and wait for nothing. So in an update ops of two buckets do not order one another.
+Threads make its copies to the host, in chunks: these are in no order with those of a backward.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
-from megacompile.ir.tokens import Place, given, token_of
+from megacompile.ir.tokens import Place, given, token_of, written
 from megacompile.ir.values import bucket_of, label, memory, producer, reads
 from megacompile.verify.hazard import Hazard, HazardKind, View
 from megacompile.verify.order import Step
@@ -58,13 +58,15 @@ def hazards(views: list[View]) -> Iterator[Hazard]:
     """What graphs do to one another."""
     cycle = _Cycle(views[0].schedule)
     by_name = {view.name: view for view in views}
-    reported = set()
+    found: dict[tuple[object, ...], Hazard] = {}
     for name in _runs(by_name):
         for hazard in cycle.run(by_name[name]):
-            key = (hazard.kind, *hazard.nodes, hazard.message)
-            if key not in reported:
-                reported.add(key)
-                yield hazard
+            key = hazard.kind, *hazard.nodes
+            found.setdefault(key, hazard)
+    for key, hazard in found.items():
+        others = [other for other in found if len(other) > len(key) and other[: len(key)] == key]
+        if not others:  # of what any schedule may do, and this one does, this one is told
+            yield hazard
 
 
 def _runs(views: Mapping[str, View]) -> list[str]:
@@ -102,8 +104,8 @@ class _Cycle:
         done = before | 1 << update.bit
         if resident:
             self.streams[Stream.COMPUTE] = done
-        copied = self.streams.get(Stream.D2H, 0) | done | 1 << gradients.bit
-        self.streams[Stream.D2H] = copied
+        copied = done | 1 << gradients.bit  # in whatever order
+        self.streams[Stream.D2H] = self.streams.get(Stream.D2H, 0) | copied
         for part in Part:
             wrote = gradients if part is Part.GRADIENTS else update
             self.tokens[bucket.key, part] = copied if part is Part.GRADIENTS else done
@@ -185,11 +187,11 @@ class _Cycle:
     def _read_too_early(
         self, view: View, access: Access, bucket: Bucket, part: Part, writer: Access
     ) -> Hazard:
-        node, token = access.node, f"{part.value}_{bucket.label}"
+        node = access.node
         assert node is not None
-        names = {n.name for n in node.all_input_nodes}
-        fix = f"add after=({token}) to it"
-        if token in names:
+        tokens = filter(None, map(token_of, node.all_input_nodes))
+        fix = f"add after=({_token(bucket, part)}) to it"
+        if (bucket.key, part) in {each.place for each in tokens}:
             fix = f"let the {writer.graph or 'earlier schedule'} return it"
         other = writer.named(view.name)
         message = (
@@ -249,9 +251,11 @@ class _Cycle:
                     gone |= done[producer(waits)]  # type: ignore[arg-type]
             for copy, bit in copies:
                 if not gone >> bit & 1:
+                    token = ", ".join(_token(ops.arguments(copy)[0], p) for _, p in written(copy))
                     message = (
                         f"{root.name} is freed while {label(copy)} of the backward may still read "
-                        f"it: no edge orders {label(copy)} before its free; add its token to it"
+                        f"it: no edge orders {label(copy)} before its free; add after=({token}) to "
+                        "it"
                     )
                     yield view.hazard(HazardKind.FREED_TOO_EARLY, copy, releases[-1], message)
 
@@ -294,5 +298,10 @@ def _races(earlier: Access, access: Access, before: int) -> bool:
     return earlier.run != access.run and not before >> earlier.bit & 1
 
 
+def _token(bucket: Bucket, part: Part) -> str:
+    """What a placeholder for a part is called."""
+    return f"{part.value}_{bucket.label}"
+
+
 def _end(other: str) -> str:
-    return other.partition(" of the ")[0] if other[0].isdigit() else "it"
+    return other.partition(" of the ")[0] if other[0].isdigit() else "that"
