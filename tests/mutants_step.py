@@ -30,7 +30,10 @@ def mutate(schedule: Schedule, rng: random.Random) -> tuple[Schedule, str, str]:
         names, done = [], []
         for _ in range(rng.choice((1, 1, 1, 1, 2))):
             names.append(rng.choice(list(EDITS)))
-            made = EDITS[names[-1]](mutant, rng)
+            try:
+                made = EDITS[names[-1]](mutant, rng)
+            except IndexError:  # it has nothing to choose from
+                made = ""
             if isinstance(made, Schedule):
                 mutant, made = made, names[-1]
             done.append(made)
@@ -363,10 +366,7 @@ def anything(schedule: Schedule, rng: random.Random) -> str:
     if schedule.update is None:
         return ""
     edits = ("drop edge", "reroute edge", "move free", "delete", "bucket", "value", "swap")
-    try:
-        return mutants.EDITS[rng.choice(edits)](schedule, schedule.update, rng)
-    except IndexError:  # it has nothing to choose from
-        return ""
+    return mutants.EDITS[rng.choice(edits)](schedule, schedule.update, rng)
 
 
 EDITS: dict[str, Edit] = {

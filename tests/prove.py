@@ -230,7 +230,8 @@ def planned_schedules(count: int, seed: int) -> list[Schedule]:
         if len(found) >= count or plain_refuses(net, Choice()):
             return
         rng = random.Random(chosen)
-        captured = capture(nets.build(net), **nets.data(net, 0))
+        inputs: dict[str, Any] = {**nets.data(net, 0)}
+        captured = capture(nets.build(net), **inputs)
         for _ in range(2):  # tracing takes most of the time
             found.append(captured.build(**_plan(rng, len(captured.units))))
 

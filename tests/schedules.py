@@ -107,9 +107,10 @@ def call(
 def token(graph: fx.Graph, bucket: Bucket, part: Part) -> fx.Node:
     """A placeholder for the last write of a part by an earlier graph: "weights_3"."""
     name = f"{part.value}_{bucket.label}"
-    for node in graph.find_nodes(op="placeholder"):
-        if node.name == name:
-            return node
+    for there in graph.find_nodes(op="placeholder"):
+        if there.name == name:
+            assert isinstance(there, fx.Node)
+            return there
     first = next((n for n in graph.nodes if n.op != "placeholder"), None)
     with graph.inserting_before(first):
         node = graph.create_node("placeholder", name, name=name)

@@ -203,13 +203,13 @@ class _Elsewhere(Machine):
         self.handed = {}
         self._world(start, accumulate=True)
         for bucket in schedule.buckets:
-            self._step(bucket.key)
+            self._steps(bucket.key)
         for bucket in schedule.buckets:
-            self._gradients(bucket.key)
+            self._copies_of(bucket.key)
         copies = tuple(self.tokens[bucket.key, Part.GRADIENTS] for bucket in schedule.buckets)
         self._queue(Stream.D2H, "ELSEWHERE", lambda cells: None, copies)
 
-    def _step(self, key: int) -> None:
+    def _steps(self, key: int) -> None:
         cells_of = [self.persistent["params", key], self.persistent["states", key]]
 
         def run(cells: Cells) -> None:
@@ -221,7 +221,7 @@ class _Elsewhere(Machine):
         for part in (Part.WEIGHTS, Part.STATES):
             self.tokens[key, part] = done
 
-    def _gradients(self, key: int) -> None:
+    def _copies_of(self, key: int) -> None:
         into = [self._host_grad(key, i) for i in self.gradient_params.get(key, ())]
 
         def run(cells: Cells) -> None:

@@ -238,7 +238,7 @@ class _Cycle:
         for node in view.graph.nodes:
             names[memory(node)].append(node)
             if ops.effects(node).frees is not None:
-                frees[node.args[0]] = node  # type: ignore[index]
+                frees[node.args[0]] = node
         for root, shared in names.items():
             copies = self.copies.get(root.name, []) if root in view.left else []
             releases = [frees[name] for name in shared if name in frees]
@@ -262,9 +262,9 @@ class _Cycle:
 
 def _apart(view: View) -> dict[fx.Node, int]:
     """The ops of an update, by the bucket that they are of."""
-    found = {}
+    found: dict[fx.Node, int] = {}
     for node, _ in view.order.calls:
-        subject = node.args[0] if node.args else None
+        subject: object = node.args[0] if node.args else None
         if isinstance(subject, fx.Node):
             subject = bucket_of(view.source(memory(subject)))
         if isinstance(subject, Bucket):

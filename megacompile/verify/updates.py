@@ -33,7 +33,8 @@ def updated_once(views: list[View]) -> Iterator[Hazard]:
     step = views[-1]
     if step.name == "forward":
         return
-    schedule, first = step.schedule, {}
+    schedule = step.schedule
+    first: dict[int, tuple[View, fx.Node]] = {}
     trained = schedule.gradient_params if schedule.update is not None else _given_here(step)
     buckets = {bucket.key: bucket for bucket in schedule.buckets}
     for view in views[1:]:
