@@ -122,7 +122,7 @@ class Executor:
         Where that cannot use it, it goes when the copies that work on it are done.
         """
         machine, trained = self.machine, self.schedule.gradient_params
-        run = machine.gradients.running()
+        run = machine.current_run()
         for key, gradients, buffers in zip(self._left, left[::2], left[1::2], strict=True):
             host = machine.buckets[key]
             final = all(run.is_final(key, i) for i in trained[key])

@@ -30,7 +30,7 @@ class GradientOps(OpGroup):
         return self._issue(Stream.COMPUTE, (), allocate)
 
     def fetch_grad(self, bucket: Bucket, buffer: Handle, *, after: tuple[Any, ...] = ()) -> Handle:
-        run = self.machine.gradients.running()
+        run = self.machine.current_run()
 
         def copy() -> tuple[int, Group]:
             key, group = buffer.value
@@ -71,7 +71,7 @@ class GradientOps(OpGroup):
         *,
         after: tuple[Any, ...] = (),
     ) -> Handle:
-        run, queue = self.machine.gradients.running(), self.machine.streams.copies(Stream.D2H)
+        run, queue = self.machine.current_run(), self.machine.streams.copies(Stream.D2H)
 
         def copy() -> None:
             key, group = gradients.value
