@@ -78,7 +78,7 @@ def test_the_schedule_shows_it() -> None:
     assert any("updates buckets" in reason for reason in schedule.plan.reasons)
     text = str(schedule)
     kept = [line for line in text.splitlines() if line.strip().startswith(("del", "wait"))]
-    assert not any(" s0" in line or "room_s0" in line for line in kept)
+    assert not any(" s0" in line or "buf_s0" in line for line in kept)
 
 
 def _planted(fault: Callable[[Schedule], None]) -> list[HazardKind]:

@@ -248,7 +248,7 @@ def test_a_free_waits_for_a_copy_on_another_stream() -> None:
     assert all("# compute  WAIT" in lines[i] for i in waits)
 
 
-def test_what_is_parked_is_handed_over_without_a_wait() -> None:
+def test_a_deferred_free_does_not_wait() -> None:
     code = python.graph_code(build(UPDATING), "backward")
     lines = [line.split("  #")[0].strip() for line in code.splitlines()]
     deferred = lines.index("defer_free(update_2, after=(offload_state_2,))")
@@ -256,7 +256,7 @@ def test_what_is_parked_is_handed_over_without_a_wait() -> None:
     assert "wait(offload_state_1)" in lines and "wait(offload_state_2)" not in lines
 
 
-def test_what_is_reclaimed_is_printed_and_in_the_table() -> None:
+def test_what_is_drained_is_printed_and_in_the_table() -> None:
     schedule = build(UPDATING)
     lines = python.graph_code(schedule, "forward").splitlines()
     (line,) = [line.strip() for line in lines if "DRAIN" in line]

@@ -27,4 +27,4 @@ def insert_drain(graph: fx.Graph, *, late: bool = False, behind: int = 0) -> Non
         return
     position = max(len(computes) - 2, 0) if late else len(computes) // 2
     with graph.inserting_after(last_item(computes[max(position, behind)])):
-        ops.call(graph, ops.drain, name="reclaimed")
+        ops.call(graph, ops.drain, name="drained")
