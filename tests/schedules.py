@@ -289,7 +289,7 @@ class _Backward:
         for stage in order:
             gradient = self._stage(stage, gradient)
         self._free_later(ops.defer_free if spec.update else ops.free)
-        graph.output((gradient,))
+        graph.output(((gradient,), (), ()))
 
     def _stage(self, stage: Stage, tangent: fx.Node) -> fx.Node:
         graph, i = self.graph, stage.index

@@ -105,6 +105,12 @@ def named(value: Any) -> Any:
     return value.name if isinstance(value, Value) else value
 
 
+def waits(free: fx.Node) -> bool:
+    """Does a `free` wait? It need not where the one before it has waited for the same."""
+    after, before = free.kwargs.get("after"), free.prev
+    return bool(after) and (before.target is not ops.free or before.kwargs.get("after") != after)
+
+
 def interpret(graph: fx.Graph) -> tuple[list[tuple[object, ...]], Any]:
     """The calls that a graph stands for, and what it returns."""
     calls: list[tuple[object, ...]] = []
@@ -128,7 +134,7 @@ def interpret(graph: fx.Graph) -> tuple[list[tuple[object, ...]], Any]:
             after = resolve(node.kwargs.get("after", ()))
             if node.target is not ops.free:
                 calls.append((op.name, resolve(node.args), after))
-            elif after:
+            elif waits(node):
                 calls.append(("wait", (), after))
             names[node] = f"call {len(calls)}"
     raise AssertionError("no output")
@@ -167,7 +173,7 @@ def test_a_freed_value_is_gone_from_the_next_call_on(spec: Spec) -> None:
             if node.target is operator.getitem:
                 names[node] = f"{names[node.args[0]]}[{node.args[1]}]"
             elif node.target is ops.free:
-                step += bool(node.kwargs.get("after"))
+                step += waits(node)
                 freed.add(names[node.args[0]])
             elif node.op == "call_function":
                 assert not recorder.alive[step] & freed, f"{node.name}: {freed} should be gone"
@@ -211,6 +217,7 @@ def run_forward(inputs):
     del y0_0                                                  # compute  FREE         64 B
     y2_0, = forward(stage_2, (prefetch_2,), (y1_0,), False)   # compute  2F           bf16[4, 8]
     del y1_0                                                  # compute  FREE         64 B
+    # outputs, saved values
     return (y2_0,), ()
 """
     )
@@ -234,9 +241,9 @@ def test_names_from_outside_stay_within_their_comments(end: str) -> None:
         assert all(line.isprintable() for line in shown.split("\n"))
 
 
-def test_the_header_says_what_the_slots_hold_for_the_backward() -> None:
+def test_the_header_says_what_the_forward_leaves_in_the_slots() -> None:
     header = python.code(build(Spec(stages=3, reuse=True))).split("\n\n")[0]
-    assert "# slot_0: 128 B, holds bucket_2 for the backward" in header
+    assert "# slot_0: 128 B, the forward leaves bucket_2 in it" in header
 
 
 def test_a_free_waits_for_a_copy_on_another_stream() -> None:
@@ -248,11 +255,18 @@ def test_a_free_waits_for_a_copy_on_another_stream() -> None:
     assert all("# compute  WAIT" in lines[i] for i in waits)
 
 
+def test_frees_that_wait_for_the_same_share_a_wait() -> None:
+    code = python.graph_code(build(Spec(stages=2, norms=True)), "backward")
+    lines = [line.split("  #")[0].strip() for line in code.splitlines()]
+    wait = lines.index("wait(offload_grad_)")
+    assert lines[wait + 1] == "del d1_1, norm_grad_" and lines.count("wait(offload_grad_)") == 1
+
+
 def test_a_deferred_free_does_not_wait() -> None:
     code = python.graph_code(build(UPDATING), "backward")
     lines = [line.split("  #")[0].strip() for line in code.splitlines()]
     deferred = lines.index("defer_free(update_2, after=(offload_state_2,))")
-    assert lines[deferred + 1 : deferred + 3] == ["del update_2", "return (d0_0,)"]
+    assert lines[deferred + 1] == "del update_2" and lines[-1].startswith("return ")
     assert "wait(offload_state_1)" in lines and "wait(offload_state_2)" not in lines
 
 
@@ -302,7 +316,7 @@ def test_what_nobody_takes_is_dropped() -> None:
     output = backward.output_node()
     for free in [user for user in item.users if user.target is ops.free]:
         backward.erase_node(free)
-    output.args = ((None,),)
+    output.args = (((None,), (), ()),)
     backward.erase_node(item)
     code = python.graph_code(schedule, "backward")
     assert re.search(r"_, d0_1 = backward\(stage_0[^#]*#.*\n[^#]*del _ ", code)
