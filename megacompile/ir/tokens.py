@@ -53,9 +53,9 @@ def take(graph: fx.Graph, bucket: Bucket, part: Part) -> fx.Node:
     first = next((n for n in graph.nodes if n.op != "placeholder"), None)
     name = f"{part.value}_{bucket.label.replace('.', '_')}"
     with graph.inserting_before(first):
-        node = graph.create_node("placeholder", name, name=name)
-    node.meta["token"] = Token(bucket, part)
-    return node
+        made: fx.Node = graph.create_node("placeholder", name, name=name)
+    made.meta["token"] = Token(bucket, part)
+    return made
 
 
 def written(node: fx.Node) -> list[Place]:

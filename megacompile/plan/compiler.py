@@ -15,7 +15,7 @@ from megacompile.cost.hardware import H200, Hardware, cached, load
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.errors import DeviceMemoryError
 from megacompile.ir import ops
-from megacompile.ir.buckets import Unit
+from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.capture import Capture, Variant
 from megacompile.ir.schedule import PassRecord, Plan, Schedule
 from megacompile.ir.stages import Code, Template
@@ -36,7 +36,7 @@ from megacompile.passes.schedule.slots import assign_slots
 from megacompile.passes.schedule.split import split_stages
 from megacompile.passes.schedule.tokens import insert_tokens
 from megacompile.passes.schedule.update import insert_updates
-from megacompile.passes.schedule.update_graph import insert_update_graph
+from megacompile.passes.schedule.update_graph import insert_update_graph, rest_of
 from megacompile.passes.stages.lower import lower
 from megacompile.passes.stages.partition import partition
 from megacompile.passes.stages.templates import TemplateCache, trace_templates
@@ -102,6 +102,10 @@ class PassCompiler:
         )
         log.schedule_made(schedule)
         return schedule
+
+    def rest(self, buckets: Sequence[Bucket], resident: frozenset[int]) -> Schedule:
+        """A schedule that is an update alone: of these buckets, where they lie."""
+        return rest_of(list(buckets), resident, helps=self.cost().helped)
 
     def plan(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
         """The verified schedule, whose templates have graphs and no code yet."""

@@ -96,6 +96,9 @@ def graph_code(schedule: Schedule, graph_name: str) -> str:
 def names(schedule: Schedule) -> dict[str, object]:
     """The stages, buckets and slots that the code refers to, by the names it uses."""
     objects: list[Stage | Bucket | Slot] = [*schedule.stages, *schedule.buckets, *schedule.slots]
+    if schedule.update is not None:  # it may be an update of buckets that no stage here reads
+        updates = ops.nodes_that(schedule.update, lambda op: op.once)
+        objects += [ops.arguments(node)[0] for node in updates]
     return {repr(item): item for item in objects}
 
 

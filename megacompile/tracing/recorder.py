@@ -13,6 +13,7 @@ Their distance, some microseconds, is the error of what the host's lane shows be
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,10 +26,9 @@ import torch
 from megacompile.cost.hardware import Hardware
 from megacompile.errors import TraceError
 from megacompile.ir import ops
-from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
 from megacompile.tracing import perfetto, plot, prediction, timeline
-from megacompile.tracing.timeline import HOST, UPDATE_ON_HOST, OpInfo, Run, Span, Timeline
+from megacompile.tracing.timeline import OpInfo, Run, Span, Timeline
 
 _CLOCK_TRIES = 3
 
@@ -39,8 +39,7 @@ class _Mark:
 
     info: OpInfo
     run: int
-    done: threading.Event | None = None  # of updates in host memory
-    bucket: Bucket | None = None  # of updates in host memory
+    done: threading.Event | None = None  # of what a thread does
     start: Any = None  # seconds of the host's clock, or an event
     stop: Any = None
     memory_bytes: int | None = None
@@ -96,6 +95,17 @@ class Recording:
         measure = self.tracer.measure
         return lambda: measure(mark, work)
 
+    def in_background(self) -> Callable[[str, Callable[[], None]], None]:
+        """For what a thread does: does it, and notes when and on which lane.
+
+        A trace waits for its end, so somebody must do it.
+        """
+        info, self._current = self._current, None
+        assert info is not None
+        mark = _Mark(info, self.index, threading.Event())
+        self.tracer.marks.append(mark)
+        return functools.partial(_timed, mark)
+
 
 class Tracer:
     """What is recorded of one model, for every trace of it that is on."""
@@ -118,25 +128,6 @@ class Tracer:
         self.runs.append((schedule, graph))  # keeps the schedule, and so its id
         return Recording(self, self._infos[key], len(self.runs) - 1)
 
-    def update_of(self, bucket: Bucket) -> tuple[_Mark, Callable[[str, Callable[[], None]], None]]:
-        """For the update of a bucket in host memory: does it, and notes when and on which lane.
-
-        The mark is for `marks`, once somebody is sure to do the update: a trace waits for it.
-        """
-        mark = _Mark(OpInfo("", UPDATE_ON_HOST, HOST, bucket.name), -1, threading.Event(), bucket)
-
-        def run(lane: str, work: Callable[[], None]) -> None:
-            assert mark.done is not None
-            mark.info = replace(mark.info, lane=lane)
-            mark.start = time.perf_counter()
-            try:
-                work()
-            finally:
-                mark.stop = time.perf_counter()
-                mark.done.set()
-
-        return mark, run
-
     def _here(self, mark: _Mark, work: Callable[[], Any]) -> Any:
         start = time.perf_counter()
         value = work()
@@ -156,6 +147,17 @@ class Tracer:
         stop.record()
         mark.start, mark.stop = start, stop
         return value
+
+
+def _timed(mark: _Mark, lane: str, work: Callable[[], None]) -> None:
+    assert mark.done is not None
+    mark.info = replace(mark.info, lane=lane)
+    mark.start = time.perf_counter()
+    try:
+        work()
+    finally:
+        mark.stop = time.perf_counter()
+        mark.done.set()
 
 
 @dataclass(slots=True, eq=False)
@@ -243,9 +245,7 @@ class Trace:
 
     def _spans(self, model: Traced, tracer: Tracer, runs: list[Run]) -> Iterator[Span]:
         assert self._start_s is not None
-        labels = {b.key: b.label for s in model.schedules() for b in s.buckets}
-        labels |= {b.key: b.label for schedule, _ in tracer.runs for b in schedule.buckets}
-        places: dict[int, int] = {-1: -1}  # the tracer's runs -> ours
+        places: dict[int, int] = {}  # the tracer's runs -> ours
         for mark in tracer.marks[model.first : model.last]:
             if mark.done is not None:
                 mark.done.wait()
@@ -255,12 +255,8 @@ class Trace:
                 schedule, graph = tracer.runs[mark.run]
                 places[mark.run] = len(runs)
                 runs.append(Run(model.name, graph, schedule))
-            info = mark.info
-            if mark.bucket is not None:
-                label = labels.get(mark.bucket.key)
-                info = replace(info, name=f"{label}UPDATE" if label else f"UPDATE {info.module}")
             yield Span(
-                info,
+                mark.info,
                 tracer.clock.at_s(mark.start) - self._start_s,
                 tracer.clock.at_s(mark.stop) - self._start_s,
                 model.name,

@@ -22,6 +22,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.tokens import take
 from megacompile.ir.values import bucket_of
 from megacompile.passes.schedule.offload_grad import suffix_of
+from megacompile.passes.schedule.tokens import insert_tokens
 
 
 def insert_update_graph(schedule: Schedule, *, helps: bool) -> Schedule:
@@ -61,6 +62,14 @@ def update_of(buckets: list[Bucket], resident: frozenset[int], *, helps: bool) -
         with graph.inserting_before(graph.output_node()):
             ops.call(graph, ops.help_host, tuple(made))
     return graph
+
+
+def rest_of(buckets: list[Bucket], resident: frozenset[int], *, helps: bool) -> Schedule:
+    """A schedule that is an update alone: of buckets that no other schedule's update makes."""
+    forward = fx.Graph()
+    forward.output(((), ()))
+    update = update_of(buckets, resident, helps=helps)
+    return insert_tokens(Schedule("the rest of a step", forward, None, (), update=update))
 
 
 def _left(schedule: Schedule) -> dict[int, tuple[fx.Node, fx.Node]]:

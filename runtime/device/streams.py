@@ -5,6 +5,8 @@ that takes a handle of another stream waits for that event first. That is the wh
 synchronisation: the edges of the graph, and nothing else. On the CPU ops run in program order and
 events are absent.
 
+A handle of what threads of the host do (`host`) has no event: who takes it waits on the host.
+
 [Note: deferred copies] A copy from a bucket that the host still updates must not be issued yet, nor
 may its stream's later copies overtake it. They are put off until somebody takes the result, or
 until the update is over, whichever the issuing thread meets first; everything that does not need
@@ -41,13 +43,13 @@ class Handle:
     value: Any
     stream: Stream
     event: torch.cuda.Event | None = None  # recorded behind the op that makes the value
+    host: Host | None = None  # a bucket that must be settled before: threads make the value
     deferred: bool = False  # not issued yet: there is no value and no event
 
 
 @dataclass(frozen=True, slots=True)
 class _Deferred:
     handle: Handle
-    host: Host | None
     waits: tuple[Handle, ...]
     work: Callable[[], Any]
 
@@ -79,26 +81,18 @@ class Streams:
             yield
             self._catch_up(None)
 
-    def issue(
-        self,
-        stream: Stream,
-        waits: Iterable[Handle],
-        work: Callable[[], Any],
-        host: Host | None = None,
-    ) -> Handle:
-        """Run `work` on `stream` behind `waits`, and once `host` is settled."""
+    def issue(self, stream: Stream, waits: Iterable[Handle], work: Callable[[], Any]) -> Handle:
+        """Run `work` on `stream` behind `waits`."""
+        waits = tuple(waits)
         if self.device.type != "cuda":
-            if host is not None:
-                host.settle()
+            _settle(waits)
             return Handle(work(), stream)
         self._issue_ready()
-        if stream is Stream.H2D and (self._deferred or (host is not None and host.busy())):
+        if stream is Stream.H2D and (self._deferred or _busy(waits)):
             handle = Handle(None, stream, deferred=True)
-            self._deferred.append(_Deferred(handle, host, tuple(waits), work))
+            self._deferred.append(_Deferred(handle, waits, work))
             return handle
-        if host is not None:
-            host.settle()
-        waits = tuple(waits)
+        _settle(waits)
         for handle in waits:
             if handle.deferred:
                 self._catch_up(handle)
@@ -119,10 +113,7 @@ class Streams:
 
     def _issue_ready(self) -> None:
         """Issue what was put off and need not wait any more."""
-        while self._deferred:
-            host = self._deferred[0].host
-            if host is not None and host.busy():
-                return
+        while self._deferred and not _busy(self._deferred[0].waits):
             self._issue_next()
 
     def _catch_up(self, last: Handle | None) -> None:
@@ -132,8 +123,7 @@ class Streams:
 
     def _issue_next(self) -> None:
         entry = self._deferred.popleft()
-        if entry.host is not None:
-            entry.host.settle()
+        _settle(entry.waits)
         self._now(entry.handle, entry.waits, entry.work)
 
     def _queue(self, stream: Stream) -> torch.cuda.Stream:
@@ -150,3 +140,15 @@ class Streams:
         """Wait on the host until everything issued on a copy stream is done."""
         if stream in self._copies:
             self._copies[stream].synchronize()
+
+
+def _busy(waits: Iterable[Handle]) -> bool:
+    """Do threads of the host still work on what is waited for?"""
+    return any(handle.host is not None and handle.host.busy() for handle in waits)
+
+
+def _settle(waits: Iterable[Handle]) -> None:
+    """Wait for the threads of the host."""
+    for handle in waits:
+        if handle.host is not None:
+            handle.host.settle()

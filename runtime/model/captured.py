@@ -18,6 +18,7 @@ from torch import fx
 from megacompile import compat
 from megacompile.errors import UnsupportedGraphError
 from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket
 from megacompile.ir.capture import (
     Ambient,
     Capture,
@@ -61,6 +62,9 @@ class Compiler(Protocol):
 
     def build(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
         """Everything else, verified."""
+
+    def rest(self, buckets: Sequence[Bucket], resident: frozenset[int]) -> Schedule:
+        """A schedule that is an update alone: of these buckets, where they lie."""
 
 
 class Program:

@@ -90,7 +90,7 @@ class StreamedModel:
         self.aliases = AliasNotice()
         self.aliases.of_parts(model)
         self._take_over()
-        self.updates = Updates(self.machine, options)
+        self.updates = Updates(self.machine, options, weakly(self._rest))
         if options.optimizer is not None:
             self.machine.in_backward = InBackward(options.optimizer, self.updates.prepare)
         frame = compat.frame_of(model, f"call_{type(model).__name__}")
@@ -196,6 +196,10 @@ class StreamedModel:
         programs = [p for graph in self.graphs for p in graph.programs.values() if p is not None]
         made = [e.schedule for program in programs for e in program.executors.values()]
         self.compiler.keep({program.stages for program in programs}, set(made))
+
+    def _rest(self, buckets: Sequence[Bucket]) -> Schedule:
+        """A schedule whose update is that of these buckets."""
+        return self.compiler.rest(buckets, self.resident)
 
     def current(self) -> list[CapturedGraph]:
         """The captured graphs whose programs are those that ran last."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import linecache
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,13 @@ from megacompile.errors import BackwardError
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
+from megacompile.ir.tokens import Token, token_of
+from megacompile.ir.values import bucket_of
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops.bound import BoundOps
 from megacompile.runtime.ops.machine import Machine
+from megacompile.runtime.updates.deferred import Deferred
+from megacompile.runtime.updates.part import BucketPart
 from megacompile.show import python
 
 
@@ -32,10 +36,13 @@ class Executor:
         self.schedule = schedule
         self.machine = machine
         machine.device_update.keys |= schedule.plan.device_update
+        machine.labels |= {bucket.key: bucket.label for bucket in schedule.buckets}
         self._inputs = {
-            name: [node.name for node in graph.find_nodes(op="placeholder")]
+            name: [(node.name, token_of(node)) for node in graph.find_nodes(op="placeholder")]
             for name, graph in schedule.graphs.items()
         }
+        self._left = _buckets_left(schedule)
+        self.updates = _updates(schedule)
         self._bound = {name: BoundOps(schedule, machine) for name in schedule.graphs}
         self._run = {name: self._compile(name) for name in schedule.graphs}
 
@@ -57,8 +64,8 @@ class Executor:
         return function
 
     def inputs(self, name: str) -> list[str]:
-        """The names of what a graph takes."""
-        return self._inputs[name]
+        """The names of the values that a graph is given: all that it takes but tokens."""
+        return [name for name, token in self._inputs[name] if token is None]
 
     def forward(self, inputs: dict[str, torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
         """Run the forward; gives outputs and the saved values, by name.
@@ -82,10 +89,49 @@ class Executor:
             BackwardError: an output that it needs was changed in place since the forward.
         """
         self._check_outputs(inputs)
-        found = self._call("backward", inputs)
+        found, left, _ = self._call("backward", inputs)
+        self._leave(left)
+        self.machine.note_backward(self)
         return {
             name: _plain(value) for name, value in zip(self.schedule.gradients, found, strict=True)
         }
+
+    def update(self, parts: Mapping[int, BucketPart]) -> None:
+        """Run the update for those of its buckets that a step has a part for, by key.
+
+        What the backward has left of them is used up.
+        """
+        left = [part.left for part in parts.values() if part.left is not None]
+        values = {each.host.layout.key: (each.gradients, each.buffers) for each in left}
+        given = dict(zip(self.schedule.left, _flat(map(values.get, self._left)), strict=True))
+        bound, machine = self._bound["update"], self.machine
+        with machine.streams.run(), torch.no_grad(), compat.on_host():
+            taken = [self._taken(key, token, given) for key, token in self._inputs["update"]]
+            tracer = machine.tracer
+            bound.recording = None if tracer is None else tracer.run(self.schedule, "update")
+            bound.in_step, bound.parts = True, parts
+            try:
+                self._run["update"](taken)
+            finally:
+                bound.parts = {}
+
+    def _leave(self, left: Sequence[Handle]) -> None:
+        """Offer what the backward left on the device to the next step.
+
+        Where that cannot use it, it goes when the copies that work on it are done.
+        """
+        machine, trained = self.machine, self.schedule.gradient_params
+        run = machine.gradients.running()
+        for key, gradients, buffers in zip(self._left, left[::2], left[1::2], strict=True):
+            host = machine.buckets[key]
+            final = all(run.is_final(key, i) for i in trained[key])
+            if final and machine.device_update.keep(host, gradients, buffers):
+                continue
+            copied = host.gradients_copied
+            for value, event in ((gradients.value, copied), (buffers.value, buffers.event)):
+                if event is not None:
+                    owner = torch.cuda.current_stream(machine.device)
+                    machine.deferred.add(Deferred(value, event, owner))
 
     def _check_outputs(self, inputs: dict[str, Any]) -> None:
         """Raise where an output was changed. A function of its own: it holds no input afterwards,
@@ -106,12 +152,40 @@ class Executor:
         with machine.streams.run(), torch.no_grad(), compat.on_host():
             machine.slots.require(self.schedule.slots)
             machine.slots.generation += 1
-            taken = [Handle(inputs.pop(key), Stream.COMPUTE, None) for key in self._inputs[name]]
+            taken = [self._taken(key, token, inputs) for key, token in self._inputs[name]]
             inputs.clear()
             tracer = machine.tracer
             recording = None if tracer is None else tracer.run(self.schedule, name)
             self._bound[name].recording = recording
             return self._run[name](taken)
+
+    def _taken(self, name: str, token: Token | None, inputs: dict[str, Any]) -> Handle:
+        """What a placeholder stands for now."""
+        if token is not None:
+            return self.machine.buckets[token.bucket.key].last_write(token.part)
+        value = inputs.pop(name)
+        return value if isinstance(value, Handle) else Handle(value, Stream.COMPUTE)
+
+
+def _buckets_left(schedule: Schedule) -> list[int]:
+    """The keys of the buckets that the backward leaves gradients and states of, in order."""
+    if schedule.backward is None or not schedule.left:
+        return []
+    by_name = {node.name: node for node in schedule.backward.nodes}
+    buckets = [bucket_of(by_name[name]) for name in schedule.left[::2]]
+    return [bucket.key for bucket in buckets if bucket is not None]
+
+
+def _updates(schedule: Schedule) -> dict[int, Callable[..., Any]]:
+    """Which op of the update makes that of each bucket, by key."""
+    if schedule.update is None:
+        return {}
+    nodes = ops.nodes_that(schedule.update, lambda op: op.once)
+    return {ops.arguments(node)[0].key: node.target for node in nodes}  # type: ignore[misc]
+
+
+def _flat(pairs: Iterable[tuple[Any, Any] | None]) -> list[Any]:
+    return [value for pair in pairs for value in pair or (None, None)]
 
 
 class _Kept(torch.Tensor):

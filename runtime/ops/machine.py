@@ -12,11 +12,14 @@ import torch
 
 from megacompile.ir.buckets import Bucket
 from megacompile.runtime.device.activations import HostPool
+from megacompile.runtime.device.background import Background
 from megacompile.runtime.device.slots import DeviceSlots
 from megacompile.runtime.device.streams import Handle, Streams
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.gradients import Gradients
 from megacompile.runtime.params.proxies import StreamedParameter
+from megacompile.runtime.updates.deferred import DeferredFrees
+from megacompile.runtime.updates.host import HostUpdates
 from megacompile.runtime.updates.in_backward import InBackward
 from megacompile.runtime.updates.on_device import DeviceUpdates
 from megacompile.tracing.recorder import Tracer
@@ -38,6 +41,13 @@ class Machine:
     pending: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # backwards to come
     alive: list[tuple[Any, Handle]] = field(default_factory=list)  # until a copy of it is done
     order: list[int] = field(default_factory=list)  # bucket keys, as the last forward read them
+    trained: list[weakref.ref[Any]] = field(default_factory=list)
+    """The executors whose backwards ran since the last step, the last one first."""
+    stepped: bool = False  # is that step over?
+    labels: dict[int, str] = field(default_factory=dict)  # of buckets by key, in some schedule
+    deferred: DeferredFrees = field(default_factory=DeferredFrees)
+    host_updates: HostUpdates = field(init=False)
+    copies: Background = field(init=False)  # brings what a step made on the device to the host
     tracer: Tracer | None = None  # while a trace of the model is on
     detect_anomaly: bool = False  # is NaN or inf in a gradient an error?
     running: threading.RLock = field(default_factory=threading.RLock)  # one schedule at a time
@@ -45,6 +55,14 @@ class Machine:
 
     def __post_init__(self) -> None:
         self.activations = HostPool(pin=self.device.type == "cuda")
+        self.host_updates = HostUpdates(self.device)
+        self.copies = Background("megacompile-offload")
+
+    def note_backward(self, executor: Any) -> None:
+        """An executor's backward has run: its update is part of the next step."""
+        before = [] if self.stepped else self.trained
+        self.stepped = False
+        self.trained = [weakref.ref(executor), *(r for r in before if r() is not executor)]
 
     def exchanged(self) -> bool:
         """Is a parameter's data now in the place of another one, as after `p.data, q.data = ...`?

@@ -18,8 +18,11 @@ import torch
 from megacompile import compat
 from megacompile.errors import OptimizerError
 from megacompile.ir.buckets import Bucket, Param
+from megacompile.ir.ops import Part
+from megacompile.ir.stream import Stream
 from megacompile.runtime.device import forks
 from megacompile.runtime.device.buffers import DeviceBuffer, HostBuffer, mirrored
+from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.optim.blockwise import absmax_numel
 from megacompile.runtime.params.bucket_guards import Offered, Wait, Watch
 from megacompile.runtime.params.guards import guard, guard_of, release
@@ -27,6 +30,13 @@ from megacompile.runtime.params.guards import guard, guard_of, release
 
 class InFlight(Protocol):
     """Work on a bucket's host memory that has been started."""
+
+    @property
+    def fresh(self) -> dict[int, torch.Tensor]:
+        """New parameters that are on the device too, flat: index -> (numel,). Until it is over."""
+
+    def event(self, part: Part) -> torch.cuda.Event | None:
+        """What a stream waits for before it touches a part; None: wait on the host."""
 
     def done(self) -> bool:
         """Is it over?"""
@@ -87,6 +97,7 @@ class HostBucket:
         self.states: WeakKeyDictionary[Any, StateBuffers] = WeakKeyDictionary()  # by the optimizer
         self.in_flight: InFlight | None = None
         self._failed = False  # and somebody is to be told
+        self.gradients_copied: torch.cuda.Event | None = None  # behind the last copy to the host
         self.offered: Offer | None = None  # to optimizer.step(), by the backward
         self._guarded: list[torch.Tensor] = []  # until what is in flight is done
         self._offer_guarded: list[torch.Tensor] = []  # until the offer is taken
@@ -174,6 +185,18 @@ class HostBucket:
         for state in states:
             guard(state, Wait(self, None))
 
+    def last_write(self, part: Part) -> Handle:
+        """What a token of this bucket stands for (`megacompile.ir.tokens`)."""
+        if part is Part.GRADIENTS:
+            return Handle(None, Stream.D2H, self.gradients_copied)
+        work = self.in_flight
+        if work is None:
+            return Handle(None, Stream.HOST)
+        event = work.event(part)
+        if event is None:
+            return Handle(work, Stream.HOST, host=self)
+        return Handle(work, Stream.D2H, event)
+
     def busy(self) -> bool:
         """Is something in flight that is not done?"""
         return self.in_flight is not None and not self.in_flight.done()
@@ -216,6 +239,8 @@ class HostBucket:
                 self._landed()
 
     def _landed(self) -> None:
+        if self.in_flight is not None:
+            self.in_flight.fresh.clear()
         self.in_flight = None
         for tensor in self._guarded:
             if isinstance(guard_of(tensor), Wait):

@@ -1,21 +1,23 @@
 """`optimizer.step()` of a stock optimizer over streamed parameters.
 
 Hooks on the optimizer (see `hooks`) do the update of our parameters beside its own step, with its
-own `param_groups` and `state`. `step()` returns at once: a thread updates bucket after bucket, in
-the order in which the next forward reads them, and a prefetch waits for its bucket alone. A GPU
-helps from the other end (see `workers`). Whoever looks at a parameter, a gradient or a state before
-its bucket is done waits for that bucket (see `guards`).
+own `param_groups` and `state`. `Updates.prepare_step` finds out what is to be done, bucket by
+bucket, and refuses what cannot be; only `PreparedStep.start` changes parameters and states. It runs
+the updates of the schedules whose backwards ran (`schedule.update`), each for the buckets that the
+step has a part for, and is over at once: threads update bucket after bucket, in the order in which
+the next forward reads them, and a prefetch waits for its bucket alone. Whoever looks at a
+parameter, a gradient or a state before its bucket is done waits for that bucket (see `guards`).
 
-`Updates.prepare_step` finds out what is to be done and refuses what cannot be; only
-`PreparedStep.start` changes parameters and states.
+What no update of those schedules makes (the first step of a bucket that the device will update
+later, a gradient that the user has put there) is made by a graph of its own, `rest`.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,8 +25,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megacompile import compat, log
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.schedule import Schedule
 from megacompile.options import Lowering, Options
-from megacompile.runtime.device.background import Background
+from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.optim.blockwise import quantizes
 from megacompile.runtime.optim.registry import rule_of
@@ -48,27 +52,12 @@ from megacompile.runtime.params.optimizer_states import (
     visible,
 )
 from megacompile.runtime.step import hooks
-from megacompile.runtime.updates.device_buffers import note_changes
-from megacompile.runtime.updates.flight import Flight
 from megacompile.runtime.updates.on_device import DeviceUpdate
+from megacompile.runtime.updates.part import BucketPart
 from megacompile.runtime.updates.refusals import check, rehearse
 from megacompile.runtime.updates.update import BucketUpdate, Step, UpdatePath
-from megacompile.runtime.updates.workers import Job, Workers
 
 _RULES = (UpdatePath.COMPILED, UpdatePath.TORCH, UpdatePath.BACKWARD, UpdatePath.RESIDENT)
-
-
-@dataclass(eq=False, slots=True)
-class _Part:
-    """One bucket's part of a step."""
-
-    update: BucketUpdate
-    trained: list[Trained]
-    states: list[torch.Tensor]  # those of its states that the user can see
-    visible: list[torch.Tensor]  # the same, and the gradients that nobody guards
-    aliased: bool  # somebody has its memory under a name that cannot be guarded
-    first: list[Step]  # whose states torch.optim's own first step will make
-    handed: DeviceUpdate | None  # what the backward left on the device for it
 
 
 @dataclass(eq=False, slots=True)
@@ -77,7 +66,7 @@ class PreparedStep:
 
     updates: Updates
     optimizer: Optimizer
-    parts: list[_Part]
+    parts: list[BucketPart]
     gradients: list[tuple[nn.Parameter, torch.Tensor]]  # of the parameters that it updates
 
     def start(self) -> None:
@@ -87,18 +76,23 @@ class PreparedStep:
     def drop(self) -> None:
         """It will not be done."""
         for part in self.parts:
-            if part.handed is not None:
-                part.handed.drop()
+            part.drop()
 
 
 class Updates:
-    """The optimizer steps of one model's parameters."""
+    """The optimizer steps of one model's parameters.
 
-    def __init__(self, machine: Machine, options: Options) -> None:
+    Args:
+        rest: makes the schedule whose update is that of some buckets, where they lie.
+    """
+
+    def __init__(
+        self, machine: Machine, options: Options, rest: Callable[[Sequence[Bucket]], Schedule]
+    ) -> None:
         self.machine = machine
         self.options = options
-        self._workers = Workers(machine.device)
-        self._copies = Background("megacompile-offload")
+        self._make_rest = rest
+        self._rests: dict[tuple[tuple[Bucket, bool], ...], Executor] = {}
         self._said: set[str] = set()
         self.ways: dict[str, UpdatePath] = {}  # by the bucket's name, of the last step
         hooks.tell(self)
@@ -228,11 +222,11 @@ class Updates:
 
     # The part of a bucket.
 
-    def _part(self, optimizer: Optimizer, bucket: HostBucket, trained: list[Trained]) -> _Part:
+    def _part(self, optimizer: Optimizer, bucket: HostBucket, trained: list[Trained]) -> BucketPart:
         update = self._update(optimizer, bucket, trained)
         offer = bucket.take_offer()
         assert offer is None or isinstance(offer, DeviceUpdate)
-        part = _Part(update, trained, [], [], aliased=False, first=[], handed=None)
+        part = BucketPart(update, update.way, trained, [], [], aliased=False, first=[], left=None)
         for each in trained:
             mine = visible(each.state)
             part.states += mine
@@ -251,7 +245,7 @@ class Updates:
         if offer is not None:
             by_rule = update.way in (UpdatePath.COMPILED, UpdatePath.TORCH)
             if by_rule and not part.aliased and offer.fits(update.steps):
-                update.way, part.handed = UpdatePath.HANDED, offer
+                update.way, part.left = UpdatePath.HANDED, offer
             else:
                 offer.drop()
         return part
@@ -385,43 +379,72 @@ class Updates:
 
     # A step: doing it.
 
-    def start(self, optimizer: Optimizer, parts: Sequence[_Part]) -> None:
+    def start(self, optimizer: Optimizer, parts: Sequence[BucketPart]) -> None:
         """Make what was prepared, or start it in the background.
 
         Ctrl-C may come anywhere in it. Then each bucket's update runs to its end and its bucket
         knows of it, or it never begins.
         """
         try:
-            self._start_all(optimizer, parts)
+            self._count(optimizer, parts)
+            self._run(parts)
+            self._finish(optimizer, parts)
         except BaseException:
             for part in parts:
-                if part.handed is not None:
-                    part.handed.drop()
+                part.drop()
                 if part.aliased:  # its other name shows nobody that it is in flight
                     part.update.bucket.finish()
             raise
+        finally:
+            self.machine.stepped = True
 
-    def _start_all(self, optimizer: Optimizer, parts: Sequence[_Part]) -> None:
+    @staticmethod
+    def _count(optimizer: Optimizer, parts: Sequence[BucketPart]) -> None:
         for part in parts:
             for each in part.trained:
                 count_up(each.state)
                 if each.state:
                     optimizer.state[each.param].update(each.state)
+
+    def _run(self, parts: Sequence[BucketPart]) -> None:
+        """Run the updates that make these parts, each part by the first that can."""
+        waiting = {part.update.bucket.layout.key: part for part in parts}
+        chosen = []
+        for executor in [reference() for reference in self.machine.trained]:
+            if executor is None:
+                continue
+            mine = {k: part for k, part in waiting.items() if executor.updates.get(k) is part.op}
+            waiting = {k: part for k, part in waiting.items() if k not in mine}
+            chosen.append((executor, mine))
+        for part in waiting.values():
+            if part.left is not None:  # the schedule that left it is gone
+                part.drop()
+                part.update.prepare(set())
+        if waiting:  # first: these are mostly what the next forward reads first
+            self._rest(waiting.values()).update(waiting)
+        for executor, mine in chosen:
+            if mine:
+                executor.update(mine)
         for part in parts:
-            update = part.update
-            self.ways[update.bucket.layout.name] = update.way
-            if update.way is UpdatePath.RESIDENT:
-                update()
-                note_changes(update.bucket, [step.index for step in update.steps])
-            elif part.handed is None:
-                self._start(update, part.visible)
-            log.logger("update").info("%s: %s", update.bucket.layout.name, update.way.value)
-        self._workers.help()
-        for part in parts:  # those on the host have begun
-            if part.handed is not None:
-                part.handed.step(part.update.bucket, part.update.steps, self._copies)
-                part.handed = None
-                self.machine.device_update.flying.append(part.update.bucket)
+            name, way = part.update.bucket.layout.name, part.update.way
+            self.ways[name] = way
+            log.logger("update").info("%s: %s", name, way.value)
+
+    def _rest(self, parts: Iterable[BucketPart]) -> Executor:
+        """The executor of a graph that updates these buckets, made once."""
+        hosts = [part.update.bucket for part in parts]
+        key = tuple((host.layout, host.resident is not None) for host in hosts)
+        if key not in self._rests:
+            labels = self.machine.labels
+            buckets = [
+                replace(host.layout, label=labels.get(host.layout.key, f"r{host.layout.key}"))
+                for host in hosts
+            ]
+            self._rests.clear()  # of before, where buckets have moved
+            self._rests[key] = Executor(self._make_rest(buckets), self.machine)
+        return self._rests[key]
+
+    def _finish(self, optimizer: Optimizer, parts: Sequence[BucketPart]) -> None:
         for part in parts:
             update, key = part.update, part.update.bucket.layout.key
             if update.way in (UpdatePath.COMPILED, UpdatePath.TORCH, UpdatePath.HANDED):
@@ -429,25 +452,6 @@ class Updates:
             if part.aliased or part.first:
                 update.bucket.settle()
             self._install(optimizer, update.bucket, part.first)
-
-    def _start(self, update: BucketUpdate, visible: list[torch.Tensor]) -> None:
-        bucket = update.bucket
-        indices = [step.index for step in update.steps]
-        tracer = self.machine.tracer
-        job = Job(update)
-        try:
-            if tracer is not None:
-                mark, job.timed = tracer.update_of(bucket.layout)
-                tracer.marks.append(mark)
-            # the bucket knows of it before anybody can begin it
-            bucket.start(Flight(job.future, bucket.layout.name), indices, visible)
-            for i in indices:
-                torch.autograd.graph.increment_version(bucket.params[i])
-                bucket.mark_fresh(i)
-            self._workers.submit(job)
-        except BaseException:
-            job.call_off()
-            raise
 
     def _install(self, optimizer: Optimizer, bucket: HostBucket, steps: Iterable[Step]) -> None:
         """Take over the states that an optimizer's own first step made."""

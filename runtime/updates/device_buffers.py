@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megacompile.ir.ops import Part
 from megacompile.runtime.optim.kernels.bucket import update_bucket
 from megacompile.runtime.optim.rule import OptimizerRule
 from megacompile.runtime.optim.update import State, Update
@@ -47,6 +48,10 @@ class Landing:
     states: torch.cuda.Event
     fresh: dict[int, torch.Tensor] = field(default_factory=dict)
     """New parameters that stay on the device for now, as in `Flight`."""
+
+    def event(self, part: Part) -> torch.cuda.Event:
+        """The end of the copies of a part."""
+        return self.params if part is Part.WEIGHTS else self.states
 
     def stays(self, buffers: UpdateBuffers) -> None:
         """The buffers are there until `fresh` is cleared, unless somebody may write behind them."""

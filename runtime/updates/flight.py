@@ -9,7 +9,7 @@ needs the core.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,18 +17,23 @@ from typing import Any
 import torch
 
 from megacompile.errors import OptimizerError
+from megacompile.ir.ops import Part
 
 CHUNK_BYTES = 64 * 2**20  # about a millisecond
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """The update of a bucket that has been started: an `InFlight`."""
+    """The update of a bucket that a thread makes, or brings back: an `InFlight`."""
 
     future: Future[None]
     name: str  # of the bucket
-    fresh: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    fresh: dict[int, torch.Tensor] = field(default_factory=dict)
     """New parameters on the device, flat, as the next forward reads them: index -> (numel,)."""
+
+    def event(self, part: Part) -> None:
+        """No stream can wait for a thread."""
+        del part
 
     def done(self) -> bool:
         return self.future.done()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,23 +27,12 @@ from megacompile.runtime.updates.device_buffers import (
     UpdateBuffers,
     fetch,
     make_buffers,
-    update,
     write_back,
 )
 from megacompile.runtime.updates.refusals import check_backward
 from megacompile.runtime.updates.update import Step
 
 Place = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Deferred:
-    """Device memory that a copy to the host may still read."""
-
-    value: Any
-    copied: torch.cuda.Event
-    owner: torch.cuda.Stream  # whose memory it is in the caching allocator
-    landing: Landing | None = None  # which says that it is there
 
 
 class InBackward:
@@ -67,7 +55,6 @@ class InBackward:
         self._backward = -1  # its id
         self._made: dict[Place, tuple[nn.Parameter, int]] = {}  # updated, and its version then
         self._loaded = False  # the optimizer's states, since the backward began
-        self._deferred: list[Deferred] = []
         optimizer.register_load_state_dict_post_hook(_weakly(self._note_load))
         compat.notice_scaled_losses()
 
@@ -199,17 +186,6 @@ class InBackward:
         fetch(host, buffers, self._sources(host), masters=masters)
         return buffers
 
-    def update(
-        self,
-        host: HostBucket,
-        weights: Sequence[torch.Tensor] | None,
-        gradients: Any,
-        buffers: UpdateBuffers,
-    ) -> UpdateBuffers:
-        """The step: what was fetched is new afterwards."""
-        update(host, buffers, self.running[host.layout.key], gradients, weights)
-        return buffers
-
     def offload(
         self, host: HostBucket, buffers: UpdateBuffers, queue: torch.cuda.Stream | None
     ) -> Landing | None:
@@ -232,19 +208,6 @@ class InBackward:
         """The states that the user can see."""
         states = (self.optimizer.state[host.params[i]] for i in buffers)
         return [v for s in states for k, v in s.items() if k != "step" and type(v) is torch.Tensor]
-
-    def defer_free(self, deferred: Iterable[Deferred]) -> None:
-        """Keep device memory until copies out of it are done, or are waited for.
-
-        What is not taken by the next forward, because there is none, goes here once it may.
-        """
-        self._deferred = [entry for entry in self._deferred if not entry.copied.query()]
-        self._deferred += deferred
-
-    def take_deferred(self) -> list[Deferred]:
-        """All that is deferred: the caller waits for the copies, and lets it go."""
-        taken, self._deferred = self._deferred, []
-        return taken
 
 
 def _weakly(method: Callable[[Optimizer], None]) -> Callable[[Optimizer], None]:

@@ -1,4 +1,4 @@
-"""What the backward leaves on the device for `optimizer.step()`: the `device_update` op.
+"""What a backward leaves on the device for `optimizer.step()` (`schedule.left`).
 
 The host is the slow part of an overlapped step: its memory moves 22 bytes a parameter for AdamW.
 The device makes the update of the first buckets meanwhile, from gradients that it has and states
@@ -12,7 +12,7 @@ step fall back to the host. So does anything that `fits` does not find as the ba
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from weakref import ref
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from megacompile import compat
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.background import Background, fulfil
-from megacompile.runtime.device.streams import Streams
+from megacompile.runtime.device.streams import Handle, Streams
 from megacompile.runtime.optim.states import is_shared
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.updates.device_buffers import (
@@ -34,7 +34,6 @@ from megacompile.runtime.updates.device_buffers import (
     note_changes,
     params_back,
     states_back,
-    update,
 )
 from megacompile.runtime.updates.flight import Flight, copy_in_chunks
 from megacompile.runtime.updates.update import Step
@@ -45,8 +44,8 @@ class DeviceUpdate:
     """Gradients, parameters and states of one bucket on the device."""
 
     streams: Streams
-    gradients: Mapping[int, torch.Tensor]  # by the parameter's index
-    buffers: UpdateBuffers
+    gradients: Handle  # of (bucket key, gradients by the parameter's index)
+    buffers: Handle  # of `UpdateBuffers`
     sources: Sources  # where the states came from
     visible: Sequence[torch.Tensor]  # the states that the user holds
     host: HostBucket
@@ -55,9 +54,9 @@ class DeviceUpdate:
     def fits(self, steps: Sequence[Step]) -> bool:
         """Are these the updates of exactly this, and is it all as the backward left it?"""
         return (
-            {step.index for step in steps} == self.buffers.keys()
+            {step.index for step in steps} == self.buffers.value.keys()
             and all(s.intact and _same(s.in_order(), self.sources[s.index]) for s in steps)
-            and self.versions == _versions(self.host, self.buffers, self.visible)
+            and self.versions == _versions(self.host, self.buffers.value, self.visible)
         )
 
     def drop(self) -> None:
@@ -65,38 +64,36 @@ class DeviceUpdate:
         self.streams.synchronize(Stream.H2D)
         self.streams.synchronize(Stream.D2H)
 
-    def step(self, host: HostBucket, steps: Sequence[Step], thread: Background) -> None:
-        """Make the update; `thread` brings the new values to the host."""
-        by_index = {step.index: step for step in steps}
+    def bring_back(self, made: torch.cuda.Event | None, thread: Background) -> Flight | None:
+        """Bring the new values to the host, behind `made`; `thread` does it.
 
-        def compute() -> None:
-            update(host, self.buffers, by_index, self.gradients, None)
-
-        def back() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-            yield from params_back(host, self.buffers)
-            yield from states_back(self.buffers, self.sources)
-
-        with self.streams.run(), torch.no_grad():
-            made = self.streams.issue(Stream.COMPUTE, (), compute)
+        Gives what is in flight then; None on the CPU, where it has been done.
+        """
+        host, buffers = self.host, self.buffers.value
         queue = self.streams.copies(Stream.D2H)
-        if queue is None or made.event is None:  # the CPU
-            for there, here in back():
+        flight = None
+        if queue is None or made is None:  # the CPU
+            for there, here in self._back(buffers):
                 here.copy_(there)
         else:
-            copy = functools.partial(copy_in_chunks, back(), queue, made.event)
-            fresh = {i: buffer.streamed for i, buffer in self.buffers.items()}
+            copy = functools.partial(copy_in_chunks, self._back(buffers), queue, made)
+            fresh = {i: buffer.streamed for i, buffer in buffers.items()}
             future: Future[None] = Future()
+            flight = Flight(future, host.layout.name, fresh)
             try:
                 # the bucket knows of it before anybody can begin it
-                host.start(
-                    Flight(future, host.layout.name, fresh), list(self.buffers), self.visible
-                )
+                host.start(flight, list(buffers), self.visible)
                 thread.submit(functools.partial(fulfil, future, copy))
             except BaseException:
                 if future.cancel():
                     host.settle()  # the next forward must not take what is on the device
                 raise
-        note_changes(host, self.buffers)
+        note_changes(host, buffers)
+        return flight
+
+    def _back(self, buffers: UpdateBuffers) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        yield from params_back(self.host, buffers)
+        yield from states_back(buffers, self.sources)
 
 
 class DeviceUpdates:
@@ -140,25 +137,23 @@ class DeviceUpdates:
         fetch(host, buffers, self._sources(host), masters=masters)
         return buffers
 
-    def keep(
-        self, host: HostBucket, gradients: Mapping[int, torch.Tensor], buffers: UpdateBuffers
-    ) -> None:
-        """Keep them for the next step."""
-        if buffers:
-            sources, visible = self._learned[host.layout.key]
-            if any(map(host.aliased, buffers)) or any(map(is_shared, visible)):
-                return  # somebody may write to them behind the guards
-            versions = _versions(host, buffers, visible)
-            handed = DeviceUpdate(
-                self.streams, gradients, buffers, sources, visible, host, versions
-            )
-            host.offer(handed, list(buffers), visible)
+    def keep(self, host: HostBucket, gradients: Handle, buffers: Handle) -> bool:
+        """Offer them to the next step; False where that could not use them."""
+        if not buffers.value:
+            return False
+        sources, visible = self._learned[host.layout.key]
+        if any(map(host.aliased, buffers.value)) or any(map(is_shared, visible)):
+            return False  # somebody may write to them behind the guards
+        versions = _versions(host, buffers.value, visible)
+        left = DeviceUpdate(self.streams, gradients, buffers, sources, visible, host, versions)
+        host.offer(left, list(buffers.value), visible)
+        return True
 
     def land(self) -> None:
         """Wait until what is on its way to the host is there, and let go of it."""
         flying, self.flying = self.flying, []
         for host in flying:
-            if isinstance(host.in_flight, Flight) and host.in_flight.fresh:
+            if host.in_flight is not None and host.in_flight.fresh:
                 host.settle()
 
     def _sources(self, host: HostBucket) -> Sources:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -39,12 +39,17 @@ class Job:
     """An update that waits for somebody to make it."""
 
     update: BucketUpdate
+    await_gradients: Callable[[], None] = lambda: None
     timed: Timed = untimed
     future: Future[None] = field(default_factory=Future)
 
     def run(self, lane: str, work: Callable[[], None]) -> None:
         """Make it; what goes wrong is the future's."""
-        fulfil(self.future, functools.partial(self.timed, lane, work))
+        fulfil(self.future, functools.partial(self._run, lane, work))
+
+    def _run(self, lane: str, work: Callable[[], None]) -> None:
+        self.await_gradients()
+        self.timed(lane, work)
 
     def call_off(self) -> None:
         """It need not be made, unless somebody has begun."""
@@ -71,8 +76,8 @@ class Workers:
         self._waiting.append(job)
         self._host.submit(self._first)
 
-    def help(self) -> None:
-        """Let the device make what it can of those that wait, the last one first.
+    def help(self, futures: Collection[Future[None]]) -> None:
+        """Let the device make what it can of these that wait, the last one first.
 
         Called by the thread that computes, whose stream's memory is used.
         """
@@ -80,7 +85,7 @@ class Workers:
         updates = [
             run.update
             for job in tuple(self._waiting)
-            if job.update.on_device
+            if job.update.on_device and job.future in futures
             for run in job.update.runs
         ]
         if not updates:
@@ -92,7 +97,7 @@ class Workers:
         except torch.OutOfMemoryError:
             log.logger("update").info("no device memory is left to help the host with updates")
             return
-        self._issues.submit(functools.partial(self._last_ones, chunks))
+        self._issues.submit(functools.partial(self._last_ones, chunks, futures))
 
     def before_fork(self) -> None:
         """The buckets wait for what waits here."""
@@ -110,13 +115,13 @@ class Workers:
                 return
             job.run(HOST, job.update)
 
-    def _last_ones(self, chunks: Chunks) -> None:
-        while (job := self._last()) is not None:
+    def _last_ones(self, chunks: Chunks, futures: Collection[Future[None]]) -> None:
+        while (job := self._last(futures)) is not None:
             job.run(DEVICE, functools.partial(job.update.by_chunks, chunks))
 
-    def _last(self) -> Job | None:
+    def _last(self, futures: Collection[Future[None]]) -> Job | None:
         for job in reversed(tuple(self._waiting)):
-            if job.update.on_device:
+            if job.update.on_device and job.future in futures:
                 try:
                     self._waiting.remove(job)
                 except ValueError:

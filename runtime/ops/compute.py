@@ -1,0 +1,139 @@
+"""Carries out the ops that compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megacompile.ir.stages import ArgRef, Code, ParamRef, SavedRef, Stage
+from megacompile.ir.stream import Stream
+from megacompile.ir.tensors import TensorMeta
+from megacompile.runtime.device.random import random_state, set_random_state
+from megacompile.runtime.device.streams import Handle
+from megacompile.runtime.ops import anomaly
+from megacompile.runtime.ops.group import Group, OpGroup
+
+
+class ComputeOps(OpGroup):
+    """`megacompile.ir.ops.compute` on a machine."""
+
+    def save_rng(self, stage: Stage) -> Handle:
+        del stage
+        return self._issue(Stream.COMPUTE, (), lambda: random_state(self.machine.device))
+
+    def snapshot(self, tensor: Handle) -> Handle:
+        return self._issue(Stream.COMPUTE, (tensor,), lambda: tensor.value.clone())
+
+    def assign(self, tensor: Handle, value: Handle, *, after: tuple[Any, ...] = ()) -> Handle:
+        waits = (tensor, value, after)
+        return self._issue(Stream.COMPUTE, waits, lambda: tensor.value.copy_(value.value))
+
+    def forward(self, stage: Stage, weights: Any, args: Any, saving: bool) -> tuple[Handle, ...]:
+        code = stage.traced.code[Code.FORWARD_SAVING if saving else Code.FORWARD]
+        count = len(stage.outputs) + len(stage.mutated)
+
+        def run() -> Sequence[Any]:
+            results = code(_primals(stage, weights, args))
+            return results if saving else results[:count]
+
+        return self._issue_many((weights, args), run)
+
+    def recompute(self, stage: Stage, weights: Any, args: Any, rng: Any) -> tuple[Handle, ...]:
+        template = stage.traced
+        code = template.code[Code.RECOMPUTE]
+        skip = len(stage.outputs) + len(stage.mutated) if template.random else 0
+
+        def run() -> Sequence[Any]:
+            primals = _primals(stage, weights, args)
+            primals = [primals[i] for i in template.recompute_primals]
+            if rng is None:
+                return code(primals)
+            now = random_state(self.machine.device)
+            set_random_state(self.machine.device, rng.value)
+            try:
+                return code(primals)[skip:]
+            finally:
+                set_random_state(self.machine.device, now)
+
+        return self._issue_many((weights, args), run)
+
+    def backward(
+        self,
+        stage: Stage,
+        weights: Any,
+        args: Any,
+        saved: Any,
+        tangents: Any,
+        partial_gradients: Any,
+    ) -> tuple[Handle, ...]:
+        template = stage.traced
+        arg_partial_gradients = [
+            i for i in template.partial_gradients if isinstance(stage.primals[i], ArgRef)
+        ]
+
+        def run() -> Sequence[Any]:
+            groups: dict[int, Group] = dict(
+                handle.value for handle in partial_gradients[len(arg_partial_gradients) :]
+            )
+            primals = _primals(stage, weights, args)
+            inputs = [
+                saved[item.index].value if isinstance(item, SavedRef) else primals[item]
+                for item in template.backward_inputs
+            ]
+            flows = [tangent.value for tangent in tangents]
+            flowing = iter(partial_gradients[: len(arg_partial_gradients)])
+            for i in template.partial_gradients:
+                ref = stage.primals[i]
+                if isinstance(ref, ArgRef):
+                    flows.append(next(flowing).value)
+                else:
+                    flows.append(groups[stage.buckets[ref.bucket].key][ref.param])
+            inputs += map(_conform, flows, template.tangent_metas)
+            looks = anomaly.wanted(self.machine.detect_anomaly)
+            given = list(inputs) if looks else ()
+            found = template.code[Code.BACKWARD](inputs)
+            if looks:
+                anomaly.check(stage, given, found, inf=self.machine.detect_anomaly)
+            return self._sort(stage, found, groups)
+
+        return self._issue_many((weights, args, saved, tangents, partial_gradients), run)
+
+    @staticmethod
+    def _sort(stage: Stage, found: Sequence[Any], groups: dict[int, Group]) -> list[Any]:
+        """Gradients of args, then one group a bucket: (key, {parameter: gradient})."""
+        of_args: list[Any] = []
+        for primal, gradient in zip(stage.traced.gradients, found, strict=True):
+            ref = stage.primals[primal]
+            if isinstance(ref, ArgRef):
+                of_args.append(gradient)
+            else:
+                groups.setdefault(stage.buckets[ref.bucket].key, {})
+        merged = {bucket.key: dict(groups[bucket.key]) for bucket in stage.gradient_buckets}
+        for primal, gradient in zip(stage.traced.gradients, found, strict=True):
+            ref = stage.primals[primal]
+            if isinstance(ref, ParamRef):
+                merged[stage.buckets[ref.bucket].key][ref.param] = gradient
+        return [*of_args, *merged.items()]
+
+
+def _conform(gradient: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """A gradient as the backward was traced for it; those of the user may have other strides."""
+    if gradient.stride() == meta.stride and gradient.dtype == meta.dtype:
+        return gradient
+    return meta.empty().copy_(gradient)
+
+
+def _primals(stage: Stage, weights: Any, args: Any) -> list[Any]:
+    """The stage's inputs in order; None for those that the op was not given."""
+    found: list[Any] = []
+    for ref in stage.primals:
+        if isinstance(ref, ParamRef):
+            handle = weights[ref.bucket]
+            value = None if handle is None else handle.value[ref.param]
+        else:
+            handle = args[ref.index]
+            value = None if handle is None else handle.value
+        found.append(value)
+    return found

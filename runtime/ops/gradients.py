@@ -1,0 +1,92 @@
+"""Carries out the ops on the gradients of a bucket."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megacompile import compat
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.stream import Stream
+from megacompile.runtime.device.streams import Handle
+from megacompile.runtime.ops.group import Group, OpGroup
+
+
+class GradientOps(OpGroup):
+    """`megacompile.ir.ops.gradients` on a machine."""
+
+    def alloc_grad(self, bucket: Bucket) -> Handle:
+        device = self.machine.device
+
+        def allocate() -> tuple[int, Group]:
+            host = self.machine.buckets[bucket.key]
+            buffer = {
+                i: torch.empty_like(host.values[i], dtype=host.grad_dtype, device=device)
+                for i in self.gradient_params[bucket.key]
+            }
+            return bucket.key, buffer
+
+        return self._issue(Stream.COMPUTE, (), allocate)
+
+    def fetch_grad(self, bucket: Bucket, buffer: Handle, *, after: tuple[Any, ...] = ()) -> Handle:
+        run = self.machine.gradients.running()
+
+        def copy() -> tuple[int, Group]:
+            key, group = buffer.value
+            for i, tensor in group.items():
+                source = run.so_far(key, i)
+                if source is None:
+                    tensor.zero_()
+                else:
+                    tensor.copy_(source, non_blocking=True)
+            return key, group
+
+        return self._issue(Stream.H2D, (buffer, after), copy)
+
+    def add_grad(self, bucket: Bucket, so_far: Handle, gradients: Handle) -> Handle:
+        def add() -> tuple[int, Group]:
+            key, total = so_far.value
+            _, new = gradients.value
+            for i, gradient in new.items():
+                total[i].add_(gradient)
+            return key, total
+
+        return self._issue(Stream.COMPUTE, (so_far, gradients), add)
+
+    def norm_grad(self, bucket: Bucket, gradients: Handle) -> Handle:
+        def norms() -> torch.Tensor:
+            _, group = gradients.value
+            tensors = [group[i] for i in self.gradient_params[bucket.key]]
+            orders = (compat.FOREACH_NORM(tensors, k, torch.float32) for k in (2, torch.inf))
+            return torch.stack([torch.stack(found) for found in orders])
+
+        return self._issue(Stream.COMPUTE, (gradients,), norms)
+
+    def offload_grad(
+        self,
+        bucket: Bucket,
+        gradients: Handle,
+        norms: Handle | None = None,
+        *,
+        after: tuple[Any, ...] = (),
+    ) -> Handle:
+        run, queue = self.machine.gradients.running(), self.machine.streams.copies(Stream.D2H)
+
+        def copy() -> None:
+            key, group = gradients.value
+            again = run.drops_any(key, group)
+            if norms is not None and not again:  # first: clip_grad_norm_ waits for them alone
+                buffer = run.norms_buffer(key, self.gradient_params[key])
+                buffer.copy_(norms.value, non_blocking=True)
+                run.norms_copied(key, queue)
+            for i, gradient in group.items():
+                if not run.drops(key, i):
+                    run.buffer(key, i).copy_(gradient, non_blocking=True)
+
+        waits = (gradients, after) if norms is None else (gradients, norms, after)
+        handle = self._issue(Stream.D2H, waits, copy)
+        self.machine.buckets[bucket.key].gradients_copied = handle.event
+        if not run.drops_all(bucket.key, self.gradient_params[bucket.key]):
+            run.copied(bucket.key, handle.event)
+        return handle

@@ -1,0 +1,46 @@
+"""What all ops share: how one issues its work on its stream, behind what it waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stream import Stream
+from megacompile.runtime.device.streams import Handle
+from megacompile.runtime.ops.machine import Machine
+from megacompile.runtime.updates.part import BucketPart
+from megacompile.tracing.recorder import Recording
+
+Group = dict[int, torch.Tensor]  # parameter's index in its bucket -> gradient
+
+
+class OpGroup:
+    """Some ops of one graph of a schedule, on a machine."""
+
+    def __init__(self, schedule: Schedule, machine: Machine) -> None:
+        self.machine = machine
+        self.gradient_params = schedule.gradient_params
+        self.recording: Recording | None = None  # of the run that is on
+        self.in_step = False  # is it the graph of `optimizer.step()`?
+        self.parts: Mapping[int, BucketPart] = {}  # of the step that is on, by the bucket's key
+
+    def _issue(self, stream: Stream, waits: Any, work: Callable[[], Any]) -> Handle:
+        if self.recording is not None:
+            work = self.recording.timed(work)
+        return self.machine.streams.issue(stream, handles(waits), work)
+
+    def _issue_many(self, waits: Any, work: Callable[[], Sequence[Any]]) -> tuple[Handle, ...]:
+        whole = self._issue(Stream.COMPUTE, waits, work)
+        return tuple(Handle(value, Stream.COMPUTE, whole.event) for value in whole.value)
+
+
+def handles(values: Any) -> Iterator[Handle]:
+    """The handles in nested tuples."""
+    for value in values:
+        if isinstance(value, Handle):
+            yield value
+        elif isinstance(value, tuple):
+            yield from handles(value)

@@ -1,0 +1,50 @@
+"""Carries out the ops that give memory back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megacompile.ir.stream import Stream
+from megacompile.runtime.device.streams import Handle
+from megacompile.runtime.ops.group import OpGroup
+from megacompile.runtime.updates.deferred import Deferred
+from megacompile.runtime.updates.device_buffers import Landing
+
+
+class LifetimeOps(OpGroup):
+    """`megacompile.ir.ops.lifetimes` on a machine."""
+
+    def wait(self, *handles: Handle) -> None:
+        self._issue(Stream.COMPUTE, handles, lambda: None)
+
+    def defer_free(self, value: Handle, *, after: tuple[Handle, ...] = ()) -> None:
+        for handle in after:
+            if handle.event is None:  # the CPU; or a thread, which has what it copies
+                continue
+            owner = torch.cuda.current_stream(self.machine.device)
+            deferred = Deferred(value.value, handle.event, owner)
+            if isinstance(landing := handle.value, Landing):
+                landing.stays(value.value)
+                deferred = Deferred(value.value, handle.event, owner, landing.fresh.clear)
+            self.machine.deferred.add(deferred)
+
+    def drain(self) -> Handle:
+        machine = self.machine
+        deferred = machine.deferred.take()
+        machine.device_update.land()
+        copies = tuple(Handle(None, Stream.D2H, entry.copied) for entry in deferred)
+        taken = tuple(handle for _, handle in machine.alive)  # prefetches out of it
+
+        def drop() -> None:
+            for entry in deferred:  # its owner uses it next: the user may have changed streams
+                entry.owner.wait_event(entry.copied)
+                entry.forget()
+            deferred.clear()
+            machine.alive.clear()
+
+        return self._issue(Stream.COMPUTE, (*copies, *taken), drop)
+
+    def free(self, value: Handle, *, after: tuple[Any, ...] = ()) -> None:
+        raise AssertionError("free is printed as del")

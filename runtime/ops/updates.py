@@ -1,0 +1,40 @@
+"""Carries out the ops of `optimizer.step()` on what lies where it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megacompile import log
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.stream import Stream
+from megacompile.runtime.device.streams import Handle
+from megacompile.runtime.ops.group import OpGroup, handles
+from megacompile.runtime.updates.device_buffers import note_changes
+from megacompile.runtime.updates.flight import Flight
+
+
+class UpdateOps(OpGroup):
+    """`megacompile.ir.ops.updates` on a machine."""
+
+    def update_host(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
+        part = self.parts.get(bucket.key)
+        if part is None:
+            return Handle(None, Stream.HOST)
+        events = [handle.event for handle in handles(after) if handle.event is not None]
+        flight = self.machine.host_updates.start(part, events, self.recording)
+        return Handle(flight, Stream.HOST, host=part.update.bucket)
+
+    def update_resident(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
+        part = self.parts.get(bucket.key)
+        if part is None:
+            return Handle(None, Stream.COMPUTE)
+        update = part.update
+        handle = self._issue(Stream.COMPUTE, (after,), update)
+        note_changes(update.bucket, [step.index for step in update.steps])
+        return handle
+
+    def help_host(self, updates: tuple[Handle, ...]) -> Handle:
+        flights = [handle.value for handle in updates if isinstance(handle.value, Flight)]
+        self.machine.host_updates.help(flights)
+        log.logger("update").debug("the device helps with %d updates", len(flights))
+        return Handle(None, Stream.DEVICE)

@@ -1,0 +1,49 @@
+"""Carries out the ops that give the weights of a bucket."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megacompile.ir.buckets import Bucket, Slot
+from megacompile.ir.stream import Stream
+from megacompile.runtime.device.streams import Handle
+from megacompile.runtime.ops.group import OpGroup, handles
+from megacompile.runtime.updates.update import flat
+
+
+class WeightOps(OpGroup):
+    """`megacompile.ir.ops.weights` on a machine."""
+
+    def begin(self) -> Handle:
+        return self._issue(Stream.COMPUTE, (), lambda: None)
+
+    def prefetch(self, bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Handle:
+        slots, host = self.machine.slots, self.machine.buckets[bucket.key]
+        work = host.in_flight
+        if work is not None and len(work.fresh) == len(host.values):  # they are on the device
+            fresh = dict(work.fresh)
+
+            def move() -> Any:
+                weights = slots.weights(slot, bucket)
+                for i, new in fresh.items():
+                    flat(weights[i]).copy_(new, non_blocking=True)
+                return weights
+
+            others = tuple(handle for handle in handles(after) if handle.value is not work)
+            moved = self._issue(Stream.H2D, others, move)
+            self.machine.alive.append((fresh, moved))
+            return moved
+
+        def copy() -> Any:
+            slots.flat(slot, bucket).copy_(host.flat, non_blocking=True)
+            return slots.weights(slot, bucket)
+
+        return self._issue(Stream.H2D, (after,), copy)
+
+    def reuse(self, bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Handle:
+        slots = self.machine.slots
+        return self._issue(Stream.COMPUTE, (after,), lambda: slots.weights(slot, bucket))
+
+    def resident(self, bucket: Bucket) -> Handle:
+        host = self.machine.buckets[bucket.key]
+        return self._issue(Stream.COMPUTE, (), lambda: host.streamed)
