@@ -1,4 +1,4 @@
-"""Buckets that the backward hands over, and `optimizer.step()` updates on the device."""
+"""Buckets that the backward leaves on the device, where `optimizer.step()` updates them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from megacompile.runtime.updates.flight import Flight
 from megacompile.verify.hazard import HazardKind
 from megacompile.verify.proof import hazards
 from tests import inside
+from tests.schedules import find
 from tests.training import adamw, data, net, schedulers, sgd, train
 from tests.zoo import assert_close, twins
 
 SHARE = 0.7  # of the parameters of `net()`: the embedding and layers
-THERE = {"embed", "layers.0", "layers.1"}  # what is handed over
+THERE = {"embed", "layers.0", "layers.1"}  # what is updated on the device
 
 
 def pair(make: Callable[..., list[Optimizer]] = adamw, **options: Any) -> Any:
-    """A plain model and a streamed one that hands over, with an optimizer each."""
+    """A plain model and a streamed one with device updates, with an optimizer each."""
     plain, streamed = twins(net(), lowering="inductor", device_update=SHARE, **options)
     return (plain, make(plain)), (streamed, make(streamed))
 
@@ -71,18 +72,23 @@ def test_the_schedule_shows_it() -> None:
     _, (model, optimizers) = pair()
     step(model, optimizers, 0)
     schedule: Schedule = schedules(model)[0]
-    assert schedule.backward is not None
-    given = [ops.arguments(n)[0].name for n in ops.nodes_of(schedule.backward, ops.device_update)]
-    assert set(given) == THERE
-    assert "device_update(" in str(schedule) and "DEVICE_UPDATE" in schedule.table()
+    assert schedule.backward is not None and schedule.update is not None
+    _, left, _ = ops.returned(schedule.backward)
+    assert tuple(node.name for node in left) == schedule.left
+    updates_there = ops.nodes_of(schedule.update, ops.update)
+    assert {ops.arguments(node)[0].name for node in updates_there} == THERE
+    assert {ops.arguments(node)[2:] for node in updates_there} == {
+        tuple(find(schedule, "update", name) for name in pair)
+        for pair in zip(schedule.left[::2], schedule.left[1::2], strict=True)
+    }
     assert any("updates buckets" in reason for reason in schedule.plan.reasons)
-    text = str(schedule)
-    kept = [line for line in text.splitlines() if line.strip().startswith(("del", "wait"))]
-    assert not any(" s0" in line or "buf_s0" in line for line in kept)
+    backward = str(schedule).partition("def run_backward")[2].partition("def run_update")[0]
+    gone = [line for line in backward.splitlines() if line.strip().startswith(("del", "wait"))]
+    assert gone and not any(" s0" in line or "buf_s0" in line for line in gone)
 
 
 def _planted(fault: Callable[[Schedule], None]) -> list[HazardKind]:
-    """What `verify` finds in a schedule that hands over, with a fault in its backward."""
+    """What `verify` finds in a schedule with device updates and a fault."""
     _, (model, optimizers) = pair()
     step(model, optimizers, 0)
     broken = schedules(model)[0].copy()
@@ -90,31 +96,34 @@ def _planted(fault: Callable[[Schedule], None]) -> list[HazardKind]:
     return [hazard.kind for hazard in hazards(broken)]
 
 
-def _free_what_is_handed(schedule: Schedule) -> None:
+def _free_what_is_left(schedule: Schedule) -> None:
     assert schedule.backward is not None
-    last = ops.nodes_of(schedule.backward, ops.device_update)[-1]
-    with schedule.backward.inserting_after(last):
-        ops.call(schedule.backward, ops.free, ops.arguments(last)[2], after=())
+    _, (_, state, *_), _ = ops.returned(schedule.backward)
+    with schedule.backward.inserting_before(schedule.backward.output_node()):
+        ops.call(schedule.backward, ops.free, state, after=())
+
+
+def _swap(schedule: Schedule, at: int) -> None:
+    """Two updates take one another's argument."""
+    assert schedule.update is not None
+    first, second, *_ = ops.nodes_of(schedule.update, ops.update)
+    taken = ops.arguments(first)[at], ops.arguments(second)[at]
+    second.update_arg(at, taken[0])
+    first.update_arg(at, taken[1])
 
 
 def _swap_states(schedule: Schedule) -> None:
-    assert schedule.backward is not None
-    first, second, *_ = ops.nodes_of(schedule.backward, ops.device_update)
-    a, b = ops.arguments(first), ops.arguments(second)
-    first.args, second.args = (*a[:2], b[2]), (*b[:2], a[2])
+    _swap(schedule, 3)
 
 
 def _swap_gradients(schedule: Schedule) -> None:
-    assert schedule.backward is not None
-    first, second, *_ = ops.nodes_of(schedule.backward, ops.device_update)
-    a, b = ops.arguments(first), ops.arguments(second)
-    first.args, second.args = (a[0], b[1], a[2]), (b[0], a[1], b[2])
+    _swap(schedule, 2)
 
 
 @pytest.mark.parametrize(
     ("fault", "kind"),
     [
-        (_free_what_is_handed, HazardKind.DOUBLE_FREE),
+        (_free_what_is_left, HazardKind.DOUBLE_FREE),
         (_swap_states, HazardKind.WRONG_STATE),
         (_swap_gradients, HazardKind.WRONG_GRADIENTS),
     ],
@@ -225,7 +234,7 @@ def test_gradients_can_be_read_after_the_step() -> None:
             torch.testing.assert_close(got.grad + 0, want.grad, rtol=1e-5, atol=1e-8)
 
 
-def test_a_backward_that_hands_nothing_over_withdraws() -> None:
+def test_a_backward_that_leaves_nothing_withdraws() -> None:
     """`autograd.grad` of the same parameters in between leaves the offer; a backward does not."""
     both = pair()
     for model, optimizers in both:
@@ -271,7 +280,7 @@ def test_float32_masters() -> None:
             assert torch.equal(master.to(copy.dtype), copy)
 
 
-def test_the_default_on_the_cpu_hands_nothing_over() -> None:
+def test_the_default_on_the_cpu_leaves_nothing() -> None:
     _, streamed = twins(net(), lowering="inductor")
     step(streamed, [SGD(streamed.parameters(), lr=0.1)], 0)
     assert schedules(streamed)[0].plan.device_update == frozenset()
@@ -303,7 +312,7 @@ def test_a_share_of_the_wrong_type_or_in_the_wrong_mode() -> None:
 
 
 def test_its_memory_is_taken_back_in_the_forward() -> None:
-    """Behind the middle, and behind the last stage that reads what was handed over."""
+    """Behind the middle, and behind the last stage that reads what was updated there."""
     _, (model, optimizers) = pair()
     step(model, optimizers, 0)
     schedule: Schedule = schedules(model)[0]
@@ -338,7 +347,7 @@ def test_what_is_on_its_way_lands_before_its_memory_goes() -> None:
 def test_states_that_were_made_for_the_host_are_locked_when_a_copy_is_foreseen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Another plan may hand over other buckets; copies of pageable memory would block the link."""
+    """Another plan may update others there; copies of pageable memory would block the link."""
     locked: list[HostBuffer] = []
     monkeypatch.setattr(HostBuffer, "lock", lambda buffer: locked.append(buffer))
     _, (model, optimizers) = pair()

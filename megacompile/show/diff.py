@@ -168,7 +168,7 @@ def _by_bucket(
     graph: fx.Graph, first: Mapping[int, Stage]
 ) -> Iterator[tuple[Stage | None, list[str]]]:
     for bucket, nodes in itertools.groupby(_shown(graph), key=values.bucket_of):
-        yield None if bucket is None else first[bucket.key], list(map(_action, nodes))
+        yield None if bucket is None else first.get(bucket.key), list(map(_action, nodes))
 
 
 def _shown(graph: fx.Graph) -> Iterator[fx.Node]:
