@@ -89,11 +89,11 @@ def test_an_inference_waits_for_updates_too() -> None:
 
 def test_the_second_prefetch_of_a_bucket_does_not_wait_again() -> None:
     """It is behind the first on its stream."""
-    schedule = made("0F 1F 2F 3F 4F 5F", reads={5: "5 0"})
-    shown = waits(schedule.forward).split(") ")
-    prefetches = [word for word in shown if "0PREFETCH" in word]
-    assert len(prefetches) == 2 and [("weights_0" in word) for word in prefetches] == [True, False]
-    assert inputs(schedule.forward) == [f"weights_{i}" for i in range(6)]
+    line = "0PREFETCH@0 0F 1PREFETCH@0 1F 0PREFETCH@1 2F"
+    schedule = apply(insert_tokens, parse(line, reads={2: "0"}))
+    assert waits(schedule.forward) == (
+        "0PREFETCH@0(after=weights_0) 0F 1PREFETCH@0(after=weights_1) 1F 0PREFETCH@1 2F"
+    )
 
 
 def test_residents_take_none() -> None:
