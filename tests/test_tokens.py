@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,39 +9,11 @@ from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.ops import Part
-from megacompile.ir.schedule import Plan, Schedule
 from megacompile.ir.tokens import given, take, token_of
-from megacompile.passes.schedule.device_update import insert_device_update
-from megacompile.passes.schedule.free import insert_free
-from megacompile.passes.schedule.offload_grad import offload_gradients
-from megacompile.passes.schedule.prefetch import insert_prefetch
-from megacompile.passes.schedule.slots import assign_slots
 from megacompile.passes.schedule.tokens import insert_tokens
-from megacompile.passes.schedule.update import insert_updates
-from megacompile.passes.schedule.update_graph import insert_update_graph
 from megacompile.show.tokens import writers
+from tests import steps
 from tests.actions import apply, parse, waits
-
-LINE = "0F 1F 2F | 2B 1RECOMPUTE 1B 0RECOMPUTE 0B"
-
-
-def made(
-    line: str = LINE, *, accumulate: bool = False, in_backward: bool = False, **options: Any
-) -> Schedule:
-    """What the passes from `offload_grad` on make; `options`: of the plan, and of stubs."""
-    plan = {key: options.pop(key) for key in ("resident", "device_update") if key in options}
-    schedule = replace(parse(line, **options), plan=Plan(**plan))
-    state = {"state_bytes": lambda item_bytes: 10.0}
-    if in_backward:
-        schedule = insert_updates(
-            schedule, accumulate=accumulate, lookahead=1, masters=False, **state
-        )
-    else:
-        schedule = offload_gradients(schedule, accumulate=accumulate)
-        schedule = insert_device_update(schedule, **state)
-        schedule = insert_update_graph(schedule, helps=True)
-    schedule = assign_slots(insert_prefetch(schedule), slots=3, reuse=False)
-    return apply(insert_tokens, insert_free(schedule))
 
 
 def inputs(graph: fx.Graph | None) -> list[str]:
@@ -69,7 +40,7 @@ def waiting(graph: fx.Graph | None) -> dict[str, str]:
 
 def test_a_prefetch_waits_for_the_update_of_its_bucket() -> None:
     """The docstring's example; what it waited for before, it still does."""
-    schedule = made()
+    schedule = steps.made()
     assert waits(schedule.forward).startswith(
         "BEGIN 0PREFETCH@0(after=weights_0, BEGIN) 1PREFETCH@1(after=weights_1, BEGIN) 0F "
         "2PREFETCH@2(after=weights_2, BEGIN)"
@@ -79,12 +50,12 @@ def test_a_prefetch_waits_for_the_update_of_its_bucket() -> None:
 
 
 def test_a_forward_returns_no_tokens() -> None:
-    outputs, saved_values = ops.returned(made().forward)
+    outputs, saved_values = ops.returned(steps.made().forward)
     assert [node.name for node in outputs] == ["y2_0"] and len(saved_values) == 4
 
 
 def test_an_inference_waits_for_updates_too() -> None:
-    assert inputs(made("0F 1F").forward) == ["weights_0", "weights_1"]
+    assert inputs(steps.made("0F 1F").forward) == ["weights_0", "weights_1"]
 
 
 def test_the_second_prefetch_of_a_bucket_does_not_wait_again() -> None:
@@ -98,14 +69,14 @@ def test_the_second_prefetch_of_a_bucket_does_not_wait_again() -> None:
 
 def test_residents_take_none() -> None:
     """Who updates and who reads them is in order on the compute stream."""
-    schedule = made(resident=frozenset({1}))
+    schedule = steps.made(resident=frozenset({1}))
     assert inputs(schedule.forward) == ["weights_0", "weights_2"]
     assert inputs(schedule.update) == ["gradients_0", "gradients_1", "gradients_2"]
     assert returned(schedule.update) == ["0UPDATE", "1UPDATE", "2UPDATE"]
 
 
 def test_a_backward_returns_who_wrote_the_gradients() -> None:
-    schedule = made()
+    schedule = steps.made()
     assert returned(schedule.backward) == ["2OFFLOAD_GRAD", "1OFFLOAD_GRAD", "0OFFLOAD_GRAD"]
     assert schedule.backward is not None
     assert {part for _, part in given(schedule.backward)} == {Part.GRADIENTS}
@@ -114,7 +85,7 @@ def test_a_backward_returns_who_wrote_the_gradients() -> None:
 
 
 def test_an_update_returns_who_wrote_weights_and_states() -> None:
-    schedule = made(device_update=frozenset({0}))
+    schedule = steps.made(device_update=frozenset({0}))
     assert schedule.update is not None
     assert returned(schedule.update) == ["1UPDATE", "2UPDATE", "0OFFLOAD_STATE"]
     places = {bucket.key: bucket.label for bucket in schedule.buckets}
@@ -127,7 +98,7 @@ def test_an_update_returns_who_wrote_weights_and_states() -> None:
 
 
 def test_an_accumulating_backward_waits_for_the_one_before() -> None:
-    schedule = made(accumulate=True)
+    schedule = steps.made(accumulate=True)
     assert waiting(schedule.backward) == {
         "weights_2": "2PREFETCH@0",
         "gradients_2": "2FETCH_GRAD",
@@ -140,7 +111,7 @@ def test_an_accumulating_backward_waits_for_the_one_before() -> None:
 
 
 def test_states_are_fetched_behind_the_update_before() -> None:
-    schedule = made(device_update=frozenset({0}))
+    schedule = steps.made(device_update=frozenset({0}))
     assert waiting(schedule.backward)["states_0"] == "0FETCH_STATE"
     assert waiting(schedule.update) == {
         "gradients_1": "1UPDATE",
@@ -150,7 +121,7 @@ def test_states_are_fetched_behind_the_update_before() -> None:
 
 
 def test_a_backward_that_updates_gives_the_next_forward_its_tokens() -> None:
-    schedule = made(in_backward=True)
+    schedule = steps.made(in_backward=True)
     assert schedule.update is None
     assert returned(schedule.backward) == ["2OFFLOAD_STATE", "1OFFLOAD_STATE", "0OFFLOAD_STATE"]
     assert waiting(schedule.backward)["states_1"] == "1FETCH_STATE"
@@ -164,7 +135,7 @@ def test_a_backward_that_updates_gives_the_next_forward_its_tokens() -> None:
 )
 def test_every_token_of_a_cycle_is_given(options: dict[str, Any]) -> None:
     """What trains in a schedule, that schedule writes: no token stands for nothing for ever."""
-    schedule = made(**options)
+    schedule = steps.made(**options)
     written = writers(schedule)
     taken = [
         token
@@ -188,6 +159,6 @@ def test_a_token_is_made_once() -> None:
 
 
 def test_tokens_survive_a_copy() -> None:
-    schedule = made()
+    schedule = steps.made()
     assert inputs(schedule.copy().forward) == inputs(schedule.forward)
     assert waits(schedule.copy().forward) == waits(schedule.forward)
