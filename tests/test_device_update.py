@@ -1,4 +1,4 @@
-"""Buckets that the backward leaves on the device, where `optimizer.step()` updates them."""
+"""Buckets that the backward hands over, and `optimizer.step()` updates on the device."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from megacompile import megacompile, schedules, updates
 from megacompile.errors import OptionError, OptionTypeError
 from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
 from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.updates.flight import Flight
 from megacompile.verify.hazard import HazardKind
 from megacompile.verify.proof import hazards
 from tests import inside
-from tests.schedules import find
 from tests.training import adamw, data, net, schedulers, sgd, train
 from tests.zoo import assert_close, twins
 
 SHARE = 0.7  # of the parameters of `net()`: the embedding and layers
-THERE = {"embed", "layers.0", "layers.1"}  # what is updated on the device
+THERE = {"embed", "layers.0", "layers.1"}  # what the backward leaves
 
 
 def pair(make: Callable[..., list[Optimizer]] = adamw, **options: Any) -> Any:
-    """A plain model and a streamed one with device updates, with an optimizer each."""
+    """A plain model and a streamed one that hands over, with an optimizer each."""
     plain, streamed = twins(net(), lowering="inductor", device_update=SHARE, **options)
     return (plain, make(plain)), (streamed, make(streamed))
 
@@ -72,23 +72,29 @@ def test_the_schedule_shows_it() -> None:
     _, (model, optimizers) = pair()
     step(model, optimizers, 0)
     schedule: Schedule = schedules(model)[0]
-    assert schedule.backward is not None and schedule.update is not None
-    _, left, _ = ops.returned(schedule.backward)
-    assert tuple(node.name for node in left) == schedule.left
-    updates_there = ops.nodes_of(schedule.update, ops.update)
-    assert {ops.arguments(node)[0].name for node in updates_there} == THERE
-    assert {ops.arguments(node)[2:] for node in updates_there} == {
-        tuple(find(schedule, "update", name) for name in pair)
-        for pair in zip(schedule.left[::2], schedule.left[1::2], strict=True)
-    }
+    assert {bucket.name for bucket in map(bucket_updated, updates_of(schedule))} == THERE
+    table, text = schedule.table(), str(schedule)
+    assert "0OFFLOAD_STATE" in table[table.index("update") :]
     assert any("updates buckets" in reason for reason in schedule.plan.reasons)
-    backward = str(schedule).partition("def run_backward")[2].partition("def run_update")[0]
-    gone = [line for line in backward.splitlines() if line.strip().startswith(("del", "wait"))]
-    assert gone and not any(" s0" in line or "buf_s0" in line for line in gone)
+    backward, update = text[text.index("def run_backward") :].split("def run_update")
+    kept = [line for line in backward.splitlines() if line.strip().startswith(("del", "wait"))]
+    assert not any(" s0" in line or "_s0" in line for line in kept)
+    assert "new0 = update(bucket_0, None," in update
+
+
+def updates_of(schedule: Schedule) -> list[fx.Node]:
+    """The updates on the device of what the backward leaves."""
+    assert schedule.update is not None
+    return ops.nodes_of(schedule.update, ops.update)
+
+
+def bucket_updated(node: fx.Node) -> Bucket:
+    bucket: Bucket = ops.arguments(node)[0]
+    return bucket
 
 
 def _planted(fault: Callable[[Schedule], None]) -> list[HazardKind]:
-    """What `verify` finds in a schedule with device updates and a fault."""
+    """What `verify` finds in a schedule with updates on the device, with a fault in it."""
     _, (model, optimizers) = pair()
     step(model, optimizers, 0)
     broken = schedules(model)[0].copy()
@@ -98,26 +104,21 @@ def _planted(fault: Callable[[Schedule], None]) -> list[HazardKind]:
 
 def _free_what_is_left(schedule: Schedule) -> None:
     assert schedule.backward is not None
-    _, (_, state, *_), _ = ops.returned(schedule.backward)
-    with schedule.backward.inserting_before(schedule.backward.output_node()):
-        ops.call(schedule.backward, ops.free, state, after=())
-
-
-def _swap(schedule: Schedule, at: int) -> None:
-    """Two updates take one another's argument."""
-    assert schedule.update is not None
-    first, second, *_ = ops.nodes_of(schedule.update, ops.update)
-    taken = ops.arguments(first)[at], ops.arguments(second)[at]
-    second.update_arg(at, taken[0])
-    first.update_arg(at, taken[1])
+    output = schedule.backward.output_node()
+    with schedule.backward.inserting_before(output):
+        ops.call(schedule.backward, ops.free, ops.returned(schedule.backward)[1][1], after=())
 
 
 def _swap_states(schedule: Schedule) -> None:
-    _swap(schedule, 3)
+    first, second, *_ = updates_of(schedule)
+    a, b = ops.arguments(first), ops.arguments(second)
+    first.args, second.args = (*a[:3], b[3]), (*b[:3], a[3])
 
 
 def _swap_gradients(schedule: Schedule) -> None:
-    _swap(schedule, 2)
+    first, second, *_ = updates_of(schedule)
+    a, b = ops.arguments(first), ops.arguments(second)
+    first.args, second.args = (*a[:2], b[2], a[3]), (*b[:2], a[2], b[3])
 
 
 @pytest.mark.parametrize(
@@ -234,7 +235,7 @@ def test_gradients_can_be_read_after_the_step() -> None:
             torch.testing.assert_close(got.grad + 0, want.grad, rtol=1e-5, atol=1e-8)
 
 
-def test_a_backward_that_leaves_nothing_withdraws() -> None:
+def test_a_backward_that_hands_nothing_over_withdraws() -> None:
     """`autograd.grad` of the same parameters in between leaves the offer; a backward does not."""
     both = pair()
     for model, optimizers in both:
@@ -280,7 +281,7 @@ def test_float32_masters() -> None:
             assert torch.equal(master.to(copy.dtype), copy)
 
 
-def test_the_default_on_the_cpu_leaves_nothing() -> None:
+def test_the_default_on_the_cpu_hands_nothing_over() -> None:
     _, streamed = twins(net(), lowering="inductor")
     step(streamed, [SGD(streamed.parameters(), lr=0.1)], 0)
     assert schedules(streamed)[0].plan.device_update == frozenset()
@@ -312,7 +313,7 @@ def test_a_share_of_the_wrong_type_or_in_the_wrong_mode() -> None:
 
 
 def test_its_memory_is_taken_back_in_the_forward() -> None:
-    """Behind the middle, and behind the last stage that reads what was updated there."""
+    """Behind the middle, and behind the last stage that reads what was handed over."""
     _, (model, optimizers) = pair()
     step(model, optimizers, 0)
     schedule: Schedule = schedules(model)[0]
@@ -347,7 +348,7 @@ def test_what_is_on_its_way_lands_before_its_memory_goes() -> None:
 def test_states_that_were_made_for_the_host_are_locked_when_a_copy_is_foreseen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Another plan may update others there; copies of pageable memory would block the link."""
+    """Another plan may hand over other buckets; copies of pageable memory would block the link."""
     locked: list[HostBuffer] = []
     monkeypatch.setattr(HostBuffer, "lock", lambda buffer: locked.append(buffer))
     _, (model, optimizers) = pair()
