@@ -20,7 +20,12 @@ LINE = "0F 1F 2F | 2B 1RECOMPUTE 1B 0RECOMPUTE 0B"
 
 
 def made(
-    line: str = LINE, *, accumulate: bool = False, in_backward: bool = False, **options: Any
+    line: str = LINE,
+    *,
+    accumulate: bool = False,
+    in_backward: bool = False,
+    slots: int = 3,
+    **options: Any,
 ) -> Schedule:
     """What the passes from `offload_grad` on make; `options`: of the plan, and of stubs."""
     plan = {key: options.pop(key) for key in ("resident", "device_update") if key in options}
@@ -34,5 +39,5 @@ def made(
         schedule = offload_gradients(schedule, accumulate=accumulate)
         schedule = insert_device_update(schedule, **state)
         schedule = insert_update_graph(schedule, helps=True)
-    schedule = assign_slots(insert_prefetch(schedule), slots=3, reuse=False)
+    schedule = assign_slots(insert_prefetch(schedule), slots=slots, reuse=False)
     return apply(insert_tokens, insert_free(schedule))

@@ -7,10 +7,11 @@ Nodes are ops. An edge leads from the op that comes first, with the `kind`
     stream    the second comes next on the first's stream, where that keeps an order
     boundary  from the last op of the forward to the first of the backward
     token     the second waits for what the first, of another graph or run, writes to a bucket
+    names     the second names the first and does not wait for it (`defer_free`, `help_host`)
 
-and, from `help_host` to each update that the device may make instead, `helps`: that orders nothing.
 Tokens go around: from an update to the next forward, from a backward to its update, and with
-accumulation from a backward to the next one. Without them there are no circles.
+accumulation from a backward to the next one. Without them there are no circles. Tokens and names
+are no order within a run.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _STYLES = {
     "stream": ' [style=dotted, color="#888888"]',
     "boundary": ' [style=bold, color="#888888"]',
     "token": ' [style=dashed, color="#0072B2", constraint=false]',
-    "helps": ' [style=dotted, color="#CC79A7", constraint=false]',
+    "names": ' [style=dotted, color="#CC79A7", constraint=false]',
 }
 
 
@@ -64,9 +65,10 @@ def to_networkx(schedule: Schedule) -> nx.MultiDiGraph:
             found.add_edge(_key(name, first), _key(name, second), kind, kind=kind)
         for source, node in _handed_over(schedule, name):
             found.add_edge(source, _key(name, node), "data", kind="data")
-        for node, token in _waits(graph):
+        for node, token in _tokens(graph):
             if token.place in writer:
-                found.add_edge(_key(*writer[token.place]), _key(name, node), "token", kind="token")
+                kind = "token" if ops.effects(node).waits else "names"
+                found.add_edge(_key(*writer[token.place]), _key(name, node), kind, kind=kind)
     if schedule.backward is not None:
         ends = (ops.nodes_of(schedule.forward)[-1:], ops.nodes_of(schedule.backward)[:1])
         for last, first in zip(*ends, strict=False):
@@ -139,12 +141,12 @@ def _attributes(
 def _edges(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, str]]:
     last: dict[Stream, fx.Node] = {}
     for node in ops.nodes_of(graph):
-        helps = ops.effects(node).helps
+        waits = ops.effects(node).waits
         after: Any = node.kwargs.get("after", ())
         for kind, taken in (("data", values.reads(node)), ("after", after)):
             for source in map(values.producer, taken):
                 if ops.op_of(source) is not None:
-                    yield (node, source, "helps") if helps else (source, node, kind)
+                    yield source, node, kind if waits else "names"
         stream = ops.stream_of(node)
         if stream in last and stream.in_order:
             yield last[stream], node, "stream"
@@ -166,7 +168,7 @@ def _handed_over(schedule: Schedule, name: str) -> Iterator[tuple[str, fx.Node]]
                     yield _key(before, source), node
 
 
-def _waits(graph: fx.Graph) -> Iterator[tuple[fx.Node, Token]]:
+def _tokens(graph: fx.Graph) -> Iterator[tuple[fx.Node, Token]]:
     for node in ops.nodes_of(graph):
         after: Any = node.kwargs.get("after", ())
         for value in after:
