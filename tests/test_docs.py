@@ -37,15 +37,28 @@ def broken_links(page: Path) -> list[str]:
     return [t for t in targets if "://" not in t and not (page.parent / t).exists()]
 
 
-def test_the_table_is_the_one_that_the_demo_prints(
+@pytest.fixture
+def printed(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> str:
+    """What the demo prints, with its schedule's code."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert main(["demo", "--steps", "3", "--device", "cpu"]) == 0
-    printed = capsys.readouterr().out
+    assert main(["demo", "--steps", "3", "--device", "cpu", "--code"]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_table_is_the_one_that_the_demo_prints(printed: str) -> None:
     table = printed.partition("steps by streams:")[2].partition("\nStep 3, traced")[0]
     shown = "\n".join(blocks((ROOT / "README.md").read_text(), "text"))
     assert rows(table) == rows(shown)
+
+
+def test_the_code_is_the_one_that_the_demo_prints(printed: str) -> None:
+    """Some of its lines, in their order."""
+    (shown,) = blocks((ROOT / "docs" / "design.md").read_text(), "py")
+    code = iter(rows(printed))
+    missing = [line for line in rows(shown) if line not in code]  # which goes on behind it
+    assert missing == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
