@@ -7,9 +7,9 @@ may be given back only when that copy is done: `free(value, after=copy)` makes t
 wait for it. To keep that wait from stalling, such a free is put off until `delay` further
 backwards (in a forward: forwards) have been issued. New optimizer states on their way to the host
 are put off for `plan.state_delay` backwards. Behind the last backward, and in an update, nothing is
-left to compute, and the next forward should not begin with a wait. There the free of states, and of
-gradients that the update takes, is deferred: `defer_free(value, after=copy)`. The next forward gives
-that memory back (see `drain`).
+left to compute, and the next forward should not begin with a wait. There the free of states, and
+of gradients that the update takes, is deferred: `defer_free(value, after=copy)`. The next forward
+gives that memory back (see `drain`).
 """
 
 from __future__ import annotations
