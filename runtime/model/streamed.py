@@ -301,8 +301,8 @@ class StreamedModel:
         old = self.machine.buckets[key]
         if resident == (old.resident is not None):
             return
-        old.settle()
-        old.withdraw()
+        old.pending.settle()
+        old.pending.withdraw()
         undos.append(functools.partial(_show_again, [(p, p.grad) for p in old.params]))
         gradients = self.machine.gradients.take(key)
         self.machine.buckets[key] = self._bucket(old.layout, old.params, resident)
@@ -328,7 +328,7 @@ class StreamedModel:
         layout, i = self._buckets_of[id(param)]
         bucket = self.machine.buckets[layout.key]
         copy = bucket.streamed[i] if bucket.has_copy else None
-        return Source(copy, bucket.settle, functools.partial(bucket.take_back, i))
+        return Source(copy, bucket.pending.settle, functools.partial(bucket.copy.take_back, i))
 
     def _place(self, proxy: StreamedParameter) -> tuple[Bucket, int]:
         return self._buckets_of[id(proxy.param)]
@@ -341,8 +341,8 @@ class StreamedModel:
         """Give up parameters that were taken out of the model since its last call."""
         with self._alone, unguarded():
             for bucket in self.machine.buckets.values():
-                bucket.settle()
-                bucket.withdraw()
+                bucket.pending.settle()
+                bucket.pending.withdraw()
             check_model(self.model)
             self._let_go()
             self._take_over()
@@ -362,8 +362,8 @@ class StreamedModel:
             if not fits or any(bucket.replaced() for bucket in self.machine.buckets.values()):
                 self._adopt_changes(fits)
             for bucket in self.machine.buckets.values():
-                if not bucket.busy():
-                    bucket.settle()
+                if not bucket.pending.busy():
+                    bucket.pending.settle()
                 bucket.refresh()
             self._buffers_to_device()
         self.compiler.stays = self.data_parallel.around() or self.compiler.stays
@@ -373,8 +373,8 @@ class StreamedModel:
     def _adopt_changes(self, fits: bool) -> None:
         buckets = self.machine.buckets.values()
         for bucket in buckets:
-            bucket.settle()
-            bucket.withdraw()
+            bucket.pending.settle()
+            bucket.pending.withdraw()
         check_model(self.model)
         ours = {value.data_ptr() for bucket in buckets for value in bucket.values}
         self.aliases(self.model, [p for p in self.model.parameters() if p.data_ptr() not in ours])

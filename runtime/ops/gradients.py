@@ -86,7 +86,7 @@ class GradientOps(OpGroup):
 
         waits = (gradients, after) if norms is None else (gradients, norms, after)
         handle = self._issue(Stream.D2H, waits, copy)
-        self.machine.buckets[bucket.key].gradients_copied = handle.event
+        self.machine.buckets[bucket.key].pending.gradients_copied = handle.event
         if not run.drops_all(bucket.key, self.gradient_params[bucket.key]):
             run.copied(bucket.key, handle.event)
         return handle

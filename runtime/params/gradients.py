@@ -358,8 +358,8 @@ class Gradients:
         """Get memory for these gradients, whose `p.grad` are plain tensors from now on."""
         for key, params in wanted.items():
             bucket = self.buckets[key]
-            bucket.settle()
-            bucket.withdraw()
+            bucket.pending.settle()
+            bucket.pending.withdraw()
             if any((key, i) not in run.unwanted for i in params):
                 run.backward.norms.pop(key, None)
             for i in params:
