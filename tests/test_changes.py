@@ -44,7 +44,7 @@ def test_a_diff_of_the_code() -> None:
     find(after, "forward", "1PREFETCH@1").kwargs = {"after": ()}
     lines = [re.sub(r"\s+#.*", "", line) for line in changed(before.diff(after, code=True))]
     assert lines == [
-        "-    prefetch_1 = prefetch(bucket_1, slot_1, after=(begin_,))",
+        "-    prefetch_1 = prefetch(bucket_1, slot_1, after=(weights_1, begin_))",
         "+    prefetch_1 = prefetch(bucket_1, slot_1)",
     ]
 
