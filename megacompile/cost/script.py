@@ -46,6 +46,7 @@ class _Item:
     since: int = -1  # the item that it is the second half of
     drains: bool = False  # waits for the copies of what was deferred
     helped: float = 0.0  # its amount where the device makes it
+    reads_weights: int | None = None  # the key of the bucket that it copies to the device
 
 
 class _Graph:
@@ -99,8 +100,10 @@ class _Graph:
         It was made on the compute stream, behind which the forward begins.
         """
         for item in self.items:
-            if {(key, Part.WEIGHTS) for key in keys}.intersection(item.takes):
-                item.takes, item.amount = [], 0.0
+            if item.reads_weights in keys:
+                item.takes = []
+                if item.reads_weights not in self.schedule.plan.device_update:
+                    item.amount = 0.0
 
     def _give(self, graph: fx.Graph) -> None:
         for place, node in given(graph).items():
@@ -126,6 +129,8 @@ class _Graph:
             self._add_halves(node, item)
         else:
             item.amount = self._amount(node, queue)
+            if Part.WEIGHTS in op.reads and queue == H2D:
+                item.reads_weights = ops.arguments(node)[0].key
         self._position[node] = len(self.items)
         self.items.append(item)
 
