@@ -12,15 +12,16 @@ from torch import fx, nn
 from megacompile import megacompile, schedules
 from megacompile.cost.hardware import H200, Hardware
 from megacompile.cost.optimizer import OptimizerCost
-from megacompile.cost.simulate import Event, Lane, Timeline, simulate
+from megacompile.cost.simulate import Event, Prediction, simulate
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, Param, Slot
 from megacompile.ir.schedule import Schedule
+from megacompile.ir.stream import Stream
 from megacompile.ir.tensors import TensorMeta
 from tests import schedules as hand_made
 
 UNIT = Hardware("unit", 2.0, 2.0, 1.0, 1.0, 1.0, 1.0, 0.0)  # 2 GB/s alone, 1 GB/s together
-LANES = list(Lane)
+LANES = list(Stream)
 
 
 def gigabytes(key: int, size: float) -> Bucket:
@@ -69,7 +70,7 @@ def copies(*sizes: float) -> Schedule:
     return Schedule("copies", made.done(), None, ())
 
 
-def spans(timeline: Timeline, step: int = 0) -> dict[str, tuple[Any, Any]]:
+def spans(timeline: Prediction, step: int = 0) -> dict[str, tuple[Any, Any]]:
     return {
         e.label: (pytest.approx(e.start_s), pytest.approx(e.stop_s))
         for e in timeline.events
@@ -81,8 +82,8 @@ def test_copies_of_one_direction_follow_one_another() -> None:
     timeline = simulate(copies(2.0, 4.0), UNIT)
     assert spans(timeline) == {"0PREFETCH@0": (0.0, 1.0), "1PREFETCH@1": (1.0, 3.0)}
     assert timeline.total_s == timeline.step_s == 3.0
-    assert timeline.bound is Lane.H2D
-    assert timeline.critical_s[Lane.H2D] == 3.0
+    assert timeline.bound is Stream.H2D
+    assert timeline.critical_s[Stream.H2D] == 3.0
 
 
 def test_every_copy_has_a_cost_of_its_own() -> None:
@@ -108,14 +109,14 @@ def test_a_compute_waits_for_its_weights_and_its_slot_for_the_compute() -> None:
     timeline = simulate(Schedule("chain", made.done(), None, ()), UNIT)
     assert [e.stop_s for e in timeline.events[1:]] == [1.0, 4.0, 5.0, 6.0]
     assert timeline.critical_s == {
-        Lane.COMPUTE: pytest.approx(4.0),
-        Lane.H2D: pytest.approx(2.0),
-        Lane.D2H: 0.0,
-        Lane.HOST: 0.0,
-        Lane.DEVICE: 0.0,
+        Stream.COMPUTE: pytest.approx(4.0),
+        Stream.H2D: pytest.approx(2.0),
+        Stream.D2H: 0.0,
+        Stream.HOST: 0.0,
+        Stream.DEVICE: 0.0,
     }
-    assert timeline.bound is Lane.COMPUTE
-    assert timeline.busy_s(Lane.H2D) == 2.0
+    assert timeline.bound is Stream.COMPUTE
+    assert timeline.busy_s(Stream.H2D) == 2.0
 
 
 # --- several steps
@@ -151,9 +152,9 @@ def test_the_next_forward_waits_for_its_own_buckets_alone(monkeypatch: pytest.Mo
     assert second["0OFFLOAD_GRAD"] == (15.25, 15.5)
     assert timeline.start_s == pytest.approx(5.25)
     assert timeline.step_s == pytest.approx(15.5 - 5.25)
-    assert timeline.bound is Lane.HOST
-    assert timeline.critical_s[Lane.HOST] == pytest.approx(6.0)
-    assert timeline.busy_s(Lane.HOST) == pytest.approx(6.0)
+    assert timeline.bound is Stream.HOST
+    assert timeline.critical_s[Stream.HOST] == pytest.approx(6.0)
+    assert timeline.busy_s(Stream.HOST) == pytest.approx(6.0)
 
 
 def test_update_and_copies_share_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,8 +176,8 @@ def test_the_device_takes_the_last_update(monkeypatch: pytest.MonkeyPatch) -> No
     timeline = simulate(trained(monkeypatch), hardware, optimizer=helped, steps=2)
     first = {e.label: e for e in timeline.events if e.graph == "update" and e.step == 0}
     assert {label: e.stream for label, e in first.items()} == {
-        "0UPDATE": Lane.HOST,
-        "1UPDATE": Lane.DEVICE,
+        "0UPDATE": Stream.HOST,
+        "1UPDATE": Stream.DEVICE,
     }
     assert (first["0UPDATE"].start_s, first["0UPDATE"].stop_s) == (5.25, 8.25)
     # 3 GB of 4 are in by 8.25; then 0PREFETCH takes half of the link, and has it alone in the end
@@ -184,7 +185,7 @@ def test_the_device_takes_the_last_update(monkeypatch: pytest.MonkeyPatch) -> No
     assert first["1UPDATE"].stop_s == pytest.approx(8.25 + 2.0)
     assert spans(timeline, step=1)["0PREFETCH@0"] == (8.25, pytest.approx(10.25 + 0.5))
     assert timeline.step_s < alone.step_s
-    assert 0 < timeline.busy_s(Lane.DEVICE) < timeline.step_s
+    assert 0 < timeline.busy_s(Stream.DEVICE) < timeline.step_s
 
 
 def test_arithmetic_limits_a_slow_update(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +193,7 @@ def test_arithmetic_limits_a_slow_update(monkeypatch: pytest.MonkeyPatch) -> Non
     slow = OptimizerCost(states=0, arithmetic_s=10.0)
     hardware = UNIT.replace(update_gb_s=2.0)
     timeline = simulate(trained(monkeypatch), hardware, optimizer=slow, steps=2)
-    assert timeline.busy_s(Lane.HOST) == pytest.approx(10.0)
+    assert timeline.busy_s(Stream.HOST) == pytest.approx(10.0)
 
 
 def test_the_third_step_is_like_the_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +253,7 @@ def test_a_reclaim_waits_for_the_copies_of_what_the_last_step_parked(
     assert second["DRAIN"] == (5.0, 5.0)
     assert second["0OFFLOAD_STATE"] == (6.0, 9.0)
     assert third["DRAIN"] == (9.0, 9.0)
-    assert timeline.bound is Lane.D2H
+    assert timeline.bound is Stream.D2H
     for node in ops.nodes_of(schedule.graphs["backward"], ops.defer_free):
         schedule.graphs["backward"].erase_node(node)
     assert spans(simulate(schedule, UNIT, steps=3), 2)["DRAIN"] == (5.0, 5.0)
@@ -321,7 +322,7 @@ def test_every_op_runs_once_and_after_what_it_waits_for(in_backward: bool) -> No
 
 def _in_order(events: list[Event]) -> None:
     """No two ops of a lane overlap."""
-    for lane in Lane:
+    for lane in Stream:
         own = sorted((e for e in events if e.stream is lane), key=lambda e: e.stop_s)
         assert all(a.stop_s <= b.start_s for a, b in zip(own, own[1:], strict=False))
 
@@ -358,17 +359,17 @@ def test_the_slowest_part_bounds_the_step() -> None:
     schedule = streamed()
     adamw = OptimizerCost()
     cases = {
-        Lane.H2D: H200.replace(h2d_gb_s=1e-4, h2d_both_gb_s=1e-4),
-        Lane.D2H: H200.replace(d2h_gb_s=1e-4, d2h_both_gb_s=1e-4),
-        Lane.COMPUTE: H200.replace(launch_s=1.0),
-        Lane.HOST: H200.replace(update_gb_s=1e-4),
+        Stream.H2D: H200.replace(h2d_gb_s=1e-4, h2d_both_gb_s=1e-4),
+        Stream.D2H: H200.replace(d2h_gb_s=1e-4, d2h_both_gb_s=1e-4),
+        Stream.COMPUTE: H200.replace(launch_s=1.0),
+        Stream.HOST: H200.replace(update_gb_s=1e-4),
     }
     for lane, hardware in cases.items():
         timeline = simulate(schedule, hardware, optimizer=adamw, steps=3)
         assert timeline.bound is lane
         assert f"bound by {lane.value}" in str(timeline)
         assert sum(timeline.critical_s.values()) == pytest.approx(timeline.step_s)
-        for other in Lane:
+        for other in Stream:
             assert timeline.busy_s(other) <= timeline.step_s * (1 + 1e-9)
 
 
