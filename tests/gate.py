@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from torch.optim import Optimizer
 
-from megacompile.runtime.step import step as stepping
 from megacompile.runtime.updates.flight import Flight
+from megacompile.runtime.updates.host import HostUpdates
+from megacompile.runtime.updates.part import BucketPart
 from megacompile.runtime.updates.update import BucketUpdate
 from tests.training import adamw, gradients, net, train
 from tests.zoo import twins
@@ -27,14 +28,14 @@ class Gate:
         self.ran: list[str] = []
         self.fails = ""  # the bucket whose update raises
         self._queue: list[tuple[BucketUpdate, threading.Event]] = []
-        run, wait, start = BucketUpdate.__call__, Flight.wait, stepping.Updates._start
+        run, wait, start = BucketUpdate.__call__, Flight.wait, HostUpdates.start
 
-        def gated_start(updates: Any, update: BucketUpdate, visible: Any) -> None:
+        def gated_start(updates: HostUpdates, part: BucketPart, *others: Any) -> Flight:
             may = threading.Event()
             if not self.held:
                 may.set()
-            self._queue.append((update, may))
-            start(updates, update, visible)
+            self._queue.append((part.update, may))
+            return start(updates, part, *others)
 
         def gated_run(update: BucketUpdate) -> None:
             name = update.bucket.layout.name
@@ -51,7 +52,7 @@ class Gate:
                 self.open(flight.name)
             wait(flight)
 
-        monkeypatch.setattr(stepping.Updates, "_start", gated_start)
+        monkeypatch.setattr(HostUpdates, "start", gated_start)
         monkeypatch.setattr(BucketUpdate, "__call__", gated_run)
         monkeypatch.setattr(Flight, "wait", gated_wait)
 

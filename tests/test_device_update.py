@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from megacompile import megacompile, schedules, updates
 from megacompile.errors import OptionError, OptionTypeError
 from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
 from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.updates.flight import Flight
@@ -25,7 +26,7 @@ from tests.training import adamw, data, net, schedulers, sgd, train
 from tests.zoo import assert_close, twins
 
 SHARE = 0.7  # of the parameters of `net()`: the embedding and layers
-THERE = {"embed", "layers.0", "layers.1"}  # what is handed over
+THERE = {"embed", "layers.0", "layers.1"}  # what the backward leaves
 
 
 def pair(make: Callable[..., list[Optimizer]] = adamw, **options: Any) -> Any:
@@ -71,18 +72,29 @@ def test_the_schedule_shows_it() -> None:
     _, (model, optimizers) = pair()
     step(model, optimizers, 0)
     schedule: Schedule = schedules(model)[0]
-    assert schedule.backward is not None
-    given = [ops.arguments(n)[0].name for n in ops.nodes_of(schedule.backward, ops.device_update)]
-    assert set(given) == THERE
-    assert "device_update(" in str(schedule) and "DEVICE_UPDATE" in schedule.table()
+    assert {bucket.name for bucket in map(bucket_updated, updates_of(schedule))} == THERE
+    table, text = schedule.table(), str(schedule)
+    assert "0OFFLOAD_STATE" in table[table.index("update") :]
     assert any("updates buckets" in reason for reason in schedule.plan.reasons)
-    text = str(schedule)
-    kept = [line for line in text.splitlines() if line.strip().startswith(("del", "wait"))]
-    assert not any(" s0" in line or "room_s0" in line for line in kept)
+    backward, update = text[text.index("def run_backward") :].split("def run_update")
+    kept = [line for line in backward.splitlines() if line.strip().startswith(("del", "wait"))]
+    assert not any(" s0" in line or "_s0" in line for line in kept)
+    assert "new0 = update(bucket_0, None," in update
+
+
+def updates_of(schedule: Schedule) -> list[fx.Node]:
+    """The updates on the device of what the backward leaves."""
+    assert schedule.update is not None
+    return ops.nodes_of(schedule.update, ops.update)
+
+
+def bucket_updated(node: fx.Node) -> Bucket:
+    bucket: Bucket = ops.arguments(node)[0]
+    return bucket
 
 
 def _planted(fault: Callable[[Schedule], None]) -> list[HazardKind]:
-    """What `verify` finds in a schedule that hands over, with a fault in its backward."""
+    """What `verify` finds in a schedule with updates on the device, with a fault in it."""
     _, (model, optimizers) = pair()
     step(model, optimizers, 0)
     broken = schedules(model)[0].copy()
@@ -90,31 +102,29 @@ def _planted(fault: Callable[[Schedule], None]) -> list[HazardKind]:
     return [hazard.kind for hazard in hazards(broken)]
 
 
-def _free_what_is_handed(schedule: Schedule) -> None:
+def _free_what_is_left(schedule: Schedule) -> None:
     assert schedule.backward is not None
-    last = ops.nodes_of(schedule.backward, ops.device_update)[-1]
-    with schedule.backward.inserting_after(last):
-        ops.call(schedule.backward, ops.free, ops.arguments(last)[2], after=())
+    output = schedule.backward.output_node()
+    with schedule.backward.inserting_before(output):
+        ops.call(schedule.backward, ops.free, ops.returned(schedule.backward)[1][1], after=())
 
 
 def _swap_states(schedule: Schedule) -> None:
-    assert schedule.backward is not None
-    first, second, *_ = ops.nodes_of(schedule.backward, ops.device_update)
+    first, second, *_ = updates_of(schedule)
     a, b = ops.arguments(first), ops.arguments(second)
-    first.args, second.args = (*a[:2], b[2]), (*b[:2], a[2])
+    first.args, second.args = (*a[:3], b[3]), (*b[:3], a[3])
 
 
 def _swap_gradients(schedule: Schedule) -> None:
-    assert schedule.backward is not None
-    first, second, *_ = ops.nodes_of(schedule.backward, ops.device_update)
+    first, second, *_ = updates_of(schedule)
     a, b = ops.arguments(first), ops.arguments(second)
-    first.args, second.args = (a[0], b[1], a[2]), (b[0], a[1], b[2])
+    first.args, second.args = (*a[:2], b[2], a[3]), (*b[:2], a[2], b[3])
 
 
 @pytest.mark.parametrize(
     ("fault", "kind"),
     [
-        (_free_what_is_handed, HazardKind.DOUBLE_FREE),
+        (_free_what_is_left, HazardKind.DOUBLE_FREE),
         (_swap_states, HazardKind.WRONG_STATE),
         (_swap_gradients, HazardKind.WRONG_GRADIENTS),
     ],

@@ -26,8 +26,9 @@ from megacompile.passes.schedule.plan import make_plan
 from megacompile.plan import compiler
 from megacompile.runtime.device.streams import Handle, Streams
 from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.updates.deferred import Deferred, DeferredFrees
 from megacompile.runtime.updates.device_buffers import Buffer, Landing, UpdateBuffers, write_back
-from megacompile.runtime.updates.in_backward import Deferred, InBackward
+from megacompile.runtime.updates.in_backward import InBackward
 from tests import inside
 from tests.zoo import WIDTH
 
@@ -67,17 +68,16 @@ class Played(Streams):
         self.fails_at = -1  # the op that raises, counted from the next one
         self.waits: list[tuple[int, list[Event]]] = []  # of computes: which op, for which copies
 
-    def issue(
-        self, stream: Stream, waits: Iterable[Handle], work: Callable[[], Any], host: Any = None
-    ) -> Handle:
+    def issue(self, stream: Stream, waits: Iterable[Handle], work: Callable[[], Any]) -> Handle:
         self.issued += 1
         self.fails_at -= 1
         if self.fails_at == 0:
             raise RuntimeError("planted")
+        waits = tuple(waits)
         awaited: list[Any] = [h.event for h in waits if h.stream is Stream.D2H and h.event]
         if stream is Stream.COMPUTE and awaited:
             self.waits.append((self.issued, awaited))
-        handle = super().issue(stream, (), work, host)
+        handle = super().issue(stream, (), work)
         handle.event = Event(self.issued)  # type: ignore[assignment]
         return handle
 
@@ -113,11 +113,11 @@ class Subject:
         streamed: Any = inside.streamed(self.model)
         machine = streamed.machine
         machine.streams = machine.gradients.streams = self.streams = Played()
-        self.updates: InBackward = machine.in_backward
+        self.deferred_frees: DeferredFrees = machine.deferred
 
     @property
     def deferred(self) -> list[Deferred]:
-        return self.updates._deferred
+        return self.deferred_frees._entries
 
     def forward(self) -> Tensor:
         """Gives the loss; `waits` are those of its compute stream for copies to the host."""
@@ -274,13 +274,14 @@ def test_a_forward_that_fails_loses_nothing(behind: bool) -> None:
 
 
 def test_where_no_forward_comes_memory_goes_once_its_copy_is_done() -> None:
-    updates = Subject().updates
+    deferred = DeferredFrees()
     queue: Any = Queue()
     events: list[Any] = [Event(k) for k in range(3)]
-    updates.defer_free([Deferred("old", event, queue) for event in events[:2]])
+    for event in events[:2]:
+        deferred.add(Deferred("old", event, queue))
     events[0].happened = True
-    updates.defer_free([Deferred("new", events[2], queue)])
-    assert [entry.copied for entry in updates._deferred] == events[1:]
+    deferred.add(Deferred("new", events[2], queue))
+    assert [entry.copied for entry in deferred.take()] == events[1:]
 
 
 def test_it_trains_like_the_plain_loop() -> None:

@@ -22,7 +22,8 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code
 from megacompile.ir.tensors import TensorMeta
 from megacompile.runtime.device.streams import Handle
-from megacompile.runtime.ops.bound import BoundOps, _conform
+from megacompile.runtime.ops.bound import BoundOps
+from megacompile.runtime.ops.compute import _conform
 from megacompile.runtime.ops.executor import Executor
 from megacompile.show import python
 from tests.inside import executors

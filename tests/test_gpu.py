@@ -40,16 +40,14 @@ def delay(
     slept: list[int] = []
     plain = Streams.issue
 
-    def issue(
-        self: Streams, stream: Stream, waits: Any, work: Callable[[], Any], host: Any = None
-    ) -> Handle:
+    def issue(self: Streams, stream: Stream, waits: Any, work: Callable[[], Any]) -> Handle:
         def slow() -> Any:  # runs with `stream` as the current one
             slept.append(cycles(stream))
             if slept[-1]:
                 torch.cuda._sleep(slept[-1])
             return work()
 
-        return plain(self, stream, waits, slow, host)
+        return plain(self, stream, waits, slow)
 
     monkeypatch.setattr(Streams, "issue", issue)
     return lambda: slept
@@ -239,11 +237,9 @@ def test_delays_show_a_race_that_is_there(monkeypatch: pytest.MonkeyPatch) -> No
     delay(monkeypatch, cycles_on(Stream.H2D))
     guarded = Streams.issue
 
-    def unguarded(
-        self: Streams, stream: Stream, waits: Any, work: Callable[[], Any], host: Any = None
-    ) -> Handle:
+    def unguarded(self: Streams, stream: Stream, waits: Any, work: Callable[[], Any]) -> Handle:
         del waits
-        return guarded(self, stream, (), work, host)
+        return guarded(self, stream, (), work)
 
     monkeypatch.setattr(Streams, "issue", unguarded)
     poison(model)

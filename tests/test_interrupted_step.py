@@ -98,7 +98,7 @@ def at_rest(model: Any, interrupts: Interrupts) -> None:
     """Whatever was started in the background has come to its end."""
     interrupts.may.set()
     over = threading.Event()
-    inside.streamed(model).updates._workers._host.submit(over.set)
+    inside.streamed(model).machine.host_updates.workers._host.submit(over.set)
     assert over.wait(60)
 
 

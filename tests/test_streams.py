@@ -142,7 +142,7 @@ def test_an_edge_between_streams_is_an_event_that_is_waited_for(cuda: Cuda) -> N
 def test_the_order_of_a_stream_needs_no_wait(cuda: Cuda) -> None:
     streams = Streams(GPU)
     with streams.run():
-        for stream in Stream:
+        for stream in (COMPUTE, H2D, Stream.D2H):
             first = streams.issue(stream, (), lambda: None)
             cuda.log.clear()
             streams.issue(stream, (first,), lambda: None)
@@ -211,6 +211,11 @@ class Bucket:
             raise self.error
 
 
+def behind(bucket: Bucket) -> Handle:
+    """What threads of the host do to a bucket."""
+    return Handle(None, Stream.HOST, host=bucket)
+
+
 def work_of(cuda: Cuda) -> list[str]:
     return [entry[2] for entry in cuda.log if entry[0] == "work"]
 
@@ -220,7 +225,7 @@ def test_a_copy_from_a_busy_bucket_is_put_off_until_it_is_needed(cuda: Cuda) -> 
     streams = Streams(GPU)
     bucket = Bucket(cuda.log)
     with streams.run():
-        early = streams.issue(H2D, (), lambda: cuda.work("prefetch 1"), bucket)
+        early = streams.issue(H2D, (behind(bucket),), lambda: cuda.work("prefetch 1"))
         late = streams.issue(H2D, (), lambda: cuda.work("prefetch 2"))
         streams.issue(COMPUTE, (), lambda: cuda.work("0F"))
         assert early.event is None and late.event is None and work_of(cuda) == ["0F"]
@@ -236,7 +241,7 @@ def test_a_copy_is_issued_once_the_bucket_is_free(cuda: Cuda) -> None:
     streams = Streams(GPU)
     bucket = Bucket(cuda.log)
     with streams.run():
-        streams.issue(H2D, (), lambda: cuda.work("prefetch"), bucket)
+        streams.issue(H2D, (behind(bucket),), lambda: cuda.work("prefetch"))
         bucket.over = True
         streams.issue(COMPUTE, (), lambda: cuda.work("0F"))
     assert work_of(cuda) == ["prefetch", "0F"]
@@ -245,7 +250,7 @@ def test_a_copy_is_issued_once_the_bucket_is_free(cuda: Cuda) -> None:
 def test_what_nobody_took_is_issued_at_the_end(cuda: Cuda) -> None:
     streams = Streams(GPU)
     with streams.run():
-        streams.issue(H2D, (), lambda: cuda.work("prefetch"), Bucket(cuda.log))
+        streams.issue(H2D, (behind(Bucket(cuda.log)),), lambda: cuda.work("prefetch"))
     assert work_of(cuda) == ["prefetch"]
 
 
@@ -253,7 +258,7 @@ def test_what_went_wrong_on_the_host_is_raised_where_the_copy_is_needed(cuda: Cu
     streams = Streams(GPU)
     with pytest.raises(ValueError, match="in the update"), streams.run():
         bucket = Bucket(cuda.log, ValueError("in the update"))
-        weights = streams.issue(H2D, (), lambda: cuda.work("prefetch"), bucket)
+        weights = streams.issue(H2D, (behind(bucket),), lambda: cuda.work("prefetch"))
         streams.issue(H2D, (), lambda: cuda.work("another"))
         streams.issue(COMPUTE, (weights,), lambda: cuda.work("0F"))
     assert work_of(cuda) == []
@@ -265,5 +270,5 @@ def test_what_went_wrong_on_the_host_is_raised_where_the_copy_is_needed(cuda: Cu
 def test_the_cpu_waits_for_the_host_at_once() -> None:
     log: list[Any] = []
     streams = Streams(CPU)
-    assert streams.issue(H2D, (), lambda: 3, Bucket(log)).value == 3
+    assert streams.issue(H2D, (behind(Bucket(log)),), lambda: 3).value == 3
     assert log == [("waited",)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from megacompile import megacompile, trace
 from megacompile.cost.optimizer import CHUNKS, OptimizerCost, chunks_bytes
 from megacompile.ir.buckets import Bucket
+from megacompile.ir.ops import Part
 from megacompile.options import Options
 from megacompile.runtime.optim import blockwise
 from megacompile.runtime.optim.adam import ADAM
@@ -137,6 +139,10 @@ def jobs(*updates: Made) -> list[Job]:
     return [Job(each) for each in updates]  # type: ignore[arg-type]
 
 
+def futures(waiting: list[Job]) -> set[Future[None]]:
+    return {job.future for job in waiting}
+
+
 def begun(two: Workers, made: list[Made]) -> list[Job]:
     """Their jobs, of which the host has begun the first one; it goes on when that `may`."""
     made[0].may.clear()
@@ -151,7 +157,7 @@ def test_the_host_begins_with_the_first_and_the_device_with_the_last(two: Worker
     log: list[str] = []
     made = [Made(name, log) for name in "abcde"]
     all_jobs = begun(two, made)
-    two.help()
+    two.help(futures(all_jobs))
     for job in all_jobs[1:]:
         job.future.result(60)
     made[0].may.set()
@@ -167,7 +173,7 @@ def test_each_is_made_once(two: Workers) -> None:
         all_jobs = jobs(*(Made(str(i), log) for i in range(8)))
         for job in all_jobs:
             two.submit(job)
-        two.help()
+        two.help(futures(all_jobs))
         for job in all_jobs:
             job.future.result(60)
         assert sorted(entry.split()[0] for entry in log) == [str(i) for i in range(8)]
@@ -177,7 +183,7 @@ def test_what_the_device_cannot_make_is_the_hosts(two: Workers) -> None:
     log: list[str] = []
     made = [Made("a", log), Made("b", log), Made("c", log, on_device=False)]
     all_jobs = begun(two, made)
-    two.help()
+    two.help(futures(all_jobs))
     all_jobs[1].future.result(60)
     made[0].may.set()
     all_jobs[2].future.result(60)
@@ -189,7 +195,7 @@ def test_an_error_is_that_updates_alone(two: Workers) -> None:
     made = [Made(name, log) for name in "abc"]
     made[2].error = ArithmeticError("out of numbers")
     all_jobs = begun(two, made)
-    two.help()
+    two.help(futures(all_jobs))
     with pytest.raises(ArithmeticError):
         all_jobs[2].future.result(60)
     all_jobs[1].future.result(60)
@@ -207,7 +213,7 @@ def test_without_device_memory_the_host_makes_all(
     log: list[str] = []
     made = [Made(name, log) for name in "ab"]
     all_jobs = begun(two, made)
-    two.help()
+    two.help(futures(all_jobs))
     made[0].may.set()
     for job in all_jobs:
         job.future.result(60)
@@ -241,7 +247,7 @@ def test_the_host_may_begin_the_last_one_while_the_device_gets_ready(
     for job in both:
         two.submit(job)
     assert made[0].began.wait(60)
-    two.help()
+    two.help(futures(both))
     assert taken == ["of b"]
 
 
@@ -302,6 +308,10 @@ def test_an_interrupted_wait_leaves_the_guards() -> None:
 
     class Work:
         over, waits = False, 0
+        fresh: dict[int, torch.Tensor] = {}
+
+        def event(self, part: Part) -> None:
+            return None
 
         def done(self) -> bool:
             return self.over

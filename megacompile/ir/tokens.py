@@ -46,6 +46,7 @@ def token_of(node: fx.Node) -> Token | None:
 def take(graph: fx.Graph, bucket: Bucket, part: Part) -> fx.Node:
     """The placeholder of a graph for a token, made where there is none."""
     inputs = graph.find_nodes(op="placeholder")
+    node: fx.Node
     for node in inputs:
         token = token_of(node)
         if token is not None and token.place == (bucket.key, part):

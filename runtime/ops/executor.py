@@ -99,13 +99,14 @@ class Executor:
     def update(self, parts: Mapping[int, BucketPart]) -> None:
         """Run the update for those of its buckets that a step has a part for, by key.
 
-        What the backward has left of them is used up.
+        What the backward has left of them is used up. Ctrl-C may come anywhere in it, so there is
+        nothing around the ops that it could leave as it is: no lock, no mode of the thread.
         """
         left = [part.left for part in parts.values() if part.left is not None]
         values = {each.host.layout.key: (each.gradients, each.buffers) for each in left}
         given = dict(zip(self.schedule.left, _flat(map(values.get, self._left)), strict=True))
         bound, machine = self._bound["update"], self.machine
-        with machine.streams.run(), torch.no_grad(), compat.on_host():
+        with machine.streams.run():
             taken = [self._taken(key, token, given) for key, token in self._inputs["update"]]
             tracer = machine.tracer
             bound.recording = None if tracer is None else tracer.run(self.schedule, "update")

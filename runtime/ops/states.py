@@ -52,7 +52,8 @@ class StateOps(OpGroup):
             _, group = gradients.value
             given = None if weights is None else weights.value
             buffers: UpdateBuffers = state.value
-            device_buffers.update(host, buffers, steps, group, given)
+            with torch.no_grad():
+                device_buffers.update(host, buffers, steps, group, given)
             return buffers
 
         waits = (gradients, state) if weights is None else (weights, gradients, state)
@@ -83,8 +84,9 @@ class StateOps(OpGroup):
         if part is None:
             return Handle(None, Stream.HOST)
         assert part.left is not None
-        left, part.left = part.left, None
+        left = part.left
         flight: Flight | None = left.bring_back(updated.event, machine.copies)
+        part.left = None
         if flight is None:
             return Handle(None, Stream.HOST)
         machine.device_update.flying.append(left.host)
