@@ -66,7 +66,7 @@ def parse(line: str, **stubs: Any) -> Schedule:
         backward.start(forward, needed=[*again, *kept])
         for token in backward_line.split():
             backward.read(token)
-        backward.graph.output((backward.last,))
+        backward.graph.output(((backward.last,), (), ()))
     return Schedule(
         name="model",
         forward=forward.graph,

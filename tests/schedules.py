@@ -16,9 +16,11 @@ from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, Param, Slot
-from megacompile.ir.schedule import PassRecord, Schedule
+from megacompile.ir.ops import Part
+from megacompile.ir.schedule import PassRecord, Plan, Schedule
 from megacompile.ir.stages import ArgRef, ParamRef, SavedRef, Stage, Template
 from megacompile.ir.tensors import TensorMeta
+from megacompile.ir.tokens import Token
 
 ACTIVATION = TensorMeta((4, 8), torch.bfloat16, (8, 1))
 WEIGHT = TensorMeta((8, 8), torch.bfloat16, (8, 1))
@@ -43,6 +45,10 @@ class Spec:
     update: bool = False  # the backward updates each bucket instead of offloading its gradients
     masters: bool = False  # updates take the parameters with the states, not from the slots
     offload: frozenset[int] = frozenset()  # stages whose saved values wait on the host
+    late: bool = False  # with `shared`, the first stage reads its bucket and gives no gradient of it
+    device: frozenset[int] = frozenset()  # buckets that step() updates on the device
+    resident: frozenset[int] = frozenset()  # buckets that live on the device
+    helps: bool = False  # the device helps the host with its updates
 
     def __str__(self) -> str:
         """The parts that are not the default, for the ids of tests."""
@@ -58,11 +64,16 @@ def build(spec: Spec) -> Schedule:
     """The schedule of a spec; it has no hazards."""
     stages = _stages(spec)
     forward = _Forward(spec, stages)
+    backward = _Backward(spec, stages, forward) if spec.training else None
     size = max(bucket.size_bytes for stage in stages for bucket in stage.buckets)
+    steps = backward is not None and not spec.update
     return Schedule(
         name="model",
         forward=forward.graph,
-        backward=_Backward(spec, stages, forward).graph if spec.training else None,
+        backward=None if backward is None else backward.graph,
+        update=_update(spec, stages, backward) if backward is not None and steps else None,
+        left=tuple(node.name for node in backward.left) if backward is not None else (),
+        plan=Plan(resident=spec.resident, device_update=spec.device),
         stages=stages,
         saved_values=tuple(node.name for node in forward.saved_values),
         tangents=(0,) if spec.training else (),
@@ -91,6 +102,19 @@ def call(
     return graph.create_node("call_function", op, args, kwargs, name)
 
 
+def token(graph: fx.Graph, bucket: Bucket, part: Part) -> fx.Node:
+    """A placeholder for the last write of a part by an earlier graph: "weights_3"."""
+    name = f"{part.value}_{bucket.label}"
+    for node in graph.find_nodes(op="placeholder"):
+        if node.name == name:
+            return node
+    first = next((n for n in graph.nodes if n.op != "placeholder"), None)
+    with graph.inserting_before(first):
+        node = graph.create_node("placeholder", name, name=name)
+    node.meta["token"] = Token(bucket, part)
+    return node
+
+
 def arguments(node: fx.Node) -> tuple[Any, ...]:
     """The positional arguments of a node: nodes, tuples of them, stages, buckets, slots."""
     return node.args
@@ -110,7 +134,11 @@ def _stages(spec: Spec) -> tuple[Stage, ...]:
     stages = []
     for i in range(spec.stages):
         read = (buckets[i], buckets[0]) if spec.shared and i == spec.stages - 1 else (buckets[i],)
-        kind = (len(read), spec.shared and i == 0, i in spec.changes, i in spec.random)
+        first = spec.shared and i == 0
+        kind = (
+            *(len(read), first and not spec.late, i in spec.changes, i in spec.random),
+            first and spec.late,
+        )
         if kind not in templates:
             templates[kind] = _template(len(templates), *kind)
         template = templates[kind]
@@ -134,10 +162,11 @@ def _stages(spec: Spec) -> tuple[Stage, ...]:
 
 
 def _template(
-    index: int, buckets: int, partial_gradients: bool, changes: bool, random: bool
+    index: int, buckets: int, partial_gradients: bool, changes: bool, random: bool, late: bool
 ) -> Template:
     """Primals: a parameter a bucket, the activation, and the input that is changed in place."""
     args = 2 if changes else 1
+    gradients = range(buckets if late else 0, buckets + 1)
     return Template(
         index=index,
         primals=(*[WEIGHT] * buckets, *[ACTIVATION] * args),
@@ -147,9 +176,9 @@ def _template(
         tangents=(0,),
         partial_gradients=(0,) if partial_gradients else (),
         backward_inputs=(*range(buckets), *(SavedRef(i) for i in range(SAVED))),
-        gradients=tuple(range(buckets + 1)),
+        gradients=tuple(gradients),
         tangent_metas=(ACTIVATION,) * (2 if partial_gradients else 1),
-        gradient_metas=(*[WEIGHT] * buckets, ACTIVATION),
+        gradient_metas=(*[WEIGHT] * (len(gradients) - 1), ACTIVATION),
         recompute_primals=tuple(range(buckets + args)),
         random=random,
         graphs={},
@@ -163,7 +192,10 @@ class _Weights:
         self, graph: fx.Graph, spec: Spec, uses: Sequence[Stage], held: dict[int, fx.Node]
     ) -> None:
         self.graph, self.spec = graph, spec
-        self.wanted = [bucket for stage in uses for bucket in stage.buckets]
+        buckets = [bucket for stage in uses for bucket in stage.buckets]
+        self.wanted = [bucket for bucket in buckets if bucket.key not in spec.resident]
+        self.resident = {b.key: b for b in buckets if b.key in spec.resident}
+        self.there: dict[int, fx.Node] = {}  # bucket key -> weights that are resident
         self.inherited = {arguments(node)[0].key: node for node in held.values()}
         self.busy: dict[int, fx.Node | None] = {}  # slot -> what fills it, while it is read
         self.free: dict[int, fx.Node] = {}  # slot -> after whom it may be filled
@@ -171,7 +203,9 @@ class _Weights:
         self.last: dict[int, fx.Node] = {}  # slot -> what filled it last
 
     def start(self, begin: fx.Node) -> None:
-        """Take what is held, and fill the other slots."""
+        """Take what is resident and what is held, and fill the other slots."""
+        for key, bucket in self.resident.items():
+            self.there[key] = call(self.graph, ops.resident, bucket)
         slots = {arguments(node)[1].index for node in self.inherited.values()}
         self.free = {i: begin for i in range(self.spec.slots) if i not in slots}
         for i in slots:
@@ -188,20 +222,25 @@ class _Weights:
                 slot, after = next(iter(self.free.items()))
                 del self.free[slot]
                 place = Slot(slot, bucket.size_bytes)
-                node = call(self.graph, ops.prefetch, bucket, place, after=(after,))
+                waits = (token(self.graph, bucket, Part.WEIGHTS), after)
+                node = call(self.graph, ops.prefetch, bucket, place, after=waits)
                 self.last[slot] = node
             else:
                 return
             self.wanted.pop(0)
             self.ready.append(node)
 
-    def take(self, count: int) -> tuple[fx.Node, ...]:
-        taken, self.ready = self.ready[:count], self.ready[count:]
-        assert len(taken) == count, "a stage reads more buckets than there are slots"
-        return tuple(taken)
+    def take(self, buckets: Sequence[Bucket]) -> tuple[fx.Node, ...]:
+        return tuple(self.there.get(b.key) or self._next() for b in buckets)
+
+    def _next(self) -> fx.Node:
+        assert self.ready, "a stage reads more buckets than there are slots"
+        return self.ready.pop(0)
 
     def give_back(self, weights: Sequence[fx.Node], reader: fx.Node) -> None:
         for node in weights:
+            if node.target is ops.resident:
+                continue
             self.free[arguments(node)[1].index] = reader
         self.fill()
 
@@ -249,7 +288,7 @@ class _Forward:
             if stage.traced.random:
                 self.rng[i] = call(graph, ops.save_rng, stage)
                 self.saved_values.append(self.rng[i])
-        weights = self.weights.take(len(stage.buckets))
+        weights = self.weights.take(stage.buckets)
         args = (x,) if state is None else (x, state)
         values = _take(graph, ops.forward, (stage, weights, args, saving), f"y{i}")
         self.weights.give_back(weights, values[0])
@@ -278,7 +317,10 @@ class _Backward:
         self.brought: dict[int, list[fx.Node]] = {}  # stage -> copies on the host, and buffers
         self.values = {n: _placeholder(graph, n.name) for n in forward.saved_values}
         self.carried: dict[int, fx.Node] = {}  # bucket key -> gradients so far
-        self.contributors = [bucket.key for stage in stages for bucket in stage.buckets]
+        self.contributors = [bucket.key for stage in stages for bucket in stage.gradient_buckets]
+        self.left: list[fx.Node] = []  # gradients and states, for the update
+        self.left_states: dict[int, fx.Node] = {}
+        self.waiting: list[tuple[Bucket, fx.Node]] = []  # gradients, for a late reader of weights
         self.later: list[tuple[fx.Node, fx.Node]] = []  # values to free, and who reads them
         gradient = _placeholder(graph, "t0")
         order = list(reversed(stages))
@@ -289,15 +331,15 @@ class _Backward:
         for stage in order:
             gradient = self._stage(stage, gradient)
         self._free_later(ops.defer_free if spec.update else ops.free)
-        graph.output((gradient,))
+        graph.output(((gradient,), tuple(self.left), tuple(_writers(graph))))
 
     def _stage(self, stage: Stage, tangent: fx.Node) -> fx.Node:
         graph, i = self.graph, stage.index
-        weights = self.weights.take(len(stage.buckets))
+        weights = self.weights.take(stage.buckets)
         if i > 0:
             self._fetch_back(self.stages[i - 1])
         buffers = self._fetch(stage) if self.spec.accumulate else {}
-        states = self._fetch_states(stage) if self.spec.update else {}
+        states = self._fetch_states(stage)
         saved = self._saved(stage, weights)
         first = 1 if stage.traced.partial_gradients else 0
         partial_gradients = tuple(self.carried[b.key] for b in stage.buckets[:first])
@@ -310,13 +352,19 @@ class _Backward:
         for node in (*saved, tangent, *partial_gradients, *self.values_of(i)):
             call(graph, ops.free, node)
         readers = [gradient]
-        for bucket, group, given_weights in zip(stage.buckets, groups, weights, strict=True):
+        for bucket, group in self.waiting if i == 0 else []:
+            self._offload(bucket, group, after=(gradient,))
+        given_weights = dict(zip(stage.buckets, weights, strict=True))
+        for bucket, group in zip(stage.gradient_buckets, groups, strict=True):
             self.contributors.remove(bucket.key)
             if bucket.key in self.contributors:
                 self.carried[bucket.key] = group
             elif self.spec.update:
                 total = self._add(bucket, group, buffers)
-                readers.append(self._update(bucket, given_weights, total, states[bucket.key]))
+                given_one, state = given_weights[bucket], states[bucket.key]
+                readers.append(self._update(bucket, given_one, total, state))
+            elif self.spec.late and bucket.key == 0:
+                self.waiting.append((bucket, self._add(bucket, group, buffers)))
             else:
                 self._offload(bucket, self._add(bucket, group, buffers))
         if self.spec.update:
@@ -353,18 +401,23 @@ class _Backward:
 
     def _fetch(self, stage: Stage) -> dict[int, tuple[fx.Node, fx.Node]]:
         buffers = {}
-        for bucket in stage.buckets:
+        for bucket in stage.gradient_buckets:
             if self.contributors.count(bucket.key) == 1:
                 buffer = call(self.graph, ops.alloc_grad, bucket)
-                buffers[bucket.key] = buffer, call(self.graph, ops.fetch_grad, bucket, buffer)
+                waits = (token(self.graph, bucket, Part.GRADIENTS),)
+                fetched = call(self.graph, ops.fetch_grad, bucket, buffer, after=waits)
+                buffers[bucket.key] = buffer, fetched
         return buffers
 
     def _fetch_states(self, stage: Stage) -> dict[int, tuple[fx.Node, fx.Node]]:
-        states, masters = {}, self.spec.masters
-        for bucket in stage.buckets:
-            if self.contributors.count(bucket.key) == 1:
+        states, masters = {}, self.spec.masters or not self.spec.update
+        for bucket in stage.gradient_buckets:
+            wanted = self.spec.update or bucket.key in self.spec.device
+            if wanted and self.contributors.count(bucket.key) == 1:
                 buffer = call(self.graph, ops.alloc_state, bucket, masters)
-                fetched = call(self.graph, ops.fetch_state, bucket, buffer, masters)
+                waits = (token(self.graph, bucket, Part.STATES),)
+                fetched = call(self.graph, ops.fetch_state, bucket, buffer, masters, after=waits)
+                self.left_states[bucket.key] = fetched
                 buffer.meta["value"] = fetched.meta["value"] = STATE
                 states[bucket.key] = buffer, fetched
         return states
@@ -381,12 +434,14 @@ class _Backward:
             call(self.graph, ops.free, node)
         return total
 
-    def _offload(self, bucket: Bucket, group: fx.Node) -> None:
+    def _offload(self, bucket: Bucket, group: fx.Node, after: tuple[fx.Node, ...] = ()) -> None:
         norms = []
-        if self.spec.norms:
+        if self.spec.norms and bucket.key not in self.spec.resident:
             norms = [call(self.graph, ops.norm_grad, bucket, group)]
-        offload = call(self.graph, ops.offload_grad, bucket, group, *norms)
-        self.later += [(value, offload) for value in (group, *norms)]
+        offload = call(self.graph, ops.offload_grad, bucket, group, *norms, after=after)
+        left = bucket.key in self.spec.device
+        self.left += [group, self.left_states[bucket.key]] if left else []
+        self.later += [(value, offload) for value in ([] if left else [group]) + norms]
 
     def _update(
         self,
@@ -412,6 +467,56 @@ class _Backward:
         self.later.clear()
 
 
+def _writers(graph: fx.Graph) -> list[fx.Node]:
+    """The ops that write to a bucket: one for each part of each."""
+    return ops.nodes_of(
+        graph, *(ops.offload_grad, ops.offload_state, ops.update_host, ops.update_resident)
+    )
+
+
+def _update(spec: Spec, stages: Sequence[Stage], backward: _Backward) -> fx.Graph:
+    """The step: what lies on the host, what is resident, what the backward has left."""
+    graph = fx.Graph()
+    graph.output(((),))
+    left = {arguments(state)[0].key: (g, state) for g, state in _pairs(backward.left)}
+    buckets = {bucket.key: bucket for stage in stages for bucket in stage.buckets}
+    on_host = []
+    for key, bucket in sorted(buckets.items()):
+        if key in left:
+            continue
+        op = ops.update_resident if key in spec.resident else ops.update_host
+        waits = (token(graph, bucket, Part.GRADIENTS),)
+        with graph.inserting_before(graph.output_node()):
+            node = call(graph, op, bucket, after=waits)
+        on_host += [node] if op is ops.update_host else []
+    if spec.helps and on_host:
+        with graph.inserting_before(graph.output_node()):
+            call(graph, ops.help_host, tuple(on_host))
+    for key, values in left.items():
+        _update_on_device(graph, buckets[key], values)
+    graph.output_node().args = ((tuple(_writers(graph)),),)
+    return graph
+
+
+def _pairs(nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
+    return list(zip(nodes[::2], nodes[1::2], strict=True))
+
+
+def _update_on_device(graph: fx.Graph, bucket: Bucket, left: tuple[fx.Node, fx.Node]) -> None:
+    copied = token(graph, bucket, Part.GRADIENTS)
+    with graph.inserting_before(copied):
+        gradients, state = (_placeholder(graph, node.name) for node in left)
+    for node, source in zip((gradients, state), left, strict=True):
+        node.meta["value"] = source.meta["value"]
+    with graph.inserting_before(graph.output_node()):
+        updated = call(graph, ops.update, bucket, None, gradients, state)
+        updated.meta["value"] = STATE
+        call(graph, ops.free, state)
+        offload = call(graph, ops.offload_state, bucket, updated)
+        call(graph, ops.defer_free, updated, after=(offload,))
+        call(graph, ops.defer_free, gradients, after=(copied,))
+
+
 def _placeholder(graph: fx.Graph, name: str) -> fx.Node:
     node = graph.placeholder(name)
     if not name.startswith("save_rng"):
@@ -426,7 +531,7 @@ def _take(
     stage: Stage = args[0]
     node = call(graph, op, *args)
     saved = [ACTIVATION] * SAVED
-    groups = [(WEIGHT,)] * len(stage.buckets)
+    groups = [(WEIGHT,)] * len(stage.gradient_buckets)
     results = [ACTIVATION] * (1 + len(stage.mutated))
     metas: dict[object, list[Any]] = {
         ops.forward: results + (saved if args[3:] == (True,) else []),
