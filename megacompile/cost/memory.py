@@ -204,7 +204,8 @@ class _Replay:
         assert schedule.update is not None
         for node in schedule.update.find_nodes(op="placeholder"):
             if node.name in left:
-                self.blocks[node] = left[node.name]
+                left[node.name].names = 0  # the backward's names of it are gone
+                self._name(node, left[node.name])
         for node in ops.nodes_that(schedule.update, lambda op: op.fills is not None):
             self.live[Kind.STATES] += self._copy_bytes(schedule, node)
         self._walk("update", schedule.update)
