@@ -45,9 +45,7 @@ class Spec:
     update: bool = False  # the backward updates each bucket instead of offloading its gradients
     masters: bool = False  # updates take the parameters with the states, not from the slots
     offload: frozenset[int] = frozenset()  # stages whose saved values wait on the host
-    late: bool = (
-        False  # with `shared`, the first stage reads its bucket and gives no gradient of it
-    )
+    late: bool = False  # with `shared`, the first stage reads its bucket and gives no gradient of it
     device: frozenset[int] = frozenset()  # buckets that step() updates on the device
     resident: frozenset[int] = frozenset()  # buckets that live on the device
     helps: bool = False  # the device helps the host with its updates

@@ -111,7 +111,7 @@ SPECS = [
     Spec(shared=True),
     Spec(training=False),
     Spec(device=frozenset({0, 2}), helps=True),
-    Spec(device=frozenset({1}), norms=True, accumulate=True),
+    Spec(device=frozenset({1}), norms=True),
 ]
 
 

@@ -12,6 +12,7 @@ from torch import fx, nn
 from megacompile import megacompile, schedules
 from megacompile.cost.hardware import H200, Hardware
 from megacompile.cost.optimizer import OptimizerCost
+from megacompile.cost.queues import HOST, STREAMS, Queues, Work
 from megacompile.cost.simulate import Event, Prediction, simulate
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, Param, Slot
@@ -301,6 +302,18 @@ def test_a_device_update_waits_for_its_states_and_its_bucket_stays_there(
         schedule.graphs["update"].erase_node(node)
     again = spans(simulate(schedule, UNIT, optimizer=OptimizerCost(), steps=2), 1)
     assert again["0PREFETCH@0"][0] == 20.25  # new parameters are there ahead of the states
+
+
+def test_the_device_begins_at_the_end_and_meets_the_host() -> None:
+    """Updates of 4 GB take 2 s, here and there; the last one is too small for the device."""
+    queues = Queues(SLOW)
+    for i in range(4):
+        helped = 4e9 if i < 3 else 0.0
+        queues.add(Work("update", f"{i}UPDATE", HOST, 4e9, [], 0, helped=helped))
+    queues.go()
+    streams = [STREAMS[work.queue] for work in queues.works]
+    assert streams == [Stream.HOST, Stream.HOST, Stream.DEVICE, Stream.HOST]
+    assert queues.start_s == pytest.approx([0.0, 2.0, 0.0, 4.0])
 
 
 def test_the_device_takes_the_last_update(monkeypatch: pytest.MonkeyPatch) -> None:
