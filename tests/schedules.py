@@ -430,7 +430,8 @@ class _Backward:
             return group
         buffer, fetched = buffers[bucket.key]
         total = call(self.graph, ops.add_grad, bucket, fetched, group)
-        for node in (buffer, fetched, group):
+        left = bucket.key in self.spec.device  # then its memory lives on
+        for node in (group,) if left else (buffer, fetched, group):
             call(self.graph, ops.free, node)
         return total
 
@@ -507,7 +508,7 @@ def _update_on_device(graph: fx.Graph, bucket: Bucket, left: tuple[fx.Node, fx.N
     with graph.inserting_before(copied):
         gradients, state = (_placeholder(graph, node.name) for node in left)
     for node, source in zip((gradients, state), left, strict=True):
-        node.meta["value"] = source.meta["value"]
+        node.meta["value"] = source.meta.get("value", WEIGHT)
     with graph.inserting_before(graph.output_node()):
         updated = call(graph, ops.update, bucket, None, gradients, state)
         updated.meta["value"] = STATE

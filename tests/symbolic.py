@@ -9,13 +9,15 @@ that was freed. A name that is not there when it is used is a `Crash`, as it is 
 
 Memory is freed as soon as it can be: whoever is harmed by a later free is harmed by an early one.
 
+Graphs that run one after the other share streams, memory and tokens: `tests.symbolic_cycle`.
+
 It knows nothing of `megacompile.verify.hazard`, which it is there to judge.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +25,10 @@ from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
+from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
+from megacompile.ir.tokens import Place, token_of
 
 Cells = list[int]
 Run = Callable[[Cells], None]
@@ -85,7 +89,19 @@ class States:
         return (self.cell,)
 
 
-Value = Tensor | Weights | Group | States | None
+@dataclass(frozen=True)
+class Update:
+    """An update that the host makes."""
+
+    key: int
+
+    def cells(self) -> tuple[int, ...]:
+        return ()
+
+
+Value = Tensor | Weights | Group | States | Update | None
+Lane = Stream | int  # what runs in order: a stream, or one op of a stream that is not in order
+Done = tuple[Lane, int]  # a lane has come so far
 
 
 @dataclass(eq=False)
@@ -95,7 +111,7 @@ class Step:
     label: str
     stream: Stream
     run: Run
-    waits: tuple[tuple[Stream, int], ...] = ()  # how far other streams must have come
+    waits: tuple[Done, ...] = ()  # how far other lanes must have come
     release: bool = False
 
 
@@ -113,42 +129,78 @@ class Layout:
 
     Args:
         schedule: that the graph is of.
-        name: "forward" or "backward".
+        name: "forward", "backward" or "update".
         start: what the forward left, for a backward.
         accumulate: are there gradients on the host?
+        earlier: the graph before, which this one shares streams and memory with.
+        skips: buckets that an update has nothing to do for.
+        clips: do updates read the norms of all gradients?
 
     Raises:
         Crash: whatever the streams do.
     """
 
-    def __init__(self, schedule: Schedule, name: str, start: Start, accumulate: bool) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        name: str,
+        start: Start,
+        accumulate: bool,
+        *,
+        earlier: Layout | None = None,
+        skips: Collection[int] = (),
+        clips: bool = False,
+    ) -> None:
         self.schedule, self.name = schedule, name
         self.graph = schedule.graphs[name]
-        self.initial: Cells = []
-        self.queues: dict[Stream, list[Step]] = {stream: [] for stream in Stream}
+        self.skips, self.clips = skips, clips
+        self.gradient_params = schedule.gradient_params
+        self.handed: dict[str, tuple[Value, Done | None, fx.Node]] = {}  # to the graph behind
         self.values: dict[fx.Node, Value] = {}
         self.tuples: dict[fx.Node, tuple[Value, ...]] = {}
         self.gone: set[fx.Node] = set()  # names that were deleted
-        self.place: dict[fx.Node, tuple[Stream, int]] = {}
-        self.owners: dict[int, set[fx.Node]] = {}  # cell -> names that keep its memory
-        self.slots = {slot.index: self.cell(start.slots.get(slot.index)) for slot in schedule.slots}
-        self.sizes = {slot.index: slot.size_bytes for slot in schedule.slots}
-        self.rng = self.cell(start.rng)
-        self.persistent: dict[object, int] = {"rng": self.rng, "corrupt": self.cell(term("no"))}
-        self.deferred: dict[int, tuple[tuple[Stream, int], ...]] = {}  # cell -> kept until these
-        self.defers: list[tuple[tuple[tuple[Stream, int], ...], list[int]]] = []
-        self.gradient_params = schedule.gradient_params
-        for bucket in schedule.buckets:
-            self._host(bucket, accumulate)
-        self._earlier(accumulate)
+        self.place: dict[fx.Node, Done] = {}
+        if earlier is None:
+            self._world(start, accumulate)
+        else:
+            self._share(earlier)
+        self._earlier(accumulate, alone=earlier is None)
+        if name == "update" and clips:
+            self._clip()
         for node in self.graph.nodes:
             if node.op == "placeholder":
-                self._input(node, start)
+                self._input(node, start, earlier)
             elif node.op == "call_function":
                 self._call(node)
         self._end()
 
     # Memory.
+
+    def _world(self, start: Start, accumulate: bool) -> None:
+        """Streams and memory, as the first graph finds them."""
+        schedule = self.schedule
+        self.runs = 0
+        self.initial: Cells = []
+        self.queues: dict[Lane, list[Step]] = {s: [] for s in Stream if s.in_order}
+        self.owners: dict[int, set[fx.Node]] = {}  # cell -> names that keep its memory
+        self.slots = {slot.index: self.cell(start.slots.get(slot.index)) for slot in schedule.slots}
+        self.sizes = {slot.index: slot.size_bytes for slot in schedule.slots}
+        self.rng = self.cell(start.rng)
+        self.persistent: dict[object, int] = {"rng": self.rng, "corrupt": self.cell(term("no"))}
+        self.deferred: dict[int, tuple[Done, ...]] = {}  # cell -> kept until these
+        self.defers: list[tuple[tuple[Done, ...], list[int]]] = []
+        self.tokens: dict[Place, Done] = {}  # who wrote a part last, as graphs have returned it
+        self.host_waits: tuple[Done, ...] = ()  # what the host has waited for
+        for bucket in schedule.buckets:
+            self._host(bucket, accumulate)
+
+    def _share(self, earlier: Layout) -> None:
+        self.runs = earlier.runs + 1
+        self.initial, self.queues, self.owners = earlier.initial, earlier.queues, earlier.owners
+        self.slots, self.sizes, self.rng = earlier.slots, earlier.sizes, earlier.rng
+        self.persistent = earlier.persistent
+        self.deferred, self.defers, self.tokens = earlier.deferred, earlier.defers, earlier.tokens
+        self.host_waits = earlier.host_waits
 
     def cell(self, content: int | None = POISON) -> int:
         self.initial.append(POISON if content is None else content)
@@ -163,11 +215,13 @@ class Layout:
             content = term("gradient", key, i) if accumulate else POISON
             self.persistent["gradient", key, i] = self.cell(content)
 
-    def _earlier(self, accumulate: bool) -> None:
+    def _earlier(self, accumulate: bool, *, alone: bool) -> None:
         """What an earlier schedule may still do when this one starts."""
+        if self.name == "update":
+            return
         held = {node.args[1].index for node in ops.nodes_of(self.graph, ops.reuse)}  # type: ignore[union-attr]
         lost = [cell for index, cell in self.slots.items() if index not in held]
-        if self.name == "backward" and not accumulate:
+        if self.name == "backward" and not accumulate and alone:
             lost += [c for k, c in self.persistent.items() if isinstance(k, tuple) and len(k) == 3]
         self._queue(Stream.COMPUTE, "EARLIER", poisons(lost), ())
 
@@ -176,12 +230,26 @@ class Layout:
         stream: Stream,
         label: str,
         run: Run,
-        waits: tuple[tuple[Stream, int], ...],
+        waits: tuple[Done, ...],
         *,
         release: bool = False,
-    ) -> tuple[Stream, int]:
-        self.queues[stream].append(Step(label, stream, run, waits, release))
-        return stream, len(self.queues[stream])
+    ) -> Done:
+        lane: Lane = stream if stream.in_order else len(self.queues)
+        waits = (*waits, *self.host_waits)
+        queue = self.queues.setdefault(lane, [])
+        queue.append(Step(label, stream, run, waits, release))
+        return lane, len(queue)
+
+    def _clip(self) -> None:
+        """The host waits for all gradients, and looks at their norms."""
+        norms = [c for k, c in self.persistent.items() if isinstance(k, tuple) and k[0] == "norms"]
+        made = self.persistent.setdefault("clip", self.cell())
+
+        def run(cells: Cells) -> None:
+            cells[made] = term("clip", *(cells[cell] for cell in norms))
+
+        waits = tuple(done for (_, part), done in self.tokens.items() if part is Part.GRADIENTS)
+        self.host_waits = (self._queue(Stream.HOST, "CLIP", run, waits),)
 
     def _put(self, cells: Cells, into: int, content: int) -> None:
         """Write to memory that was there before."""
@@ -199,17 +267,34 @@ class Layout:
 
     # Names.
 
-    def _input(self, node: fx.Node, start: Start) -> None:
+    def _input(self, node: fx.Node, start: Start, earlier: Layout | None) -> None:
+        token = token_of(node)
+        if token is not None:
+            self.values[node] = None
+            if token.place in self.tokens:
+                self.place[node] = self.tokens[token.place]
+            return
+        if earlier is not None and node.name in earlier.handed:
+            value, done, name = earlier.handed.pop(node.name)
+            self._bind(node, value)
+            if done is not None:
+                self.place[node] = done
+            for cell in value.cells() if value is not None else ():
+                self.owners[cell].discard(name)
+            return
+        if self.skips:  # another step has taken it
+            self.values[node] = None
+            return
         content = start.inputs.get(node.name)
         if content is None:
-            if self.name == "backward" and not node.name.removeprefix("t").isdigit():
-                raise Crash(f"no saved value {node.name}")
-            content = term("input", node.name)
+            if self.name != "forward" and not node.name.removeprefix("t").isdigit():
+                raise Crash(f"nobody gives {node.name}")
+            content = term("input", node.name, self.runs)
         cell = self.cell(content)
         self._bind(node, Tensor(cell))
         if self.name == "forward":
-            self.persistent["input", node.name] = cell
-            self.owners[cell] = set()  # the user keeps it
+            self.persistent["input", node.name, self.runs, ""] = cell
+            self.owners[cell] = {self.graph.output_node()}  # the user keeps it
 
     def _bind(self, node: fx.Node, value: Value) -> None:
         self.values[node] = value
@@ -260,10 +345,13 @@ class Layout:
         for value in node.all_input_nodes:  # Python looks every name up
             if value not in self.tuples:
                 self.get(value)
+        if self._skipped(node):
+            self.values[node] = None
+            return
         waits = tuple(
             self.place[value]
             for value in node.all_input_nodes
-            if value in self.place and node.target is not ops.defer_free
+            if value in self.place and node.target not in (ops.defer_free, ops.help_host)
         )
         carry_out: Any = getattr(self, f"_{op.name}")
         given: Any = node.kwargs.get("after", ()) or ()
@@ -278,20 +366,35 @@ class Layout:
         else:
             self._bind(node, result)
 
+    def _skipped(self, node: fx.Node) -> bool:
+        """Is it of a bucket that this update has nothing to do for?"""
+        subject: Any = node.args[0] if node.args else None
+        if not self.skips:
+            return False
+        key = self._key(subject) if isinstance(subject, fx.Node) else getattr(subject, "key", None)
+        return key in self.skips
+
+    def _key(self, node: fx.Node) -> int | None:
+        """The bucket that a value is of."""
+        value = self.values.get(node)
+        if isinstance(value, States):
+            return value.bucket.key
+        return value.key if isinstance(value, (Group, Update)) else None
+
     # Lifetimes.
 
-    def _free(self, node: fx.Node, value: Any, after: tuple[tuple[Stream, int], ...]) -> None:
+    def _free(self, node: fx.Node, value: Any, after: tuple[Done, ...]) -> None:
         self._release(node, value, after, ())
 
-    def _defer_free(self, node: fx.Node, value: Any, after: tuple[tuple[Stream, int], ...]) -> None:
+    def _defer_free(self, node: fx.Node, value: Any, after: tuple[Done, ...]) -> None:
         self._release(node, value, (), after)
 
     def _release(
         self,
         node: fx.Node,
         value: Any,
-        waits: tuple[tuple[Stream, int], ...],
-        kept_for: tuple[tuple[Stream, int], ...],
+        waits: tuple[Done, ...],
+        kept_for: tuple[Done, ...],
     ) -> None:
         found = self.get(value)
         self.gone.add(value)
@@ -300,19 +403,22 @@ class Layout:
         self.place[node] = self._frees(f"del {value.name}", self._drop(value), waits)
 
     def _frees(
-        self, label: str, lost: list[int], waits: tuple[tuple[Stream, int], ...]
-    ) -> tuple[Stream, int]:
+        self, label: str, lost: list[int], waits: tuple[Done, ...]
+    ) -> Done:
         """Memory goes: at once, or, where it is deferred, when that allows."""
         at_once = [cell for cell in lost if not self.deferred.get(cell)]
         where = self._queue(Stream.COMPUTE, label, _frees(at_once), waits, release=True)
         self.defers += [((where, *self.deferred[c]), [c]) for c in lost if c not in at_once]
         return where
 
+    def _cells(self, node: fx.Node) -> tuple[int, ...]:
+        value = self.values[node]
+        return value.cells() if value is not None else ()
+
     def _drop(self, node: fx.Node) -> list[int]:
         """The cells that a name was the last one of."""
-        value = self.values[node]
         lost = []
-        for cell in value.cells() if value is not None else ():
+        for cell in self._cells(node):
             names = self.owners[cell]
             if node in names:
                 names.discard(node)
@@ -326,16 +432,32 @@ class Layout:
         nodes: list[fx.Node] = []
         fx.map_arg(returned, nodes.append)
         for node in nodes:
-            value = self.get(node)
-            cells = value.cells() if value is not None else ()
-            self.returned += [(node.name, cell) for cell in cells]
+            self.get(node)
+            self.returned += [(node.name, cell) for cell in self._cells(node)]
+        if self.name != "forward":
+            self._hand_tokens(returned[-1])
+        outputs: list[fx.Node] = []
+        fx.map_arg(returned[0] if self.name != "update" else (), outputs.append)
+        self.outputs = [cell for node in outputs for cell in self._cells(node)]
+        for cell in self.outputs:
+            self.owners[cell].add(self.graph.output_node())  # the user keeps it
+        handed: list[fx.Node] = [n for n in self.values if self._key(n) in self.skips]
+        fx.map_arg(returned[1] if len(returned) > 1 else (), handed.append)
+        self.handed = {n.name: (self.values[n], self.place.get(n), n) for n in handed}
         lost = [
             cell
             for node in list(self.values)
-            if node not in nodes and node not in self.gone
+            if node not in nodes and node not in self.gone and node not in handed
             for cell in self._drop(node)
         ]
         self._frees("return", lost, ())
+
+    def _hand_tokens(self, nodes: Any) -> None:
+        for node in nodes:
+            subject: Any = node.args[0] if node.args else None
+            for part in _WRITTEN.get(node.target, ()):
+                if node in self.place:
+                    self.tokens[subject.key, part] = self.place[node]
 
     def seen(self, cells: Cells) -> tuple[object, ...]:
         """What can be seen at the end."""
@@ -347,6 +469,14 @@ class Layout:
         inputs = {name: cells[cell] for name, cell in self.returned}
         slots = {index: cells[cell] for index, cell in self.slots.items()}
         return Start(inputs, slots, cells[self.rng])
+
+
+_WRITTEN: dict[object, tuple[Part, ...]] = {  # what an op is the last writer of
+    ops.offload_grad: (Part.GRADIENTS,),
+    ops.offload_state: (Part.WEIGHTS, Part.STATES),
+    ops.update_host: (Part.WEIGHTS, Part.STATES),
+    ops.update_resident: (Part.WEIGHTS, Part.STATES),
+}
 
 
 def _frees(lost: list[int]) -> Run:
@@ -385,7 +515,7 @@ def explore(machine: Layout, limit: int = 20_000) -> Iterator[tuple[Cells, Path]
         Crash: no op can run.
         OverflowError: more than `limit` states.
     """
-    queues = [machine.queues[stream] for stream in Stream]
+    queues, index = list(machine.queues.values()), _lanes(machine)
     ends = tuple(map(len, queues))
     first = _freed(machine, (0,) * len(queues), list(machine.initial))
     seen = {first}
@@ -397,7 +527,7 @@ def explore(machine: Layout, limit: int = 20_000) -> Iterator[tuple[Cells, Path]
             continue
         moved = False
         for i, queue in enumerate(queues):
-            if at[i] == ends[i] or not _ready(queue[at[i]], at):
+            if at[i] == ends[i] or not _ready(queue[at[i]], at, index):
                 continue
             moved = True
             cells = list(content)
@@ -413,22 +543,25 @@ def explore(machine: Layout, limit: int = 20_000) -> Iterator[tuple[Cells, Path]
 
 
 At = tuple[int, ...]  # how far each stream has come
-_INDEX = {stream: i for i, stream in enumerate(Stream)}
 
 
-def _ready(step: Step, at: At) -> bool:
-    return all(at[_INDEX[stream]] >= count for stream, count in step.waits)
+def _lanes(machine: Layout) -> dict[Lane, int]:
+    return {lane: i for i, lane in enumerate(machine.queues)}
+
+
+def _ready(step: Step, at: At, index: Mapping[Lane, int]) -> bool:
+    return all(at[index[lane]] >= count for lane, count in step.waits)
 
 
 def _freed(machine: Layout, at: At, cells: Cells) -> tuple[At, tuple[int, ...]]:
     """The state after everything that can be freed has been."""
-    compute = machine.queues[Stream.COMPUTE]
-    i = _INDEX[Stream.COMPUTE]
-    while at[i] < len(compute) and compute[at[i]].release and _ready(compute[at[i]], at):
+    compute, index = machine.queues[Stream.COMPUTE], _lanes(machine)
+    i = index[Stream.COMPUTE]
+    while at[i] < len(compute) and compute[at[i]].release and _ready(compute[at[i]], at, index):
         compute[at[i]].run(cells)
         at = (*at[:i], at[i] + 1, *at[i + 1 :])
     for needed, lost in machine.defers:
-        if all(at[_INDEX[stream]] >= count for stream, count in needed):
+        if all(at[index[lane]] >= count for lane, count in needed):
             for cell in lost:
                 cells[cell] = FREED
     return at, tuple(cells)

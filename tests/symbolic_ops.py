@@ -16,6 +16,7 @@ from tests.symbolic import (
     Run,
     States,
     Tensor,
+    Update,
     Value,
     Weights,
     poisons,
@@ -43,6 +44,9 @@ class Machine(Layout):
 
     def _reuse(self, bucket: Bucket, slot: Any) -> tuple[Run, Value]:
         return _nothing, Weights(self._slot(slot, bucket), bucket)
+
+    def _resident(self, bucket: Bucket) -> tuple[Run, Value]:
+        return _nothing, Weights(self.persistent["params", bucket.key], bucket)
 
     def _slot(self, slot: Any, bucket: Bucket) -> int:
         if slot is None or self.sizes.get(slot.index, -1) < bucket.size_bytes:
@@ -287,6 +291,7 @@ class Machine(Layout):
         def run(cells: Cells) -> None:
             old = term("no weights") if given is None else cells[given.slot]
             new = [cells[group[i]] for i in wanted]
+            new += [cells[self.persistent["clip"]]] if self.clips else []
             updated = _of("updated", bucket.key, old, *new, cells[buffers.cell])
             self._put(cells, buffers.cell, updated)
 
@@ -296,6 +301,40 @@ class Machine(Layout):
         cell = self._buffer(bucket, updated).cell
         host = [self.persistent["params", bucket.key], self.persistent["states", bucket.key]]
         return self._copies([(into, cell) for into in host]), None
+
+
+    # The step, of what lies where it is.
+
+    def _update_host(self, bucket: Bucket) -> tuple[Run, Value]:
+        if bucket.key in self.schedule.plan.resident:
+            raise Crash(f"bucket {bucket.label} is on the device")
+        return self._in_place(bucket), Update(bucket.key)
+
+    def _update_resident(self, bucket: Bucket) -> tuple[Run, Value]:
+        if bucket.key not in self.schedule.plan.resident:
+            raise Crash(f"bucket {bucket.label} is on the host")
+        return self._in_place(bucket), None
+
+    def _in_place(self, bucket: Bucket) -> Run:
+        key = bucket.key
+        params, states = self.persistent["params", key], self.persistent["states", key]
+        if not self.gradient_params.get(key):
+            return _nothing
+        read = [params, states, *(self._host_grad(key, i) for i in self.gradient_params[key])]
+        read += [self.persistent["clip"]] if self.clips else []
+
+        def run(cells: Cells) -> None:
+            content = _of("stepped", key, *(cells[cell] for cell in read))
+            cells[params] = cells[states] = content
+
+        return run
+
+    def _help_host(self, updates: Any) -> tuple[Run, Value]:
+        for update in updates:
+            value = self.get(update)
+            if not isinstance(value, Update) and not (value is None and self.skips):
+                raise Crash(f"{update} is no update of the host")
+        return _nothing, None  # whoever makes an update, it is the same
 
 
 def _nothing(cells: Cells) -> None:

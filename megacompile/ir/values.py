@@ -69,6 +69,19 @@ def fetched_from(schedule: Schedule, value: fx.Node) -> fx.Node:
     return value
 
 
+def left_by_backward(schedule: Schedule) -> dict[fx.Node, fx.Node]:
+    """The update's placeholders for what the backward leaves -> the backward's nodes.
+
+    The two graphs share no edge: a name in `schedule.left` is that of both.
+    """
+    if schedule.update is None or schedule.backward is None or not schedule.left:
+        return {}
+    names = set(schedule.left)
+    sources = {node.name: node for node in schedule.backward.nodes if node.name in names}
+    inputs = schedule.update.find_nodes(op="placeholder")
+    return {node: sources[node.name] for node in inputs if node.name in sources}
+
+
 def taken(node: fx.Node, kind: Value) -> fx.Node | None:
     """The argument of a node that its op takes as this kind of value."""
     for takes in effects(node).takes:

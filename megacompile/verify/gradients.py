@@ -44,7 +44,7 @@ def _arguments_match(view: View) -> Iterator[Hazard]:
                 continue
             wanted, is_buffer = takes.kind.value, takes.kind in _BUFFERS
             kind = _WRONG.get(takes.kind, HazardKind.WRONG_ARGUMENT)
-            if not _matches(node, takes, value):
+            if not _matches(node, takes, view.source(value)):
                 message = (
                     f"{label(node)} takes what {label(value)} gives as {wanted}{_of(node)}; "
                     "give it what was made for it"
@@ -158,6 +158,7 @@ def _weights_or_masters(view: View) -> Iterator[Hazard]:
     """Parameters that are updated come from the bucket's slot, or with the states (masters)."""
     for node in view.that(lambda op: op.gives is Value.UPDATED):
         weights, state = taken(node, Value.WEIGHTS), taken(node, Value.STATES)
+        state = None if state is None else view.source(state)
         if state is None or kind_of(state) is not Value.STATES:
             continue  # reported as such
         bucket, masters = ops.arguments(node)[0], ops.arguments(state)[2]
@@ -204,7 +205,7 @@ def _read_first(
     for reader in readers:
         adds = part is Part.GRADIENTS and any(before(reader, writer) for writer in writers)
         for writer in writers:
-            if before(reader, writer) or (adds and before(writer, reader)):
+            if reader is writer or before(reader, writer) or (adds and before(writer, reader)):
                 continue
             message = (
                 f"{label(reader)} reads the {part.value}{_of(reader)} on the host, which "

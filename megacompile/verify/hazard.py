@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +55,13 @@ class HazardKind(enum.Enum):
     WRONG_STATE = "wrong state"  # an update takes the states of another bucket, or old ones
     STATE_LOST = "state lost"  # nobody offloads what an update gives
     UPDATED_TOO_EARLY = "updated too early"  # a later op reads the bucket as it was before
+    READ_TOO_EARLY = "read too early"  # an earlier graph may still write what is read
+    WRITTEN_TOO_EARLY = "written too early"  # an earlier graph may still use what is written
+    WRONG_TOKEN = "wrong token"  # a graph gives, or takes, another token than the last writer
+    NOT_UPDATED = "not updated"  # a bucket gets gradients, and no op updates it
+    WRONG_UPDATE = "wrong update"  # of a bucket without gradients, twice, or where it does not lie
+    LEFT_BEHIND = "left behind"  # the backward leaves other values than the update takes
+    WRONG_HELP = "wrong help"  # the device helps with what the host does not do
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +69,7 @@ class Hazard:
     """One thing that is wrong: where, what it got, what it needed, what to do."""
 
     kind: HazardKind
-    graph: str  # "forward" or "backward"
+    graph: str  # "forward", "backward" or "update"
     label: str  # of the op that suffers, e.g. "3F"
     other: str  # of the op that harms it, e.g. "4PREFETCH@0"; "" where there is none
     message: str
@@ -77,9 +84,14 @@ class View:
     """One graph of a schedule under inspection: what every check is given."""
 
     schedule: Schedule
-    name: str  # "forward" or "backward"
+    name: str  # "forward", "backward" or "update"
     graph: fx.Graph
     order: Order
+    left: Mapping[fx.Node, fx.Node]  # an update's placeholders -> the backward's values
+
+    def source(self, value: fx.Node) -> fx.Node:
+        """The backward's value that an update's placeholder stands for; any other as it is."""
+        return self.left.get(value, value)
 
     def hazard(
         self, kind: HazardKind, node: fx.Node, other: fx.Node | None, message: str
@@ -96,7 +108,7 @@ class View:
 
     def that(self, wanted: Callable[[Op], object]) -> list[fx.Node]:
         """The nodes whose ops have an effect, in program order."""
-        return ops.nodes_that(self.graph, wanted)
+        return [node for node, op in self.order.calls if wanted(op)]
 
 
 Check = Callable[[View], Iterator[Hazard]]

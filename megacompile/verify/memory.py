@@ -22,6 +22,7 @@ from megacompile.ir.buckets import Bucket, Slot
 from megacompile.ir.ops import Op
 from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
+from megacompile.ir.tokens import token_of
 from megacompile.ir.values import label, memory, named, owns, producer, reads
 from megacompile.text import format_bytes
 from megacompile.verify.hazard import Check, Hazard, HazardKind, View
@@ -165,7 +166,7 @@ def _lifetimes(view: View) -> Iterator[Hazard]:
         if value in frees:
             message = f"{named(value)} is freed twice; drop one of its frees"
             yield view.hazard(HazardKind.DOUBLE_FREE, value, node, message)
-        elif not owns(value) and value.op != "placeholder":
+        elif not owns(value) and (value.op != "placeholder" or token_of(value) is not None):
             message = f"{label(value)} owns no memory, yet it is freed; drop its free"
             yield view.hazard(HazardKind.NOT_OWNED, value, node, message)
         else:
@@ -174,7 +175,7 @@ def _lifetimes(view: View) -> Iterator[Hazard]:
     for node in view.graph.nodes:
         if owns(node) or node.op == "placeholder":
             names[memory(node)].append(node)
-    returned = view.graph.output_node().all_input_nodes
+    returned = set(view.graph.output_node().all_input_nodes)
     lives_on = {memory(node) for node in returned if ops.effects(node).fills is not None}
     for root, shared in names.items():
         yield from _used_after_free(view, shared, frees)
@@ -184,7 +185,7 @@ def _lifetimes(view: View) -> Iterator[Hazard]:
                     message = f"{named(name)} is freed, but it is returned; drop its free"
                     yield view.hazard(HazardKind.DOUBLE_FREE, name, frees[name], message)
                 continue
-            if owns(name) and name not in frees:
+            if (owns(name) or name in view.left) and name not in frees:
                 message = (
                     f"{named(name)} is neither freed nor returned; free it behind its last reader"
                 )

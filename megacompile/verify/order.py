@@ -37,6 +37,7 @@ class Order:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.position = {node: i for i, node in enumerate(graph.nodes)}
+        self.calls = tuple((node, ops.effects(node)) for node in ops.nodes_of(graph))
         self.steps = _steps(graph, self.position)
         self._before: dict[fx.Node, int] = {}
         last: dict[Stream, int] = {}  # what is done when the stream's next op begins

@@ -7,7 +7,9 @@ What must hold, given [Note: happens-before] in `megacompile.verify.order`:
 - memory is not reused while it is read: see `megacompile.verify.memory`;
 - gradients reach the host once and whole: see `megacompile.verify.gradients`;
 - what waits on the host is found there again: see `megacompile.verify.saved_tensors`;
-- values reach those that they are for: see `megacompile.verify.flow`.
+- values reach those that they are for: see `megacompile.verify.flow`;
+- `optimizer.step()` updates what got gradients, once: see `megacompile.verify.updates`;
+- one graph waits for what another does to a bucket: see `megacompile.verify.cycle`.
 
 The checks read the graphs alone: no device, no data.
 """
@@ -26,9 +28,18 @@ from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Op, Part, Value
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, Primal
-from megacompile.ir.values import bucket_of, fetched_from, kind_of, label, named, producer
+from megacompile.ir.tokens import token_of
+from megacompile.ir.values import (
+    bucket_of,
+    fetched_from,
+    kind_of,
+    label,
+    left_by_backward,
+    named,
+    producer,
+)
 from megacompile.show.table import table
-from megacompile.verify import flow, gradients, memory, saved_tensors
+from megacompile.verify import cycle, flow, gradients, memory, saved_tensors, updates
 from megacompile.verify.hazard import Check, Hazard, HazardKind, View
 from megacompile.verify.order import Order
 
@@ -59,15 +70,18 @@ def verify(schedule: Schedule) -> None:
 
 def hazards(schedule: Schedule) -> list[Hazard]:
     """Everything that is wrong with a schedule; [] if nothing."""
-    views = [View(schedule, name, graph, Order(graph)) for name, graph in schedule.graphs.items()]
+    left = left_by_backward(schedule)
+    views = [View(schedule, n, graph, Order(graph), left) for n, graph in schedule.graphs.items()]
     found = [hazard for view in views for hazard in flow.incomplete(view)]
     if found:  # the checks below rely on what is missing
         return found
     found += _saved_values(views)
     for view in views:
-        parts = (memory, saved_tensors, gradients, flow)
+        parts = (memory, saved_tensors, gradients, flow, updates)
         for check in (*_CHECKS, *(check for part in parts for check in part.CHECKS)):
             found += check(view)
+    for joined in (updates.updated_once, updates.left_taken, cycle.hazards):
+        found += joined(views)
     return found
 
 
@@ -180,7 +194,7 @@ def _weights(view: View) -> Iterator[Hazard]:
 
 def _saved_values(views: list[View]) -> Iterator[Hazard]:
     """The forward returns the saved values, in order; the backward takes nothing else of it."""
-    forward, *backward = views
+    forward, *others = views
     names = list(forward.schedule.saved_values)
     returned: Any = forward.graph.output_node().args[0]
     given = [node.name for node in returned[1]]
@@ -191,10 +205,11 @@ def _saved_values(views: list[View]) -> Iterator[Hazard]:
             f"another order: {', '.join(wrong or given)}; both must be schedule.saved values"
         )
         yield forward.hazard(HazardKind.SAVED_VALUES, forward.graph.output_node(), None, message)
-    for view in backward:  # it may leave out what its outputs' gradients do not need
+    for view in (view for view in others if view.name == "backward"):
+        # it may leave out what its outputs' gradients do not need
         known = {*names, *(f"t{k}" for k in view.schedule.tangents)}
         for node in view.graph.find_nodes(op="placeholder"):
-            if node.name not in known:
+            if node.name not in known and token_of(node) is None:
                 message = (
                     f"it takes {node.name}, which is no saved value of the forward and no gradient "
                     "of an output; add it to schedule.saved values"

@@ -1,0 +1,258 @@
+"""The part of `verify` that is about the cycle: a step's graphs, one after the other, and again.
+
+What must hold of the parts of buckets that ops read and write, over all graphs:
+
+- a read is behind the last write before it;
+- a write is behind all earlier reads and writes;
+- what a backward leaves is given back behind the copies out of it.
+
+[Note: cycle] The graphs of a schedule are joined at tokens (`megacompile.ir.tokens`), at what the
+backward leaves for the update, and by the streams that are in order: they are the same for all
+graphs. What comes first is the step of another schedule, which may write every part: an update of
+each bucket, then gradients of it. Then come forward, backward, update, forward and backward; where
+backwards add to gradients on the host, the first two come twice; where the backward updates, the
+update is left out. Pairs of ops of one graph are for the checks of that graph.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.ops import Part
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stream import Stream
+from megacompile.ir.tokens import Place, given, token_of
+from megacompile.ir.values import label, memory, producer, reads
+from megacompile.verify.hazard import Hazard, HazardKind, View
+from megacompile.verify.order import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """An op that reads or writes a part of a bucket, in one run of its graph."""
+
+    run: int  # 0: another schedule's step
+    graph: str
+    node: fx.Node | None  # None: of another schedule
+    bit: int
+
+    def named(self, reader: str) -> str:
+        """How a message of graph `reader` calls it."""
+        if self.node is None:
+            return "an earlier schedule"
+        where = "" if self.graph == reader else f" of the {self.graph}"
+        return f"{label(self.node)}{where}"
+
+
+def hazards(views: list[View]) -> Iterator[Hazard]:
+    """What graphs do to one another."""
+    cycle = _Cycle(views[0].schedule)
+    by_name = {view.name: view for view in views}
+    reported = set()
+    for name in _runs(by_name):
+        for hazard in cycle.run(by_name[name]):
+            key = (hazard.kind, *hazard.nodes, hazard.message)
+            if key not in reported:
+                reported.add(key)
+                yield hazard
+
+
+def _runs(views: Mapping[str, View]) -> list[str]:
+    if "backward" not in views:
+        return ["forward"]
+    once = ["forward", "backward"]
+    adds = views["backward"].that(lambda op: Part.GRADIENTS in op.reads)
+    step = ["update"] if "update" in views else []
+    return [*once, *(once if adds and step else []), *step, *once]
+
+
+@dataclass
+class _Cycle:
+    """The runs so far. Each op has the set of the ops before it, as the bits of an integer."""
+
+    schedule: Schedule
+    bits: int = 0
+    runs: int = 0
+    streams: dict[Stream, int] = field(default_factory=dict)  # what is done at its next op
+    tokens: dict[Place, int] = field(default_factory=dict)  # what is done when it is
+    writer: dict[Place, Access] = field(default_factory=dict)  # the last one
+    readers: dict[Place, list[Access]] = field(default_factory=lambda: defaultdict(list))
+    left: dict[str, int] = field(default_factory=dict)  # what is done when it is there
+    copies: dict[str, list[tuple[fx.Node, int]]] = field(default_factory=dict)  # of what is left
+
+    def __post_init__(self) -> None:
+        for bucket in self.schedule.buckets:
+            self._earlier(bucket)
+
+    def _earlier(self, bucket: Bucket) -> None:
+        """A step of another schedule, of which nothing is done yet."""
+        resident = bucket.key in self.schedule.plan.resident
+        before = self.streams.get(Stream.COMPUTE, 0) if resident else 0
+        update, gradients = (Access(0, "", None, self._bit()) for _ in range(2))
+        done = before | 1 << update.bit
+        if resident:
+            self.streams[Stream.COMPUTE] = done
+        copied = self.streams.get(Stream.D2H, 0) | done | 1 << gradients.bit
+        self.streams[Stream.D2H] = copied
+        for part in Part:
+            wrote = gradients if part is Part.GRADIENTS else update
+            self.tokens[bucket.key, part] = copied if part is Part.GRADIENTS else done
+            self.writer[bucket.key, part] = wrote
+
+    def _bit(self) -> int:
+        self.bits += 1
+        return self.bits - 1
+
+    def run(self, view: View) -> Iterator[Hazard]:
+        """Go on with a graph."""
+        self.runs += 1
+        before: dict[fx.Node, int] = {}
+        done: dict[fx.Node, int] = {}
+        bits: dict[fx.Node, int] = {}
+        for step in view.order.steps:
+            node, op = step.node, ops.effects(step.node)
+            if node.op == "placeholder":
+                done[node] = self._given(node)
+                continue
+            earlier = before[node] = self._before(step, done)
+            touches = op.reads or op.writes
+            if touches or op.stream not in (Stream.COMPUTE, Stream.HOST, Stream.DEVICE):
+                bits[node] = self._bit()
+                done[node] = earlier | 1 << bits[node]
+            else:
+                done[node] = earlier
+            if step.stream is not None:
+                self.streams[step.stream] = done[node]
+            if touches:
+                yield from self._accesses(view, Access(self.runs, view.name, node, bits[node]), earlier)
+        yield from self._lifetimes(view, before, done)
+        if view.name != "forward":
+            self.tokens |= {place: done[node] for place, node in given(view.graph).items()}
+        if view.name == "backward":
+            self._leave(view, done, bits)
+
+    def _given(self, node: fx.Node) -> int:
+        """What is done when a placeholder's value is there."""
+        token = token_of(node)
+        if token is not None:
+            return self.tokens.get(token.place, 0)
+        return self.left.get(node.name, 0)
+
+    def _before(self, step: Step, done: Mapping[fx.Node, int]) -> int:
+        before = 0 if step.stream is None else self.streams.get(step.stream, 0)
+        for earlier in step.waits:
+            before |= done[earlier]
+        return before
+
+    # Parts of buckets.
+
+    def _accesses(self, view: View, access: Access, before: int) -> Iterator[Hazard]:
+        node = access.node
+        assert node is not None
+        op, bucket = ops.effects(node), ops.arguments(node)[0]
+        for part in op.reads:
+            writer = self.writer.get((bucket.key, part))
+            if writer is not None and _races(writer, access, before):
+                yield self._read_too_early(view, access, bucket, part, writer)
+        for part in op.writes:
+            place = bucket.key, part
+            for earlier, does in [
+                *((reader, "read") for reader in self.readers[place]),
+                *((writer, "write") for writer in [self.writer.get(place)] if writer is not None),
+            ]:
+                if _races(earlier, access, before):
+                    yield self._written_too_early(view, access, bucket, part, earlier, does)
+                    break
+        for part in op.reads:
+            self.readers[bucket.key, part].append(access)
+        for part in op.writes:
+            self.writer[bucket.key, part] = access
+            self.readers[bucket.key, part] = []
+
+    def _read_too_early(
+        self, view: View, access: Access, bucket: Bucket, part: Part, writer: Access
+    ) -> Hazard:
+        node, token = access.node, f"{part.value}_{bucket.label}"
+        assert node is not None
+        names = {n.name for n in node.all_input_nodes}
+        fix = f"add after=({token}) to it"
+        if token in names:
+            fix = f"let the {writer.graph or 'earlier schedule'} return it"
+        other = writer.named(view.name)
+        message = (
+            f"{label(node)} reads the {part.value} of bucket {bucket.label}, which {other} may "
+            f"still write: no edge orders {_end(other)} before it; {fix}"
+        )
+        return view.hazard(HazardKind.READ_TOO_EARLY, node, writer.node, message)
+
+    def _written_too_early(
+        self, view: View, access: Access, bucket: Bucket, part: Part, earlier: Access, does: str
+    ) -> Hazard:
+        node, other = access.node, earlier.named(view.name)
+        assert node is not None
+        message = (
+            f"{label(node)} writes the {part.value} of bucket {bucket.label}, which {other} may "
+            f"still {does}: no edge orders {_end(other)} before it; let {label(node)} wait for a "
+            "token, or an op, that comes behind it"
+        )
+        return view.hazard(HazardKind.WRITTEN_TOO_EARLY, node, earlier.node, message)
+
+    # What a backward leaves.
+
+    def _leave(self, view: View, done: Mapping[fx.Node, int], bits: Mapping[fx.Node, int]) -> None:
+        self.left, self.copies = {}, {}
+        left = ops.returned(view.graph)[1]
+        roots = {memory(value): value.name for value in left}
+        for value in left:
+            self.left[value.name] = done[producer(value)]
+        for node in view.graph.nodes:
+            name = roots.get(memory(node))
+            users = node.users if name is not None else ()
+            found = [(u, bits[u]) for u in users if u in bits and node in reads(u)]
+            if name is not None and found:
+                self.copies.setdefault(name, []).extend(found)
+
+    def _lifetimes(
+        self, view: View, before: Mapping[fx.Node, int], done: Mapping[fx.Node, int]
+    ) -> Iterator[Hazard]:
+        """Memory that the backward left goes behind the copies out of it."""
+        if view.name != "update" or not self.copies:
+            return
+        names: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        frees: dict[fx.Node, fx.Node] = {}
+        for node in view.graph.nodes:
+            names[memory(node)].append(node)
+            if ops.effects(node).frees is not None:
+                frees[node.args[0]] = node  # type: ignore[index]
+        for root, shared in names.items():
+            copies = self.copies.get(root.name, []) if root in view.left else []
+            releases = [frees[name] for name in shared if name in frees]
+            if not copies or len(releases) < len(shared):
+                continue  # what is not freed is reported as such
+            gone = 0
+            for release in releases:
+                gone |= before[release]
+                for waits in release.kwargs.get("after", ()):  # type: ignore[union-attr]
+                    gone |= done[producer(waits)]  # type: ignore[arg-type]
+            for copy, bit in copies:
+                if not gone >> bit & 1:
+                    message = (
+                        f"{root.name} is freed while {label(copy)} of the backward may still read "
+                        f"it: no edge orders {label(copy)} before its free; add its token to it"
+                    )
+                    yield view.hazard(HazardKind.FREED_TOO_EARLY, copy, releases[-1], message)
+
+
+def _races(earlier: Access, access: Access, before: int) -> bool:
+    """Is an access of an earlier run not done when another one begins?"""
+    return earlier.run != access.run and not before >> earlier.bit & 1
+
+
+def _end(other: str) -> str:
+    return other.partition(" of the ")[0] if other[0].isdigit() else "it"

@@ -1,0 +1,160 @@
+"""The part of `verify` that is about the graph of `optimizer.step()`, and what it gets and gives.
+
+What must hold:
+
+- every bucket that gets gradients is updated once, where it lies, and no other one is;
+- the update takes what the backward leaves: of each bucket all of its gradients, and its states;
+- a graph returns, as tokens, the ops that were the last to write a part of a bucket, and takes
+  tokens of parts that there are;
+- the device helps with updates of the host.
+
+That graphs wait for one another is shown in `megacompile.verify.cycle`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx
+
+from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.ops import Part, Value, effects
+from megacompile.ir.stream import Stream
+from megacompile.ir.tokens import Place, given, token_of, written
+from megacompile.ir.values import groups, kind_of, label, named
+from megacompile.verify.hazard import Check, Hazard, HazardKind, View
+
+
+def updated_once(views: list[View]) -> Iterator[Hazard]:
+    """Each bucket that gets gradients is updated once, by the backward or by the update."""
+    step = views[-1]
+    if step.name == "forward":
+        return
+    schedule, first = step.schedule, {}
+    trained = schedule.gradient_params if schedule.update is not None else _given_here(step)
+    buckets = {bucket.key: bucket for bucket in schedule.buckets}
+    for view in views[1:]:
+        for node in view.that(lambda op: op.once):
+            bucket: Bucket = ops.arguments(node)[0]
+            earlier = first.setdefault(bucket.key, (view, node))
+            if bucket.key not in trained:
+                message = f"{label(node)} updates a bucket that gets no gradients; drop it"
+                yield view.hazard(HazardKind.WRONG_UPDATE, node, None, message)
+            elif earlier[0] is not view:
+                message = (
+                    f"{label(node)} updates a bucket that {label(earlier[1])} of the "
+                    f"{earlier[0].name} has updated; drop one of them"
+                )
+                yield view.hazard(HazardKind.WRONG_UPDATE, node, None, message)
+    for key in trained:
+        if key not in first:
+            message = (
+                f"nothing updates bucket {buckets[key].label}, which gets gradients; update it "
+                "once, in the backward or in the update"
+            )
+            yield step.hazard(HazardKind.NOT_UPDATED, step.graph.output_node(), None, message)
+
+
+def _given_here(view: View) -> set[int]:
+    """The buckets that a backward gives gradients of."""
+    return {bucket.key for call in view.nodes(ops.backward) for _, bucket in groups(call)}
+
+
+def left_taken(views: list[View]) -> Iterator[Hazard]:
+    """The backward returns what `schedule.left` lists, and the update takes all of it."""
+    by_name = {view.name: view for view in views}
+    backward, update = by_name.get("backward"), by_name.get("update")
+    if backward is None:
+        return
+    names = list(backward.schedule.left)
+    left: Any = ops.returned(backward.graph)[1]
+    returned = [node.name for node in left]
+    takes = [] if update is None else update.graph.find_nodes(op="placeholder")
+    taken = [node.name for node in takes if token_of(node) is None]
+    if returned != names or sorted(taken) != sorted(names):
+        message = (
+            f"it leaves {', '.join(returned) or 'nothing'}, the schedule lists "
+            f"{', '.join(names) or 'nothing'}, the update takes {', '.join(taken) or 'nothing'}; "
+            "all three must be schedule.left"
+        )
+        yield backward.hazard(HazardKind.LEFT_BEHIND, backward.graph.output_node(), None, message)
+    for node in left:
+        if kind_of(node) is Value.GRADIENTS and not _complete(node):
+            message = (
+                f"it leaves {named(node)}, which are not what it offloads: there are more to come; "
+                "leave what it offloads"
+            )
+            yield backward.hazard(HazardKind.LEFT_BEHIND, node, None, message)
+
+
+def _complete(gradients: fx.Node) -> bool:
+    """Are these the gradients that go to the host?"""
+    return any(Part.GRADIENTS in effects(user).writes for user in gradients.users)
+
+
+def _where_it_lies(view: View) -> Iterator[Hazard]:
+    """What is resident is updated by the compute stream, what lies on the host by the host."""
+    resident = view.schedule.plan.resident
+    for node in view.that(lambda op: op.once and op.writes):
+        bucket: Bucket = ops.arguments(node)[0]
+        if (bucket.key in resident) != (ops.stream_of(node) is Stream.COMPUTE):
+            where = "lives on the device" if bucket.key in resident else "lies on the host"
+            message = (
+                f"{label(node)} runs on stream {ops.stream_of(node).value}, but bucket "
+                f"{bucket.label} {where}; update it there"
+            )
+            yield view.hazard(HazardKind.WRONG_UPDATE, node, None, message)
+
+
+def _tokens(view: View) -> Iterator[Hazard]:
+    """A graph returns the last writers of the parts of buckets, and takes tokens of such parts."""
+    schedule = view.schedule
+    keys, trained = {bucket.key for bucket in schedule.buckets}, schedule.gradient_params
+    for node in view.graph.find_nodes(op="placeholder"):
+        token = token_of(node)
+        if token is None:
+            continue
+        key, part = token.place
+        if key not in keys or (part is not Part.WEIGHTS and key not in trained):
+            message = (
+                f"{node.name} stands for the {part.value} of bucket {token.bucket.label}, which "
+                "there are none of; take a token of a part that there is"
+            )
+            yield view.hazard(HazardKind.WRONG_TOKEN, node, None, message)
+    if view.name == "forward":
+        return
+    last: dict[Place, fx.Node] = {}
+    for node in view.that(lambda op: op.writes):
+        last |= dict.fromkeys(written(node), node)
+    got = given(view.graph)
+    for (key, part), node in last.items():
+        found = got.get((key, part))
+        if found is not node:
+            returned = "nothing" if found is None else label(found)
+            message = (
+                f"it returns {returned} as the last to write the {part.value} of the bucket of "
+                f"{label(node)}; return {label(node)}"
+            )
+            yield view.hazard(HazardKind.WRONG_TOKEN, node, None, message)
+
+
+def _helps(view: View) -> Iterator[Hazard]:
+    """The device helps with updates of the host, each named once."""
+    for node in view.that(lambda op: op.helps):
+        updates: Any = node.args[0]
+        for k, update in enumerate(updates):
+            op = effects(update)
+            if not op.once or op.stream is not Stream.HOST:
+                message = (
+                    f"{label(node)} is to help with {named(update)}, which the host does not do; "
+                    "name updates of the host"
+                )
+                yield view.hazard(HazardKind.WRONG_HELP, node, update, message)
+            elif update in updates[:k]:
+                message = f"{label(node)} is to help with {named(update)} twice; name it once"
+                yield view.hazard(HazardKind.WRONG_HELP, node, update, message)
+
+
+CHECKS: tuple[Check, ...] = (_where_it_lies, _tokens, _helps)
