@@ -207,8 +207,8 @@ def test_a_prefetch_without_a_token_does_not_wait_for_the_update(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     schedule = trained(monkeypatch)
-    first, second = ops.nodes_of(schedule.forward, ops.prefetch)
-    first.kwargs = {"after": first.kwargs["after"][1:]}
+    first, _ = ops.nodes_of(schedule.forward, ops.prefetch)
+    first.kwargs = {"after": (ops.nodes_of(schedule.forward, ops.begin)[0],)}
     timeline = simulate(schedule, SLOW, optimizer=OptimizerCost(states=0), steps=2)
     assert spans(timeline)["0UPDATE"] == (5.25, 8.25)
     assert spans(timeline, step=1)["0PREFETCH@0"] == (5.25, 6.25)

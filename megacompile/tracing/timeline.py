@@ -307,7 +307,7 @@ def _head(timeline: Timeline) -> str:
     for run in timeline.runs:
         counts[run.model, run.graph] = counts.get((run.model, run.graph), 0) + 1
     ran = ", ".join(f"{model} {graph} x{n}" for (model, graph), n in counts.items())
-    head = f"{_ms(timeline.total_s)} ms on {timeline.device or 'a device'}: {ran or 'updates only'}"
+    head = f"{_ms(timeline.total_s)} ms on {timeline.device or 'a device'}: {ran}"
     sizes = [size for _, size in timeline.memory()]
     return head + (f"; device memory up to {format_bytes(max(sizes))}" if sizes else "")
 
