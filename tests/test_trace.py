@@ -18,6 +18,7 @@ import megacompile
 from megacompile import Trace, schedules, trace
 from megacompile.errors import ModelError, TraceError
 from megacompile.ir import ops, values
+from megacompile.ir.ops.sizes import value_bytes
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code
 from megacompile.runtime.updates.update import BucketUpdate
