@@ -237,7 +237,8 @@ def trace(*models: nn.Module, hardware: Hardware | None = None) -> Trace:
         names[name] = names.get(name, 0) + 1
         if names[name] > 1:
             name += f" {names[name]}"
-        traced.append(Traced(name, streamed.machine, streamed.schedules))
+        cost = streamed.compiler.cost() if isinstance(streamed.compiler, PassCompiler) else None
+        traced.append(Traced(name, streamed.machine, streamed.schedules, cost))
     found = Trace(traced, hardware)
     for model in models:
         _TRACES[_streamed(model, "trace")] = ref(found)

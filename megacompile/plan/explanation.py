@@ -13,10 +13,10 @@ from itertools import groupby
 from typing import Any
 
 from megacompile.cost.ops import node_s
-from megacompile.cost.simulate import Lane
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
+from megacompile.ir.stream import Stream
 from megacompile.plan.scenario import Change, Scenario, changes
 from megacompile.text import columns, format_bytes, printable
 from megacompile.tracing.critical_path import NONE, traced_steps
@@ -284,15 +284,15 @@ def explanation(
     steps = None if traced is None else traced_steps(traced, model)
     streams = [
         Busy(
-            lane.value,
-            timeline.busy_s(lane),
-            timeline.critical_s.get(lane, 0.0),
-            None if steps is None else steps.busy_s.get(lane.value, 0.0),
-            None if steps is None else steps.waited_s.get(lane.value, 0.0),
+            stream.value,
+            timeline.busy_s(stream),
+            timeline.critical_s.get(stream, 0.0),
+            None if steps is None else steps.busy_s.get(stream.value, 0.0),
+            None if steps is None else steps.waited_s.get(stream.value, 0.0),
         )
-        for lane in Lane
+        for stream in Stream
     ]
-    idle = Lane.DEVICE.value  # left out where nobody helps the host
+    idle = Stream.DEVICE.value  # left out where nobody helps the host
     streams = [busy for busy in streams if busy.works or busy.stream != idle]
     reasons = [reason for schedule in now.schedules for reason in schedule.plan.reasons]
     return Explanation(
