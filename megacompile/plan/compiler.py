@@ -28,7 +28,7 @@ from megacompile.passes.schedule.differentiate import differentiate
 from megacompile.passes.schedule.free import insert_free
 from megacompile.passes.schedule.norms import insert_norms
 from megacompile.passes.schedule.offload_grad import offload_gradients
-from megacompile.passes.schedule.offload_saved import offload_activations
+from megacompile.passes.schedule.offload_saved import offload_saved_tensors
 from megacompile.passes.schedule.plan import make_plan
 from megacompile.passes.schedule.prefetch import insert_prefetch
 from megacompile.passes.schedule.recompute import insert_recompute
@@ -167,7 +167,7 @@ class PassCompiler:
             state_delay=choice.state_delay,
         )
         schedule = replace(schedule, plan=Plan(reasons=(*schedule.plan.reasons, *reasons)))
-        activations = functools.partial(offload_activations, lookahead=options.lookahead)
+        offload = functools.partial(offload_saved_tensors, lookahead=options.lookahead)
         if draft:
             schedule = replace(schedule.copy(), draft=True)
         return _run(
@@ -176,7 +176,7 @@ class PassCompiler:
                 ("plan", plan),
                 ("split", functools.partial(split_stages, cache=self.templates)),
                 ("recompute", insert_recompute),
-                ("activations", activations),
+                ("offload_saved", offload),
                 *self._gradient_passes(choice, variant),
                 ("prefetch", functools.partial(insert_prefetch, lookahead=options.lookahead)),
                 ("slots", functools.partial(assign_slots, slots=slots, reuse=variant.reuse)),
