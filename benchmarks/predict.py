@@ -87,7 +87,7 @@ def _row(
     start = time.perf_counter()
     schedule = program.schedule()
     planned_s = time.perf_counter() - start
-    optimizer = program.compiler.cost()
+    optimizer = program.compiler.setting.cost()
     timeline = simulate(schedule, hardware, optimizer=optimizer, steps=3)
     peak = timeline.memory.peak
     host = sum(host_memory(schedule, optimizer).values())

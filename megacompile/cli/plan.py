@@ -207,8 +207,8 @@ def _answer(args: argparse.Namespace, hardware: Hardware, batch: int) -> Answer:
     now = Scenario(
         tuple(_schedules(programs)),
         hardware,
-        compiler.cost(states=_STATES[args.optimizer]),
-        device_bytes=compiler.budget_bytes(),
+        compiler.setting.cost(states=_STATES[args.optimizer]),
+        device_bytes=compiler.budget.size_bytes(),
         host_bytes=hardware.host_bytes,
     )
     planned = [program.planned(reuse=program is programs[-1]) for program in programs]
@@ -266,7 +266,7 @@ def _schedules(programs: list[AbstractProgram]) -> list[Schedule]:
         try:
             found.append(program.schedule(reuse=reuse))
         except DeviceMemoryError:
-            program.compiler.floor(program.stages, "this is the plan that needs the least")
+            program.plans.choose_least(program.stages, "this is the plan that needs the least")
             found.append(program.schedule(reuse=reuse))
     return found
 
