@@ -28,7 +28,8 @@ from megacompile.ir.schedule import Schedule
 from megacompile.options import Activations, Options
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
 from megacompile.plan.alternatives import alternatives
-from megacompile.plan.explanation import Explanation, duration, explanation, in_lines
+from megacompile.plan.explanation import Explanation, explanation
+from megacompile.plan.report import as_lines, duration
 from megacompile.plan.scenario import Scenario
 from megacompile.sizes import parse_bytes
 from megacompile.text import columns, format_bytes
@@ -309,7 +310,7 @@ def _text(answer: Answer, args: argparse.Namespace) -> str:
         *_speed(answer, args.tokens),
         "",
         "the plan",
-        *in_lines(explained.reasons),
+        *as_lines(explained.reasons),
     ]
     if explained.changes:
         lines += ["", *explained.change_lines()]
