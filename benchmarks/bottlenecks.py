@@ -39,7 +39,8 @@ from torch import Tensor, nn
 import megacompile
 from benchmarks.models import Loss, qwen2
 from benchmarks.report import publish
-from megacompile.cost.hardware import Hardware, known
+from megacompile.cost.hardware import Hardware
+from megacompile.cost.known import known
 from megacompile.ir.placement import Placement
 from megacompile.plan.abstract import abstract_options, abstract_programs
 from megacompile.plan.scenario import Scenario

@@ -22,7 +22,8 @@ import torch
 
 from megacompile.cli import outputs, target
 from megacompile.cli.target import Target
-from megacompile.cost.hardware import NAMES, Hardware, known
+from megacompile.cost.hardware import Hardware
+from megacompile.cost.known import NAMES, known
 from megacompile.errors import DeviceMemoryError, MegacompileError, OptionError
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Activations, Options

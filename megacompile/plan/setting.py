@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megacompile import compat
-from megacompile.cost.hardware import H200, Hardware, cached, load
+from megacompile.cost.hardware import H200, Hardware
 from megacompile.cost.optimizer import OptimizerCost
+from megacompile.cost.rates import cached, load
 from megacompile.options import Options
 
 _MARGIN = 0.05  # of free device memory, for what is not planned: fragmentation, cuBLAS, NCCL
