@@ -32,7 +32,8 @@ from megacompile.runtime.params.aliases import AliasNotice
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.gradients import Gradients
 from megacompile.runtime.params.guards import unguarded
-from megacompile.runtime.params.proxies import Proxies, Source, StreamedParameter
+from megacompile.runtime.params.proxies import StreamedParameter
+from megacompile.runtime.params.swap import Proxies, Source
 from megacompile.runtime.params.undo import Undos, undone
 from megacompile.runtime.updates.on_device import DeviceUpdates
 from megacompile.validate import check_model

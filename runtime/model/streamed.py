@@ -32,7 +32,8 @@ from megacompile.runtime.model.weakly import weakly, while_it_lives
 from megacompile.runtime.ops.head import bind_operators
 from megacompile.runtime.params import inputs
 from megacompile.runtime.params.guards import guard_of
-from megacompile.runtime.params.proxies import StandIns, StreamedParameter
+from megacompile.runtime.params.proxies import StreamedParameter
+from megacompile.runtime.params.stand_ins import StandIns
 from megacompile.runtime.params.undo import Undos, hold, undone, use_unguarded
 from megacompile.runtime.step.step import Updates
 from megacompile.runtime.updates.in_backward import InBackward
