@@ -18,6 +18,7 @@ from megacompile.ir.capture import Capture, Variant
 from megacompile.ir.placement import Placement
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Options
+from megacompile.passes.stages.templates import TemplateCache
 from megacompile.plan.budget import Budget
 from megacompile.plan.chooser import Chooser
 from megacompile.plan.pipeline import Pipeline
@@ -32,22 +33,33 @@ class PassCompiler:
         options: validated.
         units: of the model.
         hardware: a GPU that plans are made for. None: the one at hand.
+        budget_bytes: device memory that plans may use. None: what the user said, or what is free.
+        templates: code that was traced already.
     """
 
     def __init__(
-        self, options: Options, units: tuple[Unit, ...], *, hardware: Hardware | None = None
+        self,
+        options: Options,
+        units: tuple[Unit, ...],
+        *,
+        hardware: Hardware | None = None,
+        budget_bytes: int | None = None,
+        templates: TemplateCache | None = None,
     ) -> None:
         self.setting = Setting(options, hardware)
-        self.pipeline = Pipeline(self.setting, units)
-        self.budget = Budget(self.setting)
+        self.pipeline = Pipeline(self.setting, units, templates)
+        self.budget = Budget(self.setting, budget_bytes)
         self.chooser = Chooser(self.setting, self.pipeline, self.budget)
 
     def other(self, options: Options, *, hardware: Hardware, budget_bytes: int) -> PassCompiler:
         """One that plans the same model with other options, from nothing, and knows its code."""
-        made = PassCompiler(options, self.pipeline.units, hardware=hardware)
-        made.pipeline.templates = self.pipeline.templates
-        made.budget.limit_bytes = budget_bytes
-        return made
+        return PassCompiler(
+            options,
+            self.pipeline.units,
+            hardware=hardware,
+            budget_bytes=budget_bytes,
+            templates=self.pipeline.templates,
+        )
 
     def partition(self, capture: Capture) -> Schedule:
         """Stages only."""
