@@ -74,7 +74,7 @@ def test_every_difference_has_its_line() -> None:
         "kept, not recomputed: none -> 1",
         "plan: none -> there is room",
         "slots: 2 of 256 B -> 3 of 384 B",
-        "reused at the boundary: none -> 0@0",
+        "left in the slots by the forward: none -> 0@0",
     ]
     diff = before.diff(after)
     assert diff.splitlines()[2:] == [f"# {d}" for d in differences(before, after)]

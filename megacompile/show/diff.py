@@ -58,7 +58,7 @@ def differences(before: Schedule, after: Schedule) -> list[str]:
         "kept, not recomputed": lambda s: ", ".join(map(str, sorted(s.plan.keep))) or "none",
         "plan": lambda s: "; ".join(s.plan.reasons) or "none",
         "slots": _slots,
-        "reused at the boundary": _held,
+        "left in the slots by the forward": _left,
         "lookahead": lookahead,
         "updates": _updates,
     }
@@ -122,7 +122,7 @@ def _slots(schedule: Schedule) -> str:
     return f"{len(schedule.slots)} of {format_bytes(size)}"
 
 
-def _held(schedule: Schedule) -> str:
+def _left(schedule: Schedule) -> str:
     return ", ".join(f"{bucket.label}@{slot}" for slot, bucket in schedule.held) or "none"
 
 
