@@ -13,6 +13,7 @@ That graphs wait for one another is shown in `megacompile.verify.cycle`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,7 +33,8 @@ def updated_once(views: list[View]) -> Iterator[Hazard]:
     step = views[-1]
     if step.name == "forward":
         return
-    schedule, first = step.schedule, {}
+    schedule = step.schedule
+    first: dict[int, tuple[View, fx.Node]] = {}
     trained = schedule.gradient_params if schedule.update is not None else _given_here(step)
     buckets = {bucket.key: bucket for bucket in schedule.buckets}
     for view in views[1:]:
@@ -129,15 +131,18 @@ def _tokens(view: View) -> Iterator[Hazard]:
     for node in view.that(lambda op: op.writes):
         last |= dict.fromkeys(written(node), node)
     got = given(view.graph)
-    for (key, part), node in last.items():
-        found = got.get((key, part))
-        if found is not node:
-            returned = "nothing" if found is None else label(found)
-            message = (
-                f"it returns {returned} as the last to write the {part.value} of the bucket of "
-                f"{label(node)}; return {label(node)}"
-            )
-            yield view.hazard(HazardKind.WRONG_TOKEN, node, None, message)
+    wrong: dict[fx.Node, list[Place]] = defaultdict(list)
+    for place, node in last.items():
+        if got.get(place) is not node:
+            wrong[node].append(place)
+    for node, places in wrong.items():
+        parts = " and ".join(part.value for _, part in places)
+        returned = sorted({"nothing" if n is None else n.name for n in map(got.get, places)})
+        message = (
+            f"it returns {', '.join(returned)} as the last to write the {parts} of bucket "
+            f"{ops.arguments(node)[0].label}, but that is {named(node)}; return it"
+        )
+        yield view.hazard(HazardKind.WRONG_TOKEN, node, None, message)
 
 
 def _helps(view: View) -> Iterator[Hazard]:
