@@ -37,7 +37,7 @@ from megacompile.runtime.ops.bound import BoundOps
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.group import handles
 from megacompile.runtime.ops.machine import Machine
-from megacompile.runtime.params.gradients import Goes
+from megacompile.runtime.params.gradient_run import Goes
 from megacompile.show import python
 from tests import inside
 from tests.interrupts import not_traced
@@ -427,7 +427,7 @@ class LateExecutor(Executor):
         nothing: `backward()` itself must wait for what it needs. But copies to the host that find
         their place when they run must not outlive it.
         """
-        run = self.machine.gradients.run
+        run = self.machine.run
         late = run is not None and not {*run.goes.values()} <= {Goes.FIRST, Goes.TOTAL, Goes.MORE}
         if late or self.machine.in_backward is not None:
             return tuple(Stream)
@@ -445,7 +445,7 @@ class LateExecutor(Executor):
             held.add(slot.index)
         grads: list[Tensor] = []
         if name == "backward":
-            run = machine.gradients.run
+            run = machine.run
             assert run is not None
             grads = [run.buffer(*place) for place, goes in run.goes.items() if goes is Goes.FIRST]
             grads = [] if machine.in_backward is not None else grads

@@ -23,7 +23,7 @@ from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.passes.schedule.plan import make_plan
-from megacompile.plan import compiler
+from megacompile.plan import pipeline
 from megacompile.runtime.device.streams import Handle, Streams
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.updates.deferred import Deferred, DeferredFrees
@@ -313,7 +313,7 @@ def delayed(monkeypatch: pytest.MonkeyPatch, delay: int) -> None:
     def plan(schedule: Schedule, **options: Any) -> Schedule:
         return make_plan(schedule, **{**options, "state_delay": delay})
 
-    monkeypatch.setattr(compiler, "make_plan", plan)
+    monkeypatch.setattr(pipeline, "make_plan", plan)
 
 
 @pytest.mark.parametrize(("delay", "deferred"), [(1, 1), (2, 2), (3, 3), (9, DEPTH)])
@@ -346,7 +346,7 @@ def test_the_forward_reads_parked_parameters_where_they_are(
     ) -> Landing:
         write_back(host, buffers, self._sources(host), [], None)
         landing = Landing(host, Event(0), Event(0))  # type: ignore[arg-type]
-        host.land(landing, list(buffers), [])
+        host.pending.land(landing, list(buffers), [])
         landed.append((host.flat, host.flat.clone()))
         host.flat.fill_(255)  # NaN
         return landing
@@ -359,9 +359,9 @@ def test_the_forward_reads_parked_parameters_where_they_are(
     for flat, new in landed:
         flat.copy_(new)
     for bucket in inside.buckets(subject.model).values():
-        landing: Any = bucket.in_flight
+        landing: Any = bucket.pending.in_flight
         assert not landing.fresh, "it was reclaimed"
-        bucket.settle()
+        bucket.pending.settle()
     torch.testing.assert_close(got, subject.forward(), rtol=0, atol=0)
 
 

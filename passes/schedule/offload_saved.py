@@ -35,7 +35,7 @@ from megacompile.passes.schedule.offload_grad import last_item
 from megacompile.passes.schedule.prefetch import uses
 
 
-def offload_activations(schedule: Schedule, *, lookahead: int = 1) -> Schedule:
+def offload_saved_tensors(schedule: Schedule, *, lookahead: int = 1) -> Schedule:
     """The schedule in which the saved values of the stages in `plan.offload` wait on the host.
 
     Args:
@@ -107,7 +107,7 @@ def _fetch(graph: fx.Graph, names: dict[str, tuple[Stage, str]], lookahead: int)
         with graph.inserting_before(node):
             on_host = graph.placeholder(name)
         with graph.inserting_before(steps[max(0, at - lookahead)].nodes[0]):
-            buffer = ops.call(graph, ops.alloc_saved, stage, on_host, name=f"{node.name}_room")
+            buffer = ops.call(graph, ops.alloc_saved, stage, on_host, name=f"{node.name}_buf")
             back = ops.call(
                 graph, ops.fetch_saved, stage, on_host, buffer, name=f"{node.name}_back"
             )
