@@ -25,7 +25,9 @@ from megacompile.runtime.model import autograd
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.accumulators import Accumulator, Users
 from megacompile.runtime.params.proxies import StreamedParameter
+from megacompile.verify import cycle as verify_cycle
 from megacompile.verify import memory as verify_memory
+from megacompile.verify import updates as verify_updates
 from tests import adversary, inside, loops, prove
 from tests.interrupts import Opcodes, traced
 from tests.loops import Loop
@@ -276,6 +278,28 @@ def test_verify_reports_every_harmful_mutant_and_nothing_else() -> None:
     assert counts.missed == [] and counts.false_alarms == 0
     assert counts.of(Harm.WRONG, reported=True) > 50
     assert counts.of(Harm.NONE, reported=False) > 20, "it does not report everything"
+
+
+def test_verify_reports_every_harmful_mutant_of_a_step() -> None:
+    originals = prove.hand_made(30, seed=3) + prove.planned_schedules(8, seed=3)
+    counts = prove.prove_verify(0, 3, originals, of_steps=200)
+    assert counts.missed == [] and counts.false_alarms == 0
+    assert counts.step is not None
+    assert counts.step.of(Harm.WRONG, reported=True) > 50
+    assert counts.step.of(Harm.NONE, reported=False) > 30, "it does not report everything"
+    assert len(counts.step.edits) > 20, "of every kind"
+
+
+def test_a_verifier_that_is_blind_to_the_update_is_found_out() -> None:
+    originals = prove.hand_made(20, seed=4)
+    with mock.patch.object(verify_updates, "updated_once", lambda views: iter(())):
+        assert prove.prove_verify(0, 4, originals, of_steps=100).missed
+
+
+def test_a_verifier_that_is_blind_between_graphs_is_found_out() -> None:
+    originals = prove.hand_made(20, seed=5)
+    with mock.patch.object(verify_cycle, "hazards", lambda views: iter(())):
+        assert prove.prove_verify(0, 5, originals, of_steps=100).missed
 
 
 def test_a_blind_verifier_is_found_out() -> None:
