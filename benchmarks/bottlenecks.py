@@ -39,7 +39,9 @@ from torch import Tensor, nn
 import megacompile
 from benchmarks.models import Loss, qwen2
 from benchmarks.report import publish
-from megacompile.cost.hardware import Hardware, known
+from megacompile.cost.hardware import Hardware
+from megacompile.cost.known import known
+from megacompile.ir.placement import Placement
 from megacompile.plan.abstract import abstract_options, abstract_programs
 from megacompile.plan.scenario import Scenario
 
@@ -168,11 +170,11 @@ def _predict(staged: Staged, hardware: Hardware) -> dict[str, object]:
     if options.resident:  # there are no buckets that a model would have placed
         for program in programs:
             there = frozenset(bucket.key for bucket in program.stages.buckets)
-            program.compiler.resident = program.compiler.wanted = there
+            program.plans.placement = Placement(there)
     now = Scenario(
         tuple(program.schedule(reuse=program is programs[-1]) for program in programs),
         hardware,
-        programs[0].compiler.cost(),
+        programs[0].compiler.setting.cost(),
         device_bytes=hardware.device_bytes,
     )
     timeline = now.timeline()

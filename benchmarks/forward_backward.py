@@ -21,7 +21,7 @@ from torch import nn
 from benchmarks.models import parameters, qwen2, tokens
 from benchmarks.report import publish
 from megacompile import compat, megacompile, schedules
-from megacompile.cost.hardware import load
+from megacompile.cost.rates import load
 from megacompile.cost.simulate import simulate
 
 

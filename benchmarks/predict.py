@@ -24,7 +24,8 @@ import torch
 from benchmarks.cases import GROUPS, Case
 from benchmarks.models import Loss, parameters, qwen2
 from benchmarks.report import publish
-from megacompile.cost.hardware import H200, Hardware, known
+from megacompile.cost.hardware import H200, Hardware
+from megacompile.cost.known import known
 from megacompile.cost.memory import host_memory
 from megacompile.cost.simulate import simulate
 from megacompile.plan.abstract import abstract_options, abstract_programs
@@ -87,7 +88,7 @@ def _row(
     start = time.perf_counter()
     schedule = program.schedule()
     planned_s = time.perf_counter() - start
-    optimizer = program.compiler.cost()
+    optimizer = program.compiler.setting.cost()
     timeline = simulate(schedule, hardware, optimizer=optimizer, steps=3)
     peak = timeline.memory.peak
     host = sum(host_memory(schedule, optimizer).values())

@@ -35,8 +35,9 @@ import megacompile
 from benchmarks.models import Loss, parameters, qwen2
 from benchmarks.report import publish
 from megacompile import compat
-from megacompile.cost.hardware import Hardware, load
+from megacompile.cost.hardware import Hardware
 from megacompile.cost.optimizer import OptimizerCost
+from megacompile.cost.rates import load
 from megacompile.runtime.ops.executor import _recorded
 from megacompile.tracing import perfetto, plot
 from megacompile.tracing.critical_path import period

@@ -26,7 +26,8 @@ from megacompile.plan.compiler import PassCompiler
 from megacompile.plan.explanation import Explanation, explanation
 from megacompile.plan.scenario import Scenario
 from megacompile.runtime.model.methods import replace_methods
-from megacompile.runtime.model.streamed import StreamedModel, refuse_nested, refuse_shared
+from megacompile.runtime.model.owners import refuse_shared
+from megacompile.runtime.model.streamed import StreamedModel, refuse_nested
 from megacompile.tracing.recorder import Trace as Trace
 from megacompile.tracing.recorder import Traced
 from megacompile.validate import check_model, check_optimizer, host_rows, warn_of_rounding
@@ -282,14 +283,14 @@ def explain(
     planned, made = _newest(streamed)
     if not made:
         raise ModelError(f"explain(): {name} has not run yet; call it on a batch first")
-    options, compiler = streamed.options, streamed.compiler
+    options, compiler = streamed.options, streamed.buckets.plans.compiler
     assert isinstance(compiler, PassCompiler)
-    machine = hardware or compiler.rates()
-    there = compiler.budget or options.gpu_memory or machine.device_bytes
+    machine = hardware or compiler.setting.rates()
+    there = compiler.budget.limit_bytes or machine.device_bytes
     now = Scenario(
         tuple(made),
         machine,
-        compiler.cost(),
+        compiler.setting.cost(),
         options.lowering is Lowering.INDUCTOR,
         there,
         options.host_memory or machine.host_bytes,

@@ -1,6 +1,9 @@
 """Graph in, graph out: one pass a file, named by a verb.
 
-partition -> templates -> differentiate -> plan -> split -> recompute -> offload_activations ->
-offload -> prefetch -> slots -> free -> lower. Each takes a `Schedule` and returns another one, on a
-copy of its graphs.
+rebase -> causal -> chunk -> partition -> templates -> differentiate -> plan -> split ->
+recompute -> offload_saved -> offload_grad -> norms -> device_update (or update, instead of these
+three) -> prefetch -> slots -> free -> lower
+
+The first three take what was captured and return another capture. The others take a `Schedule` and
+return another one, on a copy of its graphs. `megacompile.plan` runs them.
 """

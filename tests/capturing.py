@@ -36,7 +36,7 @@ from megacompile.passes.schedule.differentiate import differentiate
 from megacompile.passes.schedule.free import insert_free
 from megacompile.passes.schedule.norms import insert_norms
 from megacompile.passes.schedule.offload_grad import offload_gradients
-from megacompile.passes.schedule.offload_saved import offload_activations
+from megacompile.passes.schedule.offload_saved import offload_saved_tensors
 from megacompile.passes.schedule.plan import make_plan
 from megacompile.passes.schedule.prefetch import insert_prefetch
 from megacompile.passes.schedule.recompute import insert_recompute
@@ -202,7 +202,7 @@ def after_templates(
         ),
         "split": functools.partial(split_stages, cache={} if cache is None else cache),
         "recompute": insert_recompute,
-        "activations": functools.partial(offload_activations, lookahead=lookahead),
+        "offload_saved": functools.partial(offload_saved_tensors, lookahead=lookahead),
         **gradients,
         "prefetch": functools.partial(insert_prefetch, lookahead=lookahead),
         "slots": functools.partial(assign_slots, slots=slots, reuse=reuse),

@@ -17,7 +17,7 @@ from megacompile import megacompile
 from megacompile.errors import BackwardError, OptimizerError
 from megacompile.ir.schedule import Schedule
 from megacompile.passes.schedule.plan import make_plan
-from megacompile.plan import compiler
+from megacompile.plan import pipeline
 from megacompile.runtime.params.proxies import StreamedParameter
 from tests import adversary, loops, nets
 from tests.interrupts import Opcodes, traced
@@ -108,7 +108,7 @@ def kept(choice: Choice, counts: Counts) -> Iterator[None]:
         plan = dataclasses.replace(planned.plan, keep=drawn, reasons=("at random",))
         return dataclasses.replace(planned, plan=plan)
 
-    with mock.patch.object(compiler, "make_plan", chosen):
+    with mock.patch.object(pipeline, "make_plan", chosen):
         yield
 
 

@@ -21,7 +21,7 @@ from megacompile.ir import ops
 from megacompile.ir.schedule import Plan, Schedule
 from megacompile.ir.tensors import TensorMeta
 from megacompile.passes.schedule.plan import make_plan
-from megacompile.plan import compiler
+from megacompile.plan import pipeline
 from megacompile.runtime.device import activations
 from megacompile.runtime.device.activations import HostPool, OnHost, taken
 from megacompile.runtime.device.buffers import HostBuffer
@@ -99,7 +99,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, change: Callable[[Schedule, bool], 
             return made
         return replace(made, plan=change(schedule, bool(keep)))
 
-    monkeypatch.setattr(compiler, "make_plan", make)
+    monkeypatch.setattr(pipeline, "make_plan", make)
 
 
 def everything(schedule: Schedule, keep_last: bool) -> Plan:

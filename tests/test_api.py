@@ -30,7 +30,7 @@ PASSES = [
     "plan",
     "split",
     "recompute",
-    "activations",
+    "offload_saved",
     "offload_grad",
     "prefetch",
     "slots",

@@ -15,10 +15,12 @@ from torch.utils.checkpoint import checkpoint
 from megacompile import UnsupportedGraphError, schedules
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.capture import Capture, ConstantInput, ParamInput, TensorInput, Variant
+from megacompile.ir.placement import Placement
 from megacompile.ir.schedule import Schedule
 from megacompile.runtime.device.slots import DeviceSlots
 from megacompile.runtime.device.streams import Streams
 from megacompile.runtime.model.captured import SHAPES_AT_ONCE, CapturedGraph, Program
+from megacompile.runtime.model.plans import Plans
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.gradients import Gradients
 from megacompile.runtime.params.proxies import StreamedParameter
@@ -35,11 +37,10 @@ BUCKET = Bucket.layout(0, "unit", [("weight", torch.empty(3)), ("bias", torch.em
 class Compiler:
     """Notes what it is asked for; its schedules are made by hand and never run."""
 
-    resident: frozenset[int] = frozenset()
-    wanted: frozenset[int] = frozenset()
-    stays = ""
+    def wants(self, placement: Placement) -> Placement:
+        return placement
 
-    def stay(self) -> None:
+    def replan(self) -> None:
         raise AssertionError("no bucket was to move")
 
     def step_down(self) -> str:
@@ -51,7 +52,7 @@ class Compiler:
     def keep(self, stages: Any, schedules: Any) -> None:
         pass
 
-    def rest(self, buckets: Any, resident: Any) -> Schedule:
+    def rest(self, buckets: Any, placement: Placement) -> Schedule:
         raise AssertionError("no optimizer steps")
 
     def __init__(self, error: Exception | None = None) -> None:
@@ -65,7 +66,9 @@ class Compiler:
             raise self.error
         return build(Spec(training=False))
 
-    def build(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
+    def build(
+        self, stages: Schedule, capture: Capture, variant: Variant, placement: Placement
+    ) -> Schedule:
         self.built.append(variant)
         return stages
 
@@ -91,7 +94,8 @@ def captured(compiler: Compiler, machine: Machine | None = None) -> CapturedGrap
         return [program]
 
     made = machine or globals()["machine"]()
-    return CapturedGraph("Model.1", doubling(), lambda: compiler, made, run)
+    plans = Plans(compiler, Placement())
+    return CapturedGraph("Model.1", doubling(), lambda: plans, made, run)
 
 
 # --- a program for each kind of call
@@ -184,9 +188,10 @@ def test_inference_on_ever_new_shapes_is_scheduled_when_a_shape_recurs() -> None
 
 def test_new_buckets_need_new_programs() -> None:
     compilers = [Compiler(), Compiler()]
+    plans = [Plans(compiler, Placement()) for compiler in compilers]
     graph = captured(compilers[0])
     now = 0
-    graph.current_compiler = lambda: compilers[now]
+    graph.current_plans = lambda: plans[now]
     first = graph(torch.ones(2))[0]
     assert graph(torch.ones(2))[0] is first
     now = 1
@@ -247,7 +252,7 @@ def test_which_outputs_are_expected_to_get_a_gradient(
     order: str, tangents: tuple[int, ...]
 ) -> None:
     found = capture(Outputs(order), batch()["x"])
-    program = Program(found.capture, Partitioned(found.partition()), machine())
+    program = Program(found.capture, partitioned(found.partition()), machine())
     assert program.tangents == tangents
     assert [program.differentiable(k) for k in program.tensor_outputs()] == [
         order[k] in "htlm" for k in program.tensor_outputs()
@@ -265,10 +270,14 @@ class Partitioned(Compiler):
         return self.stages
 
 
+def partitioned(stages: Schedule) -> Plans:
+    return Plans(Partitioned(stages), Placement())
+
+
 def test_nothing_is_expected_without_grad() -> None:
     with torch.no_grad():
         found = capture(Outputs("hl"), batch()["x"])
-    program = Program(found.capture, Partitioned(found.partition()), machine())
+    program = Program(found.capture, partitioned(found.partition()), machine())
     assert program.tangents == ()
     assert not program.differentiable(0)
 

@@ -11,8 +11,9 @@ import torch
 from torch import fx, nn
 
 from megacompile import compat, megacompile, schedules
+from megacompile.cost.fusion import analyse
 from megacompile.cost.hardware import H200, Hardware
-from megacompile.cost.kernels import Analysis, Kernel, Kind, analyse
+from megacompile.cost.kernels import Analysis, Kernel, Kind
 from megacompile.cost.ops import analysis_of, code_of, compute_s, node_s, work_of
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule

@@ -23,13 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megacompile import compat, megacompile
 from megacompile.errors import ModelError
+from megacompile.runtime.model.buckets import ModelBuckets
 from megacompile.runtime.model.data_parallel import (
     devices_of,
     refuse_moves,
     refuse_other_device,
     refuse_unreduced,
 )
-from megacompile.runtime.model.streamed import StreamedModel
 from tests.inside import is_streamed, residents
 from tests.inside import streamed as streamed_of
 from tests.test_shared_gradients import Broken, Eager, Net, inputs
@@ -272,7 +272,7 @@ def wrapped_as_on_a_gpu(rank: int) -> None:
     _, ours = twins(Net)
     megacompile(ours)
     streamed: Any = streamed_of(ours)
-    streamed.data_parallel.device = torch.device("cuda")
+    streamed.buckets.data_parallel.device = torch.device("cuda")
     with pytest.raises(ModelError, match=r"no device_ids or output_device, got \[0\]"):
         DistributedDataParallel(ours, [0])
     with pytest.raises(ModelError, match=r"no device_ids or output_device, got \[0\]"):
@@ -403,7 +403,7 @@ def test_megacompile_refuses_such_a_hook_and_changes_nothing(
     places = [param.data_ptr() for param in model.parameters()]
     node: Any = compat.accumulator_of(model.head.weight)
     handle = node.register_hook(lambda *gradients: None)
-    monkeypatch.setattr(StreamedModel, "_goes_to", lambda *_: lambda param: "cuda")
+    monkeypatch.setattr(ModelBuckets, "_goes_to", lambda *_: lambda param: "cuda")
     with pytest.raises(ModelError, match=r"register hooks on nodes after megacompile\(\)"):
         megacompile(model)
     assert places == [param.data_ptr() for param in model.parameters()]

@@ -23,7 +23,7 @@ from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.passes.schedule.plan import make_plan
-from megacompile.plan import compiler
+from megacompile.plan import pipeline
 from megacompile.runtime.device.streams import Handle, Streams
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.updates.deferred import Deferred, DeferredFrees
@@ -313,7 +313,7 @@ def delayed(monkeypatch: pytest.MonkeyPatch, delay: int) -> None:
     def plan(schedule: Schedule, **options: Any) -> Schedule:
         return make_plan(schedule, **{**options, "state_delay": delay})
 
-    monkeypatch.setattr(compiler, "make_plan", plan)
+    monkeypatch.setattr(pipeline, "make_plan", plan)
 
 
 @pytest.mark.parametrize(("delay", "deferred"), [(1, 1), (2, 2), (3, 3), (9, DEPTH)])

@@ -40,20 +40,20 @@ def _run(model: Any, sizes: range) -> None:
 def test_programs_of_shapes_that_are_not_used_any_more_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured, "PROGRAMS", FEW)
     plain, streamed, _ = stacks()
-    compiler: Any = inside.streamed(streamed).compiler
+    compiler: Any = inside.streamed(streamed).buckets.plans.compiler
     _run(streamed, range(2, 5))
     first = [ref(program) for program in _programs(streamed).values()]
     made = [ref(executor) for p in first for executor in p().executors.values()]  # type: ignore[union-attr]
-    templates = len(compiler.templates)
+    templates = len(compiler.pipeline.templates)
     _run(streamed, range(5, 9))
     gc.collect()
     assert len(_programs(streamed)) == FEW
     assert [r() for r in first + made] == [None] * len(first + made)
-    assert len(compiler.templates) <= templates * 2
-    after = len(compiler.templates), len(_sources())
+    assert len(compiler.pipeline.templates) <= templates * 2
+    after = len(compiler.pipeline.templates), len(_sources())
     _run(streamed, range(9, 15))
     gc.collect()
-    assert (len(compiler.templates), len(_sources())) == after
+    assert (len(compiler.pipeline.templates), len(_sources())) == after
     plain.zero_grad()
     streamed.zero_grad()
     for size in (3, 14, 3):
@@ -109,7 +109,8 @@ def test_a_model_that_is_gone_leaves_nothing() -> None:
         streamed(**inputs).backward()
         held: Any = inside.streamed(streamed)
         return [
-            *(ref(item) for item in (held, held.compiler, held.graphs[0], held.graphs[0].module)),
+            *(ref(item) for item in (held, held.graphs[0], held.graphs[0].module)),
+            *(ref(item) for item in (held.buckets, held.buckets.plans.compiler)),
             ref(held._compiled._torchdynamo_orig_callable.__code__),
         ]
 

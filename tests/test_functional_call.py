@@ -34,7 +34,7 @@ def in_place(model: Any) -> tuple[Any, ...]:
     """What a functional call leaves as it is: parameters, where they lie, their proxies."""
     streamed = inside.streamed(model)
     places = [(name, id(p), p.data_ptr()) for name, p in model.named_parameters()]
-    return places, list(map(id, streamed.machine.buckets.values())), id(streamed.proxies)
+    return places, list(map(id, streamed.machine.buckets.values())), id(streamed.buckets.proxies)
 
 
 def named(model: nn.Module) -> Weights:

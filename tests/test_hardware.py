@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from megacompile.cli import main
-from megacompile.cost import hardware
-from megacompile.cost.hardware import H200, NAMES, Hardware, known
+from megacompile.cost import probe, rates
+from megacompile.cost.hardware import H200, Hardware
+from megacompile.cost.known import NAMES, known
 from megacompile.errors import OptionError
 from megacompile.host_memory import total_bytes
 
@@ -23,8 +24,8 @@ from megacompile.host_memory import total_bytes
 def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Measure little, and keep it in a folder of the test's."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(hardware, "_COPY_BYTES", 2**16)
-    monkeypatch.setattr(hardware, "_SUSTAINED_S", 0.001)
+    monkeypatch.setattr(probe, "_COPY_BYTES", 2**16)
+    monkeypatch.setattr(probe, "_SUSTAINED_S", 0.001)
     return tmp_path / "megacompile"
 
 
@@ -77,10 +78,10 @@ def test_replace_refuses(changes: dict[str, Any], fault: str) -> None:
 
 
 def test_hardware_is_measured_once(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = hardware.load("cpu")
+    first = rates.load("cpu")
     with monkeypatch.context() as patched:
-        patched.setattr(hardware, "measure", lambda device: pytest.fail("measured twice"))
-        assert hardware.load("cpu") == first
+        patched.setattr(rates, "measure", lambda device: pytest.fail("measured twice"))
+        assert rates.load("cpu") == first
     for field in fields(Hardware):
         value = getattr(first, field.name)
         assert field.name == "name" or value > 0, field.name
@@ -90,64 +91,64 @@ def test_hardware_is_measured_once(quick: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_this_is_the_machine_at_hand(quick: Path) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    assert known("this") == hardware.load(device)
+    assert known("this") == rates.load(device)
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"name": "old"}', '{"unknown": 1}', "[1]"])
 def test_a_file_that_cannot_be_read_is_written_anew(quick: Path, content: str) -> None:
-    hardware.load("cpu")
+    rates.load("cpu")
     (path,) = quick.iterdir()
     path.write_text(content)
-    found = hardware.load("cpu")
+    found = rates.load("cpu")
     assert json.loads(path.read_text()) == asdict(found)
 
 
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "fast", None, True, [1.0]])
 @pytest.mark.parametrize("figure", ["h2d_gb_s", "matmul_tflop_s", "memory_gb_s"])
 def test_figures_that_are_none_are_not_taken(quick: Path, figure: str, value: Any) -> None:
-    path = hardware._file(torch.device("cpu"))
+    path = rates._file(torch.device("cpu"))
     assert path is not None
     path.parent.mkdir()
     path.write_text(json.dumps(asdict(H200)))
-    assert hardware.cached(torch.device("cpu")) == H200
+    assert rates.cached(torch.device("cpu")) == H200
     path.write_text(json.dumps({**asdict(H200), figure: value}))
-    assert hardware.cached(torch.device("cpu")) is None
+    assert rates.cached(torch.device("cpu")) is None
 
 
 def test_a_fifo_is_not_waited_for(quick: Path) -> None:
-    hardware.load("cpu")
+    rates.load("cpu")
     (path,) = quick.iterdir()
     path.unlink()
     os.mkfifo(path)
-    found = hardware.load("cpu")
-    assert path.is_file() and hardware.cached(torch.device("cpu")) == found
+    found = rates.load("cpu")
+    assert path.is_file() and rates.cached(torch.device("cpu")) == found
 
 
 def test_without_a_place_to_keep_them(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quick.write_text("a file where the folder should be")
     with pytest.warns(UserWarning, match="megacompile: .*set XDG_CACHE_HOME"):
-        assert hardware.load("cpu").name == "CPU"
+        assert rates.load("cpu").name == "CPU"
     monkeypatch.delenv("XDG_CACHE_HOME")
 
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", no_home)
-    assert hardware.cached(torch.device("cpu")) is None
+    assert rates.cached(torch.device("cpu")) is None
     with pytest.warns(UserWarning, match="no home directory"):
-        assert hardware.load("cpu").name == "CPU"
+        assert rates.load("cpu").name == "CPU"
 
 
 def test_another_torch_format_or_number_of_threads_measures_again(
     quick: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hardware.load("cpu")
+    rates.load("cpu")
     monkeypatch.setattr(torch, "__version__", "9.9")
-    hardware.load("cpu")
-    monkeypatch.setattr(hardware, "_FORMAT", hardware._FORMAT + 1)
-    hardware.load("cpu")
+    rates.load("cpu")
+    monkeypatch.setattr(rates, "_FORMAT", rates._FORMAT + 1)
+    rates.load("cpu")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 99)  # the host's rates depend on them
-    hardware.load("cpu")
+    rates.load("cpu")
     names = sorted(path.name for path in quick.iterdir())
     assert len(names) == 4
     assert sum("torch-9.9" in name for name in names) == 3

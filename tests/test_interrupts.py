@@ -106,7 +106,7 @@ def assert_whole(model: Any, params: dict[str, nn.Parameter], place: str) -> Non
     assert not any(isinstance(param, StreamedParameter) for param in now.values()), place
     assert list(now) == list(params) and all(now[k] is params[k] for k in params), place
     torch.save(model.state_dict(), io.BytesIO())
-    assert is_free(streamed(model)._alone), place
+    assert is_free(streamed(model).buckets.alone), place
 
 
 class Two(nn.Module):
@@ -227,7 +227,7 @@ def test_anywhere_else_in_a_step() -> None:
 def test_what_two_interrupts_have_left_is_put_back() -> None:
     """The second of them where the first is made good."""
     plain, model = twins(stack()[0])
-    streamed(model).proxies.swap_in([])
+    streamed(model).buckets.proxies.swap_in([])
     assert_steps_same(plain, model, batch())
     assert not any(isinstance(param, StreamedParameter) for param in model.parameters())
 

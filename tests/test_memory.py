@@ -17,7 +17,7 @@ from megacompile.ir import ops
 from megacompile.ir.schedule import Plan, Schedule
 from megacompile.ir.tensors import tensors_bytes
 from megacompile.ir.values import memory
-from megacompile.plan import compiler
+from megacompile.plan import pipeline
 from megacompile.plan.abstract import abstract_options, abstract_schedules
 from tests.schedules import ACTIVATION, SAVED, STATE, WEIGHT, Spec, build
 
@@ -233,7 +233,7 @@ def test_a_saved_result_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
         del options
         return replace(schedule, plan=Plan(frozenset(range(len(schedule.stages)))))
 
-    monkeypatch.setattr(compiler, "make_plan", keep_all)
+    monkeypatch.setattr(pipeline, "make_plan", keep_all)
     model = nn.Sequential(*(Sigmoid() for _ in range(4)))
     options = abstract_options(device="cpu")
     (schedule,) = abstract_schedules(model, (torch.ones(8, 32),), options=options)

@@ -21,7 +21,7 @@ from megacompile.ir.ops.sizes import of_argument
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.passes.schedule.prefetch import insert_prefetch
-from megacompile.plan import compiler
+from megacompile.plan import pipeline
 from megacompile.runtime.ops.bound import BoundOps
 from megacompile.verify.proof import HazardKind, hazards, verify
 from tests.zoo import assert_steps_same, stack, twins
@@ -68,7 +68,7 @@ def declared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         traffic=of_argument(1),
     )(largest)
     monkeypatch.setattr(BoundOps, "largest", _largest, raising=False)
-    monkeypatch.setattr(compiler, "insert_prefetch", insert_largest)
+    monkeypatch.setattr(pipeline, "insert_prefetch", insert_largest)
     yield
 
 
@@ -96,7 +96,7 @@ def test_it_is_shown() -> None:
 
 def _without() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "insert_prefetch", insert_prefetch)
+        patch.setattr(pipeline, "insert_prefetch", insert_prefetch)
         model, inputs = stack()
         streamed = megacompile(model, device="cpu", lowering="eager")
         streamed(**inputs).backward()

@@ -1,4 +1,4 @@
-"""`offload_activations`: what waits on the host, when it goes, when it is back, what stays."""
+"""`offload_saved_tensors`: what waits on the host, when it goes, when it is back, what stays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megacompile.ir import ops
 from megacompile.ir.schedule import Plan, Schedule
 from megacompile.ir.tensors import TensorMeta, tensors_bytes
 from megacompile.passes.schedule.free import insert_free
-from megacompile.passes.schedule.offload_saved import offload_activations
+from megacompile.passes.schedule.offload_saved import offload_saved_tensors
 from megacompile.passes.schedule.recompute import insert_recompute
 from megacompile.verify.proof import verify
 from tests.actions import apply, frees, parse, text
@@ -37,7 +37,7 @@ def offloaded(
 ) -> Schedule:
     plan = Plan(frozenset(keep), offload=frozenset(offload))
     schedule = insert_recompute(replace(parse(line, **stubs), plan=plan))
-    return apply(functools.partial(offload_activations, lookahead=lookahead), schedule)
+    return apply(functools.partial(offload_saved_tensors, lookahead=lookahead), schedule)
 
 
 def test_stage_inputs_wait_on_the_host() -> None:
@@ -80,7 +80,7 @@ def test_without_a_plan_nothing_changes() -> None:
     assert (
         text(offloaded(CHAIN, ())) == "0F 1F 2F 3F | 3B 2RECOMPUTE 2B 1RECOMPUTE 1B 0RECOMPUTE 0B"
     )
-    assert text(apply(offload_activations, parse("0F 1F"))) == "0F 1F"
+    assert text(apply(offload_saved_tensors, parse("0F 1F"))) == "0F 1F"
 
 
 def test_random_state_stays() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megacompile import trace
-from megacompile.cost import hardware
+from megacompile.cost import rates
 from megacompile.cost.hardware import H200, Hardware
 from megacompile.cost.simulate import simulate
 from megacompile.errors import TraceError
@@ -212,14 +212,14 @@ def test_rates_on_file_are_used_and_nothing_is_measured(
     def refused(device: Any) -> Hardware:
         raise AssertionError("measured")
 
-    monkeypatch.setattr(hardware, "measure", refused)
+    monkeypatch.setattr(rates, "measure", refused)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     _, model = twins(stack()[0])
     with trace(model) as t:
         step(model, stack()[1])
     assert t.predicted is None
     assert t.to_dict()["predicted"] is None
-    file = hardware._file(torch.device("cpu"))
+    file = rates._file(torch.device("cpu"))
     assert file is not None
     file.parent.mkdir()
     file.write_text(json.dumps(asdict(H200)))

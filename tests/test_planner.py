@@ -48,8 +48,9 @@ def problem(budget_bytes: int, tokens: int = 16384, *, in_backward: bool = False
     inputs = (torch.empty(tokens, 4096, device="meta", dtype=torch.bfloat16),)
     (program,) = abstract_programs(model, inputs, options=options, hardware=H200)
     compiler, planned = program.compiler, program.planned()
-    schedule = compiler.differentiated(*planned)
-    return replace(compiler.problem_of(schedule, planned.variant), budget_bytes=budget_bytes)
+    schedule = compiler.pipeline.differentiated(*planned)
+    found = compiler.chooser.problem_of(schedule, planned.variant)
+    return replace(found, budget_bytes=budget_bytes)
 
 
 FACTORS = (1.02, 1.2, 1.5, 2, 3, 5, 9)  # of the least that can be done with
@@ -281,4 +282,4 @@ def test_no_bucket_is_added_to_those_that_are_resident() -> None:
 def test_a_margin_is_left_that_does_not_grow_for_ever(free: int, used: float) -> None:
     machine = H200.replace(device_bytes=free)
     compiler = PassCompiler(abstract_options(), (), hardware=machine)
-    assert compiler.budget_bytes() == pytest.approx(used, rel=1e-9)
+    assert compiler.budget.size_bytes() == pytest.approx(used, rel=1e-9)

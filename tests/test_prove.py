@@ -20,7 +20,7 @@ from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.tensors import TensorMeta
 from megacompile.passes.schedule.free import insert_free
-from megacompile.plan import compiler
+from megacompile.plan import compiler, pipeline
 from megacompile.runtime.model import autograd
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.accumulators import Accumulator, Users
@@ -229,7 +229,7 @@ def planted(fault: Fault) -> Iterator[None]:
             fault(graph)
         return new
 
-    with mock.patch.object(compiler, "insert_free", faulty), mock.patch.object(compiler, "verify"):
+    with mock.patch.object(pipeline, "insert_free", faulty), mock.patch.object(compiler, "verify"):
         yield
 
 

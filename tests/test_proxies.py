@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from megacompile import megacompile
 from megacompile.errors import ModelError
-from megacompile.runtime.params.proxies import Proxies, StreamedParameter
+from megacompile.runtime.params.proxies import StreamedParameter
+from megacompile.runtime.params.swap import Proxies
 from tests.zoo import Stack, batch, equal, tied
 
 pytestmark = pytest.mark.filterwarnings("ignore:megacompile. .* runs in eager mode")

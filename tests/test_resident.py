@@ -183,7 +183,8 @@ def want(model: Any, *names: str) -> None:
     """Let these buckets live on the device from the next call on."""
     streamed = inside.streamed(model)
     keys = [b.layout.key for b in streamed.machine.buckets.values() if b.layout.name in names]
-    streamed.compiler.wanted = frozenset(keys)
+    compiler: Any = streamed.buckets.plans.compiler
+    compiler.chooser._wanted = frozenset(keys)
 
 
 PLACES = [(), ("embed", "layers.0"), ("embed", "layers.0", "layers.1"), ("layers.1",), ()]

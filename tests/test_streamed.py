@@ -45,12 +45,12 @@ def test_a_call_that_finds_nothing_changed_moves_nothing() -> None:
     before = (
         places(model),
         list(buckets(model).values()),
-        streamed(model).proxies,
+        streamed(model).buckets.proxies,
         list(model.buffers()),
     )
     step(model, batch())
     assert places(model) == before[0]
-    assert streamed(model).proxies is before[2]
+    assert streamed(model).buckets.proxies is before[2]
     assert all(a is b for a, b in zip(buckets(model).values(), before[1], strict=True))
     assert all(a is b for a, b in zip(model.buffers(), before[3], strict=True))
 

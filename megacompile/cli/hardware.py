@@ -9,7 +9,9 @@ import argparse
 import json
 from dataclasses import asdict
 
-from megacompile.cost.hardware import Hardware, load, measure
+from megacompile.cost.hardware import Hardware
+from megacompile.cost.probe import measure
+from megacompile.cost.rates import load
 from megacompile.options import Options
 
 NAME = "hardware"

@@ -22,13 +22,15 @@ import torch
 
 from megacompile.cli import outputs, target
 from megacompile.cli.target import Target
-from megacompile.cost.hardware import NAMES, Hardware, known
+from megacompile.cost.hardware import Hardware
+from megacompile.cost.known import NAMES, known
 from megacompile.errors import DeviceMemoryError, MegacompileError, OptionError
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Activations, Options
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
 from megacompile.plan.alternatives import alternatives
-from megacompile.plan.explanation import Explanation, duration, explanation, in_lines
+from megacompile.plan.explanation import Explanation, explanation
+from megacompile.plan.report import as_lines, duration
 from megacompile.plan.scenario import Scenario
 from megacompile.sizes import parse_bytes
 from megacompile.text import columns, format_bytes
@@ -207,8 +209,8 @@ def _answer(args: argparse.Namespace, hardware: Hardware, batch: int) -> Answer:
     now = Scenario(
         tuple(_schedules(programs)),
         hardware,
-        compiler.cost(states=_STATES[args.optimizer]),
-        device_bytes=compiler.budget_bytes(),
+        compiler.setting.cost(states=_STATES[args.optimizer]),
+        device_bytes=compiler.budget.size_bytes(),
         host_bytes=hardware.host_bytes,
     )
     planned = [program.planned(reuse=program is programs[-1]) for program in programs]
@@ -266,7 +268,7 @@ def _schedules(programs: list[AbstractProgram]) -> list[Schedule]:
         try:
             found.append(program.schedule(reuse=reuse))
         except DeviceMemoryError:
-            program.compiler.floor(program.stages, "this is the plan that needs the least")
+            program.plans.choose_least(program.stages, "this is the plan that needs the least")
             found.append(program.schedule(reuse=reuse))
     return found
 
@@ -309,7 +311,7 @@ def _text(answer: Answer, args: argparse.Namespace) -> str:
         *_speed(answer, args.tokens),
         "",
         "the plan",
-        *in_lines(explained.reasons),
+        *as_lines(explained.reasons),
     ]
     if explained.changes:
         lines += ["", *explained.change_lines()]

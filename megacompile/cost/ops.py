@@ -1,6 +1,6 @@
 """What ops cost: seconds of computes, bytes of copies.
 
-A piece of a template takes the sum over its kernels (`megacompile.cost.kernels`). Its analysis is
+A piece of a template takes the sum over its kernels (`megacompile.cost.fusion`). Its analysis is
 made once and kept with its graph, so that many schedules of one model can be simulated quickly.
 """
 
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from torch import fx
 
+from megacompile.cost.fusion import analyse
 from megacompile.cost.hardware import Hardware
-from megacompile.cost.kernels import Analysis, Work, analyse
+from megacompile.cost.kernels import Analysis, Work
 from megacompile.ir import ops
 from megacompile.ir.stages import Code, Template
 

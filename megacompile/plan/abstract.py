@@ -38,6 +38,7 @@ from megacompile.options import Lowering, Options
 from megacompile.passes.stages.units import find_units
 from megacompile.plan.alternatives import Planned
 from megacompile.plan.compiler import PassCompiler
+from megacompile.plan.settled import SettledPlans
 from megacompile.text import printable
 
 
@@ -64,7 +65,12 @@ class AbstractProgram:
 
     capture: Capture
     stages: Schedule
-    compiler: PassCompiler
+    plans: SettledPlans
+
+    @property
+    def compiler(self) -> PassCompiler:
+        """Who makes the plans of all programs of a model."""
+        return self.plans.compiler
 
     def planned(self, *, accumulate: bool = False, reuse: bool = True) -> Planned:
         """What `schedule` builds, for `megacompile.plan.alternatives`."""
@@ -73,7 +79,7 @@ class AbstractProgram:
             keep_last=True,
             accumulate=accumulate,
             reuse=reuse,
-            update=self.compiler.options.optimizer is not None,
+            update=self.compiler.setting.options.optimizer is not None,
         )
         return Planned(self.stages, self.capture, variant)
 
@@ -85,7 +91,7 @@ class AbstractProgram:
             reuse: the backward takes what the forward left in the slots. Right where no other
                 captured graph runs in between.
         """
-        return self.compiler.settled(*self.planned(accumulate=accumulate, reuse=reuse))
+        return self.plans.schedule(*self.planned(accumulate=accumulate, reuse=reuse))
 
 
 def abstract_schedules(
@@ -144,7 +150,7 @@ class _Capturing:
         self.options = options
         self.fakes = compat.fake_mode()
         units = find_units(model, compute_dtype=options.compute_dtype)
-        self.compiler = PassCompiler(options, units, hardware=hardware)
+        self.plans = SettledPlans(PassCompiler(options, units, hardware=hardware))
         self.programs: list[AbstractProgram] = []
         self.inputs: dict[int, torch.Tensor] = {}  # fake, by the id of what was given
         self.places: dict[int, tuple[Bucket, int]] = {}  # by the id of a fake parameter
@@ -184,7 +190,7 @@ class _Capturing:
         device = self.options.device
         inputs = tuple(self._input(arg) for arg in args)
         capture = Capture(name, module, inputs, device, Ambient.current(device))
-        return AbstractProgram(capture, self.compiler.partition(capture), self.compiler)
+        return AbstractProgram(capture, self.plans.compiler.partition(capture), self.plans)
 
     def _input(self, arg: Any) -> GraphInput:
         if isinstance(arg, torch.Tensor):

@@ -14,6 +14,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.options import Options
 from megacompile.plan.compiler import PassCompiler
 from megacompile.plan.scenario import Scenario
+from megacompile.plan.settled import SettledPlans
 
 
 class Planned(NamedTuple):
@@ -28,18 +29,19 @@ def alternatives(
     compiler: PassCompiler, planned: Sequence[Planned], now: Scenario
 ) -> dict[str, Callable[[], Scenario]]:
     """By name, what each would be; planned when called."""
-    options = compiler.options
-    budget = compiler.budget_bytes()
+    options = compiler.setting.options
+    budget = compiler.budget.size_bytes()
     states = now.optimizer.states
 
     def plan(changed: Options, budget_bytes: int = budget) -> Scenario:
         other = compiler.other(changed, hardware=now.hardware, budget_bytes=budget_bytes)
+        plans = SettledPlans(other)
         update = changed.optimizer is not None
         schedules = tuple(
-            other.settled(stages, capture, replace(variant, update=update))
+            plans.schedule(stages, capture, replace(variant, update=update))
             for stages, capture, variant in planned
         )
-        cost = other.cost(states=states)
+        cost = other.setting.cost(states=states)
         return replace(now, schedules=schedules, optimizer=cost, device_bytes=budget_bytes)
 
     found: dict[str, Callable[[], Scenario]] = {}

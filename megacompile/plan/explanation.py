@@ -5,43 +5,29 @@ Sections of titles and rows; a terminal gets columns, a notebook tables, a progr
 
 from __future__ import annotations
 
-import html
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from typing import Any
 
-from megacompile.cost.ops import node_s
 from megacompile.cost.simulate import Lane
-from megacompile.ir import ops
-from megacompile.ir.schedule import Schedule
-from megacompile.ir.stages import Stage
+from megacompile.plan.report import (
+    Section,
+    as_html,
+    as_lines,
+    as_text,
+    duration,
+    percent,
+    short_count,
+)
 from megacompile.plan.scenario import Change, Scenario, changes
-from megacompile.text import columns, format_bytes, printable
+from megacompile.plan.stage_groups import StageGroup, stage_groups
+from megacompile.text import format_bytes
 from megacompile.tracing.critical_path import NONE, traced_steps
 from megacompile.tracing.timeline import Timeline as Traced
 
-_WIDTH = 100
 _ROWS = 8  # groups of stages that are shown
 _EXPLAINED = 0.02  # a resource that is responsible for less is left out
-
-_Section = tuple[str, list[list[str]] | list[str]]  # a title, and columns or sentences
-
-
-@dataclass(frozen=True, slots=True)
-class StageGroup:
-    """Stages in a row with the same template that are treated alike. Seconds are of one stage."""
-
-    first: int
-    last: int
-    names: str  # module paths, "layers.1 ... layers.27"
-    template: int
-    parameter_bytes: int  # of one stage
-    treatment: str  # "kept", "recomputed", ...
-    forward_s: float
-    recompute_s: float
-    backward_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,17 +146,17 @@ class Explanation:
     def _title(self) -> str:
         count = sum(group.last - group.first + 1 for group in self.stages)
         return (
-            f"{self.model}, {_count(self.parameters)} parameters, on {self.hardware}: "
+            f"{self.model}, {short_count(self.parameters)} parameters, on {self.hardware}: "
             f"{count} stages of {self.templates} templates"
         )
 
-    def _sections(self) -> list[_Section]:
+    def _sections(self) -> list[Section]:
         measured = ""
         if self.traced_step_s is not None:
             measured = f", {duration(self.traced_step_s)} traced"
         step = f"a step: {duration(self.step_s)} predicted{measured}; bound by {self.bound}"
         when = f"the device's peak is at {self.device.when}"
-        sections: list[_Section] = [
+        sections: list[Section] = [
             ("stages", self._stage_rows()),
             (f"memory: {when}", self.memory_rows()),
             ("the plan", list(self.reasons)),
@@ -181,7 +167,7 @@ class Explanation:
             sections.append(("the traced steps waited for", [self.traced_waits_text()]))
         return sections + (self._change_sections() if self.changes else [])
 
-    def _change_sections(self) -> list[_Section]:
+    def _change_sections(self) -> list[Section]:
         notes = [f"{change.name}: {change.note}" for change in self.changes if change.note]
         return [("what would help, of what was tried", self._change_rows()), ("", notes)]
 
@@ -211,18 +197,18 @@ class Explanation:
         rows = [head + (["traced busy", "of the step", "waited for"] if traced else [])]
         for row in self.streams:
             cells = [row.stream, duration(row.predicted_s)]
-            cells += [_share(part, self.step_s) for part in (row.predicted_s, row.waited_s)]
+            cells += [percent(part, self.step_s) for part in (row.predicted_s, row.waited_s)]
             if traced:
                 busy = row.traced_s or 0.0
-                cells += [duration(busy), _share(busy, traced)]
-                cells.append(_share(row.traced_waited_s or 0.0, traced))
+                cells += [duration(busy), percent(busy, traced)]
+                cells.append(percent(row.traced_waited_s or 0.0, traced))
             rows.append(cells)
         return rows
 
     def change_lines(self) -> list[str]:
         """What would help, for a terminal."""
         (title, rows), (_, notes) = self._change_sections()
-        return [title, *_lines(rows), *_lines(notes)]
+        return [title, *as_lines(rows), *as_lines(notes)]
 
     def _change_rows(self) -> list[list[str]]:
         rows = [["change", "work a second", "a step", "device", "host"]]
@@ -239,23 +225,10 @@ class Explanation:
         return rows
 
     def __str__(self) -> str:
-        lines = [self._title()]
-        for title, rows in self._sections():
-            lines += ["", title] if title else []
-            lines += _lines(rows)
-        return "\n".join(lines)
+        return as_text(self._title(), self._sections())
 
     def _repr_html_(self) -> str:
-        parts = [f"<h4>{html.escape(self._title())}</h4>"]
-        for title, rows in self._sections():
-            parts.append(f"<h5>{html.escape(title)}</h5>")
-            cells = [row if isinstance(row, list) else [row] for row in rows]
-            body = "".join(
-                "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-                for row in cells
-            )
-            parts.append(f"<table>{body}</table>")
-        return "\n".join(parts)
+        return as_html(self._title(), self._sections())
 
 
 def explanation(
@@ -300,7 +273,7 @@ def explanation(
         hardware=now.hardware.name,
         parameters=parameters,
         templates=len({id(t) for schedule in now.schedules for t in schedule.templates}),
-        stages=_groups(now),
+        stages=stage_groups(now),
         device=Memory(
             device, peak.total_bytes, now.device_bytes, f"{peak.graph} {peak.label}".strip()
         ),
@@ -313,109 +286,3 @@ def explanation(
         bounds=now.bounds(),
         changes=changes(now, rebuilt) if try_changes else (),
     )
-
-
-def _groups(now: Scenario) -> tuple[StageGroup, ...]:
-    order = {
-        id(template): index
-        for index, template in enumerate(
-            dict.fromkeys(t for schedule in now.schedules for t in schedule.templates)
-        )
-    }
-    found = []
-    for schedule in now.schedules:
-        times = _seconds(schedule, now)
-
-        def alike(
-            stage: Stage,
-            schedule: Schedule = schedule,
-            times: Mapping[tuple[int, str], float] = times,
-        ) -> tuple[int, str, tuple[float, ...]]:
-            mine = tuple(times.get((stage.index, name), 0.0) for name in _COMPUTES)
-            return order[id(stage.traced)], _treatment(schedule, stage), mine
-
-        for (template, treatment, mine), group in groupby(schedule.stages, alike):
-            stages = list(group)
-            names = [stages[0].name, stages[-1].name] if len(stages) > 1 else [stages[0].name]
-            found.append(
-                StageGroup(
-                    stages[0].index,
-                    stages[-1].index,
-                    printable(" ... ".join(names)),
-                    template,
-                    sum(bucket.size_bytes for bucket in stages[0].buckets),
-                    treatment,
-                    *mine,
-                )
-            )
-    return tuple(found)
-
-
-_COMPUTES = ("forward", "recompute", "backward")
-
-
-def _seconds(schedule: Schedule, now: Scenario) -> dict[tuple[int, str], float]:
-    """By stage and compute."""
-    found: dict[tuple[int, str], float] = {}
-    for graph in schedule.graphs.values():
-        for node in ops.nodes_that(graph, lambda op: op.code):
-            stage: Stage = ops.arguments(node)[0]
-            found[stage.index, ops.effects(node).name] = node_s(node, now.hardware, fused=now.fused)
-    return found
-
-
-def _treatment(schedule: Schedule, stage: Stage) -> str:
-    plan = schedule.plan
-    keys = {bucket.key for bucket in stage.buckets}
-    if schedule.backward is None or not stage.traced.has_backward:
-        words = ["forward only"]
-    elif stage.index in plan.keep:
-        words = ["half kept" if stage.index in dict(plan.saved_fractions) else "kept"]
-    else:
-        words = ["recomputed, offloaded" if stage.index in plan.offload else "recomputed"]
-    if keys and keys <= plan.resident:
-        words.append("resident")
-    if keys & plan.device_update:
-        words.append("handed over")
-    return ", ".join(words)
-
-
-def in_lines(texts: Sequence[str]) -> list[str]:
-    """A dash for each, wrapped."""
-    return _lines(texts)
-
-
-def _lines(rows: Sequence[list[str]] | Sequence[str]) -> list[str]:
-    """Columns, or texts with a dash each."""
-    if rows and isinstance(rows[0], list):
-        cells = [list(row) for row in rows]
-        last = len(cells[0]) - 1
-        words = (0, *(i for i in range(1, last + 1) if _is_words([row[i] for row in cells[1:]])))
-        return ["  " + line for line in columns(cells, left=words).splitlines()]
-    found = []
-    for row in rows:
-        found += textwrap.wrap(str(row), _WIDTH, initial_indent="  - ", subsequent_indent="    ")
-    return found
-
-
-def _is_words(cells: Sequence[str]) -> bool:
-    return any(cell and not (cell[0].isdigit() or cell[0] in "+-?") for cell in cells)
-
-
-def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.0%}" if whole else "-"
-
-
-def _count(number: float) -> str:
-    for unit in ("", " K", " M", " B"):
-        if number < 999.5 or unit == " B":
-            break
-        number /= 1000
-    return f"{number:.3g}{unit}"
-
-
-def duration(seconds: float) -> str:
-    """ "8.41 us", "1.26 s": three significant digits."""
-    if seconds < 1e-4:
-        return f"{seconds * 1e6:.3g} us"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from megacompile.cost import hardware as rates
+from megacompile.cost import rates
 from megacompile.cost.hardware import Hardware
 from megacompile.cost.memory import DeviceMemory, Kind
 from megacompile.cost.optimizer import OptimizerCost

@@ -35,7 +35,7 @@ from megacompile.passes.schedule.offload_grad import last_item
 from megacompile.passes.schedule.prefetch import uses
 
 
-def offload_activations(schedule: Schedule, *, lookahead: int = 1) -> Schedule:
+def offload_saved_tensors(schedule: Schedule, *, lookahead: int = 1) -> Schedule:
     """The schedule in which the saved values of the stages in `plan.offload` wait on the host.
 
     Args:

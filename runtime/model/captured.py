@@ -8,9 +8,9 @@ once and specialised here.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -18,7 +18,6 @@ from torch import fx
 from megacompile import compat
 from megacompile.errors import UnsupportedGraphError
 from megacompile.ir import ops
-from megacompile.ir.buckets import Bucket
 from megacompile.ir.capture import (
     Ambient,
     Capture,
@@ -30,52 +29,23 @@ from megacompile.ir.capture import (
     Variant,
 )
 from megacompile.ir.outputs import computed_outputs, expected_tangents
-from megacompile.ir.schedule import Schedule
 from megacompile.ir.tensors import TensorMeta
+from megacompile.runtime.model.plans import Plans
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params import inputs
 from megacompile.runtime.params.proxies import StreamedParameter
 
 
-class Compiler(Protocol):
-    """Makes schedules; `megacompile.plan.compiler` binds it to the passes."""
-
-    resident: frozenset[int]  # keys of the buckets that live on the device
-    wanted: frozenset[int]  # keys of those that should, from the next call on
-    stays: str  # why no bucket may go elsewhere; "": they may
-
-    def stay(self) -> None:
-        """Plan anew with the buckets where they are. No backward may be to come."""
-
-    def step_down(self) -> str:
-        """Make plans that need less from now on; says how, or "" where nothing is left to give."""
-
-    def needs(self) -> str:
-        """What the least demanding plan needs of device memory, as a table; "" if not known."""
-
-    def partition(self, capture: Capture) -> Schedule:
-        """Stages only."""
-
-    def keep(self, stages: Collection[Schedule], schedules: Collection[Schedule]) -> None:
-        """Forget what was made for all but these results of `partition` and `build`."""
-
-    def build(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
-        """Everything else, verified."""
-
-    def rest(self, buckets: Sequence[Bucket], resident: frozenset[int]) -> Schedule:
-        """A schedule that is an update alone: of these buckets, where they lie."""
-
-
 class Program:
     """The schedules of one capture, built when they are first needed."""
 
-    def __init__(self, capture: Capture, compiler: Compiler, machine: Machine) -> None:
+    def __init__(self, capture: Capture, plans: Plans, machine: Machine) -> None:
         self.capture = capture
-        self.compiler = compiler
+        self.plans = plans
         self.machine = machine
         with compat.without_saved_tensors_hooks(), compat.without_sources():
-            self.stages = compiler.partition(capture)
+            self.stages = plans.compiler.partition(capture)
         outputs, _ = ops.returned(self.stages.forward)
         self.outputs: tuple[Any, ...] = tuple(outputs)
         changes = ops.nodes_of(self.stages.forward, ops.assign)
@@ -122,7 +92,7 @@ class Program:
                 compat.without_sources(),
                 compat.on_host(),
             ):
-                schedule = self.compiler.build(self.stages, self.capture, variant)
+                schedule = self.plans.build(self.stages, self.capture, variant)
             self.executors[variant] = Executor(schedule, self.machine)
         return self.executors[variant]
 
@@ -148,15 +118,15 @@ class CapturedGraph:
         self,
         name: str,
         module: fx.GraphModule,
-        compiler: Callable[[], Compiler],
+        plans: Callable[[], Plans],
         machine: Machine,
         run: Callable[[Program, Sequence[Any]], Sequence[Any]],
         evicted: Callable[[], None] = lambda: None,
     ) -> None:
         self.name = name
         self.module = module
-        self.current_compiler = compiler
-        self.compiler = compiler()
+        self.current_plans = plans
+        self.plans = plans()
         self.machine = machine
         self.run = run
         self.evicted = evicted  # called when programs were given up
@@ -167,8 +137,8 @@ class CapturedGraph:
         self._called: dict[Hashable, None] = {}  # keys of the programs, the last one called last
 
     def __call__(self, *args: Any) -> Sequence[Any]:
-        if self.current_compiler() is not self.compiler:  # buckets were laid out anew
-            self.compiler = self.current_compiler()
+        if self.current_plans() is not self.plans:  # buckets were laid out anew
+            self.plans = self.current_plans()
             self.stale = True
         if self.stale:
             self.programs.clear()
@@ -267,4 +237,4 @@ class CapturedGraph:
         kinds = tuple(self._input(arg) for arg in args)
         overlaps = self._overlaps(args)
         capture = Capture(self.name, self.module, kinds, self.machine.device, ambient, overlaps)
-        return Program(capture, self.compiler, self.machine)
+        return Program(capture, self.plans, self.machine)

@@ -1,0 +1,163 @@
+"""What an ATen node is, and how many operations it takes.
+
+Operations are counted as torch.utils.flop_counter does. A library that is told that attention is
+causal skips half of it. Attention comes closer to its rate the longer its sequences are, and its
+backward adds up the queries' gradients in float32, in memory of its own (Dao, FlashAttention-2,
+2023, arXiv 2307.08691, algorithm 2).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from megacompile import compat
+
+_VIEWS = set(
+    "view _unsafe_view reshape permute transpose t expand unsqueeze squeeze slice select alias "
+    "detach as_strided split split_with_sizes unbind diagonal view_as unfold lift_fresh".split()
+)
+REDUCTIONS = set(
+    "sum mean amax amin max min argmax argmin prod var var_mean std any all logsumexp norm "
+    "cumsum _softmax _log_softmax native_layer_norm native_group_norm".split()
+)
+INDEXED = set("embedding gather index index_select _unsafe_index _unsafe_masked_index".split())
+_SCATTERS = set(
+    "index_put _unsafe_index_put _unsafe_masked_index_put_accumulate scatter scatter_add "
+    "scatter_reduce index_add embedding_dense_backward".split()
+)
+LIBRARY = set("sort topk nonzero masked_scatter native_dropout_backward".split())
+
+
+def name_of(node: fx.Node) -> str:
+    """Of an overload packet, "mm"; of anything else as it prints itself."""
+    return str(getattr(getattr(node.target, "overloadpacket", None), "__name__", node.target))
+
+
+def is_attention(node: fx.Node) -> bool:
+    """Of the forms (batch, heads, length, width): what others take is not known by their names."""
+    of_aten = getattr(node.target, "namespace", None) == "aten"
+    return of_aten and "scaled_dot_product" in name_of(node)
+
+
+def is_product(node: fx.Node) -> bool:
+    """Is it a matrix product, or a convolution?"""
+    return getattr(node.target, "overloadpacket", None) in flop_registry or "mm" in name_of(node)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Does it give memory that was there before?"""
+    return name_of(node) in _VIEWS or node.target is operator.getitem
+
+
+def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """The tensors that it gives, fake."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of these tensors, each whole."""
+    return sum(math.prod(t.shape) * t.dtype.itemsize for t in tensors)
+
+
+def flops_of(node: fx.Node) -> int:
+    """Operations of a matrix product or of attention; 0 for what the registry does not know."""
+    if is_attention(node):
+        return _attention_flops(node)
+    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if formula is None:
+        return 0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return int(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def _attention_flops(node: fx.Node) -> int:
+    """Of the forms (batch, heads, length, width); backward: with the forward's products again."""
+    query, key, value = (tuple(tensor.shape) for tensor in _attended(node))
+    heads = (*query[:2],)
+    key, value = (*heads, *key[2:]), (*heads, *value[2:])  # grouped heads are read, not saved
+    if _is_backward(node):
+        flops = sdpa_backward_flop_count(query, query[:3] + value[3:], key, value)
+    else:
+        flops = sdpa_flop_count(query, key, value)
+    return int(flops) // 2 if _is_causal(node) else int(flops)
+
+
+def _is_causal(node: fx.Node) -> bool:
+    return bool(dict(compat.arguments_of(node)).get("is_causal"))
+
+
+_HALF_RATE_LENGTH = 900  # of attention: between 1024 and 131072 tokens on an H200
+
+
+def reached_rate(node: fx.Node) -> float:
+    """Of the rate that attention gets with long sequences."""
+    length = int(_attended(node)[0].shape[-2])
+    return length / (length + _HALF_RATE_LENGTH)
+
+
+def workspace_bytes(node: fx.Node) -> int:
+    """Memory inside of a library call."""
+    backward = is_attention(node) and _is_backward(node)
+    return 4 * math.prod(_attended(node)[0].shape) if backward else 0
+
+
+def _attended(node: fx.Node) -> list[torch.Tensor]:
+    """Query, key and value of an attention; a backward takes the gradient before them."""
+    start = 1 if _is_backward(node) else 0
+    inputs = [a for a in node.args[start : start + 3] if isinstance(a, fx.Node)]
+    return [tensors_of(n)[0] for n in inputs]
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return "backward" in name_of(node)
+
+
+def is_library(node: fx.Node) -> bool:
+    """Is it a call of a library, or a kernel that Inductor does not fuse?"""
+    if is_product(node) or is_attention(node) or name_of(node) in LIBRARY:
+        return True
+    return scatters(node)
+
+
+def scatters(node: fx.Node) -> bool:
+    """Does it write into memory by an index, other than into a constant?
+
+    `scatter(full(...), index, value)` is a comparison with the index.
+    """
+    if name_of(node) not in _SCATTERS:
+        return False
+    base = node.args[0]
+    constant = (
+        name_of(node) == "scatter"
+        and isinstance(base, fx.Node)
+        and name_of(base) in ("full", "zeros", "scalar_tensor")
+    )
+    return not constant
+
+
+def readers_of(node: fx.Node) -> Iterator[fx.Node]:
+    """Who reads a value, seen through views."""
+    for user in node.users:
+        if user.op == "call_function" and is_view(user):
+            yield from readers_of(user)
+        else:
+            yield user
+
+
+def reduces_columns(node: fx.Node) -> bool:
+    """Does a reduction keep the last dimension, and so read memory across its rows?"""
+    dims = node.args[1] if len(node.args) > 1 else None
+    if name_of(node) not in REDUCTIONS or not isinstance(dims, (list, tuple)):
+        return False
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    rank = tensors_of(source)[0].dim()
+    return bool(dims) and all(isinstance(d, int) and d % rank != rank - 1 for d in dims)

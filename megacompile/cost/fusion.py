@@ -1,0 +1,256 @@
+"""Find the kernels of an ATen graph: their operations, the bytes they move, the memory they need.
+
+    ATen graph  ->  kernels: matrix products | attention | scatters | groups of the rest, fused
+
+[Note: fusion] Inductor calls libraries for matrix products and attention and writes kernels for
+the rest. Elementwise nodes cost nothing by themselves: they are part of whoever reads them. A
+value is *realized*, written to memory, where a library, a reduction's reader or the caller needs
+it, or where several readers would repeat too much. Realized nodes that no library call separates,
+and that reduce in the same direction, share one kernel, which reads and writes only what crosses
+its border. Without fusion (lowering "eager") every node is a kernel.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from megacompile.cost.aten import (
+    INDEXED,
+    LIBRARY,
+    REDUCTIONS,
+    bytes_of,
+    flops_of,
+    is_attention,
+    is_library,
+    is_product,
+    is_view,
+    name_of,
+    reached_rate,
+    readers_of,
+    reduces_columns,
+    scatters,
+    tensors_of,
+    workspace_bytes,
+)
+from megacompile.cost.kernels import Analysis, Kernel, Kind, Returned
+from megacompile.ir import ops
+
+_MANY_READS = 4  # Inductor's realize_reads_threshold
+
+
+def analyse(graph: fx.Graph, *, fused: bool = True) -> Analysis:
+    """Count the kernels of an ATen graph whose nodes have fake tensors as `meta["val"]`."""
+    walk = _Walk(graph, fused)
+    return Analysis(tuple(walk.kernels()), walk.peak_bytes(), tuple(walk.returned()))
+
+
+Reads = dict[int, int]  # buffer -> bytes that are read of it
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """A value in memory."""
+
+    size_bytes: int
+    level: int  # library calls on the longest way to it
+    internal: bool
+
+
+@dataclass(slots=True)
+class _Op:
+    """A node that is realized, in program order."""
+
+    node: fx.Node
+    reads: Reads
+    writes: tuple[int, ...]
+    library: bool
+    level: int
+    inner: bool  # reduces rows, or nothing: can share a kernel with elementwise nodes
+    flops: int = 0
+    extra_bytes: int = 0  # beyond what is read and written once
+    inside_bytes: int = 0  # that are allocated while it runs
+
+
+@dataclass(slots=True)
+class _Walk:
+    """One pass over a graph: see [Note: fusion]."""
+
+    graph: fx.Graph
+    fused: bool
+    buffers: list[_Buffer] = field(default_factory=list)
+    done: list[_Op] = field(default_factory=list)
+    of: dict[fx.Node, Reads] = field(default_factory=dict)  # what reading a node reads
+    inputs: dict[int, int] = field(default_factory=dict)  # buffer -> index of the placeholder
+    realized: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)  # -> its buffers
+
+    def __post_init__(self) -> None:
+        for node in self.graph.nodes:
+            if node.op == "placeholder" or node.op == "get_attr":
+                buffer = self._buffer(bytes_of(tensors_of(node)), 0, internal=False)
+                self.inputs[buffer] = len(self.inputs)
+                self.of[node] = {buffer: self.buffers[buffer].size_bytes}
+            elif node.op == "call_function":
+                self._visit(node)
+
+    def _buffer(self, size_bytes: int, level: int, *, internal: bool) -> int:
+        self.buffers.append(_Buffer(size_bytes, level, internal))
+        return len(self.buffers) - 1
+
+    def _visit(self, node: fx.Node) -> None:
+        reads: Reads = {}
+        for source in node.all_input_nodes:
+            for buffer, size in self.of[source].items():
+                reads[buffer] = max(size, reads.get(buffer, 0))
+        if node.target is operator.getitem:
+            self.of[node] = self._item(node)
+        elif is_view(node):
+            size = bytes_of(tensors_of(node))
+            self.of[node] = {buffer: min(size, read) for buffer, read in reads.items()}
+        elif is_product(node) or is_attention(node) or name_of(node) in LIBRARY:
+            inside = workspace_bytes(node)
+            self._realize(node, reads, library=True, flops=flops_of(node), inside_bytes=inside)
+        elif scatters(node):
+            values = node.args[-1] if isinstance(node.args[-1], fx.Node) else None
+            extra = 2 * bytes_of(tensors_of(values)) if values is not None else 0
+            self._realize(node, reads, library=True, extra_bytes=extra)
+        else:
+            self._elementwise(node, reads)
+
+    def _item(self, node: fx.Node) -> Reads:
+        source, index = node.args
+        assert isinstance(source, fx.Node) and isinstance(index, int)
+        made = self.realized.get(source)
+        if made is None:  # part of whoever reads it
+            return self.of[source]
+        return {made[index]: self.buffers[made[index]].size_bytes} if index < len(made) else {}
+
+    def _elementwise(self, node: fx.Node, reads: Reads) -> None:
+        size = bytes_of(tensors_of(node))
+        reduces = name_of(node) in REDUCTIONS
+        if name_of(node) in INDEXED:
+            reads = {buffer: min(read, size) for buffer, read in reads.items()}
+        if reduces or not self.fused or self._must_realize(node, reads):
+            self._realize(node, reads, library=False, inner=not reduces_columns(node))
+        else:
+            self.of[node] = reads
+
+    def _must_realize(self, node: fx.Node, reads: Reads) -> bool:
+        users = list(readers_of(node))
+        if any(u.op == "output" or is_library(u) for u in users):
+            return True
+        return len(users) > 1 and len(reads) > _MANY_READS
+
+    def _realize(
+        self,
+        node: fx.Node,
+        reads: Reads,
+        *,
+        library: bool,
+        inner: bool = True,
+        flops: int = 0,
+        extra_bytes: int = 0,
+        inside_bytes: int = 0,
+    ) -> None:
+        level = max((self.buffers[b].level for b in reads), default=0) + (1 if library else 0)
+        sizes = [bytes_of([t]) for t in tensors_of(node)]
+        writes = tuple(self._buffer(size, level, internal=True) for size in sizes)
+        self.of[node] = dict(zip(writes, sizes, strict=True))
+        self.realized[node] = writes
+        amounts = (flops, extra_bytes, inside_bytes)
+        self.done.append(_Op(node, reads, writes, library, level, inner, *amounts))
+
+    # The results.
+
+    def kernels(self) -> Iterator[Kernel]:
+        """Library calls as they are; the others in groups."""
+        readers: dict[int, set[int]] = {}  # buffer -> kernels that read it
+        groups = self._groups()
+        for k, group in enumerate(groups):
+            for op in group:
+                for buffer in op.reads:
+                    readers.setdefault(buffer, set()).add(k)
+        kept = {b for read in self._returned_reads() for b in read}
+        for k, group in enumerate(groups):
+            made = {buffer for op in group for buffer in op.writes}
+            reads: Reads = {}
+            for op in group:
+                for buffer, size in op.reads.items():
+                    reads[buffer] = max(size, reads.get(buffer, 0))
+            moved = sum(size for buffer, size in reads.items() if buffer not in made)
+            moved += sum(
+                self.buffers[b].size_bytes
+                for b in made
+                if b in kept or group[0].library or readers.get(b, set()) - {k}
+            )
+            moved += sum(op.extra_bytes for op in group)
+            yield self._kernel(group, moved)
+
+    def _kernel(self, group: Sequence[_Op], moved: int) -> Kernel:
+        last = group[-1]
+        kind = Kind.MEMORY
+        if last.flops:
+            kind = Kind.ATTENTION if is_attention(last.node) else Kind.PRODUCT
+        operands = [t for n in last.node.all_input_nodes for t in tensors_of(n)]
+        half = any(t.dtype in (torch.bfloat16, torch.float16) for t in operands)
+        reached = reached_rate(last.node) if kind is Kind.ATTENTION else 1.0
+        return Kernel(last.node.name, kind, last.flops, moved, half, reached)
+
+    def _groups(self) -> list[list[_Op]]:
+        """Realized nodes that share a kernel, in the order of their last node."""
+        groups: list[list[_Op]] = []
+        touching: dict[tuple[int, bool], dict[int, int]] = {}  # buffer -> group, by level and kind
+        for op in self.done:
+            if op.library or not self.fused:
+                groups.append([op])
+                continue
+            near = touching.setdefault((op.level, op.inner), {})
+            found = sorted({near[b] for b in (*op.reads, *op.writes) if b in near})
+            home = found[0] if found else len(groups)
+            if not found:
+                groups.append([])
+            for other in found[1:]:
+                groups[home] += groups[other]
+                groups[other] = []
+                near.update({b: home for b, g in near.items() if g == other})
+            groups[home].append(op)
+            near.update({b: home for b in (*op.reads, *op.writes)})
+        return [group for group in groups if group]
+
+    def _returned_reads(self) -> list[Reads]:
+        found = ops.returned(self.graph)
+        values = found if isinstance(found, (tuple, list)) else (found,)
+        return [self.of[v] if isinstance(v, fx.Node) else {} for v in values]
+
+    def returned(self) -> Iterator[Returned | None]:
+        for reads in self._returned_reads():
+            if not reads:
+                yield None
+                continue
+            buffer = max(reads, key=lambda b: self.buffers[b].size_bytes)
+            known = self.inputs.get(buffer)
+            memory = buffer if known is None else -1 - known
+            yield Returned(memory, self.buffers[buffer].size_bytes)
+
+    def peak_bytes(self) -> int:
+        """The most that realized values take at once; elementwise nodes reuse what they read."""
+        last: dict[int, int] = {}
+        for i, op in enumerate(self.done):
+            last.update({b: i for b in (*op.reads, *op.writes)})
+        for reads in self._returned_reads():
+            last.update({b: len(self.done) for b in reads})
+        live = peak = 0
+        for i, op in enumerate(self.done):
+            dying = [b for b in last if last[b] == i and self.buffers[b].internal]
+            before = [b for b in dying if b not in op.writes]
+            freed = sum(self.buffers[b].size_bytes for b in before)
+            made = sum(self.buffers[b].size_bytes for b in op.writes)
+            live += made - (0 if op.library else freed)
+            peak = max(peak, live + op.inside_bytes)
+            live -= freed if op.library else 0
+            live -= sum(self.buffers[b].size_bytes for b in dying if b in op.writes)
+        return peak

@@ -1,0 +1,177 @@
+"""Measure what a machine can do, in a few seconds."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from megacompile.cost.hardware import H200, Hardware
+from megacompile.host_memory import total_bytes
+
+_COPY_BYTES = 256 * 2**20
+_REPEATS = 5
+_SUSTAINED_S = 1.0  # how long matrix products run for the sustained rate
+_LAUNCHES = 100
+
+
+def measure(device: torch.device | str) -> Hardware:
+    """Measure `device` (about five seconds on a GPU); the random generators stay as they are.
+
+    On the CPU, a copy is one within host memory, and directions do not overlap.
+    """
+    device = torch.device(device)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        return _measured(device)
+
+
+def _measured(device: torch.device) -> Hardware:
+    probe = _Probe(device)
+    copy = _COPY_BYTES / 1e9
+    h2d, d2h = copy / probe.seconds(probe.h2d), copy / probe.seconds(probe.d2h)
+    both = probe.seconds(probe.both_ways)
+    n = 8192 if device.type == "cuda" else 1024
+    half = torch.bfloat16 if device.type == "cuda" else torch.float32
+    peak = 2 * n**3 / probe.seconds(probe.matmul(n, half)) / 1e12
+    update_s = probe.seconds(probe.update)
+    update = probe.update_bytes / update_s / 1e9
+    return Hardware(
+        name=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        h2d_gb_s=h2d,
+        d2h_gb_s=d2h,
+        h2d_both_gb_s=min(h2d, copy / both),
+        d2h_both_gb_s=min(d2h, copy / both),
+        matmul_tflop_s=peak,
+        memory_gb_s=2 * copy / probe.seconds(probe.device_copy),
+        launch_s=probe.seconds(probe.launches) / _LAUNCHES,
+        matmul32_tflop_s=2
+        * (n // 2) ** 3
+        / probe.seconds(probe.matmul(n // 2, torch.float32))
+        / 1e12,
+        sustained=min(1.0, probe.sustained_flop_s(half) / (peak * 1e12)),
+        attention_share=H200.attention_share,
+        copy_s=probe.seconds(probe.small_copies) / _LAUNCHES,
+        host_memory_gb_s=max(update, probe.host_gb_s(update_s, h2d)),
+        update_gb_s=update,
+        device_bytes=_device_bytes(device),
+        host_bytes=total_bytes(),
+    )
+
+
+def _device_bytes(device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return total_bytes()
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+class _Probe:
+    """The operations that are timed, on buffers of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.cuda = device.type == "cuda"
+        self.host = [self._host() for _ in range(2)]
+        self.there = [self._device() for _ in range(2)]
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self.streams = [torch.cuda.Stream(device) for _ in range(2)] if self.cuda else []
+
+    def _host(self) -> torch.Tensor:
+        return torch.ones(_COPY_BYTES, dtype=torch.uint8, pin_memory=self.cuda)
+
+    def _device(self) -> torch.Tensor:
+        return torch.ones(_COPY_BYTES, dtype=torch.uint8, device=self.device)
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Median wall time of `work`, after one run to warm up."""
+        times = []
+        for _ in range(_REPEATS + 1):
+            self._wait()
+            start = time.perf_counter()
+            work()
+            self._wait()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times[1:])
+
+    def _wait(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+
+    def h2d(self) -> None:
+        self.there[0].copy_(self.host[0], non_blocking=True)
+
+    def d2h(self) -> None:
+        self.host[1].copy_(self.there[1], non_blocking=True)
+
+    def both_ways(self) -> None:
+        if not self.cuda:
+            self.h2d()
+            self.d2h()
+            return
+        for stream, copy in zip(self.streams, (self.h2d, self.d2h), strict=True):
+            with torch.cuda.stream(stream):
+                copy()
+
+    def device_copy(self) -> None:
+        self.there[0].copy_(self.there[1])
+
+    def launches(self) -> None:
+        for _ in range(_LAUNCHES):
+            self.there[0][:1].zero_()
+
+    def small_copies(self) -> None:
+        for _ in range(_LAUNCHES):
+            self.there[0][:1].copy_(self.host[0][:1], non_blocking=True)
+
+    def matmul(self, n: int, dtype: torch.dtype) -> Callable[[], object]:
+        a, b = (torch.randn(n, n, device=self.device, dtype=dtype) for _ in range(2))
+        return lambda: a @ b
+
+    def sustained_flop_s(self, dtype: torch.dtype) -> float:
+        """A linear layer's three products again and again, until the clock has settled."""
+        m, k, n = (8192, 4096, 14336) if self.cuda else (256, 512, 1024)
+        x, w, dy = (
+            torch.randn(shape, device=self.device, dtype=dtype)
+            for shape in ((m, k), (n, k), (m, n))
+        )
+        done, last = 0, 0.0
+        self._wait()
+        start = now = time.perf_counter()
+        while now - start < _SUSTAINED_S:
+            before = now
+            for _ in range(20):
+                _ = x @ w.t(), dy @ w, dy.t() @ x
+            self._wait()
+            now = time.perf_counter()
+            done, last = done + 1, now - before
+        return 20 * 6 * m * k * n / last if done else 0.0
+
+    @property
+    def update_bytes(self) -> int:
+        """AdamW in float32 reads four values and writes three."""
+        return 7 * 4 * self._update_numel()
+
+    @staticmethod
+    def _update_numel() -> int:
+        return _COPY_BYTES // 4
+
+    def update(self) -> None:
+        if not self._optimizers:
+            param = torch.nn.Parameter(torch.ones(self._update_numel()))
+            param.grad = torch.ones_like(param)
+            self._optimizers.append(torch.optim.AdamW([param], fused=True))
+        self._optimizers[0].step()
+
+    def host_gb_s(self, update_s: float, h2d_gb_s: float) -> float:
+        """What the update and copies beside it move together."""
+        if not self.cuda:
+            return 0.0
+        copies = max(1, round(update_s * h2d_gb_s * 1e9 / _COPY_BYTES))
+
+        def together() -> None:
+            for _ in range(copies):
+                self.h2d()
+            self.update()
+
+        return (self.update_bytes + copies * _COPY_BYTES) / self.seconds(together) / 1e9

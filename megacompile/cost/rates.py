@@ -1,0 +1,99 @@
+"""Measured rates in a file, so that a machine is measured once."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+import warnings
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import torch
+
+from megacompile.cost.hardware import Hardware, least
+from megacompile.cost.probe import measure
+
+_FORMAT = 3  # of the file: raised when fields change, or what they mean
+
+
+def load(device: torch.device | str) -> Hardware:
+    """The measured figures of `device`, from the cache file if it was measured before.
+
+    The file is of this device, this number of threads, this version of torch and this version of
+    the format; one that cannot be read is written anew.
+    """
+    device = torch.device(device)
+    found = cached(device)
+    if found is not None:
+        return found
+    measured = measure(device)
+    _keep(_file(device), json.dumps(asdict(measured), indent=2))
+    return measured
+
+
+def cached(device: torch.device) -> Hardware | None:
+    """The figures of `device` if it was measured before, and they are figures."""
+    path = _file(device)
+    try:
+        if path is None or not path.is_file():  # to open a FIFO would wait for ever
+            return None
+        found = Hardware(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+    return found if _are_figures(found) else None
+
+
+def _are_figures(hardware: Hardware) -> bool:
+    """Is every figure a number that there can be? 0, NaN and text are in no measurement."""
+    for field in fields(hardware):
+        value = getattr(hardware, field.name)
+        if field.name == "name":
+            if not isinstance(value, str):
+                return False
+            continue
+        if value is None and field.name in ("device_bytes", "host_bytes"):
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return False
+        if not value >= least(field.name) or (math.isinf(value) and field.default != math.inf):
+            return False
+    return True
+
+
+def _keep(path: Path | None, text: str) -> None:
+    """Write the cache file as a whole, or say that there is none."""
+    try:
+        if path is None:
+            raise OSError("there is no home directory")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            file.write(text)
+        os.replace(file.name, path)
+    except OSError as error:
+        warnings.warn(
+            f"megacompile: the machine's rates cannot be kept ({error}), and are measured anew by "
+            "each process; set XDG_CACHE_HOME to a directory that can be written",
+            stacklevel=3,
+        )
+
+
+def _file(device: torch.device) -> Path | None:
+    folder = _cache()
+    return None if folder is None else folder / f"{_key(device)}.json"
+
+
+def _key(device: torch.device) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    threads = torch.get_num_threads()  # that the update on the host has
+    return f"{name.lower().replace(' ', '-')}-{threads}-torch-{torch.__version__}-v{_FORMAT}"
+
+
+def _cache() -> Path | None:
+    """Where rates are kept; None where there is no home directory."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(root) if root else Path.home() / ".cache") / "megacompile"
+    except RuntimeError:  # an unknown user, and no HOME
+        return None

@@ -1,0 +1,13 @@
+"""Where a model's buckets live: the runtime keeps it, and whoever makes plans is given it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which buckets are on the device, and whether that may change."""
+
+    resident: frozenset[int] = frozenset()  # keys of the buckets that live on the device
+    stays: str = ""  # why no bucket may go elsewhere; "": they may

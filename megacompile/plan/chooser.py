@@ -1,0 +1,185 @@
+"""Who chooses: once for each captured graph and shape, by the search of `planner`.
+
+The first graph that is planned decides which buckets live on the device, and all others are planned
+with that. It is planned again when the buckets are there, which finds what was found before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import replace
+from typing import NamedTuple
+
+from megacompile.errors import DeviceMemoryError
+from megacompile.ir.capture import Variant
+from megacompile.ir.placement import Placement
+from megacompile.ir.schedule import Schedule
+from megacompile.options import Activations, Lowering
+from megacompile.plan.budget import Budget
+from megacompile.plan.pipeline import Pipeline
+from megacompile.plan.planner import Choice, Found, Problem, does_not_fit, search
+from megacompile.plan.setting import Setting
+from megacompile.text import format_bytes
+
+_TOLERANCE = 1.1  # how much more than there is a plan may need before it is refused
+
+
+class Chosen(NamedTuple):
+    """What a schedule is built from."""
+
+    choice: Choice
+    reasons: tuple[str, ...] = ()
+
+
+class _Sought(NamedTuple):
+    """What decided where buckets live."""
+
+    templates: tuple[int, ...]  # of the stages: their ids
+    found: Found
+
+
+class Chooser:
+    """Seeks what plans are made from, and remembers it.
+
+    Args:
+        setting: the options, and the machine.
+        pipeline: builds what is simulated.
+        budget: the device memory that there is; told of what plans need.
+    """
+
+    def __init__(self, setting: Setting, pipeline: Pipeline, budget: Budget) -> None:
+        self.setting = setting
+        self.pipeline = pipeline
+        self.budget = budget
+        self._chosen: dict[Schedule, Chosen] = {}  # by captured stages
+        self._decided = False  # was it decided what is resident?
+        self._wanted: frozenset[int] | None = None  # which buckets that is; None: as they are
+        self._sought: _Sought | None = None  # until the next search
+
+    def choose(
+        self, stages: Schedule, schedule: Schedule, variant: Variant, placement: Placement
+    ) -> Chosen:
+        """What the plan of these stages is made from; sought at the first call.
+
+        Args:
+            stages: what `Pipeline.partition` gave.
+            schedule: what `Pipeline.differentiated` made of it.
+            placement: where the buckets are.
+
+        Raises:
+            DeviceMemoryError: nothing fits.
+        """
+        planned = self.setting.options.plans or self.setting.hardware is not None
+        if schedule.backward is None or not planned:
+            return Chosen(Choice(resident=placement.resident))
+        if stages in self._chosen:
+            return self._chosen[stages]
+        self._chosen[stages] = self._searched(schedule, variant, placement)
+        return self._chosen[stages]
+
+    def wants(self, placement: Placement) -> Placement:
+        """Where plans want the buckets, which are as `placement` says."""
+        if self._wanted is None:
+            return placement
+        return replace(placement, resident=self._wanted)
+
+    def _searched(self, schedule: Schedule, variant: Variant, placement: Placement) -> Chosen:
+        options = self.setting.options
+        free = options.resident is None and not self._decided and not placement.stays
+        resident = frozenset() if free else placement.resident
+        problem = self.problem_of(schedule, variant, resident=resident)
+        templates = tuple(id(stage.traced) for stage in schedule.stages)
+        found = self._found_before(problem, templates)
+        if found is None:
+            found = search(
+                problem,
+                resident=free,
+                pinned=options.activations is not Activations.AUTO,
+                device_update=(
+                    options.hands_over and options.device_update is None and self.setting.on_gpu
+                ),
+                slots=options.slots is None,
+            )
+        if found is None:
+            found = _too_small(problem)
+        self.budget.note(problem, found.peak_bytes)
+        reasons = found.reasons
+        if placement.stays and options.resident is None:
+            reasons = (*reasons, f"buckets stay where they are: {placement.stays}")
+        if free:
+            self._decided, self._wanted = True, found.choice.resident
+            self._sought = _Sought(templates, found)
+        return Chosen(found.choice, reasons)
+
+    def problem_of(
+        self, schedule: Schedule, variant: Variant, *, resident: frozenset[int] = frozenset()
+    ) -> Problem:
+        """What a plan is sought for.
+
+        Args:
+            schedule: what `Pipeline.differentiated` gives.
+            resident: keys of the buckets that live on the device, whatever the plan.
+        """
+        return Problem(
+            build=lambda choice: self.pipeline.planned(schedule, variant, choice, draft=True),
+            buckets=schedule.buckets,
+            stages=sum(stage.traced.has_backward for stage in schedule.stages),
+            hardware=self.setting.rates(),
+            optimizer=self.setting.cost(),
+            budget_bytes=self.budget.size_bytes(),
+            fused=self.setting.options.lowering is Lowering.INDUCTOR,
+            resident=resident,
+            trained=schedule.gradient_params,
+        )
+
+    def _found_before(self, problem: Problem, templates: tuple[int, ...]) -> Found | None:
+        """What the same was planned with before its buckets were moved to where that wants them."""
+        before, self._sought = self._sought, None
+        if before is None or before.templates != templates:
+            return None
+        if before.found.choice.resident != problem.resident:
+            return None
+        return before.found if problem.fits(before.found.choice) else None
+
+    def choose_least(self, stages: Schedule, placement: Placement, reason: str) -> None:
+        """Plan these stages with as little device memory as can be, though that is too much."""
+        choice = Choice(0, placement.resident, state_lookahead=1)
+        self._chosen[stages] = Chosen(choice, (reason,))
+
+    def step_down(self) -> str:
+        """Plan with less device memory from now on; says how, or "" where that changes nothing.
+
+        Stages that have their choice keep it: a backward may be to come.
+        """
+        how = self.budget.step_down()
+        if how:
+            self._decided = False
+        return how
+
+    def forget(self) -> None:
+        """Choose anew, with the buckets where they are. No backward may be to come."""
+        self._chosen.clear()
+        self._wanted = None
+
+    def keep(self, stages: Collection[Schedule]) -> None:
+        """Forget what was chosen for all but these captured stages."""
+        for key in [key for key in self._chosen if key not in stages]:
+            del self._chosen[key]
+
+
+def _too_small(problem: Problem) -> Found:
+    """Not even the floor fits. The prediction may be off by a little; then it is tried.
+
+    Raises:
+        DeviceMemoryError: it is too small by more than that.
+    """
+    choice = Choice(0, problem.resident, state_lookahead=1)
+    peak = problem.memory(choice).peak
+    text = (
+        f"device memory: {format_bytes(peak.total_bytes)} needed, "
+        f"{format_bytes(problem.budget_bytes)} there"
+    )
+    if peak.total_bytes > _TOLERANCE * problem.budget_bytes:
+        raise DeviceMemoryError(does_not_fit(problem, peak))
+    return Found(choice, math.inf, peak.total_bytes, 0, (f"{text}: tried nevertheless",))

@@ -1,0 +1,205 @@
+"""From a captured graph and a `Choice` to a schedule: the passes in their order.
+
+    partition        capture            ->  stages
+    differentiated   stages             ->  forward and backward: what a plan is sought for
+    planned          those, and Choice  ->  the schedule
+    lowered          the schedule       ->  with code
+
+Nothing is decided here, and nothing is kept but traced templates.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from megacompile import log
+from megacompile.ir.buckets import Bucket, Unit
+from megacompile.ir.capture import Capture, Variant
+from megacompile.ir.schedule import Plan, Schedule
+from megacompile.ir.stages import Code, Template
+from megacompile.options import Head, Lowering
+from megacompile.passes.capture.causal import use_causal_attention
+from megacompile.passes.capture.chunk import STOOD_BACK, chunk_head
+from megacompile.passes.capture.rebase import rebase_overlaps
+from megacompile.passes.schedule.device_update import insert_device_update
+from megacompile.passes.schedule.differentiate import differentiate
+from megacompile.passes.schedule.free import insert_free
+from megacompile.passes.schedule.norms import insert_norms
+from megacompile.passes.schedule.offload_grad import offload_gradients
+from megacompile.passes.schedule.offload_saved import offload_saved_tensors
+from megacompile.passes.schedule.plan import make_plan
+from megacompile.passes.schedule.prefetch import insert_prefetch
+from megacompile.passes.schedule.recompute import insert_recompute
+from megacompile.passes.schedule.slots import assign_slots
+from megacompile.passes.schedule.split import split_stages
+from megacompile.passes.schedule.tokens import insert_tokens
+from megacompile.passes.schedule.update import insert_updates
+from megacompile.passes.schedule.update_graph import insert_update_graph, rest_of
+from megacompile.passes.stages.lower import lower
+from megacompile.passes.stages.partition import partition
+from megacompile.passes.stages.templates import TemplateCache, trace_templates
+from megacompile.plan.history import SchedulePass, run, run_on_capture, timed
+from megacompile.plan.planner import Choice
+from megacompile.plan.setting import Setting
+from megacompile.progress import bar
+
+
+class Pipeline:
+    """The passes, bound to the options.
+
+    Args:
+        setting: the options, and the machine whose optimizer costs count.
+        units: of the model.
+        templates: what was traced already; grows.
+    """
+
+    def __init__(
+        self, setting: Setting, units: tuple[Unit, ...], templates: TemplateCache | None = None
+    ) -> None:
+        self.setting = setting
+        self.units = units
+        self.templates: TemplateCache = {} if templates is None else templates
+
+    def partition(self, capture: Capture) -> Schedule:
+        """Stages only."""
+        options = self.setting.options
+        causal = functools.partial(use_causal_attention, lowering=options.lowering)
+        chunk = functools.partial(chunk_head, head=options.head, lowering=options.lowering)
+        capture, reasons, history = run_on_capture(
+            capture,
+            [
+                ("rebase", lambda given: (rebase_overlaps(given), ())),
+                ("causal", causal),
+                ("chunk", chunk),
+            ],
+        )
+        for reason in reasons:
+            if options.head is Head.CHUNKED and reason.startswith(STOOD_BACK):
+                warnings.warn(
+                    f"megacompile(): {capture.name}: head='chunked', but {reason}", stacklevel=3
+                )
+        stages = timed("partition", None, lambda: partition(capture, self.units), history)
+        log.captured(capture, stages)
+        return replace(stages, plan=Plan(reasons=reasons))
+
+    def differentiated(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
+        """The passes in front of the choice of a plan."""
+        trace = functools.partial(
+            trace_templates,
+            ambient=capture.ambient,
+            cache=self.templates,
+            lowering=self.setting.options.lowering,
+        )
+        schedule = replace(stages, tangents=variant.tangents)
+        return run(schedule, [("templates", trace), ("differentiate", differentiate)])
+
+    def planned(
+        self,
+        schedule: Schedule,
+        variant: Variant,
+        choice: Choice,
+        reasons: tuple[str, ...] = (),
+        *,
+        draft: bool = False,
+    ) -> Schedule:
+        """The passes behind the choice of a plan.
+
+        Args:
+            schedule: what `differentiated` gives.
+            reasons: of the choice.
+            draft: only to be simulated.
+        """
+        options = self.setting.options
+        slots = options.least_slots + choice.more_slots
+        offload = functools.partial(offload_saved_tensors, lookahead=options.lookahead)
+        schedule = replace(schedule, plan=Plan(reasons=(*schedule.plan.reasons, *reasons)))
+        if draft:
+            schedule = replace(schedule.copy(), draft=True)
+        return run(
+            schedule,
+            [
+                ("plan", self._plan_pass(choice)),
+                ("split", functools.partial(split_stages, cache=self.templates)),
+                ("recompute", insert_recompute),
+                ("offload_saved", offload),
+                *self._gradient_passes(choice, variant),
+                ("prefetch", functools.partial(insert_prefetch, lookahead=options.lookahead)),
+                ("slots", functools.partial(assign_slots, slots=slots, reuse=variant.reuse)),
+                ("free", insert_free),
+                ("tokens", insert_tokens),
+            ],
+        )
+
+    def _plan_pass(self, choice: Choice) -> functools.partial[Schedule]:
+        """What the choice and the options together say."""
+        options = self.setting.options
+        share = choice.device_update if options.device_update is None else options.device_update
+        return functools.partial(
+            make_plan,
+            keep=choice.keep,
+            activations="offload" if choice.offload else options.activations.value,
+            lookahead=options.lookahead,
+            device_update=share,
+            resident=choice.resident,
+            state_delay=choice.state_delay,
+        )
+
+    def _gradient_passes(self, choice: Choice, variant: Variant) -> list[SchedulePass]:
+        """What becomes of the gradients: they are offloaded, or updates are made of them."""
+        options = self.setting.options
+        cost = self.setting.cost()
+        if variant.update:
+            insert = functools.partial(
+                insert_updates,
+                accumulate=variant.accumulate,
+                lookahead=choice.state_lookahead or options.lookahead,
+                masters=options.compute_dtype is not None,
+                state_bytes=cost.updated_of,
+            )
+            return [("update", insert)]
+        offload = functools.partial(offload_gradients, accumulate=variant.accumulate)
+        step = functools.partial(insert_update_graph, helps=cost.helped)
+        if options.lowering is Lowering.EAGER:
+            return [("offload_grad", offload), ("update_graph", step)]
+        give = functools.partial(insert_device_update, state_bytes=cost.updated_of)
+        return [
+            ("offload_grad", offload),
+            ("norms", insert_norms),
+            ("device_update", give),
+            ("update_graph", step),
+        ]
+
+    def rest(self, buckets: Sequence[Bucket], resident: frozenset[int]) -> Schedule:
+        """A schedule that is an update alone: of these buckets, where they lie."""
+        return rest_of(list(buckets), resident, helps=self.setting.cost().helped)
+
+    def lowered(self, schedule: Schedule) -> Schedule:
+        """With code for its templates."""
+        lowering = self.setting.options.lowering
+        return timed(
+            "lower",
+            schedule,
+            lambda: lower(schedule, lowering=lowering, progress=self._progress),
+        )
+
+    def _progress(
+        self, work: Iterable[tuple[Template, Code]], total: int
+    ) -> Iterator[tuple[Template, Code]]:
+        options = self.setting.options
+        show = options.progress if options.lowering is Lowering.INDUCTOR else False
+        with bar("compiling stages", total, show) as step:
+            for item in work:
+                yield item
+                step(1)
+
+    def keep(self, schedules: Collection[Schedule]) -> None:
+        """Forget what was traced for all but these."""
+        used = {template for schedule in schedules for template in schedule.templates}
+        for key, template in self.templates.items():
+            if template in used and isinstance(key, tuple) and isinstance(key[0], Template):
+                used.add(key[0])  # what it was split from
+        for key in [key for key, template in self.templates.items() if template not in used]:
+            del self.templates[key]

@@ -1,0 +1,52 @@
+"""What plans are made for: the options, and the machine whose rates and memory count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megacompile import compat
+from megacompile.cost.hardware import H200, Hardware
+from megacompile.cost.optimizer import OptimizerCost
+from megacompile.cost.rates import cached, load
+from megacompile.options import Options
+
+_MARGIN = 0.05  # of free device memory, for what is not planned: fragmentation, cuBLAS, NCCL
+_MARGIN_BYTES = 4 * 2**30  # at most: most of that does not grow with the memory
+_ASSUMED = H200.replace(name="NVIDIA H200 (assumed: not measured here)")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The options of a model, and a machine.
+
+    Args:
+        options: validated.
+        hardware: a GPU that plans are made for. None: the device of the options.
+    """
+
+    options: Options
+    hardware: Hardware | None = None
+
+    @property
+    def on_gpu(self) -> bool:
+        """Is what is planned for a GPU?"""
+        return self.options.device.type == "cuda" or self.hardware is not None
+
+    def cost(self, *, states: int | None = None) -> OptimizerCost:
+        """Of an optimizer with `states` moments, under the options."""
+        return OptimizerCost.of(self.options, states=states, on_gpu=self.on_gpu)
+
+    def rates(self) -> Hardware:
+        """Of the machine that is planned for."""
+        if self.hardware is not None:
+            return self.hardware
+        if self.options.device.type == "cuda":
+            return load(self.options.device)
+        return cached(self.options.device) or _ASSUMED  # nobody measures for a plan on the CPU
+
+    def free_bytes(self) -> int:
+        """Device memory that plans may use: what is free, or what the GPU has, less a margin."""
+        free_bytes = self.hardware.device_bytes if self.hardware is not None else None
+        if not free_bytes:
+            free_bytes = compat.free_device_bytes(self.options.device)
+        return free_bytes - int(min(_MARGIN * free_bytes, _MARGIN_BYTES))

@@ -1,0 +1,310 @@
+"""The buckets of a model: its parameters go into them, move with them, and are given up again.
+
+take over    parameters lie in buckets, on the host or, those that live there, on the device
+move         a bucket goes to the other of the two, where the plans want it
+adopt        what the user replaced since the last call goes into the buckets
+let go       parameters that left the model do without them
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from megacompile import compat
+from megacompile.cost.optimizer import OptimizerCost
+from megacompile.ir.buckets import Bucket, Unit
+from megacompile.ir.placement import Placement
+from megacompile.options import Lowering, Options
+from megacompile.progress import bar
+from megacompile.runtime.device.slots import DeviceSlots
+from megacompile.runtime.device.streams import Streams
+from megacompile.runtime.model.data_parallel import DataParallel, refuse_moves
+from megacompile.runtime.model.owners import refuse_shared
+from megacompile.runtime.model.plans import Compiler, Plans
+from megacompile.runtime.ops.machine import Machine
+from megacompile.runtime.params import inputs
+from megacompile.runtime.params.aliases import AliasNotice
+from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.gradients import Gradients
+from megacompile.runtime.params.guards import unguarded
+from megacompile.runtime.params.proxies import StreamedParameter
+from megacompile.runtime.params.swap import Proxies, Source
+from megacompile.runtime.params.undo import Undos, undone
+from megacompile.runtime.updates.on_device import DeviceUpdates
+from megacompile.validate import check_model
+
+
+class ModelBuckets:
+    """Owns the parameters of a model.
+
+    Args:
+        model: changed in place: its parameters become views of buckets.
+        options: validated.
+        divide: gives the units of a model.
+        compiler: gives a `Compiler` for units.
+        planned_anew: called when schedules that were made are not right any more.
+    """
+
+    plans: Plans  # for the buckets as they are laid out now
+    proxies: Proxies
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        divide: Callable[[nn.Module], tuple[Unit, ...]],
+        compiler: Callable[[tuple[Unit, ...]], Compiler],
+        planned_anew: Callable[[], None],
+    ) -> None:
+        self.model = model
+        self.options = options
+        self.divide = divide
+        self.make_compiler = compiler
+        self.planned_anew = planned_anew
+        self.data_parallel = DataParallel(model, options)
+        streams = Streams(options.device)
+        self.machine = Machine(
+            device=options.device,
+            streams=streams,
+            slots=DeviceSlots(options.device),
+            buckets={},
+            gradients=Gradients(streams, exact=options.lowering is Lowering.EAGER),
+            place=self._place,
+            device_update=DeviceUpdates(streams),
+            detect_anomaly=options.detect_anomaly,
+        )
+        self.alone = threading.RLock()  # the swap and the slots serve one call at a time
+        self._aliases = AliasNotice()
+        self._aliases.of_parts(model)
+        self._take_over(frozenset())
+
+    @torch.inference_mode(False)  # what is allocated here outlives the mode
+    def _take_over(self, resident: frozenset[int]) -> None:
+        """Move parameters to buckets, bucket by bucket, and buffers to the device.
+
+        Args:
+            resident: keys of the buckets that live on the device, where the user does not say.
+        """
+        units = self.divide(self.model)
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        before = bool(self.machine.buckets)
+        self.machine.buckets.clear()
+        if self.options.resident is not None:
+            resident = _first_that_fit(units, named, self.options)
+        if not before:
+            refuse_moves(self.model, self._goes_to(units, named, resident))
+        total = sum(unit.bucket.size_bytes for unit in units)
+        with bar("moving parameters to the host", total, self.options.progress, unit="B") as step:
+            for unit in units:
+                params = [named[place.name] for place in unit.bucket.params]
+                key = unit.bucket.key
+                made = self._bucket(unit.bucket, params, key in resident)
+                self.machine.buckets[key] = made
+                step(unit.bucket.size_bytes)
+        if self.options.device.type == "cuda":
+            torch.cuda.empty_cache()  # where the parameters were
+        self.machine.gradients.bind(self.machine.buckets)
+        self.machine.slots.forget()
+        self.plans = Plans(self.make_compiler(units), Placement(resident))
+        self._places = {
+            id(param): (bucket.layout, i)
+            for bucket in self.machine.buckets.values()
+            for i, param in enumerate(bucket.params)
+        }
+        self._buffers_to_device()
+        self._make_proxies()
+
+    def _goes_to(
+        self,
+        units: Sequence[Unit],
+        named: Mapping[str, nn.Parameter],
+        resident: frozenset[int],
+    ) -> Callable[[nn.Parameter], str]:
+        """The type of device that each parameter will be on."""
+        on_device = {
+            id(named[place.name])
+            for unit in units
+            if unit.bucket.key in resident
+            for place in unit.bucket.params
+        }
+        return lambda param: self.options.device.type if id(param) in on_device else "cpu"
+
+    def _make_proxies(self) -> None:
+        """Last of all: if they fit, everything else does, though an interrupt came in between."""
+        self.data_parallel.forget()
+        self.proxies = Proxies(self.model, self.options.device, self._source)
+
+    def before_step(self) -> None:
+        """Say what an optimizer's step would lose, and move what is to move."""
+        replaced = (b.replaced() for b in self.machine.buckets.values())
+        self._aliases(self.model, [param for pairs in replaced for param, _ in pairs])
+        self.move_if_wanted()
+
+    def move_if_wanted(self) -> None:
+        """Carry out what the plans say of resident buckets, unless a backward is to come."""
+        resident = self.plans.placement.resident
+        if self.plans.wanted == resident or self.machine.pending:
+            return
+        with self.alone:
+            wanted = self.plans.wanted
+            params = [p for key in wanted ^ resident for p in self.machine.buckets[key].params]
+            why = self.plans.placement.stays or self.data_parallel.holds(params)
+            if why:
+                self._stay(why)
+            else:
+                self._move(wanted)
+
+    def _stay(self, why: str) -> None:
+        """Leave the buckets where they are for good, whatever the plan says of them."""
+        self.data_parallel.say(why)
+        self.plans.stay(why)
+        self.planned_anew()
+
+    @torch.inference_mode(False)
+    def _move(self, resident: frozenset[int]) -> None:
+        """Let these buckets live on the device, and all others on the host.
+
+        Gradients move along; optimizer states when the next step finds them elsewhere.
+        """
+        self.machine.slots.forget()  # its memory is for buckets that come to the device
+        for key in list(self.machine.buckets):
+            undone(functools.partial(self._move_bucket, key, key in resident))
+        self.machine.gradients.bind(self.machine.buckets)
+        self._make_proxies()
+        self.planned_anew()
+        self.plans.moved(resident)  # until here an interrupt leaves a move that begins again
+
+    def _move_bucket(self, key: int, resident: bool, undos: Undos) -> None:
+        old = self.machine.buckets[key]
+        if resident == (old.resident is not None):
+            return
+        old.settle()
+        old.withdraw()
+        undos.append(functools.partial(_show_again, [(p, p.grad) for p in old.params]))
+        gradients = self.machine.gradients.take(key)
+        self.machine.buckets[key] = self._bucket(old.layout, old.params, resident)
+        self.machine.gradients.put(self.machine.buckets[key], gradients)
+
+    def _bucket(self, layout: Bucket, params: Sequence[nn.Parameter], resident: bool) -> HostBucket:
+        pin = self.options.device.type == "cuda" and not resident
+        return HostBucket(
+            layout,
+            params,
+            pin=pin,
+            grad_dtype=self.options.grad_dtype,
+            pin_masters=pin and self.options.updates_on_device,
+            resident=self.options.device if resident else None,
+        )
+
+    def _source(self, param: nn.Parameter) -> Source:
+        layout, i = self._places[id(param)]
+        bucket = self.machine.buckets[layout.key]
+        copy = bucket.streamed[i] if bucket.has_copy else None
+        return Source(copy, bucket.settle, functools.partial(bucket.take_back, i))
+
+    def _place(self, proxy: StreamedParameter) -> tuple[Bucket, int]:
+        return self._places[id(proxy.param)]
+
+    def owns(self, param: nn.Parameter) -> bool:
+        """Does a parameter lie in a bucket of this model?"""
+        return id(param) in self._places
+
+    def let_go(self) -> None:
+        """Give up parameters that were taken out of the model since its last call."""
+        with self.alone, unguarded():
+            for bucket in self.machine.buckets.values():
+                bucket.settle()
+                bucket.withdraw()
+            check_model(self.model)
+            self._anew()
+
+    def _anew(self) -> None:
+        """Take over again, with each old bucket freed while the next is filled."""
+        self.proxies.forget()
+        self.machine.gradients.bind({})
+        self._take_over(self.plans.placement.resident)
+
+    def refresh(self, fits: bool) -> None:
+        """Bring the buckets up to date at the beginning of a call.
+
+        Args:
+            fits: the modules have the same parameters as at the last call.
+
+        Raises:
+            ModelError: the model cannot be streamed as it is now.
+        """
+        if not fits or any(bucket.replaced() for bucket in self.machine.buckets.values()):
+            self._adopt(fits)
+        for bucket in self.machine.buckets.values():
+            if not bucket.busy():
+                bucket.settle()
+            bucket.refresh()
+        self._buffers_to_device()
+
+    def follow_plans(self) -> None:
+        """Move what the plans want elsewhere, unless something around the call forbids it."""
+        self.plans.say_stays(self.data_parallel.around() or self.plans.placement.stays)
+        self.move_if_wanted()
+
+    def _adopt(self, fits: bool) -> None:
+        """Take over parameters whose memory was replaced, and new ones."""
+        buckets = self.machine.buckets.values()
+        for bucket in buckets:
+            bucket.settle()
+            bucket.withdraw()
+        check_model(self.model)
+        ours = {value.data_ptr() for bucket in buckets for value in bucket.values}
+        self._aliases(self.model, [p for p in self.model.parameters() if p.data_ptr() not in ours])
+        if not fits:
+            refuse_shared(self.model)
+        fits = fits and not self.machine.exchanged()
+        if not fits or not all(bucket.adopt() for bucket in buckets):
+            self._anew()
+        else:
+            self._make_proxies()  # a parameter's memory may have been moved
+
+    def _buffers_to_device(self) -> None:
+        """Move the model's buffers that are elsewhere."""
+        places = [
+            (compat.buffers_of(module), name, buffer)
+            for module in self.model.modules()
+            for name, buffer in compat.buffers_of(module).items()
+            if buffer is not None and buffer.device != self.options.device
+        ]
+        if not places:
+            return
+        stray = {id(buffer): buffer for _, _, buffer in places}  # one buffer, several places
+        there = inputs.moved_together(list(stray.values()), lambda b: b.to(self.options.device))
+        made = dict(zip(stray, there, strict=True))
+        for holder, name, buffer in places:
+            holder[name] = made[id(buffer)]
+
+
+def _first_that_fit(
+    units: Sequence[Unit], named: Mapping[str, nn.Parameter], options: Options
+) -> frozenset[int]:
+    """The first buckets that fit, with gradients and states, into `options.resident` bytes."""
+    assert options.resident is not None
+    cost = OptimizerCost.of(options)
+    chosen: list[int] = []
+    left: float = options.resident
+    for unit in units:
+        places = enumerate(unit.bucket.params)
+        trained = [i for i, place in places if named[place.name].requires_grad]
+        left -= cost.resident_bytes(unit.bucket, trained)
+        if left < 0:
+            break
+        chosen.append(unit.bucket.key)
+    return frozenset(chosen)
+
+
+def _show_again(gradients: Sequence[tuple[nn.Parameter, torch.Tensor | None]]) -> None:
+    """Set `p.grad` where an interrupt came before its bucket had moved."""
+    for param, gradient in gradients:
+        if param.grad is None and gradient is not None:
+            param.grad = gradient.to(param.device)

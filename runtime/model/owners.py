@@ -1,0 +1,66 @@
+"""Who owns a parameter: one megacompiled model, in whose buckets it lies."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Protocol
+
+from torch import nn
+
+from megacompile.errors import ModelError
+
+
+class Owner(Protocol):
+    """A model that was taken over."""
+
+    model: nn.Module
+
+    def owns(self, param: nn.Parameter) -> bool:
+        """Does a parameter lie in a bucket of this model?"""
+
+    def let_go(self) -> None:
+        """Give up parameters that were taken out of the model since its last call."""
+
+
+def refuse_shared(model: nn.Module) -> None:
+    """Raise if another megacompiled model has a parameter of this one: it has one owner.
+
+    Two would keep it in two buckets, and each would update it in `optimizer.step()`.
+
+    Raises:
+        ModelError: with the names of the parameter here and there.
+    """
+    if _owners(model):
+        gc.collect()  # a model that nobody has any more lives until then
+    for owner, name, param in _owners(model):
+        there = [n for n, p in owner.model.named_parameters() if p is param]
+        if not there:
+            if owner.owns(param):  # it was taken out of it since
+                owner.let_go()
+            continue
+        raise ModelError(
+            f"megacompile(): parameter {type(model).__name__}.{name} is owned by another "
+            f"megacompiled model ({type(owner.model).__name__}.{there[0]} there), and a parameter "
+            "has one owner; megacompile neither of them, but one module that has both and calls "
+            "them; or give one of them a copy of the parameter"
+        )
+
+
+def _owners(model: nn.Module) -> list[tuple[Owner, str, nn.Parameter]]:
+    """Other megacompiled models with parameters of this one."""
+    return [
+        (other, name, param)
+        for other in tuple(_LIVE)
+        if other.model is not model
+        for name, param in model.named_parameters()
+        if other.owns(param)
+    ]
+
+
+def register(owner: Owner) -> None:
+    """Know of an owner, for as long as it lives."""
+    _LIVE.add(owner)
+
+
+_LIVE: weakref.WeakSet[Owner] = weakref.WeakSet()

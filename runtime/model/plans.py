@@ -1,0 +1,82 @@
+"""Who makes a model's schedules, and where the model's buckets are for which they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.capture import Capture, Variant
+from megacompile.ir.placement import Placement
+from megacompile.ir.schedule import Schedule
+
+
+class Compiler(Protocol):
+    """Makes schedules; `megacompile.plan.compiler` binds it to the passes."""
+
+    def partition(self, capture: Capture) -> Schedule:
+        """Stages only."""
+
+    def build(
+        self, stages: Schedule, capture: Capture, variant: Variant, placement: Placement
+    ) -> Schedule:
+        """Everything else, verified, with the buckets where they are."""
+
+    def rest(self, buckets: Sequence[Bucket], placement: Placement) -> Schedule:
+        """A schedule that is an update alone: of these buckets, where they are."""
+
+    def wants(self, placement: Placement) -> Placement:
+        """Where the plans made so far want the buckets, which are as `placement` says."""
+
+    def replan(self) -> None:
+        """Choose anew, with the buckets where they are. No backward may be to come."""
+
+    def step_down(self) -> str:
+        """Make plans that need less from now on; says how, or "" where nothing is left to give."""
+
+    def needs(self) -> str:
+        """What the least demanding plan needs of device memory, as a table; "" if not known."""
+
+    def keep(self, stages: Collection[Schedule], schedules: Collection[Schedule]) -> None:
+        """Forget what was made for all but these results of `partition` and `build`."""
+
+
+class Plans:
+    """The plans of a model for one layout of its buckets.
+
+    Args:
+        compiler: of the units whose buckets they are.
+        placement: where the buckets are.
+    """
+
+    def __init__(self, compiler: Compiler, placement: Placement) -> None:
+        self.compiler = compiler
+        self.placement = placement
+
+    def build(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
+        """A schedule for the buckets where they are."""
+        return self.compiler.build(stages, capture, variant, self.placement)
+
+    def rest(self, buckets: Sequence[Bucket]) -> Schedule:
+        """A schedule that is an update alone: of these buckets."""
+        return self.compiler.rest(buckets, self.placement)
+
+    @property
+    def wanted(self) -> frozenset[int]:
+        """Keys of the buckets that should live on the device, from the next call on."""
+        return self.compiler.wants(self.placement).resident
+
+    def moved(self, resident: frozenset[int]) -> None:
+        """These buckets live on the device now, and all others on the host."""
+        self.placement = replace(self.placement, resident=resident)
+
+    def say_stays(self, why: str) -> None:
+        """From now on plans say why buckets stay where they are."""
+        if why != self.placement.stays:
+            self.placement = replace(self.placement, stays=why)
+
+    def stay(self, why: str) -> None:
+        """Plan anew with the buckets where they are, for good. No backward may be to come."""
+        self.say_stays(why)
+        self.compiler.replan()
