@@ -238,7 +238,9 @@ def trace(*models: nn.Module, hardware: Hardware | None = None) -> Trace:
         names[name] = names.get(name, 0) + 1
         if names[name] > 1:
             name += f" {names[name]}"
-        traced.append(Traced(name, streamed.machine, streamed.schedules))
+        compiler = streamed.buckets.plans.compiler
+        cost = compiler.setting.cost() if isinstance(compiler, PassCompiler) else None
+        traced.append(Traced(name, streamed.machine, streamed.schedules, cost))
     found = Trace(traced, hardware)
     for model in models:
         _TRACES[_streamed(model, "trace")] = ref(found)

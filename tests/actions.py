@@ -1,6 +1,6 @@
 """Schedules from their printed actions and back: strings in, strings out, for the tests of passes.
 
-    parse("0F 1F | 1B 0RECOMPUTE 0B")   a schedule that prints so; "|" parts forward and backward
+    parse("0F 1F | 1B 0RECOMPUTE 0B")   a schedule that prints so; "|" parts its graphs
     text(schedule)                      what it prints
     waits(graph), frees(graph)          with what each action waits for; with where values die
 
@@ -79,7 +79,7 @@ def parse(line: str, **stubs: Any) -> Schedule:
 
 
 def text(schedule: Schedule) -> str:
-    """The actions of both graphs."""
+    """The actions of its graphs."""
     return " | ".join(ops.actions(graph) for graph in schedule.graphs.values())
 
 
@@ -121,11 +121,11 @@ def _after(node: fx.Node) -> str:
 
 def _everything(schedule: Schedule) -> list[object]:
     graphs = [
-        (n.name, n.op, n.target, repr(n.args), repr(n.kwargs), repr(n.meta.get("value")))
+        (n.name, n.op, n.target, *(repr(x) for x in (n.args, n.kwargs, n.meta)))
         for graph in schedule.graphs.values()
         for n in graph.nodes
     ]
-    rest = {k: v for k, v in vars(schedule).items() if k not in ("forward", "backward")}
+    rest = {k: v for k, v in vars(schedule).items() if k not in ("forward", "backward", "update")}
     return [graphs, rest]
 
 
@@ -221,7 +221,7 @@ class _Reader:
         label, suffix, slot = match["label"], match["suffix"], match["slot"]
         actions: dict[str, Callable[[], object]] = {
             "BEGIN": lambda: ops.call(self.graph, ops.begin, name="start"),
-            "DRAIN": lambda: ops.call(self.graph, ops.drain, name="reclaimed"),
+            "DRAIN": lambda: ops.call(self.graph, ops.drain, name="drained"),
             "PREFETCH": lambda: self._prefetch(label, slot),
             "RNG": lambda: self._save_rng(label),
             "F": lambda: self._forward(label),
@@ -282,7 +282,7 @@ class _Reader:
 
     def _fetch_grad(self, label: str) -> None:
         bucket = self.buckets[label]
-        buffer = ops.call(self.graph, ops.alloc_grad, bucket, name=f"room{_name(label)}")
+        buffer = ops.call(self.graph, ops.alloc_grad, bucket, name=f"buf_g{_name(label)}")
         self.fetched[label] = ops.call(
             self.graph, ops.fetch_grad, bucket, buffer, name=f"h{_name(label)}"
         )
@@ -303,7 +303,7 @@ class _Reader:
 
     def _fetch_state(self, label: str) -> None:
         bucket, name = self.buckets[label], f"s{_name(label)}"
-        buffer = ops.call(self.graph, ops.alloc_state, bucket, False, name=f"room_{name}")
+        buffer = ops.call(self.graph, ops.alloc_state, bucket, False, name=f"buf_{name}")
         given = (bucket, buffer, False)
         self.states[label] = ops.call(self.graph, ops.fetch_state, *given, name=name)
 

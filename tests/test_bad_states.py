@@ -168,7 +168,7 @@ def test_refused_before_anything_changes(way: str, case: str) -> None:
             optimizer.step()
         assert "nothing was updated" in str(caught.value)
         buckets = inside.buckets(model).values()
-        assert all(bucket.in_flight is None for bucket in buckets)
+        assert all(bucket.pending.in_flight is None for bucket in buckets)
         after = snapshot(model, optimizer)
         assert all(zoo.equal(a, b) for a, b in zip(before, after, strict=True)), name
         model.load_state_dict(saved[0])

@@ -52,7 +52,7 @@ class Compiler:
     def keep(self, stages: Any, schedules: Any) -> None:
         pass
 
-    def rest(self, buckets: Any, placement: Placement) -> Schedule:
+    def rest(self, buckets: Any, resident: Any) -> Schedule:
         raise AssertionError("no optimizer steps")
 
     def __init__(self, error: Exception | None = None) -> None:

@@ -44,7 +44,7 @@ def test_a_diff_of_the_code() -> None:
     find(after, "forward", "1PREFETCH@1").kwargs = {"after": ()}
     lines = [re.sub(r"\s+#.*", "", line) for line in changed(before.diff(after, code=True))]
     assert lines == [
-        "-    prefetch_1 = prefetch(bucket_1, slot_1, after=(begin_,))",
+        "-    prefetch_1 = prefetch(bucket_1, slot_1, after=(weights_1, begin_))",
         "+    prefetch_1 = prefetch(bucket_1, slot_1)",
     ]
 
@@ -74,7 +74,7 @@ def test_every_difference_has_its_line() -> None:
         "kept, not recomputed: none -> 1",
         "plan: none -> there is room",
         "slots: 2 of 256 B -> 3 of 384 B",
-        "reused at the boundary: none -> 0@0",
+        "left in the slots by the forward: none -> 0@0",
     ]
     diff = before.diff(after)
     assert diff.splitlines()[2:] == [f"# {d}" for d in differences(before, after)]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacompile import megacompile, schedules
-from megacompile.cost.simulate import work_of
+from megacompile.cost.ops import work_of
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code
 from megacompile.passes.capture import chunk

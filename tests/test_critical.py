@@ -10,14 +10,14 @@ import pytest
 
 from megacompile.cost.hardware import Hardware
 from megacompile.cost.optimizer import OptimizerCost
-from megacompile.cost.simulate import Lane, simulate
+from megacompile.cost.simulate import simulate
+from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
+from megacompile.ir.stream import Stream
 from megacompile.tracing import critical_path
 from megacompile.tracing.prediction import predicted_steps
 from megacompile.tracing.timeline import (
     HOST,
-    UPDATE_ON_HOST,
-    OpInfo,
     Run,
     Span,
     Timeline,
@@ -62,7 +62,7 @@ def test_it_finds_what_the_simulation_knows(name: str, activations: str) -> None
     assert whole.step_s == pytest.approx(told.step_s, rel=0.02)
     last = critical_path.Period(whole.stop_s - told.step_s, whole.stop_s, 1)
     found = critical_path.waited_s(critical_path.critical_path(traced, MODEL, last))
-    for lane in Lane:
+    for lane in Stream:
         share, known = (
             x / told.step_s for x in (found.get(lane.value, 0.0), told.critical_s[lane])
         )
@@ -75,17 +75,19 @@ def test_it_finds_what_the_simulation_knows(name: str, activations: str) -> None
 # --- by hand: two steps whose schedule is that of `made`
 
 
+GRAPHS = ("forward", "backward", "update")
+
+
 def by_hand(*spans: tuple[str, str, float, float, int], schedule: Any = None) -> Timeline:
-    """Spans as (name, lane, start, stop, run); runs are forward, backward, forward, ..."""
+    """Spans as (name, lane, start, stop, run); runs are forward, backward, update, forward, ..."""
     schedule = schedule or made()
     infos = {info.name: info for graph in schedule.graphs for info in describe(schedule, graph)}
     found = []
     for name, lane, start, stop, run in spans:
-        info = infos.get(name) or OpInfo(name, UPDATE_ON_HOST, HOST, infos[name[0] + "F"].module)
-        assert info.lane == lane
-        found.append(Span(info, start, stop, MODEL, run))
+        assert infos[name].lane == lane
+        found.append(Span(infos[name], start, stop, MODEL, run))
     count = max((span[-1] for span in spans), default=-1) + 1
-    runs = [Run(MODEL, ("forward", "backward")[i % 2], schedule) for i in range(count)]
+    runs = [Run(MODEL, GRAPHS[i % 3], schedule) for i in range(count)]
     return Timeline(tuple(found), tuple(runs))
 
 
@@ -121,10 +123,10 @@ def test_who_was_done_last_was_waited_for_if_it_was_waited_for_at_all() -> None:
 
 def test_without_a_gpu_an_op_waits_for_the_one_issued_before() -> None:
     spans = (
-        ("0PREFETCH@0", "h2d", 0.0, 1.0, 0),
-        ("1UPDATE", HOST, 0.0, 4.0, -1),
-        ("1PREFETCH@1", "h2d", 4.0, 5.0, 0),
-        ("0F", "compute", 5.0, 6.0, 0),
+        ("1UPDATE", HOST, 0.0, 4.0, 2),
+        ("0PREFETCH@0", "h2d", 0.0, 1.0, 3),
+        ("1PREFETCH@1", "h2d", 4.0, 5.0, 3),
+        ("0F", "compute", 5.0, 6.0, 3),
     )
     timeline = by_hand(*spans)
     assert path(timeline) == [("0PREFETCH@0", 0.0, 1.0), ("-", 1.0, 5.0), ("0F", 5.0, 6.0)]
@@ -137,13 +139,13 @@ def test_the_hosts_update_is_what_a_prefetch_waited_for() -> None:
         ("0F", "compute", 0.0, 1.0, 0),
         ("0B", "compute", 1.0, 2.0, 1),
         ("0OFFLOAD_GRAD", "d2h", 2.0, 2.5, 1),
-        ("0UPDATE", HOST, 2.5, 5.0, -1),
-        ("1UPDATE", HOST, 5.0, 7.0, -1),
-        ("0PREFETCH@0", "h2d", 5.0, 5.5, 2),
-        ("0F", "compute", 5.5, 6.0, 2),
-        ("1PREFETCH@1", "h2d", 7.0, 7.5, 2),
-        ("1F", "compute", 7.5, 8.0, 2),
-        ("1B", "compute", 8.0, 9.0, 3),
+        ("0UPDATE", HOST, 2.5, 5.0, 2),
+        ("1UPDATE", HOST, 5.0, 7.0, 2),
+        ("0PREFETCH@0", "h2d", 5.0, 5.5, 3),
+        ("0F", "compute", 5.5, 6.0, 3),
+        ("1PREFETCH@1", "h2d", 7.0, 7.5, 3),
+        ("1F", "compute", 7.5, 8.0, 3),
+        ("1B", "compute", 8.0, 9.0, 4),
     )
     timeline = by_hand(*spans)
     step = critical_path.period(timeline, MODEL)
@@ -153,14 +155,37 @@ def test_the_hosts_update_is_what_a_prefetch_waited_for() -> None:
     assert critical_path.waited_s(critical_path.critical_path(timeline, MODEL))[HOST] == 4.5
 
 
+def test_a_prefetch_waited_for_the_update_that_its_token_names() -> None:
+    """Without its token it waited for the prefetch before it, and for what is not recorded."""
+    spans = (
+        ("0F", "compute", 0.0, 1.0, 0),
+        ("0B", "compute", 1.0, 2.0, 1),
+        ("0OFFLOAD_GRAD", "d2h", 2.0, 2.5, 1),
+        ("0UPDATE", HOST, 2.5, 5.0, 2),
+        ("1UPDATE", HOST, 5.0, 7.0, 2),
+        ("0PREFETCH@0", "h2d", 2.5, 3.0, 3),
+        ("1PREFETCH@1", "h2d", 7.0, 7.5, 3),
+        ("1F", "compute", 7.5, 8.0, 3),
+    )
+    schedule = made()
+    names = [name for name, _, _ in path(by_hand(*spans, schedule=schedule))]
+    assert names[-3:] == ["1UPDATE", "1PREFETCH@1", "1F"]
+    for node in ops.nodes_of(schedule.forward, ops.prefetch):
+        if ops.label(node) == "1PREFETCH@1":
+            token, *after = node.kwargs["after"]  # type: ignore[misc]
+            node.kwargs = {"after": tuple(after)}
+    names = [name for name, _, _ in path(by_hand(*spans, schedule=schedule))]
+    assert names[-4:] == ["0PREFETCH@0", "-", "1PREFETCH@1", "1F"]
+
+
 def test_clocks_may_be_apart_by_microseconds() -> None:
     spans = [
-        ("0UPDATE", HOST, 0.0, 5.0, -1),
-        ("0PREFETCH@0", "h2d", 5.0 - 10e-6, 5.5, 0),  # read off another clock
-        ("0F", "compute", 5.5, 6.0, 0),
+        ("0UPDATE", HOST, 0.0, 5.0, 2),
+        ("0PREFETCH@0", "h2d", 5.0 - 10e-6, 5.5, 3),  # read off another clock
+        ("0F", "compute", 5.5, 6.0, 3),
     ]
     assert [name for name, _, _ in path(by_hand(*spans))] == ["0UPDATE", "0PREFETCH@0", "0F"]
-    spans[1] = ("0PREFETCH@0", "h2d", 4.0, 5.5, 0)  # it cannot have waited for it
+    spans[1] = ("0PREFETCH@0", "h2d", 4.0, 5.5, 3)  # it cannot have waited for it
     assert [name for name, _, _ in path(by_hand(*spans))][0] == "-"
 
 
@@ -174,7 +199,7 @@ def test_jitter_and_copies_that_are_missing_change_little() -> None:
             rough.append(replace(span, start_s=span.start_s + some, stop_s=span.stop_s - some))
     found = critical_path.traced_steps(replace(timeline, spans=tuple(rough)), MODEL)
     assert found is not None and next(iter(found.waited_s)) == "host"
-    known = told.critical_s[Lane.HOST] / told.step_s
+    known = told.critical_s[Stream.HOST] / told.step_s
     assert found.waited_s["host"] / found.step_s == pytest.approx(known, abs=0.1)
 
 
@@ -185,7 +210,7 @@ def test_what_ran_once_or_not_at_all() -> None:
     assert critical_path.critical_path(one, "another") == []
     assert critical_path.traced_steps(one, "another") is None
     assert critical_path.traced_steps(Timeline(()), MODEL) is None
-    forwards = by_hand(*(("0F", "compute", 3.0 * i, 3.0 * i + 1, 2 * i) for i in range(3)))
+    forwards = by_hand(*(("0F", "compute", 3.0 * i, 3.0 * i + 1, 3 * i) for i in range(3)))
     assert critical_path.period(forwards, MODEL) == critical_path.Period(1.0, 7.0, 2)
     assert critical_path.period(forwards, MODEL, last=1) == critical_path.Period(4.0, 7.0, 1)
 

@@ -335,14 +335,14 @@ def test_what_is_on_its_way_lands_before_its_memory_goes() -> None:
     step(model, optimizers, 0)
     machine = inside.machine(model)
     bucket = machine.buckets[0]
-    bucket.settle()
+    bucket.pending.settle()
     future: Future[None] = Future()
-    bucket.start(Flight(future, "embed", {0: torch.ones(1)}), [0], [])
+    bucket.pending.start(Flight(future, "embed", {0: torch.ones(1)}), [0], [])
     machine.device_update.flying.append(bucket)
     threading.Timer(0.1, future.set_result, [None]).start()
     machine.device_update.land()
     assert future.done()
-    assert bucket.in_flight is None and machine.device_update.flying == []
+    assert bucket.pending.in_flight is None and machine.device_update.flying == []
 
 
 def test_states_that_were_made_for_the_host_are_locked_when_a_copy_is_foreseen(
@@ -361,7 +361,7 @@ def test_states_that_were_made_for_the_host_are_locked_when_a_copy_is_foreseen(
         id(buffer())
         for bucket in inside.buckets(model).values()
         if bucket.layout.name in THERE
-        for owned in bucket.states.values()
+        for owned in bucket.states._owned.values()
         for buffer in owned.buffers
     }
     assert {id(buffer) for buffer in locked} == held

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,15 +39,28 @@ def broken_links(page: Path) -> list[str]:
     return [t for t in targets if "://" not in t and not (page.parent / t).exists()]
 
 
-def test_the_table_is_the_one_that_the_demo_prints(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert main(["demo", "--steps", "3", "--device", "cpu"]) == 0
-    printed = capsys.readouterr().out
-    table = printed.partition("steps by streams:")[2].partition("\nStep 3, traced")[0]
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the demo prints, with its schedule's code."""
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        assert main(["demo", "--steps", "3", "--device", "cpu", "--code"]) == 0
+    return out.getvalue()
+
+
+def test_the_table_is_the_one_that_the_demo_prints(printed: str) -> None:
+    table = printed.partition("steps by streams:")[2].partition("\nIts Python:")[0]
     shown = "\n".join(blocks((ROOT / "README.md").read_text(), "text"))
     assert rows(table) == rows(shown)
+
+
+def test_the_code_is_the_one_that_the_demo_prints(printed: str) -> None:
+    """Some of its lines, in their order."""
+    (shown,) = blocks((ROOT / "docs" / "design.md").read_text(), "py")
+    code = iter(rows(printed))
+    missing = [line for line in rows(shown) if line not in code]  # which goes on behind it
+    assert missing == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -346,7 +346,7 @@ def test_the_forward_reads_parked_parameters_where_they_are(
     ) -> Landing:
         write_back(host, buffers, self._sources(host), [], None)
         landing = Landing(host, Event(0), Event(0))  # type: ignore[arg-type]
-        host.land(landing, list(buffers), [])
+        host.pending.land(landing, list(buffers), [])
         landed.append((host.flat, host.flat.clone()))
         host.flat.fill_(255)  # NaN
         return landing
@@ -359,9 +359,9 @@ def test_the_forward_reads_parked_parameters_where_they_are(
     for flat, new in landed:
         flat.copy_(new)
     for bucket in inside.buckets(subject.model).values():
-        landing: Any = bucket.in_flight
+        landing: Any = bucket.pending.in_flight
         assert not landing.fresh, "it was reclaimed"
-        bucket.settle()
+        bucket.pending.settle()
     torch.testing.assert_close(got, subject.forward(), rtol=0, atol=0)
 
 

@@ -68,11 +68,11 @@ def test_the_last_ones_wait_at_the_end() -> None:
     assert out(line, delay=5).endswith("0OFFLOAD_GRAD -g0_0(after=0OFFLOAD_GRAD)")
 
 
-def test_room_and_what_was_fetched_into_it_are_names_of_the_sum() -> None:
+def test_a_buffer_and_what_was_fetched_into_it_are_names_of_the_sum() -> None:
     """A fetch fills its buffer, a sum replaces what was fetched: the memory dies with the sum."""
     line = "0F 1F | 1FETCH_GRAD 1B 1ADD_GRAD 1OFFLOAD_GRAD 0B"
     assert out(line) == (
-        "1ALLOC_GRAD 1FETCH_GRAD 1B -t0 -s1_0 1ADD_GRAD -g1_1 -h1 -room1 1OFFLOAD_GRAD "
+        "1ALLOC_GRAD 1FETCH_GRAD 1B -t0 -s1_0 1ADD_GRAD -g1_1 -h1 -buf_g1 1OFFLOAD_GRAD "
         "0B -d1_0 -s0_0 -g0_0 -sum1(after=1OFFLOAD_GRAD)"
     )
 
@@ -85,17 +85,17 @@ def test_a_prefetch_that_waits_for_a_compute_reads_nothing_of_it() -> None:
     assert frees(schedule.forward) == "0PREFETCH@0 0F 1PREFETCH@0 1F -y0_0"
 
 
-def test_new_states_at_the_end_of_a_backward_are_parked() -> None:
+def test_new_states_at_the_end_of_a_backward_are_deferred() -> None:
     """The next forward should not wait for their copy; those further ahead wait as ever."""
     line = "0F 1F | 1FETCH_STATE 1B 1UPDATE 1OFFLOAD_STATE 0FETCH_STATE 0B 0UPDATE 0OFFLOAD_STATE"
     assert out(line) == (
-        "1ALLOC_STATE 1FETCH_STATE 1B -t0 -s1_0 1UPDATE -g1_1 -s1 -room_s1 1OFFLOAD_STATE "
+        "1ALLOC_STATE 1FETCH_STATE 1B -t0 -s1_0 1UPDATE -g1_1 -s1 -buf_s1 1OFFLOAD_STATE "
         "0ALLOC_STATE 0FETCH_STATE 0B -d1_0 -s0_0 -new1(after=1OFFLOAD_STATE) "
-        "0UPDATE -g0_0 -s0 -room_s0 0OFFLOAD_STATE ~new0(after=0OFFLOAD_STATE)"
+        "0UPDATE -g0_0 -s0 -buf_s0 0OFFLOAD_STATE ~new0(after=0OFFLOAD_STATE)"
     )
 
 
-def test_with_a_long_delay_more_is_parked() -> None:
+def test_with_a_long_delay_more_is_deferred() -> None:
     line = "0F 1F | 1FETCH_STATE 1B 1UPDATE 1OFFLOAD_STATE 0FETCH_STATE 0B 0UPDATE 0OFFLOAD_STATE"
     assert " -new1(after=1OFFLOAD_STATE) 0UPDATE" in out(line, delay=3), "0B is still to come"
     line = "0F 1F | 1FETCH_STATE 1B 0B 1UPDATE 1OFFLOAD_STATE"

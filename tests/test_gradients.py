@@ -18,7 +18,8 @@ from megacompile.ir.buckets import Bucket
 from megacompile.runtime.device.streams import Streams
 from megacompile.runtime.params.accumulators import users_of
 from megacompile.runtime.params.bucket import HostBucket
-from megacompile.runtime.params.gradients import Gradients, Run
+from megacompile.runtime.params.gradient_run import Run
+from megacompile.runtime.params.gradients import Gradients
 from megacompile.runtime.params.proxies import Link
 
 New = Mapping[int, Mapping[int, Tensor]]  # bucket key -> parameter's index -> its new gradient
@@ -58,7 +59,7 @@ class Model:
                 total = gradient if so_far is None else so_far + gradient
                 run.buffer(key, i).copy_(total)
             run.copied(key, None)
-        of_params, of_proxies = run.device_update()
+        of_params, of_proxies = run.for_autograd()
         assert not of_proxies
         return [of_params.pop(place, None) for place in places]
 

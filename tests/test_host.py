@@ -328,11 +328,11 @@ OWNER = SGD([torch.zeros(1)])
 def test_states_mirror_the_parameters() -> None:
     """Neighbours are as far apart, in elements, so that one span covers them in each."""
     bucket = bucket_of([nn.Parameter(torch.randn(n)) for n in (5, 300, 7)])
-    bucket.make_state(OWNER, "exp_avg", {i: torch.bfloat16 for i in range(3)}, pin=False)
+    bucket.states.make(OWNER, "exp_avg", {i: torch.bfloat16 for i in range(3)}, pin=False)
     bucket.make_grads()
     first = bucket.values[0].data_ptr()
     distances = [(v.data_ptr() - first) // v.itemsize for v in bucket.values]
-    states = bucket.states_of(OWNER)["exp_avg"]
+    states = bucket.states.of(OWNER)["exp_avg"]
     assert all(isinstance(state, Tensor) and not state.any() for state in states.values())
     for found in (states, bucket.grads):
         tensors = [t for t in found.values() if isinstance(t, Tensor)]
@@ -347,23 +347,23 @@ def test_states_mirror_the_parameters() -> None:
 
 def test_a_state_is_kept_until_its_dtype_changes() -> None:
     bucket = bucket_of([nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(3))])
-    bucket.make_state(OWNER, "m", {0: torch.float32}, pin=False)
-    before = bucket.states_of(OWNER)["m"][0]
-    bucket.make_state(OWNER, "m", {0: torch.float32, 1: torch.float32}, pin=False)
-    assert bucket.states_of(OWNER)["m"][0] is before
-    bucket.make_state(OWNER, "m", {0: torch.bfloat16}, pin=False)
-    assert bucket.states_of(OWNER)["m"][0] is not before
+    bucket.states.make(OWNER, "m", {0: torch.float32}, pin=False)
+    before = bucket.states.of(OWNER)["m"][0]
+    bucket.states.make(OWNER, "m", {0: torch.float32, 1: torch.float32}, pin=False)
+    assert bucket.states.of(OWNER)["m"][0] is before
+    bucket.states.make(OWNER, "m", {0: torch.bfloat16}, pin=False)
+    assert bucket.states.of(OWNER)["m"][0] is not before
 
 
 def test_codes_and_largest_magnitudes() -> None:
     bucket = bucket_of([nn.Parameter(torch.randn(5000)), nn.Parameter(torch.randn(3))])
-    bucket.make_codes(OWNER, "m", [0], pin=False)
-    made = bucket.states_of(OWNER)["m"][0]
+    bucket.states.make_codes(OWNER, "m", [0], pin=False)
+    made = bucket.states.of(OWNER)["m"][0]
     assert isinstance(made, tuple)
     codes, absmax = made
     assert (codes.shape, codes.dtype, absmax.dtype) == ((5000,), torch.uint8, torch.float32)
-    bucket.make_codes(OWNER, "m", [0], pin=False)
-    assert bucket.states_of(OWNER)["m"][0] is made
+    bucket.states.make_codes(OWNER, "m", [0], pin=False)
+    assert bucket.states.of(OWNER)["m"][0] is made
 
 
 def test_a_copy_in_another_dtype_follows_the_parameters() -> None:
@@ -378,7 +378,7 @@ def test_a_copy_in_another_dtype_follows_the_parameters() -> None:
         bucket.refresh()
         assert torch.equal(bucket.streamed[0], params[0].detach().to(torch.bfloat16))
     bucket.streamed[1].fill_(7)
-    bucket.take_back(1)
+    bucket.copy.take_back(1)
     assert params[1].tolist() == [7.0] * 5
 
 

@@ -264,13 +264,14 @@ def test_a_copied_schedule_is_the_same_but_for_its_graphs() -> None:
         copied = schedule.copy()
         for field in dataclasses.fields(Schedule):
             mine, theirs = getattr(schedule, field.name), getattr(copied, field.name)
-            same_graph = field.name in ("forward", "backward") and mine is not None
+            same_graph = field.name in ("forward", "backward", "update") and mine is not None
             assert (mine is theirs) is not same_graph, field.name
 
 
 def test_a_schedule_knows_what_is_in_it() -> None:
     schedule = build(Spec(stages=3, shared=True))
-    assert list(schedule.graphs) == ["forward", "backward"]
+    assert list(schedule.graphs) == ["forward", "backward", "update"]
+    assert list(build(Spec(update=True)).graphs) == ["forward", "backward"]
     assert list(build(Spec(training=False)).graphs) == ["forward"]
     assert [bucket.key for bucket in schedule.buckets] == [0, 1, 2]
     assert schedule.gradient_params == {0: (0,), 1: (0,), 2: (0,)}

@@ -79,7 +79,8 @@ def replay(schedule: Schedule) -> list[int]:
                 for _, item in items:
                     own(item.name, item.name, _size(item))
             elif ops.effects(node).owns:
-                own(node.name, memory(node).name, _size(node))
+                owner = memory(node).name  # which may stand for what an earlier graph has left
+                own(node.name, next((o for o in held if owner in held[o]), owner), _size(node))
                 totals.append(slots + inputs + before + sum(alive.values()))
             elif node.target is ops.free:
                 drop(_node(node.args[0]).name)
@@ -109,6 +110,8 @@ SPECS = [
     Spec(changes=frozenset({1}), random=frozenset({2})),
     Spec(shared=True),
     Spec(training=False),
+    Spec(device=frozenset({0, 2}), helps=True),
+    Spec(device=frozenset({1}), norms=True),
 ]
 
 
@@ -201,6 +204,62 @@ def test_where_no_forward_reclaims_old_parked_states_go_with_the_first_park() ->
     second, first = (m for m in moments if (m.graph, m.label) == ("backward", "3RECOMPUTE"))
     assert second.live_bytes[Kind.STATES] == 2 * deferred + STATE.size_bytes  # old ones, its own
     assert first.live_bytes[Kind.STATES] == deferred + STATE.size_bytes  # the second's new ones
+
+
+LEFT = Spec(stages=3, device=frozenset({0, 2}))
+
+
+def with_drain(schedule: Schedule) -> Schedule:
+    """A drain behind the forward's second stage."""
+    (later,) = [n for n in ops.nodes_of(schedule.forward, ops.forward) if ops.label(n) == "2F"]
+    with schedule.forward.inserting_before(later):
+        ops.call(schedule.forward, ops.drain)
+    return schedule
+
+
+def test_what_a_backward_leaves_lives_until_a_forward_drains_it() -> None:
+    """Gradients and states of two buckets, which the update changes where they are."""
+    schedule = with_drain(build(LEFT))
+    live = [(m.graph, m.label, m.live_bytes) for m in device_memory(schedule).moments]
+    states = [(g, label, m[Kind.STATES] // STATE.size_bytes) for g, label, m in live]
+    held = [n for graph, label, n in states if graph == "forward"]
+    assert held == [2, 2, 0]
+    # one is fetched for the last stage, one for the first
+    held = [n for graph, label, n in states if graph == "backward" and label.endswith("B")]
+    assert held == [1, 1, 2]
+    assert [(label, n) for graph, label, n in states if graph == "update"] == [
+        ("2UPDATE", 2),
+        ("0UPDATE", 2),
+    ]
+    start, end = live[0][2], live[-1][2]
+    assert start[Kind.GRADIENTS] == 2 * WEIGHT.size_bytes == end[Kind.GRADIENTS] - _tangents()
+
+
+def _tangents() -> int:
+    """What a backward returns is the user's, who still has it when the update comes."""
+    return ACTIVATION.size_bytes
+
+
+def test_of_masters_there_is_a_copy_on_the_device() -> None:
+    """In the dtype that is streamed, from the update to the drain."""
+    schedule = with_drain(build(LEFT))
+    plain = device_memory(schedule).moments
+    masters = device_memory(schedule, optimizer=OptimizerCost(master_bytes=4.0)).moments
+    more = [
+        (a.graph, (a.total_bytes - b.total_bytes) // WEIGHT.size_bytes)
+        for a, b in zip(masters, plain, strict=True)
+    ]
+    assert more == [("forward", 2)] * 2 + [("forward", 0)] + [
+        (m.graph, 0 if m.graph == "backward" else 2) for m in plain[3:]
+    ]
+
+
+def test_each_of_two_captured_graphs_leaves_its_own() -> None:
+    schedule = with_drain(build(LEFT))
+    moments = device_memory([schedule, schedule]).moments
+    states = [(m.graph, m.live_bytes[Kind.STATES] // STATE.size_bytes) for m in moments]
+    assert [n for graph, n in states if graph == "forward"] == [4, 4, 0, 0, 0, 0]
+    assert [n for graph, n in states if graph == "update"] == [4, 4, 4, 4]
 
 
 def test_residuals_that_the_backward_does_not_take_end_at_the_turn() -> None:

@@ -71,12 +71,12 @@ def test_what_is_offloaded_is_the_sum() -> None:
     )
 
 
-def test_each_fetch_has_room_of_its_own() -> None:
+def test_each_fetch_has_a_buffer_of_its_own() -> None:
     schedule = offloaded("0F 1F | 1B 0B", accumulate=True)
     assert schedule.backward is not None
     fetches = ops.nodes_of(schedule.backward, ops.fetch_grad)
     buffers = [ops.arguments(node)[1] for node in fetches]
-    assert [buffer.name for buffer in buffers] == ["room1", "room0"]
+    assert [buffer.name for buffer in buffers] == ["buf_g1", "buf_g0"]
     for fetch, buffer in zip(fetches, buffers, strict=True):
         assert buffer.args[0] is fetch.args[0], "of the same bucket"
         assert buffer.meta["value"] == fetch.meta["value"] is not None

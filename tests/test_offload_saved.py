@@ -98,7 +98,7 @@ def test_what_came_back_dies_with_its_last_reader_and_its_copy_too() -> None:
     """Without another wait: the recompute is behind the fetch."""
     schedule = insert_free(offloaded(CHAIN, (1,)))
     assert schedule.backward is not None
-    assert "1RECOMPUTE -y0_0_back -y0_0_room -y0_0_host 1B" in frees(schedule.backward)
+    assert "1RECOMPUTE -y0_0_back -y0_0_buf -y0_0_host 1B" in frees(schedule.backward)
 
 
 # Captured models.

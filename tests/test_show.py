@@ -18,6 +18,7 @@ from megacompile.ir.schedule import Plan, Schedule
 from megacompile.ir.tensors import TensorMeta
 from megacompile.show import python
 from megacompile.show.table import table
+from tests import steps
 from tests.schedules import ACTIVATION, Spec, arguments, build, find, set_arguments
 
 EVERYTHING = Spec(
@@ -39,6 +40,7 @@ SPECS = [
     Spec(reuse=True, random=frozenset({0, 2})),
     EVERYTHING,
     Spec(norms=True),
+    Spec(device=frozenset({0, 2}), resident=frozenset({1}), helps=True),
     UPDATING,
     replace(EVERYTHING, update=True),
     replace(UPDATING, masters=True, accumulate=True),
@@ -105,6 +107,12 @@ def named(value: Any) -> Any:
     return value.name if isinstance(value, Value) else value
 
 
+def waits(free: fx.Node) -> bool:
+    """Does a `free` wait? It need not where the one before it has waited for the same."""
+    after, before = free.kwargs.get("after"), free.prev
+    return bool(after) and (before.target is not ops.free or before.kwargs.get("after") != after)
+
+
 def interpret(graph: fx.Graph) -> tuple[list[tuple[object, ...]], Any]:
     """The calls that a graph stands for, and what it returns."""
     calls: list[tuple[object, ...]] = []
@@ -128,7 +136,7 @@ def interpret(graph: fx.Graph) -> tuple[list[tuple[object, ...]], Any]:
             after = resolve(node.kwargs.get("after", ()))
             if node.target is not ops.free:
                 calls.append((op.name, resolve(node.args), after))
-            elif after:
+            elif waits(node):
                 calls.append(("wait", (), after))
             names[node] = f"call {len(calls)}"
     raise AssertionError("no output")
@@ -167,7 +175,7 @@ def test_a_freed_value_is_gone_from_the_next_call_on(spec: Spec) -> None:
             if node.target is operator.getitem:
                 names[node] = f"{names[node.args[0]]}[{node.args[1]}]"
             elif node.target is ops.free:
-                step += bool(node.kwargs.get("after"))
+                step += waits(node)
                 freed.add(names[node.args[0]])
             elif node.op == "call_function":
                 assert not recorder.alive[step] & freed, f"{node.name}: {freed} should be gone"
@@ -189,28 +197,32 @@ def test_many_results_are_returned_in_valid_code(count: int) -> None:
 
 
 def test_the_code_of_a_small_schedule() -> None:
-    schedule = build(Spec(stages=3, training=False))
+    schedule = replace(steps.made("0F 1F 2F", slots=2), history=build(Spec()).history)
     assert python.code(schedule) == (
         """\
-# schedule 'model': 3 stages, 3 buckets of 384 B, 2 slots of 256 B
+# schedule 'model': 3 stages, 3 buckets of 768 B, 2 slots of 512 B
 # passes: slots 0.001 s
-# stage_0 to stage_2: 'layers.0' to 'layers.2' reads 128 B each, template 0 (saves 128 B)
-# slot_0: 128 B
-# slot_1: 128 B
+# stage_0: 'unit 0' reads 256 B, template 0 (saves 128 B)
+# stage_1: 'unit 1' reads 256 B, template 1 (saves 128 B)
+# stage_2: 'unit 2' reads 256 B, template 2 (saves 128 B)
+# slot_0: 256 B, the forward leaves bucket_2 in it
+# slot_1: 256 B, the forward leaves bucket_1 in it
 
 def run_forward(inputs):
-    # x bf16[4, 8]
-    x, = inputs
+    # x f32[4, 8]
+    # weights_0, weights_1, weights_2: written by other schedules, if at all
+    x, weights_0, weights_1, weights_2 = inputs
     inputs.clear()
-    begin_ = begin()                                          # compute  BEGIN
-    prefetch_ = prefetch(bucket_0, slot_0, after=(begin_,))   # h2d      0PREFETCH@0  128 B
-    prefetch_1 = prefetch(bucket_1, slot_1, after=(begin_,))  # h2d      1PREFETCH@1  128 B
-    y0_0, = forward(stage_0, (prefetch_,), (x,), False)       # compute  0F           bf16[4, 8]
-    prefetch_2 = prefetch(bucket_2, slot_0, after=(y0_0,))    # h2d      2PREFETCH@0  128 B
-    y1_0, = forward(stage_1, (prefetch_1,), (y0_0,), False)   # compute  1F           bf16[4, 8]
-    del y0_0                                                  # compute  FREE         64 B
-    y2_0, = forward(stage_2, (prefetch_2,), (y1_0,), False)   # compute  2F           bf16[4, 8]
-    del y1_0                                                  # compute  FREE         64 B
+    start = begin()                                            # compute  BEGIN
+    w0 = prefetch(bucket_0, slot_0, after=(weights_0, start))  # h2d      0PREFETCH@0  256 B
+    w1 = prefetch(bucket_1, slot_1, after=(weights_1, start))  # h2d      1PREFETCH@1  256 B
+    y0_0, = forward(stage_0, (w0,), (x,), False)               # compute  0F           f32[4, 8]
+    w2 = prefetch(bucket_2, slot_0, after=(weights_2, y0_0))   # h2d      2PREFETCH@0  256 B
+    y1_0, = forward(stage_1, (w1,), (y0_0,), False)            # compute  1F           f32[4, 8]
+    del y0_0                                                   # compute  FREE         128 B
+    y2_0, = forward(stage_2, (w2,), (y1_0,), False)            # compute  2F           f32[4, 8]
+    del y1_0                                                   # compute  FREE         128 B
+    # outputs, saved values
     return (y2_0,), ()
 """
     )
@@ -226,7 +238,7 @@ def test_names_from_outside_stay_within_their_comments(end: str) -> None:
     schedule = replace(schedule, name=name, plan=plan)
     text = python.code(schedule)
     functions = ast.parse(text).body
-    assert [type(part) for part in functions] == [ast.FunctionDef] * 2
+    assert [type(part) for part in functions] == [ast.FunctionDef] * 3
     head = text[: text.index("\ndef ")].splitlines()
     assert all(line.startswith("#") for line in head if line)
     marks = {find(schedule, "forward", "0F"): name}
@@ -234,9 +246,9 @@ def test_names_from_outside_stay_within_their_comments(end: str) -> None:
         assert all(line.isprintable() for line in shown.split("\n"))
 
 
-def test_the_header_says_what_the_slots_hold_for_the_backward() -> None:
+def test_the_header_says_what_the_forward_leaves_in_the_slots() -> None:
     header = python.code(build(Spec(stages=3, reuse=True))).split("\n\n")[0]
-    assert "# slot_0: 128 B, holds bucket_2 for the backward" in header
+    assert "# slot_0: 128 B, the forward leaves bucket_2 in it" in header
 
 
 def test_a_free_waits_for_a_copy_on_another_stream() -> None:
@@ -248,15 +260,22 @@ def test_a_free_waits_for_a_copy_on_another_stream() -> None:
     assert all("# compute  WAIT" in lines[i] for i in waits)
 
 
-def test_what_is_parked_is_handed_over_without_a_wait() -> None:
+def test_frees_that_wait_for_the_same_share_a_wait() -> None:
+    code = python.graph_code(build(Spec(stages=2, norms=True)), "backward")
+    lines = [line.split("  #")[0].strip() for line in code.splitlines()]
+    wait = lines.index("wait(offload_grad_)")
+    assert lines[wait + 1] == "del d1_1, norm_grad_" and lines.count("wait(offload_grad_)") == 1
+
+
+def test_a_deferred_free_does_not_wait() -> None:
     code = python.graph_code(build(UPDATING), "backward")
     lines = [line.split("  #")[0].strip() for line in code.splitlines()]
     deferred = lines.index("defer_free(update_2, after=(offload_state_2,))")
-    assert lines[deferred + 1 : deferred + 3] == ["del update_2", "return (d0_0,)"]
+    assert lines[deferred + 1] == "del update_2" and lines[-1].startswith("return ")
     assert "wait(offload_state_1)" in lines and "wait(offload_state_2)" not in lines
 
 
-def test_what_is_reclaimed_is_printed_and_in_the_table() -> None:
+def test_what_is_drained_is_printed_and_in_the_table() -> None:
     schedule = build(UPDATING)
     lines = python.graph_code(schedule, "forward").splitlines()
     (line,) = [line.strip() for line in lines if "DRAIN" in line]
@@ -302,7 +321,7 @@ def test_what_nobody_takes_is_dropped() -> None:
     output = backward.output_node()
     for free in [user for user in item.users if user.target is ops.free]:
         backward.erase_node(free)
-    output.args = ((None,),)
+    output.args = (((None,), (), ()),)
     backward.erase_node(item)
     code = python.graph_code(schedule, "backward")
     assert re.search(r"_, d0_1 = backward\(stage_0[^#]*#.*\n[^#]*del _ ", code)
@@ -354,7 +373,13 @@ step | h2d                                 | compute    | d2h
    6 | 0FETCH_GRAD                         | 0RECOMPUTE | 1OFFLOAD_GRAD
    7 |                                     | 0B
    8 |                                     | 0ADD_GRAD
-   9 |                                     |            | 0OFFLOAD_GRAD"""
+   9 |                                     |            | 0OFFLOAD_GRAD
+
+update
+step | host
+   0 | 0UPDATE
+   1 | 1UPDATE
+   2 | 2UPDATE"""
     )
 
 
@@ -383,7 +408,7 @@ def test_a_schedule_that_has_no_slots_or_templates_yet_can_be_printed() -> None:
     code = python.code(replace(schedule, stages=stages, slots=(), history=()))
     assert "# stage_1: 'layers.1' reads 128 B, not traced" in code
     assert "# passes: none" in code
-    assert "prefetch(bucket_1, None, after=(begin_,))" in code and "1PREFETCH@?" in code
+    assert "prefetch(bucket_1, None, after=(weights_1, begin_))" in code and "1PREFETCH@?" in code
 
 
 def test_comments_count_what_is_too_long_to_list() -> None:
@@ -399,7 +424,7 @@ def test_comments_name_the_stream_and_label_of_every_op(spec: Spec) -> None:
     schedule = build(spec)
     for name, graph in schedule.graphs.items():
         code = python.graph_code(schedule, name)
-        comments = re.findall(r"  # (compute|h2d|d2h) +(\S+)", code)
+        comments = re.findall(r"  # (compute|h2d|d2h|host|device) +(\S+)", code)
         ran = [pair for pair in comments if pair[1] not in ("FREE", "WAIT")]
         nodes = [n for n in ops.nodes_of(graph) if n.target is not ops.free]
         assert ran == [(ops.stream_of(n).value, ops.label(n)) for n in nodes]

@@ -12,15 +12,19 @@ from torch import fx, nn
 from megacompile import megacompile, schedules
 from megacompile.cost.hardware import H200, Hardware
 from megacompile.cost.optimizer import OptimizerCost
-from megacompile.cost.simulate import Event, Lane, Timeline, simulate
+from megacompile.cost.queues import HOST, STREAMS, Queues, Work
+from megacompile.cost.simulate import Event, Prediction, simulate
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, Param, Slot
-from megacompile.ir.schedule import Schedule
+from megacompile.ir.ops import Part
+from megacompile.ir.schedule import Plan, Schedule
+from megacompile.ir.stream import Stream
 from megacompile.ir.tensors import TensorMeta
+from megacompile.ir.tokens import take
 from tests import schedules as hand_made
 
 UNIT = Hardware("unit", 2.0, 2.0, 1.0, 1.0, 1.0, 1.0, 0.0)  # 2 GB/s alone, 1 GB/s together
-LANES = list(Lane)
+SLOW = UNIT.replace(update_gb_s=2.0)
 
 
 def gigabytes(key: int, size: float) -> Bucket:
@@ -37,14 +41,25 @@ def floats(size: float) -> TensorMeta:
 class Graph:
     """A graph written op by op; sizes in GB."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, begins: bool = True) -> None:
         self.graph = fx.Graph()
-        self.start = ops.call(self.graph, ops.begin, name="start")
+        if begins:  # an update does not
+            self.start = ops.call(self.graph, ops.begin, name="start")
 
     def prefetch(self, key: int, size: float, *after: fx.Node) -> fx.Node:
         waits = after or (self.start,)
         place = Slot(key, 0)
         return ops.call(self.graph, ops.prefetch, gigabytes(key, size), place, after=waits)
+
+    def token(self, key: int, part: Part) -> fx.Node:
+        """What an earlier graph wrote last."""
+        return take(self.graph, gigabytes(key, 2.0), part)
+
+    def place(self, name: str, size: float) -> fx.Node:
+        """What an earlier graph has left under that name."""
+        node = self.graph.placeholder(name)
+        node.meta["value"] = floats(size)
+        return node
 
     def compute(self, source: fx.Node, seconds: float) -> fx.Node:
         """A copy within device memory: 1 GB/s, each byte read and written."""
@@ -56,8 +71,9 @@ class Graph:
         source.meta.setdefault("value", floats(size))
         return ops.call(self.graph, ops.offload_grad, gigabytes(key, size), source)
 
-    def done(self, outputs: Any = ((), ())) -> fx.Graph:
-        self.graph.output(outputs)
+    def done(self, *tokens: fx.Node, left: tuple[fx.Node, ...] = ()) -> fx.Graph:
+        """Of any graph; a forward has no tokens to return."""
+        self.graph.output(((), left, tokens) if left or tokens else ((), ()))
         return self.graph
 
 
@@ -69,7 +85,7 @@ def copies(*sizes: float) -> Schedule:
     return Schedule("copies", made.done(), None, ())
 
 
-def spans(timeline: Timeline, step: int = 0) -> dict[str, tuple[Any, Any]]:
+def spans(timeline: Prediction, step: int = 0) -> dict[str, tuple[Any, Any]]:
     return {
         e.label: (pytest.approx(e.start_s), pytest.approx(e.stop_s))
         for e in timeline.events
@@ -81,8 +97,8 @@ def test_copies_of_one_direction_follow_one_another() -> None:
     timeline = simulate(copies(2.0, 4.0), UNIT)
     assert spans(timeline) == {"0PREFETCH@0": (0.0, 1.0), "1PREFETCH@1": (1.0, 3.0)}
     assert timeline.total_s == timeline.step_s == 3.0
-    assert timeline.bound is Lane.H2D
-    assert timeline.critical_s[Lane.H2D] == 3.0
+    assert timeline.bound is Stream.H2D
+    assert timeline.critical_s[Stream.H2D] == 3.0
 
 
 def test_every_copy_has_a_cost_of_its_own() -> None:
@@ -108,31 +124,48 @@ def test_a_compute_waits_for_its_weights_and_its_slot_for_the_compute() -> None:
     timeline = simulate(Schedule("chain", made.done(), None, ()), UNIT)
     assert [e.stop_s for e in timeline.events[1:]] == [1.0, 4.0, 5.0, 6.0]
     assert timeline.critical_s == {
-        Lane.COMPUTE: pytest.approx(4.0),
-        Lane.H2D: pytest.approx(2.0),
-        Lane.D2H: 0.0,
-        Lane.HOST: 0.0,
-        Lane.DEVICE: 0.0,
+        Stream.COMPUTE: pytest.approx(4.0),
+        Stream.H2D: pytest.approx(2.0),
+        Stream.D2H: 0.0,
+        Stream.HOST: 0.0,
+        Stream.DEVICE: 0.0,
     }
-    assert timeline.bound is Lane.COMPUTE
-    assert timeline.busy_s(Lane.H2D) == 2.0
+    assert timeline.bound is Stream.COMPUTE
+    assert timeline.busy_s(Stream.H2D) == 2.0
 
 
 # --- several steps
 
 
-def trained(monkeypatch: pytest.MonkeyPatch, backward_s: float = 1.0) -> Schedule:
-    """Two buckets of 2 GB: forward 1 s each, backward 1 s each, gradients offloaded."""
-    forward, backward = Graph(), Graph()
+BUCKETS = (gigabytes(0, 2.0), gigabytes(1, 2.0))
+
+
+def trained(
+    monkeypatch: pytest.MonkeyPatch, backward_s: float = 1.0, *, helped: tuple[int, ...] = ()
+) -> Schedule:
+    """Two buckets of 2 GB: forward 1 s each, backward 1 s each, gradients offloaded.
+
+    The host updates both, the device helps with some.
+    """
+    forward, backward, update = Graph(), Graph(), Graph(begins=False)
     for key in (0, 1):
-        forward.compute(forward.prefetch(key, 2.0), 1.0)
+        token = forward.token(key, Part.WEIGHTS)
+        forward.compute(forward.prefetch(key, 2.0, token, forward.start), 1.0)
+    offloads = []
     for key in (1, 0):
         gradients = backward.compute(backward.start, backward_s)
         gradients.meta["value"] = floats(backward_s / 2)
-        backward.offload(key, 0.0, gradients)
+        offloads.append(backward.offload(key, 0.0, gradients))
+    made = [
+        ops.call(update.graph, ops.update_host, bucket, after=(update.token(key, Part.GRADIENTS),))
+        for key, bucket in enumerate(BUCKETS)
+    ]
+    if helped:
+        ops.call(update.graph, ops.help_host, tuple(made[key] for key in helped))
     monkeypatch.setattr(Schedule, "gradient_params", {0: (0,), 1: (0,)})
-    monkeypatch.setattr(Schedule, "buckets", (gigabytes(0, 2.0), gigabytes(1, 2.0)))
-    return Schedule("trained", forward.done(), backward.done(()), ())
+    monkeypatch.setattr(Schedule, "buckets", BUCKETS)
+    graphs = forward.done(), backward.done(*offloads)
+    return Schedule("trained", *graphs, (), update=update.done(*made))
 
 
 def test_the_next_forward_waits_for_its_own_buckets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,9 +184,9 @@ def test_the_next_forward_waits_for_its_own_buckets_alone(monkeypatch: pytest.Mo
     assert second["0OFFLOAD_GRAD"] == (15.25, 15.5)
     assert timeline.start_s == pytest.approx(5.25)
     assert timeline.step_s == pytest.approx(15.5 - 5.25)
-    assert timeline.bound is Lane.HOST
-    assert timeline.critical_s[Lane.HOST] == pytest.approx(6.0)
-    assert timeline.busy_s(Lane.HOST) == pytest.approx(6.0)
+    assert timeline.bound is Stream.HOST
+    assert timeline.critical_s[Stream.HOST] == pytest.approx(6.0)
+    assert timeline.busy_s(Stream.HOST) == pytest.approx(6.0)
 
 
 def test_update_and_copies_share_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,16 +200,131 @@ def test_update_and_copies_share_host_memory(monkeypatch: pytest.MonkeyPatch) ->
     assert spans(shared)["1UPDATE"] == (8.25, 8.25 + 2.0 / 1.5 + 2.0)
 
 
+HELPED = OptimizerCost(states=0, helped=True)
+
+
+def test_a_prefetch_without_a_token_does_not_wait_for_the_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    schedule = trained(monkeypatch)
+    first, _ = ops.nodes_of(schedule.forward, ops.prefetch)
+    first.kwargs = {"after": (ops.nodes_of(schedule.forward, ops.begin)[0],)}
+    timeline = simulate(schedule, SLOW, optimizer=OptimizerCost(states=0), steps=2)
+    assert spans(timeline)["0UPDATE"] == (5.25, 8.25)
+    assert spans(timeline, step=1)["0PREFETCH@0"] == (5.25, 6.25)
+    assert spans(timeline, step=1)["1PREFETCH@1"] == (11.25, 12.25)
+
+
+def test_a_token_that_no_graph_returns_stands_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = trained(monkeypatch)
+    update = schedule.graphs["update"]
+    update.output_node().args = (((ops.nodes_of(update, ops.update_host)[1],),),)
+    timeline = simulate(schedule, SLOW, optimizer=OptimizerCost(states=0), steps=2)
+    assert spans(timeline, step=1)["0PREFETCH@0"] == (5.25, 6.25)
+    assert spans(timeline, step=1)["1PREFETCH@1"] == (11.25, 12.25)
+
+
+def test_an_update_begins_when_the_backward_has_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own gradients are there at 4.25; those of the other bucket at 5.25."""
+    timeline = simulate(trained(monkeypatch), SLOW, optimizer=OptimizerCost(states=0))
+    assert spans(timeline)["1OFFLOAD_GRAD"] == (4.0, 4.25)
+    assert spans(timeline)["0UPDATE"] == (5.25, 8.25)
+
+
+def test_nothing_is_updated_without_an_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeline = simulate(trained(monkeypatch), SLOW, steps=2)
+    assert "update" not in {event.graph for event in timeline.events}
+    assert spans(timeline, step=1)["0PREFETCH@0"] == (5.25, 6.25)
+
+
+@pytest.mark.parametrize("helped", [(), (0,), (0, 1)])
+def test_the_device_makes_what_it_may_help_with(
+    helped: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeline = simulate(trained(monkeypatch, helped=helped), SLOW, optimizer=HELPED)
+    streams = {e.label: e.stream for e in timeline.events if e.graph == "update"}
+    on_device = {label for label, stream in streams.items() if stream is Stream.DEVICE}
+    # the host has begun with the first one by then
+    assert on_device == ({"1UPDATE"} if 1 in helped else set())
+
+
+def left_for_the_update(monkeypatch: pytest.MonkeyPatch) -> Schedule:
+    """One bucket of 2 GB, whose gradients and states (6 GB with the parameters) stay there.
+
+    The forward computes a second, drains, and computes a second.
+    """
+    forward, backward, update = Graph(), Graph(), Graph(begins=False)
+    bucket = BUCKETS[0]
+    weights = forward.prefetch(0, 2.0, forward.token(0, Part.WEIGHTS), forward.start)
+    forward.compute(weights, 1.0)
+    ops.call(forward.graph, ops.drain)
+    forward.compute(forward.start, 1.0)
+    buffer = ops.call(backward.graph, ops.alloc_state, bucket, True)
+    waits = (backward.token(0, Part.STATES),)
+    state = ops.call(backward.graph, ops.fetch_state, bucket, buffer, True, name="s0", after=waits)
+    buffer.meta["value"] = state.meta["value"] = floats(6.0)
+    gradients = ops.call(backward.graph, ops.snapshot, backward.start, name="g0")
+    gradients.meta["value"] = floats(0.5)  # a second
+    offload = backward.offload(0, 0.5, gradients)
+    taken = update.place("g0", 0.5), update.place("s0", 6.0)
+    new = ops.call(update.graph, ops.update, bucket, None, *taken)
+    back = ops.call(update.graph, ops.offload_state, bucket, new)
+    ops.call(update.graph, ops.defer_free, new, after=(back,))
+    monkeypatch.setattr(Schedule, "gradient_params", {0: (0,)})
+    monkeypatch.setattr(Schedule, "buckets", BUCKETS[:1])
+    graphs = forward.done(), backward.done(offload, left=(gradients, state))
+    plan = Plan(device_update=frozenset({0}))
+    return Schedule("left", *graphs, (), update=update.done(back), left=("g0", "s0"), plan=plan)
+
+
+def test_a_device_update_waits_for_its_states_and_its_bucket_stays_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two moments: 14 GB are read and written at 1 GB/s, 6 GB go back at 2 GB/s."""
+    schedule = left_for_the_update(monkeypatch)
+    timeline = simulate(schedule, UNIT, optimizer=OptimizerCost(), steps=2)
+    first, second = spans(timeline), spans(timeline, step=1)
+    # computes until 2; states are 6 GB, 0.5 of them beside the gradients' copy
+    assert first["0OFFLOAD_GRAD"] == (3.0, 3.5)
+    assert first["0FETCH_STATE"] == (2.0, 5.25)
+    assert first["0UPDATE"] == (5.25, 19.25)
+    assert first["0OFFLOAD_STATE"] == (19.25, 22.25)
+    # the forward takes what is there, behind the update; its drain waits for the copies
+    computes = [e for e in timeline.events if e.label == "SNAPSHOT" and e.graph == "forward"]
+    times = [(e.start_s, e.stop_s) for e in computes if e.step == 1]
+    assert times == [(19.25, 20.25), (22.25, 23.25)]
+    assert second["DRAIN"] == (22.25, 22.25)
+    assert second["0FETCH_STATE"][0] == 23.25
+    # without the edge the next update would begin when the gradients are there, at 24.25
+    assert second["0UPDATE"][0] == second["0FETCH_STATE"][1] == 26.5
+    # where nobody defers the new values, they come from the host
+    for node in ops.nodes_of(schedule.graphs["update"], ops.defer_free):
+        schedule.graphs["update"].erase_node(node)
+    again = spans(simulate(schedule, UNIT, optimizer=OptimizerCost(), steps=2), 1)
+    assert again["0PREFETCH@0"][0] == 20.25  # new parameters are there ahead of the states
+
+
+def test_the_device_begins_at_the_end_and_meets_the_host() -> None:
+    """Updates of 4 GB take 2 s, here and there; the last one is too small for the device."""
+    queues = Queues(SLOW)
+    for i in range(4):
+        helped = 4e9 if i < 3 else 0.0
+        queues.add(Work("update", f"{i}UPDATE", HOST, 4e9, [], 0, helped=helped))
+    queues.go()
+    streams = [STREAMS[work.queue] for work in queues.works]
+    assert streams == [Stream.HOST, Stream.HOST, Stream.DEVICE, Stream.HOST]
+    assert queues.start_s == pytest.approx([0.0, 2.0, 0.0, 4.0])
+
+
 def test_the_device_takes_the_last_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a billion parameters: 2 GB each way and gradients of 2 GB, 4 GB in at 1 GB/s."""
     hardware = UNIT.replace(update_gb_s=2.0)
     alone = simulate(trained(monkeypatch), hardware, optimizer=OptimizerCost(states=0), steps=2)
-    helped = OptimizerCost(states=0, helped=True)
-    timeline = simulate(trained(monkeypatch), hardware, optimizer=helped, steps=2)
+    timeline = simulate(trained(monkeypatch, helped=(0, 1)), hardware, optimizer=HELPED, steps=2)
     first = {e.label: e for e in timeline.events if e.graph == "update" and e.step == 0}
     assert {label: e.stream for label, e in first.items()} == {
-        "0UPDATE": Lane.HOST,
-        "1UPDATE": Lane.DEVICE,
+        "0UPDATE": Stream.HOST,
+        "1UPDATE": Stream.DEVICE,
     }
     assert (first["0UPDATE"].start_s, first["0UPDATE"].stop_s) == (5.25, 8.25)
     # 3 GB of 4 are in by 8.25; then 0PREFETCH takes half of the link, and has it alone in the end
@@ -184,7 +332,7 @@ def test_the_device_takes_the_last_update(monkeypatch: pytest.MonkeyPatch) -> No
     assert first["1UPDATE"].stop_s == pytest.approx(8.25 + 2.0)
     assert spans(timeline, step=1)["0PREFETCH@0"] == (8.25, pytest.approx(10.25 + 0.5))
     assert timeline.step_s < alone.step_s
-    assert 0 < timeline.busy_s(Lane.DEVICE) < timeline.step_s
+    assert 0 < timeline.busy_s(Stream.DEVICE) < timeline.step_s
 
 
 def test_arithmetic_limits_a_slow_update(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +340,7 @@ def test_arithmetic_limits_a_slow_update(monkeypatch: pytest.MonkeyPatch) -> Non
     slow = OptimizerCost(states=0, arithmetic_s=10.0)
     hardware = UNIT.replace(update_gb_s=2.0)
     timeline = simulate(trained(monkeypatch), hardware, optimizer=slow, steps=2)
-    assert timeline.busy_s(Lane.HOST) == pytest.approx(10.0)
+    assert timeline.busy_s(Stream.HOST) == pytest.approx(10.0)
 
 
 def test_the_third_step_is_like_the_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,15 +358,17 @@ def test_updates_in_the_backward_are_awaited_by_bucket(monkeypatch: pytest.Monke
     backward = Graph()
     bucket = gigabytes(0, 2.0)
     buffer = ops.call(backward.graph, ops.alloc_state, bucket, False)
-    state = ops.call(backward.graph, ops.fetch_state, bucket, buffer, False)
+    waits = (backward.token(0, Part.STATES),)
+    state = ops.call(backward.graph, ops.fetch_state, bucket, buffer, False, after=waits)
     new = ops.call(backward.graph, ops.update, bucket, None, buffer, state)
     for node in (buffer, state, new):
         node.meta["value"] = floats(6.0)  # 4 GB of states, 2 GB of parameters on the way back
-    ops.call(backward.graph, ops.offload_state, bucket, new)
+    back = ops.call(backward.graph, ops.offload_state, bucket, new)
     forward = Graph()
-    forward.compute(forward.prefetch(0, 2.0), 9.0)
+    token = forward.token(0, Part.WEIGHTS)
+    forward.compute(forward.prefetch(0, 2.0, token, forward.start), 9.0)
     monkeypatch.setattr(Schedule, "gradient_params", {0: (0,)})
-    schedule = Schedule("updates", forward.done(), backward.done(()), ())
+    schedule = Schedule("updates", forward.done(), backward.done(back), ())
     timeline = simulate(schedule, UNIT.replace(memory_gb_s=18.0), steps=2)
     first, second = spans(timeline), spans(timeline, step=1)
     # prefetch 1 s, 0.5 s, states 4 GB at 2 GB/s, update 3 * 6 GB at 18 GB/s
@@ -244,7 +394,7 @@ def test_a_reclaim_waits_for_the_copies_of_what_the_last_step_parked(
     ops.call(forward.graph, ops.drain)
     forward.compute(forward.start, 1.0)
     monkeypatch.setattr(Schedule, "gradient_params", {0: (0,)})
-    schedule = Schedule("defers", forward.done(), backward.done(()), ())
+    schedule = Schedule("defers", forward.done(), backward.done(), ())
     timeline = simulate(schedule, UNIT, steps=3)
     first, second, third = (spans(timeline, step) for step in range(3))
     assert first["DRAIN"] == (1.0, 1.0), "nothing is deferred yet"
@@ -252,7 +402,7 @@ def test_a_reclaim_waits_for_the_copies_of_what_the_last_step_parked(
     assert second["DRAIN"] == (5.0, 5.0)
     assert second["0OFFLOAD_STATE"] == (6.0, 9.0)
     assert third["DRAIN"] == (9.0, 9.0)
-    assert timeline.bound is Lane.D2H
+    assert timeline.bound is Stream.D2H
     for node in ops.nodes_of(schedule.graphs["backward"], ops.defer_free):
         schedule.graphs["backward"].erase_node(node)
     assert spans(simulate(schedule, UNIT, steps=3), 2)["DRAIN"] == (5.0, 5.0)
@@ -262,7 +412,7 @@ def test_a_backward_begins_when_the_prefetches_are_done() -> None:
     forward, backward = Graph(), Graph()
     forward.prefetch(0, 4.0)
     backward.compute(backward.start, 1.0)
-    schedule = Schedule("turn", forward.done(), backward.done(()), ())
+    schedule = Schedule("turn", forward.done(), backward.done(), ())
     assert simulate(schedule, UNIT).total_s == 3.0
 
 
@@ -271,7 +421,7 @@ def test_captured_graphs_run_in_order_and_back() -> None:
         forward, backward = Graph(), Graph()
         forward.compute(forward.start, 1.0)
         backward.compute(backward.start, 2.0)
-        return Schedule(name, forward.done(), backward.done(()), ())
+        return Schedule(name, forward.done(), backward.done(), ())
 
     timeline = simulate([schedule("a"), schedule("b")], UNIT)
     order = [e.graph for e in timeline.events if e.label == "SNAPSHOT"]
@@ -303,7 +453,8 @@ def streamed(**options: Any) -> Schedule:
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_every_op_runs_once_and_after_what_it_waits_for(in_backward: bool) -> None:
     schedule = streamed(in_backward=in_backward)
-    timeline = simulate(schedule, H200)
+    timeline = simulate(schedule, H200, optimizer=OptimizerCost(in_backward=in_backward))
+    assert ("update" in schedule.graphs) is not in_backward
     for name, graph in schedule.graphs.items():
         events = [e for e in timeline.events if e.graph == name]
         nodes = [n for n in ops.nodes_of(graph) if n.target not in (ops.defer_free, ops.free)]
@@ -321,7 +472,7 @@ def test_every_op_runs_once_and_after_what_it_waits_for(in_backward: bool) -> No
 
 def _in_order(events: list[Event]) -> None:
     """No two ops of a lane overlap."""
-    for lane in Lane:
+    for lane in Stream:
         own = sorted((e for e in events if e.stream is lane), key=lambda e: e.stop_s)
         assert all(a.stop_s <= b.start_s for a, b in zip(own, own[1:], strict=False))
 
@@ -358,17 +509,17 @@ def test_the_slowest_part_bounds_the_step() -> None:
     schedule = streamed()
     adamw = OptimizerCost()
     cases = {
-        Lane.H2D: H200.replace(h2d_gb_s=1e-4, h2d_both_gb_s=1e-4),
-        Lane.D2H: H200.replace(d2h_gb_s=1e-4, d2h_both_gb_s=1e-4),
-        Lane.COMPUTE: H200.replace(launch_s=1.0),
-        Lane.HOST: H200.replace(update_gb_s=1e-4),
+        Stream.H2D: H200.replace(h2d_gb_s=1e-4, h2d_both_gb_s=1e-4),
+        Stream.D2H: H200.replace(d2h_gb_s=1e-4, d2h_both_gb_s=1e-4),
+        Stream.COMPUTE: H200.replace(launch_s=1.0),
+        Stream.HOST: H200.replace(update_gb_s=1e-4),
     }
     for lane, hardware in cases.items():
         timeline = simulate(schedule, hardware, optimizer=adamw, steps=3)
         assert timeline.bound is lane
         assert f"bound by {lane.value}" in str(timeline)
         assert sum(timeline.critical_s.values()) == pytest.approx(timeline.step_s)
-        for other in Lane:
+        for other in Stream:
             assert timeline.busy_s(other) <= timeline.step_s * (1 + 1e-9)
 
 

@@ -86,7 +86,7 @@ def test_a_state_is_a_view_of_the_buckets_flat_one() -> None:
     for bucket in buckets(streamed).values():
         for i, param in enumerate(bucket.params):
             for name in ("exp_avg", "exp_avg_sq") if param in theirs.state else ():
-                state, buffer = theirs.state[param][name], bucket.states_of(theirs)[name][i]
+                state, buffer = theirs.state[param][name], bucket.states.of(theirs)[name][i]
                 assert isinstance(buffer, Tensor)
                 assert state.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
                 assert (state.shape, state.stride()) == (param.shape, param.stride())

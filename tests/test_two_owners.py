@@ -224,7 +224,7 @@ def test_states_go_with_their_optimizer(config: str) -> None:
     buffers = [
         weakref.ref(buffer)
         for bucket in buckets
-        for by_param in bucket.states_of(optimizer).values()
+        for by_param in bucket.states.of(optimizer).values()
         for buffer in by_param.values()
     ]
     assert len(buffers) == (0 if config == "resident, eager" else 8)

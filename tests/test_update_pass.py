@@ -73,7 +73,7 @@ def test_a_forward_reclaims_half_way_what_was_parked(line: str) -> None:
     assert ops.actions(updated("0F").forward) == "0F DRAIN"
 
 
-def test_where_nothing_is_updated_nothing_is_reclaimed() -> None:
+def test_where_nothing_is_updated_nothing_is_drained() -> None:
     schedule = updated("0F 1F 2F | 2B", frozen=(0, 1, 2))
     assert ops.nodes_of(schedule.forward, ops.drain)  # 2B gives gradients
     model = Net(lambda net, x: cast("Any", net.layers)[0](x).sum(), depth=1).requires_grad_(False)
@@ -182,7 +182,7 @@ def test_states_come_in_the_order_of_the_updates(
     assert sorted(in_order[0]) == sorted(bucket.label for bucket in schedule.buckets)
 
 
-def test_each_fetch_has_room_of_its_own() -> None:
+def test_each_fetch_has_a_buffer_of_its_own() -> None:
     for masters in (False, True):
         schedule = updated("0F 1F | 1B 0B", masters=masters)
         assert schedule.backward is not None

@@ -323,12 +323,12 @@ def test_an_interrupted_wait_leaves_the_guards() -> None:
             self.over = True
 
     work = Work()
-    bucket.start(work, [0, 1], [])
+    bucket.pending.start(work, [0, 1], [])
     with pytest.raises(KeyboardInterrupt):
         model.weight.sum()
-    assert bucket.busy()
+    assert bucket.pending.busy()
     model.weight.sum()
-    assert work.waits == 2 and not bucket.busy()
+    assert work.waits == 2 and not bucket.pending.busy()
 
 
 # --- when

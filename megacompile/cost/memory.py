@@ -11,7 +11,7 @@ What a forward returns to the user is dropped where the backward does not need i
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,64 +82,47 @@ def device_memory(
 ) -> DeviceMemory:
     """Walk a step of schedules that follow one another in the forward.
 
-    Slots are shared. New optimizer states that are deferred at the end of a backward are there
-    until a forward drains them (where none does, until the next backward defers its own). So are
-    those that it leaves for a device update (until the next backward begins). Chunks of updates
-    that the device makes for the host are there in forwards. Resident buckets are there all the
-    time.
+    Slots are shared. What a backward or an update defers is there until a forward drains it (where
+    none does, until something is deferred again). Chunks of updates that the device makes for the
+    host are there in forwards. Resident buckets are there all the time.
     """
     each = [schedules] if isinstance(schedules, Schedule) else list(schedules)
-    replay = _Replay(fused)
+    cost = optimizer or OptimizerCost(states=0)
+    replay = _Replay(fused, cost)
     slots: dict[int, int] = {}
     for schedule in each:
         for slot in schedule.slots:
             slots[slot.index] = max(slot.size_bytes, slots.get(slot.index, 0))
     replay.live[Kind.SLOTS] = sum(slots.values())
-    deferred = sum(_deferred_bytes(schedule) for schedule in each)
-    replay.live[Kind.STATES] += deferred
-    replay.deferred_before = deferred
-    cost = optimizer or OptimizerCost(states=0)
-    handed = sum(_of_plan(s, s.plan.device_update, cost.handed_bytes) for s in each)
     residents = {key for schedule in each for key in schedule.plan.resident}
     replay.live[Kind.PARAMETERS] += _resident_bytes(each, residents, cost)
-    replay.live[Kind.STATES] += handed
-    replay.handed_before = handed
     in_chunks = max((chunks_bytes(schedule, cost) for schedule in each), default=0)
     replay.live[Kind.STATES] += in_chunks
+    for schedule in each:
+        replay.defer_from_before(schedule)
     kept = [replay.forward(schedule) for schedule in each]
-    replay.live[Kind.STATES] -= replay.handed_before + in_chunks
+    replay.live[Kind.STATES] -= in_chunks
+    replay.in_chunks = in_chunks
+    left = {}
     for schedule, saved_values in zip(reversed(each), reversed(kept), strict=True):
         if schedule.backward is not None:
-            replay.backward(schedule, saved_values)
+            left[id(schedule)] = replay.backward(schedule, saved_values)
+    for schedule in each:
+        if schedule.update is not None:
+            replay.update(schedule, left[id(schedule)])
     return DeviceMemory(tuple(replay.moments))
-
-
-def _of_plan(
-    schedule: Schedule, keys: Collection[int], size_of: Callable[[Bucket, Iterable[int]], float]
-) -> int:
-    trained = schedule.gradient_params if schedule.backward is not None else {}
-    chosen = [b for b in schedule.buckets if b.key in keys]
-    return int(sum(size_of(bucket, trained.get(bucket.key, ())) for bucket in chosen))
 
 
 def _resident_bytes(schedules: Sequence[Schedule], keys: Iterable[int], cost: OptimizerCost) -> int:
     """A bucket that several schedules read is there once."""
-    largest = [
-        max(_of_plan(schedule, {key}, cost.resident_bytes) for schedule in schedules)
-        for key in keys
-    ]
-    return sum(largest)
-
-
-def _deferred_bytes(schedule: Schedule) -> int:
-    if schedule.backward is None:
-        return 0
-    total = 0
-    for node in ops.nodes_that(schedule.backward, lambda op: op.frees is not None and not op.waits):
-        value = node.args[0]
-        assert isinstance(value, fx.Node)
-        total += tensors_bytes(memory(value).meta.get("value"))
-    return total
+    largest = dict.fromkeys(keys, 0)
+    for schedule in schedules:
+        trained = schedule.gradient_params if schedule.backward is not None else {}
+        for bucket in schedule.buckets:
+            if bucket.key in largest:
+                size = cost.resident_bytes(bucket, trained.get(bucket.key, ()))
+                largest[bucket.key] = max(int(size), largest[bucket.key])
+    return sum(largest.values())
 
 
 @dataclass(slots=True)
@@ -157,11 +140,25 @@ class _Replay:
     """The walk: which blocks live."""
 
     fused: bool
+    cost: OptimizerCost
     live: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))
     blocks: dict[fx.Node, _Block] = field(default_factory=dict)
     moments: list[Moment] = field(default_factory=list)
-    handed_before: int = 0  # states by the step before, and not taken back yet
-    deferred_before: int = 0  # by the step before, and not taken back yet
+    before: dict[Kind, int] = field(default_factory=dict)  # deferred, and not taken back yet
+    in_chunks: int = 0  # device memory that the next `help_host` takes
+
+    def defer_from_before(self, schedule: Schedule) -> None:
+        """What the step before has deferred is live."""
+        for name, graph in schedule.graphs.items():
+            for node in ops.nodes_that(graph, lambda op: op.frees is not None and not op.waits):
+                value = node.args[0]
+                assert isinstance(value, fx.Node)
+                size = tensors_bytes(memory(value).meta.get("value"))
+                if name == "update":
+                    size += self._copy_bytes(schedule, value)
+                kind = _KINDS.get(ops.effects(value).gives, Kind.GRADIENTS)
+                self.live[kind] += size
+                self.before[kind] = self.before.get(kind, 0) + size
 
     def forward(self, schedule: Schedule) -> dict[str, _Block]:
         """Gives the saved values by name, each named once more."""
@@ -184,7 +181,8 @@ class _Replay:
             self._drop(node)
         return kept
 
-    def backward(self, schedule: Schedule, saved_values: dict[str, _Block]) -> None:
+    def backward(self, schedule: Schedule, saved_values: dict[str, _Block]) -> dict[str, _Block]:
+        """Gives what it leaves for the update, by name."""
         assert schedule.backward is not None
         waiting = ops.nodes_that(schedule.forward, lambda op: op.gives is Value.SAVED_ON_HOST)
         on_host = {node.name for node in waiting}
@@ -198,6 +196,27 @@ class _Replay:
                 self._name(node, _Block(Kind.GRADIENTS, size, owned=True))
                 self.live[Kind.GRADIENTS] += size
         self._walk("backward", schedule.backward)
+        left = {node.name: block for node, block in self.blocks.items()}
+        return {name: left[name] for name in schedule.left}
+
+    def update(self, schedule: Schedule, left: dict[str, _Block]) -> None:
+        """What a step makes of what its backward has left; all of it is deferred."""
+        assert schedule.update is not None
+        for node in schedule.update.find_nodes(op="placeholder"):
+            if node.name in left:
+                left[node.name].names = 0  # the backward's names of it are gone
+                self._name(node, left[node.name])
+        for node in ops.nodes_that(schedule.update, lambda op: op.fills is not None):
+            self.live[Kind.STATES] += self._copy_bytes(schedule, node)
+        self._walk("update", schedule.update)
+
+    def _copy_bytes(self, schedule: Schedule, updated: fx.Node) -> int:
+        """Of new parameters as they are streamed, where an update makes them beside the masters."""
+        if self.cost.master_bytes is None or ops.effects(updated).fills is None:
+            return 0
+        bucket: Bucket = ops.arguments(updated)[0]
+        params = (bucket.params[i] for i in schedule.gradient_params[bucket.key])
+        return sum(param.size_bytes for param in params)
 
     def _walk(self, name: str, graph: fx.Graph) -> None:
         for node in graph.nodes:
@@ -213,6 +232,9 @@ class _Replay:
                 self.blocks.pop(node.args[op.frees], None)  # it stays
             elif op.drains:
                 self._drain()
+            elif op.helps:
+                self.live[Kind.STATES] += self.in_chunks
+                self.in_chunks = 0
             elif op.owns:
                 self._make(name, node)
 
@@ -288,8 +310,9 @@ class _Replay:
 
     def _drain(self) -> None:
         """What the step before deferred goes."""
-        self.live[Kind.STATES] -= self.deferred_before + self.handed_before
-        self.deferred_before = self.handed_before = 0
+        for kind, size in self.before.items():
+            self.live[kind] -= size
+        self.before.clear()
 
     def _moment(self, name: str, node: fx.Node, workspace_bytes: int) -> None:
         live = {**self.live, Kind.WORKSPACE: workspace_bytes}

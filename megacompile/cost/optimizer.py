@@ -102,15 +102,6 @@ class OptimizerCost:
             size += param.numel * (self.grad_of(item) + self.states_of(item))
         return size
 
-    def handed_bytes(self, bucket: Bucket, trained: Iterable[int]) -> float:
-        """Device memory of the new values of a bucket that is updated there."""
-        size = 0.0
-        for param in (bucket.params[i] for i in trained):
-            item = param.dtype.itemsize
-            copy = 0 if self.master_bytes is None else item
-            size += param.numel * (self.updated_of(item) + copy)
-        return size
-
     def grad_of(self, item_bytes: int) -> float:
         """Bytes of a gradient outside of the backward: a master's is as wide as the master."""
         return self.master_of(item_bytes) if self.grad_bytes is None else self.grad_bytes
@@ -133,6 +124,7 @@ class BucketUpdate:
     size_bytes: float  # read plus written
     grad_bytes: float  # of that, the gradient
     helped_bytes: float  # of the busier direction of the link, both ways, in chunks; 0: it cannot
+    arithmetic_s: float  # on the host, where it can take longer than the memory
 
 
 def host_updates(schedule: Schedule, optimizer: OptimizerCost) -> list[BucketUpdate]:
@@ -161,7 +153,8 @@ def updates(schedule: Schedule, optimizer: OptimizerCost) -> list[BucketUpdate]:
             helped = 0.0
         if params:
             moved = 2 * updated + gradient + copy
-            found.append(BucketUpdate(bucket, numel, moved, gradient, helped))
+            arithmetic_s = numel / 1e9 * optimizer.arithmetic_s
+            found.append(BucketUpdate(bucket, numel, moved, gradient, helped, arithmetic_s))
     return found
 
 

@@ -133,7 +133,7 @@ class Schedule:
         return str(VIEWS["passes"](self))
 
     def to_networkx(self) -> Any:
-        """A `networkx.MultiDiGraph`: ops as nodes, with `kind` on the edges that order them."""
+        """A `networkx.MultiDiGraph`: ops as nodes, with a `kind` on each edge."""
         return VIEWS["to_networkx"](self)
 
     def to_dot(self) -> str:

@@ -18,6 +18,7 @@ from megacompile.ir.capture import Capture, Variant
 from megacompile.ir.placement import Placement
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Options
+from megacompile.passes.schedule.update_graph import rest_of
 from megacompile.passes.stages.templates import TemplateCache
 from megacompile.plan.budget import Budget
 from megacompile.plan.chooser import Chooser
@@ -94,9 +95,9 @@ class PassCompiler:
         verify(schedule)
         return schedule
 
-    def rest(self, buckets: Sequence[Bucket], placement: Placement) -> Schedule:
-        """A schedule that is an update alone: of these buckets, where they are."""
-        return self.pipeline.rest(buckets, placement.resident)
+    def rest(self, buckets: Sequence[Bucket], resident: frozenset[int]) -> Schedule:
+        """A schedule that is an update alone: of these buckets, where they lie."""
+        return rest_of(list(buckets), resident, helps=self.setting.cost().helped)
 
     def wants(self, placement: Placement) -> Placement:
         """Where the plans made so far want the buckets, which are as `placement` says."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megacompile.cost.simulate import Lane
+from megacompile.ir.stream import Stream
 from megacompile.plan.report import (
     Section,
     as_html,
@@ -263,9 +263,9 @@ def explanation(
             None if steps is None else steps.busy_s.get(lane.value, 0.0),
             None if steps is None else steps.waited_s.get(lane.value, 0.0),
         )
-        for lane in Lane
+        for lane in Stream
     ]
-    idle = Lane.DEVICE.value  # left out where nobody helps the host
+    idle = Stream.DEVICE.value  # left out where nobody helps the host
     streams = [busy for busy in streams if busy.works or busy.stream != idle]
     reasons = [reason for schedule in now.schedules for reason in schedule.plan.reasons]
     return Explanation(

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 from megacompile import log
-from megacompile.ir.buckets import Bucket, Unit
+from megacompile.ir.buckets import Unit
 from megacompile.ir.capture import Capture, Variant
 from megacompile.ir.schedule import Plan, Schedule
 from megacompile.ir.stages import Code, Template
@@ -37,7 +37,7 @@ from megacompile.passes.schedule.slots import assign_slots
 from megacompile.passes.schedule.split import split_stages
 from megacompile.passes.schedule.tokens import insert_tokens
 from megacompile.passes.schedule.update import insert_updates
-from megacompile.passes.schedule.update_graph import insert_update_graph, rest_of
+from megacompile.passes.schedule.update_graph import insert_update_graph
 from megacompile.passes.stages.lower import lower
 from megacompile.passes.stages.partition import partition
 from megacompile.passes.stages.templates import TemplateCache, trace_templates
@@ -160,8 +160,8 @@ class Pipeline:
                 state_bytes=cost.updated_of,
             )
             return [("update", insert)]
-        offload = functools.partial(offload_gradients, accumulate=variant.accumulate)
         step = functools.partial(insert_update_graph, helps=cost.helped)
+        offload = functools.partial(offload_gradients, accumulate=variant.accumulate)
         if options.lowering is Lowering.EAGER:
             return [("offload_grad", offload), ("update_graph", step)]
         give = functools.partial(insert_device_update, state_bytes=cost.updated_of)
@@ -171,10 +171,6 @@ class Pipeline:
             ("device_update", give),
             ("update_graph", step),
         ]
-
-    def rest(self, buckets: Sequence[Bucket], resident: frozenset[int]) -> Schedule:
-        """A schedule that is an update alone: of these buckets, where they lie."""
-        return rest_of(list(buckets), resident, helps=self.setting.cost().helped)
 
     def lowered(self, schedule: Schedule) -> Schedule:
         """With code for its templates."""

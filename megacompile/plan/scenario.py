@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from megacompile.cost.hardware import Hardware
 from megacompile.cost.memory import DeviceMemory, Kind, host_memory
 from megacompile.cost.optimizer import EIGHT_BITS, OptimizerCost
-from megacompile.cost.simulate import Timeline, simulate
+from megacompile.cost.simulate import Prediction, simulate
 from megacompile.errors import MegacompileError
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
@@ -51,9 +51,9 @@ class Scenario:
     fused: bool = True
     device_bytes: int | None = None
     host_bytes: int | None = None
-    _kept: dict[Hardware, Timeline] = field(default_factory=dict, init=False, repr=False)
+    _kept: dict[Hardware, Prediction] = field(default_factory=dict, init=False, repr=False)
 
-    def timeline(self, hardware: Hardware | None = None) -> Timeline:
+    def timeline(self, hardware: Hardware | None = None) -> Prediction:
         """Three steps; the last one's period is that of training."""
         machine = hardware or self.hardware
         if machine not in self._kept:

@@ -9,14 +9,18 @@
     +  0 token      | 0PREFETCH@0 0.1PREFETCH@1 1PREFETCH@2 0F
 
 A line is a compute of a stage and what was issued since the one before: copies stand in the line of
-the compute behind them. What comes after the last compute has a line of its own.
+the compute behind them. What comes after the last compute has a line of its own. An update has a
+line for each bucket, under the first stage that reads it. What an op waits for is shown where it is
+of the same graph; with `code=True` tokens are compared too.
 """
 
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import fx
@@ -25,6 +29,7 @@ from megacompile.ir import ops, values
 from megacompile.ir.ops import Show
 from megacompile.ir.schedule import PassRecord, Schedule
 from megacompile.ir.stages import Stage
+from megacompile.ir.stream import Stream
 from megacompile.show import python
 from megacompile.text import columns, format_bytes, printable
 
@@ -53,8 +58,9 @@ def differences(before: Schedule, after: Schedule) -> list[str]:
         "kept, not recomputed": lambda s: ", ".join(map(str, sorted(s.plan.keep))) or "none",
         "plan": lambda s: "; ".join(s.plan.reasons) or "none",
         "slots": _slots,
-        "reused at the boundary": _held,
+        "left in the slots by the forward": _left,
         "lookahead": lookahead,
+        "updates": _updates,
     }
     pairs = {name: (of(before), of(after)) for name, of in made_with.items()}
     return [f"{name}: {old} -> {new}" for name, (old, new) in pairs.items() if old != new]
@@ -116,17 +122,28 @@ def _slots(schedule: Schedule) -> str:
     return f"{len(schedule.slots)} of {format_bytes(size)}"
 
 
-def _held(schedule: Schedule) -> str:
+def _left(schedule: Schedule) -> str:
     return ", ".join(f"{bucket.label}@{slot}" for slot, bucket in schedule.held) or "none"
+
+
+def _updates(schedule: Schedule) -> str:
+    """Where buckets are updated: "3 on the host, 1 on the device"; "none"."""
+    count: Counter[str] = Counter()
+    for name, graph in schedule.graphs.items():
+        for node in ops.nodes_that(graph, lambda op: op.once):
+            place = "on the host" if ops.stream_of(node) is Stream.HOST else "on the device"
+            count["in the backward" if name == "backward" else place] += 1
+    return ", ".join(f"{many} {where}" for where, many in count.items()) or "none"
 
 
 def _actions(schedule: Schedule) -> list[str]:
     stage_names = {stage.index: printable(stage.name) for stage in schedule.stages}
     width = max(map(len, stage_names.values()), default=0)
+    first = {bucket.key: stage for stage in reversed(schedule.stages) for bucket in stage.buckets}
     lines = []
     for name, graph in schedule.graphs.items():
         lines.append(name)
-        for stage, labels in _by_stage(graph):
+        for stage, labels in _by_bucket(graph, first) if name == "update" else _by_stage(graph):
             left = (
                 f"{stage.index:>3} {stage_names[stage.index]:<{width}}"
                 if stage
@@ -138,15 +155,24 @@ def _actions(schedule: Schedule) -> list[str]:
 
 def _by_stage(graph: fx.Graph) -> Iterator[tuple[Stage | None, list[str]]]:
     labels: list[str] = []
-    for node in ops.nodes_of(graph):
-        if ops.effects(node).show is Show.QUIET:
-            continue
+    for node in _shown(graph):
         labels.append(_action(node))
         if ops.effects(node).code is not None:
             yield ops.arguments(node)[0], labels
             labels = []
     if labels:
         yield None, labels
+
+
+def _by_bucket(
+    graph: fx.Graph, first: Mapping[int, Stage]
+) -> Iterator[tuple[Stage | None, list[str]]]:
+    for bucket, nodes in itertools.groupby(_shown(graph), key=values.bucket_of):
+        yield None if bucket is None else first.get(bucket.key), list(map(_action, nodes))
+
+
+def _shown(graph: fx.Graph) -> Iterator[fx.Node]:
+    return (n for n in ops.nodes_of(graph) if ops.effects(n).show is not Show.QUIET)
 
 
 def _action(node: fx.Node) -> str:

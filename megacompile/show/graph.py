@@ -1,12 +1,17 @@
 """A schedule as a graph for other programs: networkx, and the DOT language of Graphviz.
 
-Nodes are ops, edges what orders them, with the `kind`
+Nodes are ops. An edge leads from the op that comes first, with the `kind`
 
-    data     the one takes a value that the other gives
-    after    the one waits for the other to be done with a slot or with memory
-    stream   the one comes next on the other's stream
+    data      the second takes a value that the first gives, perhaps in the graph before
+    after     the second waits for the first to be done with a slot or with memory
+    stream    the second comes next on the first's stream, where that keeps an order
+    boundary  from the last op of the forward to the first of the backward
+    token     the second waits for what the first, of another graph or run, writes to a bucket
+    names     the second names the first and does not wait for it (`defer_free`, `help_host`)
 
-and `boundary` between the last op of the forward and the first of the backward.
+Tokens go around: from an update to the next forward, from a backward to its update, and with
+accumulation from a backward to the next one. Without them there are no circles. Tokens and names
+are no order within a run.
 """
 
 from __future__ import annotations
@@ -22,13 +27,23 @@ from megacompile.ir.buckets import Bucket, Slot
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
+from megacompile.ir.tokens import Token, token_of
+from megacompile.show.tokens import writers
 
-_COLOURS = {Stream.H2D: "#D6ECFA", Stream.COMPUTE: "#D5F0E4", Stream.D2H: "#F9DECB"}
+_COLOURS = {
+    Stream.H2D: "#D6ECFA",
+    Stream.COMPUTE: "#D5F0E4",
+    Stream.D2H: "#F9DECB",
+    Stream.HOST: "#F6F1C9",
+    Stream.DEVICE: "#E7DDF3",
+}
 _STYLES = {
     "data": "",
     "after": ' [style=dashed, color="#D55E00"]',
     "stream": ' [style=dotted, color="#888888"]',
     "boundary": ' [style=bold, color="#888888"]',
+    "token": ' [style=dashed, color="#0072B2", constraint=false]',
+    "names": ' [style=dotted, color="#CC79A7", constraint=false]',
 }
 
 
@@ -40,18 +55,25 @@ def to_networkx(schedule: Schedule) -> nx.MultiDiGraph:
     `bytes` (that a copy moves). The attributes are strings and ints, for any file format.
     """
     found = nx.MultiDiGraph(name=schedule.name)
+    writer = writers(schedule)
     stages = {bucket.key: stage for stage in reversed(schedule.stages) for bucket in stage.buckets}
-    ends: list[str] = []
     for name, graph in schedule.graphs.items():
-        nodes = ops.nodes_of(graph)
-        for position, node in enumerate(nodes):
+        for position, node in enumerate(ops.nodes_of(graph)):
             found.add_node(_key(name, node), **_attributes(node, name, position, stages))
+    for name, graph in schedule.graphs.items():
         for first, second, kind in _edges(graph):
-            if not found.has_edge(_key(name, first), _key(name, second), kind):
-                found.add_edge(_key(name, first), _key(name, second), kind, kind=kind)
-        if nodes and ends:
-            found.add_edge(ends[-1], _key(name, nodes[0]), "boundary", kind="boundary")
-        ends += [_key(name, node) for node in nodes[-1:]]
+            found.add_edge(_key(name, first), _key(name, second), kind, kind=kind)
+        for source, node in _handed_over(schedule, name):
+            found.add_edge(source, _key(name, node), "data", kind="data")
+        for node, token in _tokens(graph):
+            if token.place in writer:
+                kind = "token" if ops.effects(node).waits else "names"
+                found.add_edge(_key(*writer[token.place]), _key(name, node), kind, kind=kind)
+    if schedule.backward is not None:
+        ends = (ops.nodes_of(schedule.forward)[-1:], ops.nodes_of(schedule.backward)[:1])
+        for last, first in zip(*ends, strict=False):
+            pair = _key("forward", last), _key("backward", first)
+            found.add_edge(*pair, "boundary", kind="boundary")
     return found
 
 
@@ -119,16 +141,36 @@ def _attributes(
 def _edges(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, str]]:
     last: dict[Stream, fx.Node] = {}
     for node in ops.nodes_of(graph):
-        for value in values.reads(node):
-            source = values.producer(value)
-            if ops.op_of(source) is not None:
-                yield source, node, "data"
+        waits = ops.effects(node).waits
         after: Any = node.kwargs.get("after", ())
-        for value in after:
-            source = values.producer(value)
-            if ops.op_of(source) is not None:
-                yield source, node, "after"
+        for kind, taken in (("data", values.reads(node)), ("after", after)):
+            for source in map(values.producer, taken):
+                if ops.op_of(source) is not None:
+                    yield source, node, kind if waits else "names"
         stream = ops.stream_of(node)
-        if stream in last:
+        if stream in last and stream.in_order:
             yield last[stream], node, "stream"
         last[stream] = node
+
+
+def _handed_over(schedule: Schedule, name: str) -> Iterator[tuple[str, fx.Node]]:
+    """Who takes a value of the graph before: the backward saved values, the update what is left."""
+    handed = {"backward": ("forward", schedule.saved_values), "update": ("backward", schedule.left)}
+    before, value_names = handed.get(name, ("", ()))
+    if not value_names:
+        return
+    made = {node.name: values.producer(node) for node in schedule.graphs[before].nodes}
+    for node in ops.nodes_of(schedule.graphs[name]):
+        for value in values.reads(node):
+            if value.op == "placeholder" and value.name in value_names:
+                source = made[value.name]
+                if ops.op_of(source) is not None:
+                    yield _key(before, source), node
+
+
+def _tokens(graph: fx.Graph) -> Iterator[tuple[fx.Node, Token]]:
+    for node in ops.nodes_of(graph):
+        after: Any = node.kwargs.get("after", ())
+        for value in after:
+            if (token := token_of(value)) is not None:
+                yield node, token

@@ -2,18 +2,22 @@
 
 The code is what the executor runs, not a rendering of it: one function a graph, one line an op,
 with the stream, the printed name and the bytes or shapes as a comment. `getitem` nodes vanish
-(their op's line unpacks), `free` becomes `del`, and a `free` that waits for readers on other
-streams becomes `wait(...)` and `del`.
+(their op's line unpacks), `free` becomes `del`, and frees that wait for readers on other streams
+become `wait(...)` and `del`.
 
     def run_forward(inputs):
-        x, = inputs
+        # x bf16[16]
+        # weights_0: behind 0UPDATE
+        x, weights_0 = inputs
         inputs.clear()
-        begin_ = begin()                                      # compute  BEGIN
-        w0 = prefetch(bucket_0, slot_0, after=(begin_,))      # h2d      0PREFETCH@0  445 MiB
-        y0, = forward(stage_0, (w0,), (x,), False)            # compute  0F           bf16[16, 1024]
+        start = begin()                                            # compute  BEGIN
+        w0 = prefetch(bucket_0, slot_0, after=(weights_0, start))  # h2d      0PREFETCH@0  445 MiB
+        y0, = forward(stage_0, (w0,), (x,), False)                 # compute  0F           bf16[16]
+        # outputs, saved values
         return (y0,), (x,)
 
-A variable has the name of its FX node, with "_" behind it where an op or object has that name.
+The comment on a token says which op it stands for (see `megacompile.ir.tokens`). A variable has the
+name of its FX node, with "_" behind it where an op or object has that name.
 """
 
 from __future__ import annotations
@@ -33,6 +37,9 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
 from megacompile.ir.tensors import TensorMeta, tensors_bytes
+from megacompile.ir.tokens import token_of
+from megacompile.show.header import header
+from megacompile.show.tokens import writers
 from megacompile.text import format_bytes, printable
 
 _WIDTH = 80  # of a line of code, before its comment
@@ -41,7 +48,12 @@ _WIDTH = 80  # of a line of code, before its comment
 _SHAPES = 3  # more tensors than this are counted, not listed
 
 
-_RUNS = {"run_forward", "run_backward", "run_update"}
+_RETURNS = {
+    "forward": "outputs, saved values",
+    "backward": "gradients of inputs, what is left for the update, tokens",
+    "update": "tokens",
+}
+_RUNS = {f"run_{name}" for name in _RETURNS}
 _RESERVED = {op.name for op in ops.OPS.values()} | {"wait", "inputs"} | _RUNS
 
 
@@ -57,8 +69,8 @@ class _Line(NamedTuple):
 def code(schedule: Schedule) -> str:
     """The schedule as executable Python; it runs with `names(schedule)`, the ops and `wait`."""
     functions = [graph_code(schedule, name) for name in schedule.graphs]
-    header = map(printable, _header(schedule))  # names from outside stay within their comments
-    return "\n\n".join(["\n".join(header), *functions])
+    comments = map(printable, header(schedule))  # names from outside stay within them
+    return "\n\n".join(["\n".join(comments), *functions])
 
 
 def graph_code(schedule: Schedule, graph_name: str) -> str:
@@ -69,15 +81,15 @@ def graph_code(schedule: Schedule, graph_name: str) -> str:
     """
     graph = schedule.graphs[graph_name]
     variables = _variables(schedule, graph)
-    lines = [_Line(text) for text in _unpacking(graph, variables)]
+    lines = [_Line(text) for text in _unpacking(schedule, graph, variables)]
     last_use = {n: max(n.users, key=_positions(graph).__getitem__) for n in _whole_tuples(graph)}
-    for frees, run in itertools.groupby(ops.nodes_of(graph), key=_frees_at_once):
-        for nodes in [list(run)] if frees else [[node] for node in run]:
-            lines += _del(nodes, variables) if frees else _call(nodes[0], variables)
+    for after, run in itertools.groupby(ops.nodes_of(graph), key=_waits_to_free):
+        for nodes in [[node] for node in run] if after is None else [list(run)]:
+            lines += _call(nodes[0], variables) if after is None else _free(nodes, variables)
             done = [variables[n] for n, user in last_use.items() if user in nodes]
             lines += [_Line(f"del {', '.join(done)}")] if done else []  # the tuple, not its items
     returned = _text(graph.output_node().args[0], variables)
-    lines.append(_Line(f"return {_bare(returned)}"))
+    lines += [_Line(f"# {_RETURNS[graph_name]}"), _Line(f"return {_bare(returned)}")]
     return "\n".join([f"def run_{graph_name}(inputs):", *_layout(lines)]) + "\n"
 
 
@@ -88,54 +100,6 @@ def names(schedule: Schedule) -> dict[str, object]:
         updates = ops.nodes_that(schedule.update, lambda op: op.once)
         objects += [ops.arguments(node)[0] for node in updates]
     return {repr(item): item for item in objects}
-
-
-# The header.
-
-
-def _header(schedule: Schedule) -> Iterator[str]:
-    slots = sum(slot.size_bytes for slot in schedule.slots)
-    buckets = sum(bucket.size_bytes for bucket in schedule.buckets)
-    yield (
-        f"# schedule {schedule.name!r}: {len(schedule.stages)} stages, "
-        f"{len(schedule.buckets)} buckets of {format_bytes(buckets)}, "
-        f"{len(schedule.slots)} slots of {format_bytes(slots)}"
-    )
-    made = ", ".join(f"{record.name} {record.time_s:.3f} s" for record in schedule.history)
-    yield f"# passes: {made or 'none'}"
-    for _, run in itertools.groupby(schedule.stages, key=_kind):
-        yield f"# {_stages_line(list(run))}"
-    for slot in schedule.slots:
-        held = [bucket for index, bucket in schedule.held if index == slot.index]
-        kept = "".join(f", holds {bucket!r} for the backward" for bucket in held)
-        yield f"# {slot!r}: {format_bytes(slot.size_bytes)}{kept}"
-    for reason in schedule.plan.reasons:
-        yield f"# plan: {reason}"
-
-
-def _kind(stage: Stage) -> object:
-    """Neighbours of one template and equal bucket sizes share a line of the header."""
-    alone = stage.index if stage.template is None else None
-    return alone, id(stage.template), tuple(b.size_bytes for b in stage.buckets)
-
-
-def _stages_line(run: list[Stage]) -> str:
-    first, last = run[0], run[-1]
-    many = len(run) > 1
-    which = f"stage_{first.index}" + (f" to stage_{last.index}" if many else "")
-    where = f"{first.name!r}" + (f" to {last.name!r}" if many else "")
-    read = " + ".join(format_bytes(b.size_bytes) for b in first.buckets) or "nothing"
-    text = f"{which}: {where} reads {read}{' each' if many else ''}"
-    if first.template is None:
-        return f"{text}, not traced"
-    random = ", random" if first.template.random else ""
-    saved = format_bytes(first.template.saved_bytes)
-    if first.template.saved_fraction < 1:
-        saved += f" as a fraction of {first.template.saved_fraction:g}"
-    return f"{text}, template {first.template.index} (saves {saved}{random})"
-
-
-# The functions.
 
 
 def _variables(schedule: Schedule, graph: fx.Graph) -> dict[fx.Node, str]:
@@ -169,24 +133,43 @@ def _is_named(node: fx.Node) -> bool:
     return any(user not in taken for user in node.users)
 
 
-def _unpacking(graph: fx.Graph, variables: Mapping[fx.Node, str]) -> Iterator[str]:
+def _unpacking(
+    schedule: Schedule, graph: fx.Graph, variables: Mapping[fx.Node, str]
+) -> Iterator[str]:
     placeholders = graph.find_nodes(op="placeholder")
-    shapes = [f"{variables[n]} {_shapes(n.meta.get('value'))}".rstrip() for n in placeholders]
     if placeholders:
-        glued = "; ".join(shape.replace(" ", "\0") for shape in shapes)
-        yield from (f"# {line.replace(chr(0), ' ')}" for line in textwrap.wrap(glued, _WIDTH - 2))
+        values = [n for n in placeholders if token_of(n) is None]
+        yield from _comment([f"{variables[n]} {_shapes(n.meta.get('value'))}" for n in values])
+        yield from _comment(
+            _tokens(schedule, [n for n in placeholders if n not in values], variables)
+        )
         yield _targets([variables[node] for node in placeholders]) + " = inputs"
     yield "inputs.clear()"
+
+
+def _tokens(
+    schedule: Schedule, nodes: Sequence[fx.Node], variables: Mapping[fx.Node, str]
+) -> Iterator[str]:
+    """What tokens stand for: "weights_3: behind 3UPDATE"."""
+    writer = writers(schedule) if nodes else {}
+    places = {node: token.place for node in nodes if (token := token_of(node))}
+    for node, place in places.items():
+        if place in writer:
+            yield f"{variables[node]}: behind {ops.label(writer[place][1])}"
+    others = [variables[node] for node, place in places.items() if place not in writer]
+    if others:
+        yield f"{', '.join(others)}: written by other schedules, if at all"
+
+
+def _comment(parts: Iterable[str]) -> Iterator[str]:
+    """Parts of a comment, none of them divided."""
+    glued = "; ".join(part.strip().replace(" ", "\0") for part in parts)
+    yield from (f"# {line.replace(chr(0), ' ')}" for line in textwrap.wrap(glued, _WIDTH - 2))
 
 
 def _call(node: fx.Node, variables: Mapping[fx.Node, str]) -> Iterator[_Line]:
     op = ops.op_of(node)
     assert op is not None
-    if op.frees is not None and op.waits:
-        after = _text(node.kwargs["after"], variables).replace(",)", ")")
-        yield _Line(f"wait{after}", op.stream.value, "WAIT")
-        yield from _del([node], variables)
-        return
     args = [_text(arg, variables) for arg in node.args]
     args += [f"{key}={_text(arg, variables)}" for key, arg in node.kwargs.items() if arg != ()]
     text = f"{op.name}({', '.join(args)})"
@@ -207,18 +190,26 @@ def _call(node: fx.Node, variables: Mapping[fx.Node, str]) -> Iterator[_Line]:
         yield _Line("del _", op.stream.value)
 
 
-def _frees_at_once(node: fx.Node) -> bool:
-    """Does the node free a value without waiting? Such neighbours share a `del`."""
+def _waits_to_free(node: fx.Node) -> tuple[fx.Node, ...] | None:
+    """What a `free` waits for; neighbours that wait for the same share a `del`."""
     op = ops.effects(node)
-    return op.frees is not None and op.waits and not node.kwargs.get("after")
+    after: Any = node.kwargs.get("after", ())
+    return tuple(after) if op.frees is not None and op.waits else None
+
+
+def _free(nodes: Sequence[fx.Node], variables: Mapping[fx.Node, str]) -> Iterator[_Line]:
+    if after := _waits_to_free(nodes[0]):
+        waited = _text(after, variables).replace(",)", ")")
+        yield _Line(f"wait{waited}", ops.stream_of(nodes[0]).value, "WAIT")
+    yield from _del(nodes, variables)
 
 
 def _del(nodes: Sequence[fx.Node], variables: Mapping[fx.Node, str]) -> Iterator[_Line]:
-    """`del` of what the nodes free; whoever reads it on another stream was waited for."""
+    """`del` of what the nodes free."""
     values = [value for node in nodes for value in node.all_input_nodes if value in node.args]
     size = sum(tensors_bytes(value.meta.get("value")) for value in values)
     text = _targets([variables[value] for value in values]).removesuffix(",")
-    yield _Line(f"del {text}", Stream.COMPUTE.value, "FREE", format_bytes(size))
+    yield _Line(f"del {text}", Stream.COMPUTE.value, "FREE", format_bytes(size) if size else "")
 
 
 def _targets(variables: list[str]) -> str:

@@ -12,9 +12,16 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.text import printable
 
+_COPIES_AND_COMPUTE = (Stream.H2D, Stream.COMPUTE, Stream.D2H)
+_ORDER = (*_COPIES_AND_COMPUTE, Stream.HOST, Stream.DEVICE)
+_ALWAYS = dict.fromkeys(("forward", "backward"), _COPIES_AND_COMPUTE)  # whether used or not
+
 
 def table(schedule: Schedule, marks: Mapping[fx.Node, str] | None = None) -> str:
     """Steps down, streams across: a copy stands in the row of the compute issued after it.
+
+    A row is when ops are issued. Updates on the host have one each, though nothing orders them but
+    their gradients. An update's table has the streams that it uses.
 
     `marks` appends "<-- text" to the row of a node, which then has a row even where it is quiet.
     """
@@ -45,8 +52,8 @@ def _block(name: str, graph: fx.Graph, marks: Mapping[fx.Node, str]) -> str:
 
 
 def _rows(name: str, rows: list[dict[Stream, list[str]]], notes: list[list[str]]) -> Iterator[str]:
-    used = [s for s in (Stream.HOST, Stream.DEVICE) if any(row[s] for row in rows)]
-    order = (Stream.H2D, Stream.COMPUTE, Stream.D2H, *used)
+    used = {stream for row in rows for stream, labels in row.items() if labels}
+    order = [stream for stream in _ORDER if stream in used or stream in _ALWAYS.get(name, ())]
     cells = [[stream.value for stream in order]]
     cells += [[" ".join(row[stream]) for stream in order] for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(order))]

@@ -8,23 +8,25 @@ critical path of a program's activity graph (Yang and Miller, "Critical path ana
 execution of parallel and distributed programs", 1988); `megacompile.cost.simulate` does the same
 for what it predicts.
 
-Whom an op waits for is known: the schedule's edges within a graph, and between graphs what the
-runtime keeps. Time on the path in which no recorded op ran (the host had not issued the next one
-yet, or something was at work that is no op of a schedule) belongs to none of the streams.
+Whom an op waits for is known: the schedule's edges within a graph, and the tokens between graphs.
+The simulation knows it of its own ops too, but there it knows who let whom start; here that is
+concluded from the times. Time on the path in which no recorded op ran (the host had not issued the
+next one yet, or something was at work that is no op of a schedule) belongs to none of the streams.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.values import producer
-from megacompile.tracing.timeline import UPDATE_ON_HOST, UPDATERS, Span, Timeline
+from megacompile.ir.tokens import given, token_of
+from megacompile.ir.values import producer, reads
+from megacompile.tracing.timeline import UPDATERS, Span, Timeline
 
 NONE = "none of them"  # where no recorded op was what the step waited for
 _CLOCK_S = 20e-6  # by how much the clocks of two lanes, or an event's, may be apart
@@ -163,7 +165,6 @@ class _Ops:
         self.spans = sorted(chosen, key=lambda span: (span.start_s, span.stop_s))
         self.timeline = timeline
         self.before: list[int] = []  # on the same lane, or -1
-        self.of_module: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
         last: dict[str, int] = {}
         for i, span in enumerate(self.spans):
             lane = span.op.lane
@@ -171,38 +172,48 @@ class _Ops:
                 lane = "issue"  # without a GPU every op runs where it is issued, one at a time
             self.before.append(last.get(lane, -1))
             last[lane] = i
-            for what in _BRINGS.get(span.op.kind, ()):
-                self.of_module[what, span.op.module].append(i)
-        self.waits, self.begins = self._edges()
+        self.waits: dict[int, list[int]] = {}  # for those of other lanes
+        self.begins: set[int] = set()  # they begin a graph's lane
+        self._find_edges()
 
-    def _edges(self) -> tuple[dict[int, list[int]], set[int]]:
-        """By span: those of other lanes that it waits for; and those that begin a graph's lane."""
-        runs: defaultdict[int, list[int]] = defaultdict(list)
+    def _find_edges(self) -> None:
+        members: defaultdict[int, list[int]] = defaultdict(list)
         for i, span in enumerate(self.spans):
             if span.run >= 0:
-                runs[span.run].append(i)
-        found: dict[int, list[int]] = {}
-        begins = set()
-        edges: dict[tuple[int, str], dict[_Name, list[_Name]]] = {}
-        for run, members in runs.items():
+                members[span.run].append(i)
+        known: dict[tuple[int, str], Edges] = {}
+        made: dict[Hashable, list[int]] = {}  # by earlier graphs
+        for run in sorted(members):  # as they were issued
             schedule, graph = self.timeline.runs[run].schedule, self.timeline.runs[run].graph
             assert schedule is not None
             key = id(schedule), graph
-            if key not in edges:
-                edges[key] = dependencies(schedule, graph)
-            counts: defaultdict[str, int] = defaultdict(int)
-            place: dict[_Name, int] = {}
-            lanes: set[str] = set()
-            for i in members:
-                op = self.spans[i].op
-                place[op.name, counts[op.name]] = i
-                counts[op.name] += 1
-            for name, i in place.items():
-                found[i] = [place[wait] for wait in edges[key].get(name, ()) if wait in place]
-                if self.spans[i].op.lane not in lanes and not found[i]:
-                    begins.add(i)
-                lanes.add(self.spans[i].op.lane)
-        return found, begins
+            if key not in known:
+                known[key] = edges(schedule, graph)
+            place = self._named(members[run])
+            self._add_run(known[key], place, made)
+            for what, names in known[key].gives.items():
+                made[what] = [place[name] for name in names if name in place]
+
+    def _named(self, members: Sequence[int]) -> dict[_Name, int]:
+        counts: defaultdict[str, int] = defaultdict(int)
+        place: dict[_Name, int] = {}
+        for i in members:
+            op = self.spans[i].op
+            place[op.name, counts[op.name]] = i
+            counts[op.name] += 1
+        return place
+
+    def _add_run(
+        self, of_graph: Edges, place: Mapping[_Name, int], made: Mapping[Hashable, list[int]]
+    ) -> None:
+        lanes: set[str] = set()
+        for name, i in place.items():
+            own = [place[wait] for wait in of_graph.waits.get(name, ()) if wait in place]
+            takes = of_graph.takes.get(name, ())
+            self.waits[i] = own + [at for what in takes for at in made.get(what, ())]
+            if self.spans[i].op.lane not in lanes and not own:
+                self.begins.add(i)
+            lanes.add(self.spans[i].op.lane)
 
     def ending(self, at_s: float) -> int:
         """The span that ends at a time: of several, the one that ended last before it."""
@@ -213,12 +224,10 @@ class _Ops:
         """Of those that a span waited for the one that ended last; -1: nobody."""
         span = self.spans[at]
         able = [self.before[at], *self.waits.get(at, ())]
-        for what in _WANTS.get(span.op.kind, ()):
-            able += self._latest(self.of_module[what, span.op.module], span)
         if at in self.begins:
             able += self._latest(range(at), span)  # the host came to this graph when that was done
-        if span.op.lane in UPDATERS:
-            able += self._latest([i for i in range(at) if self._of_backward(i)], span)
+        if self._graph_of(at) == "update":  # which a backward that has returned comes before
+            able += self._latest([i for i in range(at) if self._graph_of(i) == "backward"], span)
         # Whoever began later was not waited for; with that, the way back comes to an end.
         able = [i for i in able if 0 <= i < at and self._done_before(i, span)]
         return max(able, key=lambda i: self.spans[i].stop_s, default=-1)
@@ -230,51 +239,70 @@ class _Ops:
     def _done_before(self, i: int, span: Span) -> bool:
         return self.spans[i].stop_s <= span.start_s + _CLOCK_S
 
-    def _of_backward(self, i: int) -> bool:
+    def _graph_of(self, i: int) -> str:
         run = self.spans[i].run
-        return run >= 0 and self.timeline.runs[run].graph == "backward"
+        return self.timeline.runs[run].graph if run >= 0 else ""
 
-
-# What of a bucket or a stage must be there before, wherever it was made: the update in host memory
-# or new parameters on their way before a prefetch, states before they are fetched, a stage's input
-# on the host before it comes back.
-_BRINGS = {
-    UPDATE_ON_HOST: ("updated",),
-    "offload_state": ("states",),
-    "update": ("states",),
-    "offload_saved": ("activations",),
-}
-_WANTS = {
-    "prefetch": ("updated", "states"),
-    "fetch_state": ("updated", "states"),
-    "fetch_saved": ("activations",),
-}
 
 _Name = tuple[str, int]  # as printed, and which one of those that print alike
 
 
-def dependencies(schedule: Schedule, graph_name: str) -> dict[_Name, list[_Name]]:
-    """By op: those of other streams that it waits for, by the edges that the runtime keeps.
+@dataclass(frozen=True, slots=True)
+class Edges:
+    """Whom the ops of a graph wait for, and whom ops of later graphs may wait for."""
+
+    waits: Mapping[_Name, Sequence[_Name]]  # of other streams of the graph
+    takes: Mapping[_Name, Sequence[Hashable]]  # what earlier graphs gave
+    gives: Mapping[Hashable, Sequence[_Name]]  # to later graphs, and who made it
+
+
+def edges(schedule: Schedule, graph_name: str) -> Edges:
+    """The edges that the runtime keeps, by op.
 
     What is not recorded hands on its waits to the next op of its stream: a `free` behind a copy.
     `defer_free` makes nothing wait.
     """
+    graph = schedule.graphs[graph_name]
     names: dict[fx.Node, _Name] = {}
     counts: defaultdict[str, int] = defaultdict(int)
     handed: defaultdict[object, list[_Name]] = defaultdict(list)
-    found: dict[_Name, list[_Name]] = {}
-    for node in ops.nodes_of(schedule.graphs[graph_name]):
+    waits: dict[_Name, list[_Name]] = {}
+    takes: dict[_Name, list[Hashable]] = {}
+    for node in ops.nodes_of(graph):
         op = ops.effects(node)
         if not op.waits:
             continue
         stream = ops.stream_of(node)
         made = [producer(source) for source in node.all_input_nodes]
-        waits = [names[n] for n in made if n in names and ops.stream_of(n) is not stream]
+        own = [names[n] for n in made if n in names and ops.stream_of(n) is not stream]
         if not op.issues:
-            handed[stream] += waits
+            handed[stream] += own
             continue
         label = ops.label(node)
         names[node] = label, counts[label]
         counts[label] += 1
-        found[names[node]] = list(dict.fromkeys([*waits, *handed.pop(stream, ())]))
+        waits[names[node]] = list(dict.fromkeys([*own, *handed.pop(stream, ())]))
+        takes[names[node]] = [_key(schedule, n) for n in made if n.op == "placeholder"]
+    return Edges(waits, takes, _gives(schedule, graph_name, names))
+
+
+def _key(schedule: Schedule, value: fx.Node) -> Hashable:
+    """What a placeholder stands for: a token, or a value that an earlier graph has left."""
+    token = token_of(value)
+    return (id(schedule), value.name) if token is None else token.place
+
+
+def _gives(
+    schedule: Schedule, graph_name: str, names: Mapping[fx.Node, _Name]
+) -> dict[Hashable, list[_Name]]:
+    graph = schedule.graphs[graph_name]
+    found: dict[Hashable, list[_Name]] = {}
+    if graph_name != "forward":
+        for place, node in given(graph).items():  # of new values, who made them as well
+            writers = [node, *map(producer, reads(node))]
+            found[place] = [names[n] for n in writers if n in names]
+    left = {"forward": schedule.saved_values, "backward": schedule.left}.get(graph_name, ())
+    for node in graph.nodes:
+        if node.name in left and producer(node) in names:
+            found[id(schedule), node.name] = [names[producer(node)]]
     return found

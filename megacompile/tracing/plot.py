@@ -17,7 +17,7 @@ from typing import Any
 
 from megacompile.errors import MissingExtraError, TraceError
 from megacompile.tracing.critical_path import Period, critical_path
-from megacompile.tracing.timeline import DEVICE, HOST, UPDATE_ON_HOST, Span, Timeline
+from megacompile.tracing.timeline import DEVICE, HOST, Span, Timeline
 
 _COLOURS = {  # distinct for readers with any kind of colour vision (Okabe and Ito, 2008), and tints
     "prefetch": "#56B4E9",
@@ -30,7 +30,8 @@ _COLOURS = {  # distinct for readers with any kind of colour vision (Okabe and I
     "norm_grad": "#F0E442",
     "add_grad": "#B8A800",
     "update": "#CC79A7",
-    UPDATE_ON_HOST: "#CC79A7",
+    "update_host": "#CC79A7",
+    "update_resident": "#CC79A7",
     "offload_saved": "#B03A00",
     "offload_grad": "#D55E00",
     "offload_state": "#F2A37A",
@@ -44,7 +45,6 @@ _QUIET = (
     "alloc_grad",
     "alloc_state",
     "save_rng",
-    "device_update",
 )
 _NAMES = {
     "h2d": "to the device\n(h2d)",
@@ -262,9 +262,7 @@ def _legend(figure: Any, spans: Sequence[Span], *, has_path: bool) -> None:
 
     kinds = {span.op.kind for span in spans}
     shown = [kind for kind in _COLOURS if kind in kinds]
-    names = {kind.replace("_", " "): _COLOURS[kind] for kind in shown if kind != UPDATE_ON_HOST}
-    if UPDATE_ON_HOST in kinds:
-        names["update"] = _COLOURS[UPDATE_ON_HOST]
+    names = {_name(kind): _COLOURS[kind] for kind in shown}
     handles: list[Any] = [Patch(color=colour, label=name) for name, colour in names.items()]
     if kinds - set(shown) - set(_QUIET):
         handles.append(Patch(color=_OTHER, label="other"))
@@ -285,6 +283,11 @@ def _legend(figure: Any, spans: Sequence[Span], *, has_path: bool) -> None:
 
 def _colour(kind: str) -> str:
     return _COLOURS.get(kind, _OTHER)
+
+
+def _name(kind: str) -> str:
+    """Of a kind in the legend: an update is one, wherever it is made."""
+    return "update" if kind.startswith("update") else kind.replace("_", " ")
 
 
 def _ink(colour: str) -> str:

@@ -6,6 +6,8 @@ What is taken of a prediction is a list of (op's printed name, stream, start, en
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -16,16 +18,7 @@ from megacompile.cost.memory import DeviceMemory, Kind
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.simulate import simulate
 from megacompile.ir.schedule import Schedule
-from megacompile.tracing.timeline import (
-    UPDATE_ON_HOST,
-    UPDATERS,
-    OpInfo,
-    Run,
-    Span,
-    Timeline,
-    describe,
-    in_order,
-)
+from megacompile.tracing.timeline import OpInfo, Run, Span, Timeline, describe, in_order
 
 
 class Predicted(NamedTuple):
@@ -38,10 +31,12 @@ class Predicted(NamedTuple):
     memory_bytes: int | None = None  # of the device; where it changes
 
 
-def predict(schedule: Schedule, hardware: Hardware) -> dict[str, list[Predicted]]:
-    """By graph, with times from the graph's start."""
+def predict(
+    schedule: Schedule, hardware: Hardware, optimizer: OptimizerCost | None = None
+) -> dict[str, list[Predicted]]:
+    """By graph, with times from the graph's start; nothing of the update without an optimizer."""
     found: dict[str, list[Predicted]] = {name: [] for name in schedule.graphs}
-    simulated = simulate(schedule, hardware)
+    simulated = simulate(schedule, hardware, optimizer=optimizer)
     held = _held(simulated.memory)
     for event in simulated.events:
         size = _next(held, event.graph, event.label)
@@ -83,7 +78,11 @@ def on_file(device: torch.device) -> Hardware | None:
     return rates.cached(device)
 
 
-def predicted(measured: Timeline, hardware: Hardware) -> Timeline:
+def predicted(
+    measured: Timeline,
+    hardware: Hardware,
+    optimizers: Mapping[str, OptimizerCost] | None = None,  # by model
+) -> Timeline:
     """The prediction of each run that was measured, from where the measured one begins."""
     known: dict[int, dict[str, list[Predicted]]] = {}
     spans: list[Span] = []
@@ -93,14 +92,14 @@ def predicted(measured: Timeline, hardware: Hardware) -> Timeline:
         assert run.schedule is not None, "a timeline that was read from a file"
         key = id(run.schedule)
         if key not in known:
-            known[key] = predict(run.schedule, hardware)
+            known[key] = predict(run.schedule, hardware, (optimizers or {}).get(run.model))
         start = min(span.start_s for span in ran)
         infos: defaultdict[str, deque[OpInfo]] = defaultdict(deque)
         for info in describe(run.schedule, run.graph):
             infos[info.name].append(info)
         for event in sorted(known[key][run.graph], key=lambda event: event.start_s):
             if infos[event.name]:  # `begin` and frees are not drawn
-                info = infos[event.name].popleft()
+                info = replace(infos[event.name].popleft(), lane=event.lane)
                 times = (start + event.start_s, start + event.stop_s)
                 spans.append(Span(info, *times, run.model, i, event.memory_bytes))
     return Timeline(tuple(in_order(spans)), measured.runs, hardware.name, measured.order)
@@ -114,28 +113,21 @@ def predicted_steps(
     model: str = "",
     steps: int = 3,
 ) -> Timeline:
-    """Whole steps, one after the other, with the host's updates: what a trace would have of them.
+    """Whole steps, one after the other, updates included: what a trace would have of them.
 
     `predicted` begins every graph where it was measured to begin; here nothing is measured.
     """
-    names = {graph: {i.name: i for i in describe(schedule, graph)} for graph in schedule.graphs}
-    modules = {f"{bucket.label}UPDATE": bucket.name for bucket in schedule.buckets}
-    graphs = list(schedule.graphs)
+    graphs = [name for name in schedule.graphs if name != "update" or optimizer is not None]
+    names = {graph: {i.name: i for i in describe(schedule, graph)} for graph in graphs}
     runs = tuple(Run(model, graph, schedule) for _ in range(steps) for graph in graphs)
     spans = []
     simulated = simulate(schedule, hardware, optimizer=optimizer, steps=steps)
     held = {step: _held(simulated.memory) for step in range(steps)}
     for event in simulated.events:
-        times = event.start_s, event.stop_s
-        if event.graph not in schedule.graphs:  # by `optimizer.step()`
-            kind, lane = UPDATE_ON_HOST, event.stream.value
-            if lane not in UPDATERS:
-                kind = "update" if event.label.endswith("UPDATE") else "offload_state"
-            info = OpInfo(event.label, kind, lane, modules.get(event.label, ""))
-            spans.append(Span(info, *times, model, -1))
-        elif event.label in names[event.graph]:  # `begin` and frees are left out
-            info = names[event.graph][event.label]
-            run = len(graphs) * event.step + graphs.index(event.graph)
-            size = _next(held[event.step], event.graph, event.label)
-            spans.append(Span(info, *times, model, run, size))
+        if event.label not in names[event.graph]:  # `begin` and frees are left out
+            continue
+        info = replace(names[event.graph][event.label], lane=event.stream.value)
+        run = len(graphs) * event.step + graphs.index(event.graph)
+        size = _next(held[event.step], event.graph, event.label)
+        spans.append(Span(info, event.start_s, event.stop_s, model, run, size))
     return Timeline(tuple(in_order(spans)), runs, hardware.name, (model,))

@@ -24,6 +24,7 @@ from typing import Any, Self
 import torch
 
 from megacompile.cost.hardware import Hardware
+from megacompile.cost.optimizer import OptimizerCost
 from megacompile.errors import TraceError
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
@@ -167,6 +168,7 @@ class Traced:
     name: str
     machine: Any  # runtime.ops.machine.Machine
     schedules: Callable[[], list[Schedule]]
+    optimizer: OptimizerCost | None = None  # what its updates are predicted with
     tracer: Tracer | None = None
     first: int = 0
     last: int | None = None
@@ -277,7 +279,8 @@ class Trace:
                 hardware = prediction.on_file(self._models[0].machine.device)
             if hardware is None:
                 return None
-            self._predicted = prediction.predicted(self.measured, hardware)
+            costs = {model.name: model.optimizer for model in self._models if model.optimizer}
+            self._predicted = prediction.predicted(self.measured, hardware, costs)
         return self._predicted
 
     @property

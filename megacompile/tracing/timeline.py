@@ -32,7 +32,6 @@ from megacompile.text import columns, format_bytes
 HOST, DEVICE = "host", "device"
 UPDATERS = (HOST, DEVICE)
 LANES = ("h2d", "compute", "d2h", *UPDATERS)
-UPDATE_ON_HOST = "update on the host"  # the kind of their spans: of memory there
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class Span:
     start_s: float
     stop_s: float
     model: str
-    run: int  # index into Timeline.runs; -1 on the host
+    run: int  # index into Timeline.runs
     memory_bytes: int | None = None  # of the device, when it began
 
     @property
@@ -68,7 +67,7 @@ class Run:
     """One run of one of a schedule's graphs."""
 
     model: str
-    graph: str  # "forward" or "backward"
+    graph: str  # "forward", "backward" or "update"
     schedule: Schedule | None = field(repr=False)  # None: it was read from a file
 
 
@@ -308,7 +307,7 @@ def _head(timeline: Timeline) -> str:
     for run in timeline.runs:
         counts[run.model, run.graph] = counts.get((run.model, run.graph), 0) + 1
     ran = ", ".join(f"{model} {graph} x{n}" for (model, graph), n in counts.items())
-    head = f"{_ms(timeline.total_s)} ms on {timeline.device or 'a device'}: {ran or 'updates only'}"
+    head = f"{_ms(timeline.total_s)} ms on {timeline.device or 'a device'}: {ran}"
     sizes = [size for _, size in timeline.memory()]
     return head + (f"; device memory up to {format_bytes(max(sizes))}" if sizes else "")
 

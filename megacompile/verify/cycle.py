@@ -130,7 +130,9 @@ class _Cycle:
             if step.stream is not None:
                 self.streams[step.stream] = done[node]
             if touches:
-                yield from self._accesses(view, Access(self.runs, view.name, node, bits[node]), earlier)
+                yield from self._accesses(
+                    view, Access(self.runs, view.name, node, bits[node]), earlier
+                )
         yield from self._lifetimes(view, before, done)
         if view.name != "forward":
             self.tokens |= {place: done[node] for place, node in given(view.graph).items()}

@@ -57,7 +57,7 @@ def insert_device_update(schedule: Schedule, *, state_bytes: Callable[[int], flo
         where = steps[first + int(share * max(0, len(steps) - 1 - first))].nodes[0]
         suffix = suffix_of(bucket)
         with graph.inserting_before(where):
-            buffer = ops.call(graph, ops.alloc_state, bucket, True, name=f"room_s{suffix}")
+            buffer = ops.call(graph, ops.alloc_state, bucket, True, name=f"buf_s{suffix}")
             state = ops.call(graph, ops.fetch_state, bucket, buffer, True, name=f"s{suffix}")
         left += [gradients, state]
         params = [bucket.params[i] for i in new.gradient_params[bucket.key]]

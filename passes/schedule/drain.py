@@ -2,9 +2,9 @@
 
     before: 0F 1F 2F 3F          after: 0F 1F 2F DRAIN 3F
 
-What the last backward deferred (see `free`), and the states that it left on the device, are on
-their way to the host while the forward begins. The compute stream waits for them as late as the
-memory allows, and then they are gone.
+New parameters and states, and gradients that the update took on the device, are on their way to the
+host while the forward begins: the backward or the update before it deferred their frees (see
+`free`). The compute stream waits for the copies as late as the memory allows.
 """
 
 from __future__ import annotations
@@ -27,4 +27,4 @@ def insert_drain(graph: fx.Graph, *, late: bool = False, behind: int = 0) -> Non
         return
     position = max(len(computes) - 2, 0) if late else len(computes) // 2
     with graph.inserting_after(last_item(computes[max(position, behind)])):
-        ops.call(graph, ops.drain, name="reclaimed")
+        ops.call(graph, ops.drain, name="drained")

@@ -6,10 +6,10 @@ Memory comes from the compute stream's allocator, so a value that a copy on anot
 may be given back only when that copy is done: `free(value, after=copy)` makes the compute stream
 wait for it. To keep that wait from stalling, such a free is put off until `delay` further
 backwards (in a forward: forwards) have been issued. New optimizer states on their way to the host
-are different: they are put off for `plan.state_delay` backwards, and at the end of a backward or an
-update nothing is left to compute, and the next forward should not begin with a wait for them, so
-they are deferred: `defer_free(value, after=copy)`. That forward gives them back (see `drain`). So
-are gradients that a backward has left for the update, while they are copied to the host.
+are put off for `plan.state_delay` backwards. Behind the last backward, and in an update, nothing is
+left to compute, and the next forward should not begin with a wait. There the free of states, and
+of gradients that the update takes, is deferred: `defer_free(value, after=copy)`. The next forward
+gives that memory back (see `drain`).
 """
 
 from __future__ import annotations

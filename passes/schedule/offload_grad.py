@@ -60,7 +60,7 @@ def add_so_far(graph: fx.Graph, bucket: Bucket, call: fx.Node, group: fx.Node) -
         first = first.prev
     meta = group.meta.get("value")
     with graph.inserting_before(first):
-        buffer = ops.call(graph, ops.alloc_grad, bucket, name=f"room{suffix}")
+        buffer = ops.call(graph, ops.alloc_grad, bucket, name=f"buf_g{suffix}")
         fetched = ops.call(graph, ops.fetch_grad, bucket, buffer, name=f"h{suffix}")
     with graph.inserting_after(last_item(call)):
         total = ops.call(graph, ops.add_grad, bucket, fetched, group, name=f"sum{suffix}")

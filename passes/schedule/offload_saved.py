@@ -107,7 +107,7 @@ def _fetch(graph: fx.Graph, names: dict[str, tuple[Stage, str]], lookahead: int)
         with graph.inserting_before(node):
             on_host = graph.placeholder(name)
         with graph.inserting_before(steps[max(0, at - lookahead)].nodes[0]):
-            buffer = ops.call(graph, ops.alloc_saved, stage, on_host, name=f"{node.name}_room")
+            buffer = ops.call(graph, ops.alloc_saved, stage, on_host, name=f"{node.name}_buf")
             back = ops.call(
                 graph, ops.fetch_saved, stage, on_host, buffer, name=f"{node.name}_back"
             )

@@ -4,8 +4,8 @@
 
 The first op of a forward or a backward that reads a part of a bucket in host memory takes the token
 of that part, and a backward or an update returns the ops that were the last to write one (see
-`megacompile.ir.tokens`). What the compute stream reads needs none: it is one order over all graphs.
-An update's own reads are ordered by the gradients that it waits for.
+`megacompile.ir.tokens`). Whoever takes a resident bucket needs none: the compute stream is in order
+over all graphs. What an update reads is behind the gradients that it waits for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.stream import Stream
 from megacompile.ir.tokens import Place, take, written
 
 
@@ -35,7 +34,7 @@ def _wait(graph: fx.Graph) -> None:
         bucket = ops.arguments(node)[0]
         op = ops.effects(node)
         for part in op.reads:
-            if op.stream is Stream.COMPUTE or (bucket.key, part) in touched:
+            if (bucket.key, part) in touched:
                 continue
             after = node.kwargs.get("after", ())
             node.kwargs = {**node.kwargs, "after": (take(graph, bucket, part), *after)}  # type: ignore[misc]

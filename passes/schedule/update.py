@@ -78,7 +78,7 @@ def insert_updates(
         bucket, weights, total, _ = ops.arguments(updated)
         suffix = suffix_of(bucket)
         with graph.inserting_before(steps[max(0, at - lookahead)].nodes[0]):
-            buffer = ops.call(graph, ops.alloc_state, bucket, masters, name=f"room_s{suffix}")
+            buffer = ops.call(graph, ops.alloc_state, bucket, masters, name=f"buf_s{suffix}")
             state = ops.call(graph, ops.fetch_state, bucket, buffer, masters, name=f"s{suffix}")
         updated.args = (bucket, weights, total, state)
         params = [bucket.params[i] for i in new.gradient_params[bucket.key]]

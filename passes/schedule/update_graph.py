@@ -2,11 +2,12 @@
 
     before: 2B 1B 0B        after: 2B 1B 0B | 1UPDATE 2UPDATE HELP_HOST 0UPDATE 0OFFLOAD_STATE
 
-In the order in which the next forward reads them: threads of the host begin with what lies in its
-memory (`update_host`), and the device helps from the other end (`help_host`); the compute stream
-updates what lives on the device (`update_resident`) and what the backward has left there
-(`schedule.left`), whose new values then go to the host. An update waits for the gradients on the
-host, and nothing for the update, but for who takes its token.
+Buckets come in the order in which the next forward reads them. Threads of the host update what lies
+in its memory (`update_host`), from the first on, and the device helps from the last one on
+(`help_host`). The compute stream updates what lives on the device (`update_resident`) and what the
+backward has left there (`schedule.left`), whose new values then go to the host. An update on the
+host waits for the gradients of its bucket (`gradients_1`), and a later graph takes its token (see
+`tokens`).
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from megacompile.ir.stream import Stream
 
 
 class Host(Protocol):
-    """A bucket that the host may be working on."""
+    """What is under way on a bucket that threads of the host may be working on."""
 
     def busy(self) -> bool:
         """Is it?"""
@@ -43,7 +43,7 @@ class Handle:
     value: Any
     stream: Stream
     event: torch.cuda.Event | None = None  # recorded behind the op that makes the value
-    host: Host | None = None  # a bucket that must be settled before: threads make the value
+    host: Host | None = None  # who must be settled before: threads make the value
     deferred: bool = False  # not issued yet: there is no value and no event
 
 

@@ -32,7 +32,7 @@ from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.accumulators import Users, users_of
 from megacompile.runtime.params.backward_pass import Place
-from megacompile.runtime.params.gradients import Run
+from megacompile.runtime.params.gradient_run import Run
 from megacompile.runtime.params.proxies import Link, StreamedParameter
 
 
@@ -147,13 +147,12 @@ class _Call:
             return {}
         with self.machine.running:
             self._check()
-            gradients = self.machine.gradients
-            gradients.run = run = self._prepare(node)
+            self.machine.run = run = self._prepare(node)
             try:
                 of_inputs = self._attempts(tangents)
-                of_params, of_proxies = run.device_update()
+                of_params, of_proxies = run.for_autograd()
             finally:
-                gradients.run = None
+                self.machine.run = None
         self._handed[compat.backward_id()] = of_params
         found = {int(name.removeprefix("x")): gradient for name, gradient in of_inputs.items()}
         return found | {self.positions[place]: g for place, g in of_proxies.items()}
@@ -186,7 +185,7 @@ class _Call:
     def _start_again(self, ran_out: str) -> None:
         """After a backward that ran out of device memory: the forward again, by a plan that needs
         less. Gradients that are on the host already stay as they are."""
-        program, run = self.program, self.machine.gradients.running()
+        program, run = self.program, self.machine.current_run()
         self.saved_values = None
         why = ""
         if ops.nodes_of(program.stages.forward, ops.assign):
@@ -233,7 +232,7 @@ class _Call:
             program.tangents = tangents
             variant = Variant(tangents, keep_last=False)
             wanted = program.executor(variant).schedule
-        run, update = self.machine.gradients.running(), self._updates()
+        run, update = self.machine.current_run(), self._updates()
         if update:
             assert self.machine.in_backward is not None
             self.machine.in_backward.begin(self.machine.buckets, wanted.gradient_params)
@@ -252,29 +251,30 @@ class _Call:
             BackwardError: somebody wants a gradient that would never leave the device, or adds to
                 it.
         """
-        updates, run = self.machine.in_backward, self.machine.gradients.running()
+        updates = self.machine.in_backward
         if updates is None or updates.accumulating:
             return False
-        if run.exceptions >= set(self.places):
+        uses = self.machine.current_run().uses
+        if uses.exceptions >= set(self.places):
             return False  # torch.autograd.grad()
         instead = (
             "but gradients never leave the device where the backward updates; leave out optimizer= "
             "of megacompile(), or put this backward into `with megacompile.accumulate(model):`"
         )
         name = self.program.capture.name
-        if run.exceptions:
+        if uses.exceptions:
             raise BackwardError(
-                f"{name}: the gradient of {self._name(min(run.exceptions))!r} is wanted by a hook, "
-                f"or by backward(inputs=...), {instead}"
+                f"{name}: the gradient of {self._name(min(uses.exceptions))!r} is wanted by a "
+                f"hook, or by backward(inputs=...), {instead}"
             )
-        if run.shared:
+        if uses.shared:
             raise BackwardError(
-                f"{name}: {self._name(min(run.shared))!r} is used outside of the model too in this "
-                f"backward, so a part of its gradient comes from elsewhere, {instead}"
+                f"{name}: {self._name(min(uses.shared))!r} is used outside of the model too in "
+                f"this backward, so a part of its gradient comes from elsewhere, {instead}"
             )
-        if run.several:
+        if uses.several:
             raise BackwardError(
-                f"{name}: {self._name(min(run.several))!r} gets its gradient in several parts in "
+                f"{name}: {self._name(min(uses.several))!r} gets its gradient in several parts in "
                 "this backward: the model was called twice, or a graph break lets two captured "
                 f"graphs use it, {instead}"
             )

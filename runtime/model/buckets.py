@@ -183,8 +183,8 @@ class ModelBuckets:
         old = self.machine.buckets[key]
         if resident == (old.resident is not None):
             return
-        old.settle()
-        old.withdraw()
+        old.pending.settle()
+        old.pending.withdraw()
         undos.append(functools.partial(_show_again, [(p, p.grad) for p in old.params]))
         gradients = self.machine.gradients.take(key)
         self.machine.buckets[key] = self._bucket(old.layout, old.params, resident)
@@ -205,7 +205,7 @@ class ModelBuckets:
         layout, i = self._places[id(param)]
         bucket = self.machine.buckets[layout.key]
         copy = bucket.streamed[i] if bucket.has_copy else None
-        return Source(copy, bucket.settle, functools.partial(bucket.take_back, i))
+        return Source(copy, bucket.pending.settle, functools.partial(bucket.copy.take_back, i))
 
     def _place(self, proxy: StreamedParameter) -> tuple[Bucket, int]:
         return self._places[id(proxy.param)]
@@ -218,8 +218,8 @@ class ModelBuckets:
         """Give up parameters that were taken out of the model since its last call."""
         with self.alone, unguarded():
             for bucket in self.machine.buckets.values():
-                bucket.settle()
-                bucket.withdraw()
+                bucket.pending.settle()
+                bucket.pending.withdraw()
             check_model(self.model)
             self._anew()
 
@@ -241,8 +241,8 @@ class ModelBuckets:
         if not fits or any(bucket.replaced() for bucket in self.machine.buckets.values()):
             self._adopt(fits)
         for bucket in self.machine.buckets.values():
-            if not bucket.busy():
-                bucket.settle()
+            if not bucket.pending.busy():
+                bucket.pending.settle()
             bucket.refresh()
         self._buffers_to_device()
 
@@ -255,8 +255,8 @@ class ModelBuckets:
         """Take over parameters whose memory was replaced, and new ones."""
         buckets = self.machine.buckets.values()
         for bucket in buckets:
-            bucket.settle()
-            bucket.withdraw()
+            bucket.pending.settle()
+            bucket.pending.withdraw()
         check_model(self.model)
         ours = {value.data_ptr() for bucket in buckets for value in bucket.values}
         self._aliases(self.model, [p for p in self.model.parameters() if p.data_ptr() not in ours])

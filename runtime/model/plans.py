@@ -23,9 +23,6 @@ class Compiler(Protocol):
     ) -> Schedule:
         """Everything else, verified, with the buckets where they are."""
 
-    def rest(self, buckets: Sequence[Bucket], placement: Placement) -> Schedule:
-        """A schedule that is an update alone: of these buckets, where they are."""
-
     def wants(self, placement: Placement) -> Placement:
         """Where the plans made so far want the buckets, which are as `placement` says."""
 
@@ -40,6 +37,9 @@ class Compiler(Protocol):
 
     def keep(self, stages: Collection[Schedule], schedules: Collection[Schedule]) -> None:
         """Forget what was made for all but these results of `partition` and `build`."""
+
+    def rest(self, buckets: Sequence[Bucket], resident: frozenset[int]) -> Schedule:
+        """A schedule that is an update alone: of these buckets, where they lie."""
 
 
 class Plans:
@@ -59,8 +59,8 @@ class Plans:
         return self.compiler.build(stages, capture, variant, self.placement)
 
     def rest(self, buckets: Sequence[Bucket]) -> Schedule:
-        """A schedule that is an update alone: of these buckets."""
-        return self.compiler.rest(buckets, self.placement)
+        """A schedule whose update is that of these buckets, where they are."""
+        return self.compiler.rest(buckets, self.placement.resident)
 
     @property
     def wanted(self) -> frozenset[int]:

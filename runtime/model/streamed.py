@@ -63,7 +63,9 @@ class StreamedModel:
             compat.use_expandable_segments()  # a plan is about bytes, not about fragments
         compat.note_backward_calls()
         self.graphs: list[CapturedGraph] = []
-        self.buckets = ModelBuckets(model, options, divide, compiler, self._plan_anew)
+        self.buckets = ModelBuckets(
+            model, options, divide, compiler, while_it_lives(self._plan_anew)
+        )
         self.machine = self.buckets.machine
         self.updates = Updates(self.machine, options, weakly(self._rest))
         if options.optimizer is not None:

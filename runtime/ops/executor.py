@@ -122,13 +122,13 @@ class Executor:
         Where that cannot use it, it goes when the copies that work on it are done.
         """
         machine, trained = self.machine, self.schedule.gradient_params
-        run = machine.gradients.running()
+        run = machine.current_run()
         for key, gradients, buffers in zip(self._left, left[::2], left[1::2], strict=True):
             host = machine.buckets[key]
             final = all(run.is_final(key, i) for i in trained[key])
             if final and machine.device_update.keep(host, gradients, buffers):
                 continue
-            copied = host.gradients_copied
+            copied = host.pending.gradients_copied
             for value, event in ((gradients.value, copied), (buffers.value, buffers.event)):
                 if event is not None:
                     owner = torch.cuda.current_stream(machine.device)
@@ -163,7 +163,7 @@ class Executor:
     def _taken(self, name: str, token: Token | None, inputs: dict[str, Any]) -> Handle:
         """What a placeholder stands for now."""
         if token is not None:
-            return self.machine.buckets[token.bucket.key].last_write(token.part)
+            return self.machine.buckets[token.bucket.key].pending.last_write(token.part)
         value = inputs.pop(name)
         return value if isinstance(value, Handle) else Handle(value, Stream.COMPUTE)
 

@@ -30,7 +30,7 @@ class GradientOps(OpGroup):
         return self._issue(Stream.COMPUTE, (), allocate)
 
     def fetch_grad(self, bucket: Bucket, buffer: Handle, *, after: tuple[Any, ...] = ()) -> Handle:
-        run = self.machine.gradients.running()
+        run = self.machine.current_run()
 
         def copy() -> tuple[int, Group]:
             key, group = buffer.value
@@ -71,7 +71,7 @@ class GradientOps(OpGroup):
         *,
         after: tuple[Any, ...] = (),
     ) -> Handle:
-        run, queue = self.machine.gradients.running(), self.machine.streams.copies(Stream.D2H)
+        run, queue = self.machine.current_run(), self.machine.streams.copies(Stream.D2H)
 
         def copy() -> None:
             key, group = gradients.value
@@ -86,7 +86,7 @@ class GradientOps(OpGroup):
 
         waits = (gradients, after) if norms is None else (gradients, norms, after)
         handle = self._issue(Stream.D2H, waits, copy)
-        self.machine.buckets[bucket.key].gradients_copied = handle.event
+        self.machine.buckets[bucket.key].pending.gradients_copied = handle.event
         if not run.drops_all(bucket.key, self.gradient_params[bucket.key]):
             run.copied(bucket.key, handle.event)
         return handle

@@ -16,6 +16,7 @@ from megacompile.runtime.device.background import Background
 from megacompile.runtime.device.slots import DeviceSlots
 from megacompile.runtime.device.streams import Handle, Streams
 from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.gradient_run import Run
 from megacompile.runtime.params.gradients import Gradients
 from megacompile.runtime.params.proxies import StreamedParameter
 from megacompile.runtime.updates.deferred import DeferredFrees
@@ -38,6 +39,7 @@ class Machine:
     device_update: DeviceUpdates  # where optimizer.step() updates on the device
     in_backward: InBackward | None = None  # where the backward updates
     before_step: Callable[[], None] = lambda: None  # called when an optimizer's step begins
+    run: Run | None = None  # what becomes of the gradients of the backward that runs now
     pending: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # backwards to come
     alive: list[tuple[Any, Handle]] = field(default_factory=list)  # until a copy of it is done
     order: list[int] = field(default_factory=list)  # bucket keys, as the last forward read them
@@ -57,6 +59,11 @@ class Machine:
         self.activations = HostPool(pin=self.device.type == "cuda")
         self.host_updates = HostUpdates(self.device)
         self.copies = Background("megacompile-offload")
+
+    def current_run(self) -> Run:
+        """What becomes of the gradients of the backward that runs now."""
+        assert self.run is not None, "outside of a backward"
+        return self.run
 
     def note_backward(self, executor: Any) -> None:
         """An executor's backward has run: its update is part of the next step."""

@@ -90,7 +90,7 @@ class StateOps(OpGroup):
         if flight is None:
             return Handle(None, Stream.HOST)
         machine.device_update.flying.append(left.host)
-        return Handle(flight, Stream.HOST, host=left.host)
+        return Handle(flight, Stream.HOST, host=left.host.pending)
 
     @property
     def _in_backward(self) -> InBackward:

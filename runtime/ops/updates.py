@@ -22,7 +22,7 @@ class UpdateOps(OpGroup):
             return Handle(None, Stream.HOST)
         events = [handle.event for handle in handles(after) if handle.event is not None]
         flight = self.machine.host_updates.start(part, events, self.recording)
-        return Handle(flight, Stream.HOST, host=part.update.bucket)
+        return Handle(flight, Stream.HOST, host=part.update.bucket.pending)
 
     def update_resident(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
         part = self.parts.get(bucket.key)

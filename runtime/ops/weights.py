@@ -19,7 +19,7 @@ class WeightOps(OpGroup):
 
     def prefetch(self, bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Handle:
         slots, host = self.machine.slots, self.machine.buckets[bucket.key]
-        work = host.in_flight
+        work = host.pending.in_flight
         if work is not None and len(work.fresh) == len(host.values):  # they are on the device
             fresh = dict(work.fresh)
 

@@ -98,7 +98,7 @@ class BackwardPass:
             key
             for key, norms in self.norms.items()
             if key in self.copies
-            and self.buckets[key].offered is not None
+            and self.buckets[key].pending.offered is not None
             and all(self._untouched((key, i)) for i in norms.indices)
         }
 
@@ -116,7 +116,7 @@ class BackwardPass:
         """Let the gradients whose norms were taken on the device answer for them."""
         for key, norms in self.norms.items():
             bucket = self.buckets[key]
-            settle = bucket.settle
+            settle = bucket.pending.settle
             if key in lazy:
                 settle = functools.partial(_settle, self.copies[key], bucket)
             for k, i in enumerate(norms.indices):
@@ -172,4 +172,4 @@ def _settle(copied: torch.cuda.Event | None, bucket: HostBucket) -> None:
     """Wait until a bucket's gradients are on the host, and nothing in the background uses them."""
     if copied is not None:
         copied.synchronize()
-    bucket.settle()
+    bucket.pending.settle()

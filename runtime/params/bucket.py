@@ -1,55 +1,24 @@
 """A bucket: its parameters, gradients and states, in flat buffers, one for each kind.
 
-On the host they are exact-size and page-locked; those of a resident bucket lie on the device. A
-tensor that work is in flight for, that an offer was made from, or whose streamed copy must follow
-it has a guard, which asks its bucket before somebody uses the tensor.
+On the host they are exact-size and page-locked; those of a resident bucket lie on the device. What
+is under way on them is in `pending`, where the states lie in `states`, and what must be done for a
+streamed copy in another dtype in `copy`.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary, ref
 
 import torch
 
 from megacompile import compat
-from megacompile.errors import OptimizerError
 from megacompile.ir.buckets import Bucket, Param
-from megacompile.ir.ops import Part
-from megacompile.ir.stream import Stream
-from megacompile.runtime.device import forks
 from megacompile.runtime.device.buffers import DeviceBuffer, HostBuffer, mirrored
-from megacompile.runtime.device.streams import Handle
-from megacompile.runtime.optim.blockwise import absmax_numel
-from megacompile.runtime.params.bucket_guards import Offered, Wait, Watch
-from megacompile.runtime.params.guards import guard, guard_of, release
-
-
-class InFlight(Protocol):
-    """Work on a bucket's host memory that has been started."""
-
-    @property
-    def fresh(self) -> dict[int, torch.Tensor]:
-        """New parameters that are on the device too, flat: index -> (numel,). Until it is over."""
-
-    def event(self, part: Part) -> torch.cuda.Event | None:
-        """What a stream waits for before it touches a part; None: wait on the host."""
-
-    def done(self) -> bool:
-        """Is it over?"""
-
-    def wait(self) -> None:
-        """Return when it is; raise if it failed."""
-
-
-class Offer(Protocol):
-    """Something that is right only as long as nobody changes the bucket."""
-
-    def drop(self) -> None:
-        """Nobody takes it."""
+from megacompile.runtime.params.guards import release
+from megacompile.runtime.params.pending import Pending
+from megacompile.runtime.params.state_memory import Made, StateMemory
+from megacompile.runtime.params.streamed_copy import StreamedCopy
 
 
 class HostBucket:
@@ -85,7 +54,7 @@ class HostBucket:
         self.pin = pin
         self.pin_masters = pin_masters
         self.grad_dtype = grad_dtype
-        buffer = self._buffer(layout.size_bytes, pin=pin)
+        buffer = self.new_buffer(layout.size_bytes, pin=pin)
         self.flat = buffer.bytes(layout.size_bytes)  # (size_bytes,) uint8
         self.streamed = tuple(buffer.tensor(place) for place in layout.params)
         self._memory: list[torch.Tensor] = []  # flat, uint8: of masters and gradients
@@ -94,14 +63,9 @@ class HostBucket:
         self._values_lie_in, self._places, self.values = self._masters(buffer)
         self.homes = [value.data_ptr() for value in self.values]
         self.grads: dict[int, torch.Tensor] = {}
-        self.states: WeakKeyDictionary[Any, StateBuffers] = WeakKeyDictionary()  # by the optimizer
-        self.in_flight: InFlight | None = None
-        self._failed = False  # and somebody is to be told
-        self.gradients_copied: torch.cuda.Event | None = None  # behind the last copy to the host
-        self.offered: Offer | None = None  # to optimizer.step(), by the backward
-        self._guarded: list[torch.Tensor] = []  # until what is in flight is done
-        self._offer_guarded: list[torch.Tensor] = []  # until the offer is taken
-        self._fresh: dict[int, int] = {}  # parameter -> its version when its copy was made
+        self.states = StateMemory(self)
+        self.copy = StreamedCopy(self)
+        self.pending = Pending(self.params, self.copy)
         for param, value in zip(self.params, self.values, strict=True):
             release(param)
             value.copy_(param.detach())
@@ -109,9 +73,9 @@ class HostBucket:
             if grad_dtype is not None and param.requires_grad:
                 param.grad_dtype = grad_dtype
         self.refresh()
-        forks.tell(self)
 
-    def _buffer(self, size_bytes: int, *, pin: bool) -> HostBuffer | DeviceBuffer:
+    def new_buffer(self, size_bytes: int, *, pin: bool) -> HostBuffer | DeviceBuffer:
+        """Memory where the bucket lies."""
         if self.resident is not None:
             return DeviceBuffer(self.resident)
         return HostBuffer(size_bytes, pin=pin)
@@ -126,7 +90,7 @@ class HostBucket:
             return buffer, self.layout.params, self.streamed
         places = mirrored(self.layout, {i: param.dtype for i, param in enumerate(self.params)})
         end = max((place.offset_bytes + place.size_bytes for place in places), default=0)
-        buffer = self._buffer(end, pin=self.pin_masters)
+        buffer = self.new_buffer(end, pin=self.pin_masters)
         self._memory.append(buffer.bytes(end))
         return buffer, places, tuple(buffer.tensor(place) for place in places)
 
@@ -137,146 +101,11 @@ class HostBucket:
 
     def refresh(self) -> None:
         """Bring the streamed copy up to date with what the user changed."""
-        if not self.has_copy:
-            return
-        for i, param in enumerate(self.params):
-            fresh = self._fresh.get(i) == compat.version(param)
-            if not fresh or (self.aliased(i) and self.in_flight is None):
-                self.streamed[i].copy_(self.values[i])
-                if self.aliased(i):
-                    self.forget(i)  # a write under the other name would go unseen
-                else:
-                    self.mark_fresh(i)
-        self._watch()
+        self.copy.refresh(idle=self.pending.in_flight is None)
 
     def aliased(self, index: int) -> bool:
         """Does somebody hold a parameter's memory under another name?"""
         return compat.storage_users(self.values[index]) > _OWN_USERS
-
-    def take_back(self, index: int) -> None:
-        """Bring a master up to date with its copy, which eager code wrote to."""
-        if self.has_copy:
-            self.values[index].copy_(self.streamed[index])
-
-    def mark_fresh(self, index: int) -> None:
-        """The streamed copy of a parameter is what the parameter is now."""
-        self._fresh[index] = compat.version(self.params[index])
-
-    def forget(self, index: int) -> None:
-        """The user has a parameter in hands: its streamed copy may be stale."""
-        self._fresh.pop(index, None)
-
-    def _watch(self) -> None:
-        """Notice changes that leave no trace in the version: those through `p.data`."""
-        for i, param in enumerate(self.params):
-            if guard_of(param) is None:
-                guard(param, Watch(self, i))
-
-    # What is in flight.
-
-    def start(self, work: InFlight, updated: Sequence[int], states: Sequence[torch.Tensor]) -> None:
-        """Note work on some parameters and states; whoever uses one of them waits for it."""
-        assert self.in_flight is None, "a bucket serves one piece of work at a time"
-        self._failed = False
-        self.in_flight = work
-        self._guarded = [self.params[i] for i in updated] + list(states)
-        for i in updated:
-            guard(self.params[i], Wait(self, i))
-        for state in states:
-            guard(state, Wait(self, None))
-
-    def last_write(self, part: Part) -> Handle:
-        """What a token of this bucket stands for (`megacompile.ir.tokens`)."""
-        if part is Part.GRADIENTS:
-            return Handle(None, Stream.D2H, self.gradients_copied)
-        work = self.in_flight
-        if work is None:
-            return Handle(None, Stream.HOST)
-        event = work.event(part)
-        if event is None:
-            return Handle(work, Stream.HOST, host=self)
-        return Handle(work, Stream.D2H, event)
-
-    def busy(self) -> bool:
-        """Is something in flight that is not done?"""
-        return self.in_flight is not None and not self.in_flight.done()
-
-    def land(self, work: InFlight, updated: Sequence[int], states: Sequence[torch.Tensor]) -> None:
-        """Note copies from the device to this bucket's memory, behind what was there before."""
-        self.settle()
-        self.start(work, updated, states)
-
-    def before_fork(self) -> None:
-        """What is in flight would be half done in the child, for ever."""
-        self.finish()
-
-    def after_fork(self, *, in_child: bool) -> None:
-        """What another thread has started meanwhile is over for the child."""
-        if in_child and self.in_flight is not None and not self._failed:
-            self._landed()
-
-    def finish(self) -> None:
-        """Wait for what is in flight; if it failed, whoever uses the bucket next is told."""
-        work = self.in_flight
-        if work is None:
-            return
-        try:
-            work.wait()
-        except OptimizerError:
-            self._failed = True
-            return
-        self.settle()
-
-    def settle(self) -> None:
-        """Wait for what is in flight on this bucket; raise if it failed."""
-        work = self.in_flight
-        if work is None:
-            return
-        try:
-            work.wait()
-        finally:
-            if self.in_flight is work and work.done():  # else Ctrl-C: it goes on, and so do guards
-                self._landed()
-
-    def _landed(self) -> None:
-        if self.in_flight is not None:
-            self.in_flight.fresh.clear()
-        self.in_flight = None
-        for tensor in self._guarded:
-            if isinstance(guard_of(tensor), Wait):
-                release(tensor)
-        self._guarded = []
-        if self.has_copy:
-            self._watch()
-
-    # What is offered to the next step.
-
-    def offer(self, what: Offer, params: Sequence[int], states: Sequence[torch.Tensor]) -> None:
-        """Keep something for the next step, unless somebody touches these before."""
-        self.withdraw()
-        self.offered = what
-        self._offer_guarded = [self.params[i] for i in params] + list(states)
-        for i in params:
-            guard(self.params[i], Offered(self, i))
-        for state in states:
-            guard(state, Offered(self, None))
-
-    def take_offer(self) -> Offer | None:
-        """What is offered, for the step that uses it (or `drop`s it)."""
-        offer, self.offered = self.offered, None
-        for tensor in self._offer_guarded:
-            if isinstance(guard_of(tensor), Offered):
-                release(tensor)
-        self._offer_guarded = []
-        if offer is not None and self.has_copy:
-            self._watch()
-        return offer
-
-    def withdraw(self) -> None:
-        """What is offered is no longer right."""
-        offer = self.take_offer()
-        if offer is not None:
-            offer.drop()
 
     # What the user replaced.
 
@@ -323,97 +152,25 @@ class HostBucket:
         self.homes[index] = value.data_ptr()
         return value
 
-    # Gradients and states.
+    # Gradients.
 
     def make_grads(self) -> None:
         """Get memory for the gradients: the first time, or when the user still holds the last."""
         trained = [i for i, param in enumerate(self.params) if param.requires_grad]
         dtypes = {i: self.grad_dtype or self.params[i].dtype for i in trained}
         self._memory = [memory for memory in self._memory if memory is not self._grad_memory]
-        self.grads = self._like(dtypes, self._memory, pin=self.pin)
-        self._grad_memory = self._memory[-1]
+        made = self.like(dtypes, pin=self.pin)
+        self.grads, self._grad_memory = made.tensors, made.whole
+        self._memory.append(made.whole)
 
-    def states_of(self, owner: object) -> dict[str, dict[int, State]]:
-        """The buffers of an optimizer's states: name -> parameter's index -> state."""
-        return self.states.setdefault(owner, StateBuffers()).by_name
-
-    def make_state(
-        self, owner: object, name: str, dtypes: Mapping[int, torch.dtype], *, pin: bool
-    ) -> None:
-        """Get memory for a state, zeros, of those parameters that have none of that dtype yet.
-
-        Args:
-            owner: the optimizer, which is referred to weakly: the memory goes when it does.
-            name: of the state.
-            dtypes: by the parameter's index.
-            pin: page-lock it.
-        """
-        there = self.states_of(owner).setdefault(name, {})
-        missing = {
-            i: dtype
-            for i, dtype in dtypes.items()
-            if not isinstance(have := there.get(i), torch.Tensor) or have.dtype != dtype
-        }
-        if missing:
-            mine = self.states[owner]
-            made = self._like(missing, mine.memory, mine.buffers, pin=pin)
-            there |= made
-
-    def lock_states(self, owner: object) -> None:
-        """Page-lock an optimizer's states, which were made when no copy of them was foreseen."""
-        buffers = [buffer() for buffer in self.states[owner].buffers if self.pin]
-        for buffer in buffers:
-            if buffer is not None:
-                buffer.lock()
-
-    def share_state(self, owner: object, name: str, index: int, state: torch.Tensor) -> None:
-        """Let an optimizer that was given another one's state, not a copy, have its buffer too."""
-        for other, theirs in list(self.states.items()):
-            have = theirs.by_name.get(name, {}).get(index)
-            if other is owner or not isinstance(have, torch.Tensor) or have.dtype != state.dtype:
-                continue
-            if state.numel() and have.data_ptr() == state.data_ptr():
-                self.states_of(owner).setdefault(name, {})[index] = have
-                mine = self.states[owner].memory
-                known = {id(memory) for memory in mine}
-                mine += [memory for memory in theirs.memory if id(memory) not in known]
-                self.states[owner].buffers += theirs.buffers
-
-    def make_codes(self, owner: object, name: str, params: Sequence[int], *, pin: bool) -> None:
-        """The same for states in 8 bits: codes and a largest magnitude for each block."""
-        there = self.states_of(owner).setdefault(name, {})
-        missing = [i for i in params if not isinstance(there.get(i), tuple)]
-        if not missing:
-            return
-        likes = []
-        for i in missing:
-            numel = self.values[i].numel()
-            codes = torch.empty(numel, dtype=torch.uint8, device="meta")
-            absmax = torch.empty(absmax_numel(numel), device="meta")
-            likes += [(f"{i}.codes", codes), (f"{i}.absmax", absmax)]
-        layout = Bucket.layout(self.layout.key, self.layout.name, likes)
-        buffer = self._buffer(layout.size_bytes, pin=pin)
-        if isinstance(buffer, HostBuffer):
-            self.states[owner].buffers.append(ref(buffer))
-        made = [buffer.tensor(place) for place in layout.params]
-        there |= {i: (made[2 * k], made[2 * k + 1]) for k, i in enumerate(missing)}
-
-    def _like(
-        self,
-        dtypes: Mapping[int, torch.dtype],
-        memory: list[torch.Tensor],
-        buffers: list[ref[HostBuffer]] | None = None,
-        *,
-        pin: bool,
-    ) -> dict[int, torch.Tensor]:
-        """New memory like some of the parameters, one buffer for all, noted in the lists."""
+    def like(self, dtypes: Mapping[int, torch.dtype], *, pin: bool) -> Made:
+        """New memory like some of the parameters: dtypes by index."""
         places = dict(zip(dtypes, mirrored(self.layout, dtypes), strict=True))
         end = max((place.offset_bytes + place.size_bytes for place in places.values()), default=0)
-        buffer = self._buffer(end, pin=pin)
-        memory.append(buffer.bytes(end))
-        if buffers is not None and isinstance(buffer, HostBuffer):
-            buffers.append(ref(buffer))
-        return {i: buffer.tensor(place) for i, place in places.items()}
+        buffer = self.new_buffer(end, pin=pin)
+        whole = buffer.bytes(end)
+        tensors = {i: buffer.tensor(place) for i, place in places.items()}
+        return Made(tensors, whole, buffer)
 
     def span(self, first: torch.Tensor, numel: int) -> torch.Tensor:
         """`numel` elements of this bucket's memory, from the first of a tensor in it: (numel,)."""
@@ -427,24 +184,11 @@ class HostBucket:
 
     def _slice(self, first: torch.Tensor, numel: int) -> torch.Tensor | None:
         start, size = first.data_ptr(), numel * first.itemsize
-        of_states = (memory for owned in self.states.values() for memory in owned.memory)
-        for memory in (self.flat, *self._memory, *of_states):
+        for memory in (self.flat, *self._memory, *self.states.memory()):
             offset = start - memory.data_ptr()
             if 0 <= offset and offset + size <= memory.numel():
                 return memory[offset : offset + size].view(first.dtype)
         return None
-
-
-State = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # 8 bits: codes and largest magnitudes
-
-
-@dataclass(slots=True)
-class StateBuffers:
-    """Where the states of one optimizer lie, of the parameters of one bucket."""
-
-    by_name: dict[str, dict[int, State]] = field(default_factory=dict)
-    buffers: list[ref[HostBuffer]] = field(default_factory=list)
-    memory: list[torch.Tensor] = field(default_factory=list)  # flat, uint8: of those not in 8 bits
 
 
 _OWN_USERS = 3  # of a parameter's memory: the bucket, the parameter, its proxy

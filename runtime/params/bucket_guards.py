@@ -1,4 +1,4 @@
-"""The guards of a bucket's tensors (see `guards`): what a bucket does before one is used."""
+"""The guards of a bucket's tensors (see `guards`): what is done before one is used."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ import torch
 from megacompile.runtime.params.guards import release
 
 
-class Guarding(Protocol):
-    """A bucket, as its guards see it."""
+class Copy(Protocol):
+    """What is streamed of a bucket, as the guards of its parameters see it."""
+
+    def forget(self, index: int) -> None:
+        """The streamed copy of a parameter may be stale."""
+
+
+class Pending(Copy, Protocol):
+    """What is under way on a bucket, as its guards see it."""
 
     def settle(self) -> None:
         """Wait for what is in flight."""
@@ -19,16 +26,13 @@ class Guarding(Protocol):
     def withdraw(self) -> None:
         """Take back what is offered to the next step."""
 
-    def forget(self, index: int) -> None:
-        """The streamed copy of a parameter may be stale."""
-
 
 @dataclass(frozen=True, slots=True)
-class _OfBucket:
-    """Guards a tensor of a bucket; the bucket does `before` when somebody uses it."""
+class Watch:
+    """Guards a parameter whose streamed copy must follow it."""
 
-    bucket: Guarding
-    param: int | None  # its index, where it is a parameter
+    copy: Copy
+    param: int | None  # its index, where the tensor is a parameter
 
     def before(self) -> None:
         """Make the tensor safe to use."""
@@ -37,26 +41,28 @@ class _OfBucket:
         self.before()
         release(tensor)
         if self.param is not None:
-            self.bucket.forget(self.param)
+            self.copy.forget(self.param)
 
     def serve(self, function: Any, args: Any, kwargs: Any) -> Any:
         del function, args, kwargs
         return NotImplemented
 
 
-class Wait(_OfBucket):
+@dataclass(frozen=True, slots=True)
+class Wait(Watch):
     """Guards a tensor in whose memory something is in flight."""
 
+    copy: Pending
+
     def before(self) -> None:
-        self.bucket.settle()
+        self.copy.settle()
 
 
-class Offered(_OfBucket):
+@dataclass(frozen=True, slots=True)
+class Offered(Watch):
     """Guards a tensor that something offered was made from."""
 
+    copy: Pending
+
     def before(self) -> None:
-        self.bucket.withdraw()
-
-
-class Watch(_OfBucket):
-    """Guards a parameter whose streamed copy must follow it."""
+        self.copy.withdraw()

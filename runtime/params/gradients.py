@@ -1,23 +1,9 @@
-"""Where the gradients of captured graphs go: into the host buckets, and from there to autograd.
-
-The parameters are inputs of a captured graph's autograd node, and their gradients are its results.
-For each parameter there is one of these ways (`Goes`):
-
-    FIRST   into the bucket, whose memory autograd takes as `p.grad` without a copy
-    TOTAL   the bucket has a gradient already: the device adds, and the total goes into the bucket.
-            It was `p.grad`, which is taken away, and autograd gets the total in its place
-    MORE    the same where the gradient so far is that of an earlier graph in this very backward:
-            autograd has its memory already, and gets nothing more
-    APART   into memory of its own, and autograd adds: somebody could tell the difference
-    PROXY   the same on the device, for `autograd.grad()` of what the model's own forward holds
-    NOBODY  nowhere: autograd does not ask for it
-"""
+"""The gradients of a model's parameters: where they lie in host buckets, and who has them now."""
 
 from __future__ import annotations
 
-import enum
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 from torch import nn
@@ -25,10 +11,9 @@ from torch import nn
 from megacompile import compat
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.streams import Streams
-from megacompile.runtime.params.accumulators import Accumulator, Users
+from megacompile.runtime.params.accumulators import Accumulator
 from megacompile.runtime.params.backward_pass import (
     BackwardPass,
-    Norms,
     Place,
     lies_in_bucket,
     same_memory,
@@ -36,242 +21,6 @@ from megacompile.runtime.params.backward_pass import (
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.consumed import consumed
 from megacompile.runtime.params.lazy import served
-
-
-class Goes(enum.Enum):
-    """Where one gradient goes."""
-
-    FIRST = enum.auto()
-    TOTAL = enum.auto()
-    MORE = enum.auto()
-    APART = enum.auto()
-    PROXY = enum.auto()
-    NOBODY = enum.auto()
-
-
-_IN_BUCKET = (Goes.FIRST, Goes.TOTAL)
-_ADDS = (Goes.TOTAL, Goes.MORE)
-
-
-class Run:
-    """The backward of one schedule: what becomes of each gradient.
-
-    Args:
-        places: the parameters that the captured graph trains.
-        users: who uses parameters in the same backward; nothing: it is not known.
-        proxies: those of them that `autograd.grad()` asks for by what the forward holds.
-        observed: does somebody that cannot be seen look at gradients before `backward()` returns?
-    """
-
-    def __init__(
-        self,
-        gradients: Gradients,
-        places: Iterable[Place],
-        users: Sequence[Users],
-        *,
-        proxies: Collection[Place] = (),
-        observed: bool = False,
-    ) -> None:
-        self._of = gradients
-        self.backward = gradients.backward_pass()
-        self.observed = observed
-        self.proxies = frozenset(proxies)
-        self.shared: set[Place] = set()  # others use them too
-        self.several: set[Place] = set()  # several graphs do
-        self.hooked: set[Place] = set()
-        self.joined: set[Place] = set()  # autograd adds to a `p.grad` that is not in the bucket
-        self.captured: set[Place] = set()  # autograd.grad() was called for them
-        self.unwanted: set[Place] = set()
-        for place in places:
-            if not gradients.param(place).requires_grad:  # frozen since the forward
-                self.unwanted.add(place)
-                continue
-            end = gradients.end(place)
-            runs = end.runs
-            if runs is None:
-                self.captured.add(place)
-            elif not runs:
-                self.unwanted.add(place)
-            elif end.hooked:
-                self.hooked.add(place)
-            key = id(end.param)
-            if not users or any(key in each.others for each in users):
-                self.shared.add(place)
-            elif any(key in each.several for each in users):
-                self.several.add(place)
-        self.goes: dict[Place, Goes] = {}
-        self.apart: dict[Place, torch.Tensor] = {}
-        self._sent: set[int] = set()  # buckets that are on their way
-        self._done: set[Place] = set()  # by an attempt that ran out of memory
-
-    @property
-    def exceptions(self) -> set[Place]:
-        """The parameters whose gradients cannot stay on the device."""
-        return self.hooked | self.captured | self.unwanted
-
-    def start(self, wanted: Mapping[int, Sequence[int]]) -> bool:
-        """Prepare memory for gradients; True if there are some already to add to on the device.
-
-        Called in a backward, before its schedule runs.
-        """
-        places = [(key, i) for key, params in wanted.items() for i in params]
-        self._of.prepare(wanted, self)
-        for place in places:
-            if place not in self._done:
-                self.goes[place] = self._way(place)
-        more = {place[0] for place in places if self.goes[place] is Goes.MORE}
-        self.backward.await_copies(more & self.backward.copies.keys())  # before they are fetched
-        return any(self.goes[place] in _ADDS for place in places)
-
-    def start_update(self, wanted: Mapping[int, Sequence[int]]) -> bool:
-        """The same where the backward updates: it takes the gradients that there are, and keeps
-        none on the host."""
-        self.backward.updated |= {(key, i) for key, params in wanted.items() for i in params}
-        have = {
-            key: params
-            for key, params in wanted.items()
-            if any(not _is_gone(self._of.param((key, i)).grad) for i in params)
-        }
-        self._of.prepare(have, self)
-        for key, params in have.items():
-            for i in params:
-                if self._of.bring_in((key, i)):
-                    self.goes[key, i] = Goes.TOTAL
-        return bool(self.goes)
-
-    def _way(self, place: Place) -> Goes:
-        if place in self.proxies:
-            return Goes.PROXY
-        if place in self.unwanted:
-            return Goes.NOBODY
-        if place in self.backward.handed and place not in self.shared:
-            return Goes.MORE
-        if place in self.captured or place in self.backward.handed:
-            return Goes.APART
-        if self._of.is_busy(place):  # in another backward(), of another thread
-            return Goes.APART
-        gradient = self._of.param(place).grad
-        if _is_gone(gradient) or gradient is None:
-            return Goes.FIRST
-        if gradient.layout is not torch.strided or not self._of.is_ours(place):
-            self.joined.add(place)
-            return Goes.FIRST if self._of.is_free(place) else Goes.APART
-        alone = place not in self.shared and not self._of.end(place).hooked_before
-        if self._of.exact and place in self.several:  # autograd adds their sum to `p.grad`
-            alone = False
-        return Goes.TOTAL if alone else Goes.APART
-
-    def repeat(self) -> None:
-        """The schedule starts again: what it has sent to the host is not sent twice."""
-        self._done |= {place for place in self.goes if place[0] in self._sent}
-
-    # For the ops of the schedule.
-
-    def so_far(self, key: int, index: int) -> torch.Tensor | None:
-        """The host gradient to add to; None where there is none."""
-        return self.buffer(key, index) if self.goes.get((key, index)) in _ADDS else None
-
-    def drops(self, key: int, index: int) -> bool:
-        """Does a gradient go nowhere, or is it there already?"""
-        return (key, index) in self._done or self.goes[key, index] is Goes.NOBODY
-
-    def drops_any(self, key: int, indices: Iterable[int]) -> bool:
-        """Are there such ones among these?"""
-        return any(self.drops(key, i) for i in indices)
-
-    def drops_all(self, key: int, indices: Iterable[int]) -> bool:
-        """Are all of these such ones?"""
-        return all(self.drops(key, i) for i in indices)
-
-    def is_final(self, key: int, index: int) -> bool:
-        """Will `p.grad` be what this schedule computes, as far as can be known?"""
-        place = key, index
-        return self.goes[place] in _IN_BUCKET and not self.watches(place)
-
-    def watches(self, place: Place) -> bool:
-        """Does somebody look at a gradient before `backward()` returns?"""
-        looks = place in self.hooked or place in self.shared or place in self.joined
-        return self.observed or looks
-
-    def buffer(self, key: int, index: int) -> torch.Tensor:
-        """Where a gradient goes."""
-        place = key, index
-        bucket, goes = self._of.buckets[key], self.goes[place]
-        if goes in _IN_BUCKET:
-            return bucket.grads[index]
-        if goes is Goes.MORE:
-            return self.backward.handed[place]
-        if place not in self.apart:
-            device = self._of.streams.device if goes is Goes.PROXY else None
-            like = bucket.values[index]
-            self.apart[place] = torch.empty_like(like, dtype=bucket.grad_dtype, device=device)
-        return self.apart[place]
-
-    def norms_buffer(self, key: int, indices: Sequence[int]) -> torch.Tensor:
-        """Where the norms of these gradients go: (2, len(indices)) float32, L2 and largest."""
-        pin = self._of.streams.device.type == "cuda"
-        buffer = torch.empty(2, len(indices), dtype=torch.float32, pin_memory=pin)
-        self.backward.norms[key] = Norms(tuple(indices), buffer)
-        return buffer
-
-    def norms_copied(self, key: int, queue: torch.cuda.Stream | None) -> None:
-        """The norms of a bucket are on their way to their buffer."""
-        if queue is not None:
-            self.backward.norms[key].copied = queue.record_event()
-
-    def copied(self, key: int, event: torch.cuda.Event | None) -> None:
-        """The gradients of a bucket are on their way to the host; `event` is behind them."""
-        self.backward.copies[key] = event
-        self._sent.add(key)
-
-    # For autograd.
-
-    def device_update(self) -> tuple[dict[Place, torch.Tensor], dict[Place, torch.Tensor]]:
-        """What autograd gets, now that the schedule has been issued: for parameters, for proxies.
-
-        A tensor among it is held by nobody else, so that autograd may take it as it is.
-        """
-        if self._of.several_passes or any(self._is_read(*item) for item in self.goes.items()):
-            self.backward.await_copies(self.backward.copies)
-            self._of.streams.synchronize(Stream.D2H)
-        of_params = {}
-        for place, goes in self.goes.items():
-            if place in self.backward.updated:
-                continue
-            if goes in _IN_BUCKET:
-                self._take_place(place, goes)
-                of_params[place] = self.buffer(*place).detach()
-            elif goes is Goes.APART:
-                memory = self.buffer(*place)
-                del self.apart[place]
-                if place not in self.shared:
-                    self.backward.handed[place] = memory
-                of_params[place] = memory.detach()
-        of_proxies, self.apart = self.apart, {}
-        return of_params, of_proxies
-
-    def _is_read(self, place: Place, goes: Goes) -> bool:
-        """Does autograd, or somebody else, read it at once?"""
-        if self.watches(place):
-            return True
-        if goes is Goes.MORE:  # added to what an earlier graph handed over, which may be read
-            added = not _is_gone(self._of.param(place).grad)  # by another thread, meanwhile
-            return added or place not in self.backward.taken or place in self.backward.watched
-        return goes not in _IN_BUCKET
-
-    def _take_place(self, place: Place, goes: Goes) -> None:
-        backward, param = self.backward, self._of.param(place)
-        backward.handed[place] = self.buffer(*place)
-        backward.taken.add(place)
-        if self.watches(place):
-            backward.watched.add(place)
-        if _is_gone(param.grad):
-            param.grad = None
-            backward.fresh.add(place)
-        elif goes is Goes.TOTAL:
-            assert param.grad is not None
-            backward.replaced[place] = param.grad
-            param.grad = None
 
 
 class Gradients:
@@ -286,7 +35,6 @@ class Gradients:
         self.streams = streams
         self.exact = exact
         self.buckets: dict[int, HostBucket] = {}
-        self.run: Run | None = None  # of the schedule that runs now
         self._places: dict[int, Place] = {}  # id(parameter) -> place
         self._ends: dict[Place, Accumulator] = {}
         self._passes: dict[int, BackwardPass] = {}  # those that run, by autograd's number
@@ -300,11 +48,6 @@ class Gradients:
             for key, bucket in self.buckets.items()
             for i, param in enumerate(bucket.params)
         }
-
-    def running(self) -> Run:
-        """What becomes of the gradients of the schedule that runs now."""
-        assert self.run is not None, "outside of a backward"
-        return self.run
 
     def place(self, param: torch.Tensor) -> Place | None:
         """A parameter's bucket and index; None for one that is not ours."""
@@ -354,14 +97,22 @@ class Gradients:
         passes = tuple(self._passes.values())  # a thread may begin or end one meanwhile
         return any(place in backward.handed for backward in passes)
 
-    def prepare(self, wanted: Mapping[int, Sequence[int]], run: Run) -> None:
-        """Get memory for these gradients, whose `p.grad` are plain tensors from now on."""
+    def prepare(
+        self, wanted: Mapping[int, Sequence[int]], unwanted: Set[Place], backward: BackwardPass
+    ) -> None:
+        """Get memory for these gradients, whose `p.grad` are plain tensors from now on.
+
+        Args:
+            wanted: parameters' indices, by their bucket's key.
+            unwanted: those of them that autograd does not ask for.
+            backward: that they are of.
+        """
         for key, params in wanted.items():
             bucket = self.buckets[key]
-            bucket.settle()
-            bucket.withdraw()
-            if any((key, i) not in run.unwanted for i in params):
-                run.backward.norms.pop(key, None)
+            bucket.pending.settle()
+            bucket.pending.withdraw()
+            if any((key, i) not in unwanted for i in params):
+                backward.norms.pop(key, None)
             for i in params:
                 _open(bucket.params[i].grad)
             if not bucket.grads.keys() >= set(params) or self._held_by_user(key, bucket):
@@ -371,7 +122,7 @@ class Gradients:
     def bring_in(self, place: Place) -> bool:
         """Copy a gradient of the user's into its place in the bucket; False if there is none."""
         gradient = self.param(place).grad
-        if _is_gone(gradient) or gradient is None:
+        if is_gone(gradient) or gradient is None:
             return False
         if not self.is_ours(place):
             with torch.no_grad():
@@ -381,7 +132,7 @@ class Gradients:
     def _part(self, places: Iterable[Place]) -> None:
         """Give a `p.grad` that lies in the place of another one's memory of its own."""
         there = [(place, self.param(place).grad) for place in places]
-        there = [(place, gradient) for place, gradient in there if not _is_gone(gradient)]
+        there = [(place, gradient) for place, gradient in there if not is_gone(gradient)]
         if not there:  # as behind zero_grad()
             return
         buffers = {
@@ -420,7 +171,7 @@ class Gradients:
     def _held_by_user(self, key: int, bucket: HostBucket) -> bool:
         """Does somebody still hold a gradient that `zero_grad()` took out of `p.grad`?"""
         return any(
-            _is_gone(param.grad)
+            is_gone(param.grad)
             and i in bucket.grads
             and not self.is_busy((key, i))
             and not self.is_free((key, i))
@@ -433,7 +184,7 @@ class Gradients:
         bucket.make_grads()
         for i, before in old.items():
             gradient = bucket.params[i].grad
-            ours = not _is_gone(gradient) and gradient is not None and same_memory(gradient, before)
+            ours = not is_gone(gradient) and gradient is not None and same_memory(gradient, before)
             if not ours and not self.is_busy((key, i)):
                 continue
             if i not in bucket.grads or not ours:  # it was frozen since, or autograd has it
@@ -459,6 +210,6 @@ def _give_up(passes: dict[int, BackwardPass], number: int, found: BackwardPass) 
         found.give_up()
 
 
-def _is_gone(gradient: torch.Tensor | None) -> bool:
+def is_gone(gradient: torch.Tensor | None) -> bool:
     """Is there nothing to accumulate into?"""
     return gradient is None or consumed(gradient)

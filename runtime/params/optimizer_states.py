@@ -1,7 +1,7 @@
 """The states of optimizers that are known (`optim.registry`) in the flat memory of the buckets.
 
 `optimizer.state[p]` has views of it under the stock names. The buffers of a bucket belong to one
-optimizer each (`HostBucket.states_of`), so two optimizers over the same parameters have states of
+optimizer each (`StateMemory`), so two optimizers over the same parameters have states of
 their own, as in torch.optim.
 """
 
@@ -91,18 +91,18 @@ def make_buffers(
         Are there some in 8 bits?
     """
     named: dict[str, dict[int, torch.dtype | str]] = {}
-    others = any(other is not optimizer for other in bucket.states)
+    others = any(other is not optimizer for other in bucket.states.owners())
     for trained, name, dtype in wanted:
         named.setdefault(name, {})[trained.at] = dtype
         given = trained.state.get(name)
         if others and given is not None and not isinstance(given, BlockwiseTensor):
-            bucket.share_state(optimizer, name, trained.at, given)
+            bucket.states.share(optimizer, name, trained.at, given)
     codes = False
     for name, dtypes in named.items():
         wide = {i: dtype for i, dtype in dtypes.items() if isinstance(dtype, torch.dtype)}
         narrow = sorted(dtypes.keys() - wide.keys())
-        bucket.make_state(optimizer, name, wide, pin=pin)
-        bucket.make_codes(optimizer, name, narrow, pin=pin)
+        bucket.states.make(optimizer, name, wide, pin=pin)
+        bucket.states.make_codes(optimizer, name, narrow, pin=pin)
         codes = codes or bool(narrow)
     return codes
 
@@ -111,7 +111,7 @@ def adopt(
     optimizer: Optimizer, bucket: HostBucket, i: int, state: dict[str, Any], names: Iterable[str]
 ) -> None:
     """Let `state` have views of the buffers; what was there (a loaded checkpoint) is copied."""
-    buffers = bucket.states_of(optimizer)
+    buffers = bucket.states.of(optimizer)
     rule = rule_of(optimizer)
     for name in names:
         given, buffer = state.get(name), buffers[name][i]
@@ -121,16 +121,16 @@ def adopt(
                     bucket.values[i],
                     *buffer,
                     signed=rule is None or rule.signed(name),
-                    settle=bucket.settle,
+                    settle=bucket.pending.settle,
                 )
-                bucket.withdraw()
+                bucket.pending.withdraw()
                 if given is None:
                     view.clear()
                 else:
                     view.store(to_plain(given).float())
                 state[name] = view
         elif given is None or given.data_ptr() != buffer.data_ptr() or buffer.numel() == 0:
-            bucket.withdraw()
+            bucket.pending.withdraw()
             if given is None:
                 buffer.zero_()
             else:
@@ -155,7 +155,7 @@ def for_update(
         names: the states that a rule takes; others may be left from options before. None: all that
             the optimizer's own step takes, its counter too.
     """
-    buffers = bucket.states_of(optimizer)
+    buffers = bucket.states.of(optimizer)
     found: dict[str, Any] = {}
     for name, value in state.items():
         if names is not None and name not in names:

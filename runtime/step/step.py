@@ -112,7 +112,7 @@ class Updates:
     def settle(self) -> None:
         """Wait for everything that is in flight; raise what failed."""
         for bucket in self.machine.buckets.values():
-            bucket.settle()
+            bucket.pending.settle()
 
     # A step: what is to be done.
 
@@ -149,7 +149,7 @@ class Updates:
                 rehearse(where, optimizer, part.update, part.trained, rehearsed)
                 if self._helps and part.update.suits_chunks():
                     part.update.on_device = True
-                    part.update.bucket.lock_states(optimizer)
+                    part.update.bucket.states.lock(optimizer)
         except BaseException:
             prepared.drop()
             raise
@@ -160,8 +160,8 @@ class Updates:
         """Adopt data that the user has put into parameters (`p.data = ...`) since the forward."""
         for bucket in self.machine.buckets.values():
             if bucket.replaced():
-                bucket.settle()
-                bucket.withdraw()
+                bucket.pending.settle()
+                bucket.pending.withdraw()
                 if not self.machine.exchanged():
                     bucket.adopt(moved=False)
 
@@ -224,7 +224,7 @@ class Updates:
 
     def _part(self, optimizer: Optimizer, bucket: HostBucket, trained: list[Trained]) -> BucketPart:
         update = self._update(optimizer, bucket, trained)
-        offer = bucket.take_offer()
+        offer = bucket.pending.take_offer()
         assert offer is None or isinstance(offer, DeviceUpdate)
         part = BucketPart(update, update.way, trained, [], [], aliased=False, first=[], left=None)
         for each in trained:
@@ -393,7 +393,7 @@ class Updates:
             for part in parts:
                 part.drop()
                 if part.aliased:  # its other name shows nobody that it is in flight
-                    part.update.bucket.finish()
+                    part.update.bucket.pending.finish()
             raise
         finally:
             self.machine.stepped = True
@@ -450,7 +450,7 @@ class Updates:
             if update.way in (UpdatePath.COMPILED, UpdatePath.TORCH, UpdatePath.HANDED):
                 self.machine.device_update.learn(optimizer, key, update.steps, part.states)
             if part.aliased or part.first:
-                update.bucket.settle()
+                update.bucket.pending.settle()
             self._install(optimizer, update.bucket, part.first)
 
     def _install(self, optimizer: Optimizer, bucket: HostBucket, steps: Iterable[Step]) -> None:
@@ -462,7 +462,7 @@ class Updates:
             names = names_like(param, state)
             for name in names:
                 dtypes = {step.index: state[name].dtype}
-                bucket.make_state(optimizer, name, dtypes, pin=self._cuda)
+                bucket.states.make(optimizer, name, dtypes, pin=self._cuda)
             adopt(optimizer, bucket, step.index, state, names)
             drop_empty(optimizer, [param])
 

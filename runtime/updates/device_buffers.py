@@ -150,7 +150,7 @@ def write_back(
             here.copy_(there, non_blocking=True)
         if queue is not None and params is not None:
             landing = Landing(host, params, queue.record_event())
-            host.land(landing, list(buffers), visible)
+            host.pending.land(landing, list(buffers), visible)
     except BaseException:  # Ctrl-C: nobody knows of the copies that are under way
         if queue is not None:
             queue.synchronize()
@@ -181,7 +181,7 @@ def note_changes(host: HostBucket, updated: Iterable[int]) -> None:
     """Parameters have other values from now on."""
     for i in updated:
         torch.autograd.graph.increment_version(host.params[i])
-        host.mark_fresh(i)
+        host.copy.mark_fresh(i)
 
 
 def _pairs(

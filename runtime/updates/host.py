@@ -37,10 +37,10 @@ class HostUpdates:
             if recording is not None:
                 job.timed = recording.in_background()
             # the bucket knows of it before anybody can begin it
-            bucket.start(flight, indices, part.visible)
+            bucket.pending.start(flight, indices, part.visible)
             for i in indices:
                 torch.autograd.graph.increment_version(bucket.params[i])
-                bucket.mark_fresh(i)
+                bucket.copy.mark_fresh(i)
             self.workers.submit(job)
         except BaseException:
             job.call_off()

@@ -90,7 +90,7 @@ class InBackward:
         self._ended = False
         compat.when_backward_ends(self._end)
         for key, params in wanted.items():
-            buckets[key].settle()
+            buckets[key].pending.settle()
             self.running[key] = self.prepare(self.optimizer, buckets[key], params)
         self.uncommitted |= places
 

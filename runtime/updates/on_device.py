@@ -82,11 +82,11 @@ class DeviceUpdate:
             flight = Flight(future, host.layout.name, fresh)
             try:
                 # the bucket knows of it before anybody can begin it
-                host.start(flight, list(buffers), self.visible)
+                host.pending.start(flight, list(buffers), self.visible)
                 thread.submit(functools.partial(fulfil, future, copy))
             except BaseException:
                 if future.cancel():
-                    host.settle()  # the next forward must not take what is on the device
+                    host.pending.settle()  # the next forward must not take what is on the device
                 raise
         note_changes(host, buffers)
         return flight
@@ -129,7 +129,7 @@ class DeviceUpdates:
         sources = self._sources(host)
         if sources.keys() != set(trained):
             return {}
-        host.lock_states(self._owners[key]())
+        host.states.lock(self._owners[key]())
         return make_buffers(host, sources, self.streams.device, masters=masters)
 
     def fetch(self, host: HostBucket, buffers: UpdateBuffers, *, masters: bool) -> UpdateBuffers:
@@ -146,15 +146,15 @@ class DeviceUpdates:
             return False  # somebody may write to them behind the guards
         versions = _versions(host, buffers.value, visible)
         left = DeviceUpdate(self.streams, gradients, buffers, sources, visible, host, versions)
-        host.offer(left, list(buffers.value), visible)
+        host.pending.offer(left, list(buffers.value), visible)
         return True
 
     def land(self) -> None:
         """Wait until what is on its way to the host is there, and let go of it."""
         flying, self.flying = self.flying, []
         for host in flying:
-            if host.in_flight is not None and host.in_flight.fresh:
-                host.settle()
+            if host.pending.in_flight is not None and host.pending.in_flight.fresh:
+                host.pending.settle()
 
     def _sources(self, host: HostBucket) -> Sources:
         return self._learned.get(host.layout.key, ({}, ()))[0]

@@ -24,10 +24,10 @@ def defer_free(value: Any, *, after: tuple[Any, ...] = ()) -> None:
 
 @op(Stream.COMPUTE, named, drains=True)
 def drain() -> Any:
-    """Give back what earlier backwards deferred: the compute stream waits for the copies out of it.
+    """Give back what earlier graphs deferred: the compute stream waits for the copies out of it.
 
     It is in a forward, half a schedule behind those copies. Nobody in its graph reads that memory,
-    so it names no value, and it may be anywhere, or nowhere: then memory goes later.
+    so it names no value. Optional; without it the memory is freed later.
     """
     unbound(drain)
 

@@ -1,0 +1,147 @@
+"""Run work on queues whose rates depend on what else runs: a discrete-event simulation.
+
+Each queue does its work in the order in which it is given, an item at a time, and an item begins
+when everything that it waits for is done. Copies take their bytes over the bandwidth, which is less
+while both directions run. The CPU's update and the copies share host memory: where they want more
+than it has, each gets a fair share. A device that helps takes the last of the CPU's updates over
+the link (see `runtime.updates.workers`). Times are in seconds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megacompile.cost.hardware import Hardware
+from megacompile.ir.stream import Stream
+
+STREAMS = tuple(Stream)  # a queue is its stream's place here
+COMPUTE, H2D, D2H, HOST, DEVICE = range(len(STREAMS))
+
+
+@dataclass(slots=True)
+class Work:
+    """An op of one step, or a part of one."""
+
+    graph: str
+    label: str
+    queue: int
+    amount: float  # seconds of a compute, bytes of a copy or an update
+    waits: list[int]  # places in `Queues.works`
+    step: int
+    since: int = -1  # the work that it is the second half of
+    helped: float = 0.0  # its amount where the device makes it; 0: it cannot
+
+
+class Queues:
+    """Work in the order of its queues, and when it ran."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.works: list[Work] = []
+        self.start_s: list[float] = []
+        self.stop_s: list[float] = []
+        self.blocker: list[int] = []  # the work whose end let this one start, or -1
+        self.rates = [_rates(hardware, busy) for busy in range(1 << len(STREAMS))]
+
+    def add(self, work: Work) -> int:
+        """Gives its place."""
+        self.works.append(work)
+        return len(self.works) - 1
+
+    def go(self) -> None:
+        """Run everything."""
+        count = len(self.works)
+        self.start_s, self.stop_s = [0.0] * count, [0.0] * count
+        self.blocker = [-1] * count
+        missing = [len(work.waits) for work in self.works]
+        readers: list[list[int]] = [[] for _ in range(count)]
+        for i, work in enumerate(self.works):
+            for wait in work.waits:
+                readers[wait].append(i)
+        each = range(len(STREAMS))
+        queues = [deque(i for i, work in enumerate(self.works) if work.queue == k) for k in each]
+        runs, left, running, now, done = [-1] * len(STREAMS), [0.0] * len(STREAMS), 0, 0.0, 0
+        last_of = [-1] * len(STREAMS)
+        while done < count:
+            for k in each:
+                if running >> k & 1:
+                    continue
+                i = self._helped(queues[HOST]) if k == DEVICE else next(iter(queues[k]), -1)
+                if i < 0 or missing[i]:
+                    continue
+                running |= 1 << k
+                runs[k] = i
+                left[k] = self.works[i].amount
+                if k == DEVICE:
+                    queues[HOST].remove(i)
+                    self.works[i].queue, left[k] = k, self.works[i].helped
+                else:
+                    queues[k].popleft()
+                self.start_s[i] = now
+                blockers = [*self.works[i].waits, *([last_of[k]] if last_of[k] >= 0 else [])]
+                self.blocker[i] = max(blockers, key=self.stop_s.__getitem__, default=-1)
+            assert running, "a schedule whose ops wait for each other"
+            rates = self.rates[running]
+            active = [k for k in each if running >> k & 1]
+            times = [left[k] / rates[k] if left[k] else 0.0 for k in active]
+            step = min(times)
+            now += step
+            for k, time_s in zip(active, times, strict=True):
+                if time_s > step * (1 + 1e-12):
+                    left[k] -= step * rates[k]
+                    continue
+                i = runs[k]
+                self.stop_s[i] = now
+                running &= ~(1 << k)
+                last_of[k] = i
+                done += 1
+                for reader in readers[i]:
+                    missing[reader] -= 1
+
+    def _helped(self, queue: Iterable[int]) -> int:
+        """The last of the updates of one step that wait for the host, if the device can make it."""
+        found = step = -1
+        for i in queue:
+            work = self.works[i]
+            if step not in (-1, work.step):
+                break
+            step = work.step
+            if work.helped:
+                found = i
+        return found
+
+    def critical(self, last: int, start_s: float) -> dict[Stream, float]:
+        """Seconds by stream on the way back from an op to a time: who let whom start."""
+        found = dict.fromkeys(STREAMS, 0.0)
+        while last >= 0 and self.stop_s[last] > start_s:
+            begin = max(self.start_s[last], start_s)
+            found[STREAMS[self.works[last].queue]] += self.stop_s[last] - begin
+            last = self.blocker[last]
+        return found
+
+
+def _rates(hardware: Hardware, busy: int) -> tuple[float, ...]:
+    """Work a second of each queue while those in the mask run.
+
+    The device's updates go both ways at once, and divide each way with what else goes there.
+    """
+    h2d, d2h, host, device = (busy >> k & 1 for k in (H2D, D2H, HOST, DEVICE))
+    down = hardware.h2d_both_gb_s if d2h or device else hardware.h2d_gb_s
+    up = hardware.d2h_both_gb_s if h2d or device else hardware.d2h_gb_s
+    down, up = down / max(1, h2d + device), up / max(1, d2h + device)
+    host_gb_s = hardware.update_gb_s if host else 0.0
+    wanted = [h2d * down, d2h * up, host_gb_s, device * 2 * min(down, up)]
+    given = _shares(wanted, hardware.host_memory_gb_s) if host else wanted
+    return (1.0, *(rate * 1e9 for rate in given))
+
+
+def _shares(wanted: Sequence[float], total: float) -> list[float]:
+    """Max-min fair: who wants less than an equal share gets it, the others divide the rest."""
+    given = [0.0] * len(wanted)
+    left = total
+    order = sorted((k for k in range(len(wanted)) if wanted[k]), key=wanted.__getitem__)
+    for position, k in enumerate(order):
+        given[k] = min(wanted[k], left / (len(order) - position))
+        left -= given[k]
+    return given

@@ -1,0 +1,309 @@
+"""The graphs of a schedule as work on queues: what each op waits for, and how much it is.
+
+An op waits for what it names. What a graph takes of an earlier one is a placeholder: a token
+(`megacompile.ir.tokens`), or what a backward left for the update (`schedule.left`). A placeholder
+that nobody has given yet stands for nothing.
+
+Three things are waited for that no edge shows, because the host issues the ops:
+
+    a forward returns when its prefetches are done, and the next graph begins then
+    a backward returns when gradients are on the host; `optimizer.step()` comes then
+    a forward's drain waits for the copies of what was deferred before it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from megacompile.cost.hardware import Hardware
+from megacompile.cost.ops import code_of, copies_of, node_s
+from megacompile.cost.optimizer import BucketUpdate, OptimizerCost, updates
+from megacompile.cost.queues import COMPUTE, D2H, H2D, HOST, STREAMS, Queues, Work
+from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.ops import Part
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import Code
+from megacompile.ir.tokens import given, token_of, written
+from megacompile.ir.values import producer
+
+_QUEUES = {stream: STREAMS.index(stream) for stream in STREAMS}
+
+
+@dataclass(slots=True)
+class _Item:
+    """An op of a graph, before it belongs to a step."""
+
+    label: str
+    queue: int
+    amount: float
+    waits: list[int] = field(default_factory=list)  # positions in the graph's items
+    takes: list[Hashable] = field(default_factory=list)  # what earlier graphs gave
+    begins: bool = False  # waits for what the graph before it left running
+    since: int = -1  # the item that it is the second half of
+    drains: bool = False  # waits for the copies of what was deferred
+    helped: float = 0.0  # its amount where the device makes it
+    reads_weights: int | None = None  # the key of the bucket that it copies to the device
+
+
+class _Graph:
+    """One graph of a schedule as items.
+
+    Args:
+        sizes: by the key of a bucket, its update in `optimizer.step()`.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        name: str,
+        hardware: Hardware,
+        *,
+        fused: bool,
+        sizes: dict[int, BucketUpdate],
+    ) -> None:
+        self.name, self.schedule = name, schedule
+        self.hardware, self.fused = hardware, fused
+        self.sizes = sizes
+        self.trained = schedule.gradient_params if schedule.backward is not None else {}
+        self.items: list[_Item] = []
+        self.gives: dict[Hashable, int] = {}  # what a later graph may take -> its item
+        self.deferred: list[int] = []  # items whose copies the next drain waits for
+        self.awaited: list[Hashable] = []  # the same, of earlier graphs
+        self.fresh: set[int] = set()  # buckets whose new values stay on the device until then
+        self._position: dict[fx.Node, int] = {}
+        self._lands: dict[tuple[int, Part], int] = {}
+        self._seconds: dict[tuple[int, Code], float] = {}
+        graph = schedule.graphs[name]
+        for node in graph.nodes:
+            if ops.op_of(node) is not None:
+                self._add(node)
+        if name != "forward":
+            self._give(graph)
+
+    @property
+    def returns_behind(self) -> int:
+        """The queue that is empty when the graph returns; -1: none is waited for.
+
+        New parameters, where the backward makes them, reach the host while the next forward begins.
+        """
+        if self.name == "forward":
+            return H2D
+        return -1 if self._lands else D2H
+
+    def keep_fresh(self, keys: set[int]) -> None:
+        """Prefetches of a forward take what is still on the device.
+
+        It was made on the compute stream, behind which the forward begins.
+        """
+        for item in self.items:
+            if item.reads_weights in keys:
+                item.takes = []
+                if item.reads_weights not in self.schedule.plan.device_update:
+                    item.amount = 0.0
+
+    def _give(self, graph: fx.Graph) -> None:
+        for place, node in given(graph).items():
+            self.gives[place] = self._lands.get(place, self._position[node])
+        for name in self.schedule.left if self.name == "backward" else ():
+            node = next(n for n in graph.nodes if n.name == name)
+            self.gives[id(self.schedule), name] = self._position[producer(node)]
+
+    def _add(self, node: fx.Node) -> None:
+        op = ops.effects(node)
+        if op.helps:
+            self._help(node)
+            return
+        if not op.waits:
+            self._defer(node)
+            return
+        queue = _QUEUES[op.stream]
+        waits, takes = self._waits(node, queue)
+        if op.frees is not None and not waits:
+            return
+        item = _Item(ops.label(node), queue, 0.0, waits, takes, begins=op.begins, drains=op.drains)
+        if len(op.writes) == 2 and queue == D2H:
+            self._add_halves(node, item)
+        else:
+            item.amount = self._amount(node, queue)
+            if Part.WEIGHTS in op.reads and queue == H2D:
+                item.reads_weights = ops.arguments(node)[0].key
+        self._position[node] = len(self.items)
+        self.items.append(item)
+
+    def _waits(self, node: fx.Node, queue: int) -> tuple[list[int], list[Hashable]]:
+        """Those of other queues, in this graph and in earlier ones."""
+        waits: list[int] = []
+        takes: list[Hashable] = []
+        for source in node.all_input_nodes:
+            if (key := self._key(source)) is not None:
+                takes.append(key)
+            position = self._position.get(producer(source))
+            if position is not None and self.items[position].queue != queue:
+                waits.append(position)
+        return waits, takes
+
+    def _key(self, source: fx.Node) -> Hashable:
+        """What of an earlier graph a placeholder stands for; None: nothing that is waited for."""
+        if source.op != "placeholder":
+            return None
+        if (token := token_of(source)) is not None:
+            return token.place
+        return (id(self.schedule), source.name) if self.name == "update" else None
+
+    def _add_halves(self, node: fx.Node, item: _Item) -> None:
+        """New parameters reach the host ahead of the states; `item` becomes the second half."""
+        bucket: Bucket = ops.arguments(node)[0]
+        params = self._param_bytes(bucket)
+        if self.name == "update":
+            update = self.sizes.get(bucket.key)
+            whole = 0.0 if update is None else (update.size_bytes - update.grad_bytes) / 2
+            halves = [min(params, whole), max(0.0, whole - params)]
+        else:
+            count, whole = len(bucket.params), ops.copied_bytes(node)
+            halves = [self._copy(params, count), self._copy(whole - params, 2 * count)]
+        first, second = written(node)
+        self._lands[first] = len(self.items)
+        self._lands[second] = len(self.items) + 1
+        item.since = len(self.items)
+        self.items.append(_Item("", item.queue, halves[0], item.waits, item.takes))
+        item.amount, item.waits, item.takes = halves[1], [], []
+
+    def _help(self, node: fx.Node) -> None:
+        """From here on the device may make these updates."""
+        for update in node.all_input_nodes:
+            size = self.sizes.get(ops.arguments(update)[0].key)
+            self.items[self._position[update]].helped = 0.0 if size is None else size.helped_bytes
+
+    def _defer(self, node: fx.Node) -> None:
+        """No stream waits for `after` here, but the next drain does."""
+        value = node.args[0]
+        for source in node.all_input_nodes:
+            if source is value:
+                continue
+            if (key := self._key(source)) is not None:
+                self.awaited.append(key)
+                continue
+            copy = producer(source)
+            self.deferred.append(self._position[copy])
+            self.fresh |= {key for key, part in written(copy) if part is Part.WEIGHTS}
+
+    def _amount(self, node: fx.Node, queue: int) -> float:
+        """Seconds of a compute, bytes of everything else."""
+        op = ops.effects(node)
+        if self.name == "update" and op.once:
+            return self._update(ops.arguments(node)[0], queue)
+        if queue != COMPUTE:
+            return self._copy(self._moved_bytes(node), copies_of(node))
+        if op.code is None:
+            return node_s(node, self.hardware, fused=self.fused)
+        key = id(ops.arguments(node)[0].template), code_of(node)
+        if key not in self._seconds:
+            self._seconds[key] = node_s(node, self.hardware, fused=self.fused)
+        return self._seconds[key]
+
+    def _update(self, bucket: Bucket, queue: int) -> float:
+        """Of a step's update: by what the optimizer reads and writes, wherever that is."""
+        update, hardware = self.sizes.get(bucket.key), self.hardware
+        if update is None:
+            return 0.0
+        if queue != HOST:
+            return update.size_bytes / (hardware.memory_gb_s * 1e9)
+        return max(update.size_bytes, update.arithmetic_s * hardware.update_gb_s * 1e9)
+
+    def _moved_bytes(self, node: fx.Node) -> int:
+        """Those of a copy that are not on the device, or need not leave it."""
+        op, size, subject = ops.effects(node), ops.copied_bytes(node), ops.arguments(node)[0]
+        if not isinstance(subject, Bucket):
+            return size
+        plan = self.schedule.plan
+        if Part.WEIGHTS in op.reads and subject.key in plan.device_update:
+            return 0  # the device made them, and has them still
+        if Part.GRADIENTS in (*op.reads, *op.writes) and subject.key in plan.resident:
+            return 0
+        if Part.STATES in op.reads and not ops.arguments(node)[2]:  # masters
+            return size - self._param_bytes(subject)  # they are on the device already
+        return size
+
+    def _copy(self, size_bytes: float, copies: int) -> float:
+        """Bytes, with those that could have been copied while copies were set up."""
+        return size_bytes + copies * self.hardware.copy_s * self.hardware.h2d_gb_s * 1e9
+
+    def _param_bytes(self, bucket: Bucket) -> int:
+        return sum(bucket.params[i].size_bytes for i in self.trained.get(bucket.key, ()))
+
+
+class Script:
+    """Adds the work of whole steps to queues.
+
+    Args:
+        schedules: of one step: their forwards run in order, their backwards in the opposite one,
+            and then their updates.
+        optimizer: what updates; None: nothing.
+    """
+
+    def __init__(
+        self,
+        schedules: Sequence[Schedule],
+        hardware: Hardware,
+        optimizer: OptimizerCost | None,
+        *,
+        fused: bool,
+    ) -> None:
+        def graphs(name: str, each: Sequence[Schedule]) -> list[_Graph]:
+            return [
+                _Graph(s, name, hardware, fused=fused, sizes=sizes[id(s)])
+                for s in each
+                if name in s.graphs
+            ]
+
+        sizes: dict[int, dict[int, BucketUpdate]] = {id(schedule): {} for schedule in schedules}
+        if optimizer is not None:
+            for schedule in schedules:
+                sizes[id(schedule)] = {u.bucket.key: u for u in updates(schedule, optimizer)}
+        forwards = graphs("forward", schedules)
+        self.graphs = [*forwards, *graphs("backward", schedules[::-1])]
+        self.graphs += graphs("update", schedules) if optimizer is not None else []
+        fresh = {key for graph in self.graphs for key in graph.fresh}
+        for graph in forwards:
+            graph.keep_fresh(fresh)
+        self.given: dict[Hashable, int] = {}  # by earlier graphs: what -> the work that makes it
+        self.returned: list[int] = []  # work that is done when the graph before has returned
+        self.deferred: list[int] = []  # the copies that the next drain waits for
+
+    def add(self, queues: Queues, step: int) -> int:
+        """Add a step. Gives the work that ends it: the last compute, with gradients on the host."""
+        last_compute: list[int] = []
+        for graph in self.graphs:
+            first = len(queues.works)
+            issued = [*self.returned, *last_compute] if graph.name == "update" else []
+            for item in graph.items:
+                queues.add(self._work(graph, item, first, issued, step))
+            added = range(first, len(queues.works))
+            self.given |= {what: first + at for what, at in graph.gives.items()}
+            self.deferred += [first + at for at in graph.deferred]
+            self.deferred += [self.given[what] for what in graph.awaited if what in self.given]
+            if graph.name != "update":
+                behind = [i for i in added if queues.works[i].queue == graph.returns_behind]
+                computes = [i for i in added if queues.works[i].queue == COMPUTE]
+                self.returned = behind[-1:]
+                last_compute = computes[-1:] or last_compute
+        end = Work("update", "", COMPUTE, 0.0, list(self.returned), step)
+        return queues.add(end)
+
+    def _work(self, graph: _Graph, item: _Item, first: int, issued: list[int], step: int) -> Work:
+        waits = [first + wait for wait in item.waits]
+        waits += [self.given[what] for what in item.takes if what in self.given]
+        waits += issued
+        if item.begins:
+            waits += self.returned
+        if item.drains:
+            waits += self.deferred
+            self.deferred = []
+        since = first + item.since if item.since >= 0 else -1
+        return Work(
+            graph.name, item.label, item.queue, item.amount, waits, step, since, item.helped
+        )

@@ -1,0 +1,283 @@
+"""Where the gradients of captured graphs go: into the host buckets, and from there to autograd.
+
+The parameters are inputs of a captured graph's autograd node, and their gradients are its results.
+For each parameter there is one of these ways (`Goes`):
+
+    FIRST   into the bucket, whose memory autograd takes as `p.grad` without a copy
+    TOTAL   the bucket has a gradient already: the device adds, and the total goes into the bucket.
+            It was `p.grad`, which is taken away, and autograd gets the total in its place
+    MORE    the same where the gradient so far is that of an earlier graph in this very backward:
+            autograd has its memory already, and gets nothing more
+    APART   into memory of its own, and autograd adds: somebody could tell the difference
+    PROXY   the same on the device, for `autograd.grad()` of what the model's own forward holds
+    NOBODY  nowhere: autograd does not ask for it
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megacompile.ir.stream import Stream
+from megacompile.runtime.params.accumulators import Users
+from megacompile.runtime.params.backward_pass import Norms, Place
+from megacompile.runtime.params.gradients import Gradients, is_gone
+
+
+class Goes(enum.Enum):
+    """Where one gradient goes."""
+
+    FIRST = enum.auto()
+    TOTAL = enum.auto()
+    MORE = enum.auto()
+    APART = enum.auto()
+    PROXY = enum.auto()
+    NOBODY = enum.auto()
+
+
+_IN_BUCKET = (Goes.FIRST, Goes.TOTAL)
+_ADDS = (Goes.TOTAL, Goes.MORE)
+
+
+@dataclass(slots=True)
+class Uses:
+    """What else becomes of parameters in the backward of one schedule."""
+
+    proxies: frozenset[Place]  # `autograd.grad()` asks for them by what the forward holds
+    observed: bool  # somebody that cannot be seen looks at gradients before `backward()` returns
+    shared: set[Place] = field(default_factory=set)  # others use them too
+    several: set[Place] = field(default_factory=set)  # several graphs do
+    hooked: set[Place] = field(default_factory=set)
+    captured: set[Place] = field(default_factory=set)  # autograd.grad() was called for them
+    unwanted: set[Place] = field(default_factory=set)
+
+    @staticmethod
+    def of(
+        gradients: Gradients,
+        places: Iterable[Place],
+        users: Sequence[Users],
+        proxies: Collection[Place],
+        *,
+        observed: bool,
+    ) -> Uses:
+        """Those of the parameters that a captured graph trains; the arguments are `Run`'s."""
+        found = Uses(frozenset(proxies), observed)
+        for place in places:
+            if not gradients.param(place).requires_grad:  # frozen since the forward
+                found.unwanted.add(place)
+                continue
+            end = gradients.end(place)
+            runs = end.runs
+            if runs is None:
+                found.captured.add(place)
+            elif not runs:
+                found.unwanted.add(place)
+            elif end.hooked:
+                found.hooked.add(place)
+            key = id(end.param)
+            if not users or any(key in each.others for each in users):
+                found.shared.add(place)
+            elif any(key in each.several for each in users):
+                found.several.add(place)
+        return found
+
+    @property
+    def exceptions(self) -> set[Place]:
+        """The parameters whose gradients cannot stay on the device."""
+        return self.hooked | self.captured | self.unwanted
+
+
+class Run:
+    """The backward of one schedule: what becomes of each gradient.
+
+    Args:
+        places: the parameters that the captured graph trains.
+        users: who uses parameters in the same backward; nothing: it is not known.
+        proxies: those of them that `autograd.grad()` asks for by what the forward holds.
+        observed: does somebody that cannot be seen look at gradients before `backward()` returns?
+    """
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        places: Iterable[Place],
+        users: Sequence[Users],
+        *,
+        proxies: Collection[Place] = (),
+        observed: bool = False,
+    ) -> None:
+        self._of = gradients
+        self.backward = gradients.backward_pass()
+        self.uses = Uses.of(gradients, places, users, proxies, observed=observed)
+        self.joined: set[Place] = set()  # autograd adds to a `p.grad` that is not in the bucket
+        self.goes: dict[Place, Goes] = {}
+        self.apart: dict[Place, torch.Tensor] = {}
+        self._sent: set[int] = set()  # buckets that are on their way
+        self._done: set[Place] = set()  # by an attempt that ran out of memory
+
+    def start(self, wanted: Mapping[int, Sequence[int]]) -> bool:
+        """Prepare memory for gradients; True if there are some already to add to on the device.
+
+        Called in a backward, before its schedule runs.
+        """
+        places = [(key, i) for key, params in wanted.items() for i in params]
+        self._of.prepare(wanted, self.uses.unwanted, self.backward)
+        for place in places:
+            if place not in self._done:
+                self.goes[place] = self._way(place)
+        more = {place[0] for place in places if self.goes[place] is Goes.MORE}
+        self.backward.await_copies(more & self.backward.copies.keys())  # before they are fetched
+        return any(self.goes[place] in _ADDS for place in places)
+
+    def start_update(self, wanted: Mapping[int, Sequence[int]]) -> bool:
+        """The same where the backward updates: it takes the gradients that there are, and keeps
+        none on the host."""
+        self.backward.updated |= {(key, i) for key, params in wanted.items() for i in params}
+        have = {
+            key: params
+            for key, params in wanted.items()
+            if any(not is_gone(self._of.param((key, i)).grad) for i in params)
+        }
+        self._of.prepare(have, self.uses.unwanted, self.backward)
+        for key, params in have.items():
+            for i in params:
+                if self._of.bring_in((key, i)):
+                    self.goes[key, i] = Goes.TOTAL
+        return bool(self.goes)
+
+    def _way(self, place: Place) -> Goes:
+        if place in self.uses.proxies:
+            return Goes.PROXY
+        if place in self.uses.unwanted:
+            return Goes.NOBODY
+        if place in self.backward.handed and place not in self.uses.shared:
+            return Goes.MORE
+        if place in self.uses.captured or place in self.backward.handed:
+            return Goes.APART
+        if self._of.is_busy(place):  # in another backward(), of another thread
+            return Goes.APART
+        gradient = self._of.param(place).grad
+        if is_gone(gradient) or gradient is None:
+            return Goes.FIRST
+        if gradient.layout is not torch.strided or not self._of.is_ours(place):
+            self.joined.add(place)
+            return Goes.FIRST if self._of.is_free(place) else Goes.APART
+        alone = place not in self.uses.shared and not self._of.end(place).hooked_before
+        if self._of.exact and place in self.uses.several:  # autograd adds their sum to `p.grad`
+            alone = False
+        return Goes.TOTAL if alone else Goes.APART
+
+    def repeat(self) -> None:
+        """The schedule starts again: what it has sent to the host is not sent twice."""
+        self._done |= {place for place in self.goes if place[0] in self._sent}
+
+    # For the ops of the schedule.
+
+    def so_far(self, key: int, index: int) -> torch.Tensor | None:
+        """The host gradient to add to; None where there is none."""
+        return self.buffer(key, index) if self.goes.get((key, index)) in _ADDS else None
+
+    def drops(self, key: int, index: int) -> bool:
+        """Does a gradient go nowhere, or is it there already?"""
+        return (key, index) in self._done or self.goes[key, index] is Goes.NOBODY
+
+    def drops_any(self, key: int, indices: Iterable[int]) -> bool:
+        """Are there such ones among these?"""
+        return any(self.drops(key, i) for i in indices)
+
+    def drops_all(self, key: int, indices: Iterable[int]) -> bool:
+        """Are all of these such ones?"""
+        return all(self.drops(key, i) for i in indices)
+
+    def is_final(self, key: int, index: int) -> bool:
+        """Will `p.grad` be what this schedule computes, as far as can be known?"""
+        place = key, index
+        return self.goes[place] in _IN_BUCKET and not self.watches(place)
+
+    def watches(self, place: Place) -> bool:
+        """Does somebody look at a gradient before `backward()` returns?"""
+        looks = place in self.uses.hooked or place in self.uses.shared or place in self.joined
+        return self.uses.observed or looks
+
+    def buffer(self, key: int, index: int) -> torch.Tensor:
+        """Where a gradient goes."""
+        place = key, index
+        bucket, goes = self._of.buckets[key], self.goes[place]
+        if goes in _IN_BUCKET:
+            return bucket.grads[index]
+        if goes is Goes.MORE:
+            return self.backward.handed[place]
+        if place not in self.apart:
+            device = self._of.streams.device if goes is Goes.PROXY else None
+            like = bucket.values[index]
+            self.apart[place] = torch.empty_like(like, dtype=bucket.grad_dtype, device=device)
+        return self.apart[place]
+
+    def norms_buffer(self, key: int, indices: Sequence[int]) -> torch.Tensor:
+        """Where the norms of these gradients go: (2, len(indices)) float32, L2 and largest."""
+        pin = self._of.streams.device.type == "cuda"
+        buffer = torch.empty(2, len(indices), dtype=torch.float32, pin_memory=pin)
+        self.backward.norms[key] = Norms(tuple(indices), buffer)
+        return buffer
+
+    def norms_copied(self, key: int, queue: torch.cuda.Stream | None) -> None:
+        """The norms of a bucket are on their way to their buffer."""
+        if queue is not None:
+            self.backward.norms[key].copied = queue.record_event()
+
+    def copied(self, key: int, event: torch.cuda.Event | None) -> None:
+        """The gradients of a bucket are on their way to the host; `event` is behind them."""
+        self.backward.copies[key] = event
+        self._sent.add(key)
+
+    # For autograd.
+
+    def for_autograd(self) -> tuple[dict[Place, torch.Tensor], dict[Place, torch.Tensor]]:
+        """What autograd gets, now that the schedule has been issued: for parameters, for proxies.
+
+        A tensor among it is held by nobody else, so that autograd may take it as it is.
+        """
+        if self._of.several_passes or any(self._is_read(*item) for item in self.goes.items()):
+            self.backward.await_copies(self.backward.copies)
+            self._of.streams.synchronize(Stream.D2H)
+        of_params = {}
+        for place, goes in self.goes.items():
+            if place in self.backward.updated:
+                continue
+            if goes in _IN_BUCKET:
+                self._take_place(place, goes)
+                of_params[place] = self.buffer(*place).detach()
+            elif goes is Goes.APART:
+                memory = self.buffer(*place)
+                del self.apart[place]
+                if place not in self.uses.shared:
+                    self.backward.handed[place] = memory
+                of_params[place] = memory.detach()
+        of_proxies, self.apart = self.apart, {}
+        return of_params, of_proxies
+
+    def _is_read(self, place: Place, goes: Goes) -> bool:
+        """Does autograd, or somebody else, read it at once?"""
+        if self.watches(place):
+            return True
+        if goes is Goes.MORE:  # added to what an earlier graph handed over, which may be read
+            added = not is_gone(self._of.param(place).grad)  # by another thread, meanwhile
+            return added or place not in self.backward.taken or place in self.backward.watched
+        return goes not in _IN_BUCKET
+
+    def _take_place(self, place: Place, goes: Goes) -> None:
+        backward, param = self.backward, self._of.param(place)
+        backward.handed[place] = self.buffer(*place)
+        backward.taken.add(place)
+        if self.watches(place):
+            backward.watched.add(place)
+        if is_gone(param.grad):
+            param.grad = None
+            backward.fresh.add(place)
+        elif goes is Goes.TOTAL:
+            assert param.grad is not None
+            backward.replaced[place] = param.grad
+            param.grad = None

@@ -1,0 +1,172 @@
+"""What is under way on a bucket, and what is offered to the next step; both are guarded.
+
+A tensor that work is in flight for, or that an offer was made from, has a guard, which asks here
+before somebody uses the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from megacompile.errors import OptimizerError
+from megacompile.ir.ops import Part
+from megacompile.ir.stream import Stream
+from megacompile.runtime.device import forks
+from megacompile.runtime.device.streams import Handle
+from megacompile.runtime.params.bucket_guards import Offered, Wait
+from megacompile.runtime.params.guards import guard, guard_of, release
+from megacompile.runtime.params.streamed_copy import StreamedCopy
+
+
+class InFlight(Protocol):
+    """Work on a bucket's host memory that has been started."""
+
+    @property
+    def fresh(self) -> dict[int, torch.Tensor]:
+        """New parameters that are on the device too, flat: index -> (numel,). Until it is over."""
+
+    def event(self, part: Part) -> torch.cuda.Event | None:
+        """What a stream waits for before it touches a part; None: wait on the host."""
+
+    def done(self) -> bool:
+        """Is it over?"""
+
+    def wait(self) -> None:
+        """Return when it is; raise if it failed."""
+
+
+class Offer(Protocol):
+    """Something that is right only as long as nobody changes the bucket."""
+
+    def drop(self) -> None:
+        """Nobody takes it."""
+
+
+class Pending:
+    """The work and the offer of one bucket.
+
+    Args:
+        params: the bucket's.
+        copy: of them that is streamed, which is watched when nothing else guards them.
+    """
+
+    def __init__(self, params: Sequence[torch.nn.Parameter], copy: StreamedCopy) -> None:
+        self.params = params
+        self.copy = copy
+        self.in_flight: InFlight | None = None
+        self.offered: Offer | None = None  # to optimizer.step(), by the backward
+        self.gradients_copied: torch.cuda.Event | None = None  # behind the last copy to the host
+        self._failed = False  # and somebody is to be told
+        self._guarded: list[torch.Tensor] = []  # until what is in flight is done
+        self._offer_guarded: list[torch.Tensor] = []  # until the offer is taken
+        forks.tell(self)
+
+    def forget(self, index: int) -> None:
+        """Somebody has a parameter in hands: its streamed copy may be stale."""
+        self.copy.forget(index)
+
+    def start(self, work: InFlight, updated: Sequence[int], states: Sequence[torch.Tensor]) -> None:
+        """Note work on some parameters and states; whoever uses one of them waits for it."""
+        assert self.in_flight is None, "a bucket serves one piece of work at a time"
+        self._failed = False
+        self.in_flight = work
+        self._guarded = [self.params[i] for i in updated] + list(states)
+        for i in updated:
+            guard(self.params[i], Wait(self, i))
+        for state in states:
+            guard(state, Wait(self, None))
+
+    def last_write(self, part: Part) -> Handle:
+        """What a token of this bucket stands for (`megacompile.ir.tokens`)."""
+        if part is Part.GRADIENTS:
+            return Handle(None, Stream.D2H, self.gradients_copied)
+        work = self.in_flight
+        if work is None:
+            return Handle(None, Stream.HOST)
+        event = work.event(part)
+        if event is None:
+            return Handle(work, Stream.HOST, host=self)
+        return Handle(work, Stream.D2H, event)
+
+    def busy(self) -> bool:
+        """Is something in flight that is not done?"""
+        return self.in_flight is not None and not self.in_flight.done()
+
+    def land(self, work: InFlight, updated: Sequence[int], states: Sequence[torch.Tensor]) -> None:
+        """Note copies from the device to this bucket's memory, behind what was there before."""
+        self.settle()
+        self.start(work, updated, states)
+
+    def before_fork(self) -> None:
+        """What is in flight would be half done in the child, for ever."""
+        self.finish()
+
+    def after_fork(self, *, in_child: bool) -> None:
+        """What another thread has started meanwhile is over for the child."""
+        if in_child and self.in_flight is not None and not self._failed:
+            self._landed()
+
+    def finish(self) -> None:
+        """Wait for what is in flight; if it failed, whoever uses the bucket next is told."""
+        work = self.in_flight
+        if work is None:
+            return
+        try:
+            work.wait()
+        except OptimizerError:
+            self._failed = True
+            return
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait for what is in flight on this bucket; raise if it failed."""
+        work = self.in_flight
+        if work is None:
+            return
+        try:
+            work.wait()
+        finally:
+            if self.in_flight is work and work.done():  # else Ctrl-C: it goes on, and so do guards
+                self._landed()
+
+    def _landed(self) -> None:
+        if self.in_flight is not None:
+            self.in_flight.fresh.clear()
+        self.in_flight = None
+        for tensor in self._guarded:
+            if isinstance(guard_of(tensor), Wait):
+                release(tensor)
+        self._guarded = []
+        self.copy.watch()
+
+    # What is offered to the next step.
+
+    def offer(self, what: Offer, params: Sequence[int], states: Sequence[torch.Tensor]) -> None:
+        """Keep something for the next step, unless somebody touches these before."""
+        self.withdraw()
+        self.offered = what
+        self._offer_guarded = [self.params[i] for i in params] + list(states)
+        for i in params:
+            guard(self.params[i], Offered(self, i))
+        for state in states:
+            guard(state, Offered(self, None))
+
+    def take_offer(self) -> Offer | None:
+        """What is offered, for the step that uses it (or `drop`s it)."""
+        offer, self.offered = self.offered, None
+        for tensor in self._offer_guarded:
+            if isinstance(guard_of(tensor), Offered):
+                release(tensor)
+        self._offer_guarded = []
+        if offer is not None:
+            self.copy.watch()
+        return offer
+
+    def withdraw(self) -> None:
+        """What is offered is no longer right."""
+        offer = self.take_offer()
+        if offer is not None:
+            offer.drop()

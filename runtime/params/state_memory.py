@@ -1,0 +1,144 @@
+"""Where the states of a bucket lie: flat buffers, those of each optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary, ref
+
+import torch
+
+from megacompile.ir.buckets import Bucket
+from megacompile.runtime.device.buffers import DeviceBuffer, HostBuffer
+from megacompile.runtime.optim.blockwise import absmax_numel
+
+State = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # 8 bits: codes and largest magnitudes
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """New memory like some parameters of a bucket."""
+
+    tensors: dict[int, torch.Tensor]  # by the parameter's index
+    whole: torch.Tensor  # the buffer that they lie in, flat, uint8
+    buffer: HostBuffer | DeviceBuffer
+
+
+class Home(Protocol):
+    """A bucket, as the memory of its states sees it."""
+
+    layout: Bucket
+    pin: bool
+    values: tuple[torch.Tensor, ...]
+
+    def new_buffer(self, size_bytes: int, *, pin: bool) -> HostBuffer | DeviceBuffer:
+        """Memory where the bucket lies."""
+
+    def like(self, dtypes: Mapping[int, torch.dtype], *, pin: bool) -> Made:
+        """New memory like some of the parameters."""
+
+
+@dataclass(slots=True)
+class _Owned:
+    """The states of one optimizer."""
+
+    by_name: dict[str, dict[int, State]] = field(default_factory=dict)
+    buffers: list[ref[HostBuffer]] = field(default_factory=list)
+    memory: list[torch.Tensor] = field(default_factory=list)  # flat, uint8: of those not in 8 bits
+
+
+class StateMemory:
+    """The states of one bucket.
+
+    Optimizers are referred to weakly: their memory goes with them. So is the bucket, which has
+    this.
+    """
+
+    def __init__(self, home: Home) -> None:
+        self._reference = ref(home)
+        self._owned: WeakKeyDictionary[Any, _Owned] = WeakKeyDictionary()
+
+    @property
+    def _home(self) -> Home:
+        home = self._reference()
+        assert home is not None, "states of a bucket that is gone"
+        return home
+
+    def owners(self) -> list[object]:
+        """The optimizers that have states here."""
+        return list(self._owned)
+
+    def of(self, owner: object) -> dict[str, dict[int, State]]:
+        """Those of an optimizer: name -> parameter's index -> state."""
+        return self._owned.setdefault(owner, _Owned()).by_name
+
+    def memory(self) -> Iterator[torch.Tensor]:
+        """Everything that is not in 8 bits, flat, uint8."""
+        for owned in self._owned.values():
+            yield from owned.memory
+
+    def make(
+        self, owner: object, name: str, dtypes: Mapping[int, torch.dtype], *, pin: bool
+    ) -> None:
+        """Get memory for a state, zeros, of those parameters that have none of that dtype yet.
+
+        Args:
+            owner: the optimizer.
+            name: of the state.
+            dtypes: by the parameter's index.
+            pin: page-lock it.
+        """
+        there = self.of(owner).setdefault(name, {})
+        missing = {
+            i: dtype
+            for i, dtype in dtypes.items()
+            if not isinstance(have := there.get(i), torch.Tensor) or have.dtype != dtype
+        }
+        if missing:
+            made = self._home.like(missing, pin=pin)
+            self._owned[owner].memory.append(made.whole)
+            self._note(owner, made.buffer)
+            there |= made.tensors
+
+    def make_codes(self, owner: object, name: str, params: Sequence[int], *, pin: bool) -> None:
+        """The same for states in 8 bits: codes and a largest magnitude for each block."""
+        there = self.of(owner).setdefault(name, {})
+        missing = [i for i in params if not isinstance(there.get(i), tuple)]
+        if not missing:
+            return
+        likes = []
+        for i in missing:
+            numel = self._home.values[i].numel()
+            codes = torch.empty(numel, dtype=torch.uint8, device="meta")
+            absmax = torch.empty(absmax_numel(numel), device="meta")
+            likes += [(f"{i}.codes", codes), (f"{i}.absmax", absmax)]
+        layout = Bucket.layout(self._home.layout.key, self._home.layout.name, likes)
+        buffer = self._home.new_buffer(layout.size_bytes, pin=pin)
+        self._note(owner, buffer)
+        made = [buffer.tensor(place) for place in layout.params]
+        there |= {i: (made[2 * k], made[2 * k + 1]) for k, i in enumerate(missing)}
+
+    def _note(self, owner: object, buffer: HostBuffer | DeviceBuffer) -> None:
+        if isinstance(buffer, HostBuffer):
+            self._owned[owner].buffers.append(ref(buffer))
+
+    def lock(self, owner: object) -> None:
+        """Page-lock an optimizer's states, which were made when no copy of them was foreseen."""
+        buffers = [buffer() for buffer in self._owned[owner].buffers if self._home.pin]
+        for buffer in buffers:
+            if buffer is not None:
+                buffer.lock()
+
+    def share(self, owner: object, name: str, index: int, state: torch.Tensor) -> None:
+        """Let an optimizer that was given another one's state, not a copy, have its buffer too."""
+        for other, theirs in list(self._owned.items()):
+            have = theirs.by_name.get(name, {}).get(index)
+            if other is owner or not isinstance(have, torch.Tensor) or have.dtype != state.dtype:
+                continue
+            if state.numel() and have.data_ptr() == state.data_ptr():
+                self.of(owner).setdefault(name, {})[index] = have
+                mine = self._owned[owner].memory
+                known = {id(memory) for memory in mine}
+                mine += [memory for memory in theirs.memory if id(memory) not in known]
+                self._owned[owner].buffers += theirs.buffers
