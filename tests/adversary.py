@@ -33,8 +33,9 @@ from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.streams import Handle, Streams
 from megacompile.runtime.model import captured
-from megacompile.runtime.ops.bound import BoundOps, _handles
+from megacompile.runtime.ops.bound import BoundOps
 from megacompile.runtime.ops.executor import Executor
+from megacompile.runtime.ops.group import handles
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.gradients import Goes
 from megacompile.show import python
@@ -151,14 +152,14 @@ class Adversary(Streams):
         stream: Stream,
         waits: Iterable[Handle],
         work: Callable[[], Any],
-        host: Any = None,
         *,
         release: bool = False,
     ) -> Handle:
-        handle = Handle(None, stream)
+        handle, waits = Handle(None, stream), tuple(waits)
+        busy = [earlier.host for earlier in waits if earlier.host is not None]
 
         def run() -> None:
-            if host is not None:
+            for host in busy:  # threads of the host
                 host.settle()
             handle.value = work()
             self.memory.name(handle)
@@ -290,7 +291,7 @@ class LateOps(BoundOps):
     _count = 0  # results of the op that is called now
     _fresh = False  # does it give memory that nothing was written to?
 
-    def _issue(self, stream: Any, waits: Any, work: Any, host: Any = None) -> Handle:
+    def _issue(self, stream: Any, waits: Any, work: Any) -> Handle:
         fresh, self._fresh = self._fresh, False
 
         def run() -> Any:
@@ -299,7 +300,7 @@ class LateOps(BoundOps):
                 poison(tensor.untyped_storage(), tensor.dtype)
             return value
 
-        return super()._issue(stream, waits, run, host)
+        return super()._issue(stream, waits, run)
 
     def _issue_many(self, waits: Any, work: Callable[[], Sequence[Any]]) -> tuple[Handle, ...]:
         streams: Any = self.machine.streams
@@ -310,7 +311,7 @@ class LateOps(BoundOps):
                 item.value = value
                 streams.memory.name(item)
 
-        whole = streams.issue(Stream.COMPUTE, _handles(waits), run)
+        whole = streams.issue(Stream.COMPUTE, handles(waits), run)
         for item in items:
             item.event = whole.event
         return tuple(items)
@@ -353,7 +354,7 @@ class LateExecutor(Executor):
     """Runs the printed code with `LateOps`, and sees where names end."""
 
     def _compile(self, name: str) -> Callable[[list[Any]], Any]:
-        bound = LateOps(self.schedule, self.machine)
+        bound = self._bound[name] = LateOps(self.schedule, self.machine)
         namespace: dict[str, Any] = {
             op.name: self._named(getattr(bound, op.name)) for op in ops.OPS.values()
         }
@@ -374,7 +375,8 @@ class LateExecutor(Executor):
             taken.clear()
             result = _handles_of(code(inputs), keep=True)
             self._show(name, result)
-            for handle in _handles(result):
+            values = result if name == "forward" else result[:-1]  # nobody waits for tokens here
+            for handle in handles(values):
                 device.wait_for(handle)
             return result
 
@@ -400,19 +402,22 @@ class LateExecutor(Executor):
 
     def _outside(self, name: str) -> list[bool]:
         """Which inputs of a graph may somebody else hold?"""
-        names = self.inputs(name)
-        if name == "forward" or compat.keeps_graph():
-            return [True] * len(names)
+        inputs = self._inputs[name]
+        if name == "forward" or (name == "backward" and compat.keeps_graph()):
+            return [True] * len(inputs)
         outputs, _ = ops.returned(self.schedule.forward)
         seen = {node.name for node in outputs if hasattr(node, "name")}
         seen |= {node.name for node in self.schedule.forward.find_nodes(op="placeholder")}
-        return [key in seen or key.removeprefix("t").isdigit() for key in names]
+        return [
+            token is not None or key in seen or key.removeprefix("t").isdigit()
+            for key, token in inputs
+        ]
 
     def _show(self, name: str, result: Any) -> None:
         """The user gets the outputs of a forward: nobody knows for how long."""
         if name == "forward":
             self.device.synchronize(Stream.COMPUTE)
-            for handle in _handles(result[0]):
+            for handle in handles(result[0]):
                 self.device.memory.visible.extend(map(_storage, tensors_in(handle.value)))
 
     def _ends(self, name: str) -> Sequence[Stream]:
@@ -430,6 +435,8 @@ class LateExecutor(Executor):
 
     def _before(self, name: str) -> None:
         """What an earlier schedule still does when this one begins: everything but held slots."""
+        if name == "update":
+            return
         graph, machine = self.schedule.graphs[name], self.machine
         held: set[int] = set()
         for node in ops.nodes_of(graph, ops.reuse):

@@ -32,6 +32,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, Stage
 from megacompile.ir.tensors import TensorMeta
 from megacompile.options import Lowering
+from megacompile.passes.schedule.device_update import insert_device_update
 from megacompile.passes.schedule.differentiate import differentiate
 from megacompile.passes.schedule.free import insert_free
 from megacompile.passes.schedule.norms import insert_norms
@@ -42,7 +43,9 @@ from megacompile.passes.schedule.prefetch import insert_prefetch
 from megacompile.passes.schedule.recompute import insert_recompute
 from megacompile.passes.schedule.slots import assign_slots
 from megacompile.passes.schedule.split import split_stages
+from megacompile.passes.schedule.tokens import insert_tokens
 from megacompile.passes.schedule.update import insert_updates
+from megacompile.passes.schedule.update_graph import insert_update_graph
 from megacompile.passes.stages.partition import partition
 from megacompile.passes.stages.templates import TemplateCache, trace_templates
 from megacompile.passes.stages.units import UNIT_LIMIT_BYTES, find_units
@@ -141,7 +144,7 @@ class Captured:
         """The passes that follow `partition`, in order."""
         return {"templates": self._trace(cache), **after_templates(cache=cache, **options)}
 
-    def build(self, until: str = "free", **options: Any) -> Schedule:
+    def build(self, until: str = "tokens", **options: Any) -> Schedule:
         """The schedule after the pass called `until`."""
         schedule = self.with_tangent()
         for name, function in self.passes(**options).items():
@@ -176,10 +179,15 @@ def after_templates(
     reuse: bool = False,
     lookahead: int = 2,
     slots: int = 3,
+    resident: frozenset[int] = frozenset(),
+    device_update: float = 0.0,
+    helps: bool = False,
+    state_delay: int = 1,
 ) -> dict[str, Pass]:
     """The passes that need nothing but a schedule whose stages have templates, in order.
 
     With `update` the gradients are not offloaded; `norms` sends their norms along, else.
+    `device_update` is the share of the parameters that the step updates on the device.
     """
     gradients: dict[str, Pass] = {
         "offload_grad": functools.partial(offload_gradients, accumulate=accumulate)
@@ -193,12 +201,23 @@ def after_templates(
             state_bytes=lambda item_bytes: 10.0,
         )
         gradients = {"update": insert}
-    elif norms:
-        gradients["norms"] = insert_norms
+    else:
+        if norms:
+            gradients["norms"] = insert_norms
+        gradients["device_update"] = functools.partial(
+            insert_device_update, state_bytes=lambda item_bytes: 10.0
+        )
+        gradients["update_graph"] = functools.partial(insert_update_graph, helps=helps)
     return {
         "differentiate": differentiate,
         "plan": functools.partial(
-            make_plan, keep=int(keep_last), activations=activations, lookahead=lookahead
+            make_plan,
+            keep=int(keep_last),
+            activations=activations,
+            lookahead=lookahead,
+            resident=resident,
+            device_update=device_update,
+            state_delay=state_delay,
         ),
         "split": functools.partial(split_stages, cache={} if cache is None else cache),
         "recompute": insert_recompute,
@@ -207,6 +226,7 @@ def after_templates(
         "prefetch": functools.partial(insert_prefetch, lookahead=lookahead),
         "slots": functools.partial(assign_slots, slots=slots, reuse=reuse),
         "free": insert_free,
+        "tokens": insert_tokens,
     }
 
 

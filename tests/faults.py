@@ -11,6 +11,7 @@ from torch import fx
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
+from megacompile.ir.tokens import token_of
 from megacompile.verify.proof import hazards
 from tests.schedules import Spec, arguments, build, find, set_arguments
 
@@ -28,6 +29,8 @@ NORMS = Spec(norms=True)
 UPDATING = Spec(update=True)
 OFFLOADING = Spec(offload=frozenset({1, 2}))
 KEPT_THERE = Spec(offload=frozenset({1, 2}), keep=frozenset({1, 2}))
+LATE = Spec(shared=True, late=True)
+STEPPING = Spec(device=frozenset({0}), resident=frozenset({3}), helps=True, norms=True)
 EVERYTHING = Spec(
     stages=6,
     slots=3,
@@ -82,10 +85,30 @@ def assert_helpful(fault: Fault) -> None:
 
 
 def drop_after(graph: str, label: str, nth: int = 0) -> Edit:
+    """Drop an op's edges to ops of its graph."""
+
     def edit(schedule: Schedule) -> None:
         node = find(schedule, graph, label, nth)
-        assert node.kwargs.get("after"), f"{label} has no edge to drop"
-        node.kwargs = {}
+        lost = waits_for(node)
+        assert lost, f"{label} has no edge to drop"
+        after: Any = node.kwargs["after"]
+        node.kwargs = {"after": tuple(n for n in after if n not in lost)}
+
+    return edit
+
+
+def waits_for(node: fx.Node) -> list[fx.Node]:
+    """The ops of its graph that a node names in `after=`."""
+    after: Any = node.kwargs.get("after", ())
+    return [n for n in after if token_of(n) is None]
+
+
+def drop_token(graph: str, label: str, token: str) -> Edit:
+    def edit(schedule: Schedule) -> None:
+        node = find(schedule, graph, label)
+        after: Any = node.kwargs["after"]
+        assert token in [n.name for n in after]
+        node.kwargs = {"after": tuple(n for n in after if n.name != token)}
 
     return edit
 
@@ -135,6 +158,19 @@ def bucket(index: int) -> Callable[[Schedule, Any], Bucket]:
     return lambda schedule, _: schedule.buckets[index]
 
 
+def set_returned(
+    graph: fx.Graph, at: int, change: Callable[[tuple[fx.Node, ...]], tuple[fx.Node, ...]]
+) -> None:
+    """Change one of the tuples that a graph returns."""
+    returned = list(ops.returned(graph))
+    returned[at] = change(returned[at])
+    graph.output_node().args = (tuple(returned),)
+
+
+def without(node: fx.Node) -> Callable[[tuple[fx.Node, ...]], tuple[fx.Node, ...]]:
+    return lambda nodes: tuple(n for n in nodes if n is not node)
+
+
 def one_slot(schedule: Schedule) -> None:
     for graph in schedule.graphs.values():
         for prefetch in ops.nodes_of(graph, ops.prefetch):
@@ -142,11 +178,14 @@ def one_slot(schedule: Schedule) -> None:
 
 
 def erase(graph: str, label: str) -> Edit:
-    """Take an op out, and out of everybody's `after`."""
+    """Take an op out, out of everybody's `after`, and out of what is returned."""
 
     def edit(schedule: Schedule) -> None:
         node = find(schedule, graph, label)
         for user in list(node.users):
+            if user.op == "output":
+                set_returned(schedule.graphs[graph], -1, without(node))
+                continue
             after: Any = user.kwargs["after"]
             user.kwargs = {"after": tuple(n for n in after if n is not node)}
         schedule.graphs[graph].erase_node(node)

@@ -1,7 +1,8 @@
 """Mutants of real schedules: an edge is dropped, an op moved, another value, slot or bucket taken.
 
-Whether a mutant can produce a wrong result is decided by all interleavings of `tests.symbolic`, and
-`verify` must report every one that can.
+Whether a mutant can produce a wrong result is decided by the interleavings of `tests.symbolic` and
+`tests.symbolic_cycle`, and `verify` must report every one that can. Mutants of the update, and of
+the edges between graphs, are made by `tests.mutants_step`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, Slot
 from megacompile.ir.schedule import Schedule
 from tests.symbolic import Cells, Crash, Path, Start, explore
+from tests.symbolic_cycle import Cycle, Kind, kinds
 from tests.symbolic_ops import Machine
 
+_ALONE = ("forward", "backward")
 Edit = Callable[[Schedule, fx.Graph, random.Random], str]
 
 
@@ -46,6 +49,9 @@ class Verdict:
 class Truth:
     """What a schedule gives in every interleaving; mutants of it are judged by that.
 
+    Forward and backward alone in all interleavings; a step and the next one in all orders of two
+    ops (`tests.symbolic_cycle`).
+
     Raises:
         AssertionError: the schedule itself gives more than one result.
     """
@@ -56,19 +62,46 @@ class Truth:
         self.accumulate = backward is not None and bool(ops.nodes_of(backward, ops.fetch_grad))
         self.right: dict[str, object] = {}
         start = Start()
-        for name in schedule.graphs:
+        for name in filter(schedule.graphs.__contains__, _ALONE):
             machine = Machine(schedule, name, start, self.accumulate)
             seen = {machine.seen(cells): cells for cells, _ in explore(machine)}
             assert len(seen) == 1, f"{schedule.name} {name} has {len(seen)} results"
             ((result, cells),) = seen.items()
             self.right[name] = _by_name(machine, cells)
             start = machine.next(cells)
+        self.cycles = {kind: self._cycle(kind) for kind in kinds(schedule)}
 
-    def judge(self, mutant: Schedule) -> Verdict:
-        """Can some interleaving of `mutant` give something else than its original does?"""
+    def _cycle(self, kind: Kind) -> dict[object, int]:
+        right, *others = Cycle(self.schedule, kind, accumulate=self.accumulate).results()
+        assert all(other == right for other in others), f"{self.schedule.name}: {kind.value}"
+        return right
+
+    def judge(self, mutant: Schedule, *, alone: bool = True) -> Verdict:
+        """Can some interleaving of `mutant` give something else than its original does?
+
+        Args:
+            alone: look at forward and backward alone too; nothing else shows an interleaving.
+        """
+        verdict = self._alone(mutant) if alone else Verdict(Harm.NONE)
+        if verdict.harm in (Harm.WRONG, Harm.CRASH):
+            return verdict
+        found = self._together(mutant)
+        return verdict if found.harm is Harm.NONE else found
+
+    def _together(self, mutant: Schedule) -> Verdict:
+        for kind, right in self.cycles.items():
+            try:
+                cycle = Cycle(mutant, kind, accumulate=self.accumulate)
+            except Crash as error:
+                return Verdict(Harm.CRASH, "cycle", None, str(error))
+            if any(result != right for result in cycle.results()):
+                return Verdict(Harm.WRONG, "cycle", None, kind.value)
+        return Verdict(Harm.NONE)
+
+    def _alone(self, mutant: Schedule) -> Verdict:
         start = Start()
         try:
-            for name in mutant.graphs:
+            for name in filter(mutant.graphs.__contains__, _ALONE):
                 machine = Machine(mutant, name, start, self.accumulate)
                 last: Cells = []
                 for cells, path in explore(machine):
@@ -109,7 +142,7 @@ def mutate(schedule: Schedule, rng: random.Random) -> tuple[Schedule, str]:
         mutant = schedule.copy()
         done = []
         for _ in range(rng.choice((1, 1, 1, 2))):
-            graph = rng.choice(list(mutant.graphs.values()))
+            graph = mutant.graphs[rng.choice([n for n in _ALONE if n in mutant.graphs])]
             name = rng.choice(list(EDITS))
             done.append(EDITS[name](mutant, graph, rng))
         if all(done):

@@ -13,9 +13,11 @@ refused where others use the parameters, before anything is updated. Models, pla
 drawn by hypothesis; several interleavings (`--interleavings`) share these, because tracing takes
 most of the time.
 
-A mutant is a schedule with one or two edits: `tests.mutants` says which, and decides by all
-interleavings whether it is harmful. Half of the schedules are made by the passes for random models,
-half by hand (`tests.schedules`).
+A mutant is a schedule with one or two edits: `tests.mutants` says which, and decides by
+interleavings whether it is harmful. Of the schedules, some are those that random models ran, some
+were made by the passes for random models and plans without running them, and the others by hand
+(`tests.schedules`). As many mutants again are of updates and of the edges between graphs
+(`tests.mutants_step`): they have a table of their own, the last one.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import hypothesis
 import torch
@@ -38,9 +41,10 @@ from hypothesis import strategies as st
 from megacompile import schedules
 from megacompile.ir.schedule import Schedule
 from megacompile.verify.proof import hazards
-from tests import adversary, inside, loops, nets
+from tests import adversary, inside, loops, mutants_step, nets
+from tests.capturing import capture
 from tests.loops import Loop
-from tests.mutants import Harm, Truth, mutate
+from tests.mutants import Harm, Truth, Verdict, mutate
 from tests.nets import Choice, Net
 from tests.schedules import Spec, build
 from tests.subject import Counts, InOrder, Subject, plain_refuses
@@ -127,20 +131,40 @@ class Mutants:
     """How `verify` judged mutants, and schedules that are right."""
 
     judged: collections.Counter[tuple[Harm, bool]]
-    edits: int = 0
     schedules: int = 0
     false_alarms: int = 0
     missed: list[str] = dataclasses.field(default_factory=list)
+    step: Mutants | None = None  # of updates, and of edges between graphs
+    edits: collections.Counter[tuple[str, bool]] = dataclasses.field(  # name of the edit, harmful
+        default_factory=collections.Counter
+    )
+
+    def count(self, verdict: Verdict, reported: bool, edits: str, name: str = "") -> None:
+        """One more."""
+        harmful = verdict.harm in (Harm.WRONG, Harm.CRASH)
+        self.judged[verdict.harm, reported] += 1
+        self.edits[name, harmful] += 1
+        if harmful and not reported:
+            self.missed.append(f"missed: {verdict.graph}: {edits} ({verdict.why})")
 
     def of(self, *harms: Harm, reported: bool) -> int:
         return sum(self.judged[harm, reported] for harm in harms)
 
     def __str__(self) -> str:
+        text = (
+            f"{self.schedules} unmodified schedules, {self.false_alarms} false alarms\n"
+            f"{self._table('mutants')}"
+        )
+        if self.step is not None:
+            text += f"\n{self.step._table('mutants of updates and of edges between graphs')}"
+            text += "".join(f"\n{line}" for line in self.step._by_edit())
+        return text
+
+    def _table(self, what: str) -> str:
         harmful = (Harm.WRONG, Harm.CRASH)
         wrong, crash = (self.of(harm, reported=True) for harm in harmful)
         return (
-            f"{self.schedules} unmodified schedules, {self.false_alarms} false alarms\n"
-            f"{sum(self.judged.values())} mutants\n"
+            f"{sum(self.judged.values())} {what}\n"
             f"  harmful, caught: {wrong + crash} ({wrong} that give wrong results, {crash} that "
             "raise)\n"
             f"  harmful, missed: {self.of(*harmful, reported=False)}\n"
@@ -150,6 +174,11 @@ class Mutants:
             f"{self.of(Harm.UNDECIDED, reported=True)} flagged, "
             f"{self.of(Harm.UNDECIDED, reported=False)} passed"
         )
+
+    def _by_edit(self) -> Iterator[str]:
+        yield "  edit                      harmful  harmless"
+        for name in sorted({name for name, _ in self.edits}):
+            yield f"  {name:24}{self.edits[name, True]:9}{self.edits[name, False]:10}"
 
 
 def real_schedules(count: int, seed: int) -> list[Schedule]:
@@ -180,6 +209,59 @@ def real_schedules(count: int, seed: int) -> list[Schedule]:
     return found
 
 
+def planned_schedules(count: int, seed: int) -> list[Schedule]:
+    """`count` schedules that the passes make for random models and plans; none of them is run.
+
+    Their code is not compiled, so they have what is only made with Inductor, too: norms, and
+    updates on the device.
+    """
+    found: list[Schedule] = []
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=2 * count,
+        deadline=None,
+        database=None,
+        phases=[hypothesis.Phase.generate],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(nets.nets(), st.integers(0, 2**30))
+    def one(net: Net, chosen: int) -> None:
+        if len(found) >= count or plain_refuses(net, Choice()):
+            return
+        rng = random.Random(chosen)
+        inputs: dict[str, Any] = {**nets.data(net, 0)}
+        captured = capture(nets.build(net), **inputs)
+        for _ in range(2):  # tracing takes most of the time
+            found.append(captured.build(**_plan(rng, len(captured.units))))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        one()
+    return found
+
+
+def _plan(rng: random.Random, buckets: int) -> dict[str, Any]:
+    """Options of the passes."""
+    update = rng.random() < 0.25
+    lookahead = rng.randint(1, 3)
+    resident = {key for key in range(buckets) if rng.random() < 0.2}
+    return {
+        "accumulate": rng.random() < 0.35,
+        "keep_last": rng.random() < 0.7,
+        "reuse": rng.random() < 0.4,
+        "lookahead": lookahead,
+        "slots": lookahead + 1 + rng.randint(0, 2),
+        "update": update,
+        "masters": update and rng.random() < 0.3,
+        "norms": rng.random() < 0.5,
+        "device_update": 0.0 if update else rng.choice((0.0, 0.3, 0.6, 1.0)),
+        "resident": frozenset() if update else frozenset(resident),
+        "helps": rng.random() < 0.5,
+        "state_delay": rng.choice((1, 1, 2)),
+    }
+
+
 def hand_made(count: int, seed: int) -> list[Schedule]:
     """Random schedules of `tests.schedules`, which no pass makes."""
     rng = random.Random(seed)
@@ -203,12 +285,26 @@ def hand_made(count: int, seed: int) -> list[Schedule]:
             masters=rng.random() < 0.3,
         )
         norms = not spec.update and rng.random() < 0.3
-        found.append(build(dataclasses.replace(spec, norms=norms)))
+        buckets = frozenset() if spec.update else some(stages)
+        found.append(
+            build(
+                dataclasses.replace(
+                    spec,
+                    norms=norms,
+                    late=spec.shared and not spec.update and rng.random() < 0.5,
+                    device=buckets,
+                    resident=frozenset() if spec.update else some(stages) - buckets,
+                    helps=rng.random() < 0.5,
+                )
+            )
+        )
     return found
 
 
-def prove_verify(mutants: int, seed: int, originals: list[Schedule]) -> Mutants:
-    """Judge the originals, and `mutants` mutants of them."""
+def prove_verify(
+    mutants: int, seed: int, originals: list[Schedule], *, of_steps: int = 0
+) -> Mutants:
+    """Judge the originals, `mutants` mutants of them, and `of_steps` of updates and edges."""
     counts = Mutants(collections.Counter(), schedules=len(originals))
     truths = []
     for schedule in originals:
@@ -218,10 +314,15 @@ def prove_verify(mutants: int, seed: int, originals: list[Schedule]) -> Mutants:
     for _ in range(mutants):
         truth = rng.choice(truths)
         mutant, edits = mutate(truth.schedule, rng)
-        verdict, reported = truth.judge(mutant), bool(hazards(mutant))
-        counts.judged[verdict.harm, reported] += 1
-        if verdict.harm in (Harm.WRONG, Harm.CRASH) and not reported:
-            counts.missed.append(f"missed: {verdict.graph}: {edits} ({verdict.why})")
+        counts.count(truth.judge(mutant), bool(hazards(mutant)), edits)
+    counts.step = Mutants(collections.Counter())
+    stepping = [truth for truth in truths if truth.schedule.backward is not None]
+    for _ in range(of_steps):
+        truth = rng.choice(stepping)
+        mutant, name, edits = mutants_step.mutate(truth.schedule, rng)
+        verdict = truth.judge(mutant, alone=False)
+        counts.step.count(verdict, bool(hazards(mutant)), edits, name)
+    counts.missed += counts.step.missed
     return counts
 
 
@@ -251,9 +352,10 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join([*counts.found, str(counts)]))
         failed |= counts.mismatches > 0
     if args.mutants:
-        half = args.schedules // 2
-        originals = real_schedules(half, args.seed) + hand_made(half, args.seed)
-        found = prove_verify(args.mutants, args.seed, originals)
+        third = args.schedules // 3
+        originals = real_schedules(third, args.seed) + planned_schedules(third, args.seed)
+        originals += hand_made(args.schedules - len(originals), args.seed)
+        found = prove_verify(args.mutants, args.seed, originals, of_steps=args.mutants)
         print("\n".join([*found.missed, str(found)]))
         failed |= bool(found.missed) or found.false_alarms > 0
     print(f"{time.perf_counter() - start:.0f} s")

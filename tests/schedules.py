@@ -45,7 +45,9 @@ class Spec:
     update: bool = False  # the backward updates each bucket instead of offloading its gradients
     masters: bool = False  # updates take the parameters with the states, not from the slots
     offload: frozenset[int] = frozenset()  # stages whose saved values wait on the host
-    late: bool = False  # with `shared`, the first stage reads its bucket and gives no gradient of it
+    late: bool = (
+        False  # with `shared`, the first stage reads its bucket and gives no gradient of it
+    )
     device: frozenset[int] = frozenset()  # buckets that step() updates on the device
     resident: frozenset[int] = frozenset()  # buckets that live on the device
     helps: bool = False  # the device helps the host with its updates
@@ -105,9 +107,10 @@ def call(
 def token(graph: fx.Graph, bucket: Bucket, part: Part) -> fx.Node:
     """A placeholder for the last write of a part by an earlier graph: "weights_3"."""
     name = f"{part.value}_{bucket.label}"
-    for node in graph.find_nodes(op="placeholder"):
-        if node.name == name:
-            return node
+    for there in graph.find_nodes(op="placeholder"):
+        if there.name == name:
+            assert isinstance(there, fx.Node)
+            return there
     first = next((n for n in graph.nodes if n.op != "placeholder"), None)
     with graph.inserting_before(first):
         node = graph.create_node("placeholder", name, name=name)

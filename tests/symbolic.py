@@ -234,7 +234,8 @@ class Layout:
         *,
         release: bool = False,
     ) -> Done:
-        lane: Lane = stream if stream.in_order else len(self.queues)
+        in_order = stream.in_order and (self.name, stream) != ("update", Stream.D2H)  # by threads
+        lane: Lane = stream if in_order else len(self.queues)
         waits = (*waits, *self.host_waits)
         queue = self.queues.setdefault(lane, [])
         queue.append(Step(label, stream, run, waits, release))
@@ -402,9 +403,7 @@ class Layout:
             self.deferred[cell] = (*self.deferred.get(cell, ()), *kept_for)
         self.place[node] = self._frees(f"del {value.name}", self._drop(value), waits)
 
-    def _frees(
-        self, label: str, lost: list[int], waits: tuple[Done, ...]
-    ) -> Done:
+    def _frees(self, label: str, lost: list[int], waits: tuple[Done, ...]) -> Done:
         """Memory goes: at once, or, where it is deferred, when that allows."""
         at_once = [cell for cell in lost if not self.deferred.get(cell)]
         where = self._queue(Stream.COMPUTE, label, _frees(at_once), waits, release=True)

@@ -97,7 +97,9 @@ class Cycle:
                     moved = True
         if any(n < len(queue) for n, (_, queue) in zip(at, lanes, strict=True)):
             raise Crash("deadlock")
-        self.needed = [(tuple(place[done] for done in needed), lost) for needed, lost in self.defers]
+        self.needed = [
+            (tuple(place[done] for done in needed), lost) for needed, lost in self.defers
+        ]
 
     def result(self, ranks: Callable[[int], float]) -> dict[object, int]:
         """What can be seen at the end if, of the ops that can run, the lowest rank is next."""
@@ -201,11 +203,13 @@ class _Elsewhere(Machine):
         self.handed = {}
         self._world(start, accumulate=True)
         for bucket in schedule.buckets:
-            self._step(bucket.key)
+            self._steps(bucket.key)
         for bucket in schedule.buckets:
-            self._gradients(bucket.key)
+            self._copies_of(bucket.key)
+        copies = tuple(self.tokens[bucket.key, Part.GRADIENTS] for bucket in schedule.buckets)
+        self._queue(Stream.D2H, "ELSEWHERE", lambda cells: None, copies)
 
-    def _step(self, key: int) -> None:
+    def _steps(self, key: int) -> None:
         cells_of = [self.persistent["params", key], self.persistent["states", key]]
 
         def run(cells: Cells) -> None:
@@ -217,7 +221,7 @@ class _Elsewhere(Machine):
         for part in (Part.WEIGHTS, Part.STATES):
             self.tokens[key, part] = done
 
-    def _gradients(self, key: int) -> None:
+    def _copies_of(self, key: int) -> None:
         into = [self._host_grad(key, i) for i in self.gradient_params.get(key, ())]
 
         def run(cells: Cells) -> None:
@@ -225,4 +229,5 @@ class _Elsewhere(Machine):
                 cells[cell] = term("elsewhere", "gradient", key, cell)
 
         waits = (self.tokens[key, Part.WEIGHTS],)
-        self.tokens[key, Part.GRADIENTS] = self._queue(Stream.D2H, "ELSEWHERE", run, waits)
+        done = self._queue(Stream.HOST, "ELSEWHERE", run, waits)  # in whatever order
+        self.tokens[key, Part.GRADIENTS] = done

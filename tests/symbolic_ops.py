@@ -302,7 +302,6 @@ class Machine(Layout):
         host = [self.persistent["params", bucket.key], self.persistent["states", bucket.key]]
         return self._copies([(into, cell) for into in host]), None
 
-
     # The step, of what lies where it is.
 
     def _update_host(self, bucket: Bucket) -> tuple[Run, Value]:

@@ -207,8 +207,9 @@ def frees_at_once(graph: fx.Graph) -> None:
 
 def swapped_slots(graph: fx.Graph) -> None:
     """The second prefetch goes where the first one went."""
-    first, second, *_ = ops.nodes_of(graph, ops.prefetch)
-    second.args = (second.args[0], first.args[1])
+    prefetches = ops.nodes_of(graph, ops.prefetch)
+    for first, second in zip(prefetches[:1], prefetches[1:], strict=False):
+        second.args = (second.args[0], first.args[1])
 
 
 FAULTS: dict[str, Fault] = {

@@ -14,9 +14,11 @@ from megacompile.ir import ops
 from megacompile.verify.order import Order
 from megacompile.verify.proof import HazardKind, hazards, verify
 from tests import (
+    test_verify_cycle,
     test_verify_gradients,
     test_verify_offload,
     test_verify_slots,
+    test_verify_step,
     test_verify_updates,
     test_verify_values,
 )
@@ -28,11 +30,13 @@ from tests.faults import (
     INFERENCE,
     KEEPING,
     KEPT_THERE,
+    LATE,
     NORMS,
     OFFLOADING,
     PLAIN,
     RANDOM,
     SHARED,
+    STEPPING,
     UPDATING,
     drop_after,
     one_slot,
@@ -64,6 +68,12 @@ SPECS = [
     KEPT_THERE,
     replace(EVERYTHING, offload=frozenset({0, 1, 2, 3})),
     replace(UPDATING, offload=frozenset({1, 2, 3}), keep=frozenset({3})),
+    STEPPING,
+    LATE,
+    replace(STEPPING, accumulate=True, shared=True),
+    replace(LATE, accumulate=True, device=frozenset({0, 1})),
+    Spec(resident=frozenset({0, 1, 2, 3})),
+    Spec(device=frozenset({0, 1, 2, 3}), reuse=True),
 ]
 
 
@@ -73,6 +83,8 @@ SUBJECTS = (
     test_verify_values,
     test_verify_gradients,
     test_verify_updates,
+    test_verify_cycle,
+    test_verify_step,
 )
 
 

@@ -71,7 +71,10 @@ FAULTS = [
         "gradients offloaded before their backward",
         PLAIN,
         move_before("backward", "2OFFLOAD_GRAD", "2B"),
-        (("gradients not ready", "backward", "2OFFLOAD_GRAD", "2B"),),
+        (
+            ("gradients not ready", "backward", "2OFFLOAD_GRAD", "2B"),
+            ("written too early", "update", "2UPDATE", "2PREFETCH@1"),
+        ),
     ),
     Fault(
         "gradients offloaded that another backward adds to",
@@ -81,6 +84,7 @@ FAULTS = [
             ("gradients not ready", "backward", "0OFFLOAD_GRAD", "0B"),
             ("gradients lost", "backward", "0B", ""),
             ("use after free", "backward", "0OFFLOAD_GRAD", "3B"),
+            ("written too early", "update", "0UPDATE", "0PREFETCH@0"),
         ),
     ),
     Fault(
@@ -99,6 +103,7 @@ FAULTS = [
         (
             ("wrong gradients", "backward", "1OFFLOAD_GRAD", "2B"),
             ("gradients lost", "backward", "1OFFLOAD_GRAD", "1OFFLOAD_GRAD"),
+            ("written too early", "update", "2UPDATE", "2PREFETCH@0"),
         ),
     ),
     Fault(
@@ -115,19 +120,29 @@ FAULTS = [
         "gradients that nobody offloads",
         PLAIN,
         erase("backward", "1OFFLOAD_GRAD"),
-        (("gradients lost", "backward", "1B", ""),),
+        (
+            ("gradients lost", "backward", "1B", ""),
+            ("written too early", "update", "1UPDATE", "1PREFETCH@1"),
+        ),
     ),
     Fault(
         "sum that nobody offloads",
         ADDING,
         erase("backward", "1OFFLOAD_GRAD"),
-        (("gradients lost", "backward", "1ADD_GRAD", ""),),
+        (
+            ("gradients lost", "backward", "1ADD_GRAD", ""),
+            ("written too early", "update", "1UPDATE", "1PREFETCH@1"),
+        ),
     ),
     Fault(
         "gradients offloaded twice",
         PLAIN,
         offload_twice,
-        (("gradients lost", "backward", "2OFFLOAD_GRAD", "2OFFLOAD_GRAD"),),
+        (
+            ("gradients lost", "backward", "2OFFLOAD_GRAD", "2OFFLOAD_GRAD"),
+            ("read too early", "update", "2UPDATE", "2OFFLOAD_GRAD"),
+            ("wrong token", "backward", "2OFFLOAD_GRAD", ""),
+        ),
     ),
     Fault(
         "gradients on the host overwritten while they are fetched",

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import operator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.verify.proof import HazardKind, hazards
+from tests.faults import waits_for
 from tests.interleavings import Interleavings
 from tests.schedules import Spec, arguments, build, set_arguments
 
@@ -34,20 +37,32 @@ SMALL = [
 ]
 
 
+GRAPHS = ("forward", "backward")  # their own hazards; how graphs meet is another subject
+BETWEEN = (HazardKind.READ_TOO_EARLY, HazardKind.WRITTEN_TOO_EARLY, HazardKind.WRONG_TOKEN)
+
+
 @pytest.mark.parametrize("spec", SMALL, ids=str)
 def test_no_interleaving_corrupts_a_correct_schedule(spec: Spec) -> None:
-    for graph in build(spec).graphs.values():
+    schedule = build(spec)
+    for graph in map(schedule.graphs.__getitem__, GRAPHS):
         assert Interleavings(graph).corrupted() == set()
 
 
 def edges(schedule: Schedule) -> list[tuple[str, int]]:
-    """Every `after=` entry: its graph and the position of its node."""
+    """Every `after=` entry that is no token alone: its graph and the position of its node."""
     return [
         (name, i)
-        for name, graph in schedule.graphs.items()
-        for i, n in enumerate(graph.nodes)
-        if n.kwargs.get("after")
+        for name in GRAPHS
+        for i, n in enumerate(schedule.graphs[name].nodes)
+        if waits_for(n)
     ]
+
+
+def drop(node: fx.Node) -> None:
+    """An op waits for tokens alone."""
+    after: Any = node.kwargs.get("after", ())
+    lost = waits_for(node)
+    node.kwargs = {"after": tuple(n for n in after if n not in lost)}
 
 
 @pytest.mark.parametrize("spec", SMALL, ids=str)
@@ -56,7 +71,7 @@ def test_a_dropped_edge_is_found_exactly_where_it_matters(spec: Spec) -> None:
     for name, i in edges(build(spec)):
         schedule = build(spec)
         graph = schedule.graphs[name]
-        list(graph.nodes)[i].kwargs = {}
+        drop(list(graph.nodes)[i])
         corrupted = Interleavings(graph).corrupted()
         assert bool(hazards(schedule)) == bool(corrupted), corrupted
         needed += bool(corrupted)
@@ -70,7 +85,7 @@ def test_random_edits_are_judged_as_brute_force_judges_them(
 ) -> None:
     """Edges dropped, copies issued elsewhere, slots exchanged: several at once."""
     schedule = build(spec)
-    name = data.draw(st.sampled_from(sorted(schedule.graphs)))
+    name = data.draw(st.sampled_from(sorted(GRAPHS)))
     graph = schedule.graphs[name]
     for _ in range(data.draw(st.integers(1, 3))):
         copies = (ops.prefetch, ops.fetch_grad, ops.offload_grad, ops.fetch_state)
@@ -81,7 +96,7 @@ def test_random_edits_are_judged_as_brute_force_judges_them(
         node = data.draw(st.sampled_from(movable), label="node")
         what = data.draw(st.sampled_from(["drop", "move", "slot"]), label="edit")
         if what == "drop":
-            node.kwargs = {}
+            drop(node)
         elif what == "move":
             goals = [
                 n for n in graph.nodes if n.op != "placeholder" and n.target is not operator.getitem
@@ -93,6 +108,6 @@ def test_random_edits_are_judged_as_brute_force_judges_them(
             slot = data.draw(st.sampled_from(schedule.slots), label="slot")
             set_arguments(node, arguments(node)[0], slot)
     found = hazards(replace(schedule, held=()) if name == "forward" else schedule)
-    races = [h for h in found if h.graph == name and h.kind is not HazardKind.LEAK]
+    races = [h for h in found if h.graph == name and h.kind not in (HazardKind.LEAK, *BETWEEN)]
     corrupted = Interleavings(graph).corrupted()
     assert bool(races) == bool(corrupted), (corrupted, found)

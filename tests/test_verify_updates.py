@@ -125,7 +125,10 @@ FAULTS = [
         "new states offloaded twice",
         UPDATING,
         offload_state_twice,
-        (("state lost", "backward", "2UPDATE", ""),),
+        (
+            ("state lost", "backward", "2UPDATE", ""),
+            ("wrong token", "backward", "2OFFLOAD_STATE", ""),
+        ),
     ),
     Fault(
         "a bucket updated twice",
@@ -194,6 +197,7 @@ FAULTS = [
         (
             ("slot overwritten", "backward", "2B", "0PREFETCH@1"),
             ("gradients lost", "backward", "2B", ""),
+            ("not updated", "backward", "output", ""),
         ),
     ),
     Fault(
@@ -203,6 +207,7 @@ FAULTS = [
         (
             ("slot overwritten", "backward", "2B", "0PREFETCH@1"),
             ("gradients lost", "backward", "2ADD_GRAD", ""),
+            ("not updated", "backward", "output", ""),
         ),
     ),
     Fault(

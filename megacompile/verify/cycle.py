@@ -12,6 +12,10 @@ graphs. What comes first is the step of another schedule, which may write every 
 each bucket, then gradients of it. Then come forward, backward, update, forward and backward; where
 backwards add to gradients on the host, the first two come twice; where the backward updates, the
 update is left out. Pairs of ops of one graph are for the checks of that graph.
+
+An update may have nothing to do for some buckets: another optimizer steps for them. Its ops on them
+do nothing then, and wait for nothing. So in an update ops of two buckets do not order one another.
+Threads make its copies to the host, in chunks: these are in no order with those of a backward.
 """
 
 from __future__ import annotations
@@ -27,8 +31,8 @@ from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
-from megacompile.ir.tokens import Place, given, token_of
-from megacompile.ir.values import label, memory, producer, reads
+from megacompile.ir.tokens import Place, given, token_of, written
+from megacompile.ir.values import bucket_of, label, memory, producer, reads
 from megacompile.verify.hazard import Hazard, HazardKind, View
 from megacompile.verify.order import Step
 
@@ -54,13 +58,15 @@ def hazards(views: list[View]) -> Iterator[Hazard]:
     """What graphs do to one another."""
     cycle = _Cycle(views[0].schedule)
     by_name = {view.name: view for view in views}
-    reported = set()
+    found: dict[tuple[object, ...], Hazard] = {}
     for name in _runs(by_name):
         for hazard in cycle.run(by_name[name]):
-            key = (hazard.kind, *hazard.nodes, hazard.message)
-            if key not in reported:
-                reported.add(key)
-                yield hazard
+            key = hazard.kind, *hazard.nodes
+            found.setdefault(key, hazard)
+    for key, hazard in found.items():
+        others = [other for other in found if len(other) > len(key) and other[: len(key)] == key]
+        if not others:  # of what any schedule may do, and this one does, this one is told
+            yield hazard
 
 
 def _runs(views: Mapping[str, View]) -> list[str]:
@@ -98,8 +104,8 @@ class _Cycle:
         done = before | 1 << update.bit
         if resident:
             self.streams[Stream.COMPUTE] = done
-        copied = self.streams.get(Stream.D2H, 0) | done | 1 << gradients.bit
-        self.streams[Stream.D2H] = copied
+        copied = done | 1 << gradients.bit  # in whatever order
+        self.streams[Stream.D2H] = self.streams.get(Stream.D2H, 0) | copied
         for part in Part:
             wrote = gradients if part is Part.GRADIENTS else update
             self.tokens[bucket.key, part] = copied if part is Part.GRADIENTS else done
@@ -115,22 +121,31 @@ class _Cycle:
         before: dict[fx.Node, int] = {}
         done: dict[fx.Node, int] = {}
         bits: dict[fx.Node, int] = {}
+        apart = _apart(view) if view.name == "update" else {}
+        streams: defaultdict[int | None, dict[Stream, int]] = defaultdict(
+            self.streams.copy if apart else lambda: self.streams
+        )
         for step in view.order.steps:
             node, op = step.node, ops.effects(step.node)
             if node.op == "placeholder":
                 done[node] = self._given(node)
                 continue
-            earlier = before[node] = self._before(step, done)
+            of, stream = streams[apart.get(node)], _stream(view, step)
+            earlier = before[node] = _before(step, stream, done, of, apart)
             touches = op.reads or op.writes
             if touches or op.stream not in (Stream.COMPUTE, Stream.HOST, Stream.DEVICE):
                 bits[node] = self._bit()
                 done[node] = earlier | 1 << bits[node]
             else:
                 done[node] = earlier
-            if step.stream is not None:
-                self.streams[step.stream] = done[node]
+            if stream is not None:
+                of[stream] = done[node]
             if touches:
-                yield from self._accesses(view, Access(self.runs, view.name, node, bits[node]), earlier)
+                access = Access(self.runs, view.name, node, bits[node])
+                yield from self._accesses(view, access, earlier)
+        for of in streams.values():
+            for stream, so_far in of.items():
+                self.streams[stream] = self.streams.get(stream, 0) | so_far
         yield from self._lifetimes(view, before, done)
         if view.name != "forward":
             self.tokens |= {place: done[node] for place, node in given(view.graph).items()}
@@ -143,12 +158,6 @@ class _Cycle:
         if token is not None:
             return self.tokens.get(token.place, 0)
         return self.left.get(node.name, 0)
-
-    def _before(self, step: Step, done: Mapping[fx.Node, int]) -> int:
-        before = 0 if step.stream is None else self.streams.get(step.stream, 0)
-        for earlier in step.waits:
-            before |= done[earlier]
-        return before
 
     # Parts of buckets.
 
@@ -178,11 +187,11 @@ class _Cycle:
     def _read_too_early(
         self, view: View, access: Access, bucket: Bucket, part: Part, writer: Access
     ) -> Hazard:
-        node, token = access.node, f"{part.value}_{bucket.label}"
+        node = access.node
         assert node is not None
-        names = {n.name for n in node.all_input_nodes}
-        fix = f"add after=({token}) to it"
-        if token in names:
+        tokens = filter(None, map(token_of, node.all_input_nodes))
+        fix = f"add after=({_token(bucket, part)}) to it"
+        if (bucket.key, part) in {each.place for each in tokens}:
             fix = f"let the {writer.graph or 'earlier schedule'} return it"
         other = writer.named(view.name)
         message = (
@@ -229,7 +238,7 @@ class _Cycle:
         for node in view.graph.nodes:
             names[memory(node)].append(node)
             if ops.effects(node).frees is not None:
-                frees[node.args[0]] = node  # type: ignore[index]
+                frees[node.args[0]] = node
         for root, shared in names.items():
             copies = self.copies.get(root.name, []) if root in view.left else []
             releases = [frees[name] for name in shared if name in frees]
@@ -242,11 +251,46 @@ class _Cycle:
                     gone |= done[producer(waits)]  # type: ignore[arg-type]
             for copy, bit in copies:
                 if not gone >> bit & 1:
+                    token = ", ".join(_token(ops.arguments(copy)[0], p) for _, p in written(copy))
                     message = (
                         f"{root.name} is freed while {label(copy)} of the backward may still read "
-                        f"it: no edge orders {label(copy)} before its free; add its token to it"
+                        f"it: no edge orders {label(copy)} before its free; add after=({token}) to "
+                        "it"
                     )
                     yield view.hazard(HazardKind.FREED_TOO_EARLY, copy, releases[-1], message)
+
+
+def _apart(view: View) -> dict[fx.Node, int]:
+    """The ops of an update, by the bucket that they are of."""
+    found: dict[fx.Node, int] = {}
+    for node, _ in view.order.calls:
+        subject: object = node.args[0] if node.args else None
+        if isinstance(subject, fx.Node):
+            subject = bucket_of(view.source(memory(subject)))
+        if isinstance(subject, Bucket):
+            found[node] = subject.key
+    return found
+
+
+def _stream(view: View, step: Step) -> Stream | None:
+    """The stream whose ops are in order, those of earlier graphs too; None: it is of none."""
+    by_thread = view.name == "update" and step.stream is Stream.D2H
+    return None if by_thread else step.stream
+
+
+def _before(
+    step: Step,
+    stream: Stream | None,
+    done: Mapping[fx.Node, int],
+    streams: Mapping[Stream, int],
+    apart: Mapping[fx.Node, int],
+) -> int:
+    before = 0 if stream is None else streams.get(stream, 0)
+    key = apart.get(step.node)
+    for earlier in step.waits:
+        if apart.get(earlier, key) == key:
+            before |= done[earlier]
+    return before
 
 
 def _races(earlier: Access, access: Access, before: int) -> bool:
@@ -254,5 +298,10 @@ def _races(earlier: Access, access: Access, before: int) -> bool:
     return earlier.run != access.run and not before >> earlier.bit & 1
 
 
+def _token(bucket: Bucket, part: Part) -> str:
+    """What a placeholder for a part is called."""
+    return f"{part.value}_{bucket.label}"
+
+
 def _end(other: str) -> str:
-    return other.partition(" of the ")[0] if other[0].isdigit() else "it"
+    return other.partition(" of the ")[0] if other[0].isdigit() else "that"

@@ -205,7 +205,9 @@ def _read_first(
     for reader in readers:
         adds = part is Part.GRADIENTS and any(before(reader, writer) for writer in writers)
         for writer in writers:
-            if reader is writer or before(reader, writer) or (adds and before(writer, reader)):
+            if before(reader, writer) or (adds and before(writer, reader)):
+                continue
+            if effects(reader).once and effects(writer).once:  # itself, or reported as such
                 continue
             message = (
                 f"{label(reader)} reads the {part.value}{_of(reader)} on the host, which "

@@ -13,6 +13,7 @@ That graphs wait for one another is shown in `megacompile.verify.cycle`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +24,7 @@ from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Part, Value, effects
 from megacompile.ir.stream import Stream
 from megacompile.ir.tokens import Place, given, token_of, written
-from megacompile.ir.values import groups, kind_of, label, named
+from megacompile.ir.values import groups, kind_of, label, named, reads
 from megacompile.verify.hazard import Check, Hazard, HazardKind, View
 
 
@@ -32,7 +33,8 @@ def updated_once(views: list[View]) -> Iterator[Hazard]:
     step = views[-1]
     if step.name == "forward":
         return
-    schedule, first = step.schedule, {}
+    schedule = step.schedule
+    first: dict[int, tuple[View, fx.Node]] = {}
     trained = schedule.gradient_params if schedule.update is not None else _given_here(step)
     buckets = {bucket.key: bucket for bucket in schedule.buckets}
     for view in views[1:]:
@@ -123,21 +125,28 @@ def _tokens(view: View) -> Iterator[Hazard]:
                 "there are none of; take a token of a part that there is"
             )
             yield view.hazard(HazardKind.WRONG_TOKEN, node, None, message)
+        for user in node.users:
+            if node in reads(user) and effects(user).frees is None:
+                message = f"{label(user)} takes {node.name}, a token; give it a value"
+                yield view.hazard(HazardKind.WRONG_TOKEN, user, node, message)
     if view.name == "forward":
         return
     last: dict[Place, fx.Node] = {}
     for node in view.that(lambda op: op.writes):
         last |= dict.fromkeys(written(node), node)
     got = given(view.graph)
-    for (key, part), node in last.items():
-        found = got.get((key, part))
-        if found is not node:
-            returned = "nothing" if found is None else label(found)
-            message = (
-                f"it returns {returned} as the last to write the {part.value} of the bucket of "
-                f"{label(node)}; return {label(node)}"
-            )
-            yield view.hazard(HazardKind.WRONG_TOKEN, node, None, message)
+    wrong: dict[fx.Node, list[Place]] = defaultdict(list)
+    for place, node in last.items():
+        if got.get(place) is not node:
+            wrong[node].append(place)
+    for node, places in wrong.items():
+        parts = " and ".join(part.value for _, part in places)
+        returned = sorted({"nothing" if n is None else n.name for n in map(got.get, places)})
+        message = (
+            f"it returns {', '.join(returned)} as the last to write the {parts} of bucket "
+            f"{ops.arguments(node)[0].label}, but that is {named(node)}; return it"
+        )
+        yield view.hazard(HazardKind.WRONG_TOKEN, node, None, message)
 
 
 def _helps(view: View) -> Iterator[Hazard]:

@@ -1,0 +1,396 @@
+"""Mutants of the update graph, and of what joins graphs: tokens, and what a backward leaves.
+
+`tests.mutants.Truth` says which of them are harmful.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from megacompile.ir import ops
+from megacompile.ir.ops import Part
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.tokens import Token, token_of
+from tests import mutants
+
+Edit = Callable[[Schedule, random.Random], "Schedule | str"]
+
+_UPDATES = (ops.update_host, ops.update_resident, ops.update)
+
+
+def mutate(schedule: Schedule, rng: random.Random) -> tuple[Schedule, str, str]:
+    """A schedule with one edit, seldom two, the name of the first, and what they were."""
+    while True:
+        mutant = schedule.copy()
+        names, done = [], []
+        for _ in range(rng.choice((1, 1, 1, 1, 2))):
+            names.append(rng.choice(list(EDITS)))
+            try:
+                made = EDITS[names[-1]](mutant, rng)
+            except IndexError:  # it has nothing to choose from
+                made = ""
+            if isinstance(made, Schedule):
+                mutant, made = made, names[-1]
+            done.append(made)
+        if all(done):
+            return mutant, names[0], "; ".join(done)
+
+
+# Edits. Each gives what it did, "" where there is nothing to edit, or another schedule.
+
+
+def _after(node: fx.Node) -> tuple[fx.Node, ...]:
+    after: Any = node.kwargs.get("after", ())
+    return tuple(after)
+
+
+def _wait_for(node: fx.Node, after: tuple[fx.Node, ...]) -> None:
+    node.kwargs = {"after": after} if after else {}
+
+
+def _named_by(schedule: Schedule) -> list[tuple[fx.Node, fx.Node]]:
+    """Ops, and the tokens that they wait for."""
+    return [
+        (node, token)
+        for graph in schedule.graphs.values()
+        for node in graph.nodes
+        for token in _after(node)
+        if token_of(token) is not None
+    ]
+
+
+def _inside(schedule: Schedule, *targets: Callable[..., Any]) -> list[fx.Node]:
+    return [] if schedule.update is None else ops.nodes_of(schedule.update, *targets)
+
+
+def drop_token(schedule: Schedule, rng: random.Random) -> str:
+    if not (found := _named_by(schedule)):
+        return ""
+    node, token = rng.choice(found)
+    _wait_for(node, tuple(n for n in _after(node) if n is not token))
+    return f"{ops.label(node)} {node.name} no longer waits for {token.name}"
+
+
+def other_token(schedule: Schedule, rng: random.Random) -> str:
+    """An op waits for the token of something else."""
+    if not (found := _named_by(schedule)):
+        return ""
+    node, token = rng.choice(found)
+    others = [n for n in node.graph.find_nodes(op="placeholder") if token_of(n) and n is not token]
+    if not others:
+        return ""
+    other = rng.choice(others)
+    _wait_for(node, tuple(other if n is token else n for n in _after(node)))
+    return f"{ops.label(node)} {node.name} waits for {other.name}, not {token.name}"
+
+
+def token_of_another(schedule: Schedule, rng: random.Random) -> str:
+    """A placeholder stands for another part, or another bucket's."""
+    if not (found := _named_by(schedule)):
+        return ""
+    node = rng.choice(found)[1]
+    was = token_of(node)
+    assert was is not None
+    bucket = rng.choice([was.bucket, *schedule.buckets])
+    part = rng.choice([was.part, *Part])
+    if (bucket.key, part) == was.place:
+        return ""
+    node.meta["token"] = Token(bucket, part)
+    return f"{node.name} stands for {part.value} of {bucket.label}"
+
+
+def reroute(schedule: Schedule, rng: random.Random) -> str:
+    """An op waits for an op of its graph instead of a token."""
+    if not (found := _named_by(schedule)):
+        return ""
+    node, token = rng.choice(found)
+    others = [n for n in node.graph.nodes if n.op == "call_function" and n < node and n.users]
+    if not others:
+        return ""
+    other = rng.choice(others)
+    _wait_for(node, tuple(other if n is token else n for n in _after(node)))
+    return f"{ops.label(node)} {node.name} waits for {other.name}, not {token.name}"
+
+
+def _returning(schedule: Schedule) -> list[fx.Graph]:
+    graphs = [schedule.backward, schedule.update]
+    return [graph for graph in graphs if graph is not None and ops.returned(graph)[-1]]
+
+
+def _return(graph: fx.Graph, tokens: tuple[fx.Node, ...]) -> None:
+    graph.output_node().args = ((*ops.returned(graph)[:-1], tokens),)
+
+
+def drop_returned(schedule: Schedule, rng: random.Random) -> str:
+    if not (graphs := _returning(schedule)):
+        return ""
+    graph = rng.choice(graphs)
+    tokens = ops.returned(graph)[-1]
+    lost = rng.choice(tokens)
+    _return(graph, tuple(n for n in tokens if n is not lost))
+    return f"{lost.name} is not returned"
+
+
+def return_another(schedule: Schedule, rng: random.Random) -> str:
+    """An earlier op is returned, or a later one."""
+    if not (graphs := _returning(schedule)):
+        return ""
+    graph = rng.choice(graphs)
+    tokens = ops.returned(graph)[-1]
+    lost = rng.choice(tokens)
+    other = rng.choice([n for n in ops.nodes_of(graph) if n is not lost])
+    if ops.op_of(other) is None or ops.effects(other).frees is not None:
+        return ""
+    _return(graph, tuple(other if n is lost else n for n in tokens))
+    return f"{other.name} is returned, not {lost.name}"
+
+
+def _erase(node: fx.Node) -> None:
+    """Take an op out, with the frees of what it gives, and out of what waits for it."""
+    for user in list(node.users):
+        if ops.effects(user).frees is not None and user.args[0] is node:
+            _erase(user)
+        elif user.op == "output":
+            _return(node.graph, tuple(n for n in ops.returned(node.graph)[-1] if n is not node))
+        elif user.target is ops.help_host:
+            updates: Any = user.args[0]
+            user.args = (tuple(n for n in updates if n is not node),)
+        elif node in _after(user):
+            _wait_for(user, tuple(n for n in _after(user) if n is not node))
+        else:
+            _erase(user)
+    node.graph.erase_node(node)
+
+
+def drop_update(schedule: Schedule, rng: random.Random) -> str:
+    if not (found := _inside(schedule, *_UPDATES)):
+        return ""
+    node = rng.choice(found)
+    text = f"{ops.label(node)} {node.name} is left out"
+    _erase(node)
+    return text
+
+
+def update_again(schedule: Schedule, rng: random.Random) -> str:
+    if not (found := _inside(schedule, ops.update_host, ops.update_resident)):
+        return ""
+    node = rng.choice(found)
+    with node.graph.inserting_after(node):
+        again = node.graph.node_copy(node)
+    if rng.random() < 0.5:
+        _wait_for(again, (node,))
+    if rng.random() < 0.5:
+        _return(node.graph, (*ops.returned(node.graph)[-1], again))
+    return f"{ops.label(node)} {node.name} comes twice"
+
+
+def reorder(schedule: Schedule, rng: random.Random) -> str:
+    found = _inside(schedule, *_UPDATES, ops.offload_state, ops.help_host)
+    if len(found) < 2:
+        return ""
+    node, goal = rng.sample(found, 2)
+    goal.prepend(node)
+    return f"{ops.label(node)} {node.name} is issued before {goal.name}"
+
+
+def retarget(schedule: Schedule, rng: random.Random) -> str:
+    found = _inside(schedule, *_UPDATES, ops.offload_state)
+    if not found or len(schedule.buckets) < 2:
+        return ""
+    node = rng.choice(found)
+    was = ops.arguments(node)[0]
+    bucket: Any = rng.choice([b for b in schedule.buckets if b.key != was.key])
+    node.args = (bucket, *node.args[1:])
+    return f"{ops.label(node)} {node.name} was of bucket {was.label}"
+
+
+def elsewhere(schedule: Schedule, rng: random.Random) -> str:
+    """What lies on the host is updated as if it were on the device, or the other way round."""
+    if not (found := _inside(schedule, ops.update_host, ops.update_resident)):
+        return ""
+    node = rng.choice(found)
+    node.target = ops.update_resident if node.target is ops.update_host else ops.update_host
+    return f"{ops.label(node)} {node.name} is made elsewhere"
+
+
+def swap_left(schedule: Schedule, rng: random.Random) -> str:
+    """An update takes another value that was left."""
+    if not (found := _inside(schedule, ops.update)):
+        return ""
+    node = rng.choice(found)
+    assert schedule.update is not None
+    inputs = schedule.update.find_nodes(op="placeholder")
+    values = [n for n in inputs if token_of(n) is None]
+    at = rng.choice((2, 3))
+    was = node.args[at]
+    other = rng.choice([n for n in values if n is not was])
+    node.update_arg(at, other)
+    return f"{ops.label(node)} {node.name} takes {other.name}, not {was}"
+
+
+def leave_another(schedule: Schedule, rng: random.Random) -> Schedule | str:
+    """The backward leaves another value, which is like the right one or not."""
+    backward, update = schedule.backward, schedule.update
+    if backward is None or update is None or not schedule.left:
+        return ""
+    gradients, left, tokens = ops.returned(backward)
+    was = rng.choice(left)
+    values = [n for n in backward.nodes if n.op == "call_function" and n is not was]
+    like = [n for n in values if n.meta.get("value") == was.meta.get("value") and n not in left]
+    if not like:
+        return ""
+    other = rng.choice(like)
+    frees = [u for u in other.users if ops.effects(u).frees is not None and u.args[0] is other]
+    if frees and rng.random() < 0.8:
+        for free in frees:
+            backward.erase_node(free)
+    new = tuple(other if n is was else n for n in left)
+    backward.output_node().args = ((gradients, new, tokens),)
+    for node in update.find_nodes(op="placeholder"):
+        if node.name == was.name:
+            with update.inserting_after(node):
+                replaced = update.create_node("placeholder", other.name, name=other.name)
+            if replaced.name != other.name:
+                return ""
+            replaced.meta = dict(node.meta)
+            node.replace_all_uses_with(replaced)
+            update.erase_node(node)
+    return replace(schedule, left=tuple(n.name for n in new))
+
+
+def leave_less(schedule: Schedule, rng: random.Random) -> str:
+    """The backward does not return what the update takes."""
+    backward = schedule.backward
+    if backward is None or not schedule.left:
+        return ""
+    gradients, left, tokens = ops.returned(backward)
+    lost = rng.choice(left)
+    backward.output_node().args = ((gradients, tuple(n for n in left if n is not lost), tokens),)
+    return f"{lost.name} is not left"
+
+
+def keep_memory(schedule: Schedule, rng: random.Random) -> str:
+    """A free is left out: memory goes when the graph returns."""
+    if not (found := _inside(schedule, ops.free, ops.defer_free)):
+        return ""
+    node = rng.choice(found)
+    text = f"{ops.label(node)} {node.name} is left out"
+    node.graph.erase_node(node)
+    return text
+
+
+def free_at_once(schedule: Schedule, rng: random.Random) -> str:
+    """Memory goes without a wait, or without one of two."""
+    found = [n for n in _inside(schedule, ops.free, ops.defer_free) if _after(n)]
+    if not found:
+        return ""
+    node = rng.choice(found)
+    lost = rng.choice(_after(node))
+    _wait_for(node, tuple(n for n in _after(node) if n is not lost))
+    if rng.random() < 0.3:
+        node.target = ops.free
+    return f"{ops.label(node)} {node.name} does not wait for {lost.name}"
+
+
+def free_early(schedule: Schedule, rng: random.Random) -> str:
+    if not (found := _inside(schedule, ops.free, ops.defer_free)):
+        return ""
+    node = rng.choice(found)
+    goals = [n for n in ops.nodes_of(node.graph) if n < node]
+    if not goals:
+        return ""
+    goal = rng.choice(goals)
+    goal.prepend(node)
+    return f"{ops.label(node)} {node.name} comes before {goal.name}"
+
+
+def help_with(schedule: Schedule, rng: random.Random) -> str:
+    """The device helps with something else, too."""
+    if not (found := _inside(schedule, ops.help_host)):
+        return ""
+    node = rng.choice(found)
+    updates: Any = node.args[0]
+    others = [n for n in node.graph.nodes if n.op != "output" and n is not node]
+    other = rng.choice(others)
+    kept = updates[1:] if rng.random() < 0.5 else updates
+    node.args = ((*kept, other),)
+    return f"{ops.label(node)} is to help with {other.name}"
+
+
+def help_early(schedule: Schedule, rng: random.Random) -> str:
+    if not (found := _inside(schedule, ops.help_host)):
+        return ""
+    node = rng.choice(found)
+    goal = rng.choice(_inside(schedule, ops.update_host))
+    goal.prepend(node)
+    return f"{ops.label(node)} is issued before {goal.name}"
+
+
+def drop_offload(schedule: Schedule, rng: random.Random) -> str:
+    if not (found := _inside(schedule, ops.offload_state)):
+        return ""
+    node = rng.choice(found)
+    text = f"{ops.label(node)} {node.name} is left out"
+    _erase(node)
+    return text
+
+
+def offload_again(schedule: Schedule, rng: random.Random) -> str:
+    if not (found := _inside(schedule, ops.offload_state)):
+        return ""
+    node = rng.choice(found)
+    with node.graph.inserting_after(node):
+        node.graph.node_copy(node)
+    return f"{ops.label(node)} {node.name} comes twice"
+
+
+def not_late(schedule: Schedule, rng: random.Random) -> str:
+    """Gradients reach the host, and the update may begin, before the last reader of weights."""
+    backward = schedule.backward
+    found = [] if backward is None else ops.nodes_of(backward, ops.offload_grad)
+    found = [node for node in found if _after(node)]
+    if not found:
+        return ""
+    node = rng.choice(found)
+    _wait_for(node, ())
+    return f"{ops.label(node)} {node.name} waits for no reader of the weights"
+
+
+def anything(schedule: Schedule, rng: random.Random) -> str:
+    """An edit of `tests.mutants`, of the update."""
+    if schedule.update is None:
+        return ""
+    edits = ("drop edge", "reroute edge", "move free", "delete", "bucket", "value", "swap")
+    return mutants.EDITS[rng.choice(edits)](schedule, schedule.update, rng)
+
+
+EDITS: dict[str, Edit] = {
+    "drop a token": drop_token,
+    "other token": other_token,
+    "token of another": token_of_another,
+    "wait for an op": reroute,
+    "drop a returned token": drop_returned,
+    "return another op": return_another,
+    "drop an update": drop_update,
+    "update twice": update_again,
+    "reorder updates": reorder,
+    "retarget": retarget,
+    "update elsewhere": elsewhere,
+    "swap left values": swap_left,
+    "leave another value": leave_another,
+    "leave less": leave_less,
+    "drop a free": keep_memory,
+    "free at once": free_at_once,
+    "free early": free_early,
+    "help with another": help_with,
+    "help early": help_early,
+    "drop offload_state": drop_offload,
+    "offload_state twice": offload_again,
+    "offload_grad not late": not_late,
+    "any edit of the update": anything,
+}
