@@ -14,6 +14,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.tokens import Token
 from tests.faults import (
     ADDING,
+    CHANGING,
     INFERENCE,
     LATE,
     PLAIN,
@@ -26,6 +27,8 @@ from tests.faults import (
     drop_after,
     drop_token,
     free_of,
+    node,
+    set_arg,
     set_returned,
     without,
 )
@@ -96,6 +99,15 @@ def wait_for_others(schedule: Schedule) -> None:
 
 
 FAULTS = [
+    Fault(
+        "token taken for a value",
+        CHANGING,
+        set_arg("forward", "SNAPSHOT", 0, node("forward", "weights_1")),
+        (
+            ("wrong token", "forward", "SNAPSHOT", "weights_1"),
+            ("wrong argument", "backward", "1RECOMPUTE", ""),
+        ),
+    ),
     Fault(
         "prefetch that does not wait for the last update",
         PLAIN,

@@ -24,7 +24,7 @@ from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Part, Value, effects
 from megacompile.ir.stream import Stream
 from megacompile.ir.tokens import Place, given, token_of, written
-from megacompile.ir.values import groups, kind_of, label, named
+from megacompile.ir.values import groups, kind_of, label, named, reads
 from megacompile.verify.hazard import Check, Hazard, HazardKind, View
 
 
@@ -125,6 +125,10 @@ def _tokens(view: View) -> Iterator[Hazard]:
                 "there are none of; take a token of a part that there is"
             )
             yield view.hazard(HazardKind.WRONG_TOKEN, node, None, message)
+        for user in node.users:
+            if node in reads(user) and effects(user).frees is None:
+                message = f"{label(user)} takes {node.name}, a token; give it a value"
+                yield view.hazard(HazardKind.WRONG_TOKEN, user, node, message)
     if view.name == "forward":
         return
     last: dict[Place, fx.Node] = {}
