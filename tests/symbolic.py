@@ -201,6 +201,8 @@ class Layout:
         self.persistent = earlier.persistent
         self.deferred, self.defers, self.tokens = earlier.deferred, earlier.defers, earlier.tokens
         self.host_waits = earlier.host_waits
+        if earlier.name == "forward" and (copies := self.queues[Stream.H2D]):
+            self.host_waits = (*self.host_waits, (Stream.H2D, len(copies)))  # the host drains it
 
     def cell(self, content: int | None = POISON) -> int:
         self.initial.append(POISON if content is None else content)

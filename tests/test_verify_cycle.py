@@ -151,7 +151,7 @@ FAULTS = [
         drop_token("update", "2UPDATE", "gradients_2"),
         (
             ("read too early", "update", "2UPDATE", "2OFFLOAD_GRAD"),
-            ("written too early", "update", "2UPDATE", "2PREFETCH@0"),
+            ("written too early", "update", "2UPDATE", "2PREFETCH@1"),
         ),
     ),
     Fault(
@@ -169,7 +169,7 @@ FAULTS = [
         waits_instead("update", "2UPDATE", "1UPDATE"),
         (
             ("read too early", "update", "2UPDATE", "2OFFLOAD_GRAD"),
-            ("written too early", "update", "2UPDATE", "2PREFETCH@0"),
+            ("written too early", "update", "2UPDATE", "2PREFETCH@1"),
         ),
     ),
     Fault(
@@ -184,8 +184,8 @@ FAULTS = [
         forget_token("backward", "2OFFLOAD_GRAD"),
         (
             ("read too early", "update", "2UPDATE", "2OFFLOAD_GRAD"),
-            ("written too early", "update", "2UPDATE", "2PREFETCH@0"),
             ("wrong token", "backward", "2OFFLOAD_GRAD", ""),
+            ("written too early", "update", "2UPDATE", "2PREFETCH@1"),
         ),
     ),
     Fault(
@@ -205,8 +205,8 @@ FAULTS = [
         return_instead("backward", "2OFFLOAD_GRAD", "3OFFLOAD_GRAD"),
         (
             ("read too early", "update", "2UPDATE", "2OFFLOAD_GRAD"),
-            ("written too early", "update", "2UPDATE", "2PREFETCH@0"),
             ("wrong token", "backward", "2OFFLOAD_GRAD", ""),
+            ("written too early", "update", "2UPDATE", "2PREFETCH@1"),
         ),
     ),
     Fault(

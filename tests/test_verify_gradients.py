@@ -103,7 +103,7 @@ FAULTS = [
         (
             ("wrong gradients", "backward", "1OFFLOAD_GRAD", "2B"),
             ("gradients lost", "backward", "1OFFLOAD_GRAD", "1OFFLOAD_GRAD"),
-            ("written too early", "update", "2UPDATE", "2PREFETCH@0"),
+            ("written too early", "update", "2UPDATE", "2PREFETCH@1"),
         ),
     ),
     Fault(
@@ -122,7 +122,7 @@ FAULTS = [
         erase("backward", "1OFFLOAD_GRAD"),
         (
             ("gradients lost", "backward", "1B", ""),
-            ("written too early", "update", "1UPDATE", "1PREFETCH@1"),
+            ("written too early", "update", "1UPDATE", "1PREFETCH@0"),
         ),
     ),
     Fault(
@@ -131,7 +131,7 @@ FAULTS = [
         erase("backward", "1OFFLOAD_GRAD"),
         (
             ("gradients lost", "backward", "1ADD_GRAD", ""),
-            ("written too early", "update", "1UPDATE", "1PREFETCH@1"),
+            ("written too early", "update", "1UPDATE", "1PREFETCH@0"),
         ),
     ),
     Fault(

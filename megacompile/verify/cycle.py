@@ -13,6 +13,8 @@ each bucket, then gradients of it. Then come forward, backward, update, forward 
 backwards add to gradients on the host, the first two come twice; where the backward updates, the
 update is left out. Pairs of ops of one graph are for the checks of that graph.
 
+A forward returns when its copies to the device are done: so parameters may be edited at once.
+
 An update may have nothing to do for some buckets: another optimizer steps for them. Its ops on them
 do nothing then, and wait for nothing. So in an update ops of two buckets do not order one another.
 Threads make its copies to the host, in chunks: these are in no order with those of a backward.
@@ -91,6 +93,7 @@ class _Cycle:
     readers: dict[Place, list[Access]] = field(default_factory=lambda: defaultdict(list))
     left: dict[str, int] = field(default_factory=dict)  # what is done when it is there
     copies: dict[str, list[tuple[fx.Node, int]]] = field(default_factory=dict)  # of what is left
+    drained: int = 0  # what was done when the host went on
 
     def __post_init__(self) -> None:
         for bucket in self.schedule.buckets:
@@ -131,7 +134,7 @@ class _Cycle:
                 done[node] = self._given(node)
                 continue
             of, stream = streams[apart.get(node)], _stream(view, step)
-            earlier = before[node] = _before(step, stream, done, of, apart)
+            earlier = before[node] = self.drained | _before(step, stream, done, of, apart)
             touches = op.reads or op.writes
             if touches or op.stream not in (Stream.COMPUTE, Stream.HOST, Stream.DEVICE):
                 bits[node] = self._bit()
@@ -146,6 +149,8 @@ class _Cycle:
         for of in streams.values():
             for stream, so_far in of.items():
                 self.streams[stream] = self.streams.get(stream, 0) | so_far
+        if view.name == "forward":
+            self.drained |= self.streams.get(Stream.H2D, 0)
         yield from self._lifetimes(view, before, done)
         if view.name != "forward":
             self.tokens |= {place: done[node] for place, node in given(view.graph).items()}
