@@ -172,7 +172,7 @@ def _template(index: int, params: int, carried: Sequence[int], stubs: Stubs) -> 
         tangents=(0,),
         partial_gradients=tuple(carried),
         backward_inputs=(*read, *(SavedRef(i) for i in range(len(saved)))),
-        gradients=tuple(range(params + 1)),
+        gradients=() if index in stubs.frozen else tuple(range(params + 1)),
         tangent_metas=(ACTIVATION, *[WEIGHT] * len(carried)),
         gradient_metas=primals,
         recompute_primals=(*read, params),

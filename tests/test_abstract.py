@@ -124,7 +124,7 @@ def test_defaults_are_those_of_a_gpu() -> None:
     assert "NORM_GRAD" in actions([schedule])[1]  # a pass of that lowering
     assert "REUSE" in actions([schedule])[1]
     assert all(not template.code for template in schedule.templates)  # nothing is compiled
-    assert [record.name for record in schedule.history][-1] == "free"
+    assert [record.name for record in schedule.history][-1] == "tokens"
 
 
 def test_the_model_is_left_as_it_was() -> None:

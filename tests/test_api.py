@@ -32,9 +32,11 @@ PASSES = [
     "recompute",
     "offload_saved",
     "offload_grad",
+    "update_graph",
     "prefetch",
     "slots",
     "free",
+    "tokens",
     "lower",
 ]
 

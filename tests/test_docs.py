@@ -57,7 +57,7 @@ def test_the_table_is_the_one_that_the_demo_prints(printed: str) -> None:
 
 def test_the_code_is_the_one_that_the_demo_prints(printed: str) -> None:
     """Some of its lines, in their order."""
-    (shown,) = blocks((ROOT / "docs" / "design.md").read_text(), "py")
+    (shown,) = blocks((ROOT / "docs" / "design.md").read_text(), "text")
     code = iter(rows(printed))
     missing = [line for line in rows(shown) if line not in code]  # which goes on behind it
     assert missing == []

@@ -58,7 +58,7 @@ def captured(dropout: float = 0.0, autocast: bool = False) -> Captured:
 def split(
     saved_fractions: dict[int, float],
     *,
-    until: str = "free",
+    until: str = "tokens",
     dropout: float = 0.0,
     autocast: bool = False,
     cache: TemplateCache | None = None,
@@ -73,7 +73,7 @@ def split(
             schedule = replace(schedule, plan=plan)
         if name == until:
             break
-    if until == "free":
+    if until == "tokens":
         verify(schedule)
     return schedule
 

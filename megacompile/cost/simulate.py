@@ -9,8 +9,9 @@ what `megacompile.cost.optimizer` says; how fast copies and updates go depends o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 from megacompile.cost.hardware import Hardware
 from megacompile.cost.memory import DeviceMemory, device_memory
@@ -34,16 +35,26 @@ class Event:
     step: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Prediction:
     """The predicted run of one or more steps."""
 
-    events: tuple[Event, ...]  # of every step, in the order in which they end
     total_s: float  # from the start to the end of everything
     step_s: float  # from the end of the step before the last one to the end of the last
     start_s: float  # where that period starts
     critical_s: Mapping[Stream, float]  # of that period: what the end of the step waited for
-    memory: DeviceMemory = field(repr=False)
+    _run: Queues = field(repr=False, compare=False)
+    _memory: Callable[[], DeviceMemory] = field(repr=False, compare=False)
+
+    @cached_property
+    def events(self) -> tuple[Event, ...]:
+        """Of every step, in the order in which they end."""
+        return _events(self._run)
+
+    @cached_property
+    def memory(self) -> DeviceMemory:
+        """Device memory over a step; it is the same on every machine."""
+        return self._memory()
 
     @property
     def stop_s(self) -> float:
@@ -118,12 +129,12 @@ def simulate(
     stop = run.stop_s[ends[-1]] if steps > 1 else total
     last = ends[-1] if steps > 1 else max(range(len(run.works)), key=run.stop_s.__getitem__)
     return Prediction(
-        events=_events(run),
         total_s=total,
         step_s=stop - start,
         start_s=start,
         critical_s=run.critical(last, start),
-        memory=device_memory(schedules, optimizer=optimizer, fused=fused),
+        _run=run,
+        _memory=partial(device_memory, schedules, optimizer=optimizer, fused=fused),
     )
 
 

@@ -113,7 +113,8 @@ class Problem:
 
     def _simulated_s(self, schedule: Schedule, choice: Choice, hardware: Hardware) -> float:
         timeline = simulate(schedule, hardware, optimizer=self.optimizer, steps=3, fused=self.fused)
-        self.peaks[choice] = timeline.memory.peak.total_bytes
+        if choice not in self.peaks:
+            self.peaks[choice] = timeline.memory.peak.total_bytes
         return timeline.step_s
 
     def fits(self, choice: Choice) -> bool:
