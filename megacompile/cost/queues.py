@@ -56,11 +56,12 @@ class Queues:
         self.blocker = [-1] * count
         missing = [len(work.waits) for work in self.works]
         readers: list[list[int]] = [[] for _ in range(count)]
+        each = range(len(STREAMS))
+        queues: list[deque[int]] = [deque() for _ in each]
         for i, work in enumerate(self.works):
+            queues[work.queue].append(i)
             for wait in work.waits:
                 readers[wait].append(i)
-        each = range(len(STREAMS))
-        queues = [deque(i for i, work in enumerate(self.works) if work.queue == k) for k in each]
         runs, left, running, now, done = [-1] * len(STREAMS), [0.0] * len(STREAMS), 0, 0.0, 0
         last_of = [-1] * len(STREAMS)
         while done < count:

@@ -11,7 +11,8 @@ order, a bucket carries the index of the first stage that reads it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,13 +83,13 @@ class Schedule:
         each = {"forward": self.forward, "backward": self.backward, "update": self.update}
         return {name: graph for name, graph in each.items() if graph is not None}
 
-    @property
+    @functools.cached_property
     def buckets(self) -> tuple[Bucket, ...]:
         """Every bucket that a stage reads, in the order of first use."""
         return tuple({b.key: b for stage in self.stages for b in stage.buckets}.values())
 
-    @property
-    def gradient_params(self) -> dict[int, tuple[int, ...]]:
+    @functools.cached_property
+    def gradient_params(self) -> Mapping[int, tuple[int, ...]]:
         """The parameters that get a gradient: bucket key -> indices into its params."""
         found: dict[int, set[int]] = {}
         for stage in self.stages:

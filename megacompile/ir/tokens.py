@@ -43,15 +43,24 @@ def token_of(node: fx.Node) -> Token | None:
     return token
 
 
+def taken(graph: fx.Graph) -> dict[Place, fx.Node]:
+    """The placeholders of a graph for tokens."""
+    inputs = ((node, token_of(node)) for node in graph.find_nodes(op="placeholder"))
+    return {token.place: node for node, token in inputs if token is not None}
+
+
 def take(graph: fx.Graph, bucket: Bucket, part: Part) -> fx.Node:
     """The placeholder of a graph for a token, made where there is none."""
-    inputs = graph.find_nodes(op="placeholder")
-    node: fx.Node
-    for node in inputs:
-        token = token_of(node)
-        if token is not None and token.place == (bucket.key, part):
-            return node
-    first = next((n for n in graph.nodes if n.op != "placeholder"), None)
+    return taken(graph).get((bucket.key, part)) or add(graph, bucket, part)
+
+
+def add(graph: fx.Graph, bucket: Bucket, part: Part, before: fx.Node | None = None) -> fx.Node:
+    """A new placeholder for a token, of which the graph has none yet.
+
+    Args:
+        before: the first node of the graph that is no placeholder, where that is known.
+    """
+    first = before or next((n for n in graph.nodes if n.op != "placeholder"), None)
     name = f"{part.value}_{bucket.label.replace('.', '_')}"
     with graph.inserting_before(first):
         made: fx.Node = graph.create_node("placeholder", name, name=name)

@@ -17,7 +17,7 @@ from torch import fx
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
-from megacompile.passes.schedule.prefetch import readers
+from megacompile.passes.schedule.prefetch import last_readers
 
 
 def offload_gradients(schedule: Schedule, *, accumulate: bool) -> Schedule:
@@ -27,16 +27,17 @@ def offload_gradients(schedule: Schedule, *, accumulate: bool) -> Schedule:
     new = schedule.copy()
     graph = new.backward
     assert graph is not None
+    readers = last_readers(graph)
     for bucket, call, group in last_gradients(graph).values():
         total = add_so_far(graph, bucket, call, group) if accumulate else group
         where = total if accumulate else last_item(call)
-        late = [reader for reader in readers(graph, bucket) if reader > call][-1:]
-        where = max(where, *map(last_item, late)) if late else where
-        name = f"o{suffix_of(bucket)}"
-        with graph.inserting_after(where):
+        reader = readers.get(bucket.key, call)
+        late = reader > call
+        with graph.inserting_after(max(where, last_item(reader)) if late else where):
+            name = f"o{suffix_of(bucket)}"
             node = ops.call(graph, ops.offload_grad, bucket, total, name=name)
         if late:
-            node.kwargs = {"after": tuple(late)}
+            node.kwargs = {"after": (reader,)}
     return new
 
 

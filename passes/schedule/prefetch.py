@@ -59,13 +59,10 @@ def uses(graph: fx.Graph) -> list[Use]:
     return found
 
 
-def readers(graph: fx.Graph, bucket: Bucket) -> list[fx.Node]:
-    """The computes of a backward that read a bucket's weights."""
-    return [
-        node
-        for node in ops.nodes_of(graph, ops.recompute, ops.backward)
-        if any(read.key == bucket.key for read in buckets_read(node))
-    ]
+def last_readers(graph: fx.Graph) -> dict[int, fx.Node]:
+    """The last compute of a backward that reads a bucket's weights, by the bucket's key."""
+    computes = ops.nodes_of(graph, ops.recompute, ops.backward)
+    return {bucket.key: node for node in computes for bucket in buckets_read(node)}
 
 
 def buckets_read(node: fx.Node) -> tuple[Bucket, ...]:

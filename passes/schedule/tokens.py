@@ -14,7 +14,7 @@ from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.tokens import Place, take, written
+from megacompile.ir.tokens import Place, add, taken, written
 
 
 def insert_tokens(schedule: Schedule) -> Schedule:
@@ -30,14 +30,16 @@ def insert_tokens(schedule: Schedule) -> Schedule:
 
 def _wait(graph: fx.Graph) -> None:
     touched: set[Place] = set()
+    there, body = taken(graph), next(n for n in graph.nodes if n.op != "placeholder")
     for node in ops.nodes_that(graph, lambda op: op.reads or op.writes):
         bucket = ops.arguments(node)[0]
         op = ops.effects(node)
         for part in op.reads:
             if (bucket.key, part) in touched:
                 continue
+            token = there.get((bucket.key, part)) or add(graph, bucket, part, body)
             after = node.kwargs.get("after", ())
-            node.kwargs = {**node.kwargs, "after": (take(graph, bucket, part), *after)}  # type: ignore[misc]
+            node.kwargs = {**node.kwargs, "after": (token, *after)}  # type: ignore[misc]
         touched |= {(bucket.key, part) for part in op.reads} | set(written(node))
 
 

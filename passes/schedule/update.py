@@ -34,7 +34,7 @@ from megacompile.passes.schedule.offload_grad import (
     last_item,
     suffix_of,
 )
-from megacompile.passes.schedule.prefetch import readers, uses
+from megacompile.passes.schedule.prefetch import last_readers, uses
 
 _BYTE = torch.uint8
 
@@ -62,11 +62,11 @@ def insert_updates(
     if graph is None:
         insert_drain(new.forward)
         return new
-    steps = uses(graph)  # before there are updates
+    steps, readers = uses(graph), last_readers(graph)  # before there are updates
     made: list[tuple[fx.Node, int]] = []  # updates, and the uses that they follow
     for bucket, call, group in last_gradients(graph).values():
         total = add_so_far(graph, bucket, call, group) if accumulate else group
-        last = max([call, *readers(graph, bucket)])
+        last = max(call, readers.get(bucket.key, call))
         where = max(total if accumulate else last_item(call), last_item(last))
         suffix = suffix_of(bucket)
         with graph.inserting_after(where):
