@@ -99,7 +99,7 @@ class Options:
         return self.lookahead + 1 if self.slots is None else self.slots
 
     @property
-    def hands_over(self) -> bool:
+    def plans_device_update(self) -> bool:
         """May the plan choose device updates, if `device_update` is left open?"""
         return (
             self.lowering is Lowering.INDUCTOR

@@ -81,7 +81,7 @@ def build(spec: Spec) -> Schedule:
         tangents=(0,) if spec.training else (),
         gradients=("x",) if spec.training else (),
         slots=tuple(Slot(i, size) for i in range(spec.slots)),
-        held=tuple((i, arguments(node)[0]) for i, node in forward.weights.held().items()),
+        reused=tuple((i, arguments(node)[0]) for i, node in forward.weights.held().items()),
         history=(PassRecord("slots", "", "", 0.001, len(forward.graph.nodes)),),
     )
 

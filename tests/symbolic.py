@@ -155,7 +155,7 @@ class Layout:
         self.graph = schedule.graphs[name]
         self.skips, self.clips = skips, clips
         self.gradient_params = schedule.gradient_params
-        self.handed: dict[str, tuple[Value, Done | None, fx.Node]] = {}  # to the graph behind
+        self.autograd_has: dict[str, tuple[Value, Done | None, fx.Node]] = {}  # to the graph behind
         self.values: dict[fx.Node, Value] = {}
         self.tuples: dict[fx.Node, tuple[Value, ...]] = {}
         self.gone: set[fx.Node] = set()  # names that were deleted
@@ -277,8 +277,8 @@ class Layout:
             if token.place in self.tokens:
                 self.place[node] = self.tokens[token.place]
             return
-        if earlier is not None and node.name in earlier.handed:
-            value, done, name = earlier.handed.pop(node.name)
+        if earlier is not None and node.name in earlier.autograd_has:
+            value, done, name = earlier.autograd_has.pop(node.name)
             self._bind(node, value)
             if done is not None:
                 self.place[node] = done
@@ -444,7 +444,7 @@ class Layout:
             self.owners[cell].add(self.graph.output_node())  # the user keeps it
         handed: list[fx.Node] = [n for n in self.values if self._key(n) in self.skips]
         fx.map_arg(returned[1] if len(returned) > 1 else (), handed.append)
-        self.handed = {n.name: (self.values[n], self.place.get(n), n) for n in handed}
+        self.autograd_has = {n.name: (self.values[n], self.place.get(n), n) for n in handed}
         lost = [
             cell
             for node in list(self.values)

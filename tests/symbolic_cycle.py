@@ -200,7 +200,7 @@ class _Elsewhere(Machine):
     def __init__(self, schedule: Schedule, start: Start) -> None:
         self.schedule, self.name = schedule, "elsewhere"
         self.gradient_params = schedule.gradient_params
-        self.handed = {}
+        self.autograd_has = {}
         self._world(start, accumulate=True)
         for bucket in schedule.buckets:
             self._steps(bucket.key)

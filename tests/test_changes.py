@@ -67,7 +67,7 @@ def test_every_difference_has_its_line() -> None:
         plan=Plan(frozenset({1}), ("there is room",)),
         slots=(*before.slots, Slot(2, 128)),
         history=(*before.history, replace(before.history[0], name="free")),
-        held=((0, before.buckets[0]),),
+        reused=((0, before.buckets[0]),),
     )
     assert differences(before, after) == [
         "passes: slots -> slots, free",

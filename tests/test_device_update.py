@@ -313,7 +313,7 @@ def test_a_share_of_the_wrong_type_or_in_the_wrong_mode() -> None:
 
 
 def test_its_memory_is_taken_back_in_the_forward() -> None:
-    """Behind the middle, and behind the last stage that reads what was handed over."""
+    """Behind the middle, and behind the last stage that reads what the device has updated."""
     _, (model, optimizers) = pair()
     step(model, optimizers, 0)
     schedule: Schedule = schedules(model)[0]

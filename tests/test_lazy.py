@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megacompile.errors import BackwardError
 from megacompile.runtime.params.guards import GuardedTensor
-from megacompile.runtime.params.lazy import LazyGradient, served
+from megacompile.runtime.params.lazy import LazyGradient, lazy_of
 from tests import zoo
 from tests.zoo import twins
 
@@ -189,8 +189,8 @@ def test_metadata_is_no_use() -> None:
     assert (gradient.shape, gradient.dtype, gradient.numel()) == ((4, 3), torch.float32, 12)
     assert gradient.layout is torch.strided and not gradient.is_sparse
     assert not any(watched.plain()) and watched.settled == 0
-    assert served(gradient) is watched.guards[0]
-    assert served(None) is None and served(torch.ones(1)) is None
+    assert lazy_of(gradient) is watched.guards[0]
+    assert lazy_of(None) is None and lazy_of(torch.ones(1)) is None
 
 
 def test_an_edit_gives_the_norm_of_what_it_is_then() -> None:
@@ -268,7 +268,7 @@ def test_end_to_end() -> None:
                 zoo.step(model, zoo.batch(i + 10))  # accumulates
         norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.05) for m in (plain, streamed)]
         torch.testing.assert_close(norms[1], norms[0], rtol=1e-5, atol=0)
-        guards = [served(p.grad) for p in streamed.parameters() if p.grad is not None]
+        guards = [lazy_of(p.grad) for p in streamed.parameters() if p.grad is not None]
         assert all(guard is not None and guard.scale < 1 for guard in guards)
         if i == 2:
             for model in (plain, streamed):  # a backward behind the clipping, of the model itself

@@ -47,7 +47,7 @@ Act = Callable[[Any, Optimizer], None]
 CONFIGS: dict[str, dict[str, Any]] = {
     "eager": {"lowering": "eager"},
     "inductor": {"lowering": "inductor", "device_update": 0},
-    "handed over": {"lowering": "inductor", "device_update": 1.0},
+    "device update": {"lowering": "inductor", "device_update": 1.0},
     "resident": {"lowering": "inductor", "resident": "all"},
 }
 
@@ -309,7 +309,7 @@ def adam(params: Any) -> Any:
     return Adam(params, lr=1e-2)
 
 
-EACH = [("eager", adam), ("inductor", adam), ("handed over", damped), ("resident", damped)]
+EACH = [("eager", adam), ("inductor", adam), ("device update", damped), ("resident", damped)]
 
 
 def spoil(model: Any) -> None:
@@ -320,7 +320,7 @@ def spoil(model: Any) -> None:
 
 @pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize("make", [damped, adam])
-@pytest.mark.parametrize("config", ["inductor", "handed over"])
+@pytest.mark.parametrize("config", ["inductor", "device update"])
 def test_a_gradient_is_refused(make: Any, config: str, before: int) -> None:
     def loop(model: Any, optimizer: Optimizer) -> None:
         if inside.is_streamed(model):

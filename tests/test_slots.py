@@ -139,7 +139,7 @@ def test_without_hold_the_backward_fetches_everything() -> None:
 @pytest.mark.parametrize("reuse", [False, True])
 def test_the_schedule_says_what_the_forward_leaves(reuse: bool) -> None:
     schedule = placed(f"{FORWARD} | {BACKWARD}", slots=3, reuse=reuse)
-    assert [(slot, bucket.label) for slot, bucket in schedule.held] == [
+    assert [(slot, bucket.label) for slot, bucket in schedule.reused] == [
         (0, "3"),
         (1, "1"),
         (2, "2"),

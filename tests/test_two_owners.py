@@ -21,7 +21,7 @@ from tests.zoo import equal, twins
 CONFIGS: dict[str, dict[str, Any]] = {
     "eager": {"lowering": "eager"},
     "inductor": {"lowering": "inductor", "device_update": 0},
-    "handed over": {"lowering": "inductor", "device_update": 1.0},
+    "device update": {"lowering": "inductor", "device_update": 1.0},
     "resident": {"lowering": "inductor", "resident": "all"},
     "resident, eager": {"lowering": "eager", "resident": "all"},
 }

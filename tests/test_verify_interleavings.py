@@ -107,7 +107,7 @@ def test_random_edits_are_judged_as_brute_force_judges_them(
         elif node.target is ops.prefetch:
             slot = data.draw(st.sampled_from(schedule.slots), label="slot")
             set_arguments(node, arguments(node)[0], slot)
-    found = hazards(replace(schedule, held=()) if name == "forward" else schedule)
+    found = hazards(replace(schedule, reused=()) if name == "forward" else schedule)
     races = [h for h in found if h.graph == name and h.kind not in (HazardKind.LEAK, *BETWEEN)]
     corrupted = Interleavings(graph).corrupted()
     assert bool(races) == bool(corrupted), (corrupted, found)

@@ -33,8 +33,8 @@ def small_slots(schedule: Schedule) -> Schedule:
 
 
 def swap_held(schedule: Schedule) -> Schedule:
-    (a, first), (b, second) = schedule.held
-    return replace(schedule, held=((a, second), (b, first)))
+    (a, first), (b, second) = schedule.reused
+    return replace(schedule, reused=((a, second), (b, first)))
 
 
 FAULTS = [
@@ -123,7 +123,7 @@ FAULTS = [
     Fault(
         "hold of what the forward did not leave",
         HOLDING,
-        lambda s: replace(s, held=s.held[1:]),
+        lambda s: replace(s, reused=s.reused[1:]),
         (("not reused", "backward", "2REUSE@0", ""),),
     ),
     Fault(

@@ -438,7 +438,7 @@ def test_host_and_device_round_alike(case: str, monkeypatch: pytest.MonkeyPatch)
 
     alone, by = trained(device_update=0)
     assert by == {HOST}
-    # a share that no bucket fits into: the device helps, and nothing is handed over
+    # a share that no bucket fits into: the device helps, and nothing is left for the step
     divided, by = trained(device_update=1e-9)
     assert DEVICE in by
     monkeypatch.setattr(Workers, "_first", lambda self: None)

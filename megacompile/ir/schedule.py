@@ -71,7 +71,7 @@ class Schedule:
     gradients: tuple[str, ...] = ()  # forward placeholders whose gradient the backward returns
     plan: Plan = Plan()
     slots: tuple[Slot, ...] = ()
-    held: tuple[tuple[int, Bucket], ...] = ()  # (slot, bucket) that the forward leaves in place
+    reused: tuple[tuple[int, Bucket], ...] = ()  # (slot, bucket) that the forward leaves there
     history: tuple[PassRecord, ...] = ()
     draft: bool = False  # only to be simulated: passes change its graphs in place
     update: fx.Graph | None = None

@@ -97,7 +97,9 @@ class Chooser:
                 resident=free,
                 pinned=options.activations is not Activations.AUTO,
                 device_update=(
-                    options.hands_over and options.device_update is None and self.setting.on_gpu
+                    options.plans_device_update
+                    and options.device_update is None
+                    and self.setting.on_gpu
                 ),
                 slots=options.slots is None,
             )

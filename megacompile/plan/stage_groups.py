@@ -91,5 +91,5 @@ def _treatment(schedule: Schedule, stage: Stage) -> str:
     if keys and keys <= plan.resident:
         words.append("resident")
     if keys & plan.device_update:
-        words.append("handed over")
+        words.append("updated on the device")
     return ", ".join(words)

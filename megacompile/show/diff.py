@@ -123,7 +123,7 @@ def _slots(schedule: Schedule) -> str:
 
 
 def _left(schedule: Schedule) -> str:
-    return ", ".join(f"{bucket.label}@{slot}" for slot, bucket in schedule.held) or "none"
+    return ", ".join(f"{bucket.label}@{slot}" for slot, bucket in schedule.reused) or "none"
 
 
 def _updates(schedule: Schedule) -> str:

@@ -24,7 +24,7 @@ def header(schedule: Schedule) -> Iterator[str]:
     for _, run in itertools.groupby(schedule.stages, key=_kind):
         yield f"# {_stages_line(list(run))}"
     for slot in schedule.slots:
-        left = [bucket for index, bucket in schedule.held if index == slot.index]
+        left = [bucket for index, bucket in schedule.reused if index == slot.index]
         there = "".join(f", the forward leaves {bucket!r} in it" for bucket in left)
         yield f"# {slot!r}: {format_bytes(slot.size_bytes)}{there}"
     for reason in schedule.plan.reasons:

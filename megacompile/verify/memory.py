@@ -127,8 +127,8 @@ def _reading(reader: fx.Node, weights: fx.Node) -> str:
 
 
 def _held(view: View) -> Iterator[Hazard]:
-    """The forward leaves in its slots what `schedule.held` says; the backward holds only that."""
-    promised = {(index, bucket.key) for index, bucket in view.schedule.held}
+    """The forward leaves in its slots what `schedule.reused` says; the backward holds only that."""
+    promised = {(index, bucket.key) for index, bucket in view.schedule.reused}
     if view.name == "forward":
         yield from _left(view)
         promised = set()
@@ -143,13 +143,13 @@ def _held(view: View) -> Iterator[Hazard]:
 
 def _left(view: View) -> Iterator[Hazard]:
     left = {_slot(node).index: node for node in view.that(lambda op: op.fills_slot)}
-    for index, bucket in view.schedule.held:
+    for index, bucket in view.schedule.reused:
         last = left.get(index)
         if last is None or _bucket(last).key != bucket.key:
             got = "nothing" if last is None else f"bucket {_bucket(last).label}"
             message = (
                 f"the backward expects bucket {bucket.label} in slot {index}, but the forward "
-                f"leaves {got} there; correct schedule.held, or prefetch it in the backward"
+                f"leaves {got} there; correct schedule.reused, or prefetch it in the backward"
             )
             where = view.graph.output_node() if last is None else last
             yield view.hazard(HazardKind.NOT_REUSED, where, None, message)

@@ -52,7 +52,7 @@ def assign_slots(schedule: Schedule, *, slots: int, reuse: bool) -> Schedule:
             if node in places.held:
                 node.target = ops.reuse
     held = tuple(sorted(attempt[0].holds.items()))
-    return replace(new, slots=made, held=held)
+    return replace(new, slots=made, reused=held)
 
 
 @dataclass

@@ -225,7 +225,7 @@ class _Call:
         """The schedule for these gradients; wrong guesses of the forward are corrected here."""
         program = self.program
         forward = program.executor(self.variant).schedule
-        reuse = self.machine.slots.generation == self.generation and bool(forward.held)
+        reuse = self.machine.slots.generation == self.generation and bool(forward.reused)
         variant = program.variant(tangents=tangents, reuse=reuse)
         wanted = forward
         if tangents != self.variant.tangents:

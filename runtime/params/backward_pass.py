@@ -28,7 +28,7 @@ class BackwardPass:
     def __init__(self, streams: Streams, buckets: Mapping[int, HostBucket]) -> None:
         self.streams = streams
         self.buckets = buckets
-        self.handed: dict[Place, torch.Tensor] = {}  # the memory that autograd has
+        self.autograd_has: dict[Place, torch.Tensor] = {}  # the memory that autograd has
         self.taken: set[Place] = set()  # of them: it is the bucket's
         self.watched: set[Place] = set()  # of these: somebody looks before the end
         self.fresh: set[Place] = set()  # of these: there was no `p.grad` before
@@ -103,7 +103,7 @@ class BackwardPass:
         }
 
     def _untouched(self, place: Place) -> bool:
-        """Is `p.grad` what was handed over, and did nobody look at it?"""
+        """Is `p.grad` what autograd was given, and did nobody look at it?"""
         key, i = place
         return (
             place in self.taken

@@ -153,9 +153,9 @@ class Run:
             return Goes.PROXY
         if place in self.uses.unwanted:
             return Goes.NOBODY
-        if place in self.backward.handed and place not in self.uses.shared:
+        if place in self.backward.autograd_has and place not in self.uses.shared:
             return Goes.MORE
-        if place in self.uses.captured or place in self.backward.handed:
+        if place in self.uses.captured or place in self.backward.autograd_has:
             return Goes.APART
         if self._of.is_busy(place):  # in another backward(), of another thread
             return Goes.APART
@@ -209,7 +209,7 @@ class Run:
         if goes in _IN_BUCKET:
             return bucket.grads[index]
         if goes is Goes.MORE:
-            return self.backward.handed[place]
+            return self.backward.autograd_has[place]
         if place not in self.apart:
             device = self._of.streams.device if goes is Goes.PROXY else None
             like = bucket.values[index]
@@ -254,7 +254,7 @@ class Run:
                 memory = self.buffer(*place)
                 del self.apart[place]
                 if place not in self.uses.shared:
-                    self.backward.handed[place] = memory
+                    self.backward.autograd_has[place] = memory
                 of_params[place] = memory.detach()
         of_proxies, self.apart = self.apart, {}
         return of_params, of_proxies
@@ -263,14 +263,14 @@ class Run:
         """Does autograd, or somebody else, read it at once?"""
         if self.watches(place):
             return True
-        if goes is Goes.MORE:  # added to what an earlier graph handed over, which may be read
+        if goes is Goes.MORE:  # added to what an earlier graph gave, which may be read
             added = not is_gone(self._of.param(place).grad)  # by another thread, meanwhile
             return added or place not in self.backward.taken or place in self.backward.watched
         return goes not in _IN_BUCKET
 
     def _take_place(self, place: Place, goes: Goes) -> None:
         backward, param = self.backward, self._of.param(place)
-        backward.handed[place] = self.buffer(*place)
+        backward.autograd_has[place] = self.buffer(*place)
         backward.taken.add(place)
         if self.watches(place):
             backward.watched.add(place)

@@ -20,7 +20,7 @@ from megacompile.runtime.params.backward_pass import (
 )
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.consumed import consumed
-from megacompile.runtime.params.lazy import served
+from megacompile.runtime.params.lazy import lazy_of
 
 
 class Gradients:
@@ -93,9 +93,9 @@ class Gradients:
         return compat.storage_users(self.buckets[place[0]].grads[place[1]]) == 1
 
     def is_busy(self, place: Place) -> bool:
-        """Has a call of `backward()` handed over a gradient, and not ended?"""
+        """Has a call of `backward()` given autograd a gradient, and not ended?"""
         passes = tuple(self._passes.values())  # a thread may begin or end one meanwhile
-        return any(place in backward.handed for backward in passes)
+        return any(place in backward.autograd_has for backward in passes)
 
     def prepare(
         self, wanted: Mapping[int, Sequence[int]], unwanted: Set[Place], backward: BackwardPass
@@ -198,7 +198,7 @@ class Gradients:
 
 def _open(gradient: torch.Tensor | None) -> None:
     """Make a lazy gradient a plain one: it is about to change."""
-    who = served(gradient)
+    who = lazy_of(gradient)
     if gradient is not None and who is not None:
         who.open(gradient)
 

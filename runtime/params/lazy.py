@@ -80,7 +80,7 @@ class LazyGradient:
         return torch.tensor(norm, dtype=tensor.dtype)
 
 
-def served(tensor: torch.Tensor | None) -> LazyGradient | None:
+def lazy_of(tensor: torch.Tensor | None) -> LazyGradient | None:
     """The guard of a lazy gradient; None for a plain one."""
     found = guard_of(tensor)
     return found if isinstance(found, LazyGradient) else None
@@ -89,7 +89,7 @@ def served(tensor: torch.Tensor | None) -> LazyGradient | None:
 def _norms(tensors: Sequence[Any], order: Any) -> list[torch.Tensor] | None:
     if isinstance(order, bool) or order not in (2, math.inf):
         return None
-    guards = [served(tensor) for tensor in tensors]
+    guards = [lazy_of(tensor) for tensor in tensors]
     norms = [
         None if who is None else who.norm(tensor, order)
         for who, tensor in zip(guards, tensors, strict=True)
@@ -120,7 +120,7 @@ def _scale(tensors: Sequence[Any], factor: Any) -> bool:
             return False
     elif not isinstance(factor, (int, float)):
         return False
-    guards = [served(tensor) for tensor in tensors]
+    guards = [lazy_of(tensor) for tensor in tensors]
     if not all(
         who is not None and tensor.is_floating_point() and compat.version(tensor) == who.version
         for who, tensor in zip(guards, tensors, strict=True)

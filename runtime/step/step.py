@@ -36,7 +36,7 @@ from megacompile.runtime.optim.states import is_shared
 from megacompile.runtime.optim.stochastic import seed_of
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.guards import guard_of
-from megacompile.runtime.params.lazy import served
+from megacompile.runtime.params.lazy import lazy_of
 from megacompile.runtime.params.optimizer_states import (
     Trained,
     adopt,
@@ -245,7 +245,7 @@ class Updates:
         if offer is not None:
             by_rule = update.way in (UpdatePath.COMPILED, UpdatePath.TORCH)
             if by_rule and not part.aliased and offer.fits(update.steps):
-                update.way, part.left = UpdatePath.HANDED, offer
+                update.way, part.left = UpdatePath.ON_DEVICE, offer
             else:
                 offer.drop()
         return part
@@ -263,7 +263,7 @@ class Updates:
         for each in trained:
             gradient = each.param.grad
             assert gradient is not None
-            who = served(gradient)
+            who = lazy_of(gradient)
             if who is not None:
                 who.check(gradient)
             ours = bucket.grads.get(each.at)
@@ -447,7 +447,7 @@ class Updates:
     def _finish(self, optimizer: Optimizer, parts: Sequence[BucketPart]) -> None:
         for part in parts:
             update, key = part.update, part.update.bucket.layout.key
-            if update.way in (UpdatePath.COMPILED, UpdatePath.TORCH, UpdatePath.HANDED):
+            if update.way in (UpdatePath.COMPILED, UpdatePath.TORCH, UpdatePath.ON_DEVICE):
                 self.machine.device_update.learn(optimizer, key, update.steps, part.states)
             if part.aliased or part.first:
                 update.bucket.pending.settle()

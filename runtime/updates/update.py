@@ -6,7 +6,7 @@
               a GPU's host the device helps (see `workers`)
     FUSED     torch.optim's fused CPU kernels: one pass too, where there is no C++ compiler
     TORCH     the rule's twin as it is: what FUSED cannot do, without a C++ compiler
-    HANDED    not here: by `on_device`, of what the backward left on the device
+    ON_DEVICE not here: by `on_device`, of what the backward left on the device
     RESIDENT  the rule's kernel, on a bucket that lives on the device
     BACKWARD  not here: by `in_backward` and its kernels, on the device
 
@@ -43,7 +43,7 @@ class UpdatePath(enum.Enum):
     STOCK = "torch.optim"
     DEVICE = "torch.optim on the device"
     BACKWARD = "in the backward"
-    HANDED = "on the device"
+    ON_DEVICE = "on the device"
     RESIDENT = "on the device, resident"
     COMPILED = "compiled to C++"
     FUSED = "torch.optim, fused"
