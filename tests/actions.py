@@ -214,6 +214,7 @@ class _Reader:
                 if i in forward.rng:
                     self.rng[i] = self._placeholder(forward.rng[i].name)
         self.last = self._placeholder("t0")
+        self.last.meta["tangent"] = 0
 
     def read(self, token: str) -> None:
         match = _TOKEN.fullmatch(token)

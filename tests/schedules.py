@@ -326,6 +326,7 @@ class _Backward:
         self.waiting: list[tuple[Bucket, fx.Node]] = []  # gradients, for a late reader of weights
         self.later: list[tuple[fx.Node, fx.Node]] = []  # values to free, and who reads them
         gradient = _placeholder(graph, "t0")
+        gradient.meta["tangent"] = 0
         order = list(reversed(stages))
         begin = call(graph, ops.begin)
         self.weights = _Weights(graph, spec, order, forward.weights.held())

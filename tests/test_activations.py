@@ -329,12 +329,12 @@ def test_a_backward_that_was_planned_otherwise_finds_what_it_needs() -> None:
     of = HostPool(pin=False)
     value = torch.randn(3, 4)
     waiting = of.store(value, None)
-    assert torch.equal(taken({"y_host": waiting}, "y", of, None), value)
-    stored = taken({"y": value}, "y_host", of, None)
+    assert torch.equal(taken({"copy": waiting}, "y", {"copy": "y"}, of, None), value)
+    stored = taken({"y": value}, "copy", {"copy": "y"}, of, None)
     assert isinstance(stored, OnHost) and torch.equal(stored.back(None), value)
-    assert taken({"y": value}, "y", of, None) is value
+    assert taken({"y": value}, "y", {}, of, None) is value
     with pytest.raises(KeyError):
-        taken({"y": value}, "z", of, None)
+        taken({"y": value}, "z", {}, of, None)
 
 
 # --- memory

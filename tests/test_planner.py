@@ -82,7 +82,7 @@ def test_more_memory_is_never_slower_and_never_too_much() -> None:
     ],
 )
 def test_nor_where_it_hardly_fits_or_the_host_is_slow(tokens: int, host: dict[str, float]) -> None:
-    """Offloading more stages can take longer than fewer; and residents want fewer device updates."""
+    """Offloading more stages can take longer than fewer; residents want fewer device updates."""
     tower = replace(problem(GIB, tokens=tokens), hardware=H200.replace(**host))
     floor, times = tower.floor_bytes(), []
     for factor in (1, 1.1, 1.2, 1.5, 2, 3, 4, 5, 8):

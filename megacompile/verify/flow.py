@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx
 
-from megacompile.ir import ops
+from megacompile.ir import inputs, ops
 from megacompile.ir.stages import ArgRef, SavedRef, Stage
 from megacompile.ir.values import label, named
 from megacompile.verify.hazard import Check, Hazard, HazardKind, View
@@ -59,9 +59,10 @@ def _gradients_flow(view: View) -> Iterator[Hazard]:
     forwards = ops.calls_by_stage(forward, ops.forward)
     outputs = ops.returned(forward)[0]
     so_far: dict[fx.Node, str] = {}  # a forward's value -> the name of its gradient
+    names = inputs.tangents(view.graph)
     for k in view.schedule.tangents:
         if k < len(outputs) and isinstance(outputs[k], fx.Node):
-            so_far[outputs[k]] = f"t{k}"
+            so_far[outputs[k]] = names.get(k, "")
     for node in view.nodes(ops.backward):
         stage: Any = node.args[0]
         call = forwards.get(stage.index)

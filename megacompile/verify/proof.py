@@ -23,7 +23,7 @@ from typing import Any
 from torch import fx
 
 from megacompile.errors import ScheduleError
-from megacompile.ir import ops
+from megacompile.ir import inputs, ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Op, Part, Value
 from megacompile.ir.schedule import Schedule
@@ -207,7 +207,8 @@ def _saved_values(views: list[View]) -> Iterator[Hazard]:
         yield forward.hazard(HazardKind.SAVED_VALUES, forward.graph.output_node(), None, message)
     for view in (view for view in others if view.name == "backward"):
         # it may leave out what its outputs' gradients do not need
-        known = {*names, *(f"t{k}" for k in view.schedule.tangents)}
+        named = inputs.tangents(view.graph)
+        known = {*names, *(named[k] for k in view.schedule.tangents if k in named)}
         for node in view.graph.find_nodes(op="placeholder"):
             if node.name not in known and token_of(node) is None:
                 message = (

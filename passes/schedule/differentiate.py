@@ -17,6 +17,7 @@ from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
+from megacompile.ir.inputs import tangent_of
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, ParamRef, Stage, Template
 from megacompile.passes.edit import add_item, add_saved_values, saved_value
@@ -48,7 +49,7 @@ def differentiate(schedule: Schedule) -> Schedule:
     gradients = _Gradients()
     outputs, _ = ops.returned(new.forward)
     for k in new.tangents:
-        tangent = backward.placeholder(f"t{k}")
+        tangent = tangent_of(backward, k, f"t{k}")
         tangent.meta["value"] = outputs[k].meta.get("value")
         gradients.of_value[outputs[k]] = tangent
     for stage in stages:

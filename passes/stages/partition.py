@@ -21,6 +21,7 @@ from megacompile.errors import UnsupportedGraphError
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.capture import Capture, ConstantInput, ParamInput
+from megacompile.ir.inputs import input_of
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, ParamRef, Primal, Stage
 from megacompile.ir.tensors import TensorMeta
@@ -235,7 +236,7 @@ class _Builder:
         last_change = {n: p.stage.index for p in self.chunks for n in p.changed if n in self.inputs}
         for i, (node, item) in enumerate(self.inputs.items()):
             if not isinstance(item, (ParamInput, ConstantInput)):
-                env[node] = graph.placeholder(f"x{i}")
+                env[node] = input_of(graph, i, f"x{i}")
                 env[node].meta["value"] = self._meta(node, 0)
         sources = dict(env)
         for chunk, stage in zip(self.chunks, stages, strict=True):

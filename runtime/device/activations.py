@@ -104,19 +104,26 @@ class OnHost:
 
 
 def taken(
-    saved_values: Mapping[str, Any], name: str, pool: HostPool, queue: torch.cuda.Stream | None
+    saved_values: Mapping[str, Any],
+    name: str,
+    on_host: Mapping[str, str],
+    pool: HostPool,
+    queue: torch.cuda.Stream | None,
 ) -> Any:
     """What a backward takes as `name`, made on the current stream where the forward left another.
 
     Schedules of one graph put the same saved values on the host, so this is a look-up; a backward
     that was planned otherwise (for other outputs' gradients) is slower, not wrong.
+
+    Args:
+        on_host: the names of values, by those of their copies on the host, in both schedules.
     """
     if name in saved_values:
         return saved_values[name]
-    waiting = saved_values.get(f"{name}_host")
-    if waiting is not None:
-        return waiting.back(queue)
-    return pool.store(saved_values[name.removesuffix("_host")], queue)
+    if name in on_host:
+        return pool.store(saved_values[on_host[name]], queue)
+    copies = {value: copy for copy, value in on_host.items() if copy in saved_values}
+    return saved_values[copies[name]].back(queue)
 
 
 class HostPool:

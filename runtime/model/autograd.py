@@ -64,8 +64,7 @@ class _Call:
         self.program = program
         self.machine: Machine = program.machine
         self.variant = program.variant()
-        names = [n.name for n in program.stages.forward.find_nodes(op="placeholder")]
-        self.inputs_by_name = {name: args[int(name.removeprefix("x"))] for name in names}
+        self.inputs_by_name = {name: args[k] for name, k in program.inputs.items()}
         self.params = [arg for arg in args if isinstance(arg, StreamedParameter)]
         self.positions = {
             self._place(arg): k
@@ -154,7 +153,7 @@ class _Call:
             finally:
                 self.machine.run = None
         self._handed[compat.backward_id()] = of_params
-        found = {int(name.removeprefix("x")): gradient for name, gradient in of_inputs.items()}
+        found = {self.program.inputs[name]: gradient for name, gradient in of_inputs.items()}
         return found | {self.positions[place]: g for place, g in of_proxies.items()}
 
     def _prepare(self, node: object) -> Run:
@@ -214,10 +213,13 @@ class _Call:
         executor = self._executor(tuple(tangents))
         device = self.machine.device
         queue = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        inputs = {f"t{k}": gradient for k, gradient in tangents.items()}
+        named = executor.tangents
+        inputs = {named[k]: gradient for k, gradient in tangents.items() if k in named}
+        on_host = self.program.executor(self.variant).on_host | executor.on_host
         for name in executor.inputs("backward"):
             if name not in inputs:
-                inputs[name] = taken(saved_values, name, self.machine.activations, queue)
+                pool = self.machine.activations
+                inputs[name] = taken(saved_values, name, on_host, pool, queue)
         del tangents, saved_values
         return executor.backward(inputs)
 

@@ -28,6 +28,7 @@ from megacompile.ir.capture import (
     TensorInput,
     Variant,
 )
+from megacompile.ir.inputs import inputs as inputs_of
 from megacompile.ir.outputs import computed_outputs, expected_tangents
 from megacompile.ir.tensors import TensorMeta
 from megacompile.runtime.model.plans import Plans
@@ -49,8 +50,9 @@ class Program:
         outputs, _ = ops.returned(self.stages.forward)
         self.outputs: tuple[Any, ...] = tuple(outputs)
         changes = ops.nodes_of(self.stages.forward, ops.assign)
+        self.inputs = inputs_of(self.stages.forward)  # positions, by the name in the schedule
         self.changed = frozenset(  # the inputs that it changes in place, bases among them
-            int(str(node.args[0]).removeprefix("x")) for node in changes
+            self.inputs[str(node.args[0])] for node in changes
         )
         self.executors: dict[Variant, Executor] = {}
         self.tangents = expected_tangents(self.stages)

@@ -17,6 +17,7 @@ import torch
 from megacompile import compat
 from megacompile.errors import BackwardError
 from megacompile.ir import ops
+from megacompile.ir.inputs import on_host, tangents
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.ir.tokens import Token, token_of
@@ -41,6 +42,8 @@ class Executor:
             name: [(node.name, token_of(node)) for node in graph.find_nodes(op="placeholder")]
             for name, graph in schedule.graphs.items()
         }
+        self.on_host = on_host(schedule.forward)
+        self.tangents = {} if schedule.backward is None else tangents(schedule.backward)
         self._left = _buckets_left(schedule)
         self.updates = _updates(schedule)
         self._bound = {name: BoundOps(schedule, machine) for name in schedule.graphs}

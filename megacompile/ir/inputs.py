@@ -1,0 +1,50 @@
+"""What the placeholders of a schedule's graphs stand for: by explicit ids, never by their names.
+
+A forward's placeholder has the position of the captured graph's input, a backward's that of the
+output whose gradient it is. Tokens are in `megacompile.ir.tokens`; every other placeholder is a
+value of the graph before, under the same name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from megacompile.ir import ops
+from megacompile.ir.ops import Value
+
+
+def input_of(graph: fx.Graph, position: int, name: str) -> fx.Node:
+    """A new placeholder for an input of the captured graph."""
+    node = graph.placeholder(name)
+    node.meta["input"] = position
+    return node
+
+
+def tangent_of(graph: fx.Graph, output: int, name: str) -> fx.Node:
+    """A new placeholder for the gradient of an output of the captured graph."""
+    node = graph.placeholder(name)
+    node.meta["tangent"] = output
+    return node
+
+
+def inputs(forward: fx.Graph) -> dict[str, int]:
+    """The position of the captured graph's input that each placeholder stands for, by name."""
+    nodes = forward.find_nodes(op="placeholder")
+    return {node.name: node.meta["input"] for node in nodes if "input" in node.meta}
+
+
+def tangents(backward: fx.Graph) -> dict[int, str]:
+    """The names of the placeholders for outputs' gradients, by the output."""
+    nodes = backward.find_nodes(op="placeholder")
+    return {node.meta["tangent"]: node.name for node in nodes if "tangent" in node.meta}
+
+
+def on_host(forward: fx.Graph) -> dict[str, str]:
+    """The saved values that wait on the host, by the name of the copy there."""
+    found = {}
+    for node in ops.nodes_that(forward, lambda op: op.gives is Value.SAVED_ON_HOST):
+        value: Any = node.args[1]
+        found[node.name] = value.name
+    return found
