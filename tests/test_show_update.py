@@ -24,20 +24,20 @@ def test_the_code_of_an_update() -> None:
         """\
 def run_update(inputs):
     # g0_0 f32[8, 8]; s0 u8[640]
-    # gradients_1: behind 1OFFLOAD_GRAD; gradients_2: behind 2OFFLOAD_GRAD;
-    # gradients_0: behind 0OFFLOAD_GRAD
+    # gradients_1: the last 1OFFLOAD_GRAD; gradients_2: the last 2OFFLOAD_GRAD;
+    # gradients_0: the last 0OFFLOAD_GRAD
     (gradients_1, gradients_2, g0_0, s0, gradients_0) = inputs
     inputs.clear()
     u1 = update_host(bucket_1, after=(gradients_1,))  # host     1UPDATE         256 B
     u2 = update_host(bucket_2, after=(gradients_2,))  # host     2UPDATE         256 B
     help_host((u1, u2))                               # device   HELP_HOST
     new0 = update(bucket_0, None, g0_0, s0)           # compute  0UPDATE         640 B
-    del s0                                            # compute  FREE            640 B
+    del s0                                            # compute  FREE
     so0 = offload_state(bucket_0, new0)               # d2h      0OFFLOAD_STATE  640 B
     defer_free(new0, after=(so0,))                    # compute  DEFER_FREE
-    del new0                                          # compute  FREE            640 B
+    del new0
     defer_free(g0_0, after=(gradients_0,))            # compute  DEFER_FREE
-    del g0_0                                          # compute  FREE            256 B
+    del g0_0
     # tokens
     return (u1, u2, so0),
 """
@@ -49,12 +49,12 @@ def test_a_token_says_what_it_stands_for() -> None:
     forward = python.graph_code(schedule, "forward").splitlines()
     assert forward[1:5] == [
         "    # x f32[4, 8]",
-        "    # weights_0: behind 0OFFLOAD_STATE; weights_1: behind 1UPDATE;",
-        "    # weights_2: behind 2UPDATE",
+        "    # weights_0: the last 0OFFLOAD_STATE; weights_1: the last 1UPDATE;",
+        "    # weights_2: the last 2UPDATE",
         "    x, weights_0, weights_1, weights_2 = inputs",
     ]
     backward = python.graph_code(schedule, "backward")
-    assert "gradients_1: behind 1OFFLOAD_GRAD;" in backward
+    assert "gradients_1: the last 1OFFLOAD_GRAD;" in backward
     assert "    # gradients of inputs, what is left for the update, tokens\n" in backward
     assert "    return (d0_0,), (sum0, s0), (o2, o1, o0)\n" in backward
 

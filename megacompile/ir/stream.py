@@ -13,9 +13,9 @@ class Stream(enum.Enum):
     takes the last one, and nobody knows beforehand where they meet.
     """
 
-    COMPUTE = "compute"  # the user's current stream: every forward, recompute and backward
-    H2D = "h2d"  # host to device: weights, activations, gradients that are accumulated into
-    D2H = "d2h"  # device to host: gradients, and activations until their backward
+    COMPUTE = "compute"  # the user's current stream: every compute, and updates on the device
+    H2D = "h2d"  # host to device: weights, saved tensors, gradients so far, optimizer states
+    D2H = "d2h"  # device to host: gradients, saved tensors, new parameters and states
     HOST = "host"  # threads of the host: updates in its memory
     DEVICE = "device"  # which helps the host with updates, in chunks over the link
 

@@ -7,7 +7,7 @@ become `wait(...)` and `del`.
 
     def run_forward(inputs):
         # x bf16[16]
-        # weights_0: behind 0UPDATE
+        # weights_0: the last 0UPDATE
         x, weights_0 = inputs
         inputs.clear()
         start = begin()                                            # compute  BEGIN
@@ -82,10 +82,12 @@ def graph_code(schedule: Schedule, graph_name: str) -> str:
     graph = schedule.graphs[graph_name]
     variables = _variables(schedule, graph)
     lines = [_Line(text) for text in _unpacking(schedule, graph, variables)]
+    gone = _given_back(graph)
     last_use = {n: max(n.users, key=_positions(graph).__getitem__) for n in _whole_tuples(graph)}
     for after, run in itertools.groupby(ops.nodes_of(graph), key=_waits_to_free):
         for nodes in [[node] for node in run] if after is None else [list(run)]:
-            lines += _call(nodes[0], variables) if after is None else _free(nodes, variables)
+            made = _call(nodes[0], variables) if after is None else _free(nodes, variables, gone)
+            lines += made
             done = [variables[n] for n, user in last_use.items() if user in nodes]
             lines += [_Line(f"del {', '.join(done)}")] if done else []  # the tuple, not its items
     returned = _text(graph.output_node().args[0], variables)
@@ -150,12 +152,12 @@ def _unpacking(
 def _tokens(
     schedule: Schedule, nodes: Sequence[fx.Node], variables: Mapping[fx.Node, str]
 ) -> Iterator[str]:
-    """What tokens stand for: "weights_3: behind 3UPDATE"."""
+    """What tokens stand for: "weights_3: the last 3UPDATE"."""
     writer = writers(schedule) if nodes else {}
     places = {node: token.place for node in nodes if (token := token_of(node))}
     for node, place in places.items():
         if place in writer:
-            yield f"{variables[node]}: behind {ops.label(writer[place][1])}"
+            yield f"{variables[node]}: the last {ops.label(writer[place][1])}"
     others = [variables[node] for node, place in places.items() if place not in writer]
     if others:
         yield f"{', '.join(others)}: written by other schedules, if at all"
@@ -185,7 +187,7 @@ def _call(node: fx.Node, variables: Mapping[fx.Node, str]) -> Iterator[_Line]:
         text = f"{variables[node]} = {text}"
     yield _Line(text, op.stream.value, ops.label(node), _detail(node))
     if op.frees is not None:
-        yield from _del([node], variables)
+        yield _Line(f"del {_names(values.reads(node), variables)}")
     if dropped:
         yield _Line("del _", op.stream.value)
 
@@ -197,19 +199,30 @@ def _waits_to_free(node: fx.Node) -> tuple[fx.Node, ...] | None:
     return tuple(after) if op.frees is not None and op.waits else None
 
 
-def _free(nodes: Sequence[fx.Node], variables: Mapping[fx.Node, str]) -> Iterator[_Line]:
+def _free(
+    nodes: Sequence[fx.Node], variables: Mapping[fx.Node, str], gone: Mapping[fx.Node, int]
+) -> Iterator[_Line]:
+    """`del` of what the nodes free, behind what they wait for."""
     if after := _waits_to_free(nodes[0]):
         waited = _text(after, variables).replace(",)", ")")
         yield _Line(f"wait{waited}", ops.stream_of(nodes[0]).value, "WAIT")
-    yield from _del(nodes, variables)
+    freed = [value for node in nodes for value in values.reads(node)]
+    size = sum(gone.get(node, 0) for node in nodes)
+    detail = format_bytes(size) if size else ""
+    yield _Line(f"del {_names(freed, variables)}", Stream.COMPUTE.value, "FREE", detail)
 
 
-def _del(nodes: Sequence[fx.Node], variables: Mapping[fx.Node, str]) -> Iterator[_Line]:
-    """`del` of what the nodes free."""
-    values = [value for node in nodes for value in node.all_input_nodes if value in node.args]
-    size = sum(tensors_bytes(value.meta.get("value")) for value in values)
-    text = _targets([variables[value] for value in values]).removesuffix(",")
-    yield _Line(f"del {text}", Stream.COMPUTE.value, "FREE", format_bytes(size) if size else "")
+def _given_back(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The bytes that go with each free: those of memory whose last name it is."""
+    last: dict[fx.Node, tuple[fx.Node, int]] = {}
+    for node in ops.nodes_that(graph, lambda op: op.frees is not None):
+        (value,) = values.reads(node)
+        last[values.memory(value)] = node, tensors_bytes(value.meta.get("value"))
+    return dict(last.values())
+
+
+def _names(nodes: Sequence[fx.Node], variables: Mapping[fx.Node, str]) -> str:
+    return _targets([variables[node] for node in nodes]).removesuffix(",")
 
 
 def _targets(variables: list[str]) -> str:

@@ -8,7 +8,7 @@
 An update comes behind the bucket's last gradient and its last reader in the backward. The optimizer
 states are fetched `lookahead` stages ahead, as the weights are, in the order of the updates; the
 new parameters and states go back while the next stages compute. With `accumulate`, what earlier
-backwards left on the host is added first, as in `offload_saved`.
+backwards left on the host is added first, as in `offload_grad`.
 
 The last updates of a backward are deferred (see `free`), because the next forward should not begin
 with a wait for their copies. Its first half hides them; then `drain` gives their memory back,

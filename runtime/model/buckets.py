@@ -94,6 +94,7 @@ class ModelBuckets:
         named = dict(self.model.named_parameters(remove_duplicate=False))
         before = bool(self.machine.buckets)
         self.machine.buckets.clear()
+        self.machine.trained.clear()  # their updates are of buckets that are gone
         if self.options.resident is not None:
             resident = _first_that_fit(units, named, self.options)
         if not before:

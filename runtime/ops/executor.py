@@ -6,6 +6,7 @@ The code that `print(schedule)` shows is compiled as it is; the names in it are 
 
 from __future__ import annotations
 
+import functools
 import linecache
 import weakref
 from collections import Counter
@@ -25,6 +26,7 @@ from megacompile.ir.values import bucket_of
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops.bound import BoundOps
 from megacompile.runtime.ops.machine import Machine
+from megacompile.runtime.params.undo import Undos, hold, undone
 from megacompile.runtime.updates.deferred import Deferred
 from megacompile.runtime.updates.part import BucketPart
 from megacompile.show import python
@@ -102,9 +104,13 @@ class Executor:
     def update(self, parts: Mapping[int, BucketPart]) -> None:
         """Run the update for those of its buckets that a step has a part for, by key.
 
-        What the backward has left of them is used up. Ctrl-C may come anywhere in it, so there is
-        nothing around the ops that it could leave as it is: no lock, no mode of the thread.
+        What the backward has left of them is used up. Ctrl-C may come anywhere in it, so nothing is
+        around the ops that it could leave as it is.
         """
+        undone(functools.partial(self._update, parts))
+
+    def _update(self, parts: Mapping[int, BucketPart], undos: Undos) -> None:
+        hold(self.machine.running, undos)  # a forward in another thread uses the same streams
         left = [part.left for part in parts.values() if part.left is not None]
         values = {each.host.layout.key: (each.gradients, each.buffers) for each in left}
         given = dict(zip(self.schedule.left, _flat(map(values.get, self._left)), strict=True))

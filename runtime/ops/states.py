@@ -12,7 +12,7 @@ from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops.group import OpGroup
 from megacompile.runtime.updates import device_buffers
 from megacompile.runtime.updates.device_buffers import Landing, UpdateBuffers
-from megacompile.runtime.updates.flight import Flight
+from megacompile.runtime.updates.flight import Flight, untimed
 from megacompile.runtime.updates.in_backward import InBackward
 from megacompile.runtime.updates.update import Step
 
@@ -85,7 +85,8 @@ class StateOps(OpGroup):
             return Handle(None, Stream.HOST)
         assert part.left is not None
         left = part.left
-        flight: Flight | None = left.bring_back(updated.event, machine.copies)
+        timed = untimed if self.recording is None else self.recording.in_background()
+        flight: Flight | None = left.bring_back(updated.event, machine.copies, timed)
         part.left = None
         if flight is None:
             return Handle(None, Stream.HOST)

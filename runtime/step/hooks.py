@@ -11,7 +11,8 @@
 
 Preparing changes nothing, so a step that raises (a hook, a closure, a model that refuses, or
 torch.optim on other parameters) has updated none of our parameters, counted nothing, left the
-gradients where they were, and may be called again.
+gradients where they were, and may be called again. What a backward has updated already
+(`optimizer=`) is counted when the step is prepared: it is done, whatever happens to the others.
 """
 
 from __future__ import annotations

@@ -57,6 +57,7 @@ from megacompile.runtime.updates.part import BucketPart
 from megacompile.runtime.updates.refusals import check, rehearse
 from megacompile.runtime.updates.update import BucketUpdate, Step, UpdatePath
 
+_RESTS = 16  # graphs for what no schedule's update makes; those made longest ago go
 _RULES = (UpdatePath.COMPILED, UpdatePath.TORCH, UpdatePath.BACKWARD, UpdatePath.RESIDENT)
 
 
@@ -440,15 +441,18 @@ class Updates:
                 replace(host.layout, label=labels.get(host.layout.key, f"r{host.layout.key}"))
                 for host in hosts
             ]
-            self._rests.clear()  # of before, where buckets have moved
+            if len(self._rests) >= _RESTS:
+                self._rests.pop(next(iter(self._rests)))
             self._rests[key] = Executor(self._make_rest(buckets), self.machine)
         return self._rests[key]
 
     def _finish(self, optimizer: Optimizer, parts: Sequence[BucketPart]) -> None:
         for part in parts:
-            update, key = part.update, part.update.bucket.layout.key
+            update = part.update
             if update.way in (UpdatePath.COMPILED, UpdatePath.TORCH, UpdatePath.ON_DEVICE):
-                self.machine.device_update.learn(optimizer, key, update.steps, part.states)
+                self.machine.device_update.learn(
+                    optimizer, update.bucket, update.steps, part.states
+                )
             if part.aliased or part.first:
                 update.bucket.pending.settle()
             self._install(optimizer, update.bucket, part.first)

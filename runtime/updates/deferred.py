@@ -30,7 +30,13 @@ class DeferredFrees:
 
     def add(self, entry: Deferred) -> None:
         """Keep it; what is copied by now goes."""
-        self._entries = [*(e for e in self._entries if not e.copied.query()), entry]
+        waiting = [entry]
+        for earlier in reversed(self._entries):
+            if earlier.copied.query():
+                earlier.forget()
+            else:
+                waiting.insert(0, earlier)
+        self._entries = waiting
 
     def take(self) -> list[Deferred]:
         """All that there is: the caller waits for the copies, and lets it go."""

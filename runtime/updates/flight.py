@@ -1,15 +1,16 @@
-"""Work of `optimizer.step()` that goes on behind it: an update by the host, or its way back there.
+"""Work of `optimizer.step()` that goes on after it returns: an update by the host, or the copy of
+what the device has updated to the host.
 
 [Note: small chunks] The copy engine that brings states to the host is first in, first out for all
 streams: a `loss.item()` waits for everything that was issued before it. So a thread issues the
-copies in chunks, two at a time, and sleeps until one is done instead of spinning: the host's update
-needs the core.
+copies in chunks, three at a time, and sleeps until one is done instead of spinning: the host's
+update needs the core.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,14 @@ from megacompile.errors import OptimizerError
 from megacompile.ir.ops import Part
 
 CHUNK_BYTES = 64 * 2**20  # about a millisecond
+
+Timed = Callable[[str, Callable[[], None]], None]  # (lane, work): does it, and notes when
+
+
+def untimed(lane: str, work: Callable[[], None]) -> None:
+    """Does it."""
+    del lane
+    work()
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from megacompile.runtime.updates.device_buffers import (
     params_back,
     states_back,
 )
-from megacompile.runtime.updates.flight import Flight, copy_in_chunks
+from megacompile.runtime.updates.flight import Flight, Timed, copy_in_chunks
 from megacompile.runtime.updates.update import Step
 
 
@@ -64,7 +64,9 @@ class DeviceUpdate:
         self.streams.synchronize(Stream.H2D)
         self.streams.synchronize(Stream.D2H)
 
-    def bring_back(self, made: torch.cuda.Event | None, thread: Background) -> Flight | None:
+    def bring_back(
+        self, made: torch.cuda.Event | None, thread: Background, timed: Timed
+    ) -> Flight | None:
         """Bring the new values to the host, behind `made`; `thread` does it.
 
         Gives what is in flight then; None on the CPU, where it has been done.
@@ -73,8 +75,7 @@ class DeviceUpdate:
         queue = self.streams.copies(Stream.D2H)
         flight = None
         if queue is None or made is None:  # the CPU
-            for there, here in self._back(buffers):
-                here.copy_(there)
+            timed(Stream.D2H.value, functools.partial(_copy, self._back(buffers)))
         else:
             copy = functools.partial(copy_in_chunks, self._back(buffers), queue, made)
             fresh = {i: buffer.streamed for i, buffer in buffers.items()}
@@ -83,9 +84,11 @@ class DeviceUpdate:
             try:
                 # the bucket knows of it before anybody can begin it
                 host.pending.start(flight, list(buffers), self.visible)
-                thread.submit(functools.partial(fulfil, future, copy))
+                work = functools.partial(timed, Stream.D2H.value, copy)
+                thread.submit(functools.partial(fulfil, future, work))
             except BaseException:
                 if future.cancel():
+                    timed(Stream.D2H.value, lambda: None)  # a trace waits for its end
                     host.pending.settle()  # the next forward must not take what is on the device
                 raise
         note_changes(host, buffers)
@@ -94,6 +97,20 @@ class DeviceUpdate:
     def _back(self, buffers: UpdateBuffers) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield from params_back(self.host, buffers)
         yield from states_back(buffers, self.sources)
+
+
+@dataclass(frozen=True, slots=True)
+class _Learned:
+    """The states that an optimizer has of a bucket."""
+
+    sources: Sources
+    visible: tuple[torch.Tensor, ...]  # those of them that the user holds
+    owner: ref[Optimizer]
+    host: ref[HostBucket]
+
+    def of(self, host: HostBucket) -> bool:
+        """Are they of this very bucket, and is the optimizer still there?"""
+        return self.host() is host and self.owner() is not None
 
 
 class DeviceUpdates:
@@ -105,43 +122,43 @@ class DeviceUpdates:
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
         self.keys: set[int] = set()  # of the buckets that some schedule lets the device update
-        self._learned: dict[int, tuple[Sources, tuple[torch.Tensor, ...]]] = {}
-        self._owners: dict[int, ref[Optimizer]] = {}  # whose states they are
+        self._learned: dict[int, _Learned] = {}  # by the bucket's key
         self.flying: list[HostBucket] = []  # whose new values are on their way to the host
 
     def learn(
         self,
         owner: Optimizer,
-        key: int,
+        host: HostBucket,
         steps: Iterable[Step],
         visible: Iterable[torch.Tensor],
     ) -> None:
         """Note the states that an update by rule has used."""
+        key = host.layout.key
         if key in self.keys:
-            self._learned[key] = ({s.index: s.in_order() for s in steps}, tuple(visible))
-            self._owners[key] = ref(owner)
+            sources = {s.index: s.in_order() for s in steps}
+            self._learned[key] = _Learned(sources, tuple(visible), ref(owner), ref(host))
 
     def alloc(self, host: HostBucket, trained: Sequence[int], *, masters: bool) -> UpdateBuffers:
         """Memory for a bucket's parameters and states; nothing where these are not known."""
-        key = host.layout.key
-        if key in self._owners and self._owners[key]() is None:  # it is gone, so nobody steps
-            del self._owners[key], self._learned[key]
-        sources = self._sources(host)
-        if sources.keys() != set(trained):
+        learned = self._of(host)
+        if learned is None or learned.sources.keys() != set(trained):
             return {}
-        host.states.lock(self._owners[key]())
-        return make_buffers(host, sources, self.streams.device, masters=masters)
+        host.states.lock(learned.owner())
+        return make_buffers(host, learned.sources, self.streams.device, masters=masters)
 
     def fetch(self, host: HostBucket, buffers: UpdateBuffers, *, masters: bool) -> UpdateBuffers:
         """Parameters and states to the device."""
-        fetch(host, buffers, self._sources(host), masters=masters)
+        learned = self._of(host)
+        if learned is not None:
+            fetch(host, buffers, learned.sources, masters=masters)
         return buffers
 
     def keep(self, host: HostBucket, gradients: Handle, buffers: Handle) -> bool:
         """Offer them to the next step; False where that could not use them."""
-        if not buffers.value:
+        learned = self._of(host)
+        if not buffers.value or learned is None:
             return False
-        sources, visible = self._learned[host.layout.key]
+        sources, visible = learned.sources, learned.visible
         if any(map(host.aliased, buffers.value)) or any(map(is_shared, visible)):
             return False  # somebody may write to them behind the guards
         versions = _versions(host, buffers.value, visible)
@@ -156,8 +173,18 @@ class DeviceUpdates:
             if host.pending.in_flight is not None and host.pending.in_flight.fresh:
                 host.pending.settle()
 
-    def _sources(self, host: HostBucket) -> Sources:
-        return self._learned.get(host.layout.key, ({}, ()))[0]
+    def _of(self, host: HostBucket) -> _Learned | None:
+        """What was learned of a bucket; what is not right any more is forgotten."""
+        learned = self._learned.get(host.layout.key)
+        if learned is not None and not learned.of(host):
+            del self._learned[host.layout.key]
+            return None
+        return learned
+
+
+def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for there, here in pairs:
+        here.copy_(there)
 
 
 def _versions(

@@ -22,16 +22,9 @@ from megacompile import log
 from megacompile.runtime.device import forks
 from megacompile.runtime.device.background import Background, fulfil
 from megacompile.runtime.updates.chunks import Chunks, ChunkStreams
+from megacompile.runtime.updates.flight import Timed, untimed
 from megacompile.runtime.updates.update import BucketUpdate
 from megacompile.tracing.timeline import DEVICE, HOST
-
-Timed = Callable[[str, Callable[[], None]], None]  # (lane, work): does it, and notes when
-
-
-def untimed(lane: str, work: Callable[[], None]) -> None:
-    """Does it."""
-    del lane
-    work()
 
 
 @dataclass(slots=True, eq=False)

@@ -1,7 +1,8 @@
 """The vocabulary of a schedule: the functions that its FX nodes call.
 
 A schedule's synchronisation is what its nodes show and nothing else: the values a node takes
-(read after write), the order of its stream, and `after=` (write after read, free after use). The
+(read after write), the order of its stream, and `after=` (write after read, free after use, and
+tokens of earlier graphs: `megacompile.ir.tokens`). The
 runtime turns each such edge that crosses streams into an event record and a wait; the same edges
 are what `megacompile.verify` proves. The functions here only name the ops and declare
 their effects (`megacompile.ir.ops.op`): `megacompile.runtime.ops.bound` holds what they do.

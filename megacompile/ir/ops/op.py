@@ -22,7 +22,7 @@ from megacompile.ir.stream import Stream
 
 
 class Part(enum.Enum):
-    """The parts of a bucket in host memory."""
+    """The parts of a bucket, where it lies: in host memory, or resident on the device."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
@@ -89,7 +89,7 @@ class Op:
     frees: int | None = None  # it gives up this argument's memory
     slot: int | None = None  # the argument that is the slot it works on
     fills_slot: bool = False
-    reads: tuple[Part, ...] = ()  # of its bucket, in host memory
+    reads: tuple[Part, ...] = ()  # of its bucket, where that lies
     writes: tuple[Part, ...] = ()  # in this order
     once: bool = False  # there is one for each bucket
     to_backward: bool = False  # the forward returns what it gives
