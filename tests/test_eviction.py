@@ -124,7 +124,7 @@ def test_a_model_that_is_gone_leaves_nothing() -> None:
         twin()
         torch._dynamo.reset_code(call.__code__)  # type: ignore[attr-defined]
 
-    objects = _growth(one)
+    objects = min(_growth(one) for _ in range(2))  # what tests before left to caches is not ours
     _, sources = _counts()
     gone = [one() for _ in range(3)]
     assert _counts()[1] <= sources + 3  # Dynamo's own, of each captured graph
