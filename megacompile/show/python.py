@@ -101,7 +101,11 @@ def names(schedule: Schedule) -> dict[str, object]:
     if schedule.update is not None:  # it may be an update of buckets that no stage here reads
         updates = ops.nodes_that(schedule.update, lambda op: op.once)
         objects += [ops.arguments(node)[0] for node in updates]
-    return {repr(item): item for item in objects}
+    found: dict[str, object] = {repr(item): item for item in objects}
+    for item in objects:
+        same = isinstance(item, Bucket) and isinstance(found[repr(item)], Bucket)
+        assert not same or item == found[repr(item)], f"two buckets are called {item!r}"
+    return found
 
 
 def _variables(schedule: Schedule, graph: fx.Graph) -> dict[fx.Node, str]:

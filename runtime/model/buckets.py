@@ -95,6 +95,7 @@ class ModelBuckets:
         before = bool(self.machine.buckets)
         self.machine.buckets.clear()
         self.machine.trained.clear()  # their updates are of buckets that are gone
+        self.machine.labels.clear()
         if self.options.resident is not None:
             resident = _first_that_fit(units, named, self.options)
         if not before:

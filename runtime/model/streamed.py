@@ -69,7 +69,7 @@ class StreamedModel:
         self.machine = self.buckets.machine
         self.updates = Updates(self.machine, options, weakly(self._rest))
         if options.optimizer is not None:
-            self.machine.in_backward = InBackward(options.optimizer, self.updates.prepare)
+            self.machine.in_backward = InBackward(options.optimizer, self.updates.in_backward)
         frame = compat.frame_of(model, f"call_{type(model).__name__}")
         backend = weakly(self._capture)
         self._compiled = torch.compile(

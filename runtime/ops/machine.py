@@ -69,7 +69,8 @@ class Machine:
         """An executor's backward has run: its update is part of the next step."""
         before = [] if self.stepped else self.trained
         self.stepped = False
-        self.trained = [weakref.ref(executor), *(r for r in before if r() is not executor)]
+        others = (r for r in before if r() is not None and r() is not executor)
+        self.trained = [weakref.ref(executor), *others]
 
     def exchanged(self) -> bool:
         """Is a parameter's data now in the place of another one, as after `p.data, q.data = ...`?

@@ -1,0 +1,222 @@
+"""The parts of an `optimizer.step()`, bucket by bucket: what is to be done, and which way.
+
+Nothing here changes a parameter or a state; only memory for states is made, and states that were
+loaded are taken into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from megacompile import compat
+from megacompile.options import Lowering, Options
+from megacompile.runtime.ops.machine import Machine
+from megacompile.runtime.optim.blockwise import quantizes
+from megacompile.runtime.optim.registry import rule_of
+from megacompile.runtime.optim.states import is_shared
+from megacompile.runtime.optim.stochastic import seed_of
+from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.guards import guard_of
+from megacompile.runtime.params.lazy import lazy_of
+from megacompile.runtime.params.optimizer_states import (
+    Trained,
+    adopt,
+    for_update,
+    make_buffers,
+    names_like,
+    new_counter,
+    visible,
+)
+from megacompile.runtime.step import hooks
+from megacompile.runtime.updates.on_device import DeviceUpdate
+from megacompile.runtime.updates.part import BucketPart
+from megacompile.runtime.updates.update import BucketUpdate, Step, UpdatePath
+
+_RULES = (UpdatePath.COMPILED, UpdatePath.TORCH, UpdatePath.BACKWARD, UpdatePath.RESIDENT)
+
+
+class Parts:
+    """Makes the parts of one model's steps."""
+
+    def __init__(self, machine: Machine, options: Options) -> None:
+        self.machine = machine
+        self.options = options
+
+    def part(self, optimizer: Optimizer, bucket: HostBucket, trained: list[Trained]) -> BucketPart:
+        """The part of a step that is over some parameters of a bucket."""
+        update = self._update(optimizer, bucket, trained)
+        offer = bucket.pending.take_offer()
+        assert offer is None or isinstance(offer, DeviceUpdate)
+        part = BucketPart(update, update.way, trained, [], [], aliased=False, first=[], left=None)
+        for each in trained:
+            mine = visible(each.state)
+            part.states += mine
+            part.visible += mine
+            gradient = each.param.grad
+            assert gradient is not None
+            if guard_of(gradient) is None:
+                part.visible.append(gradient)
+            # a gradient's two names: ours, and p.grad (of one of the user's, what the step reads)
+            if bucket.aliased(each.at) or any(map(is_shared, (*mine, gradient))):
+                part.aliased = True
+            if update.way is UpdatePath.STOCK and _has_tensors(each.group):
+                part.aliased = True  # see float64 in for_update
+        if update.makes_states():
+            part.first = update.new()
+        if offer is not None:
+            by_rule = update.way in (UpdatePath.COMPILED, UpdatePath.TORCH)
+            if by_rule and not part.aliased and offer.fits(update.steps):
+                update.way, part.left = UpdatePath.ON_DEVICE, offer
+            else:
+                offer.drop()
+        return part
+
+    def _update(
+        self, optimizer: Optimizer, bucket: HostBucket, trained: Sequence[Trained]
+    ) -> BucketUpdate:
+        way = self._way(optimizer, bucket, trained)
+        pin = way is UpdatePath.DEVICE or self.machine.in_backward is not None
+        pin = pin or bucket.layout.key in self.machine.device_update.keys
+        self._make_buffers(optimizer, bucket, trained, by_rule=way in _RULES, pin=pin and self.cuda)
+        update = BucketUpdate(bucket, way, type(optimizer), self.machine.device)
+        for each in trained:
+            gradient = each.param.grad
+            assert gradient is not None
+            who = lazy_of(gradient)
+            if who is not None:
+                who.check(gradient)
+            ours = bucket.grads.get(each.at)
+            foreign = ours is None or ours.data_ptr() != gradient.data_ptr()
+            taken = gradient.detach() if foreign or ours is None else ours
+            scale = 1.0 if who is None else who.scale
+            step = self._step(optimizer, bucket, each, taken, scale, way)
+            step.intact = (
+                not foreign and who is not None and who.version == compat.version(gradient)
+            )
+            update.steps.append(step)
+        return update
+
+    @property
+    def cuda(self) -> bool:
+        """Is the device a GPU?"""
+        return self.machine.device.type == "cuda"
+
+    @property
+    def helps(self) -> bool:
+        """Does the device help with the updates of host memory?"""
+        return self.cuda and self.options.device_helps
+
+    def _way(
+        self, optimizer: Optimizer, bucket: HostBucket, trained: Sequence[Trained]
+    ) -> UpdatePath:
+        if rule_of(optimizer) is None:
+            return UpdatePath.DEVICE if self.cuda else UpdatePath.STOCK
+        if bucket.resident is not None:
+            return UpdatePath.RESIDENT
+        plain = all(self.is_plain(each.param) for each in trained)
+        if self.options.lowering is Lowering.EAGER:
+            return UpdatePath.STOCK if plain else UpdatePath.TORCH
+        if compat.has_cpp_compiler():
+            return UpdatePath.COMPILED
+        return UpdatePath.FUSED if plain else UpdatePath.TORCH
+
+    def _state_dtype(self, param: torch.Tensor) -> torch.dtype | str:
+        wanted = self.options.state_dtype
+        if wanted is None:
+            return param.dtype
+        if wanted == "int8" and not quantizes(param.numel()):
+            return torch.float32
+        return wanted
+
+    def _make_buffers(
+        self,
+        optimizer: Optimizer,
+        bucket: HostBucket,
+        trained: Iterable[Trained],
+        *,
+        by_rule: bool,
+        pin: bool,
+    ) -> None:
+        wanted: list[tuple[Trained, str, torch.dtype | str]] = []
+        rule = rule_of(optimizer) if by_rule else None
+        for each in trained:
+            if rule is not None:
+                dtype = self._state_dtype(each.param)
+                wanted += [(each, n, dtype) for n in rule.state_names(each.group)]
+            else:
+                names = names_like(each.param, each.state)
+                wanted += [(each, name, each.state[name].dtype) for name in names]
+        if make_buffers(optimizer, bucket, wanted, pin=pin):
+            hooks.convert_state_dicts(optimizer)
+
+    def _step(
+        self,
+        optimizer: Optimizer,
+        bucket: HostBucket,
+        trained: Trained,
+        gradient: torch.Tensor,
+        scale: float,
+        way: UpdatePath,
+    ) -> Step:
+        param, i, group, state = trained
+        rule = rule_of(optimizer) if way in _RULES else None
+        names = names_like(param, state) if rule is None else rule.state_names(group)
+        first = any(state.get(name) is None for name in names)
+        adopt(optimizer, bucket, i, state, names)
+        rounded = rule is not None and self._rounds(param)
+        if rule is not None and (rounded or rule.counts) and "step" not in state:
+            state["step"] = new_counter()  # without `counts` too: the seeds need it
+        step = Step(
+            index=i,
+            grad=gradient,
+            scale=scale,
+            group={} if rule else {k: _snapshot(v) for k, v in group.items() if k != "params"},
+            states=for_update(optimizer, bucket, i, state, names if rule else None),
+        )
+        if rule is not None:
+            count = float(state.get("step", 0)) + 1
+            step.rule = rule
+            step.hyper = rule.hyper(group, step=count, first=first, scale=scale)
+            if rounded:
+                key = bucket.layout.key
+                step.seed = seed_of(torch.initial_seed(), (key << 20) + i, int(count))
+        return step
+
+    def in_backward(
+        self, optimizer: Optimizer, bucket: HostBucket, indices: Iterable[int]
+    ) -> dict[int, Step]:
+        """The steps of some parameters by rule, for an update in the backward."""
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        params = [(bucket.params[i], i) for i in indices]
+        trained = [Trained(p, i, groups[id(p)], optimizer.state[p]) for p, i in params]
+        self._make_buffers(optimizer, bucket, trained, by_rule=True, pin=self.cuda)
+        none = torch.empty(0)
+        return {
+            each.at: self._step(optimizer, bucket, each, none, 1.0, UpdatePath.BACKWARD)
+            for each in trained
+        }
+
+    def is_plain(self, param: nn.Parameter) -> bool:
+        """Are a parameter, its gradient and its states of one dtype, as torch.optim has them?"""
+        assert param.grad is not None
+        return not self._rounds(param) and param.grad.dtype == param.dtype == self._state_dtype(
+            param
+        )
+
+    def _rounds(self, param: nn.Parameter) -> bool:
+        """Is a parameter rounded at random?"""
+        return self.options.stochastic_rounding and param.dtype == torch.bfloat16
+
+
+def _has_tensors(group: dict[str, Any]) -> bool:
+    """Is an option a tensor, such as a tensor lr?"""
+    return any(isinstance(value, torch.Tensor) for value in group.values())
+
+
+def _snapshot(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
