@@ -15,7 +15,7 @@ import operator
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -125,8 +125,8 @@ def _everything(schedule: Schedule) -> list[object]:
         for graph in schedule.graphs.values()
         for n in graph.nodes
     ]
-    rest = {k: v for k, v in vars(schedule).items() if k not in ("forward", "backward", "update")}
-    return [graphs, rest]
+    names = {field.name for field in fields(schedule)} - {"forward", "backward", "update"}
+    return [graphs, {name: getattr(schedule, name) for name in names}]
 
 
 def _stages(line: str, stubs: Stubs) -> tuple[Stage, ...]:
