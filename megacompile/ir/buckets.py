@@ -59,8 +59,13 @@ class Bucket:
             offset += -(-param.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return Bucket(key, name, tuple(placed), offset)
 
+    @property
+    def suffix(self) -> str:
+        """The label as the end of a name."""
+        return self.label.replace(".", "_")
+
     def __repr__(self) -> str:
-        return f"bucket_{self.label.replace('.', '_')}"
+        return f"bucket_{self.suffix}"
 
 
 @dataclass(frozen=True, slots=True)

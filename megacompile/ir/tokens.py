@@ -61,7 +61,7 @@ def add(graph: fx.Graph, bucket: Bucket, part: Part, before: fx.Node | None = No
         before: the first node of the graph that is no placeholder, where that is known.
     """
     first = before or next((n for n in graph.nodes if n.op != "placeholder"), None)
-    name = f"{part.value}_{bucket.label.replace('.', '_')}"
+    name = f"{part.value}_{bucket.suffix}"
     with graph.inserting_before(first):
         made: fx.Node = graph.create_node("placeholder", name, name=name)
     made.meta["token"] = Token(bucket, part)

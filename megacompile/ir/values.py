@@ -69,6 +69,21 @@ def fetched_from(schedule: Schedule, value: fx.Node) -> fx.Node:
     return value
 
 
+def left_of(schedule: Schedule) -> dict[int, tuple[fx.Node, fx.Node]]:
+    """What the backward leaves for the update, by the key of the bucket, in its order: gradients,
+    and parameters with states."""
+    if schedule.backward is None or not schedule.left:
+        return {}
+    by_name = {node.name: node for node in schedule.backward.nodes}
+    nodes = [by_name[name] for name in schedule.left]
+    found = {}
+    for gradients, state in zip(nodes[::2], nodes[1::2], strict=True):
+        bucket = bucket_of(gradients)
+        assert bucket is not None
+        found[bucket.key] = gradients, state
+    return found
+
+
 def left_by_backward(schedule: Schedule) -> dict[fx.Node, fx.Node]:
     """The update's placeholders for what the backward leaves -> the backward's nodes.
 

@@ -27,7 +27,6 @@ from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.tensors import TensorMeta
 from megacompile.passes.schedule.drain import insert_drain
-from megacompile.passes.schedule.offload_grad import suffix_of
 from megacompile.passes.schedule.prefetch import buckets_read, uses
 
 
@@ -55,7 +54,7 @@ def insert_device_update(schedule: Schedule, *, state_bytes: Callable[[int], flo
         bucket, gradients, *_ = ops.arguments(offload)
         share = sum(sizes[:k]) / max(sum(sizes), 1)
         where = steps[first + int(share * max(0, len(steps) - 1 - first))].nodes[0]
-        suffix = suffix_of(bucket)
+        suffix = bucket.suffix
         with graph.inserting_before(where):
             buffer = ops.call(graph, ops.alloc_state, bucket, True, name=f"buf_s{suffix}")
             state = ops.call(graph, ops.fetch_state, bucket, buffer, True, name=f"s{suffix}")

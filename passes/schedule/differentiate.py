@@ -145,7 +145,7 @@ def _backward(
     for k, source in enumerate(sources):
         gradients.of_value[source] = add_item(graph, node, k, f"d{stage.index}_{k}")
     for k, bucket in enumerate(buckets, start=len(sources)):
-        name = f"g{bucket.label.replace('.', '_')}_{stage.index}"
+        name = f"g{bucket.suffix}_{stage.index}"
         gradients.of_bucket[bucket.key] = add_item(graph, node, k, name)
 
 

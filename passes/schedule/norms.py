@@ -24,7 +24,7 @@ def insert_norms(schedule: Schedule) -> Schedule:
         if bucket.key in new.plan.resident or not all(map(_has_norms, bucket.params)):
             continue
         with new.backward.inserting_before(node):
-            name = f"n{bucket.label.replace('.', '_')}"
+            name = f"n{bucket.suffix}"
             norms = ops.call(new.backward, ops.norm_grad, bucket, gradients, name=name)
         node.args = (bucket, gradients, norms)
     return new

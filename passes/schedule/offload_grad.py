@@ -34,7 +34,7 @@ def offload_gradients(schedule: Schedule, *, accumulate: bool) -> Schedule:
         reader = readers.get(bucket.key, call)
         late = reader > call
         with graph.inserting_after(max(where, last_item(reader)) if late else where):
-            name = f"o{suffix_of(bucket)}"
+            name = f"o{bucket.suffix}"
             node = ops.call(graph, ops.offload_grad, bucket, total, name=name)
         if late:
             node.kwargs = {"after": (reader,)}
@@ -55,7 +55,7 @@ def last_gradients(graph: fx.Graph) -> dict[int, tuple[Bucket, fx.Node, fx.Node]
 
 def add_so_far(graph: fx.Graph, bucket: Bucket, call: fx.Node, group: fx.Node) -> fx.Node:
     """Fetch what is on the host before the stage runs; add to it after."""
-    suffix = suffix_of(bucket)
+    suffix = bucket.suffix
     first = call
     while first.prev.op != "root" and _same_stage(first.prev, call):
         first = first.prev
@@ -85,8 +85,3 @@ def _same_stage(node: fx.Node, call: fx.Node) -> bool:
 def last_item(call: fx.Node) -> fx.Node:
     """The last of the nodes that take an op's result apart; the op itself if there is none."""
     return max((item for _, item in ops.items(call)), default=call)
-
-
-def suffix_of(bucket: Bucket) -> str:
-    """A bucket's label as the end of a name."""
-    return bucket.label.replace(".", "_")

@@ -88,7 +88,7 @@ def _insert(
         ops.call(graph, ops.begin, name="start")
         for bucket in dict.fromkeys(bucket for use in all_uses for bucket in use.buckets):
             if bucket.key in resident and bucket.key not in there:
-                name = f"w{bucket.label.replace('.', '_')}"
+                name = f"w{bucket.suffix}"
                 there[bucket.key] = ops.call(graph, ops.resident, bucket, name=name)
     weights: dict[tuple[int, int], fx.Node] = {}  # (use, bucket key) -> prefetch
     counts: dict[int, int] = {}
@@ -102,7 +102,7 @@ def _insert(
                 weights[i, bucket.key] = weights[i - 1, bucket.key]
                 continue
             count = counts[bucket.key] = counts.get(bucket.key, 0) + 1
-            name = f"w{bucket.label.replace('.', '_')}" + (f"_{count}" if count > 1 else "")
+            name = f"w{bucket.suffix}" + (f"_{count}" if count > 1 else "")
             with graph.inserting_before(where):
                 node = ops.call(graph, ops.prefetch, bucket, None, name=name, after=())
             weights[i, bucket.key] = node

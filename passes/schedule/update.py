@@ -32,7 +32,6 @@ from megacompile.passes.schedule.offload_grad import (
     add_so_far,
     last_gradients,
     last_item,
-    suffix_of,
 )
 from megacompile.passes.schedule.prefetch import last_readers, uses
 
@@ -68,7 +67,7 @@ def insert_updates(
         total = add_so_far(graph, bucket, call, group) if accumulate else group
         last = max(call, readers.get(bucket.key, call))
         where = max(total if accumulate else last_item(call), last_item(last))
-        suffix = suffix_of(bucket)
+        suffix = bucket.suffix
         with graph.inserting_after(where):
             updated = ops.call(graph, ops.update, bucket, None, total, None, name=f"new{suffix}")
         with graph.inserting_after(updated):
@@ -76,7 +75,7 @@ def insert_updates(
         made.append((updated, next(i for i, use in enumerate(steps) if last in use.nodes)))
     for updated, at in sorted(made):  # the first update's states come first
         bucket, weights, total, _ = ops.arguments(updated)
-        suffix = suffix_of(bucket)
+        suffix = bucket.suffix
         with graph.inserting_before(steps[max(0, at - lookahead)].nodes[0]):
             buffer = ops.call(graph, ops.alloc_state, bucket, masters, name=f"buf_s{suffix}")
             state = ops.call(graph, ops.fetch_state, bucket, buffer, masters, name=f"s{suffix}")

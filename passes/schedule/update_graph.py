@@ -21,8 +21,7 @@ from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.tokens import take
-from megacompile.ir.values import bucket_of
-from megacompile.passes.schedule.offload_grad import suffix_of
+from megacompile.ir.values import left_of
 from megacompile.passes.schedule.tokens import insert_tokens
 
 
@@ -33,7 +32,7 @@ def insert_update_graph(schedule: Schedule, *, helps: bool) -> Schedule:
         helps: the device helps the host.
     """
     trained = schedule.gradient_params if schedule.backward is not None else {}
-    left = _left(schedule)
+    left = left_of(schedule)
     there = [bucket for bucket in schedule.buckets if bucket.key in trained.keys() - left.keys()]
     graph = update_of(there, schedule.plan.resident, helps=helps)
     for bucket in schedule.buckets:
@@ -55,7 +54,7 @@ def update_of(buckets: list[Bucket], resident: frozenset[int], *, helps: bool) -
         op = ops.update_resident if bucket.key in resident else ops.update_host
         gradients = take(graph, bucket, Part.GRADIENTS)
         with graph.inserting_before(graph.output_node()):
-            name = f"u{suffix_of(bucket)}"
+            name = f"u{bucket.suffix}"
             done = ops.call(graph, op, bucket, name=name, after=(gradients,))
         if op is ops.update_host:
             made.append(done)
@@ -73,22 +72,8 @@ def rest_of(buckets: list[Bucket], resident: frozenset[int], *, helps: bool) -> 
     return insert_tokens(Schedule("the rest of a step", forward, None, (), update=update))
 
 
-def _left(schedule: Schedule) -> dict[int, tuple[fx.Node, fx.Node]]:
-    """What the backward leaves of each bucket: its gradients, and its parameters and states."""
-    if schedule.backward is None:
-        return {}
-    by_name = {node.name: node for node in schedule.backward.nodes}
-    nodes = [by_name[name] for name in schedule.left]
-    found = {}
-    for gradients, state in zip(nodes[::2], nodes[1::2], strict=True):
-        bucket = bucket_of(gradients)
-        assert bucket is not None
-        found[bucket.key] = gradients, state
-    return found
-
-
 def _update_on_device(graph: fx.Graph, bucket: Bucket, gradients: fx.Node, state: fx.Node) -> None:
-    suffix = suffix_of(bucket)
+    suffix = bucket.suffix
     first = next(node for node in graph.nodes if node.op != "placeholder")
     taken = []
     for value in (gradients, state):

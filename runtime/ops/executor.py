@@ -22,7 +22,7 @@ from megacompile.ir.inputs import on_host, tangents
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.ir.tokens import Token, token_of
-from megacompile.ir.values import bucket_of
+from megacompile.ir.values import left_of
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops.bound import BoundOps
 from megacompile.runtime.ops.machine import Machine
@@ -46,7 +46,7 @@ class Executor:
         }
         self.on_host = on_host(schedule.forward)
         self.tangents = {} if schedule.backward is None else tangents(schedule.backward)
-        self._left = _buckets_left(schedule)
+        self._left = list(left_of(schedule))
         self.updates = _updates(schedule)
         self._bound = {name: BoundOps(schedule, machine) for name in schedule.graphs}
         self._run = {name: self._compile(name) for name in schedule.graphs}
@@ -175,15 +175,6 @@ class Executor:
             return self.machine.buckets[token.bucket.key].pending.last_write(token.part)
         value = inputs.pop(name)
         return value if isinstance(value, Handle) else Handle(value, Stream.COMPUTE)
-
-
-def _buckets_left(schedule: Schedule) -> list[int]:
-    """The keys of the buckets that the backward leaves gradients and states of, in order."""
-    if schedule.backward is None or not schedule.left:
-        return []
-    by_name = {node.name: node for node in schedule.backward.nodes}
-    buckets = [bucket_of(by_name[name]) for name in schedule.left[::2]]
-    return [bucket.key for bucket in buckets if bucket is not None]
 
 
 def _updates(schedule: Schedule) -> dict[int, Callable[..., Any]]:
