@@ -83,6 +83,20 @@ def test_it_prints_what_is_asked_for(config: str, capsys: pytest.CaptureFixture[
     assert max(map(len, out.splitlines()[1:])) <= 100
 
 
+def test_of_experts_a_token_passes_a_part(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experts = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **experts}))
+    made = target.build(str(tmp_path), batch=2, seq=16, dtype=None)
+    held = {n: p.numel() for n, p in made.model.named_parameters() if ".experts." in n}
+    active = made.parameters - sum(held.values()) * 6 // 8
+    found = answer(capsys, str(tmp_path), *SMALL)
+    assert found["active_parameters"] == active
+    assert found["tflop_s"] == pytest.approx(6 * active * found["tokens_per_s"] / 1e12)
+    assert f"({active / 1e9:,.3g} B active a token)" in _printed(capsys, str(tmp_path), *SMALL)
+
+
 def test_options_of_the_optimizer(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     def host(*options: str) -> dict[str, int]:
         argv = (config, *SMALL, "--gpu-memory", "16MiB", *options, "--update-in-backward")

@@ -12,6 +12,7 @@ import torch
 
 from megacompile.cli import outputs, plan, target
 from megacompile.cli.target import Target
+from megacompile.cost.experts import active_parameters
 from megacompile.cost.hardware import Hardware
 from megacompile.cost.known import known
 from megacompile.errors import DeviceMemoryError, MegacompileError, OptionError
@@ -40,6 +41,7 @@ class Answer:
     explained: Explanation
     why_not: tuple[str, ...]  # it does not fit; empty if it does, as far as is known
     planning_s: float
+    active: int  # parameters that a token passes: not the experts that it does not choose
 
     @property
     def tokens_s(self) -> float | None:
@@ -49,9 +51,9 @@ class Answer:
 
     @property
     def tflop_s(self) -> float | None:
-        """6 N T, by all parameters."""
+        """6 N T, by the parameters that a token passes."""
         rate = self.tokens_s
-        return None if rate is None else 6 * self.target.parameters * rate / 1e12
+        return None if rate is None else 6 * self.active * rate / 1e12
 
     def to_dict(self, tokens: float) -> dict[str, Any]:
         """For programs."""
@@ -60,6 +62,7 @@ class Answer:
             "target": self.target.name,
             "batch": self.batch,
             "tokens_a_step": self.target.tokens,
+            "active_parameters": self.active,
             "fits": not self.why_not,
             "why_not": list(self.why_not),
             "step_s": self.explained.step_s,
@@ -138,7 +141,10 @@ def _answer(args: argparse.Namespace, hardware: Hardware, batch: int) -> Answer:
         why_not += (_device_too_small(explained),)
     if explained.host.fits is False:
         why_not += _host_too_small(now, explained)
-    return Answer(made, batch, explained, why_not, time.perf_counter() - start)
+    active = made.parameters
+    if made.tokens is not None:
+        active = active_parameters(now.schedules, active, made.tokens)
+    return Answer(made, batch, explained, why_not, time.perf_counter() - start, active)
 
 
 def _options(args: argparse.Namespace, made: Target, hardware: Hardware) -> Options:
@@ -210,9 +216,12 @@ def _text(answer: Answer, args: argparse.Namespace) -> str:
     made, explained = answer.target, answer.explained
     states = "" if not plan.OPTIMIZERS[args.optimizer] else f", {args.state_dtype} states"
     where = " in the backward" if args.update_in_backward else ""
+    active = ""
+    if answer.active != made.parameters:
+        active = f" ({answer.active / 1e9:,.3g} B active a token)"
     dtypes = dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in made.model.parameters())
     lines = [
-        f"{made.name}: {made.parameters / 1e9:,.3g} B parameters, {' and '.join(dtypes)}",
+        f"{made.name}: {made.parameters / 1e9:,.3g} B parameters{active}, {' and '.join(dtypes)}",
         f"{made.shape} a step, {args.optimizer}{where}{states}, on one {explained.hardware}",
         *([made.note] if made.note else []),
         "",
