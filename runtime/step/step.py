@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megacompile import compat, log
-from megacompile.ir.buckets import Bucket
+from megacompile.ir.buckets import Bucket, ParamId
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Lowering, Options
 from megacompile.runtime.ops.executor import Executor
@@ -182,7 +182,7 @@ class Updates:
                 found.setdefault(place[0], []).append(Trained(param, place[1], group, state))
         return found
 
-    def _left_to(self, optimizer: Optimizer, param: nn.Parameter, place: tuple[int, int]) -> bool:
+    def _left_to(self, optimizer: Optimizer, param: nn.Parameter, place: ParamId) -> bool:
         """Does the optimizer's own step update a parameter: one on the device, or not in place?"""
         bucket = self.machine.buckets[place[0]]
         if param.data_ptr() != bucket.values[place[1]].data_ptr():
