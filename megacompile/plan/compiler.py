@@ -96,8 +96,10 @@ class PassCompiler:
         return schedule
 
     def rest(self, buckets: Sequence[Bucket], resident: frozenset[int]) -> Schedule:
-        """A schedule that is an update alone: of these buckets, where they lie."""
-        return rest_of(list(buckets), resident, helps=self.setting.cost().helped)
+        """A verified schedule that is an update alone: of these buckets, where they lie."""
+        schedule = rest_of(list(buckets), resident, helps=self.setting.cost().helped)
+        verify(schedule)
+        return schedule
 
     def wants(self, placement: Placement) -> Placement:
         """Where the plans made so far want the buckets, which are as `placement` says."""
