@@ -105,10 +105,10 @@ class PassCompiler:
         """Where the plans made so far want the buckets, which are as `placement` says."""
         return self.chooser.wants(placement)
 
-    def keep(self, stages: Collection[Schedule], schedules: Collection[Schedule]) -> None:
+    def retain(self, stages: Collection[Schedule], schedules: Collection[Schedule]) -> None:
         """Forget what was traced and planned for all but these captured stages and schedules."""
-        self.pipeline.keep(schedules)
-        self.chooser.keep(stages)
+        self.pipeline.retain(schedules)
+        self.chooser.retain(stages)
 
     def replan(self) -> None:
         """Choose anew, with the buckets where they are. No backward may be to come."""

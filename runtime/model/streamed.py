@@ -176,7 +176,7 @@ class StreamedModel:
         """Let the compiler forget what no program uses any more."""
         programs = [p for graph in self.graphs for p in graph.programs.values() if p is not None]
         made = [e.schedule for program in programs for e in program.executors.values()]
-        self.buckets.plans.compiler.keep({program.stages for program in programs}, set(made))
+        self.buckets.plans.compiler.retain({program.stages for program in programs}, set(made))
 
     def _rest(self, buckets: Sequence[Bucket]) -> Schedule:
         """A schedule whose update is that of these buckets."""

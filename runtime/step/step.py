@@ -45,7 +45,7 @@ from megacompile.runtime.step import hooks
 from megacompile.runtime.step.parts import Parts
 from megacompile.runtime.updates.part import BucketPart
 from megacompile.runtime.updates.refusals import check, rehearse
-from megacompile.runtime.updates.update import Step, UpdatePath
+from megacompile.runtime.updates.update import ParamUpdate, UpdatePath
 
 _RESTS = 16  # graphs for what no schedule's update makes; those made longest ago go
 
@@ -205,7 +205,7 @@ class Updates:
 
     def in_backward(
         self, optimizer: Optimizer, bucket: HostBucket, indices: Iterable[int]
-    ) -> dict[int, Step]:
+    ) -> dict[int, ParamUpdate]:
         """The steps of some parameters by rule, for an update in the backward."""
         self.ways[bucket.layout.name] = UpdatePath.BACKWARD
         return self._parts.in_backward(optimizer, bucket, indices)
@@ -293,7 +293,9 @@ class Updates:
                 update.bucket.pending.settle()
             self._install(optimizer, update.bucket, part.first)
 
-    def _install(self, optimizer: Optimizer, bucket: HostBucket, steps: Iterable[Step]) -> None:
+    def _install(
+        self, optimizer: Optimizer, bucket: HostBucket, steps: Iterable[ParamUpdate]
+    ) -> None:
         """Take over the states that an optimizer's own first step made."""
         for step in steps:
             param = bucket.params[step.index]

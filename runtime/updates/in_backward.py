@@ -31,7 +31,7 @@ from megacompile.runtime.updates.device_buffers import (
     write_back,
 )
 from megacompile.runtime.updates.refusals import check_backward
-from megacompile.runtime.updates.update import Step
+from megacompile.runtime.updates.update import ParamUpdate
 
 
 class InBackward:
@@ -48,7 +48,9 @@ class InBackward:
         self.accumulating = False  # inside of megacompile.accumulate()
         self.uncommitted: set[ParamId] = set()  # updated, and step() was not called yet
         self.committed: set[ParamId] = set()  # by the last step(), until the next backward
-        self.running: dict[int, dict[int, Step]] = {}  # the steps of the backward that runs now
+        self.running: dict[
+            int, dict[int, ParamUpdate]
+        ] = {}  # the steps of the backward that runs now
         self._options: list[dict[str, Any]] = []  # of the groups, when it began
         self._ended = True  # the last backward did, without an error
         self._backward = -1  # its id
