@@ -173,6 +173,10 @@ class DeviceUpdates:
             if host.pending.in_flight is not None and host.pending.in_flight.fresh:
                 host.pending.settle()
 
+    def forget(self) -> None:
+        """Forget what was learned: the buckets are given up."""
+        self._learned.clear()
+
     def _of(self, host: HostBucket) -> _Learned | None:
         """What was learned of a bucket; what is not right any more is forgotten."""
         learned = self._learned.get(host.layout.key)
