@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         updates,
     )
     from megacompile.ir.schedule import Schedule
+    from megacompile.lifetime import full_parameters, released, unmegacompile
     from megacompile.options import Activations, Head, Lowering, Options
     from megacompile.plan.explanation import Explanation
 
@@ -59,14 +60,18 @@ __all__ = [
     "UnsupportedGraphError",
     "accumulate",
     "explain",
+    "full_parameters",
     "megacompile",
+    "released",
     "schedules",
     "trace",
+    "unmegacompile",
     "updates",
 ]
 
 _HOMES = (  # of what is imported above for type checkers alone
     "megacompile.api",
+    "megacompile.lifetime",
     "megacompile.ir.schedule",
     "megacompile.options",
     "megacompile.plan.explanation",

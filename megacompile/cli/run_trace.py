@@ -23,7 +23,8 @@ from megacompile.cli import outputs, written
 from megacompile.errors import MegacompileError
 from megacompile.tracing import perfetto
 from megacompile.tracing.critical_path import period
-from megacompile.tracing.timeline import cut, table, totals
+from megacompile.tracing.timeline import cut
+from megacompile.tracing.totals import table, totals
 
 
 class Traced(BaseException):
