@@ -3,10 +3,21 @@
 model = megacompile(model)
 """
 
-from megacompile.api import Trace, accumulate, explain, megacompile, schedules, trace, updates
+from megacompile.api import (
+    Checkpoint,
+    Trace,
+    accumulate,
+    explain,
+    megacompile,
+    save,
+    schedules,
+    trace,
+    updates,
+)
 from megacompile.errors import (
     AnomalyError,
     BackwardError,
+    CheckpointError,
     DeviceMemoryError,
     HostMemoryError,
     MegacompileError,
@@ -28,6 +39,8 @@ __all__ = [
     "Activations",
     "AnomalyError",
     "BackwardError",
+    "Checkpoint",
+    "CheckpointError",
     "DeviceMemoryError",
     "Explanation",
     "Head",
@@ -47,6 +60,7 @@ __all__ = [
     "accumulate",
     "explain",
     "megacompile",
+    "save",
     "schedules",
     "trace",
     "updates",
