@@ -31,7 +31,7 @@ from megacompile.runtime.checkpoint.contents import Contents, on_meta
 from megacompile.runtime.checkpoint.save import save as save
 from megacompile.runtime.model.methods import replace_methods
 from megacompile.runtime.model.owners import refuse_shared
-from megacompile.runtime.model.streamed import StreamedModel, refuse_nested
+from megacompile.runtime.model.streamed import StreamedModel, refuse_nested, streamed_model
 from megacompile.tracing.recorder import Trace as Trace
 from megacompile.tracing.recorder import Traced
 from megacompile.validate import check_model, check_optimizer, host_rows, warn_of_rounding
@@ -224,7 +224,7 @@ def schedules(model: nn.Module) -> list[Schedule]:
     Raises:
         ModelError: the model is not megacompiled.
     """
-    return _streamed(model, "schedules").schedules()
+    return streamed_model(model, "schedules").schedules()
 
 
 def updates(model: nn.Module) -> dict[str, str]:
@@ -237,7 +237,7 @@ def updates(model: nn.Module) -> dict[str, str]:
     Raises:
         ModelError: the model is not megacompiled.
     """
-    return {name: way.value for name, way in _streamed(model, "updates").updates.ways.items()}
+    return {name: way.value for name, way in streamed_model(model, "updates").updates.ways.items()}
 
 
 def trace(*models: nn.Module, hardware: Hardware | None = None) -> Trace:
@@ -268,7 +268,7 @@ def trace(*models: nn.Module, hardware: Hardware | None = None) -> Trace:
     names: dict[str, int] = {}
     traced = []
     for model in dict.fromkeys(models):
-        streamed = _streamed(model, "trace")
+        streamed = streamed_model(model, "trace")
         name = type(model).__name__
         names[name] = names.get(name, 0) + 1
         if names[name] > 1:
@@ -278,7 +278,7 @@ def trace(*models: nn.Module, hardware: Hardware | None = None) -> Trace:
         traced.append(Traced(name, streamed.machine, streamed.schedules, cost))
     found = Trace(traced, hardware)
     for model in models:
-        _TRACES[_streamed(model, "trace")] = ref(found)
+        _TRACES[streamed_model(model, "trace")] = ref(found)
     return found
 
 
@@ -315,7 +315,7 @@ def explain(
             train_step(model, optimizer)
         print(megacompile.explain(model))
     """
-    streamed = _streamed(model, "explain")
+    streamed = streamed_model(model, "explain")
     name = type(model).__name__
     planned, made = _newest(streamed)
     if not made:
@@ -365,17 +365,6 @@ def _newest(streamed: StreamedModel) -> tuple[list[Planned], list[Schedule]]:
             planned.append(Planned(program.stages, program.capture, variant))
             schedules.append(schedule)
     return planned, schedules
-
-
-def _streamed(model: nn.Module, caller: str) -> StreamedModel:
-    inner = compat.without_torch_compile(model)
-    streamed = compat.compiled_call(inner)
-    if not isinstance(streamed, StreamedModel):
-        raise ModelError(
-            f"{caller}(): {type(model).__name__} is not megacompiled; "
-            "call model = megacompile(model) first"
-        )
-    return streamed
 
 
 @contextlib.contextmanager

@@ -36,6 +36,7 @@ from megacompile.compat.captures import (
 )
 from megacompile.compat.devices import (
     free_device_bytes,
+    give_cache_back,
     on_host,
     profiler_enabled,
     side_stream,
@@ -177,6 +178,7 @@ __all__ = [
     "from_functional",
     "function_of",
     "functional_mode",
+    "give_cache_back",
     "given_to_functional_call",
     "gives_views",
     "gradient_hooks",
