@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megacompile.errors import (
     AnomalyError,
     BackwardError,
+    CheckpointError,
     DeviceMemoryError,
     HostMemoryError,
     MegacompileError,
@@ -23,10 +24,12 @@ from megacompile.errors import (
 
 if TYPE_CHECKING:
     from megacompile.api import (
+        Checkpoint,
         Trace,
         accumulate,
         explain,
         megacompile,
+        save,
         schedules,
         trace,
         updates,
@@ -42,6 +45,8 @@ __all__ = [
     "Activations",
     "AnomalyError",
     "BackwardError",
+    "Checkpoint",
+    "CheckpointError",
     "DeviceMemoryError",
     "Explanation",
     "Head",
@@ -63,6 +68,7 @@ __all__ = [
     "full_parameters",
     "megacompile",
     "released",
+    "save",
     "schedules",
     "trace",
     "unmegacompile",

@@ -1,4 +1,4 @@
-"""The front door: `megacompile()`, `schedules()`, `updates()`, `trace()`, `explain()`.
+"""The front door: `megacompile()`, `save()`, `schedules()`, `updates()`, `trace()`, `explain()`.
 
 Nothing below it knows both `plan` and `runtime`; it joins them.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 from weakref import WeakKeyDictionary, ref
@@ -16,7 +17,7 @@ from torch import nn
 
 from megacompile import compat, log
 from megacompile.cost.hardware import Hardware
-from megacompile.errors import ModelError, OptionError
+from megacompile.errors import ModelError, OptionError, OptionTypeError
 from megacompile.host_memory import check_host_memory
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Activations, Head, Lowering, Options
@@ -25,6 +26,9 @@ from megacompile.plan.alternatives import Planned, alternatives
 from megacompile.plan.compiler import PassCompiler
 from megacompile.plan.explanation import Explanation, explanation
 from megacompile.plan.scenario import Scenario
+from megacompile.runtime.checkpoint.checkpoint import Checkpoint as Checkpoint
+from megacompile.runtime.checkpoint.contents import Contents, on_meta
+from megacompile.runtime.checkpoint.save import save as save
 from megacompile.runtime.model.methods import replace_methods
 from megacompile.runtime.model.owners import refuse_shared
 from megacompile.runtime.model.streamed import StreamedModel, refuse_nested, streamed_model
@@ -58,6 +62,7 @@ def megacompile(
     head: Head | str = "auto",
     detect_anomaly: bool = False,
     activations: Activations | str = Activations.AUTO,
+    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
 ) -> M:
     """Keep a model's parameters and gradients in host memory and stream them through a device.
 
@@ -114,12 +119,19 @@ def megacompile(
             the same with the stages' inputs in host memory, so that device memory does not grow
             with the number of layers: for long contexts. "auto" (default) keeps as many stages as
             fit and make the step faster, and offloads if nothing else fits.
+        checkpoint: a folder or file of safetensors, whose tensors are read straight into the
+            model's host memory; or a `megacompile.Checkpoint`, which says more. Default: the
+            model's own values. What is on meta is initialised at random, on the CPU: by
+            `_init_weights` of transformers, else by the modules' `reset_parameters()`.
 
     Raises:
         ModelError: the argument is no module, its parameters cannot be streamed, or another
             megacompiled model has one of them.
         OptionError: a bad option, or a second call with other options.
         HostMemoryError: parameters and gradients do not fit into host memory.
+        CheckpointError: the checkpoint is not whole, does not fit the model, or cannot be read. The
+            model is as it was.
+        MissingExtraError: `checkpoint` was given, and safetensors is not installed.
 
     Example::
 
@@ -151,7 +163,7 @@ def megacompile(
         detect_anomaly=detect_anomaly,
         activations=activations,
     )
-    check_model(model)
+    check_model(model, meta=True)
     present = compat.compiled_call(model)
     if isinstance(present, StreamedModel):
         changes = present.options.differences(options)
@@ -159,6 +171,11 @@ def megacompile(
             raise OptionError(
                 f"megacompile(): {type(model).__name__} is megacompiled already, with other "
                 f"options ({', '.join(changes)}); call it once, with the options you want"
+            )
+        if checkpoint is not None:
+            raise OptionError(
+                f"megacompile(): {type(model).__name__} is megacompiled already, and has values; "
+                "give checkpoint= in the first call, or use model.load_state_dict()"
             )
         return model
     if present is not None:
@@ -172,16 +189,34 @@ def megacompile(
         check_optimizer(model, optimizer)
     if options.stochastic_rounding:
         warn_of_rounding(model)
+    contents = _contents(model, checkpoint)
     check_host_memory(host_rows(model, gradients=optimizer is None), options.host_memory)
     divide = functools.partial(find_units, compute_dtype=options.compute_dtype)
     with compat.on_host():
-        streamed = StreamedModel(model, options, divide, functools.partial(PassCompiler, options))
+        streamed = StreamedModel(
+            model, options, divide, functools.partial(PassCompiler, options), contents
+        )
     compat.set_compiled_call(model, streamed)
     replace_methods(model)
     log.buckets_placed(type(model).__name__, [b.layout for b in streamed.machine.buckets.values()])
     for listener in tuple(LISTENERS):
         listener(model)
     return model
+
+
+def _contents(
+    model: nn.Module, checkpoint: str | os.PathLike[str] | Checkpoint | None
+) -> Contents | None:
+    """What fills a model; None where it has its values."""
+    if checkpoint is not None and not isinstance(checkpoint, (str, os.PathLike, Checkpoint)):
+        raise OptionTypeError(
+            f"megacompile(): option 'checkpoint' got {type(checkpoint).__name__}; needed a path "
+            "(a folder of safetensors) or a megacompile.Checkpoint"
+        )
+    if checkpoint is None and not on_meta(model):
+        return None
+    with compat.on_host():
+        return Contents(model, None if checkpoint is None else Checkpoint.of(checkpoint))
 
 
 def schedules(model: nn.Module) -> list[Schedule]:

@@ -23,6 +23,7 @@ from megacompile.errors import ModelError
 from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Options
+from megacompile.runtime.checkpoint.contents import Contents
 from megacompile.runtime.model import autograd, shortage
 from megacompile.runtime.model.buckets import ModelBuckets
 from megacompile.runtime.model.captured import CapturedGraph
@@ -49,6 +50,7 @@ class StreamedModel:
         options: validated.
         divide: gives the units of a model (`megacompile.passes.stages.units`).
         compiler: gives a `Compiler` for units (`megacompile.api`).
+        contents: what fills a model that has no values yet.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class StreamedModel:
         options: Options,
         divide: Callable[[nn.Module], tuple[Unit, ...]],
         compiler: Callable[[tuple[Unit, ...]], Compiler],
+        contents: Contents | None = None,
     ) -> None:
         self.model = model
         self.options = options
@@ -65,7 +68,7 @@ class StreamedModel:
         compat.note_backward_calls()
         self.graphs: list[CapturedGraph] = []
         self.buckets = ModelBuckets(
-            model, options, divide, compiler, while_it_lives(self._plan_anew)
+            model, options, divide, compiler, while_it_lives(self._plan_anew), contents
         )
         self.machine = self.buckets.machine
         self.updates = Updates(self.machine, options, weakly(self._rest))
