@@ -19,6 +19,7 @@ STEPS = 4
 NEEDED = {
     "sft_trainer": ("transformers", "accelerate"),
     "lora_peft": ("transformers", "peft"),
+    "qlora_bitsandbytes": ("transformers", "peft", "accelerate", "bitsandbytes"),
     "grpo_trl": ("trl",),
     "lightning_module": ("transformers", "lightning"),
     "accelerate_loop": ("transformers", "accelerate"),
@@ -26,6 +27,8 @@ NEEDED = {
     "vision_vit": ("transformers",),
 }
 OTHERS = {"train_lm", "example_parts"}
+# Where a quantized product is computed by another kernel than in the plain loop.
+LOOSE = {"qlora_bitsandbytes": 1e-4}
 
 
 def test_every_example_is_here() -> None:
@@ -35,6 +38,8 @@ def test_every_example_is_here() -> None:
 def example(name: str) -> ModuleType:
     for package in NEEDED[name]:
         pytest.importorskip(package)
+    if name.startswith("qlora"):
+        pytest.importorskip("megacompile.packed")
     return importlib.import_module(name)
 
 
@@ -50,7 +55,7 @@ def test_the_losses_are_those_of_the_plain_loop(name: str) -> None:
     plain = losses(name, "--device", "cpu", "--plain")
     streamed = losses(name, "--device", "cpu")
     assert len(plain) >= STEPS and len(set(plain)) > 1
-    assert streamed == pytest.approx(plain, rel=1e-5, abs=1e-6)
+    assert streamed == pytest.approx(plain, rel=LOOSE.get(name, 1e-5), abs=1e-6)
 
 
 @pytest.mark.gpu
