@@ -36,6 +36,7 @@ FLOORS = (
     ("passes.schedule",),
     ("plan",),
     ("runtime.device",),
+    ("runtime.checkpoint",),  # what fills the buckets of a model
     ("runtime.params",),
     ("runtime.updates",),
     ("runtime.ops",),

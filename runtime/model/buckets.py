@@ -21,6 +21,7 @@ from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.placement import Placement
 from megacompile.options import Lowering, Options
 from megacompile.progress import bar
+from megacompile.runtime.checkpoint.contents import Contents
 from megacompile.runtime.device.slots import DeviceSlots
 from megacompile.runtime.device.streams import Streams
 from megacompile.runtime.model.data_parallel import DataParallel, refuse_moves
@@ -49,6 +50,7 @@ class ModelBuckets:
         divide: gives the units of a model.
         compiler: gives a `Compiler` for units.
         planned_anew: called when schedules that were made are not right any more.
+        contents: what fills the buckets; None: the parameters have their values.
     """
 
     plans: Plans  # for the buckets as they are laid out now
@@ -61,6 +63,7 @@ class ModelBuckets:
         divide: Callable[[nn.Module], tuple[Unit, ...]],
         compiler: Callable[[tuple[Unit, ...]], Compiler],
         planned_anew: Callable[[], None],
+        contents: Contents | None = None,
     ) -> None:
         self.model = model
         self.options = options
@@ -85,14 +88,15 @@ class ModelBuckets:
         self.notice = EagerNotice()
         self._aliases = AliasNotice()
         self._aliases.of_parts(model)
-        self._take_over(frozenset())
+        self._take_over(frozenset(), contents)
 
     @torch.inference_mode(False)  # what is allocated here outlives the mode
-    def _take_over(self, resident: frozenset[int]) -> None:
+    def _take_over(self, resident: frozenset[int], contents: Contents | None = None) -> None:
         """Move parameters to buckets, bucket by bucket, and buffers to the device.
 
         Args:
             resident: keys of the buckets that live on the device, where the user does not say.
+            contents: what fills the buckets, on the host. They move from there.
         """
         units = self.divide(self.model)
         named = dict(self.model.named_parameters(remove_duplicate=False))
@@ -104,13 +108,16 @@ class ModelBuckets:
             resident = _first_that_fit(units, named, self.options)
         if not before:
             refuse_moves(self.model, self._goes_to(units, named, resident))
+        if contents is not None:
+            self._fill(units, named, contents)
         total = sum(unit.bucket.size_bytes for unit in units)
         with bar("moving parameters to the host", total, self.options.progress, unit="B") as step:
             for unit in units:
                 params = [named[place.name] for place in unit.bucket.params]
                 key = unit.bucket.key
-                made = self._bucket(unit.bucket, params, key in resident)
-                self.machine.buckets[key] = made
+                if contents is None or key in resident:
+                    made = self._bucket(unit.bucket, params, key in resident)
+                    self.machine.buckets[key] = made
                 step(unit.bucket.size_bytes)
         if self.options.device.type == "cuda":
             torch.cuda.empty_cache()  # where the parameters were
@@ -120,6 +127,17 @@ class ModelBuckets:
         self._places.note(self.machine.buckets.values())
         self.buffers_to(self.options.device)
         self._make_proxies()
+
+    def _fill(
+        self, units: Sequence[Unit], named: Mapping[str, nn.Parameter], contents: Contents
+    ) -> None:
+        """Make the buckets of a model that has no values yet, all on the host."""
+        made = {}
+        for unit in units:
+            params = [named[place.name] for place in unit.bucket.params]
+            made[unit.bucket.key] = self._bucket(unit.bucket, params, False, empty=True)
+        contents.fill(list(made.values()), self.options.progress)
+        self.machine.buckets.update(made)
 
     def _goes_to(
         self,
@@ -198,7 +216,14 @@ class ModelBuckets:
         self.machine.buckets[key] = self._bucket(old.layout, old.params, resident)
         self.machine.gradients.put(self.machine.buckets[key], gradients)
 
-    def _bucket(self, layout: Bucket, params: Sequence[nn.Parameter], resident: bool) -> HostBucket:
+    def _bucket(
+        self,
+        layout: Bucket,
+        params: Sequence[nn.Parameter],
+        resident: bool,
+        *,
+        empty: bool = False,
+    ) -> HostBucket:
         pin = self.options.device.type == "cuda" and not resident
         return HostBucket(
             layout,
@@ -207,6 +232,7 @@ class ModelBuckets:
             grad_dtype=self.options.grad_dtype,
             pin_masters=pin and self.options.updates_on_device,
             resident=self.options.device if resident else None,
+            empty=empty,
         )
 
     def _source(self, param: nn.Parameter) -> Source:

@@ -23,6 +23,7 @@ from megacompile.errors import ModelError
 from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Options
+from megacompile.runtime.checkpoint.contents import Contents
 from megacompile.runtime.model import autograd, shortage
 from megacompile.runtime.model.buckets import ModelBuckets
 from megacompile.runtime.model.captured import CapturedGraph
@@ -51,6 +52,7 @@ class StreamedModel:
         options: validated.
         divide: gives the units of a model (`megacompile.passes.stages.units`).
         compiler: gives a `Compiler` for units (`megacompile.api`).
+        contents: what fills a model that has no values yet.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class StreamedModel:
         options: Options,
         divide: Callable[[nn.Module], tuple[Unit, ...]],
         compiler: Callable[[tuple[Unit, ...]], Compiler],
+        contents: Contents | None = None,
     ) -> None:
         self.model = model
         self.options = options
@@ -68,7 +71,7 @@ class StreamedModel:
         compat.note_uncaptured()
         self.graphs: list[CapturedGraph] = []
         self.buckets = ModelBuckets(
-            model, options, divide, compiler, while_it_lives(self._plan_anew)
+            model, options, divide, compiler, while_it_lives(self._plan_anew), contents
         )
         self.machine = self.buckets.machine
         self.updates = Updates(self.machine, options, weakly(self._rest))
@@ -235,7 +238,7 @@ class StreamedModel:
         """Let the compiler forget what no program uses any more."""
         programs = [p for graph in self.graphs for p in graph.programs.values() if p is not None]
         made = [e.schedule for program in programs for e in program.executors.values()]
-        self.buckets.plans.compiler.keep({program.stages for program in programs}, set(made))
+        self.buckets.plans.compiler.retain({program.stages for program in programs}, set(made))
 
     def _rest(self, buckets: Sequence[Bucket]) -> Schedule:
         """A schedule whose update is that of these buckets."""

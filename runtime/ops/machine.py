@@ -77,7 +77,7 @@ class Machine:
         host memory that waits for the next activations. The next call takes what it needs."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.device_update.land()
+        self.device_update.wait_for_copies()
         for entry in self.deferred.take():
             entry.forget()
         self.alive.clear()

@@ -9,7 +9,7 @@
     after    every part is started, the gradients are shown
     user's post-hooks
 
-Preparing changes nothing, so a step that raises (a hook, a closure, a model that refuses, or
+Preparing updates no parameter, so a step that raises (a hook, a closure, a model that refuses, or
 torch.optim on other parameters) has updated none of our parameters, counted nothing, left the
 gradients where they were, and may be called again. What a backward has updated already
 (`optimizer=`) is counted when the step is prepared: it is done, whatever happens to the others.
@@ -32,7 +32,7 @@ from megacompile.runtime.optim.states import to_plain
 from megacompile.runtime.params.guards import unguarded
 
 
-class Part(Protocol):
+class ModelPart(Protocol):
     """What one model does of a step."""
 
     @property
@@ -52,7 +52,7 @@ class Model(Protocol):
     def owns(self, param: torch.Tensor) -> bool:
         """Is it a parameter of this model?"""
 
-    def prepare_step(self, optimizer: Optimizer) -> Part | None:
+    def prepare_step(self, optimizer: Optimizer) -> ModelPart | None:
         """Its part of a step that begins; None where torch.optim does it all."""
 
 
@@ -98,7 +98,7 @@ class _Hooks:
     """The hooks on one optimizer."""
 
     def __init__(self) -> None:
-        self.parts: list[Part] = []  # of the step that runs
+        self.parts: list[ModelPart] = []  # of the step that runs
         self.hidden: list[tuple[nn.Parameter, torch.Tensor]] = []
         self.converts = False  # 8-bit states in state_dict()
         self.handle: Any = None  # of `before`
