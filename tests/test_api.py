@@ -23,7 +23,7 @@ from tests import inside
 from tests.zoo import WIDTH, batch, equal, stack, step, tied, twins
 
 PASSES = [
-    *("rebase", "causal", "chunk"),
+    *("unpack", "rebase", "causal", "chunk"),
     "partition",
     "templates",
     "differentiate",
