@@ -90,7 +90,8 @@ def megacompile(
             proportion, so that small updates are not lost. Warns if no parameter is bfloat16.
         optimizer: one with a rule in `runtime/optim` (AdamW, Adam, SGD, Lion), whose update the
             backward makes, stage by stage. Gradients never reach the host, and `optimizer.step()`
-            only counts. There is no clipping by the global norm, no `p.grad` and no GradScaler.
+            only counts. There is no clipping by the global norm, no `p.grad` and no GradScaler;
+            `clip_grad_norm_(parameters, inf)` gives the norm.
             Micro-batches but the last go into `accumulate(model)`.
         device_update: the share of the parameters, from 0 to 1, that `optimizer.step()` updates on
             the device: the first in forward order. Their states come in during the backward and
@@ -372,7 +373,9 @@ def accumulate(model: nn.Module) -> Iterator[None]:
     """Mark the backward of a micro-batch that is not the last, with `optimizer=`.
 
     Its gradients go to the host, as they do without `megacompile(model, optimizer=...)`. The next
-    backward outside of `accumulate` adds them and makes the update.
+    backward outside of `accumulate` adds them and makes the update. Without such a one,
+    `optimizer.step()` makes it. In the loops of Accelerate, Trainer and TRL there is nothing to
+    mark: which micro-batch is the last is read where Accelerate notes it.
 
     Raises:
         ModelError: the model is not megacompiled, or does not update in the backward.
@@ -392,8 +395,8 @@ def accumulate(model: nn.Module) -> Iterator[None]:
             f"accumulate(): {type(model).__name__} was not megacompiled with optimizer=...; "
             "without it every backward accumulates, and there is nothing to mark"
         )
-    before, updates.accumulating = updates.accumulating, True
+    before, updates.marked = updates.marked, True
     try:
         yield
     finally:
-        updates.accumulating = before
+        updates.marked = before

@@ -186,7 +186,7 @@ def after_templates(
 ) -> dict[str, Pass]:
     """The passes that need nothing but a schedule whose stages have templates, in order.
 
-    With `update` the gradients are not offloaded; `norms` sends their norms along, else.
+    With `update` the gradients are not offloaded. `norms` sends their norms along, or alone.
     `device_update` is the share of the parameters that the step updates on the device.
     """
     gradients: dict[str, Pass] = {
@@ -201,9 +201,9 @@ def after_templates(
             state_bytes=lambda item_bytes: 10.0,
         )
         gradients = {"update": insert}
-    else:
-        if norms:
-            gradients["norms"] = insert_norms
+    if norms:
+        gradients["norms"] = insert_norms
+    if not update:
         gradients["device_update"] = functools.partial(
             insert_device_update, state_bytes=lambda item_bytes: 10.0
         )

@@ -159,7 +159,7 @@ class Pipeline:
                 masters=options.compute_dtype is not None,
                 state_bytes=cost.updated_of,
             )
-            return [("update_in_backward", insert)]
+            return [("update_in_backward", insert), ("norms", insert_norms)]
         step = functools.partial(insert_update_graph, helps=cost.helped)
         offload = functools.partial(offload_gradients, accumulate=variant.accumulate)
         if options.lowering is Lowering.EAGER:

@@ -66,17 +66,20 @@ class DeviceUpdateOps(OpGroup):
             return None if part is None else part.steps
         return self._in_backward.running[bucket.key]
 
-    def offload_state(self, bucket: Bucket, updated: Handle) -> Handle:
+    def offload_state(self, bucket: Bucket, updated: Handle, norms: Handle | None = None) -> Handle:
         if self.in_step:
             return self._bring_back(bucket, updated)
-        host = self.machine.buckets[bucket.key]
+        host, run = self.machine.buckets[bucket.key], self.machine.current_run()
         cuda = self.machine.device.type == "cuda"
 
         def copy() -> Landing | None:
             queue = torch.cuda.current_stream(self.machine.device) if cuda else None
+            if norms is not None:  # first: a loop that logs them waits for them alone
+                taken = run.update_norms(bucket.key, self.gradient_params[bucket.key])
+                taken.fill(norms.value, queue)
             return self._in_backward.offload(host, updated.value, queue)
 
-        return self._issue(Stream.D2H, (updated,), copy)
+        return self._issue(Stream.D2H, (updated,) if norms is None else (updated, norms), copy)
 
     def _bring_back(self, bucket: Bucket, updated: Handle) -> Handle:
         """In chunks, by a thread: see [Note: small chunks] in `updates.flight`."""

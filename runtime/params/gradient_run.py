@@ -136,7 +136,7 @@ class Run:
     def start_update(self, wanted: Mapping[int, Sequence[int]]) -> bool:
         """The same where the backward updates: it takes the gradients that there are, and keeps
         none on the host."""
-        self.backward.updated |= {(key, i) for key, params in wanted.items() for i in params}
+        self.backward.updated |= {(key, i): None for key, params in wanted.items() for i in params}
         have = {
             key: params
             for key, params in wanted.items()
@@ -217,17 +217,16 @@ class Run:
             self.apart[place] = torch.empty_like(like, dtype=bucket.grad_dtype, device=device)
         return self.apart[place]
 
-    def norms_buffer(self, key: int, indices: Sequence[int]) -> torch.Tensor:
-        """Where the norms of these gradients go: (2, len(indices)) float32, L2 and largest."""
-        pin = self._of.streams.device.type == "cuda"
-        buffer = torch.empty(2, len(indices), dtype=torch.float32, pin_memory=pin)
-        self.backward.norms[key] = Norms(tuple(indices), buffer)
-        return buffer
+    def norms(self, key: int, indices: Sequence[int]) -> Norms:
+        """Where the norms of these gradients go."""
+        found = self.backward.norms[key] = Norms(tuple(indices))
+        return found
 
-    def norms_copied(self, key: int, queue: torch.cuda.Stream | None) -> None:
-        """The norms of a bucket are on their way to their buffer."""
-        if queue is not None:
-            self.backward.norms[key].copied = queue.record_event()
+    def update_norms(self, key: int, indices: Sequence[int]) -> Norms:
+        """The same, of gradients that an update in this backward takes."""
+        found = Norms(tuple(indices))
+        self.backward.updated |= {(key, i): found for i in indices}
+        return found
 
     def copied(self, key: int, event: torch.cuda.Event | None) -> None:
         """The gradients of a bucket are on their way to the host; `event` is behind them."""

@@ -30,6 +30,7 @@ from megacompile.runtime.updates.device_buffers import (
     make_buffers,
     write_back,
 )
+from megacompile.runtime.updates.micro_steps import more_to_come
 from megacompile.runtime.updates.refusals import check_backward
 from megacompile.runtime.updates.update import ParamUpdate
 
@@ -45,7 +46,7 @@ class InBackward:
     def __init__(self, optimizer: Optimizer, steps: Any) -> None:
         self.optimizer = optimizer
         self.prepare = steps
-        self.accumulating = False  # inside of megacompile.accumulate()
+        self.marked = False  # inside of megacompile.accumulate()
         self.uncommitted: set[ParamId] = set()  # updated, and step() was not called yet
         self.committed: set[ParamId] = set()  # by the last step(), until the next backward
         self.running: dict[
@@ -58,6 +59,11 @@ class InBackward:
         self._loaded = False  # the optimizer's states, since the backward began
         optimizer.register_load_state_dict_post_hook(_weakly(self._note_load))
         compat.notice_scaled_losses()
+
+    @property
+    def accumulating(self) -> bool:
+        """Does another backward come before the step? Then this one updates nothing."""
+        return self.marked or more_to_come()
 
     def begin(self, buckets: Mapping[int, HostBucket], wanted: Mapping[int, Sequence[int]]) -> None:
         """Take the hyperparameters for the backward of one schedule."""
