@@ -456,10 +456,6 @@ class LossAlone(nn.Module):
         super().__init__()
         self.model = mixtral(layers=2)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.model(input_ids=tokens, labels=tokens).loss
-        return loss
-
 
 @pytest.mark.parametrize("size", ["4KB", "1GB"])
 def test_experts_that_are_stored_apart(tmp_path: Path, size: str) -> None:
@@ -469,8 +465,6 @@ def test_experts_that_are_stored_apart(tmp_path: Path, size: str) -> None:
     plain.save_pretrained(tmp_path, max_shard_size=size)
     wrapped = megacompile(on_meta(LossAlone), checkpoint=tmp_path)
     assert same(values(plain), values(wrapped.model)) == []
-    tokens = torch.arange(8)[None]
-    assert torch.equal(wrapped(tokens), plain(input_ids=tokens, labels=tokens).loss)
 
 
 def test_experts_that_do_not_fit(tmp_path: Path) -> None:
