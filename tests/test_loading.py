@@ -126,9 +126,13 @@ def test_the_streamed_copy_has_what_was_read(tmp_path: Path) -> None:
 
     plain = make()
     saved(plain, tmp_path)
-    model = megacompile(on_meta(make), checkpoint=tmp_path, compute_dtype=torch.bfloat16)
+    dtypes: dict[str, Any] = {"compute_dtype": torch.bfloat16, "grad_dtype": torch.bfloat16}
+    model: Any = megacompile(on_meta(make), checkpoint=tmp_path, **dtypes)
     x = torch.randn(3, 4)
-    assert torch.equal(model(x), plain.bfloat16()(x.bfloat16()))
+    y = model(x)
+    y.sum().backward()
+    assert {param.grad.dtype for param in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(y, plain.bfloat16()(x.bfloat16()))
 
 
 def test_digits_are_lost_only_when_asked(plain: Net, tmp_path: Path) -> None:
