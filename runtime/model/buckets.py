@@ -31,6 +31,7 @@ from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params import inputs
 from megacompile.runtime.params.aliases import AliasNotice
 from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.eager_notice import EagerNotice
 from megacompile.runtime.params.gradients import Gradients
 from megacompile.runtime.params.guards import unguarded
 from megacompile.runtime.params.proxies import StreamedParameter
@@ -84,6 +85,7 @@ class ModelBuckets:
             detect_anomaly=options.detect_anomaly,
         )
         self.alone = threading.RLock()  # the swap and the slots serve one call at a time
+        self.notice = EagerNotice()
         self._aliases = AliasNotice()
         self._aliases.of_parts(model)
         self._take_over(frozenset(), contents)
@@ -155,7 +157,7 @@ class ModelBuckets:
     def _make_proxies(self) -> None:
         """Last of all: if they fit, everything else does, though an interrupt came in between."""
         self.data_parallel.forget()
-        self.proxies = Proxies(self.model, self.options.device, self._source)
+        self.proxies = Proxies(self.model, self.options.device, self._source, self.notice)
 
     def before_step(self) -> None:
         """Say what an optimizer's step would lose, and move what is to move."""

@@ -40,14 +40,16 @@ class Proxies:
         model: nn.Module,
         device: torch.device,
         source: Callable[[nn.Parameter], Source | None] = lambda param: None,
+        notice: EagerNotice | None = None,
     ) -> None:
         """The proxies of `model`.
 
         `source` says what is streamed for a parameter, where that is not the parameter itself.
+        `notice` is told of what eager code uses.
         """
         self.device = device
         self.source = source
-        self.notice = EagerNotice()
+        self.notice = notice or EagerNotice()
         self.sites: list[Site] = []
         self._made: dict[int, StreamedParameter] = {}  # by the parameter's id
         for holder, name, param in _parameters(model):
