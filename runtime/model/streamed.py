@@ -26,6 +26,7 @@ from megacompile.options import Options
 from megacompile.runtime.model import autograd, shortage
 from megacompile.runtime.model.buckets import ModelBuckets
 from megacompile.runtime.model.captured import CapturedGraph
+from megacompile.runtime.model.input_hooks import InputHooks
 from megacompile.runtime.model.owners import register
 from megacompile.runtime.model.plans import Compiler
 from megacompile.runtime.model.weakly import weakly, while_it_lives
@@ -67,6 +68,7 @@ class StreamedModel:
             model, options, divide, compiler, while_it_lives(self._plan_anew)
         )
         self.machine = self.buckets.machine
+        self._input_hooks = InputHooks(options.device)
         self.updates = Updates(self.machine, options, weakly(self._rest))
         if options.optimizer is not None:
             self.machine.in_backward = InBackward(options.optimizer, self.updates.in_backward)
@@ -112,6 +114,7 @@ class StreamedModel:
     ) -> Any:
         undos.append(functools.partial(compat.set_dynamo_options, compat.dynamo_options()))
         compat.set_dynamo_options(compat.CALL_OPTIONS)
+        self._input_hooks.swap_in(self.model, undos)
         stand_ins.put_in(self._stand_in, undos)
         self.buckets.proxies.swap_in(undos)
         return self._compiled(*args, **kwargs)
