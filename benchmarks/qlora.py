@@ -152,8 +152,10 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, object]:
     shape = _shape(args)
     plain = case in ("eager", "compiled")
     inner: Any = qwen2_nf4(shape, device=args.device if plain else "cpu")
+    adapted = with_lora(inner)
     inner.gradient_checkpointing_enable({"use_reentrant": False})
-    model: nn.Module = Loss(with_lora(inner))
+    inner.disable_input_require_grads()  # a hook for reentrant checkpoints, which breaks the graph
+    model: nn.Module = Loss(adapted)
     _say("built", start)
     model = _prepared(model, inner, case, args)
     adapters = [p for p in model.parameters() if p.requires_grad]

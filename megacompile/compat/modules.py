@@ -60,6 +60,13 @@ def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:  # to
     return module._buffers
 
 
+def forward_hooks_of(
+    module: torch.nn.Module,
+) -> dict[int, Callable[..., Any]]:  # torch 2.11 to 2.15
+    """A module's own forward hooks, in the dict that holds them."""
+    return module._forward_hooks
+
+
 def given_to_functional_call() -> dict[int, Any]:  # torch 2.11 to 2.15
     """What the `torch.func.functional_call`s around this call have put into modules, by its id."""
     code = stateless._functional_call.__code__

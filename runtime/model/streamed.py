@@ -27,6 +27,7 @@ from megacompile.runtime.checkpoint.contents import Contents
 from megacompile.runtime.model import autograd, shortage
 from megacompile.runtime.model.buckets import ModelBuckets
 from megacompile.runtime.model.captured import CapturedGraph
+from megacompile.runtime.model.input_hooks import InputHooks
 from megacompile.runtime.model.outside import OutsideNotice
 from megacompile.runtime.model.owners import register
 from megacompile.runtime.model.parts import Part, Parts
@@ -74,6 +75,7 @@ class StreamedModel:
             model, options, divide, compiler, while_it_lives(self._plan_anew), contents
         )
         self.machine = self.buckets.machine
+        self._input_hooks = InputHooks(options.device)
         self.updates = Updates(self.machine, options, weakly(self._rest))
         self.released = Released(self.buckets, self.updates)
         self.buckets.check_memory = while_it_lives(self.released.check)
@@ -157,6 +159,7 @@ class StreamedModel:
     ) -> Any:
         undos.append(functools.partial(compat.set_dynamo_options, compat.dynamo_options()))
         compat.set_dynamo_options(compat.CALL_OPTIONS)
+        self._input_hooks.swap_in(self.model, undos)
         stand_ins.put_in(self._stand_in, undos)
         self.parts.take_out(undos)
         self.buckets.proxies.swap_in(undos)
