@@ -67,7 +67,9 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     as `named_parameters()` has it and as `load_weights` of vLLM and the trainers of TRL expect it.
     Names are those of the model that is given, which may be a module inside of a megacompiled one:
     where a wrapper adds a prefix, give what it wraps. The names of PEFT are turned into those of
-    the base model, and the adapter's own parameters are left out.
+    the base model, and the adapter's own parameters are left out. Where a checkpoint has other
+    tensors than the model has parameters (experts that transformers keeps as one), the names are
+    those of the parameters, as in TRL.
 
     It may be used inside of `released`, and while an update runs. Do not train meanwhile.
 

@@ -50,6 +50,21 @@ def memory(model: nn.Module) -> list[weakref.ref[Tensor]]:
     return [weakref.ref(tensor) for tensor in found]
 
 
+def states_in_buckets(model: nn.Module, optimizer: Optimizer) -> int:
+    """How many states lie in the memory of the buckets that there are now; all must be shown."""
+    found = 0
+    for bucket in inside.machine(model).buckets.values():
+        for name, states in bucket.states.of(optimizer).items():
+            for i, state in states.items():
+                shown = optimizer.state[bucket.params[i]][name]
+                if isinstance(state, tuple):
+                    assert shown.codes is state[0] and shown.absmax is state[1]
+                else:
+                    assert shown.data_ptr() == state.data_ptr()
+                found += 1
+    return found
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_training_goes_on_as_if_nothing_had_been(name: str) -> None:
     """With blocks between steps, and between a backward and its step: the bits as without."""
@@ -67,12 +82,16 @@ def test_training_goes_on_as_if_nothing_had_been(name: str) -> None:
         executors = {id(e) for e in inside.executors(model)}
         if lends:
             there = memory(model)
+            states = states_in_buckets(model, optimizer)
+            assert (states > 0) is (name not in ("resident",))
             with released(model):
                 gc.collect()
+                assert states_in_buckets(model, optimizer) == states
                 assert not [t for t in there if t() is not None]
                 assert not inside.residents(model)
                 assert not inside.machine(model).slots.buffers
             assert inside.residents(model) == placed
+            assert states_in_buckets(model, optimizer) == states
         step(model, batch(7))
         if lends:
             with released(model):
