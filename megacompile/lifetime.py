@@ -15,7 +15,11 @@ from torch import nn
 from megacompile import compat
 from megacompile.errors import OptionError
 from megacompile.runtime.model.full_parameters import full_parameters as iterate
-from megacompile.runtime.model.full_parameters import hugging_face_names, refuse_unmerged
+from megacompile.runtime.model.full_parameters import (
+    hugging_face_names,
+    refuse_packed,
+    refuse_unmerged,
+)
 from megacompile.runtime.model.lookup import streamed_around, streamed_model
 from megacompile.runtime.model.restore import restore
 
@@ -82,7 +86,8 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         that lives on the device it is the parameter itself: do not write to it.
 
     Raises:
-        ModelError: the model is not in a megacompiled one, or an adapter is not merged.
+        ModelError: the model is not in a megacompiled one, a parameter is quantized, or an adapter
+            is not merged.
 
     Example::
 
@@ -91,7 +96,9 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     inner = compat.without_torch_compile(model)
     streamed = streamed_around(inner, "full_parameters")
     refuse_unmerged(inner)
-    return iterate(streamed, hugging_face_names(inner))
+    names = hugging_face_names(inner)
+    refuse_packed(streamed, names)
+    return iterate(streamed, names)
 
 
 def unmegacompile(model: M, *, device: torch.device | str | int = "cpu") -> M:

@@ -311,6 +311,14 @@ def test_inside_of_released_and_for_a_module_in_the_model() -> None:
         full_parameters(Stack())
 
 
+def test_a_parameter_that_lies_in_no_bucket_is_never_left_out() -> None:
+    """A quantized one, or one that came since."""
+    model = megacompile(Stack(), device="cpu")
+    model.extra = nn.Linear(2, 2)
+    with pytest.raises(ModelError, match=r"'extra.weight' is quantized, or came since"):
+        full_parameters(model)
+
+
 def test_a_caller_that_stops() -> None:
     model = megacompile(Stack(), device="cpu")
     iterator = full_parameters(model)
