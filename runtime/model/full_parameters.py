@@ -61,6 +61,22 @@ def refuse_unmerged(model: nn.Module) -> None:
             )
 
 
+def refuse_packed(streamed: StreamedModel, names: Mapping[int, str]) -> None:
+    """Raise if a parameter lies in its bucket as packed bytes, or is in no bucket yet.
+
+    Raises:
+        ModelError: with its name.
+    """
+    plain = {id(p) for bucket in streamed.machine.buckets.values() for p in bucket.params}
+    for key, name in names.items():
+        if key not in plain:
+            raise ModelError(
+                f"full_parameters(): {name!r} is quantized, or came since the last call; needed "
+                "ordinary parameters: send only the adapter (get_peft_model_state_dict), or call "
+                "the model once"
+            )
+
+
 def full_parameters(
     streamed: StreamedModel, names: Mapping[int, str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
