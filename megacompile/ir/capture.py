@@ -6,10 +6,12 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import sympy
 import torch
 from torch import fx
 
 from megacompile.ir.buckets import Bucket
+from megacompile.ir.symbols import Number, planned_of
 from megacompile.ir.tensors import TensorMeta
 
 
@@ -36,7 +38,14 @@ class ConstantInput:
     value: int | float | bool
 
 
-GraphInput = ParamInput | TensorInput | ConstantInput
+@dataclass(frozen=True, slots=True)
+class NumberInput:
+    """A captured graph's input that is a number, and another one in other calls."""
+
+    number: Number  # a symbol
+
+
+GraphInput = ParamInput | TensorInput | ConstantInput | NumberInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +98,11 @@ class Capture:
     device: torch.device
     ambient: Ambient
     overlaps: tuple[Overlap, ...] = ()  # between inputs of which the graph changes one in place
+
+    @property
+    def planned(self) -> dict[sympy.Symbol, int | float]:
+        """The values that are planned for, by symbol, in the order of the inputs."""
+        return planned_of([item.number for item in self.inputs if isinstance(item, NumberInput)])
 
 
 @dataclass(frozen=True, slots=True)
