@@ -19,6 +19,7 @@ from megacompile.errors import (
     UnsupportedGraphError,
 )
 from megacompile.ir.schedule import Schedule
+from megacompile.lifetime import full_parameters, released, unmegacompile
 from megacompile.options import Activations, Head, Lowering, Options
 from megacompile.plan.explanation import Explanation
 
@@ -46,8 +47,11 @@ __all__ = [
     "UnsupportedGraphError",
     "accumulate",
     "explain",
+    "full_parameters",
     "megacompile",
+    "released",
     "schedules",
     "trace",
+    "unmegacompile",
     "updates",
 ]

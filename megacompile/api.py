@@ -27,7 +27,7 @@ from megacompile.plan.explanation import Explanation, explanation
 from megacompile.plan.scenario import Scenario
 from megacompile.runtime.model.methods import replace_methods
 from megacompile.runtime.model.owners import refuse_shared
-from megacompile.runtime.model.streamed import StreamedModel, refuse_nested
+from megacompile.runtime.model.streamed import StreamedModel, refuse_nested, streamed_model
 from megacompile.tracing.recorder import Trace as Trace
 from megacompile.tracing.recorder import Traced
 from megacompile.validate import check_model, check_optimizer, host_rows, warn_of_rounding
@@ -58,6 +58,7 @@ def megacompile(
     head: Head | str = "auto",
     detect_anomaly: bool = False,
     activations: Activations | str = Activations.AUTO,
+    dynamic: bool | None = None,
 ) -> M:
     """Keep a model's parameters and gradients in host memory and stream them through a device.
 
@@ -113,6 +114,9 @@ def megacompile(
             the same with the stages' inputs in host memory, so that device memory does not grow
             with the number of layers: for long contexts. "auto" (default) keeps as many stages as
             fit and make the step faster, and offloads if nothing else fits.
+        dynamic: as in `torch.compile`. None (default): a size that has changed is a symbol from
+            then on, and one program serves all its values. True: sizes are symbols from the start.
+            False: each set of sizes gets code of its own.
 
     Raises:
         ModelError: the argument is no module, its parameters cannot be streamed, or another
@@ -149,6 +153,7 @@ def megacompile(
         head=head,
         detect_anomaly=detect_anomaly,
         activations=activations,
+        dynamic=dynamic,
     )
     check_model(model)
     present = compat.compiled_call(model)
@@ -189,7 +194,7 @@ def schedules(model: nn.Module) -> list[Schedule]:
     Raises:
         ModelError: the model is not megacompiled.
     """
-    return _streamed(model, "schedules").schedules()
+    return streamed_model(model, "schedules").schedules()
 
 
 def updates(model: nn.Module) -> dict[str, str]:
@@ -202,7 +207,7 @@ def updates(model: nn.Module) -> dict[str, str]:
     Raises:
         ModelError: the model is not megacompiled.
     """
-    return {name: way.value for name, way in _streamed(model, "updates").updates.ways.items()}
+    return {name: way.value for name, way in streamed_model(model, "updates").updates.ways.items()}
 
 
 def trace(*models: nn.Module, hardware: Hardware | None = None) -> Trace:
@@ -233,7 +238,7 @@ def trace(*models: nn.Module, hardware: Hardware | None = None) -> Trace:
     names: dict[str, int] = {}
     traced = []
     for model in dict.fromkeys(models):
-        streamed = _streamed(model, "trace")
+        streamed = streamed_model(model, "trace")
         name = type(model).__name__
         names[name] = names.get(name, 0) + 1
         if names[name] > 1:
@@ -243,7 +248,7 @@ def trace(*models: nn.Module, hardware: Hardware | None = None) -> Trace:
         traced.append(Traced(name, streamed.machine, streamed.schedules, cost))
     found = Trace(traced, hardware)
     for model in models:
-        _TRACES[_streamed(model, "trace")] = ref(found)
+        _TRACES[streamed_model(model, "trace")] = ref(found)
     return found
 
 
@@ -280,7 +285,7 @@ def explain(
             train_step(model, optimizer)
         print(megacompile.explain(model))
     """
-    streamed = _streamed(model, "explain")
+    streamed = streamed_model(model, "explain")
     name = type(model).__name__
     planned, made = _newest(streamed)
     if not made:
@@ -330,17 +335,6 @@ def _newest(streamed: StreamedModel) -> tuple[list[Planned], list[Schedule]]:
             planned.append(Planned(program.stages, program.capture, variant))
             schedules.append(schedule)
     return planned, schedules
-
-
-def _streamed(model: nn.Module, caller: str) -> StreamedModel:
-    inner = compat.without_torch_compile(model)
-    streamed = compat.compiled_call(inner)
-    if not isinstance(streamed, StreamedModel):
-        raise ModelError(
-            f"{caller}(): {type(model).__name__} is not megacompiled; "
-            "call model = megacompile(model) first"
-        )
-    return streamed
 
 
 @contextlib.contextmanager

@@ -44,8 +44,8 @@ from megacompile.passes.schedule.recompute import insert_recompute
 from megacompile.passes.schedule.slots import assign_slots
 from megacompile.passes.schedule.split import split_stages
 from megacompile.passes.schedule.tokens import insert_tokens
-from megacompile.passes.schedule.update import insert_updates
 from megacompile.passes.schedule.update_graph import insert_update_graph
+from megacompile.passes.schedule.update_in_backward import insert_updates
 from megacompile.passes.stages.partition import partition
 from megacompile.passes.stages.templates import TemplateCache, trace_templates
 from megacompile.passes.stages.units import UNIT_LIMIT_BYTES, find_units

@@ -42,6 +42,7 @@ FLOORS = (
     ("runtime.step",),
     ("runtime.model",),
     ("api",),
+    ("lifetime",),
     ("cli",),
     ("", "__main__"),
 )

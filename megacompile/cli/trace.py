@@ -34,7 +34,8 @@ from megacompile.cli import outputs
 from megacompile.errors import MegacompileError, OptionError
 from megacompile.tracing import perfetto
 from megacompile.tracing.critical_path import period
-from megacompile.tracing.timeline import cut, table, totals
+from megacompile.tracing.timeline import cut
+from megacompile.tracing.totals import table, totals
 
 NAME = "trace"
 HELP = "when every op of a script's training step runs"

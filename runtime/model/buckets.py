@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from megacompile.progress import bar
 from megacompile.runtime.device.slots import DeviceSlots
 from megacompile.runtime.device.streams import Streams
 from megacompile.runtime.model.data_parallel import DataParallel, refuse_moves
-from megacompile.runtime.model.owners import refuse_shared
+from megacompile.runtime.model.owners import forget, refuse_shared
 from megacompile.runtime.model.plans import Compiler, Plans
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params import inputs
@@ -66,7 +66,9 @@ class ModelBuckets:
         self.divide = divide
         self.make_compiler = compiler
         self.planned_anew = planned_anew
+        self.check_memory: Callable[[], None] = lambda: None  # raises where it is given back
         self.data_parallel = DataParallel(model, options)
+        self._places = _Places()
         streams = Streams(options.device)
         self.machine = Machine(
             device=options.device,
@@ -74,7 +76,7 @@ class ModelBuckets:
             slots=DeviceSlots(options.device),
             buckets={},
             gradients=Gradients(streams, exact=options.lowering is Lowering.EAGER),
-            place=self._place,
+            place=self._places.of_proxy,
             device_update=DeviceUpdates(streams),
             detect_anomaly=options.detect_anomaly,
         )
@@ -113,12 +115,8 @@ class ModelBuckets:
         self.machine.gradients.bind(self.machine.buckets)
         self.machine.slots.forget()
         self.plans = Plans(self.make_compiler(units), Placement(resident))
-        self._places = {
-            id(param): (bucket.layout, i)
-            for bucket in self.machine.buckets.values()
-            for i, param in enumerate(bucket.params)
-        }
-        self._buffers_to_device()
+        self._places.note(self.machine.buckets.values())
+        self.buffers_to(self.options.device)
         self._make_proxies()
 
     def _goes_to(
@@ -143,6 +141,7 @@ class ModelBuckets:
 
     def before_step(self) -> None:
         """Say what an optimizer's step would lose, and move what is to move."""
+        self.check_memory()
         replaced = (b.replaced() for b in self.machine.buckets.values())
         self._aliases(self.model, [param for pairs in replaced for param, _ in pairs])
         self.move_if_wanted()
@@ -175,13 +174,18 @@ class ModelBuckets:
         """
         self.machine.slots.forget()  # its memory is for buckets that come to the device
         for key in list(self.machine.buckets):
-            undone(functools.partial(self._move_bucket, key, key in resident))
-        self.machine.gradients.bind(self.machine.buckets)
-        self._make_proxies()
+            undone(functools.partial(self.move_bucket, key, key in resident))
+        self.moved()
         self.planned_anew()
         self.plans.moved(resident)  # until here an interrupt leaves a move that begins again
 
-    def _move_bucket(self, key: int, resident: bool, undos: Undos) -> None:
+    def moved(self) -> None:
+        """Buckets lie elsewhere."""
+        self.machine.gradients.bind(self.machine.buckets)
+        self._make_proxies()
+
+    def move_bucket(self, key: int, resident: bool, undos: Undos) -> None:
+        """Let a bucket live on the device, or on the host; `moved` comes behind the last one."""
         old = self.machine.buckets[key]
         if resident == (old.resident is not None):
             return
@@ -204,17 +208,20 @@ class ModelBuckets:
         )
 
     def _source(self, param: nn.Parameter) -> Source:
-        layout, i = self._places[id(param)]
+        layout, i = self._places.of[id(param)]
         bucket = self.machine.buckets[layout.key]
         copy = bucket.streamed[i] if bucket.has_copy else None
         return Source(copy, bucket.pending.settle, functools.partial(bucket.copy.take_back, i))
 
-    def _place(self, proxy: StreamedParameter) -> tuple[Bucket, int]:
-        return self._places[id(proxy.param)]
-
     def owns(self, param: nn.Parameter) -> bool:
         """Does a parameter lie in a bucket of this model?"""
-        return id(param) in self._places
+        return id(param) in self._places.of
+
+    def disown(self) -> None:
+        """Own nothing any more: the parameters have left the buckets."""
+        self._places.note(())
+        forget(self)
+        self.data_parallel.end()
 
     def let_go(self) -> None:
         """Give up parameters that were taken out of the model since its last call."""
@@ -246,7 +253,7 @@ class ModelBuckets:
             if not bucket.pending.busy():
                 bucket.pending.settle()
             bucket.refresh()
-        self._buffers_to_device()
+        self.buffers_to(self.options.device)
 
     def follow_plans(self) -> None:
         """Move what the plans want elsewhere, unless something around the call forbids it."""
@@ -270,21 +277,41 @@ class ModelBuckets:
         else:
             self._make_proxies()  # a parameter's memory may have been moved
 
-    def _buffers_to_device(self) -> None:
+    def buffers_to(self, device: torch.device) -> None:
         """Move the model's buffers that are elsewhere."""
         places = [
             (compat.buffers_of(module), name, buffer)
             for module in self.model.modules()
             for name, buffer in compat.buffers_of(module).items()
-            if buffer is not None and buffer.device != self.options.device
+            if buffer is not None and buffer.device != device
         ]
         if not places:
             return
         stray = {id(buffer): buffer for _, _, buffer in places}  # one buffer, several places
-        there = inputs.moved_together(list(stray.values()), lambda b: b.to(self.options.device))
+        there = inputs.moved_together(list(stray.values()), lambda b: b.to(device))
         made = dict(zip(stray, there, strict=True))
         for holder, name, buffer in places:
             holder[name] = made[id(buffer)]
+
+
+class _Places:
+    """Where parameters lie: bucket and index. Backwards that are to come have this, not the model:
+    who has only an old loss does not keep the model alive."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, tuple[Bucket, int]] = {}  # by the parameter's id
+
+    def note(self, buckets: Iterable[HostBucket]) -> None:
+        """They lie in these from now on."""
+        self.of = {
+            id(param): (bucket.layout, i)
+            for bucket in buckets
+            for i, param in enumerate(bucket.params)
+        }
+
+    def of_proxy(self, proxy: StreamedParameter) -> tuple[Bucket, int]:
+        """The place of the parameter that a proxy stands for."""
+        return self.of[id(proxy.param)]
 
 
 def _first_that_fit(

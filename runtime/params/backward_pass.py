@@ -14,12 +14,11 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from megacompile import compat
+from megacompile.ir.buckets import ParamId
 from megacompile.runtime.device.streams import Streams
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.consumed import consume
 from megacompile.runtime.params.lazy import LazyGradient
-
-Place = tuple[int, int]  # (bucket key, parameter's index in it)
 
 
 class BackwardPass:
@@ -28,12 +27,14 @@ class BackwardPass:
     def __init__(self, streams: Streams, buckets: Mapping[int, HostBucket]) -> None:
         self.streams = streams
         self.buckets = buckets
-        self.autograd_has: dict[Place, torch.Tensor] = {}  # the memory that autograd has
-        self.taken: set[Place] = set()  # of them: it is the bucket's
-        self.watched: set[Place] = set()  # of these: somebody looks before the end
-        self.fresh: set[Place] = set()  # of these: there was no `p.grad` before
-        self.replaced: dict[Place, torch.Tensor] = {}  # the `p.grad` that the total took over from
-        self.updated: set[Place] = set()  # by updates in the backward
+        self.autograd_has: dict[ParamId, torch.Tensor] = {}  # the memory that autograd has
+        self.taken: set[ParamId] = set()  # of them: it is the bucket's
+        self.watched: set[ParamId] = set()  # of these: somebody looks before the end
+        self.fresh: set[ParamId] = set()  # of these: there was no `p.grad` before
+        self.replaced: dict[
+            ParamId, torch.Tensor
+        ] = {}  # the `p.grad` that the total took over from
+        self.updated: set[ParamId] = set()  # by updates in the backward
         self.norms: dict[int, Norms] = {}  # by bucket
         self.copies: dict[int, torch.cuda.Event | None] = {}  # by bucket: its way to the host
 
@@ -72,7 +73,7 @@ class BackwardPass:
             self._settle_down(place)
         self._serve(lazy)
 
-    def _settle_down(self, place: Place) -> None:
+    def _settle_down(self, place: ParamId) -> None:
         """Let `p.grad` be the tensor that it was, or adopt a sum that autograd has made."""
         key, i = place
         bucket = self.buckets[key]
@@ -102,7 +103,7 @@ class BackwardPass:
             and all(self._untouched((key, i)) for i in norms.indices)
         }
 
-    def _untouched(self, place: Place) -> bool:
+    def _untouched(self, place: ParamId) -> bool:
         """Is `p.grad` what autograd was given, and did nobody look at it?"""
         key, i = place
         return (

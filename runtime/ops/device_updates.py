@@ -14,11 +14,11 @@ from megacompile.runtime.updates import device_buffers
 from megacompile.runtime.updates.device_buffers import Landing, UpdateBuffers
 from megacompile.runtime.updates.flight import Flight, untimed
 from megacompile.runtime.updates.in_backward import InBackward
-from megacompile.runtime.updates.update import Step
+from megacompile.runtime.updates.update import ParamUpdate
 
 
-class StateOps(OpGroup):
-    """`megacompile.ir.ops.states` on a machine, in a backward and in an update."""
+class DeviceUpdateOps(OpGroup):
+    """`megacompile.ir.ops.device_updates` on a machine, in a backward and in an update."""
 
     def alloc_state(self, bucket: Bucket, masters: bool) -> Handle:
         machine, trained = self.machine, self.gradient_params[bucket.key]
@@ -59,7 +59,7 @@ class StateOps(OpGroup):
         waits = (gradients, state) if weights is None else (weights, gradients, state)
         return self._issue(Stream.COMPUTE, waits, step)
 
-    def _steps(self, bucket: Bucket) -> dict[int, Step] | None:
+    def _steps(self, bucket: Bucket) -> dict[int, ParamUpdate] | None:
         """What is to be done to the parameters of a bucket; None: nothing in this step."""
         if self.in_step:
             part = self.parts.get(bucket.key)
