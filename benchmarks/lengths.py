@@ -41,7 +41,8 @@ class Block(nn.Module):
         q, k, v = heads.transpose(1, 3).unbind(2)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).reshape(rows, length, width))
-        return x + self.mlp(self.norm2(x))
+        x = x + self.mlp(self.norm2(x))
+        return x
 
 
 class Model(nn.Module):
@@ -55,7 +56,8 @@ class Model(nn.Module):
         h = self.embed(x)
         for block in self.blocks:
             h = block(h)
-        return F.cross_entropy(self.head(h[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
+        loss: Tensor = F.cross_entropy(self.head(h[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
+        return loss
 
 
 def measured(model: Any, batches: list[Tensor]) -> tuple[list[float], list[float]]:
@@ -100,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     torch._dynamo.reset()
 
     torch.manual_seed(1)
-    streamed = megacompile(
+    streamed: Any = megacompile(
         Model(args.width, args.layers), device=args.device, lowering=args.lowering, progress=False
     )
     compiled: list[object] = []

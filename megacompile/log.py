@@ -164,4 +164,5 @@ def buckets_placed(name: str, buckets: Sequence[Bucket]) -> None:
 
 def without_symbols(name: str, error: Exception) -> None:
     """Tell that each set of sizes gets code of its own."""
-    logger("capture").info("%s: each set of sizes gets its own code: %s", name, error)
+    why = str(error).strip().split("\n")[0]
+    logger("capture").info("%s: each set of sizes gets its own code: %s", name, why)

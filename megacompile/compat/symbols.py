@@ -89,13 +89,18 @@ class SymbolicFakes:
         """A SymInt or SymFloat for an expression of our symbols; a plain number as it is."""
         if not isinstance(expression, sympy.Basic):
             return expression
-        if expression not in self._numbers:
-            if not expression.free_symbols:
-                return int(expression)
-            theirs = expression.xreplace(self._theirs)
-            value = evaluated(expression, self.hints)
-            self._numbers[expression] = self.env.create_symintnode(theirs, hint=value)
-        return self._numbers[expression]
+        if expression in self._numbers:
+            return self._numbers[expression]
+        # computed, so that where this is traced, it is traced from the symbols
+        return sympy_interp(PythonReferenceAnalysis, self._numbers, expression)
+
+    def equal(self, number: Any, expression: Any) -> bool:
+        """Is a number what the expression says? What is not known is decided for the hints."""
+        mine, theirs = (
+            n.node.expr if is_number(n) else n.xreplace(self._theirs) if _symbolic(n) else n
+            for n in (number, expression)
+        )
+        return bool(self.env.evaluate_expr(sympy.Eq(mine, theirs)))
 
     def expression(self, number: Any) -> Any:
         """What a SymInt or SymFloat is, in our symbols; a number where it is none of them."""
@@ -121,6 +126,10 @@ class SymbolicFakes:
         scope = {"math": math, **SYMPY_INTERP}
         condition: Callable[..., bool] = eval(f"lambda {', '.join(names)}: {text}", scope)
         return condition
+
+
+def _symbolic(value: Any) -> bool:
+    return isinstance(value, sympy.Basic)
 
 
 def symbols_now() -> SymbolicFakes | None:

@@ -26,6 +26,8 @@ from megacompile.ir.symbols import Number, Values, planned_of
 from megacompile.ir.tensors import TensorMeta
 
 _FLOAT = "megacompile.float"  # in a node's meta: the float that stands as a tensor
+_OTHER_NAMES = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
+_SLICES = (torch.ops.aten.slice.Tensor, torch.ops.aten.slice_backward.default)
 SYMBOLIC = "megacompile.symbolic"  # in a node's meta: its value with symbols
 
 
@@ -169,34 +171,56 @@ def first_difference(symbolic: fx.GraphModule, plain: fx.GraphModule) -> str:
     """Where a graph with symbols does other work than one without, for the sizes planned for.
 
     "" where it does the same: the same operators, in the same order, of values with the same
-    sizes and strides.
+    sizes and strides. Other names for a value are no operators.
     """
-    theirs = list(plain.graph.nodes)
-    ours = [
-        node
-        for node in symbolic.graph.nodes
-        if node.op == "placeholder" or not compat.is_number(node.meta.get("val"))
-    ]
-    same = {node: other for node, other in zip(ours, theirs, strict=False)}
+    ours, theirs = _work(symbolic.graph), _work(plain.graph)
+    mine = {node: f"%{k}" for k, node in enumerate(ours)}
+    other_names = {node: f"%{k}" for k, node in enumerate(theirs)}
     for node, other in zip(ours, theirs, strict=False):
         if node.op != other.op or (node.op == "call_function" and node.target != other.target):
             return f"{node.target} stands in the place of {other.target}"
         if node.op == "placeholder":
             continue
-        mine = _planned((node.args, node.kwargs), same)
-        if repr(mine) != repr((other.args, other.kwargs)):
-            return f"{node} takes {mine}, and without ({other.args}, {other.kwargs})"
+        taken, wanted = _taken(node, mine), _taken(other, other_names)
+        if taken != wanted:
+            return f"{node.target} takes {taken}, and without {wanted}"
         if _looks(node.meta.get("val")) != _looks(other.meta.get("val")):
-            return f"{node} gives other strides than {other}"
+            return f"{node.target} gives other strides"
     return "" if len(ours) == len(theirs) else "there are other operators"
 
 
-def _planned(args: Any, same: Mapping[fx.Node, fx.Node]) -> Any:
-    def value(node: fx.Node) -> Any:
-        number = node.meta.get("val")
-        return compat.expression_of(number)[0] if compat.is_number(number) else same[node]
+def _work(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that compute tensors."""
+    return [
+        node
+        for node in graph.nodes
+        if node.op == "placeholder"
+        or not (compat.is_number(node.meta.get("val")) or _is_other_name(node))
+    ]
 
-    return fx.map_arg(args, value)
+
+def _is_other_name(node: fx.Node) -> bool:
+    """Has a value the same elements in the same order as what it is made from?
+
+    A slice of all of a dimension, and its backward, are traced or not, as the size is known.
+    """
+    if node.target in _SLICES:
+        return bool(_looks(node.meta["val"]) == _looks(node.all_input_nodes[0].meta["val"]))
+    return node.target in _OTHER_NAMES
+
+
+def _taken(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
+    """A node's arguments: numbers as planned, values by what computes them."""
+
+    def value(source: fx.Node) -> Any:
+        number = source.meta.get("val")
+        if compat.is_number(number):
+            return compat.expression_of(number)[0]
+        while _is_other_name(source):
+            source = source.all_input_nodes[0]
+        return names[source]
+
+    return repr(fx.map_arg((node.args, node.kwargs), value))
 
 
 def _looks(value: Any) -> Any:

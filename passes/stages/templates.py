@@ -282,9 +282,10 @@ class _Tracer:
 
 
 def _has_strides(tensor: torch.Tensor, meta: TensorMeta) -> bool:
-    if meta.symbolic is None or compat.symbols_now() is None:
+    fakes = compat.symbols_now()
+    if meta.symbolic is None or fakes is None:
         return bool(tensor.stride() == meta.stride)
-    return tuple(compat.expression_of(n)[1] for n in tensor.stride()) == meta.symbolic.stride
+    return all(map(fakes.equal, tensor.stride(), meta.symbolic.stride))
 
 
 @contextlib.contextmanager

@@ -72,6 +72,8 @@ class CapturedGraph:
         machine: Machine,
         run: Callable[[Program, Sequence[Any]], Sequence[Any]],
         evicted: Callable[[], None] = lambda: None,
+        *,
+        floats: bool = True,
     ) -> None:
         self.name = name
         self.module = module
@@ -86,7 +88,7 @@ class CapturedGraph:
         self._met: set[Hashable] = set()
         self._called: dict[Hashable, None] = {}  # keys of the programs, the last one called last
         described = compat.described_inputs(module)
-        self.symbolic = None if described is None else SymbolicInputs(described)
+        self.symbolic = None if described is None else SymbolicInputs(described, floats=floats)
         self._kinds: dict[Hashable, list[Hashable]] = {}  # keys of programs with symbols, by kind
         self._built = 0  # programs with symbols
 
@@ -104,7 +106,8 @@ class CapturedGraph:
         program = None
         if self.symbolic is not None:
             args = self.symbolic.plain(args)
-            program = self._program_with_symbols(self.symbolic, ambient, args)
+            if self.symbolic.any:
+                program = self._program_with_symbols(self.symbolic, ambient, args)
         program = program or self._program(ambient, args)
         if program is None:
             result: Sequence[Any] = self.module(*given)

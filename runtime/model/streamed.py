@@ -22,7 +22,7 @@ from megacompile import compat
 from megacompile.errors import ModelError
 from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.schedule import Schedule
-from megacompile.options import Options
+from megacompile.options import Lowering, Options
 from megacompile.runtime.model import autograd, shortage
 from megacompile.runtime.model.buckets import ModelBuckets
 from megacompile.runtime.model.captured import CapturedGraph
@@ -239,6 +239,7 @@ class StreamedModel:
             self.machine,
             autograd.run,
             while_it_lives(self._forget),
+            floats=self.options.lowering is Lowering.EAGER,  # Inductor compiles ints alone
         )
         self.graphs.append(graph)
         return weakly(graph.__call__)

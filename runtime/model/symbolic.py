@@ -33,14 +33,18 @@ class SymbolicInputs:
 
     Args:
         described: of each input; at least one is a number.
+        floats: may a float be a symbol? Else each of its values is a kind of call.
     """
 
-    def __init__(self, described: Sequence[compat.DescribedInput]) -> None:
+    def __init__(self, described: Sequence[compat.DescribedInput], *, floats: bool = True) -> None:
         self.described = described
-        self._numbers = [k for k, item in enumerate(described) if item.number is not None]
         self._in_tensors = [k for k, item in enumerate(described) if item.in_tensor]
+        constant = () if floats else self._in_tensors
+        self._numbers = [
+            k for k, item in enumerate(described) if item.number is not None and k not in constant
+        ]
         self._sized = [k for k, item in enumerate(described) if _has_symbols(item)]
-        symbols = [item.number for item in described if item.number is not None]
+        symbols = [item.number for k, item in enumerate(described) if k in self._numbers]
         sizes = tuple((described[k].shape, described[k].stride) for k in self._sized)
         self._sizes: Callable[..., Any] = compat.as_function(sizes, symbols)
 
@@ -53,6 +57,11 @@ class SymbolicInputs:
             if isinstance(given[k], torch.Tensor):
                 given[k] = given[k].item()
         return tuple(given)
+
+    @property
+    def any(self) -> bool:
+        """Is there a symbol?"""
+        return bool(self._numbers)
 
     def values(self, args: Sequence[Any]) -> list[int | float]:
         """The symbols' values in a call."""
@@ -84,8 +93,8 @@ class SymbolicInputs:
     ) -> tuple[GraphInput, ...]:
         """The inputs with symbols, planned for those of a call."""
         found: list[GraphInput] = []
-        for item, arg in zip(self.described, args, strict=True):
-            if item.number is not None:
+        for k, (item, arg) in enumerate(zip(self.described, args, strict=True)):
+            if item.number is not None and k in self._numbers:
                 found.append(NumberInput(Number(item.number, arg)))
                 continue
             made = plain(arg)
