@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from megacompile import compat
 from megacompile.ir.buckets import Bucket
+from megacompile.ir.symbols import Number, planned_of
 from megacompile.ir.tensors import TensorMeta
 
 
@@ -76,7 +78,14 @@ class ConstantInput:
     value: int | float | bool
 
 
-GraphInput = ParamInput | PackedInput | TensorInput | ConstantInput
+@dataclass(frozen=True, slots=True)
+class NumberInput:
+    """A captured graph's input that is a number, and another one in other calls."""
+
+    number: Number  # a symbol
+
+
+GraphInput = ParamInput | PackedInput | TensorInput | ConstantInput | NumberInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +138,11 @@ class Capture:
     device: torch.device
     ambient: Ambient
     overlaps: tuple[Overlap, ...] = ()  # between inputs of which the graph changes one in place
+
+    @property
+    def planned(self) -> dict[sympy.Symbol, int | float]:
+        """The values that are planned for, by symbol, in the order of the inputs."""
+        return planned_of([item.number for item in self.inputs if isinstance(item, NumberInput)])
 
 
 @dataclass(frozen=True, slots=True)

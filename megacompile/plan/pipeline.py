@@ -23,6 +23,7 @@ from megacompile.ir.stages import Code, Template
 from megacompile.options import Head, Lowering
 from megacompile.passes.capture.causal import use_causal_attention
 from megacompile.passes.capture.chunk import STOOD_BACK, chunk_head
+from megacompile.passes.capture.numbers import take_numbers
 from megacompile.passes.capture.rebase import rebase_overlaps
 from megacompile.passes.capture.unpack import unpack
 from megacompile.passes.schedule.device_update import insert_device_update
@@ -73,6 +74,7 @@ class Pipeline:
             capture,
             [
                 ("unpack", lambda given: (unpack(given), ())),
+                ("numbers", lambda given: (take_numbers(given), ())),
                 ("rebase", lambda given: (rebase_overlaps(given), ())),
                 ("causal", causal),
                 ("chunk", chunk),
@@ -196,8 +198,11 @@ class Pipeline:
     def retain(self, schedules: Collection[Schedule]) -> None:
         """Forget what was traced for all but these."""
         used = {template for schedule in schedules for template in schedule.templates}
-        for key, template in self.templates.items():
-            if template in used and isinstance(key, tuple) and isinstance(key[0], Template):
-                used.add(key[0])  # what it was split from
+        count = 0
+        while len(used) > count:
+            count = len(used)
+            for key, template in self.templates.items():
+                if template in used and isinstance(key, tuple) and isinstance(key[0], Template):
+                    used.add(key[0])  # what it was split from, or planned anew from
         for key in [key for key, template in self.templates.items() if template not in used]:
             del self.templates[key]

@@ -16,6 +16,7 @@ from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code, LoweredFn, Template
 from megacompile.options import Lowering
+from megacompile.passes.stages.numbers import SYMBOLIC
 
 Progress = Callable[[Iterable[tuple[Template, Code]], int], Iterable[tuple[Template, Code]]]
 
@@ -50,5 +51,6 @@ def _lower(module: fx.GraphModule, lowering: Lowering) -> LoweredFn:
     function: Callable[..., Sequence[torch.Tensor | None]] = module.forward
     if lowering is Lowering.INDUCTOR and computes:
         placeholders = module.graph.find_nodes(op="placeholder")
-        function = compat.compile_inductor(module, [node.meta["val"] for node in placeholders])
+        given = [node.meta.get(SYMBOLIC, node.meta["val"]) for node in placeholders]
+        function = compat.compile_inductor(module, given)
     return lambda inputs: function(*inputs)

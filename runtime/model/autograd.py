@@ -25,10 +25,11 @@ from megacompile.errors import BackwardError, DeviceMemoryError
 from megacompile.ir import ops
 from megacompile.ir.buckets import ParamId
 from megacompile.ir.capture import Variant
+from megacompile.ir.symbols import has_numbers
 from megacompile.runtime.device.activations import taken
 from megacompile.runtime.device.random import random_state, set_random_state
 from megacompile.runtime.model import shortage
-from megacompile.runtime.model.captured import Program
+from megacompile.runtime.model.program import Program
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.accumulators import Users, users_of
@@ -47,14 +48,13 @@ def run(program: Program, args: Sequence[Any]) -> list[Any]:
     by_position = dict(zip(program.tensor_outputs(), computed, strict=True))
     by_node = {program.outputs[k]: value for k, value in by_position.items()}
     inputs = call.inputs_by_name
-    return [
-        node
-        if not isinstance(node, fx.Node)
-        else inputs[node.name]
-        if node.op == "placeholder"
-        else by_node[node]
-        for node in program.outputs
-    ]
+
+    def value(node: Any) -> Any:
+        if not isinstance(node, fx.Node):
+            return program.number(node, args) if has_numbers(node) else node
+        return inputs[node.name] if node.op == "placeholder" else by_node[node]
+
+    return [value(node) for node in program.outputs]
 
 
 class _Call:
@@ -72,6 +72,7 @@ class _Call:
             if isinstance(arg, StreamedParameter) and arg.requires_grad
         }
         self.places = tuple(self.positions)
+        self.values = program.values(args)
         self.saved_values: dict[str, Any] | None = None
         self.observed = compat.ddp_around() is not None
         self._handed: dict[int, dict[ParamId, torch.Tensor]] = {}  # to gates, by the backward
@@ -115,16 +116,19 @@ class _Call:
         self.buckets = self.machine.gradients.buckets
         self.param_versions = [(proxy, compat.version(proxy.root)) for proxy in self.params]
         self.input_versions = {
-            name: (self.inputs_by_name[name], compat.version(self.inputs_by_name[name]))
+            name: (value, compat.version(value))
             for name in saved_values
-            if name in self.inputs_by_name
+            if isinstance(value := self.inputs_by_name.get(name), torch.Tensor)
         }
         return [outputs[k] for k in self.program.tensor_outputs()]
 
     def _compute(self) -> list[Any]:
         executor = self.program.executor(self.variant)
         outputs, self.saved_values = executor.forward(
-            {name: value.detach() for name, value in self.inputs_by_name.items()}
+            {
+                name: value.detach() if isinstance(value, torch.Tensor) else value
+                for name, value in self.inputs_by_name.items()
+            }
         )
         self.generation = self.machine.slots.generation
         return outputs
@@ -242,6 +246,12 @@ class _Call:
         accumulate = start(wanted.gradient_params)
         variant = replace(variant, accumulate=accumulate, update=update)
         executor = program.executor(variant)
+        if not program.holds(self.values):
+            raise BackwardError(
+                f"{program.capture.name}: a backward for these outputs has no code for sizes of "
+                f"{', '.join(map(str, self.values))} together; call megacompile(model, "
+                "dynamic=False), so that each set of sizes gets its own"
+            )
         if reuse and not self.machine.slots.keeps(executor.schedule.slots):
             return program.executor(replace(variant, reuse=False))
         return executor

@@ -22,7 +22,7 @@ from megacompile import compat
 from megacompile.errors import ModelError
 from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.schedule import Schedule
-from megacompile.options import Options
+from megacompile.options import Lowering, Options
 from megacompile.runtime.checkpoint.contents import Contents
 from megacompile.runtime.model import autograd, shortage
 from megacompile.runtime.model.buckets import ModelBuckets
@@ -111,7 +111,12 @@ class StreamedModel:
         end = weakref.finalize(self, compat.forget_compiled, frame.__code__, backend)
         end.atexit = False
         self._ends.append(end)
-        return torch.compile(frame, backend=backend, options={"guard_filter_fn": _needed_guards})
+        return torch.compile(
+            frame,
+            backend=backend,
+            options={"guard_filter_fn": _needed_guards},
+            dynamic=self.options.dynamic,
+        )
 
     def end(self) -> None:
         """The model is a plain one again."""
@@ -271,10 +276,11 @@ class StreamedModel:
         return stand_ins
 
     def _to_device(self, value: torch.Tensor) -> torch.Tensor:
-        dtype = self.options.compute_dtype
+        dtype, source = self.options.compute_dtype, value
         if dtype is not None and value.dtype == torch.float32:
             value = value.to(dtype)
-        return value.to(self.options.device) if value.device != self.options.device else value
+        there = value.to(self.options.device) if value.device != self.options.device else value
+        return compat.keep_dynamic_marks(source, there)
 
     def _capture(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """The Dynamo backend: one more captured graph."""
@@ -289,6 +295,7 @@ class StreamedModel:
             self.machine,
             autograd.run,
             while_it_lives(self._forget),
+            floats=self.options.lowering is Lowering.EAGER,  # Inductor compiles ints alone
         )
         self.graphs.append(graph)
         return weakly(graph.__call__)
