@@ -37,6 +37,7 @@ from megacompile.runtime.model.plans import Plans
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params import inputs
+from megacompile.runtime.params.eager_notice import share
 from megacompile.runtime.params.proxies import StreamedParameter
 
 
@@ -257,12 +258,17 @@ class CapturedGraph:
             program.executor(program.variant())
         except UnsupportedGraphError as error:
             warnings.warn(
-                f"megacompile: {self.name} is not scheduled and runs in eager mode, fetching each "
-                f"parameter at each use (slower, same numbers): {error}",
+                f"megacompile: {self.name} is not scheduled and runs in eager mode, fetching "
+                f"{self._share(args)} at each use (slower, same numbers): {error}",
                 stacklevel=2,
             )
             return None
         return program
+
+    def _share(self, args: Sequence[Any]) -> str:
+        """How much of the model the graph reads."""
+        params = [param for bucket in self.machine.buckets.values() for param in bucket.params]
+        return share(params, (id(a.param) for a in args if isinstance(a, StreamedParameter)))
 
     def _divided(self, ambient: Ambient, args: Sequence[Any], whole: Sequence[Any]) -> Program:
         """A program for a call, with stages and no schedule yet."""

@@ -44,6 +44,7 @@ class AliasNotice:
 
 def _is_part(param: nn.Parameter) -> bool:
     return (
-        not is_wrapper(param)
+        not param.is_meta
+        and not is_wrapper(param)
         and param.untyped_storage().nbytes() > param.numel() * param.dtype.itemsize
     )

@@ -26,7 +26,7 @@ class StreamedParameter(torch.Tensor):
     root: torch.Tensor  # the host tensor of the parameter that it is, or is a view of
     param: torch.Tensor | None  # that parameter, or part of a packed one
     is_view: bool  # of a parameter, made by eager code
-    tell: Callable[[], None]  # called where eager code uses it
+    tell: Callable[[torch.Tensor | None], None]  # called with `param` where eager code uses it
     settle: Callable[[], None]  # waits until `host` may be read
     wrote: Callable[[], None]  # called when eager code has written to `host`
 
@@ -38,7 +38,7 @@ class StreamedParameter(torch.Tensor):
         self.host = self.root = host
         self.param = None
         self.is_view = view
-        self.tell = self.settle = self.wrote = _nothing
+        self.tell, self.settle, self.wrote = _to_nobody, _nothing, _nothing
         self._is_param = not view  # isinstance(self, nn.Parameter)
         return self
 
@@ -152,7 +152,7 @@ class StreamedParameter(torch.Tensor):
             if not isinstance(value, StreamedParameter):
                 return value
             if id(value) not in fetched:
-                value.tell()
+                value.tell(value.param)
                 value.settle()
                 fetched[id(value)] = (value, value.host.to(value.device, copy=True))
             return fetched[id(value)][1]
@@ -218,6 +218,10 @@ _SET_GRAD_DTYPE: Callable[[torch.Tensor, torch.dtype | None], None] = _GRAD_DTYP
 
 
 def _nothing() -> None:
+    """What a proxy of no model waits for."""
+
+
+def _to_nobody(param: torch.Tensor | None) -> None:
     """What a proxy of no model tells."""
 
 

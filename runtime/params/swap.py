@@ -47,14 +47,16 @@ class Proxies:
         model: nn.Module,
         device: torch.device,
         source: Callable[[torch.Tensor], Source | None] = lambda param: None,
+        notice: EagerNotice | None = None,
     ) -> None:
         """The proxies of `model`.
 
         `source` says what is streamed for a parameter, where that is not the parameter itself.
+        `notice` is told of what eager code uses.
         """
         self.device = device
         self.source = source
-        self.notice = EagerNotice()
+        self.notice = notice or EagerNotice()
         self.sites: list[Site] = []
         self._made: dict[int, StreamedParameter] = {}  # by the leaf's id
         self._stand_ins: dict[int, torch.Tensor] = {}  # for wrappers, by their id
