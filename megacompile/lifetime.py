@@ -15,7 +15,11 @@ from torch import nn
 from megacompile import compat
 from megacompile.errors import OptionError
 from megacompile.runtime.model.full_parameters import full_parameters as iterate
-from megacompile.runtime.model.full_parameters import hugging_face_names, refuse_unmerged
+from megacompile.runtime.model.full_parameters import (
+    hugging_face_names,
+    refuse_packed,
+    refuse_unmerged,
+)
 from megacompile.runtime.model.lookup import streamed_around, streamed_model
 from megacompile.runtime.model.restore import restore
 
@@ -89,6 +93,7 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     inner = compat.without_torch_compile(model)
     streamed = streamed_around(inner, "full_parameters")
     refuse_unmerged(inner)
+    refuse_packed(inner)
     return iterate(streamed, hugging_face_names(inner))
 
 

@@ -87,7 +87,7 @@ def test_training_is_equal_in_every_bit(kind: str) -> None:
     streamed = megacompile(model(kind), lowering="eager")
     found = quantized.trained(streamed)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    (schedule,) = schedules(streamed)
+    schedule = schedules(streamed)[-1]  # bitsandbytes notes a dtype in the first call
     assert [len(stage.buckets) for stage in schedule.stages] == [1] * 5
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from megacompile import compat
 from megacompile.errors import ModelError
 from megacompile.ir.stream import Stream
+from megacompile.packed import packed_parameters
 from megacompile.runtime.model.streamed import StreamedModel
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.guards import unguarded
@@ -59,6 +60,21 @@ def refuse_unmerged(model: nn.Module) -> None:
                 "of the base model; call model.merge_adapter() before, and "
                 "model.unmerge_adapter() afterwards"
             )
+
+
+def refuse_packed(model: nn.Module) -> None:
+    """Raise if parameters are packed: their names in a checkpoint are for weights in full.
+
+    Raises:
+        ModelError: with the name of such a parameter's layer.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    for module, name, param in packed_parameters(model):
+        raise ModelError(
+            f"full_parameters(): parameter {name!r} of layer {names[id(module)]!r} is a quantized "
+            f"{type(param).__name__}; needed weights in full; send the adapters alone "
+            "(peft.get_peft_model_state_dict), to an engine that has the same base"
+        )
 
 
 def full_parameters(
