@@ -18,6 +18,7 @@ from megacompile.runtime.model.full_parameters import full_parameters as iterate
 from megacompile.runtime.model.full_parameters import (
     hugging_face_names,
     refuse_packed,
+    refuse_unknown,
     refuse_unmerged,
 )
 from megacompile.runtime.model.lookup import streamed_around, streamed_model
@@ -96,8 +97,9 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     inner = compat.without_torch_compile(model)
     streamed = streamed_around(inner, "full_parameters")
     refuse_unmerged(inner)
+    refuse_packed(inner)
     names = hugging_face_names(inner)
-    refuse_packed(streamed, names)
+    refuse_unknown(streamed, names)
     return iterate(streamed, names)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacompile import megacompile, packed, schedules
+from megacompile import full_parameters, megacompile, packed, schedules, unmegacompile
 from megacompile.compat import compiled_call
 from megacompile.errors import ModelError
 from megacompile.ir.capture import Wrapping
@@ -193,6 +193,24 @@ def test_no_weight_in_full_is_saved(kind: str) -> None:
     for stage in schedule.stages[1:4]:
         assert stage.traced.has_backward
         assert all(128 * 256 > torch.Size(meta.shape).numel() for meta in stage.traced.saved)
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_unmegacompile_gives_a_plain_model(kind: str) -> None:
+    plain, model = quantized.model(OWN[kind]), quantized.model(OWN[kind])
+    megacompile(model, lowering="eager")
+    assert same(quantized.trained(model, steps=1), quantized.trained(plain, steps=1))
+    lay = buckets(model)
+    unmegacompile(model)
+    for leaf in packed.leaves(model):
+        assert not any(bucket.holds(leaf.tensor) for bucket in lay)
+    assert same(quantized.trained(model, steps=1), quantized.trained(plain, steps=1))
+
+
+def test_weights_in_full_are_not_to_be_had() -> None:
+    model = megacompile(quantized.model(quantized.wrapped), lowering="eager")
+    with pytest.raises(ModelError, match="layer 'layers.0.first.base' is a quantized Int8"):
+        full_parameters(model)
 
 
 def test_a_trained_one_is_refused() -> None:

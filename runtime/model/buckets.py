@@ -162,10 +162,14 @@ class ModelBuckets:
     def _make_proxies(self) -> None:
         """Last of all: if they fit, everything else does, though an interrupt came in between."""
         self.data_parallel.forget()
+        self.follow_leaves()
+        self.proxies = Proxies(self.model, self.options.device, self._source, self.notice)
+
+    def follow_leaves(self) -> None:
+        """Let what belongs to packed parameters be where their leaves are now."""
         for twin, leaf in self._twins:
             twin.data = leaf.data
         follow_parts(self.model)
-        self.proxies = Proxies(self.model, self.options.device, self._source, self.notice)
 
     def before_step(self) -> None:
         """Say what an optimizer's step would lose, and move what is to move."""

@@ -18,6 +18,7 @@ from torch import nn
 from megacompile import compat
 from megacompile.errors import ModelError
 from megacompile.ir.stream import Stream
+from megacompile.packed import packed_parameters
 from megacompile.runtime.model.streamed import StreamedModel
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.guards import unguarded
@@ -61,8 +62,23 @@ def refuse_unmerged(model: nn.Module) -> None:
             )
 
 
-def refuse_packed(streamed: StreamedModel, names: Mapping[int, str]) -> None:
-    """Raise if a parameter lies in its bucket as packed bytes, or is in no bucket yet.
+def refuse_packed(model: nn.Module) -> None:
+    """Raise if parameters are packed: their names in a checkpoint are for weights in full.
+
+    Raises:
+        ModelError: with the name of such a parameter's layer.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    for module, name, param in packed_parameters(model):
+        raise ModelError(
+            f"full_parameters(): parameter {name!r} of layer {names[id(module)]!r} is a quantized "
+            f"{type(param).__name__}; needed weights in full; send the adapters alone "
+            "(peft.get_peft_model_state_dict), to an engine that has the same base"
+        )
+
+
+def refuse_unknown(streamed: StreamedModel, names: Mapping[int, str]) -> None:
+    """Raise if a parameter is in no bucket yet.
 
     Raises:
         ModelError: with its name.
@@ -71,9 +87,8 @@ def refuse_packed(streamed: StreamedModel, names: Mapping[int, str]) -> None:
     for key, name in names.items():
         if key not in plain:
             raise ModelError(
-                f"full_parameters(): {name!r} is quantized, or came since the last call; needed "
-                "ordinary parameters: send only the adapter (get_peft_model_state_dict), or call "
-                "the model once"
+                f"full_parameters(): parameter {name!r} came since the last call, and is in no "
+                "bucket yet; needed one that a call has seen; call the model once before"
             )
 
 

@@ -56,6 +56,7 @@ def restore(streamed: StreamedModel, device: torch.device) -> None:
         for key in list(machine.buckets):
             _empty(machine.buckets[key], device, optimizers)
             del machine.buckets[key]
+        buckets.follow_leaves()
         buckets.buffers_to(device)
         hooks.leave(streamed.updates, optimizers)
         buckets.disown()
