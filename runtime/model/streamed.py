@@ -233,6 +233,9 @@ def refuse_nested(model: nn.Module) -> None:
     Raises:
         ModelError: with the name of that module.
     """
+    calls = map(compat.compiled_call, compat.modules_of(model)[1:])
+    if not any(isinstance(call, StreamedModel) for call in calls):
+        return
     for name, module in model.named_modules():
         if module is not model and isinstance(compat.compiled_call(module), StreamedModel):
             raise ModelError(

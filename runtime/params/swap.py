@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +56,7 @@ class Proxies:
             if id(param) not in self._made:
                 self._made[id(param)] = self._proxy_of(param)
             self.sites.append(Site(holder, name, param, self._made[id(param)]))
-        self._keys = [(id(holder), name, id(param)) for holder, name, param, _ in self.sites]
+        self._found = _found(model)
         self._columns = self._by_column()
 
     def _by_column(self) -> tuple[tuple[Any, ...], ...]:
@@ -72,8 +74,7 @@ class Proxies:
         Not so behind a rename (pruning, a parametrization), or where another module has a parameter
         now (an adapter around its layer, a conversion): its old holder is not called any more.
         """
-        now = [(id(holder), name, id(param)) for holder, name, param in _parameters(model)]
-        return now == self._keys
+        return _same(_found(model), self._found)
 
     def pairs(self) -> Sequence[tuple[nn.Parameter, StreamedParameter]]:
         return [(site.param, site.proxy) for site in self.sites]
@@ -86,7 +87,7 @@ class Proxies:
         """Refer to no parameter any more."""
         self.sites.clear()
         self._made.clear()
-        self._keys.clear()
+        self._found = ()
         self._columns = ((),) * len(Site._fields)
 
     def swap_in(self, undos: Undos) -> None:
@@ -133,10 +134,25 @@ class Proxies:
 
 def _parameters(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, nn.Parameter]]:
     """Every parameter in every place that it has, with the dict that holds it there."""
-    for module in model.modules():
+    for module in compat.modules_of(model):
         for name, param in compat.parameters_of(module).items():
             if param is not None:
                 yield compat.parameters_of(module), name, param
+
+
+def _found(model: nn.Module) -> tuple[list[Any], ...]:
+    """Where parameters are: holders, how many each has, by which names; and they."""
+    holders = [holder for m in compat.modules_of(model) if (holder := compat.parameters_of(m))]
+    names = [*chain.from_iterable(holders)]
+    params = [*chain.from_iterable(map(dict.values, holders))]
+    return holders, [*map(len, holders)], names, params
+
+
+def _same(a: tuple[list[Any], ...], b: tuple[list[Any], ...]) -> bool:
+    """The very same holders and parameters? Both are alive, so an id is of one object."""
+    if not a or not b or a[1:3] != b[1:3]:
+        return False
+    return all(map(operator.is_, a[0], b[0])) and all(map(operator.is_, a[3], b[3]))
 
 
 def _make(param: nn.Parameter, device: torch.device, source: Source | None) -> StreamedParameter:
