@@ -20,8 +20,10 @@ from megacompile.plan.budget import Budget
 from megacompile.plan.pipeline import Pipeline
 from megacompile.plan.planner import Choice, Found, Problem, does_not_fit, search
 from megacompile.plan.setting import Setting
+from megacompile.plan.stay import stay_that_fit
 from megacompile.text import format_bytes
 
+_SHARE = 0.9  # of the budget, for forwards without a backward: a cache may grow
 _TOLERANCE = 1.1  # how much more than there is a plan may need before it is refused
 
 
@@ -53,6 +55,7 @@ class Chooser:
         self.pipeline = pipeline
         self.budget = budget
         self._chosen: dict[Schedule, Chosen] = {}  # by captured stages
+        self._no_stay = False  # was memory too short for buckets that stay in slots?
         self._decided = False  # was it decided what is resident?
         self._wanted: frozenset[int] | None = None  # which buckets that is; None: as they are
         self._sought: _Sought | None = None  # until the next search
@@ -71,7 +74,9 @@ class Chooser:
             DeviceMemoryError: nothing fits.
         """
         planned = self.setting.options.plans or self.setting.hardware is not None
-        if schedule.backward is None or not planned:
+        if schedule.backward is None:
+            return Chosen(Choice(resident=placement.resident, stay=self._stay(schedule, placement)))
+        if not planned:
             return Chosen(Choice(resident=placement.resident))
         if stages in self._chosen:
             return self._chosen[stages]
@@ -113,6 +118,19 @@ class Chooser:
             self._decided, self._wanted = True, found.choice.resident
             self._sought = _Sought(templates, found)
         return Chosen(found.choice, reasons)
+
+    def _stay(self, schedule: Schedule, placement: Placement) -> int:
+        """How many streamed buckets stay in slots between forwards without a backward."""
+        options = self.setting.options
+        streamed = [b for b in schedule.buckets if b.key not in placement.resident]
+        if len(streamed) <= options.least_slots:
+            return len(streamed)  # each has a slot anyway
+        if options.slots is not None:
+            return max(0, options.slots - options.lookahead - 1)
+        if not options.plans or self._no_stay:
+            return 0
+        budget_bytes = int(_SHARE * self.budget.size_bytes())
+        return stay_that_fit(self.pipeline, self.setting, schedule, placement, budget_bytes)
 
     def problem_of(
         self, schedule: Schedule, variant: Variant, *, resident: frozenset[int] = frozenset()
@@ -157,6 +175,9 @@ class Chooser:
         how = self.budget.step_down()
         if how:
             self._decided = False
+        elif not self._no_stay and self.setting.options.plans:
+            how = "no bucket stays in a slot from one forward to the next"
+        self._no_stay = True
         return how
 
     def forget(self) -> None:

@@ -163,7 +163,7 @@ class _Tracer:
             if computes_indices(without_data.graph):
                 return without_data
         try:
-            return self._traced(_real_tensors(self.stage), decompositions)
+            return self._traced(real_tensors(self.stage), decompositions)
         except (torch.OutOfMemoryError, *compat.UNTRACEABLE):
             raise
         except (RuntimeError, IndexError, ValueError, ArithmeticError):
@@ -216,7 +216,7 @@ class _Tracer:
 
 
 @contextlib.contextmanager
-def _real_tensors(stage: Stage) -> Iterator[None]:
+def real_tensors(stage: Stage) -> Iterator[None]:
     """Trace on real tensors, leaving the random generators as they were.
 
     [Note: strides that lie]
