@@ -24,6 +24,10 @@ class OptionTypeError(OptionError, TypeError):
     """An option of `megacompile()` has the wrong type."""
 
 
+class CheckpointError(MegacompileError, RuntimeError):
+    """A checkpoint is not whole, does not fit the model, or cannot be read or written."""
+
+
 class HostMemoryError(MegacompileError, MemoryError):
     """The host has too little memory. Raised before anything is allocated."""
 

@@ -7,11 +7,17 @@ import warnings
 import torch
 from torch import nn
 
+from megacompile import compat
 from megacompile.errors import ModelError, OptionError
 
 
-def check_model(model: object) -> None:
-    """Raise `ModelError` for what cannot be streamed."""
+def check_model(model: object, *, meta: bool = False) -> None:
+    """Raise `ModelError` for what cannot be streamed.
+
+    Args:
+        model: what the user gave.
+        meta: parameters may be on meta, because they are about to get values.
+    """
     if not isinstance(model, nn.Module):
         raise ModelError(
             f"megacompile(): got {type(model).__name__}; needed a torch.nn.Module "
@@ -30,7 +36,7 @@ def check_model(model: object) -> None:
             "(lazy modules get theirs in a first call)"
         )
     for param_name, param in params.items():
-        _check_parameter(f"{name}.{param_name}", param)
+        _check_parameter(f"{name}.{param_name}", param, meta=meta)
     _refuse_shared_memory(name, params)
     for module_name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
@@ -40,14 +46,19 @@ def check_model(model: object) -> None:
             )
 
 
-def _check_parameter(name: str, param: nn.Parameter) -> None:
+def _check_parameter(name: str, param: nn.Parameter, *, meta: bool) -> None:
     where = f"megacompile(): parameter {name}"
     if isinstance(param, nn.parameter.UninitializedParameter):
         raise ModelError(f"{where} is not initialized yet; call the model once first")
-    if param.device.type == "meta":
+    if param.device.type == "meta" and not meta:
         raise ModelError(
-            f"{where} is on the meta device and has no data; "
-            "use model.to_empty(device='cpu') and initialize or load it"
+            f"{where} came to be on the meta device after megacompile(), and has no data; "
+            "needed one in memory: model.to_empty(device='cpu'), and initialize or load it"
+        )
+    if param.is_meta and (compat.gradient_hooks(param) or compat.post_accumulate_hooks(param)):
+        raise ModelError(
+            f"{where} is on the meta device and has hooks, which would be lost when it gets "
+            "memory; register them after megacompile()"
         )
     if param.layout is not torch.strided:
         raise ModelError(f"{where} has layout {param.layout}; needed a dense one; use .to_dense()")
@@ -63,6 +74,8 @@ def _refuse_shared_memory(model: str, params: dict[str, nn.Parameter]) -> None:
     """Two parameters in the same memory are one to the optimizer; in buckets they would be two."""
     spans = []
     for name, param in params.items():
+        if param.is_meta:  # no memory: it gets some of its own
+            continue
         last = sum(
             (size - 1) * step for size, step in zip(param.shape, param.stride(), strict=True)
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -284,6 +285,21 @@ def test_the_profiler_is_seen() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert compat.profiler_enabled()
     assert not compat.profiler_enabled()
+
+
+def test_memory_is_exchanged_in_place() -> None:
+    """Both tensors stay the objects that they are, with what others keep of them."""
+    a: Any = torch.nn.Parameter(torch.empty(2, device="meta"))
+    b = torch.nn.Parameter(torch.ones(3))
+    a.mark = "a"
+    reference = weakref.ref(a)
+    compat.exchange_memory(a, b)
+    assert id(reference()) == id(a) and a.tolist() == [1.0] * 3 and b.is_meta
+    assert a.mark == "a" and a.requires_grad
+    a.sum().backward()
+    assert a.grad is not None and a.grad.tolist() == [1.0] * 3
+    compat.exchange_memory(a, b)
+    assert a.is_meta and a.shape == (2,)
 
 
 def test_the_default_device_is_left() -> None:

@@ -36,12 +36,14 @@ FLOORS = (
     ("passes.schedule",),
     ("plan",),
     ("runtime.device",),
+    ("runtime.checkpoint",),  # what fills the buckets of a model
     ("runtime.params",),
     ("runtime.updates",),
     ("runtime.ops",),
     ("runtime.step",),
     ("runtime.model",),
     ("api",),
+    ("lifetime",),
     ("cli",),
     ("", "__main__"),
 )

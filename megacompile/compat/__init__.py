@@ -36,6 +36,7 @@ from megacompile.compat.captures import (
 )
 from megacompile.compat.devices import (
     free_device_bytes,
+    give_cache_back,
     on_host,
     profiler_enabled,
     side_stream,
@@ -104,6 +105,7 @@ from megacompile.compat.tensors import (
     NO_TORCH_FUNCTION,
     ask_before_export,
     base_of,
+    exchange_memory,
     gradient_hooks,
     in_transform,
     is_of_transform,
@@ -168,6 +170,7 @@ __all__ = [
     "ddp_parameters",
     "dynamo_options",
     "eager_decompositions",
+    "exchange_memory",
     "fake_mode",
     "flatten_signature",
     "forget_compiled",
@@ -177,6 +180,7 @@ __all__ = [
     "from_functional",
     "function_of",
     "functional_mode",
+    "give_cache_back",
     "given_to_functional_call",
     "gives_views",
     "gradient_hooks",

@@ -150,3 +150,12 @@ def in_transform() -> bool:  # torch 2.11 to 2.15
 def is_of_transform(tensor: torch.Tensor) -> bool:  # torch 2.11 to 2.15
     """Is a tensor one of a transform's own, which has no memory?"""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def exchange_memory(a: torch.Tensor, b: torch.Tensor) -> None:  # torch 2.11 to 2.15
+    """Let each of two tensors be what the other is, device and all; they stay the objects they are.
+
+    `torch.utils.swap_tensors` does the same, and refuses tensors with weak references, as `nn.LSTM`
+    has of its parameters.
+    """
+    torch._C._swap_tensor_impl(a, b)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+ParamId = tuple[int, int]  # a parameter: the key of its bucket, and its index there
+
 ALIGNMENT_BYTES = 256  # of each parameter in its bucket, as the CUDA allocator gives
 
 

@@ -37,8 +37,8 @@ from megacompile.passes.schedule.recompute import insert_recompute
 from megacompile.passes.schedule.slots import assign_slots
 from megacompile.passes.schedule.split import split_stages
 from megacompile.passes.schedule.tokens import insert_tokens
-from megacompile.passes.schedule.update import insert_updates
 from megacompile.passes.schedule.update_graph import insert_update_graph
+from megacompile.passes.schedule.update_in_backward import insert_updates
 from megacompile.passes.stages.lower import lower
 from megacompile.passes.stages.partition import partition
 from megacompile.passes.stages.strides import settle_strides
@@ -174,7 +174,7 @@ class Pipeline:
                 masters=options.compute_dtype is not None,
                 state_bytes=cost.updated_of,
             )
-            return [("update", insert)]
+            return [("update_in_backward", insert), ("norms", insert_norms)]
         step = functools.partial(insert_update_graph, helps=cost.helped)
         offload = functools.partial(offload_gradients, accumulate=variant.accumulate)
         if options.lowering is Lowering.EAGER:
@@ -206,7 +206,7 @@ class Pipeline:
                 yield item
                 step(1)
 
-    def keep(self, schedules: Collection[Schedule]) -> None:
+    def retain(self, schedules: Collection[Schedule]) -> None:
         """Forget what was traced for all but these."""
         used = {template for schedule in schedules for template in schedule.templates}
         for key, template in self.templates.items():

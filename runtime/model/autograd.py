@@ -24,6 +24,7 @@ from torch import fx
 from megacompile import compat
 from megacompile.errors import BackwardError, DeviceMemoryError
 from megacompile.ir import ops
+from megacompile.ir.buckets import ParamId
 from megacompile.ir.capture import Variant
 from megacompile.runtime.device.activations import taken
 from megacompile.runtime.device.random import random_state, set_random_state
@@ -32,7 +33,6 @@ from megacompile.runtime.model.captured import Program
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.accumulators import Users, users_of
-from megacompile.runtime.params.backward_pass import Place
 from megacompile.runtime.params.gradient_run import Run
 from megacompile.runtime.params.proxies import Link, StreamedParameter
 
@@ -69,7 +69,7 @@ class _Call:
         self.streamed = [(k, v) for k, v in enumerate(args) if isinstance(v, StreamedParameter)]
         self.saved_values: dict[str, Any] | None = None
         self.observed = compat.ddp_around() is not None
-        self._handed: dict[int, dict[Place, torch.Tensor]] = {}  # to gates, by the backward
+        self._handed: dict[int, dict[ParamId, torch.Tensor]] = {}  # to gates, by the backward
 
     @functools.cached_property
     def positions(self) -> dict[Place, int]:
@@ -96,7 +96,7 @@ class _Call:
         return token
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def gradients_for(self, places: Sequence[Place]) -> list[torch.Tensor | None]:
+    def gradients_for(self, places: Sequence[ParamId]) -> list[torch.Tensor | None]:
         """What a gate hands over; nobody holds it afterwards."""
         number = compat.backward_id()
         handed = self._handed.get(number, {})
@@ -178,7 +178,7 @@ class _Call:
             observed=self.observed,
         )
 
-    def _place(self, proxy: StreamedParameter) -> Place:
+    def _place(self, proxy: StreamedParameter) -> ParamId:
         bucket, i = self.machine.place(proxy)
         return bucket.key, i
 
@@ -291,7 +291,7 @@ class _Call:
             )
         return True
 
-    def _name(self, place: Place) -> str:
+    def _name(self, place: ParamId) -> str:
         return self.machine.buckets[place[0]].layout.params[place[1]].name
 
     def _take_saved_values(self) -> dict[str, Any]:
@@ -352,7 +352,7 @@ class _Gate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: _Call, places: Sequence[Place], token: torch.Tensor, *params: torch.Tensor
+        ctx: Any, call: _Call, places: Sequence[ParamId], token: torch.Tensor, *params: torch.Tensor
     ) -> torch.Tensor:
         ctx.call, ctx.places = call, places
         ctx.set_materialize_grads(False)

@@ -23,11 +23,13 @@ from megacompile.errors import ModelError
 from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Options
+from megacompile.runtime.checkpoint.contents import Contents
 from megacompile.runtime.model import autograd, shortage
 from megacompile.runtime.model.buckets import ModelBuckets
 from megacompile.runtime.model.captured import CapturedGraph
-from megacompile.runtime.model.owners import register
+from megacompile.runtime.model.owners import live, register
 from megacompile.runtime.model.plans import Compiler
+from megacompile.runtime.model.released import Released
 from megacompile.runtime.model.weakly import weakly, while_it_lives
 from megacompile.runtime.ops.head import bind_operators
 from megacompile.runtime.params import inputs
@@ -48,6 +50,7 @@ class StreamedModel:
         options: validated.
         divide: gives the units of a model (`megacompile.passes.stages.units`).
         compiler: gives a `Compiler` for units (`megacompile.api`).
+        contents: what fills a model that has no values yet.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class StreamedModel:
         options: Options,
         divide: Callable[[nn.Module], tuple[Unit, ...]],
         compiler: Callable[[tuple[Unit, ...]], Compiler],
+        contents: Contents | None = None,
     ) -> None:
         self.model = model
         self.options = options
@@ -64,10 +68,12 @@ class StreamedModel:
         compat.note_backward_calls()
         self.graphs: list[CapturedGraph] = []
         self.buckets = ModelBuckets(
-            model, options, divide, compiler, while_it_lives(self._plan_anew)
+            model, options, divide, compiler, while_it_lives(self._plan_anew), contents
         )
         self.machine = self.buckets.machine
         self.updates = Updates(self.machine, options, weakly(self._rest))
+        self.released = Released(self.buckets, self.updates)
+        self.buckets.check_memory = while_it_lives(self.released.check)
         if options.optimizer is not None:
             self.machine.in_backward = InBackward(options.optimizer, self.updates.in_backward)
         frame = compat.frame_of(model, f"call_{type(model).__name__}")
@@ -75,8 +81,8 @@ class StreamedModel:
         self._compiled = torch.compile(
             frame, backend=backend, options={"guard_filter_fn": _needed_guards}
         )
-        end = weakref.finalize(self, compat.forget_compiled, frame.__code__, backend)
-        end.atexit = False
+        self.end = weakref.finalize(self, compat.forget_compiled, frame.__code__, backend)
+        self.end.atexit = False
         self.machine.before_step = while_it_lives(self.buckets.before_step)
         bind_operators()
         self._said = False  # that torch.compile is not needed?
@@ -95,6 +101,7 @@ class StreamedModel:
 
     def _undone(self, args: tuple[Any, ...], kwargs: dict[str, Any], undos: Undos) -> Any:
         hold(self.buckets.alone, undos)
+        self.released.check()
         stand_ins = undone(functools.partial(self._adopt, undos))
         if compat.in_transform() and not compat.given_to_functional_call():
             self._refuse("torch.func")
@@ -133,6 +140,15 @@ class StreamedModel:
                 return True
             frame = frame.f_back
         return False
+
+    def refuse_in_use(self, caller: str) -> None:
+        """Raise in the middle of a call or a backward of this model."""
+        where = "a call" if self._is_in_a_call() else "a backward" if self.machine.run else ""
+        if where:
+            raise ModelError(
+                f"{caller}: {type(self.model).__name__} is in the middle of {where}; do that "
+                "between calls"
+            )
 
     def _within_torch_compile(self) -> None:
         if not self._said:
@@ -176,7 +192,7 @@ class StreamedModel:
         """Let the compiler forget what no program uses any more."""
         programs = [p for graph in self.graphs for p in graph.programs.values() if p is not None]
         made = [e.schedule for program in programs for e in program.executors.values()]
-        self.buckets.plans.compiler.keep({program.stages for program in programs}, set(made))
+        self.buckets.plans.compiler.retain({program.stages for program in programs}, set(made))
 
     def _rest(self, buckets: Sequence[Bucket]) -> Schedule:
         """A schedule whose update is that of these buckets."""
@@ -225,6 +241,38 @@ class StreamedModel:
         )
         self.graphs.append(graph)
         return weakly(graph.__call__)
+
+
+def streamed_model(model: nn.Module, caller: str) -> StreamedModel:
+    """What stands behind a megacompiled model's `__call__`, also under `torch.compile`.
+
+    Raises:
+        ModelError: the model is not megacompiled.
+    """
+    streamed = compat.compiled_call(compat.without_torch_compile(model))
+    if not isinstance(streamed, StreamedModel):
+        raise ModelError(
+            f"{caller}(): {type(model).__name__} is not megacompiled; "
+            "call model = megacompile(model) first"
+        )
+    return streamed
+
+
+def streamed_around(module: nn.Module, caller: str) -> StreamedModel:
+    """The same for a module in a megacompiled model: who owns its parameters.
+
+    Raises:
+        ModelError: no megacompiled model does.
+    """
+    found = compat.compiled_call(module)
+    if isinstance(found, StreamedModel):
+        return found
+    params = list(module.parameters())
+    for owner in live():
+        streamed = compat.compiled_call(owner.model)
+        if isinstance(streamed, StreamedModel) and any(map(owner.owns, params)):
+            return streamed
+    return streamed_model(module, caller)
 
 
 def refuse_nested(model: nn.Module) -> None:

@@ -42,4 +42,7 @@ class AliasNotice:
 
 
 def _is_part(param: nn.Parameter) -> bool:
-    return param.untyped_storage().nbytes() > param.numel() * param.dtype.itemsize
+    return (
+        not param.is_meta
+        and param.untyped_storage().nbytes() > param.numel() * param.dtype.itemsize
+    )

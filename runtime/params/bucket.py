@@ -34,6 +34,8 @@ class HostBucket:
         grad_dtype: of the gradients. Default: each parameter's own.
         pin_masters: page-lock parameters that are not streamed themselves.
         resident: the device that all of it lies on, if it does.
+        empty: on the host, with memory that nobody has touched. Who fills it lets the parameters
+            have it, and calls `filled`.
     """
 
     said_moved = False
@@ -47,8 +49,10 @@ class HostBucket:
         grad_dtype: torch.dtype | None = None,
         pin_masters: bool = False,
         resident: torch.device | None = None,
+        empty: bool = False,
     ) -> None:
         self.resident = resident
+        self._empty = empty
         self.layout = layout
         self.params = tuple(params)
         self.pin = pin
@@ -59,6 +63,7 @@ class HostBucket:
         self.streamed = tuple(buffer.tensor(place) for place in layout.params)
         self._memory: list[torch.Tensor] = []  # flat, uint8: of masters and gradients
         self._grad_memory: torch.Tensor | None = None  # that of them which holds the gradients
+        self._buffer = buffer
         # the parameters' own memory
         self._values_lie_in, self._places, self.values = self._masters(buffer)
         self.homes = [value.data_ptr() for value in self.values]
@@ -69,17 +74,32 @@ class HostBucket:
         self.pending = Pending(self.params, self.copy)
         for param, value in zip(self.params, self.values, strict=True):
             release(param)
-            value.copy_(param.detach())
-            param.data = value
-            if grad_dtype is not None and param.requires_grad:
-                param.grad_dtype = grad_dtype
+            if not empty:
+                value.copy_(param.detach())
+                param.data = value
+        if not empty:
+            self._settle_in()
+
+    def _settle_in(self) -> None:
+        """The parameters are in their places."""
+        for param in self.params:
+            if self.grad_dtype is not None and param.requires_grad:
+                param.grad_dtype = self.grad_dtype
         self.refresh()
+
+    def filled(self) -> None:
+        """The parameters of a bucket that was made empty have its memory, and values."""
+        self._empty = False
+        self._settle_in()
+        for buffer, pin in ((self._buffer, self.pin), (self._values_lie_in, self.pin_masters)):
+            if pin and isinstance(buffer, HostBuffer):
+                buffer.lock()
 
     def new_buffer(self, size_bytes: int, *, pin: bool) -> HostBuffer | DeviceBuffer:
         """Memory where the bucket lies."""
         if self.resident is not None:
             return DeviceBuffer(self.resident)
-        return HostBuffer(size_bytes, pin=pin)
+        return HostBuffer(size_bytes, pin=pin, touch=not self._empty)
 
     def _masters(
         self, buffer: HostBuffer | DeviceBuffer

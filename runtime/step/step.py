@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megacompile import compat, log
-from megacompile.ir.buckets import Bucket
+from megacompile.ir.buckets import Bucket, ParamId
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Lowering, Options
 from megacompile.runtime.ops.executor import Executor
@@ -45,7 +45,7 @@ from megacompile.runtime.step import hooks
 from megacompile.runtime.step.parts import Parts
 from megacompile.runtime.updates.part import BucketPart
 from megacompile.runtime.updates.refusals import check, rehearse
-from megacompile.runtime.updates.update import Step, UpdatePath
+from megacompile.runtime.updates.update import ParamUpdate, UpdatePath
 
 _RESTS = 16  # graphs for what no schedule's update makes; those made longest ago go
 
@@ -182,7 +182,7 @@ class Updates:
                 found.setdefault(place[0], []).append(Trained(param, place[1], group, state))
         return found
 
-    def _left_to(self, optimizer: Optimizer, param: nn.Parameter, place: tuple[int, int]) -> bool:
+    def _left_to(self, optimizer: Optimizer, param: nn.Parameter, place: ParamId) -> bool:
         """Does the optimizer's own step update a parameter: one on the device, or not in place?"""
         bucket = self.machine.buckets[place[0]]
         if param.data_ptr() != bucket.values[place[1]].data_ptr():
@@ -205,7 +205,7 @@ class Updates:
 
     def in_backward(
         self, optimizer: Optimizer, bucket: HostBucket, indices: Iterable[int]
-    ) -> dict[int, Step]:
+    ) -> dict[int, ParamUpdate]:
         """The steps of some parameters by rule, for an update in the backward."""
         self.ways[bucket.layout.name] = UpdatePath.BACKWARD
         return self._parts.in_backward(optimizer, bucket, indices)
@@ -293,7 +293,9 @@ class Updates:
                 update.bucket.pending.settle()
             self._install(optimizer, update.bucket, part.first)
 
-    def _install(self, optimizer: Optimizer, bucket: HostBucket, steps: Iterable[Step]) -> None:
+    def _install(
+        self, optimizer: Optimizer, bucket: HostBucket, steps: Iterable[ParamUpdate]
+    ) -> None:
         """Take over the states that an optimizer's own first step made."""
         for step in steps:
             param = bucket.params[step.index]
