@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import megacompile as mc
-from megacompile import megacompile
+from megacompile import megacompile, schedules
 from megacompile.errors import ScheduleError
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.runtime.ops.weights import WeightOps
 from megacompile.verify.proof import verify
+from tests import inside
 
 X = torch.linspace(-1, 1, 24).view(3, 8)
 
@@ -61,7 +61,7 @@ class Pair:
             change(model)
 
     def schedule(self, **_: object) -> Schedule:
-        return mc.schedules(self.model)[-1]
+        return schedules(self.model)[-1]
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Pair]]:
 
     def noted(self: WeightOps, bucket: object, slot: object, **after: object) -> object:
         for each in made:
-            if self.machine is mc.api._streamed(each.model, "test").machine:
+            if self.machine is inside.machine(each.model):
                 each.fetched.append(bucket.label)  # type: ignore[attr-defined]
         return prefetch(self, bucket, slot, **after)  # type: ignore[arg-type]
 
@@ -169,7 +169,7 @@ def test_training_gives_the_slots_back_and_evaluation_takes_them_again(
     pair: Callable[..., Pair],
 ) -> None:
     both = pair(slots=5, device_update=0)
-    machine = mc.api._streamed(both.model, "test").machine
+    machine = inside.machine(both.model)
     both.forward()
     for _ in range(2):
         assert both.forward() == "1 2 4 5" and len(machine.slots.buffers) == 5
@@ -182,7 +182,7 @@ def test_evaluation_between_steps_compiles_once(
     pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both = pair(slots=6)
-    streamed = mc.api._streamed(both.model, "test")
+    streamed = inside.streamed(both.model)
     made: list[object] = []
     build = streamed.buckets.plans.build
 
@@ -217,7 +217,7 @@ def warm() -> Schedule:
     with torch.no_grad():
         model(X)
         model(X)
-    (schedule,) = mc.schedules(model)
+    (schedule,) = schedules(model)
     assert ops.nodes_of(schedule.forward, ops.reuse)
     verify(schedule)
     return schedule
@@ -241,7 +241,7 @@ def test_a_forward_that_fills_the_slot_leaves_nothing_for_the_next() -> None:
 def test_a_forward_with_a_backward_takes_nothing_of_another() -> None:
     model = megacompile(Net(), progress=False, slots=6)
     model(X).sum().backward()
-    (schedule,) = mc.schedules(model)
+    (schedule,) = schedules(model)
     planted = schedule.copy()
     first = ops.nodes_of(planted.forward, ops.prefetch)[0]
     first.target = ops.reuse

@@ -22,7 +22,8 @@ class Block(nn.Module):
         self.norm, self.conv = nn.GroupNorm(4, 8), nn.Conv2d(8, 8, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.conv(torch.nn.functional.silu(self.norm(x)))
+        y: Tensor = self.conv(torch.nn.functional.silu(self.norm(x)))
+        return x + y
 
 
 class Norm(nn.Module):
@@ -33,7 +34,8 @@ class Norm(nn.Module):
         self.norm = nn.GroupNorm(4, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x)
+        y: Tensor = self.norm(x)
+        return y
 
 
 class Net(nn.Module):
@@ -78,7 +80,8 @@ def test_what_cannot_run_on_zeros_stays_as_it_is() -> None:
             self.weight = nn.Parameter(torch.eye(4) * 2)
 
         def forward(self, x: Tensor) -> Tensor:
-            return torch.linalg.inv(self.weight) @ x
+            y: Tensor = torch.linalg.inv(self.weight) @ x
+            return y
 
     model = megacompile(Inverse(), progress=False)
     assert torch.equal(model(torch.eye(4)), torch.eye(4) / 2)

@@ -36,7 +36,7 @@ def settle_strides(schedule: Schedule, *, ambient: Ambient) -> Schedule:
     for stage in new.stages:
         call = calls[stage.index]
         metas = tuple(
-            settled.get(call.args[2][ref.index], meta) if isinstance(ref, ArgRef) else meta  # type: ignore[index]
+            settled.get(call.args[2][ref.index], meta) if isinstance(ref, ArgRef) else meta  # type: ignore[index, arg-type]
             for ref, meta in zip(stage.primals, stage.metas, strict=True)
         )
         stage = replace(stage, metas=metas)

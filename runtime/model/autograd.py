@@ -72,12 +72,12 @@ class _Call:
         self._handed: dict[int, dict[ParamId, torch.Tensor]] = {}  # to gates, by the backward
 
     @functools.cached_property
-    def positions(self) -> dict[Place, int]:
+    def positions(self) -> dict[ParamId, int]:
         """Where the trained parameters are among the inputs."""
         return {self._place(param): k for k, param in self.streamed if param.requires_grad}
 
     @functools.cached_property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[ParamId, ...]:
         """The trained parameters."""
         return tuple(self.positions)
 
