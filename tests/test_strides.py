@@ -11,11 +11,26 @@ from torch import Tensor, nn
 
 from megacompile import megacompile, schedules
 
-X = torch.linspace(-1, 1, 2 * 8 * 12 * 12).view(2, 8, 12, 12)
+X = torch.linspace(-1, 1, 8 * 12 * 12).view(1, 8, 12, 12)
+
+
+class Mix(nn.Module):
+    """As the attention of an autoencoder: its output's pixels lie one behind the other.
+
+    The stride of the batch, of which there is one, is that of the sum's kernel, and no fake one's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x.flatten(2).transpose(1, 2))
+        return y.transpose(-1, -2).reshape(x.shape) + x
 
 
 class Block(nn.Module):
-    """Its convolution's kernel follows the strides of what it gets."""
+    """The group norm goes by the strides that it gets, and the convolution by what that gives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,49 +38,33 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.conv(torch.nn.functional.silu(self.norm(x)))
-        return x + y
-
-
-class Norm(nn.Module):
-    """Ends with what its fake kernel lies about."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.GroupNorm(4, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(x)
-        return y
+        return y + x
 
 
 class Net(nn.Module):
-    def __init__(self, channels_last: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Norm(), Block(), Norm(), Block(), Block()])
-        self.channels_last = channels_last
+        self.layers = nn.ModuleList([Block(), Mix(), Block(), Block()])
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.channels_last:
-            x = x.transpose(1, 2).contiguous().transpose(1, 2)  # neither of torch's two orders
         for layer in self.layers:
             x = layer(x)
         return x
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("train", [False, True])
-def test_the_same_bits_and_strides_as_the_plain_model(channels_last: bool, train: bool) -> None:
+def test_the_same_bits_and_strides_as_the_plain_model(train: bool) -> None:
     torch.manual_seed(0)
-    plain = Net(channels_last).train(train)
+    plain = Net().train(train)
     model = megacompile(copy.deepcopy(plain), progress=False)
     real: list[Any] = []
     for layer in plain.layers:
         layer.register_forward_hook(lambda _, args, out: real.append(out.stride()))
     with torch.set_grad_enabled(train):
         want, got = plain(X), model(X)
-    assert torch.equal(got, want) and got.stride() == want.stride()
     (schedule,) = schedules(model)
-    assert [stage.outputs[0].stride for stage in schedule.stages][-5:] == real
+    assert [stage.outputs[0].stride for stage in schedule.stages] == real
+    assert torch.equal(got, want) and got.stride() == want.stride()
     if train:
         want.square().sum().backward()
         got.square().sum().backward()

@@ -1,10 +1,11 @@
 """Give the values between stages the strides that they really have.
 
-What is captured is known by its fake kernels, and some of those lie: a group norm of a tensor in
-channels-last order gives a contiguous one on the CPU, and its fake kernel says channels last.
-Strides choose the kernels of what comes next (a convolution), hence the rounding. So code that is
-to be bitwise equal to the plain model needs the real ones. Each stage runs once on zeros, in the
-order of the forward, with the strides that those before it gave. Where that raises, it stays.
+What is captured is known by its fake kernels, and some of those lie: of a sum of tensors in several
+orders, for one, they give another stride of a dimension of one element, and so a group norm behind
+it takes the sum for channels last, which the real one does not. Strides choose the kernels of what
+comes next (a convolution), hence the rounding. So code that is to be bitwise equal to the plain
+model needs the real ones. Each stage runs once on zeros, in the order of the forward, with the
+strides that those before it gave. Where that raises, it stays as it is.
 """
 
 from __future__ import annotations
