@@ -178,6 +178,17 @@ def test_training_gives_the_slots_back_and_evaluation_takes_them_again(
         assert both.forward() == ALL
 
 
+def test_memory_of_what_may_not_stay_is_given_back_too(pair: Callable[..., Pair]) -> None:
+    both = pair(slots=6)
+    slots = inside.machine(both.model).slots
+    alias = [weight(model, 3).detach() for model in (both.plain, both.model)]
+    assert [both.forward(), both.forward()] == [ALL, ALL] and alias
+    assert len(slots.buffers) == 6
+    both.both(lambda model: model(X).sum().backward())
+    training = next(s for s in schedules(both.model) if s.backward is not None)
+    assert len(slots.buffers) == len(training.slots)
+
+
 def test_evaluation_between_steps_compiles_once(
     pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:

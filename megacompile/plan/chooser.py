@@ -55,7 +55,8 @@ class Chooser:
         self.pipeline = pipeline
         self.budget = budget
         self._chosen: dict[Schedule, PlanChoice] = {}  # by captured stages
-        self._no_stay = False  # was memory too short for buckets that stay in slots?
+        self._stay_now = False  # do buckets stay in slots, because there is memory for them?
+        self._no_stay = False  # was memory too short for that?
         self._decided = False  # was it decided what is resident?
         self._wanted: frozenset[int] | None = None  # which buckets that is; None: as they are
         self._last_search: _CachedSearch | None = None  # until the next search
@@ -131,7 +132,9 @@ class Chooser:
         if not options.plans or self._no_stay:
             return 0
         budget_bytes = int(_SHARE * self.budget.size_bytes())
-        return stay_that_fit(self.pipeline, self.setting, schedule, placement, budget_bytes)
+        count = stay_that_fit(self.pipeline, self.setting, schedule, placement, budget_bytes)
+        self._stay_now |= count > 0
+        return count
 
     def problem_of(
         self, schedule: Schedule, variant: Variant, *, resident: frozenset[int] = frozenset()
@@ -176,9 +179,10 @@ class Chooser:
         how = self.budget.step_down()
         if how:
             self._decided = False
-        elif not self._no_stay and self.setting.options.plans:
+        elif self._stay_now:
             how = "no bucket stays in a slot from one forward to the next"
-        self._no_stay = True
+        self._no_stay |= self._stay_now
+        self._stay_now = False
         return how
 
     def forget(self) -> None:

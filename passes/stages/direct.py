@@ -23,6 +23,7 @@ from megacompile import compat
 
 _OPERATOR = re.compile(r"torch\.ops((?:\.\w+)+)(?=\()")  # as torch.fx writes a call of one
 _RESHAPES = {"view", "_unsafe_view"}
+_SYMBOLIC = "megacompile.symbolic"  # in a node's meta: its value, where sizes are symbols
 _IDLE = _RESHAPES | {"expand", "alias", "detach"}  # where they change nothing
 
 
@@ -74,8 +75,8 @@ def _reshapes(node: fx.Node) -> bool:
 
 
 def _alike(node: fx.Node, source: fx.Node) -> bool:
-    """Has a view the sizes and strides of what it is of?"""
-    view, of = node.meta.get("val"), source.meta.get("val")
+    """Has a view the sizes and strides of what it is of, whatever sizes may come?"""
+    view, of = _value(node), _value(source)
     if not (isinstance(view, torch.Tensor) and isinstance(of, torch.Tensor)):
         return False
     sizes = (*view.shape, *of.shape, *view.stride(), *of.stride())
@@ -84,13 +85,15 @@ def _alike(node: fx.Node, source: fx.Node) -> bool:
     return view.shape == of.shape and view.stride() == of.stride() and view.dtype == of.dtype
 
 
+def _value(node: fx.Node) -> Any:
+    return node.meta.get(_SYMBOLIC, node.meta.get("val"))
+
+
 def _from_its_base(node: fx.Node) -> None:
-    """Let a view of a view be one of what that is of, where any shape is a view of it."""
+    """Let a view of a view be one of what that is of.
+
+    Where both are views, neither joins dimensions that do not lie behind one another.
+    """
     between: Any = node.args[0]
-    sizes = node.meta["val"].shape if isinstance(node.meta.get("val"), torch.Tensor) else ()
-    if not _reshapes(between):
-        return
-    base = between.args[0].meta.get("val")
-    known = all(type(size) is int for size in sizes) and isinstance(base, torch.Tensor)
-    if known and all(type(n) is int for n in base.shape) and base.is_contiguous():
-        node.args = (between.args[0], list(sizes))
+    if _reshapes(between):
+        node.args = (between.args[0], node.args[1])

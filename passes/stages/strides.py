@@ -55,7 +55,7 @@ def settle_strides(schedule: Schedule, *, ambient: Ambient) -> Schedule:
 
 def _strides(stage: Stage, ambient: Ambient) -> Strides | None:
     """The strides of a stage's outputs; None where they cannot be known."""
-    if any(meta.device.type != "cpu" for meta in stage.metas):
+    if not all(map(_is_settled_by_running, (*stage.metas, *stage.outputs))):
         return None
     try:
         with ambient.apply(), real_tensors(stage):
@@ -66,6 +66,12 @@ def _strides(stage: Stage, ambient: Ambient) -> Strides | None:
             return tuple(output.stride() for output in outputs)
     except (RuntimeError, IndexError, ValueError, ArithmeticError, *compat.UNTRACEABLE):
         return None  # zeros are not the user's data
+
+
+def _is_settled_by_running(meta: object) -> bool:
+    """Is it a tensor on the CPU, of known size?"""
+    known = getattr(meta, "symbolic", None) is None
+    return isinstance(meta, TensorMeta) and meta.device.type == "cpu" and known
 
 
 def _with(metas: tuple[TensorMeta, ...], strides: Strides | None) -> tuple[TensorMeta, ...]:

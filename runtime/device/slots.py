@@ -15,6 +15,8 @@ import torch
 
 from megacompile.ir.buckets import Bucket, Slot
 
+_NEVER = 2**31
+
 
 class Mark(Protocol):
     """What a bucket was when it was copied into a slot."""
@@ -30,6 +32,7 @@ class DeviceSlots:
         self.device = device
         self.buffers: list[torch.Tensor] = []  # (size_bytes,) uint8 each
         self.generation = 0
+        self.stay_from = _NEVER  # the first slot that is for a bucket that stays between forwards
         self.left: dict[int, tuple[int, Mark]] = {}  # by slot: the key of a bucket, and what it was
         self._views: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
 
@@ -42,11 +45,12 @@ class DeviceSlots:
         return bool(wanted)
 
     def trim(self, count: int) -> None:
-        """Give back the slots behind the first `count`, where buckets stayed between forwards."""
-        if count < len(self.buffers) and any(index >= count for index in self.left):
-            del self.buffers[count:]
-            self._views = {key: v for key, v in self._views.items() if key[0] < count}
-            self.left = {index: held for index, held in self.left.items() if index < count}
+        """Give back slots behind the first `count` that were for buckets that stay."""
+        keep = max(count, self.stay_from)
+        if keep < len(self.buffers):
+            del self.buffers[keep:]
+            self._views = {key: v for key, v in self._views.items() if key[0] < keep}
+            self.left = {index: held for index, held in self.left.items() if index < keep}
             self.generation += 1
 
     def keeps(self, slots: Sequence[Slot]) -> bool:
@@ -107,5 +111,6 @@ class DeviceSlots:
             torch.cuda.synchronize(self.device)
         self.buffers.clear()
         self.left.clear()
+        self.stay_from = _NEVER
         self._views.clear()
         self.generation += 1

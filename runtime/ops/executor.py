@@ -52,6 +52,7 @@ class Executor:
         self._left = list(left_of(schedule))
         self._fills = {name: _filled(graph) for name, graph in schedule.graphs.items()}
         stay = schedule.reused if schedule.backward is None else ()
+        self._stay_from = min((i for i, _ in stay), default=None)
         self._stays = [(i, b.key) for i, b in stay if i in self._fills["forward"]]
         self.updates = _updates(schedule)
         self._bound = {name: BoundOps(schedule, machine) for name in schedule.graphs}
@@ -185,6 +186,8 @@ class Executor:
         with machine.streams.run(), torch.no_grad(), compat.on_host():
             machine.slots.trim(len(self.schedule.slots))
             machine.slots.require(self.schedule.slots)
+            if self._stay_from is not None:
+                machine.slots.stay_from = self._stay_from
             for index in self._fills[name]:
                 machine.slots.left.pop(index, None)
             machine.slots.generation += 1
