@@ -13,7 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from megacompile import Checkpoint, CheckpointError, ModelError, OptionError, megacompile
+from megacompile import (
+    Checkpoint,
+    CheckpointError,
+    ModelError,
+    OptionError,
+    megacompile,
+    save,
+)
 from megacompile.runtime.checkpoint import read
 from megacompile.runtime.checkpoint.contents import on_meta as is_on_meta
 from megacompile.runtime.params.bucket import HostBucket
@@ -36,10 +43,13 @@ def words(message: str) -> str:
     return "(?s)" + ".*".join(re.escape(part) for part in message.split(" ... "))
 
 
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 3) -> list[float]:
+def steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor | None = None
+) -> list[float]:
+    batch = ids() if batch is None else batch
     losses = []
-    for _ in range(count):
-        loss = model(ids())
+    for _ in range(3):
+        loss = model(batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -422,3 +432,131 @@ def test_checkpoints_need_the_extra(
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(MissingExtraError, match="pip install 'megacompile\\[safetensors\\]'"):
         megacompile(on_meta(), checkpoint=tmp_path)
+
+
+# --- names that transformers converts
+
+
+def mixtral(layers: int = 1, experts: int = 3) -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=experts,
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
+class LossAlone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = mixtral(layers=2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(input_ids=tokens, labels=tokens).loss
+        return loss
+
+
+@pytest.mark.parametrize("size", ["4KB", "1GB"])
+def test_experts_that_are_stored_apart(tmp_path: Path, size: str) -> None:
+    """A group of them may lie in several files."""
+    torch.manual_seed(0)
+    plain = mixtral(layers=2)
+    plain.save_pretrained(tmp_path, max_shard_size=size)
+    wrapped = megacompile(on_meta(LossAlone), checkpoint=tmp_path)
+    assert same(values(plain), values(wrapped.model)) == []
+    tokens = torch.arange(8)[None]
+    assert torch.equal(wrapped(tokens), plain(input_ids=tokens, labels=tokens).loss)
+
+
+def test_experts_that_do_not_fit(tmp_path: Path) -> None:
+    mixtral().save_pretrained(tmp_path)
+    message = words("makes (3, 48, 16) of 6 tensors of the checkpoint ... needed (4, 48, 16) for")
+    model = on_meta(mixtral, experts=4)
+    with pytest.raises(CheckpointError, match="shapes"):  # the router, before anything is read
+        megacompile(model, checkpoint=tmp_path)
+    for layer in model.model.layers:
+        layer.mlp.gate.weight = nn.Parameter(torch.empty(3, 16, device="meta"))
+    with pytest.raises(CheckpointError, match=message):
+        megacompile(model, checkpoint=tmp_path)
+    assert all(param.is_meta for param in model.parameters())
+    half = on_meta(mixtral)
+    half.model.layers[0].mlp.experts.bfloat16()
+    with pytest.raises(CheckpointError, match=words("dtypes (2): ... experts.gate_up_proj got")):
+        megacompile(half, checkpoint=tmp_path)
+    with pytest.raises(CheckpointError, match=words("missing (9): ... layers.1.mlp.gate.weight")):
+        megacompile(on_meta(mixtral, layers=2), checkpoint=tmp_path)
+
+
+def test_a_base_model_reads_the_checkpoint_of_one_with_a_head(tmp_path: Path) -> None:
+    plain = mixtral()
+    plain.save_pretrained(tmp_path)
+    base = on_meta(lambda: mixtral().model)
+    with pytest.raises(CheckpointError, match=words("unexpected (1): lm_head.weight")):
+        megacompile(base, checkpoint=tmp_path)
+    megacompile(base, checkpoint=Checkpoint(tmp_path, ignore="lm_head.*"))
+    assert same(values(plain.model), values(base)) == []
+
+
+def hrm() -> Any:
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "HrmTextConfig"):
+        pytest.skip("needs a model whose q, k and v are stored as one")
+    config = transformers.HrmTextConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_layers_per_stack=1,
+        num_attention_heads=2,
+        head_dim=8,
+        H_cycles=1,
+        L_cycles=1,
+        L_bp_cycles=[1],
+    )
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def test_tensors_that_are_stored_as_one(tmp_path: Path) -> None:
+    """One of the checkpoint becomes several; and the other way when it is saved."""
+    import safetensors.torch
+
+    plain = hrm()
+    plain.save_pretrained(tmp_path / "theirs")
+    model = megacompile(on_meta(hrm), checkpoint=tmp_path / "theirs")
+    assert same(values(plain), values(model)) == []
+    save(model, tmp_path / "ours")
+    theirs, ours = (
+        safetensors.torch.load_file(tmp_path / which / "model.safetensors")
+        for which in ("theirs", "ours")
+    )
+    assert any("qkv" in name for name in ours) and same(theirs, ours) == []
+
+
+# --- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("resident", [0, "all", "auto"])
+def test_on_a_gpu_what_is_read_is_page_locked_and_trains(tmp_path: Path, resident: Any) -> None:
+    torch.manual_seed(0)
+    plain = Net(layers=2, width=64, words=256)
+    saved(plain, tmp_path, 2)
+    options: dict[str, Any] = {"lowering": "eager", "resident": resident}
+    model = megacompile(
+        on_meta(layers=2, width=64, words=256), checkpoint=tmp_path, device="cuda", **options
+    )
+    assert same(values(plain), {n: v.cpu() for n, v in values(model).items()}) == []
+    on_device = [param.is_cuda for param in model.parameters()]
+    assert all(on_device) if resident == "all" else not any(on_device)
+    assert all(param.is_cuda or param.is_pinned() for param in model.parameters())
+    reference = megacompile(plain, device="cuda", **options)
+    steps_of = [
+        steps(each, torch.optim.AdamW(each.parameters()), ids().cuda())
+        for each in (reference, model)
+    ]
+    assert steps_of[0] == steps_of[1]

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+import megacompile.runtime.checkpoint.conversions as conversions
 import megacompile.runtime.checkpoint.save as saving
 from megacompile import CheckpointError, OptionError, megacompile, save
 from tests.checkpoints import Net, ids, on_meta, same, values
@@ -99,6 +100,25 @@ def test_transformers_reads_it(name: str, size: int | str, tmp_path: Path) -> No
     for file in (tmp_path / "ours").glob("*.safetensors"):
         ours |= safetensors.load_file(file)
     assert same(theirs, ours) == []
+    again = on_meta(from_config, config=configs()[name])
+    megacompile(again, checkpoint=tmp_path / "ours")
+    assert same(values(model), values(again)) == []
+
+
+def test_what_is_computed_is_so_one_tensor_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts that transformers splits would take a second copy of the model."""
+    in_memory = []
+    stock = conversions._reverted
+
+    def seen(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        in_memory.append(sum(not tensor.is_meta for tensor in tensors.values()))
+        return stock(model, tensors)
+
+    monkeypatch.setattr(conversions, "_reverted", seen)
+    save(from_config(configs()["mixtral"]), tmp_path)
+    assert max(in_memory) == 1 and sum(in_memory) == 2  # gate and up; down
 
 
 def test_an_older_save_is_replaced_whatever_files_it_had(tmp_path: Path) -> None:

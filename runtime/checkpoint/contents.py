@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -30,7 +30,7 @@ from megacompile.runtime.checkpoint.initialize import (
     initialize,
     refuse_stray,
 )
-from megacompile.runtime.checkpoint.match import Stored, match
+from megacompile.runtime.checkpoint.match import Computed, Matched, Stored, match
 from megacompile.runtime.checkpoint.memory import give_memory
 from megacompile.runtime.checkpoint.read import Reader
 
@@ -67,13 +67,17 @@ class Contents:
         if on_meta(model):
             hugging_face.tie(model)
             refuse_stray(model)
-        found = match(model, checkpoint) if checkpoint is not None else []
-        self.stored = {id(each.tensor): each for each in found}
+        found = match(model, checkpoint) if checkpoint is not None else Matched()
+        self.stored = {id(each.tensor): each for each in found.stored}
+        self.computed = {
+            id(tensor): each for each in found.computed for tensor in each.tensors.values()
+        }
+        self.read = self.stored.keys() | self.computed.keys()
         tensors = [*model.named_parameters(), *model.named_buffers()]
         self.unset = {
             id(tensor): name
             for name, tensor in tensors
-            if tensor.is_meta and id(tensor) not in self.stored
+            if tensor.is_meta and id(tensor) not in self.read
         }
         check_initializers(model, self.unset)
         # what a checkpoint is read over leaves the user's random numbers alone
@@ -103,7 +107,7 @@ class Contents:
             for param, value in zip(bucket.params, bucket.values, strict=True)
         }
         for key, param in params.items():
-            if param.is_meta or key in self.stored:
+            if param.is_meta or key in self.read:
                 undos.append(give_memory(param, values[key]))
             else:  # it has values, and no checkpoint has others
                 undos.append(_copied(param, values[key]))
@@ -113,9 +117,14 @@ class Contents:
             there = {**params, **buffers}
             initialize(self.model, {name: there[key] for key, name in self.unset.items()})
         for holder, name, old, new in places:  # whatever has been set there
-            if id(old) in self.stored:
+            if id(old) in self.read:
                 holder[name] = new
         total = sum(each.entry.size_bytes for each in self.stored.values())
+        total += sum(
+            entry.size_bytes
+            for each in {id(each): each for each in self.computed.values()}.values()
+            for entry in each.entries.values()
+        )
         with bar("reading the checkpoint", total, progress, unit="B") as step:
             self._read(buckets, values, buffers, step)
 
@@ -126,24 +135,29 @@ class Contents:
         buffers: dict[int, torch.Tensor],
         step: Callable[[int], object],
     ) -> None:
+        there = {**values, **buffers}
+        begun: dict[int, list[Future[None]]] = {}
         with Reader(step) as reader:
-            reading = [
-                [self._begin(reader, id(param), values[id(param)]) for param in bucket.params]
-                for bucket in buckets
-            ]
-            more = [self._begin(reader, key, buffer) for key, buffer in buffers.items()]
+
+            def begin(key: int) -> list[Future[None]]:
+                if key in self.stored:
+                    return reader.read(self.stored[key].entry, there[key])
+                if key not in self.computed:
+                    return []
+                each = self.computed[key]
+                if id(each) not in begun:
+                    into = functools.partial(_put, each, there)
+                    begun[id(each)] = reader.compute(each.entries, into)
+                return begun[id(each)]
+
+            reading = [[begin(id(param)) for param in bucket.params] for bucket in buckets]
+            more = [begin(key) for key in buffers]
             for bucket, pieces in zip(buckets, reading, strict=True):
                 _wait(pieces)
                 bucket.filled()
             _wait(more)
             for stored in self.stored.values():
-                there = values.get(id(stored.tensor), buffers.get(id(stored.tensor)))
-                assert there is not None
-                _compare(reader, stored, there)
-
-    def _begin(self, reader: Reader, key: int, into: torch.Tensor) -> list[Future[None]]:
-        stored = self.stored.get(key)
-        return [] if stored is None else reader.read(stored.entry, into)
+                _compare(reader, stored, there[id(stored.tensor)])
 
     def _buffers(self, undos: list[Undo]) -> list[_Place]:
         """New buffers on the host for those on meta or in the checkpoint."""
@@ -151,7 +165,7 @@ class Contents:
         places: list[_Place] = []
         for _, holder, name in buffers_in(self.model):
             old = holder[name]
-            if old is not None and (old.is_meta or id(old) in self.stored):
+            if old is not None and (old.is_meta or id(old) in self.read):
                 new = made.setdefault(id(old), torch.empty_like(old, device="cpu"))
                 places.append((holder, name, old, new))
         for holder, name, old, new in places:
@@ -174,6 +188,23 @@ def _wait(pieces: Sequence[Sequence[Future[None]]]) -> None:
     for each in pieces:
         for piece in each:
             piece.result()
+
+
+def _put(
+    each: Computed, there: Mapping[int, torch.Tensor], sources: Mapping[str, torch.Tensor]
+) -> None:
+    """Compute tensors and let them be where they belong."""
+    made = each.group.convert(sources)
+    for name, tensor in each.tensors.items():
+        value, into = made.get(name), there[id(tensor)]
+        if value is None or value.shape != into.shape:
+            got = "nothing" if value is None else tuple(value.shape)
+            raise CheckpointError(
+                f"megacompile(): transformers makes {got} of {len(sources)} tensors of the "
+                f"checkpoint ({next(iter(sources))}, ...); needed {tuple(into.shape)} for {name}; "
+                "build the model with the checkpoint's config"
+            )
+        into.copy_(value)
 
 
 def _compare(reader: Reader, stored: Stored, there: torch.Tensor) -> None:

@@ -79,20 +79,3 @@ def initialize(model: Any, unset: set[int]) -> None:
     finally:
         for tensor in flagged:
             tensor.__dict__.pop(_FLAG, None)
-
-
-def checkpoint_names(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A model's tensors as its checkpoints have them: experts apart, older names, ...
-
-    Args:
-        model: of transformers; of any other the names are right as they are.
-        tensors: by their names in the model.
-    """
-    if not is_pretrained(model):
-        return tensors
-    try:
-        from transformers.core_model_loading import revert_weight_conversion  # since 5.0
-    except ImportError:
-        return tensors
-    reverted: dict[str, torch.Tensor] = revert_weight_conversion(model, tensors)
-    return reverted

@@ -12,6 +12,7 @@ from torch import nn
 from megacompile.errors import CheckpointError
 from megacompile.runtime.checkpoint import hugging_face
 from megacompile.runtime.checkpoint.checkpoint import Checkpoint
+from megacompile.runtime.checkpoint.conversions import Group, conversion
 from megacompile.runtime.checkpoint.files import Entry, entries_of
 
 _SHOWN = 5  # names of each kind
@@ -26,8 +27,25 @@ class Stored:
     again: tuple[Entry, ...]  # under its other names, which must be equal
 
 
-def match(model: nn.Module, checkpoint: Checkpoint) -> list[Stored]:
-    """Every tensor of the model that the checkpoint has, in the order of the model.
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Tensors of a model that transformers computes from several of a checkpoint."""
+
+    group: Group
+    tensors: dict[str, torch.Tensor]  # the model's, by their names
+    entries: dict[str, Entry]  # the checkpoint's
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """What a checkpoint has of a model, in the order of the model."""
+
+    stored: tuple[Stored, ...] = ()
+    computed: tuple[Computed, ...] = ()
+
+
+def match(model: nn.Module, checkpoint: Checkpoint) -> Matched:
+    """Every tensor of the model that the checkpoint has.
 
     Raises:
         CheckpointError: there is no whole checkpoint, or it does not fit the model.
@@ -36,27 +54,57 @@ def match(model: nn.Module, checkpoint: Checkpoint) -> list[Stored]:
     entries = entries_of(checkpoint.path)
     tensors = _named(model)
     rename = checkpoint.names or _unwrapped(model, tensors, entries)
+    names = {rename(name): name for names, _ in tensors for name in names}
+    if checkpoint.names is None and any(name not in names for name in entries):
+        found = conversion(model, entries)  # other names: does transformers know them?
+        if found is not None and (found.groups or set(found.renamed) & set(names.values())):
+            theirs = {name: entries[said] for name, said in found.renamed.items()}
+            in_groups = {said: entries[said] for group in found.groups for said in group.sources}
+            return _match(model, checkpoint, tensors, theirs, str, found.groups, in_groups)
+    return _match(model, checkpoint, tensors, entries, rename, (), {})
+
+
+def _match(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    tensors: Sequence[tuple[list[str], torch.Tensor]],
+    entries: Mapping[str, Entry],
+    rename: Callable[[str], str],
+    groups: Sequence[Group],
+    sources: Mapping[str, Entry],
+) -> Matched:
+    """Args: entries: by the name that `rename` makes of the model's; sources: of the groups."""
     faults = _Faults(checkpoint, type(model).__name__)
-    found: dict[int, Stored] = {}
+    stored: list[Stored] = []
     used: set[str] = set()
     absent = []
+    of_group = {target: group for group in groups for target in group.targets}
+    computed: dict[int, Computed] = {}
     for names, tensor in tensors:
-        theirs = [entries[rename(n)] for n in names if rename(n) in entries]
-        used.update(entry.name for entry in theirs)
-        if theirs:
-            faults.compare(names[0], tensor, theirs)
-            found[id(tensor)] = Stored(tensor, theirs[0], tuple(theirs[1:]))
+        there = [rename(name) for name in names if rename(name) in entries]
+        used.update(there)
+        by = next((of_group[name] for name in names if name in of_group), None)
+        if there:
+            faults.compare(names[0], tensor, [entries[name] for name in there])
+            first, *again = (entries[name] for name in there)
+            stored.append(Stored(tensor, first, tuple(again)))
+        elif by is not None:
+            of_it = {name: sources[name] for name in by.sources}
+            faults.compare_dtypes(names[0], tensor, of_it.values())
+            made = computed.setdefault(id(by), Computed(by, {}, of_it))
+            made.tensors.update({name: tensor for name in names if name in by.targets})
         elif not _any_matches(names, checkpoint.initialize):
             absent.append(rename(names[0]))
     ignored = hugging_face.left_out(model, absent, "_keys_to_ignore_on_load_missing")
     faults.missing = [name for name in absent if name not in ignored]
-    unexpected = [name for name in entries if name not in used]
+    unexpected = [entry.name for name, entry in entries.items() if name not in used]
+    unexpected += [n for g in groups if id(g) not in computed for n in g.sources]
     ignored = hugging_face.left_out(model, unexpected, "_keys_to_ignore_on_load_unexpected")
     faults.unexpected = [
         n for n in unexpected if n not in ignored and not _any_matches([n], checkpoint.ignore)
     ]
     faults.check()
-    return list(found.values())
+    return Matched(tuple(stored), tuple(computed.values()))
 
 
 def _named(model: nn.Module) -> list[tuple[list[str], torch.Tensor]]:
@@ -117,8 +165,14 @@ class _Faults:
         for entry in entries:
             if entry.shape != tuple(tensor.shape):
                 self._shapes.append(f"{name} got {entry.shape}, needed {tuple(tensor.shape)}")
-            if not self.checkpoint.cast and not _keeps(entry.dtype, tensor.dtype):
-                self._dtypes.append(f"{name} got {entry.dtype}, needed {tensor.dtype}")
+        self.compare_dtypes(name, tensor, entries)
+
+    def compare_dtypes(self, name: str, tensor: torch.Tensor, entries: Iterable[Entry]) -> None:
+        """Note dtypes whose conversion loses digits."""
+        dtypes = dict.fromkeys(entry.dtype for entry in entries)
+        for dtype in dtypes if not self.checkpoint.cast else ():
+            if not _keeps(dtype, tensor.dtype):
+                self._dtypes.append(f"{name} got {dtype}, needed {tensor.dtype}")
 
     def check(self) -> None:
         """Raise if there is anything."""

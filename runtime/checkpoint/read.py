@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -34,6 +35,8 @@ class Reader:
         """Args: done: told of bytes that were read, from any thread."""
         self._done = done
         self._files: dict[Path, int] = {}
+        self._opening = threading.Lock()
+        self._computing = ThreadPoolExecutor(1, "megacompile-convert")
         self._pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "megacompile-read")
 
     def __enter__(self) -> Reader:
@@ -45,7 +48,9 @@ class Reader:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._computing.shutdown(wait=False, cancel_futures=True)
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._computing.shutdown(wait=True)  # behind what it may wait for
         for file in self._files.values():
             os.close(file)
 
@@ -66,10 +71,35 @@ class Reader:
             for begin in range(0, entry.size_bytes, PIECE_BYTES)
         ]
 
+    def compute(
+        self,
+        entries: Mapping[str, Entry],
+        into: Callable[[Mapping[str, torch.Tensor]], None],
+    ) -> list[Future[None]]:
+        """Begin to read entries for somebody who makes others of them, one such group at a time."""
+        return [self._computing.submit(self._compute, entries, into)]
+
+    def _compute(
+        self,
+        entries: Mapping[str, Entry],
+        into: Callable[[Mapping[str, torch.Tensor]], None],
+    ) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            staged = {
+                name: torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+                for name, entry in entries.items()
+            }
+            reading = [self.read(entry, staged[name]) for name, entry in entries.items()]
+            for pieces in reading:
+                for piece in pieces:
+                    piece.result()
+            into(staged)
+
     def _open(self, path: Path) -> int:
-        if path not in self._files:
-            self._files[path] = os.open(path, os.O_RDONLY)
-        return self._files[path]
+        with self._opening:
+            if path not in self._files:
+                self._files[path] = os.open(path, os.O_RDONLY)
+            return self._files[path]
 
     def _convert(self, file: int, entry: Entry, into: torch.Tensor) -> None:
         with torch.inference_mode(False), torch.no_grad():  # threads have modes of their own

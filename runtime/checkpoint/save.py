@@ -25,6 +25,7 @@ from torch import nn
 
 from megacompile.errors import CheckpointError, OptionError
 from megacompile.runtime.checkpoint import hugging_face
+from megacompile.runtime.checkpoint.conversions import Saved
 from megacompile.runtime.checkpoint.files import INCOMPLETE, SHARD, WEIGHTS, library
 from megacompile.sizes import parse_bytes
 from megacompile.text import format_bytes
@@ -75,13 +76,13 @@ def save(
     if limit < 1:
         raise OptionError(f"save(): got max_shard_size={max_shard_size!r}; needed at least 1 byte")
     tensors = _tensors(model)
-    shards = _shards(tensors, limit)
+    shards = _shards(tensors.looks, limit)
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
         for left in path.glob("*" + INCOMPLETE):  # of a save that was cut off
             left.unlink()
-        _check_room(path, sum(map(_size, tensors.values())) + _HEADER_BYTES)
+        _check_room(path, sum(map(_size, tensors.looks.values())) + _HEADER_BYTES)
     except OSError as error:
         raise CheckpointError(_failed(path, error)) from error
     try:
@@ -101,7 +102,7 @@ def _failed(path: Path, error: Exception) -> str:
     )
 
 
-def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def _tensors(model: nn.Module) -> Saved:
     """What is saved, by name; each tensor once."""
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise CheckpointError(
@@ -119,7 +120,7 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     found = {name: value.detach() for name, value in _named(model, set(kept.values())).items()}
     for name in hugging_face.left_out(model, found, "_keys_to_ignore_on_save"):
         del found[name]
-    return hugging_face.checkpoint_names(model, found)
+    return Saved(model, found)
 
 
 def _named(model: nn.Module, names: set[str]) -> dict[str, torch.Tensor]:
@@ -159,18 +160,18 @@ def _check_room(path: Path, needed: int) -> None:
         )
 
 
-def _write(path: Path, shards: Sequence[_Shard], tensors: Mapping[str, torch.Tensor]) -> None:
+def _write(path: Path, shards: Sequence[_Shard], tensors: Saved) -> None:
     """Every file, whole and on the disk, under names that nobody reads."""
     from safetensors.torch import save_file
 
     for shard in shards:
         file = path / (shard.name + INCOMPLETE)
-        there = {name: tensors[name].cpu().contiguous() for name in shard.tensors}
+        there = {name: tensors.get(name).cpu().contiguous() for name in shard.tensors}
         save_file(there, file, metadata={"format": "pt"})
         _sync(file)
     if len(shards) > 1:
         index = {
-            "metadata": {"total_size": sum(map(_size, tensors.values()))},
+            "metadata": {"total_size": sum(map(_size, tensors.looks.values()))},
             "weight_map": {name: shard.name for shard in shards for name in shard.tensors},
         }
         file = path / (_INDEX + INCOMPLETE)
