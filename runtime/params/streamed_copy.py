@@ -126,5 +126,6 @@ class StreamedCopy:
         if of is None or not (of.has_copy or self._marked):
             return
         for i, param in enumerate(of.params):
-            if guard_of(param) is None and of.streamed[i] is not of.values[i]:
+            copied = self._marked or of.streamed[i] is not of.values[i]
+            if copied and guard_of(param) is None:
                 guard(param, Watch(self, i))
