@@ -152,5 +152,7 @@ class Variant:
     tangents: tuple[int, ...]  # the outputs that get a gradient
     keep_last: bool  # False: saved tensors are computed again; the forward's are for other outputs
     accumulate: bool = False  # add to gradients that are on the host already
-    reuse: bool = False  # the backward takes what the forward left in the slots
+    reuse: bool = (
+        False  # the backward, or a forward without one, takes what a forward left in slots
+    )
     update: bool = False  # the optimizer's, in the backward

@@ -38,6 +38,7 @@ class Plan:
         tuple[int, float], ...
     ] = ()  # (kept stage, share of its saved tensors, 0 to 1)
     state_delay: int = 1  # backwards that are issued before one waits for states to leave
+    stay: frozenset[int] = frozenset()  # buckets (keys) that keep their slots between forwards
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,8 @@ class Schedule:
     gradients: tuple[str, ...] = ()  # forward placeholders whose gradient the backward returns
     plan: Plan = Plan()
     slots: tuple[Slot, ...] = ()
-    reused: tuple[tuple[int, Bucket], ...] = ()  # (slot, bucket) that the forward leaves there
+    # (slot, bucket) that the forward leaves: for its backward; without one, for the next one
+    reused: tuple[tuple[int, Bucket], ...] = ()
     history: tuple[PassRecord, ...] = ()
     draft: bool = False  # only to be simulated: passes change its graphs in place
     update: fx.Graph | None = None

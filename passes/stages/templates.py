@@ -204,7 +204,7 @@ class _Tracer:
             if self.lowering is not Lowering.EAGER:
                 joint = self._traced(contextlib.nullcontext(), compat.inductor_decompositions())
                 return compute_ints(joint, self.stage.metas)
-            modes.enter_context(_real_tensors(self.stage))
+            modes.enter_context(real_tensors(self.stage))
             modes.enter_context(compat.real_strides())
             joint = self._traced(contextlib.nullcontext(), compat.symbolic_decompositions())
         joint = compute_ints(joint, self.stage.metas)
@@ -229,7 +229,7 @@ class _Tracer:
             if computes_indices(without_data.graph):
                 return without_data
         try:
-            return self._traced(_real_tensors(self.stage), decompositions)
+            return self._traced(real_tensors(self.stage), decompositions)
         except (torch.OutOfMemoryError, *compat.UNTRACEABLE):
             raise
         except (RuntimeError, IndexError, ValueError, ArithmeticError):
@@ -289,7 +289,7 @@ def _has_strides(tensor: torch.Tensor, meta: TensorMeta) -> bool:
 
 
 @contextlib.contextmanager
-def _real_tensors(stage: Stage) -> Iterator[None]:
+def real_tensors(stage: Stage) -> Iterator[None]:
     """Trace on real tensors, leaving the random generators as they were.
 
     [Note: strides that lie]

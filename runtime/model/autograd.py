@@ -13,6 +13,7 @@ plain model's would, from the parameter that is used last to the first.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -65,17 +66,21 @@ class _Call:
         self.machine: Machine = program.machine
         self.variant = program.variant()
         self.inputs_by_name = {name: args[k] for name, k in program.inputs.items()}
-        self.params = [arg for arg in args if isinstance(arg, StreamedParameter)]
-        self.positions = {
-            self._place(arg): k
-            for k, arg in enumerate(args)
-            if isinstance(arg, StreamedParameter) and arg.requires_grad
-        }
-        self.places = tuple(self.positions)
+        self.streamed = [(k, v) for k, v in enumerate(args) if isinstance(v, StreamedParameter)]
         self.values = program.values(args)
         self.saved_values: dict[str, Any] | None = None
         self.observed = compat.ddp_around() is not None
         self._handed: dict[int, dict[ParamId, torch.Tensor]] = {}  # to gates, by the backward
+
+    @functools.cached_property
+    def positions(self) -> dict[ParamId, int]:
+        """Where the trained parameters are among the inputs."""
+        return {self._place(param): k for k, param in self.streamed if param.requires_grad}
+
+    @functools.cached_property
+    def places(self) -> tuple[ParamId, ...]:
+        """The trained parameters."""
+        return tuple(self.positions)
 
     def gates(self) -> torch.Tensor | None:
         """The gates of this call, the one behind the node; None where nothing is trained."""
@@ -111,19 +116,23 @@ class _Call:
             self.random = random_state(self.machine.device)
             outputs = self._compute()
         saved_values = self.saved_values or {}
-        if recorded:
-            self.machine.pending.add(self)
+        computed = [outputs[k] for k in self.program.tensor_outputs()]
+        if not recorded:
+            return computed
+        self.machine.pending.add(self)
         self.buckets = self.machine.gradients.buckets
-        self.param_versions = [(proxy, compat.version(proxy.root)) for proxy in self.params]
+        self.param_versions = [(proxy, compat.version(proxy.root)) for _, proxy in self.streamed]
         self.input_versions = {
             name: (value, compat.version(value))
             for name in saved_values
             if isinstance(value := self.inputs_by_name.get(name), torch.Tensor)
         }
-        return [outputs[k] for k in self.program.tensor_outputs()]
+        return computed
 
     def _compute(self) -> list[Any]:
         executor = self.program.executor(self.variant)
+        if executor.is_left():
+            executor = self.program.executor(replace(self.variant, reuse=True))
         outputs, self.saved_values = executor.forward(
             {
                 name: value.detach() if isinstance(value, torch.Tensor) else value
@@ -164,7 +173,7 @@ class _Call:
         """Find out who wants the parameters' gradients in this backward, and who else is there."""
         calls = [call for call in compat.backward_calls() if node in _users(call).nodes]
         asked = {id(given) for call in calls for given in call.inputs}
-        proxies = {self._place(proxy) for proxy in self.params if id(proxy) in asked}
+        proxies = {self._place(proxy) for _, proxy in self.streamed if id(proxy) in asked}
         return Run(
             self.machine.gradients,
             self.places,

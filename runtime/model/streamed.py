@@ -307,6 +307,9 @@ def refuse_nested(model: nn.Module) -> None:
     Raises:
         ModelError: with the name of that module.
     """
+    calls = map(compat.compiled_call, compat.modules_of(model)[1:])
+    if not any(isinstance(call, StreamedModel) for call in calls):
+        return
     for name, module in model.named_modules():
         if module is not model and isinstance(compat.compiled_call(module), StreamedModel):
             raise ModelError(
@@ -318,18 +321,20 @@ def refuse_nested(model: nn.Module) -> None:
 def _needed_guards(guards: Sequence[Any]) -> list[bool]:
     """Dynamo's guards but for those that take a proxy apart, which is the same in every call.
 
-    They are Python functions, two for each parameter, and take half of the time of all guards. What
-    a signal handler raises in a guard is lost, and the model is captured anew.
+    They are Python functions, two for each parameter, and take half of the time of all guards; and
+    the host's tensor looks as the proxy does. What a signal handler raises in a guard is lost, and
+    the model is captured anew.
     """
     compat.forget_missing()  # the guards were evaluated for this filter
-    return [
-        not (
-            (
-                guard.guard_type == compat.SUBCLASS_GUARD
-                and isinstance(guard.value, StreamedParameter)
-            )
-            or guard.name.endswith(compat.INNER_NAMES)
-            and guard.value == ["host"]
-        )
-        for guard in guards
-    ]
+    proxies = {guard.name for guard in guards if isinstance(guard.value, StreamedParameter)}
+    return [not _takes_apart(guard, proxies) for guard in guards]
+
+
+def _takes_apart(guard: Any, proxies: set[str]) -> bool:
+    """Is a guard on the inside of a proxy? `proxies` are their names."""
+    outer = guard.name.removesuffix(".host")
+    return (
+        (outer != guard.name and outer in proxies)
+        or (guard.guard_type == compat.SUBCLASS_GUARD and guard.name in proxies)
+        or (guard.name.endswith(compat.INNER_NAMES) and guard.value == ["host"])
+    )
