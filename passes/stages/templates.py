@@ -196,7 +196,8 @@ class _Tracer:
         outputs = list(self.stage.module(*inputs))
         for k, (tensor, meta) in enumerate(zip(outputs, self.stage.outputs, strict=True)):
             if compat.storage_key(tensor) in held:  # no view of a slot may leave the stage
-                outputs[k] = tensor.clone()
+                with torch.enable_grad():  # under no_grad too, a parameter as it is requires grad
+                    outputs[k] = tensor.clone()
             elif tensor.stride() != meta.stride:  # [Note: strides that lie]
                 outputs[k] = meta.empty().detach().copy_(tensor)
         results = [*outputs, *(inputs[i] for i in self.stage.mutated)]
