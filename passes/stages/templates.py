@@ -175,7 +175,7 @@ class _Tracer:
         tensors: contextlib.AbstractContextManager[Any],
         decompositions: dict[Any, Callable[..., Any]],
     ) -> fx.GraphModule:
-        with self.ambient.apply(), tensors:
+        with self.ambient.apply(), compat.keeping_nesting(), tensors:
             primals = [meta.zeros() for meta in self.stage.metas]
             tangents = [meta.zeros() for meta in self.takes.metas]
             return compat.trace(self._functional, primals, tangents, decompositions)
