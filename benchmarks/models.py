@@ -13,16 +13,18 @@ def qwen2(
     dtype: torch.dtype = torch.bfloat16,
     width: int = 3584,
     vocabulary: int = 152064,
+    intermediate: int | None = None,
+    kv_heads: int | None = None,
 ) -> nn.Module:
     """`layers` of Qwen2.5-7B's width and vocabulary: 12 are 3.89 B parameters, 28 are 7.6 B."""
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     config = Qwen2Config(
         hidden_size=width,
-        intermediate_size=18944 if width == 3584 else 4 * width,
+        intermediate_size=intermediate or (18944 if width == 3584 else 4 * width),
         num_hidden_layers=layers,
         num_attention_heads=width // 128,
-        num_key_value_heads=4 if width == 3584 else 1,
+        num_key_value_heads=kv_heads or (4 if width == 3584 else 1),
         vocab_size=vocabulary,
         tie_word_embeddings=False,
         attn_implementation="sdpa",

@@ -3,24 +3,42 @@
 model = megacompile(model)
 """
 
-from megacompile.api import Trace, accumulate, explain, megacompile, schedules, trace, updates
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from megacompile.errors import (
     AnomalyError,
     BackwardError,
+    CheckpointError,
     DeviceMemoryError,
     HostMemoryError,
     MegacompileError,
     MissingExtraError,
     ModelError,
+    NoScheduleError,
     OptimizerError,
     OptionError,
     ScheduleError,
     TraceError,
     UnsupportedGraphError,
 )
-from megacompile.ir.schedule import Schedule
-from megacompile.options import Activations, Head, Lowering, Options
-from megacompile.plan.explanation import Explanation
+
+if TYPE_CHECKING:
+    from megacompile.api import (
+        Checkpoint,
+        Trace,
+        accumulate,
+        explain,
+        megacompile,
+        save,
+        schedules,
+        trace,
+        updates,
+    )
+    from megacompile.ir.schedule import Schedule
+    from megacompile.lifetime import full_parameters, released, unmegacompile
+    from megacompile.options import Activations, Head, Lowering, Options
+    from megacompile.plan.explanation import Explanation
 
 __version__ = "0.1.0"
 
@@ -28,6 +46,8 @@ __all__ = [
     "Activations",
     "AnomalyError",
     "BackwardError",
+    "Checkpoint",
+    "CheckpointError",
     "DeviceMemoryError",
     "Explanation",
     "Head",
@@ -36,6 +56,7 @@ __all__ = [
     "MegacompileError",
     "MissingExtraError",
     "ModelError",
+    "NoScheduleError",
     "OptimizerError",
     "OptionError",
     "Options",
@@ -46,8 +67,41 @@ __all__ = [
     "UnsupportedGraphError",
     "accumulate",
     "explain",
+    "full_parameters",
     "megacompile",
+    "released",
+    "save",
     "schedules",
     "trace",
+    "unmegacompile",
     "updates",
 ]
+
+_HOMES = (  # of what is imported above for type checkers alone
+    "megacompile.api",
+    "megacompile.lifetime",
+    "megacompile.ir.schedule",
+    "megacompile.options",
+    "megacompile.plan.explanation",
+)
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch when something that needs it is asked for: the command line may not."""
+    if name in __all__:
+        for home in map(importlib.import_module, _HOMES):
+            if hasattr(home, name):
+                globals()[name] = getattr(home, name)
+                return globals()[name]
+    path = f"{__name__}.{name}"
+    if not name.startswith("_"):
+        try:
+            return importlib.import_module(path)
+        except ModuleNotFoundError as error:
+            if error.name != path:
+                raise
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

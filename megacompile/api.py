@@ -1,4 +1,4 @@
-"""The front door: `megacompile()`, `schedules()`, `updates()`, `trace()`, `explain()`.
+"""The front door: `megacompile()`, `save()`, `schedules()`, `updates()`, `trace()`, `explain()`.
 
 Nothing below it knows both `plan` and `runtime`; it joins them.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 
 from megacompile import compat, log
 from megacompile.cost.hardware import Hardware
-from megacompile.errors import ModelError, OptionError
+from megacompile.errors import ModelError, NoScheduleError, OptionError, OptionTypeError
 from megacompile.host_memory import check_host_memory
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Activations, Head, Lowering, Options
@@ -25,8 +26,13 @@ from megacompile.plan.alternatives import Planned, alternatives
 from megacompile.plan.compiler import PassCompiler
 from megacompile.plan.explanation import Explanation, explanation
 from megacompile.plan.scenario import Scenario
+from megacompile.runtime.checkpoint.checkpoint import Checkpoint as Checkpoint
+from megacompile.runtime.checkpoint.contents import Contents, on_meta
+from megacompile.runtime.checkpoint.save import save as save
+from megacompile.runtime.model.lookup import streamed_model
 from megacompile.runtime.model.methods import replace_methods
 from megacompile.runtime.model.owners import refuse_shared
+from megacompile.runtime.model.parts import is_part
 from megacompile.runtime.model.streamed import StreamedModel, refuse_nested
 from megacompile.tracing.recorder import Trace as Trace
 from megacompile.tracing.recorder import Traced
@@ -58,6 +64,7 @@ def megacompile(
     head: Head | str = "auto",
     detect_anomaly: bool = False,
     activations: Activations | str = Activations.AUTO,
+    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
 ) -> M:
     """Keep a model's parameters and gradients in host memory and stream them through a device.
 
@@ -85,7 +92,8 @@ def megacompile(
             proportion, so that small updates are not lost. Warns if no parameter is bfloat16.
         optimizer: one with a rule in `runtime/optim` (AdamW, Adam, SGD, Lion), whose update the
             backward makes, stage by stage. Gradients never reach the host, and `optimizer.step()`
-            only counts. There is no clipping by the global norm, no `p.grad` and no GradScaler.
+            only counts. There is no clipping by the global norm, no `p.grad` and no GradScaler;
+            `clip_grad_norm_(parameters, inf)` gives the norm.
             Micro-batches but the last go into `accumulate(model)`.
         device_update: the share of the parameters, from 0 to 1, that `optimizer.step()` updates on
             the device: the first in forward order. Their states come in during the backward and
@@ -113,12 +121,19 @@ def megacompile(
             the same with the stages' inputs in host memory, so that device memory does not grow
             with the number of layers: for long contexts. "auto" (default) keeps as many stages as
             fit and make the step faster, and offloads if nothing else fits.
+        checkpoint: a folder or file of safetensors, whose tensors are read straight into the
+            model's host memory; or a `megacompile.Checkpoint`, which says more. Default: the
+            model's own values. What is on meta is initialised at random, on the CPU: by
+            `_init_weights` of transformers, else by the modules' `reset_parameters()`.
 
     Raises:
         ModelError: the argument is no module, its parameters cannot be streamed, or another
             megacompiled model has one of them.
         OptionError: a bad option, or a second call with other options.
         HostMemoryError: parameters and gradients do not fit into host memory.
+        CheckpointError: the checkpoint is not whole, does not fit the model, or cannot be read. The
+            model is as it was.
+        MissingExtraError: `checkpoint` was given, and safetensors is not installed.
 
     Example::
 
@@ -150,14 +165,21 @@ def megacompile(
         detect_anomaly=detect_anomaly,
         activations=activations,
     )
-    check_model(model)
+    check_model(model, meta=True)
     present = compat.compiled_call(model)
+    if is_part(present):  # another model's: what has its parameters says more
+        present = None
     if isinstance(present, StreamedModel):
         changes = present.options.differences(options)
         if changes:
             raise OptionError(
                 f"megacompile(): {type(model).__name__} is megacompiled already, with other "
                 f"options ({', '.join(changes)}); call it once, with the options you want"
+            )
+        if checkpoint is not None:
+            raise OptionError(
+                f"megacompile(): {type(model).__name__} is megacompiled already, and has values; "
+                "give checkpoint= in the first call, or use model.load_state_dict()"
             )
         return model
     if present is not None:
@@ -171,10 +193,13 @@ def megacompile(
         check_optimizer(model, optimizer)
     if options.stochastic_rounding:
         warn_of_rounding(model)
+    contents = _contents(model, checkpoint)
     check_host_memory(host_rows(model, gradients=optimizer is None), options.host_memory)
     divide = functools.partial(find_units, compute_dtype=options.compute_dtype)
     with compat.on_host():
-        streamed = StreamedModel(model, options, divide, functools.partial(PassCompiler, options))
+        streamed = StreamedModel(
+            model, options, divide, functools.partial(PassCompiler, options), contents
+        )
     compat.set_compiled_call(model, streamed)
     replace_methods(model)
     log.buckets_placed(type(model).__name__, [b.layout for b in streamed.machine.buckets.values()])
@@ -183,13 +208,49 @@ def megacompile(
     return model
 
 
+def _contents(
+    model: nn.Module, checkpoint: str | os.PathLike[str] | Checkpoint | None
+) -> Contents | None:
+    """What fills a model; None where it has its values."""
+    if checkpoint is not None and not isinstance(checkpoint, (str, os.PathLike, Checkpoint)):
+        raise OptionTypeError(
+            f"megacompile(): option 'checkpoint' got {type(checkpoint).__name__}; needed a path "
+            "(a folder of safetensors) or a megacompile.Checkpoint"
+        )
+    if checkpoint is None and not on_meta(model):
+        return None
+    with compat.on_host():
+        return Contents(model, None if checkpoint is None else Checkpoint.of(checkpoint))
+
+
 def schedules(model: nn.Module) -> list[Schedule]:
     """The schedules that a megacompiled model has run: one for each captured graph and shape.
 
     Raises:
-        ModelError: the model is not megacompiled.
+        ModelError: the model is not megacompiled; or, where one of none is asked for, none has run.
     """
-    return _streamed(model, "schedules").schedules()
+    streamed = streamed_model(model, "schedules")
+    return _Schedules(type(model).__name__, streamed)
+
+
+class _Schedules(list[Schedule]):
+    """A list that says why it is empty."""
+
+    def __init__(self, name: str, streamed: StreamedModel) -> None:
+        super().__init__(streamed.schedules())
+        self.why = (
+            "everything that it has captured ran in eager mode, as a warning said"
+            if streamed.graphs
+            else "Dynamo has captured nothing of it, as a warning said"
+            if streamed.called
+            else "it was not called since; call model(...) on a batch first (or a module in it)"
+        )
+        self.name = name
+
+    def __getitem__(self, index: Any) -> Any:
+        if not self and not isinstance(index, slice):
+            raise NoScheduleError(f"schedules(): {self.name} has none: {self.why}")
+        return super().__getitem__(index)
 
 
 def updates(model: nn.Module) -> dict[str, str]:
@@ -202,7 +263,7 @@ def updates(model: nn.Module) -> dict[str, str]:
     Raises:
         ModelError: the model is not megacompiled.
     """
-    return {name: way.value for name, way in _streamed(model, "updates").updates.ways.items()}
+    return {name: way.value for name, way in streamed_model(model, "updates").updates.ways.items()}
 
 
 def trace(*models: nn.Module, hardware: Hardware | None = None) -> Trace:
@@ -233,7 +294,7 @@ def trace(*models: nn.Module, hardware: Hardware | None = None) -> Trace:
     names: dict[str, int] = {}
     traced = []
     for model in dict.fromkeys(models):
-        streamed = _streamed(model, "trace")
+        streamed = streamed_model(model, "trace")
         name = type(model).__name__
         names[name] = names.get(name, 0) + 1
         if names[name] > 1:
@@ -243,7 +304,7 @@ def trace(*models: nn.Module, hardware: Hardware | None = None) -> Trace:
         traced.append(Traced(name, streamed.machine, streamed.schedules, cost))
     found = Trace(traced, hardware)
     for model in models:
-        _TRACES[_streamed(model, "trace")] = ref(found)
+        _TRACES[streamed_model(model, "trace")] = ref(found)
     return found
 
 
@@ -280,7 +341,7 @@ def explain(
             train_step(model, optimizer)
         print(megacompile.explain(model))
     """
-    streamed = _streamed(model, "explain")
+    streamed = streamed_model(model, "explain")
     name = type(model).__name__
     planned, made = _newest(streamed)
     if not made:
@@ -332,23 +393,14 @@ def _newest(streamed: StreamedModel) -> tuple[list[Planned], list[Schedule]]:
     return planned, schedules
 
 
-def _streamed(model: nn.Module, caller: str) -> StreamedModel:
-    inner = compat.without_torch_compile(model)
-    streamed = compat.compiled_call(inner)
-    if not isinstance(streamed, StreamedModel):
-        raise ModelError(
-            f"{caller}(): {type(model).__name__} is not megacompiled; "
-            "call model = megacompile(model) first"
-        )
-    return streamed
-
-
 @contextlib.contextmanager
 def accumulate(model: nn.Module) -> Iterator[None]:
     """Mark the backward of a micro-batch that is not the last, with `optimizer=`.
 
     Its gradients go to the host, as they do without `megacompile(model, optimizer=...)`. The next
-    backward outside of `accumulate` adds them and makes the update.
+    backward outside of `accumulate` adds them and makes the update. Without such a one,
+    `optimizer.step()` makes it. In the loops of Accelerate, Trainer and TRL there is nothing to
+    mark: which micro-batch is the last is read where Accelerate notes it.
 
     Raises:
         ModelError: the model is not megacompiled, or does not update in the backward.
@@ -368,8 +420,8 @@ def accumulate(model: nn.Module) -> Iterator[None]:
             f"accumulate(): {type(model).__name__} was not megacompiled with optimizer=...; "
             "without it every backward accumulates, and there is nothing to mark"
         )
-    before, updates.accumulating = updates.accumulating, True
+    before, updates.marked = updates.marked, True
     try:
         yield
     finally:
-        updates.accumulating = before
+        updates.marked = before

@@ -24,6 +24,10 @@ class OptionTypeError(OptionError, TypeError):
     """An option of `megacompile()` has the wrong type."""
 
 
+class CheckpointError(MegacompileError, RuntimeError):
+    """A checkpoint is not whole, does not fit the model, or cannot be read or written."""
+
+
 class HostMemoryError(MegacompileError, MemoryError):
     """The host has too little memory. Raised before anything is allocated."""
 
@@ -34,6 +38,10 @@ class DeviceMemoryError(MegacompileError, RuntimeError):
 
 class ScheduleError(MegacompileError, RuntimeError):
     """A schedule has a hazard or an inconsistency. The message marks it in the schedule."""
+
+
+class NoScheduleError(MegacompileError, IndexError):
+    """A schedule was asked for, and none has run yet. The message says why."""
 
 
 class BackwardError(MegacompileError, RuntimeError):

@@ -7,11 +7,18 @@ import warnings
 import torch
 from torch import nn
 
+from megacompile import compat
 from megacompile.errors import ModelError, OptionError
+from megacompile.packed import leaves, packed_parameters
 
 
-def check_model(model: object) -> None:
-    """Raise `ModelError` for what cannot be streamed."""
+def check_model(model: object, *, meta: bool = False) -> None:
+    """Raise `ModelError` for what cannot be streamed.
+
+    Args:
+        model: what the user gave.
+        meta: parameters may be on meta, because they are about to get values.
+    """
     if not isinstance(model, nn.Module):
         raise ModelError(
             f"megacompile(): got {type(model).__name__}; needed a torch.nn.Module "
@@ -29,9 +36,17 @@ def check_model(model: object) -> None:
             f"megacompile(): {name} has no parameters; needed at least one to stream "
             "(lazy modules get theirs in a first call)"
         )
+    packed = {id(param) for _, _, param in packed_parameters(model)}
     for param_name, param in params.items():
-        _check_parameter(f"{name}.{param_name}", param)
-    _refuse_shared_memory(name, params)
+        if id(param) in packed:
+            _check_packed(f"{name}.{param_name}", param)
+        else:
+            _check_parameter(f"{name}.{param_name}", param, meta=meta)
+    leaf_of = {id(leaf.tensor): leaf for leaf in leaves(model)}
+    for leaf in leaf_of.values():
+        if leaf.packed:
+            _check_parameter(f"{name}.{leaf.name}", leaf.tensor, meta=meta)
+    _refuse_shared_memory(name, {leaf.name: leaf.tensor for leaf in leaf_of.values()})
     for module_name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise ModelError(
@@ -40,29 +55,46 @@ def check_model(model: object) -> None:
             )
 
 
-def _check_parameter(name: str, param: nn.Parameter) -> None:
+def _check_packed(name: str, param: nn.Parameter) -> None:
+    if param.requires_grad:
+        raise ModelError(
+            f"megacompile(): parameter {name} is a {type(param).__name__} that requires grad; "
+            "needed a frozen one, as its packed data have no gradients; use "
+            "requires_grad_(False), and train adapters (LoRA) beside it"
+        )
+
+
+def _check_parameter(name: str, param: torch.Tensor, *, meta: bool) -> None:
     where = f"megacompile(): parameter {name}"
     if isinstance(param, nn.parameter.UninitializedParameter):
         raise ModelError(f"{where} is not initialized yet; call the model once first")
-    if param.device.type == "meta":
+    if param.device.type == "meta" and not meta:
         raise ModelError(
-            f"{where} is on the meta device and has no data; "
-            "use model.to_empty(device='cpu') and initialize or load it"
+            f"{where} came to be on the meta device after megacompile(), and has no data; "
+            "needed one in memory: model.to_empty(device='cpu'), and initialize or load it"
+        )
+    if param.is_meta and (compat.gradient_hooks(param) or compat.post_accumulate_hooks(param)):
+        raise ModelError(
+            f"{where} is on the meta device and has hooks, which would be lost when it gets "
+            "memory; register them after megacompile()"
         )
     if param.layout is not torch.strided:
         raise ModelError(f"{where} has layout {param.layout}; needed a dense one; use .to_dense()")
     if param.is_quantized or type(param.data) is not torch.Tensor:
         kind = "quantized" if param.is_quantized else type(param.data).__name__
         raise ModelError(
-            f"{where} is {kind}; needed an ordinary dense tensor; "
-            "megacompile the model before quantizing, or dequantize it"
+            f"{where} is {kind}; needed an ordinary dense tensor, or a packed one that can be "
+            "taken apart (as those of torchao and bitsandbytes); megacompile the model before "
+            "quantizing, or dequantize it"
         )
 
 
-def _refuse_shared_memory(model: str, params: dict[str, nn.Parameter]) -> None:
+def _refuse_shared_memory(model: str, params: dict[str, torch.Tensor]) -> None:
     """Two parameters in the same memory are one to the optimizer; in buckets they would be two."""
     spans = []
     for name, param in params.items():
+        if param.is_meta:  # no memory: it gets some of its own
+            continue
         last = sum(
             (size - 1) * step for size, step in zip(param.shape, param.stride(), strict=True)
         )
@@ -117,7 +149,7 @@ def warn_of_rounding(model: nn.Module) -> None:
 
 def host_rows(model: nn.Module, *, gradients: bool = True) -> list[tuple[str, int]]:
     """What `megacompile()` will need of host memory beyond what the model holds there now."""
-    params = list(model.parameters())
+    params = list({id(leaf.tensor): leaf.tensor for leaf in leaves(model)}.values())
     size = {id(p): p.numel() * p.dtype.itemsize for p in params}
     moved = sum(size[id(p)] for p in params if p.device.type != "cpu")
     largest = max(size.values())

@@ -1,8 +1,8 @@
-"""Graph in, graph out: one pass a file, named by a verb.
+"""Graph in, graph out: one pass a file.
 
 rebase -> causal -> chunk -> partition -> templates -> differentiate -> plan -> split ->
-recompute -> offload_saved -> offload_grad -> norms -> device_update -> update_graph (or update,
-instead of these four) -> prefetch -> slots -> free -> tokens -> lower
+recompute -> offload_saved -> offload_grad -> norms -> device_update -> update_graph (or
+update_in_backward, instead of these four) -> prefetch -> slots -> free -> tokens -> lower
 
 The first three take what was captured and return another capture. The others take a `Schedule` and
 return another one, on a copy of its graphs. `megacompile.plan` runs them.

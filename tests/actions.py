@@ -316,7 +316,8 @@ class _Reader:
         )
 
     def _offload_state(self, label: str) -> None:
-        given = (self.buckets[label], self.states[label])
+        given: tuple[Any, ...] = (self.buckets[label], self.states[label])
+        given += (self.norms[label],) if label in self.norms else ()
         ops.call(self.graph, ops.offload_state, *given, name=f"so{_name(label)}")
 
     def _weights(self, stage: Stage) -> tuple[fx.Node | None, ...]:

@@ -44,8 +44,8 @@ from megacompile.passes.schedule.recompute import insert_recompute
 from megacompile.passes.schedule.slots import assign_slots
 from megacompile.passes.schedule.split import split_stages
 from megacompile.passes.schedule.tokens import insert_tokens
-from megacompile.passes.schedule.update import insert_updates
 from megacompile.passes.schedule.update_graph import insert_update_graph
+from megacompile.passes.schedule.update_in_backward import insert_updates
 from megacompile.passes.stages.partition import partition
 from megacompile.passes.stages.templates import TemplateCache, trace_templates
 from megacompile.passes.stages.units import UNIT_LIMIT_BYTES, find_units
@@ -186,7 +186,7 @@ def after_templates(
 ) -> dict[str, Pass]:
     """The passes that need nothing but a schedule whose stages have templates, in order.
 
-    With `update` the gradients are not offloaded; `norms` sends their norms along, else.
+    With `update` the gradients are not offloaded. `norms` sends their norms along, or alone.
     `device_update` is the share of the parameters that the step updates on the device.
     """
     gradients: dict[str, Pass] = {
@@ -201,9 +201,9 @@ def after_templates(
             state_bytes=lambda item_bytes: 10.0,
         )
         gradients = {"update": insert}
-    else:
-        if norms:
-            gradients["norms"] = insert_norms
+    if norms:
+        gradients["norms"] = insert_norms
+    if not update:
         gradients["device_update"] = functools.partial(
             insert_device_update, state_bytes=lambda item_bytes: 10.0
         )

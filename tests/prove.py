@@ -284,7 +284,7 @@ def hand_made(count: int, seed: int) -> list[Schedule]:
             update=rng.random() < 0.3,
             masters=rng.random() < 0.3,
         )
-        norms = not spec.update and rng.random() < 0.3
+        norms = rng.random() < 0.3
         buckets = frozenset() if spec.update else some(stages)
         found.append(
             build(

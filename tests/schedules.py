@@ -458,11 +458,15 @@ class _Backward:
         """The update, whose results go to the host; gives the node."""
         graph = self.graph
         given = None if self.spec.masters else weights
+        norms = []
+        if self.spec.norms:
+            norms = [call(graph, ops.norm_grad, bucket, gradients, False)]
         updated = call(graph, ops.update, bucket, given, gradients, states[1])
         updated.meta["value"] = STATE
         for node in (*states, gradients):
             call(graph, ops.free, node)
-        self.later.append((updated, call(graph, ops.offload_state, bucket, updated)))
+        offload = call(graph, ops.offload_state, bucket, updated, *norms)
+        self.later += [(value, offload) for value in [updated, *norms]]
         return updated
 
     def _free_later(self, op: Callable[..., Any] = ops.free) -> None:

@@ -12,8 +12,8 @@ from megacompile.passes.schedule.offload_grad import offload_gradients
 from megacompile.passes.schedule.prefetch import insert_prefetch
 from megacompile.passes.schedule.slots import assign_slots
 from megacompile.passes.schedule.tokens import insert_tokens
-from megacompile.passes.schedule.update import insert_updates
 from megacompile.passes.schedule.update_graph import insert_update_graph
+from megacompile.passes.schedule.update_in_backward import insert_updates
 from tests.actions import apply, parse
 
 LINE = "0F 1F 2F | 2B 1RECOMPUTE 1B 0RECOMPUTE 0B"

@@ -234,7 +234,7 @@ class Machine(Layout):
 
         return run, total
 
-    def _norm_grad(self, bucket: Bucket, gradients: Any) -> tuple[Run, Value]:
+    def _norm_grad(self, bucket: Bucket, gradients: Any, largest: bool = True) -> tuple[Run, Value]:
         of = dict(self.group(gradients).of)
         if not of.keys() >= set(self.gradient_params[bucket.key]):
             raise Crash("norms of what is not there")
@@ -297,10 +297,13 @@ class Machine(Layout):
 
         return run, buffers
 
-    def _offload_state(self, bucket: Bucket, updated: Any) -> tuple[Run, Value]:
+    def _offload_state(self, bucket: Bucket, updated: Any, norms: Any = None) -> tuple[Run, Value]:
         cell = self._buffer(bucket, updated).cell
         host = [self.persistent["params", bucket.key], self.persistent["states", bucket.key]]
-        return self._copies([(into, cell) for into in host]), None
+        pairs = [(into, cell) for into in host]
+        if norms is not None:
+            pairs.insert(0, (self.persistent["norms", bucket.key], self.tensor(norms)))
+        return self._copies(pairs), None
 
     # The step, of what lies where it is.
 

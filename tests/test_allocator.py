@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -18,7 +19,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the allocator was told, in a process where nobody has told it anything."""
     told: list[str] = []
     for name in NAMES:
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # put back at the end
     monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", str, raising=False)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append, raising=False)
     return told
@@ -27,6 +28,22 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_segments_may_grow(said: list[str]) -> None:
     assert compat.use_expandable_segments()
     assert said == ["expandable_segments:True"]
+    assert [os.environ[name] for name in NAMES] == 2 * ["expandable_segments:True"]
+
+
+def test_not_where_memory_was_taken_before(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever took it (an engine with memory pools of its own) has asked the environment before."""
+    taken = {"segment.all.allocated": 0}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: taken if device else {})
+    taken["segment.all.allocated"] = 3
+    assert not compat.use_expandable_segments()
+    assert said == [] and os.environ[NAMES[0]] == ""
+    taken["segment.all.allocated"] = 0
+    assert compat.use_expandable_segments()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -50,6 +67,8 @@ import torch
 from megacompile import megacompile
 model = megacompile(torch.nn.Linear(64, 64), progress=False)
 model(torch.ones(2, 64, device="cuda")).sum().backward()
+import os
+assert "expandable_segments:True" in os.environ["PYTORCH_CUDA_ALLOC_CONF"]
 print(all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()))
 """
 
@@ -57,7 +76,12 @@ print(all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()))
 @pytest.mark.gpu
 def test_segments_grow_on_the_gpu() -> None:
     """In a process of its own: it is a setting of the process, made before the first allocation."""
+    environment = {k: v for k, v in os.environ.items() if k not in NAMES}
     done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, check=True
+        [sys.executable, "-c", _SCRIPT],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.strip() == "True"

@@ -54,7 +54,7 @@ class Meta(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(2, 2)
-        self.other = nn.Linear(2, 2, device="meta")
+        self.other = nn.Parameter(torch.empty(2, 2, device="meta"))
 
 
 def _sparse_parameter() -> nn.Module:
@@ -94,7 +94,7 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "none": (lambda: None, "got NoneType ... needed a torch.nn.Module"),
     "no parameters": (lambda: nn.Sequential(nn.ReLU()), "Sequential has no parameters ... needed"),
     "lazy": (lambda: nn.LazyLinear(2), "LazyLinear.weight is not initialized ... call the model"),
-    "meta": (Meta, "Meta.other.weight is on the meta device ... to_empty"),
+    "meta": (Meta, "tensors of Meta were on meta ... get no values: other; needed a checkpoint"),
     "sparse": (_sparse_parameter, "Linear.extra has layout torch.sparse_coo ... .to_dense()"),
     "quantized": (_quantized_parameter, "Linear.extra is quantized ... dequantize"),
     "subclass": (_wrapped_parameter, "Linear.extra is Wrapped ... ordinary dense tensor"),

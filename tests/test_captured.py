@@ -49,7 +49,7 @@ class Compiler:
     def needs(self) -> str:
         return ""
 
-    def keep(self, stages: Any, schedules: Any) -> None:
+    def retain(self, stages: Any, schedules: Any) -> None:
         pass
 
     def rest(self, buckets: Any, resident: Any) -> Schedule:

@@ -254,3 +254,58 @@ def test_it_runs_as_a_module() -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("megacompile trace: there is no file 'nowhere.py'")
     assert done.stdout == ""
+
+
+# --- mistakes are answered at once
+
+MISTAKES = [
+    ["frobnicate"],
+    ["--help"],
+    ["plan", "--help"],
+    ["plan"],
+    ["plan", "nowhere"],
+    ["plan", "nowhere.json"],
+    ["plan", "model.gguf"],
+    ["plan", "a:b", "--gpu", "tpu"],
+    ["plan", "a:b", "--gpu-memory", "24"],
+    ["plan", "a:b", "--host-memory", "much"],
+    ["plan", "a:b", "--batch", "0"],
+    ["demo", "--width", "33"],
+    ["demo", "--nonsense"],
+    ["trace", "nowhere.py"],
+    ["trace", "--save", "step.txt", "nowhere.py"],
+    ["hardware", "--nonsense"],
+]
+
+
+def test_mistakes_are_found_without_torch() -> None:
+    """Importing it takes seconds."""
+    code = f"""
+import contextlib, io, sys
+from megacompile.cli import main
+for argv in {MISTAKES}:
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            code = main(argv)
+        except SystemExit as end:
+            code = end.code
+    assert code == (0 if "--help" in argv else 2), (argv, code)
+    assert "torch" not in sys.modules, argv
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_the_package_imports_torch_when_it_is_needed() -> None:
+    code = """
+import sys
+import megacompile
+assert "torch" not in sys.modules
+assert set(megacompile.__all__) <= set(dir(megacompile))
+assert not hasattr(megacompile, "nonsense") and "torch" not in sys.modules
+assert megacompile.errors.MegacompileError is megacompile.MegacompileError
+assert megacompile.compat.__name__ == "megacompile.compat"
+for name in megacompile.__all__:
+    assert getattr(megacompile, name).__module__.startswith("megacompile."), name
+assert "torch" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

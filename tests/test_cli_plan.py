@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from megacompile.cli import main, target
-from megacompile.cli.plan import _long
+from megacompile.cli import main, plan, target
+from megacompile.cli.run_plan import _long
+from megacompile.options import Activations
 
 pytest.importorskip("transformers")
 
@@ -80,6 +81,20 @@ def test_it_prints_what_is_asked_for(config: str, capsys: pytest.CaptureFixture[
     ):
         assert words in out.replace("3e+09", "3e9").replace("3e09", "3e9"), words
     assert max(map(len, out.splitlines()[1:])) <= 100
+
+
+def test_of_experts_a_token_passes_a_part(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experts = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **experts}))
+    made = target.build(str(tmp_path), batch=2, seq=16, dtype=None)
+    held = {n: p.numel() for n, p in made.model.named_parameters() if ".experts." in n}
+    active = made.parameters - sum(held.values()) * 6 // 8
+    found = answer(capsys, str(tmp_path), *SMALL)
+    assert found["active_parameters"] == active
+    assert found["tflop_s"] == pytest.approx(6 * active * found["tokens_per_s"] / 1e12)
+    assert f"({active / 1e9:,.3g} B active a token)" in _printed(capsys, str(tmp_path), *SMALL)
 
 
 def test_options_of_the_optimizer(config: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,7 +220,10 @@ def _printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["CONFIG", "--seq", "128"], "the config has max_position_embeddings 64"),
         (["EMPTY"], "has no model_type"),
         (["TEXT"], "is no JSON"),
-        (["UNKNOWN"], "transformers: ValueError"),
+        (["UNKNOWN"], "has no model_type 'qwen33'; nearest: qwen3, "),
+        (["model.Q4_K_M.gguf"], "is a GGUF file: quantized weights for inference; needed the conf"),
+        (["model.safetensors"], "is a file of weights; needed the config"),
+        (["FOLDER"], "config.json' (the folder has .gguf files, which are weights alone)"),
     ],
 )
 def test_errors_are_one_line_and_code_2(
@@ -215,13 +233,45 @@ def test_errors_are_one_line_and_code_2(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    files = {"EMPTY": "{}", "TEXT": "hello", "UNKNOWN": '{"model_type": "no such model"}'}
+    files = {"EMPTY": "{}", "TEXT": "hello", "UNKNOWN": '{"model_type": "qwen33"}'}
     for name, text in files.items():
         (tmp_path / f"{name}.json").write_text(text)
     names = {"CONFIG": config, **{name: str(tmp_path / f"{name}.json") for name in files}}
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "model.gguf").touch()
+    names["FOLDER"] = str(tmp_path / "weights")
     assert main(["plan", *(names.get(arg, arg) for arg in argv)]) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
+
+
+def test_three_model_types_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "lama"}')
+    assert main(["plan", str(tmp_path)]) == 2
+    nearest = capsys.readouterr().err.strip().partition("nearest: ")[2].split(", ")
+    assert len(nearest) == 3 and "llama" in nearest
+
+
+def test_an_error_of_transformers_is_whole(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of several lines, where the last ones say what was wrong with which field."""
+    from transformers import AutoConfig
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("Validation error for field 'hidden_size':\n  expected int, got str")
+
+    monkeypatch.setattr(AutoConfig, "for_model", refuse)
+    assert main(["plan", config]) == 2
+    error = capsys.readouterr().err
+    assert error.endswith(
+        "transformers: ValueError: Validation error for field 'hidden_size':\n"
+        "  expected int, got str\n"
+    )
+
+
+def test_the_activations_are_those_of_the_options() -> None:
+    assert plan.ACTIVATIONS == tuple(a.value for a in Activations)
 
 
 def test_the_configs_of_the_examples_are_the_models_they_are_named_for() -> None:

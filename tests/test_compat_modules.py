@@ -207,3 +207,9 @@ def test_collectives_are_asked_for(group: None, monkeypatch: pytest.MonkeyPatch)
     dist.all_reduce(tensor)
     dist.broadcast(tensor, src=0)
     assert len(asked) >= 2 and all(each is tensor for each in asked)
+
+
+def test_forward_hooks_are_where_torch_keeps_them() -> None:
+    layer = nn.Linear(1, 1)
+    handle = layer.register_forward_hook(print)
+    assert compat.forward_hooks_of(layer) == {handle.id: print}

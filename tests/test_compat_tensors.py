@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from megacompile import compat
+from tests.quantized import Int8, Packed
 
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 aten = torch.ops.aten
@@ -271,11 +273,37 @@ def test_the_allocator_is_set_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hasattr(torch._C, "_accelerator_getAllocatorSettings") == (VERSION >= (2, 12))
 
 
+def test_wrappers_are_taken_apart_and_put_together() -> None:
+    assert compat.is_wrapper_class(Int8)
+    assert not any(map(compat.is_wrapper_class, (torch.Tensor, nn.Parameter, Packed)))
+    weight = Int8.of(torch.eye(3))
+    names, context = compat.flatten_wrapper(weight)
+    parts = {name: getattr(weight, name) for name in names}
+    assert [*parts] == ["data8", "scale"]
+    again = compat.unflatten_wrapper(Int8, parts, context, weight.shape, weight.stride())
+    assert isinstance(again, Int8) and again.scale is weight.scale
+
+
 def test_the_profiler_is_seen() -> None:
     assert not compat.profiler_enabled()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert compat.profiler_enabled()
     assert not compat.profiler_enabled()
+
+
+def test_memory_is_exchanged_in_place() -> None:
+    """Both tensors stay the objects that they are, with what others keep of them."""
+    a: Any = torch.nn.Parameter(torch.empty(2, device="meta"))
+    b = torch.nn.Parameter(torch.ones(3))
+    a.mark = "a"
+    reference = weakref.ref(a)
+    compat.exchange_memory(a, b)
+    assert id(reference()) == id(a) and a.tolist() == [1.0] * 3 and b.is_meta
+    assert a.mark == "a" and a.requires_grad
+    a.sum().backward()
+    assert a.grad is not None and a.grad.tolist() == [1.0] * 3
+    compat.exchange_memory(a, b)
+    assert a.is_meta and a.shape == (2,)
 
 
 def test_the_default_device_is_left() -> None:

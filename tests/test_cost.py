@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from megacompile import compat, megacompile, schedules
+from megacompile.cost.aten import flops_of
 from megacompile.cost.fusion import analyse
 from megacompile.cost.hardware import H200, Hardware
 from megacompile.cost.kernels import Analysis, Kernel, Kind
@@ -23,6 +24,21 @@ UNIT = Hardware("unit", 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0)  # 1 TFLOP/s, 1 GB/s
 HALF = torch.bfloat16
 N = 64
 SQUARE = N * N * 2  # bytes of a (64, 64) bf16 matrix
+
+
+@torch.library.custom_op("tests::packed_mm", mutates_args=())
+def packed_mm(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """A product with weights of which two lie in each number, that no registry knows."""
+    return x.new_zeros(x.shape[0], 2 * packed.shape[0])
+
+
+packed_mm.register_fake(lambda x, packed: x.new_empty(x.shape[0], 2 * packed.shape[0]))
+
+
+def test_products_with_packed_weights_are_counted() -> None:
+    graph = traced(packed_mm, (8, N), (N, N))
+    (node,) = [node for node in graph.nodes if "packed_mm" in str(node.target)]
+    assert flops_of(node) == 2 * 8 * 2 * N * N
 
 
 def traced(function: Callable[..., Any], *shapes: tuple[int, ...], dtype: Any = HALF) -> fx.Graph:

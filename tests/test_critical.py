@@ -15,6 +15,7 @@ from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.tracing import critical_path
+from megacompile.tracing.describe import describe
 from megacompile.tracing.prediction import predicted_steps
 from megacompile.tracing.timeline import (
     HOST,
@@ -22,7 +23,6 @@ from megacompile.tracing.timeline import (
     Span,
     Timeline,
     cut,
-    describe,
 )
 from tests.zoo import Stack, scheduled
 

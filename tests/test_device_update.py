@@ -340,7 +340,7 @@ def test_what_is_on_its_way_lands_before_its_memory_goes() -> None:
     bucket.pending.start(Flight(future, "embed", {0: torch.ones(1)}), [0], [])
     machine.device_update.flying.append(bucket)
     threading.Timer(0.1, future.set_result, [None]).start()
-    machine.device_update.land()
+    machine.device_update.wait_for_copies()
     assert future.done()
     assert bucket.pending.in_flight is None and machine.device_update.flying == []
 

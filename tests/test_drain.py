@@ -346,7 +346,7 @@ def test_the_forward_reads_parked_parameters_where_they_are(
     ) -> Landing:
         write_back(host, buffers, self._sources(host), [], None)
         landing = Landing(host, Event(0), Event(0))  # type: ignore[arg-type]
-        host.pending.land(landing, list(buffers), [])
+        host.pending.start_copies(landing, list(buffers), [])
         landed.append((host.flat, host.flat.clone()))
         host.flat.fill_(255)  # NaN
         return landing

@@ -15,7 +15,8 @@ import torch
 from megacompile.cli import main
 from megacompile.cost import probe, rates
 from megacompile.cost.hardware import H200, Hardware
-from megacompile.cost.known import NAMES, known
+from megacompile.cost.known import known
+from megacompile.cost.sheets import NAMES
 from megacompile.errors import OptionError
 from megacompile.host_memory import total_bytes
 

@@ -184,9 +184,9 @@ USES: dict[str, Callable[[Any], Any]] = {
     "a product": lambda m: m.head.weight.grad * 2,
     "norm": lambda m: m.head.weight.grad.norm(),
     "item": lambda m: m.head.bias.grad[0].item(),
-    "clip_grad_norm_": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0),
+    "clip_grad_norm_ by another norm": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0, 1),
     "clip_grad_value_": lambda m: nn.utils.clip_grad_value_(m.parameters(), 1.0),
-    "mul_": lambda m: m.head.weight.grad.mul_(2),
+    "add_": lambda m: m.head.weight.grad.add_(2),
     "deepcopy": lambda m: copy.deepcopy(m.head.weight.grad),
 }
 
@@ -200,6 +200,74 @@ def test_a_gradient_that_is_gone_says_so(use: str) -> None:
     assert streamed.head.weight.grad.shape == (WIDTH, WIDTH)
     theirs.step()
     assert streamed.head.weight.grad is None
+
+
+# --- the norm of the gradients, which loops log
+
+
+NORMS: dict[str, Callable[[nn.Module], Tensor]] = {
+    "clip_grad_norm_": lambda m: nn.utils.clip_grad_norm_(m.parameters(), torch.inf),
+    "not foreach": lambda m: nn.utils.clip_grad_norm_(m.parameters(), torch.inf, foreach=False),
+    "get_total_norm": lambda m: nn.utils.get_total_norm(
+        [p.grad for p in m.parameters() if p.grad is not None]
+    ),
+    "of one": lambda m: torch.linalg.vector_norm(m.get_parameter("head.weight").grad),
+    "a limit above it": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1e6),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("micro", [1, 2])
+def test_the_norm_is_that_of_the_plain_loop(norm: str, micro: int) -> None:
+    (plain, mine), (streamed, theirs) = pair()
+    for i in range(3):
+        found = []
+        for model, optimizer in ((plain, mine), (streamed, theirs)):
+            for k in range(micro):
+                waits = model is streamed and k + 1 < micro
+                with accumulate(model) if waits else contextlib.nullcontext():
+                    model(**batch(micro * i + k)).backward()
+            found.append(NORMS[norm](model))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert found[1].shape == () and found[1].dtype == found[0].dtype
+        torch.testing.assert_close(*found, rtol=1e-5, atol=0)
+    assert_close(plain, streamed)
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+def test_clipping_comes_too_late(foreach: bool | None) -> None:
+    streamed, theirs = gone()
+    with pytest.raises(OptimizerError, match=r"cannot be multiplied by 0.*made the update.*inf"):
+        nn.utils.clip_grad_norm_(streamed.parameters(), 1e-3, foreach=foreach)
+    theirs.step()
+
+
+def test_the_norm_with_gradients_of_others() -> None:
+    """Of a part that the optimizer of the model does not update, and of one that is lazy."""
+    (plain, _), (streamed, _) = pair()
+    other = nn.Linear(3, 3)
+    lazy = megacompile(copy.deepcopy(plain), device="cpu", lowering="eager")
+    norms = []
+    for model in (plain, streamed):
+        lazy.zero_grad()
+        other.zero_grad()
+        model(**batch(0)).backward()
+        other(torch.ones(3)).sum().backward()
+        lazy(**batch(1)).backward()
+        params = [*model.parameters(), *other.parameters(), *lazy.parameters()]
+        norms.append(nn.utils.clip_grad_norm_(params, torch.inf))
+    torch.testing.assert_close(*norms)
+
+
+def test_zero_grad_zeroes_those_of_others() -> None:
+    _, (streamed, _) = pair()
+    other = nn.Linear(3, 3)
+    optimizer = SGD([*streamed.parameters(), *other.parameters()], foreach=True)
+    streamed(**batch(0)).backward()
+    other(torch.ones(3)).sum().backward()
+    optimizer.zero_grad(set_to_none=False)
+    assert other.weight.grad is not None and not other.weight.grad.any()
 
 
 @pytest.mark.parametrize("several", [False, True])

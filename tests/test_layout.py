@@ -25,6 +25,7 @@ FLOORS = (
     ("compat",),
     ("ir",),
     ("runtime.optim",),  # what an optimizer is: options, cost and the runtime ask
+    ("packed",),
     ("log", "options", "validate"),
     ("cost",),
     ("tracing",),
@@ -36,12 +37,14 @@ FLOORS = (
     ("passes.schedule",),
     ("plan",),
     ("runtime.device",),
+    ("runtime.checkpoint",),  # what fills the buckets of a model
     ("runtime.params",),
     ("runtime.updates",),
     ("runtime.ops",),
     ("runtime.step",),
     ("runtime.model",),
     ("api",),
+    ("lifetime",),
     ("cli",),
     ("", "__main__"),
 )

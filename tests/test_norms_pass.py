@@ -1,4 +1,4 @@
-"""`insert_norms`: the norms of what is offloaded, taken while it is on the device."""
+"""`insert_norms`: the norms of what leaves a backward, taken while it is on the device."""
 
 from __future__ import annotations
 
@@ -49,6 +49,19 @@ def test_a_stage_of_several_buckets_has_norms_of_each() -> None:
     )
 
 
+def test_the_norms_of_what_an_update_takes() -> None:
+    """The docstring's second example; the norm is of the sum, and of no largest value."""
+    line = "0FETCH_GRAD 0FETCH_STATE 0B 0ADD_GRAD 0UPDATE 0OFFLOAD_STATE"
+    schedule = measured(f"0F | {line}")
+    assert text(schedule) == f"0F | {line.replace('0UPDATE', '0NORM_GRAD 0UPDATE')}"
+    assert schedule.backward is not None
+    (norm,) = ops.nodes_of(schedule.backward, ops.norm_grad)
+    (update,) = ops.nodes_of(schedule.backward, ops.update)
+    (offload,) = ops.nodes_of(schedule.backward, ops.offload_state)
+    assert norm.args[1] is update.args[2] and norm.args[2] is False
+    assert offload.args[1:] == (update, norm)
+
+
 @pytest.mark.parametrize("line", ["0F 1F", "0F 1F | 1B 0B"])
 def test_without_offloads_nothing_changes(line: str) -> None:
     assert text(measured(line)) == line
@@ -62,6 +75,17 @@ def test_the_whole_pipeline_with_norms_is_safe(made: Any, accumulate: bool) -> N
     assert hazards(schedule) == []
     assert schedule.backward is not None
     offloads = ops.nodes_of(schedule.backward, ops.offload_grad)
+    assert offloads and all(len(ops.arguments(node)) == 3 for node in offloads)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("made", [zoo.stack, zoo.tied, zoo.shared, zoo.frozen])
+def test_updates_with_norms_are_safe(made: Any, accumulate: bool) -> None:
+    model, inputs = made()
+    schedule = capture(model, **inputs).build(norms=True, update=True, accumulate=accumulate)
+    assert hazards(schedule) == []
+    assert schedule.backward is not None
+    offloads = ops.nodes_of(schedule.backward, ops.offload_state)
     assert offloads and all(len(ops.arguments(node)) == 3 for node in offloads)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 import megacompile
 from megacompile import Trace, schedules, trace
+from megacompile.cost.memory import Kind, device_memory
 from megacompile.errors import ModelError, TraceError
 from megacompile.ir import ops, values
 from megacompile.ir.ops.sizes import value_bytes
@@ -23,10 +24,11 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code
 from megacompile.runtime.updates.update import BucketUpdate
 from megacompile.tracing import recorder
+from megacompile.tracing.describe import describe
 from megacompile.tracing.recorder import Recording, Tracer, _Clock
-from megacompile.tracing.timeline import HOST, Span, covered_s, describe, live_bytes
+from megacompile.tracing.timeline import HOST, Span, covered_s
 from tests import inside
-from tests.schedules import ACTIVATION, WEIGHT, Spec, build, find
+from tests.schedules import ACTIVATION, WEIGHT, Spec, build
 from tests.zoo import Made, Stack, batchnorm, dropout, stack, step, tied, twins
 
 QUIET = (ops.free, ops.defer_free, ops.begin)
@@ -436,37 +438,31 @@ def test_what_overlaps_counts_once() -> None:
     assert covered_s([]) == 0
 
 
-def test_live_bytes_of_a_forward() -> None:
+def test_memory_of_a_forward() -> None:
     """Two slots; each stage makes an output, and the one before dies behind it."""
     schedule = build(Spec(stages=3, training=False))
-    live = live_bytes(schedule, schedule.forward)
+    found = {info.name: info.memory_bytes for info in describe(schedule, "forward")}
     slots, y = 2 * WEIGHT.size_bytes, ACTIVATION.size_bytes
     x = y  # the graph's input is counted: it is on the device
-    assert [live[find(schedule, "forward", f"{i}F")] - slots - x for i in range(3)] == [
-        y,
-        2 * y,
-        2 * y,
-    ]
-    infos = {info.name: info.live_bytes for info in describe(schedule, "forward")}
-    assert infos["1F"] == slots + x + 2 * y
+    assert [found[f"{i}F"] for i in range(3)] == [slots + x, slots + x + y, slots + x + y]
 
 
 @pytest.mark.parametrize("activations", ["recompute", "offload"])
-def test_live_bytes_end_with_what_is_returned(activations: str) -> None:
-    """After the last free of a backward only slots and the returned gradients are left."""
+def test_memory_ends_with_what_is_returned(activations: str) -> None:
+    """Behind the last free of a step only slots, inputs and the returned gradients are left."""
     _, model = twins(Stack(layers=6), activations=activations)
     step(model, stack()[1])
     (schedule,) = schedules(model)
-    graph = schedule.backward
-    assert graph is not None
-    graph = schedule.copy().backward
-    assert graph is not None
-    with graph.inserting_before(graph.output_node()):
-        last = ops.call(graph, ops.begin)
-    returned = sum(map(value_bytes, graph.output_node().all_input_nodes))
+    assert schedule.backward is not None
+    end = device_memory(schedule).end
+    inputs = sum(value_bytes(n) for n in schedule.forward.find_nodes(op="placeholder"))
+    returned = sum(map(value_bytes, schedule.backward.output_node().all_input_nodes))
     slots = sum(slot.size_bytes for slot in schedule.slots)
-    live = live_bytes(schedule, graph)
-    assert live[last] == slots + returned and min(live.values()) >= slots
+    assert {kind: size for kind, size in end.items() if size} == {
+        Kind.SLOTS: slots,
+        Kind.INPUTS: inputs,
+        **({Kind.GRADIENTS: returned} if returned else {}),
+    }
 
 
 # --- CUDA, played

@@ -17,6 +17,7 @@ from megacompile.passes.schedule.device_update import insert_device_update
 from megacompile.passes.schedule.free import insert_free
 from megacompile.passes.schedule.offload_grad import offload_gradients
 from megacompile.passes.schedule.update_graph import insert_update_graph, rest_of
+from megacompile.verify.proof import HazardKind, hazards
 from tests.actions import apply, frees, parse, text, waits
 
 LINE = "0F 1F 2F | 2B 1RECOMPUTE 1B 0RECOMPUTE 0B"
@@ -160,6 +161,20 @@ def test_the_rest_of_a_step_is_an_update_alone() -> None:
     assert ops.actions(update_of(schedule)) == "0UPDATE 1UPDATE HELP_HOST"
     (tokens,) = ops.returned(update_of(schedule))
     assert [ops.label(node) for node in tokens] == ["0UPDATE", "1UPDATE"]
+    assert hazards(schedule) == []
+
+
+def test_the_rest_of_a_step_is_verified() -> None:
+    """It must not begin before the gradients are there, nor leave a bucket out."""
+    buckets = list(parse("0F 1F").buckets)
+    hasty, short = (rest_of(buckets, frozenset(), helps=False) for _ in range(2))
+    (first, _) = ops.nodes_of(update_of(hasty), ops.update_host)
+    first.kwargs = {}
+    assert HazardKind.READ_TOO_EARLY in {hazard.kind for hazard in hazards(hasty)}
+    graph = update_of(short)
+    graph.output_node().args = (((ops.returned(graph)[0][0],),),)
+    graph.erase_node(ops.nodes_of(graph, ops.update_host)[1])
+    assert HazardKind.NOT_UPDATED in {hazard.kind for hazard in hazards(short)}
 
 
 # Gradients do not leave before the last reader of the weights: the update may begin then.

@@ -12,7 +12,7 @@ import torch
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.passes.schedule.prefetch import insert_prefetch
-from megacompile.passes.schedule.update import insert_updates
+from megacompile.passes.schedule.update_in_backward import insert_updates
 from megacompile.verify.proof import hazards
 from tests import zoo
 from tests.actions import apply, parse, text

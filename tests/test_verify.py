@@ -59,6 +59,7 @@ SPECS = [
     NORMS,
     replace(EVERYTHING, norms=True),
     UPDATING,
+    replace(UPDATING, norms=True, accumulate=True),
     replace(SHARED, update=True),
     replace(UPDATING, masters=True, reuse=True),
     replace(EVERYTHING, update=True),

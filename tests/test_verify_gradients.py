@@ -25,7 +25,9 @@ from tests.faults import (
     set_arg,
     without_after,
 )
-from tests.schedules import build, call, find
+from tests.schedules import Spec, build, call, find
+
+UPDATED_NORMS = Spec(update=True, norms=True, accumulate=True)
 
 # Edits of schedules.
 
@@ -221,6 +223,24 @@ FAULTS = [
         (
             ("freed too early", "backward", "2OFFLOAD_GRAD", "FREE"),
             ("freed too early", "backward", "2OFFLOAD_GRAD", "FREE"),
+        ),
+    ),
+    Fault(
+        "norms of other gradients than an update takes",
+        UPDATED_NORMS,
+        set_arg("backward", "2OFFLOAD_STATE", 2, node("backward", "3NORM_GRAD")),
+        (
+            ("use after free", "backward", "2OFFLOAD_STATE", "3NORM_GRAD"),
+            ("wrong gradients", "backward", "2OFFLOAD_STATE", "3NORM_GRAD"),
+        ),
+    ),
+    Fault(
+        "norms without what earlier backwards left",
+        UPDATED_NORMS,
+        set_arg("backward", "2NORM_GRAD", 1, node("backward", "d2_1")),
+        (
+            ("use after free", "backward", "2NORM_GRAD", "2B"),
+            ("wrong gradients", "backward", "2OFFLOAD_STATE", "2NORM_GRAD"),
         ),
     ),
     Fault(

@@ -30,6 +30,7 @@ SMALL = [
     Spec(stages=3, changes=frozenset({1}), keep=frozenset({0}), random=frozenset({1})),
     Spec(stages=3, norms=True),
     Spec(stages=3, update=True),
+    Spec(stages=3, update=True, norms=True),
     Spec(stages=3, update=True, accumulate=True, shared=True),
     Spec(stages=3, offload=frozenset({1, 2})),
     Spec(stages=3, offload=frozenset({0, 1}), keep=frozenset({1})),

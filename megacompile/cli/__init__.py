@@ -1,12 +1,15 @@
 """The command line: `python -m megacompile COMMAND`.
 
-A command is a module here with `NAME`, `HELP`, `arguments(parser)` and `run(args) -> int`; its
-docstring is what `--help` shows. A user's fault is one line on stderr and exit code 2.
+A command is two modules here. `NAME.py` has `NAME`, `HELP`, `arguments(parser)` and `check(args)`;
+its docstring is what `--help` shows. It imports no torch, so that help and mistakes are answered at
+once. `run_NAME.py` has `run(args) -> int`. A user's fault is one line on stderr and exit code 2,
+what a library says of it in full.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -52,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     module = next(module for module in COMMANDS if args.command == module.NAME)
     try:
-        return int(module.run(args))
+        module.check(args)
+        work = importlib.import_module(f"{__name__}.run_{module.NAME}")
+        return int(work.run(args))
     except (MegacompileError, OSError) as error:
         print(f"megacompile {module.NAME}: {error}", file=sys.stderr)
         return 2

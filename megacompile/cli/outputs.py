@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megacompile.errors import OptionError
-from megacompile.tracing import perfetto, plot
-from megacompile.tracing.timeline import Timeline
 
 _DRAWN = (".png", ".svg", ".pdf")
 
@@ -41,14 +38,6 @@ def check(paths: Sequence[Path]) -> None:
             raise OptionError(f"--save {path}: got the ending {path.suffix!r}; needed {known}")
         if not path.parent.is_dir():
             raise OptionError(f"--save {path}: there is no folder {str(path.parent)!r}")
-
-
-def write(measured: Timeline, predicted: Timeline | None, paths: Sequence[Path]) -> None:
-    """Write each of the files, and say so on stderr."""
-    for path in paths:
-        save = perfetto.save if path.suffix == ".json" else plot.draw
-        save(path, measured, predicted)
-        print(f"wrote {path}", file=sys.stderr)
 
 
 def print_json(value: Any) -> None:

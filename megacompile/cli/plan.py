@@ -13,40 +13,21 @@ Exit code: 0 if it fits, 1 if it does not, 2 if it cannot be planned.
 from __future__ import annotations
 
 import argparse
-import sys
-import time
-from dataclasses import dataclass
-from typing import Any
 
-import torch
-
-from megacompile.cli import outputs, target
-from megacompile.cli.target import Target
-from megacompile.cost.hardware import Hardware
-from megacompile.cost.known import NAMES, known
-from megacompile.errors import DeviceMemoryError, MegacompileError, OptionError
-from megacompile.ir.schedule import Schedule
-from megacompile.options import Activations, Options
-from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
-from megacompile.plan.alternatives import alternatives
-from megacompile.plan.explanation import Explanation, explanation
-from megacompile.plan.report import as_lines, duration
-from megacompile.plan.scenario import Scenario
+from megacompile.cli import source
+from megacompile.cost.sheets import NAMES, of_sheet
+from megacompile.errors import OptionError
 from megacompile.sizes import parse_bytes
-from megacompile.text import columns, format_bytes
 
 NAME = "plan"
 HELP = "if a model fits on a machine, and how fast it trains"
 
-_STATES = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0}
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_STATE_DTYPES: dict[str, torch.dtype | str | None] = {
-    **{"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": "int8", "same": None}
-}
+OPTIMIZERS = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0}  # states of each
+DTYPES = ("bfloat16", "float16", "float32")
+STATE_DTYPES = ("float32", "bfloat16", "int8", "same")
+ACTIVATIONS = ("auto", "keep", "selective", "recompute", "offload")  # those of the options
+
 _LEAST_BYTES = 2**20  # of a size without a unit
-_LARGEST = 2**16  # batch of a sweep
-_NO_FASTER = 1.01  # a larger batch must bring as much, or the sweep ends
-_DAY_S = 86400
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,104 +41,62 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=int, default=16, metavar="N", help="sequences a step; default: 16")
     add("--seq", type=int, default=1024, metavar="N", help="tokens a sequence; default: 1024")
     add("--sweep", choices=["batch"], help="find the batch with the most tokens/s: 1, 2, 4, ...")
-    add("--optimizer", choices=[*_STATES], default="adamw", help="default: adamw")
+    add("--optimizer", choices=[*OPTIMIZERS], default="adamw", help="default: adamw")
     add(
         "--state-dtype",
-        choices=[*_STATE_DTYPES],
+        choices=[*STATE_DTYPES],
         default="float32",
         help="of the optimizer's moments; same: as the parameters; default: float32",
     )
     add("--update-in-backward", action="store_true", help="megacompile(model, optimizer=...)")
-    add("--dtype", choices=[*_DTYPES], help="of the parameters; default: bfloat16 for a config")
+    add("--dtype", choices=[*DTYPES], help="of the parameters; default: bfloat16 for a config")
     add("--compute-dtype", choices=["bfloat16", "float16"], help="of float32 masters' copies")
-    add("--activations", choices=[a.value for a in Activations], default="auto")
+    add("--activations", choices=ACTIVATIONS, default="auto")
     add("--tokens", type=float, default=1e12, metavar="N", help="how long do so many take; 1e12")
     add("--changes", action="store_true", help="try other plans too: what would help most")
     add("--json", action="store_true", help="print JSON")
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The answer for one batch."""
+def check(args: argparse.Namespace) -> None:
+    """Refuse what cannot be planned, before torch is imported.
 
-    target: Target
-    batch: int
-    explained: Explanation
-    why_not: tuple[str, ...]  # it does not fit; empty if it does, as far as is known
-    planning_s: float
-
-    @property
-    def tokens_s(self) -> float | None:
-        """Tokens a second."""
-        tokens = self.target.tokens
-        return None if tokens is None else tokens / self.explained.step_s
-
-    @property
-    def tflop_s(self) -> float | None:
-        """6 N T, by all parameters."""
-        rate = self.tokens_s
-        return None if rate is None else 6 * self.target.parameters * rate / 1e12
-
-    def to_dict(self, tokens: float) -> dict[str, Any]:
-        """For programs."""
-        rate = self.tokens_s
-        return {
-            "target": self.target.name,
-            "batch": self.batch,
-            "tokens_a_step": self.target.tokens,
-            "fits": not self.why_not,
-            "why_not": list(self.why_not),
-            "step_s": self.explained.step_s,
-            "tokens_per_s": rate,
-            "tflop_s": self.tflop_s,
-            "tokens": tokens,
-            "tokens_take_s": None if rate is None else tokens / rate,
-            "planning_s": self.planning_s,
-            "plan": self.explained.to_dict(),
-        }
-
-
-def run(args: argparse.Namespace) -> int:
-    """Plan, and print."""
-    _check(args)
-    hardware = _hardware(args)
-    _budget(args, hardware)  # what is wrong with it is said before the model is built
-    answers = _sweep(args, hardware) if args.sweep else [_answer(args, hardware, args.batch)]
-    fitting = [answer for answer in answers if not answer.why_not]
-    best = max(fitting or answers[:1], key=lambda answer: answer.tokens_s or 0.0)
-    if args.json:
-        found = best.to_dict(args.tokens)
-        if args.sweep:
-            found["sweep"] = [answer.to_dict(args.tokens) for answer in answers]
-        outputs.print_json(found)
-    else:
-        print(_text(best, args) + (f"\n\n{_sweep_table(answers)}" if args.sweep else ""))
-    return 1 if best.why_not else 0
-
-
-def _check(args: argparse.Namespace) -> None:
+    Raises:
+        OptionError: an option, or what TARGET names.
+    """
     for name in ("batch", "seq", "tokens"):
         if not getattr(args, name) >= 1:
             raise OptionError(f"--{name} {getattr(args, name)}: needed 1 or more")
-
-
-def _hardware(args: argparse.Namespace) -> Hardware:
-    if args.gpu.lower() not in NAMES:
+    gpu = args.gpu.lower()
+    if gpu not in NAMES:
         raise OptionError(f"--gpu {args.gpu}: needed one of {', '.join(NAMES)}")
-    hardware = known(args.gpu)
-    if args.host_memory is not None:
-        there = hardware.host_bytes or 0
-        if _is_fraction(args.host_memory) and not there:
-            raise OptionError(f"--host-memory {args.host_memory}: of what? give a size: 128GiB")
-        size = _size("--host-memory", args.host_memory, there)
-        hardware = hardware.replace(host_bytes=size)
-    return hardware
+    hardware = of_sheet(gpu)  # None: this machine, which torch is asked for
+    host_memory(args, 2**40 if hardware is None else hardware.host_bytes)
+    device_memory(args, 2**40 if hardware is None else hardware.device_bytes)
+    source.parse(args.target)
 
 
-def _budget(args: argparse.Namespace, hardware: Hardware) -> int | None:
+def host_memory(args: argparse.Namespace, there_bytes: int | None) -> int | None:
+    """Bytes that `--host-memory` says; None without it.
+
+    Raises:
+        OptionError: no size, or a fraction of what is not known.
+    """
+    if args.host_memory is None:
+        return None
+    if _is_fraction(args.host_memory) and not there_bytes:
+        raise OptionError(f"--host-memory {args.host_memory}: of what? give a size: 128GiB")
+    return _size("--host-memory", args.host_memory, there_bytes or 0)
+
+
+def device_memory(args: argparse.Namespace, there_bytes: int | None) -> int | None:
+    """Bytes that `--gpu-memory` says; None without it.
+
+    Raises:
+        OptionError: no size.
+    """
     if args.gpu_memory is None:
         return None
-    return _size("--gpu-memory", args.gpu_memory, hardware.device_bytes or 0)
+    return _size("--gpu-memory", args.gpu_memory, there_bytes or 0)
 
 
 def _size(name: str, text: str, total_bytes: int) -> int:
@@ -176,188 +115,3 @@ def _is_fraction(text: str) -> bool:
         return "." in text and 0 < float(text) <= 1
     except ValueError:
         return False
-
-
-def _sweep(args: argparse.Namespace, hardware: Hardware) -> list[Answer]:
-    """Powers of two until one does not fit or brings nothing more."""
-    answers: list[Answer] = []
-    batch = 1
-    while batch <= _LARGEST:
-        answer = _answer(args, hardware, batch)
-        if answer.target.tokens is None:
-            raise OptionError(f"--sweep batch: {args.target} takes no arguments batch and seq")
-        print(f"batch {batch}: {_short(answer)}", file=sys.stderr, flush=True)
-        answers.append(answer)
-        rates = [each.tokens_s or 0.0 for each in answers[-2:]]
-        if answer.why_not or (len(rates) == 2 and rates[1] < _NO_FASTER * rates[0]):
-            break
-        batch *= 2
-    return answers
-
-
-def _short(answer: Answer) -> str:
-    return f"{answer.why_not[0]}" if answer.why_not else f"{answer.tokens_s:,.0f} tokens/s"
-
-
-def _answer(args: argparse.Namespace, hardware: Hardware, batch: int) -> Answer:
-    start = time.perf_counter()
-    dtype = _DTYPES[args.dtype] if args.dtype else None
-    made = target.build(args.target, batch=batch, seq=args.seq, dtype=dtype)
-    options = _options(args, made, hardware)
-    programs = _programs(made, options, hardware)
-    compiler = programs[0].compiler
-    now = Scenario(
-        tuple(_schedules(programs)),
-        hardware,
-        compiler.setting.cost(states=_STATES[args.optimizer]),
-        device_bytes=compiler.budget.size_bytes(),
-        host_bytes=hardware.host_bytes,
-    )
-    planned = [program.planned(reuse=program is programs[-1]) for program in programs]
-    explained = explanation(
-        now,
-        model=made.name,
-        parameters=made.parameters,
-        rebuilt=alternatives(compiler, planned, now) if args.changes else None,
-        try_changes=args.changes,
-    )
-    why_not: tuple[str, ...] = ()
-    if explained.device.fits is False:
-        why_not += (_device_too_small(explained),)
-    if explained.host.fits is False:
-        why_not += _host_too_small(now, explained)
-    return Answer(made, batch, explained, why_not, time.perf_counter() - start)
-
-
-def _options(args: argparse.Namespace, made: Target, hardware: Hardware) -> Options:
-    optimizer: torch.optim.Optimizer | None = None
-    if args.update_in_backward:
-        params = list(made.model.parameters())
-        if _STATES[args.optimizer] == 2:
-            optimizer = torch.optim.AdamW(params)
-        else:
-            optimizer = torch.optim.SGD(params, momentum=0.9 * _STATES[args.optimizer])
-    return abstract_options(
-        gpu_memory=_budget(args, hardware),
-        state_dtype=_STATE_DTYPES[args.state_dtype],
-        compute_dtype=_DTYPES.get(args.compute_dtype),
-        optimizer=optimizer,
-        activations=args.activations,
-    )
-
-
-def _programs(made: Target, options: Options, hardware: Hardware) -> list[AbstractProgram]:
-    try:
-        return abstract_programs(
-            made.model, made.args, made.kwargs, options=options, hardware=hardware
-        )
-    except MegacompileError:
-        raise
-    except Exception as error:  # what the model's own code raises, in Dynamo's words
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise OptionError(
-            f"{made.name} cannot be captured: {type(error).__name__}: {first}"
-        ) from error
-
-
-def _schedules(programs: list[AbstractProgram]) -> list[Schedule]:
-    """Where device memory is too small, the schedules that need the least."""
-    found: list[Schedule] = []
-    for program in programs:
-        reuse = program is programs[-1]
-        try:
-            found.append(program.schedule(reuse=reuse))
-        except DeviceMemoryError:
-            program.plans.choose_least(program.stages, "this is the plan that needs the least")
-            found.append(program.schedule(reuse=reuse))
-    return found
-
-
-def _device_too_small(explained: Explanation) -> str:
-    needed, there = explained.device.needed_bytes, explained.device.there_bytes or 0
-    return (
-        f"device memory: {format_bytes(needed)} needed, {format_bytes(there)} there; smaller "
-        "batches or sequences need less"
-    )
-
-
-def _host_too_small(now: Scenario, explained: Explanation) -> tuple[str, ...]:
-    """What is missing, and the optimizer's options that would do."""
-    there = now.host_bytes or 0
-    lines = [
-        f"host memory: {format_bytes(explained.host.needed_bytes)} needed, "
-        f"{format_bytes(there)} there"
-    ]
-    for name, size in now.host_with_less().items():
-        fits = "would fit" if size <= there else "would not fit either"
-        lines.append(f"with {name} it {fits}: {format_bytes(size)}")
-    return tuple(lines)
-
-
-def _text(answer: Answer, args: argparse.Namespace) -> str:
-    made, explained = answer.target, answer.explained
-    states = "" if not _STATES[args.optimizer] else f", {args.state_dtype} states"
-    where = " in the backward" if args.update_in_backward else ""
-    dtypes = dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in made.model.parameters())
-    lines = [
-        f"{made.name}: {made.parameters / 1e9:,.3g} B parameters, {' and '.join(dtypes)}",
-        f"{made.shape} a step, {args.optimizer}{where}{states}, on one {explained.hardware}",
-        *([made.note] if made.note else []),
-        "",
-        *_verdict(answer),
-        "",
-        columns(explained.memory_rows()),
-        "",
-        *_speed(answer, args.tokens),
-        "",
-        "the plan",
-        *as_lines(explained.reasons),
-    ]
-    if explained.changes:
-        lines += ["", *explained.change_lines()]
-    return "\n".join([*lines, "", f"planned in {answer.planning_s:.0f} s; nothing was measured"])
-
-
-def _verdict(answer: Answer) -> list[str]:
-    if answer.why_not:
-        first, *others = answer.why_not
-        return [f"it does NOT fit: {first}", *(f"  {other}" for other in others)]
-    if answer.explained.host.fits is None:
-        needed = format_bytes(answer.explained.host.needed_bytes)
-        return [f"it fits on the device; the host needs {needed} (--host-memory says what it has)"]
-    return ["it fits"]
-
-
-def _speed(answer: Answer, tokens: float) -> list[str]:
-    explained = answer.explained
-    whether = " if it did fit" if answer.why_not else ""
-    rows = [["a step", f"{duration(explained.step_s)}{whether}, bound by {explained.bound}"]]
-    rows.append(["its time depends on", explained.bounds_text()])
-    if (rate := answer.tokens_s) is not None:
-        rows.append(["tokens/s", f"{rate:,.0f}"])
-        rows.append(["TFLOP/s by 6NT", f"{answer.tflop_s:,.3g}"])
-        rows.append([f"{tokens:g} tokens take".replace("e+", "e"), _long(tokens / rate)])
-    return columns(rows, left=(0, 1)).splitlines()
-
-
-def _long(seconds: float) -> str:
-    if seconds < _DAY_S:
-        return f"{seconds / 3600:,.1f} hours"
-    days = seconds / _DAY_S
-    return f"{days:,.0f} days" + (f" ({days / 365.25:,.1f} years)" if days > 365 else "")
-
-
-def _sweep_table(answers: list[Answer]) -> str:
-    rows = [["batch", "a step", "tokens/s", "TFLOP/s", "device", "fits"]]
-    for each in answers:
-        rows.append(
-            [
-                str(each.batch),
-                duration(each.explained.step_s),
-                f"{each.tokens_s or 0:,.0f}",
-                f"{each.tflop_s or 0:,.3g}",
-                format_bytes(each.explained.device.needed_bytes),
-                "no" if each.why_not else "yes",
-            ]
-        )
-    return columns(rows)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megacompile.cli import source
+from megacompile.cli.source import Config, Function
 from megacompile.errors import MissingExtraError, OptionError
+
+_NEAREST = 3  # model types that are named where one is not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,38 +63,30 @@ def build(text: str, *, batch: int, seq: int, dtype: torch.dtype | None) -> Targ
         OptionError: nothing of that name, or one that gives no model.
         MissingExtraError: transformers is not installed, and a config needs it.
     """
-    path = Path(text)
-    if path.is_dir() or path.suffix == ".json":
-        return _of_config(path, batch, seq, dtype or torch.bfloat16)
-    module, _, function = text.partition(":")
-    if not function or not module:
-        raise OptionError(
-            f"{text!r} is no folder with a config.json, no json file, no package.module:function"
-        )
-    return _of_function(text, module, function, batch, seq, dtype)
+    named = source.parse(text)
+    if isinstance(named, Config):
+        return _of_config(named, batch, seq, dtype or torch.bfloat16)
+    return _of_function(text, named, batch, seq, dtype)
 
 
-def _of_config(path: Path, batch: int, seq: int, dtype: torch.dtype) -> Target:
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise OptionError(f"there is no file {str(file)!r}")
+def _of_config(named: Config, batch: int, seq: int, dtype: torch.dtype) -> Target:
+    file, kind = named.file, named.model_type
     try:
-        given = json.loads(file.read_text())
-    except ValueError as error:
-        raise OptionError(f"{file} is no JSON: {error}") from None
-    if not isinstance(given, dict) or not isinstance(given.get("model_type"), str):
-        raise OptionError(f"{file} has no model_type, as Hugging Face's config.json has it")
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, __version__
     except ImportError:
         raise MissingExtraError("a config needs transformers: pip install transformers") from None
-    kind = given.pop("model_type")
+    if kind not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(kind, CONFIG_MAPPING.keys(), n=_NEAREST, cutoff=0.0)
+        raise OptionError(
+            f"{file}: transformers {__version__} has no model_type {kind!r}; nearest: "
+            f"{', '.join(near)}"
+        )
     try:
-        config = AutoConfig.for_model(kind, **given)
+        config = AutoConfig.for_model(kind, **named.values)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # whatever a config's values lead to
-        raise OptionError(f"{file}: transformers: {_first_line(error)}") from None
+        raise OptionError(f"{file}: transformers: {type(error).__name__}: {error}") from None
     longest = getattr(config, "max_position_embeddings", None)
     if isinstance(longest, int) and seq > longest:
         raise OptionError(f"--seq {seq}: the config has max_position_embeddings {longest}")
@@ -108,9 +104,9 @@ def _of_config(path: Path, batch: int, seq: int, dtype: torch.dtype) -> Target:
 
 
 def _of_function(
-    text: str, module: str, function: str, batch: int, seq: int, dtype: torch.dtype | None
+    text: str, named: Function, batch: int, seq: int, dtype: torch.dtype | None
 ) -> Target:
-    make = _function(text, module, function)
+    make = _function(text, named.module, named.name)
     sizes = {"batch": batch, "seq": seq}
     known = inspect.signature(make).parameters
     try:

@@ -14,27 +14,10 @@ A saved trace can be read again, also on another machine. Its last whole step is
 from __future__ import annotations
 
 import argparse
-import contextlib
-import runpy
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
-
-from megacompile import api
-from megacompile.api import Trace
 from megacompile.cli import outputs
-from megacompile.errors import MegacompileError, OptionError
-from megacompile.tracing import perfetto
-from megacompile.tracing.critical_path import period
-from megacompile.tracing.timeline import cut, table, totals
+from megacompile.errors import OptionError
 
 NAME = "trace"
 HELP = "when every op of a script's training step runs"
@@ -63,141 +46,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
 
 
-class Traced(BaseException):
-    """The step is over. Not an Exception: the script's `except Exception` must not stop it."""
-
-
-class TooFewSteps(MegacompileError, RuntimeError):
-    """The script ended before the step that was asked for."""
-
-
-class StepTracer:
-    """Traces every megacompiled model, through the nth step of the one that gets there first."""
-
-    def __init__(self, step: int, *, stop: bool) -> None:
-        self.step = step
-        self.stop = stop
-        self.models: list[nn.Module] = []
-        self.counts: dict[nn.Module, int] = {}  # calls of optimizer.step(), where there were any
-        self.first: nn.Module | None = None  # whose step is traced
-        self.trace: Trace | None = None
-        self.done = False
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """For its duration, models and steps are noticed."""
-        api.LISTENERS.append(self._made)
-        hooks = [
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
-        ]
-        try:
-            yield
-        finally:
-            api.LISTENERS.remove(self._made)
-            for hook in hooks:
-                hook.remove()
-            if self.trace is not None and not self.done:
-                self.trace.__exit__(None, None, None)
-
-    def _made(self, model: nn.Module) -> None:
-        self.models.append(model)
-        if self.step == 1 and self.trace is None:
-            self._begin(model)
-
-    def _stepping(self, optimizer: Optimizer) -> list[nn.Module]:
-        params = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return [m for m in self.models if any(id(p) in params for p in m.parameters())]
-
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        del args, kwargs
-        for model in self._stepping(optimizer):
-            count = self.counts[model] = self.counts.get(model, 0) + 1
-            if self.trace is None and count == self.step - 1:
-                self._begin(model)
-            elif model is self.first and count == self.step and not self.done:
-                self._end()
-
-    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        del optimizer, args, kwargs
-        if self.done and self.stop:
-            raise Traced
-
-    def _begin(self, model: nn.Module) -> None:
-        self.first = model
-        self.trace = api.trace(*self.models)
-        self.trace.__enter__()
-
-    def _end(self) -> None:
-        assert self.trace is not None
-        self.done = True
-        self.trace.__exit__(None, None, None)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run the script, then print and write what was traced."""
+def check(args: argparse.Namespace) -> None:
+    """Refuse what cannot be run, before torch is imported."""
     if args.step < 1:
         raise OptionError(f"--step {args.step}: needed 1 or more")
     if not args.module and not Path(args.script).is_file():
         raise OptionError(f"there is no file {args.script!r} (for a module's name, give -m)")
     outputs.check(args.save)
-    if not args.module and args.script.endswith(".json"):
-        return _again(args)
-    tracer = StepTracer(args.step, stop=not args.go_on)
-    there = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
-    with tracer.watching(), there:
-        _run_script(args)
-    if not tracer.done:
-        raise TooFewSteps(_why_not(tracer, args))
-    assert tracer.trace is not None
-    if args.json:
-        outputs.print_json(tracer.trace.to_dict())
-    else:
-        print(tracer.trace.table())
-    outputs.write(tracer.trace.measured, tracer.trace.predicted, args.save)
-    return 0
-
-
-def _again(args: argparse.Namespace) -> int:
-    """The last whole step of a saved trace."""
-    measured, predicted = perfetto.load(args.script)
-    whole = period(measured, measured.models[0], last=1)
-    if whole is not None:
-        measured = cut(measured, whole.start_s, whole.stop_s)
-        predicted = predicted and cut(predicted, whole.start_s, whole.stop_s)
-    if args.json:
-        outputs.print_json(totals(measured, predicted))
-    else:
-        print(table(measured, predicted))
-    outputs.write(measured, predicted, args.save)
-    return 0
-
-
-def _run_script(args: argparse.Namespace) -> None:
-    """As `python SCRIPT ...` or `python -m MODULE ...` would; until it ends or is traced."""
-    before = sys.argv[:], sys.path[:]
-    try:
-        sys.argv[:] = [args.script, *args.args]
-        if args.module:
-            sys.path.insert(0, str(Path.cwd()))
-            runpy.run_module(args.script, run_name="__main__", alter_sys=True)
-        else:
-            sys.path.insert(0, str(Path(args.script).resolve().parent))
-            runpy.run_path(args.script, run_name="__main__")
-    except Traced:
-        pass
-    except SystemExit as end:
-        if end.code not in (None, 0):
-            raise
-    finally:
-        sys.argv[:], sys.path[:] = before
-
-
-def _why_not(tracer: StepTracer, args: argparse.Namespace) -> str:
-    if not tracer.models:
-        return f"{args.script} ended and megacompiled no model; it needs model = megacompile(model)"
-    steps = max(tracer.counts.values(), default=0)
-    return (
-        f"{args.script} ended after {steps} optimizer steps of megacompiled models; needed "
-        f"{args.step}: lower --step, or let the script train longer"
-    )

@@ -24,17 +24,39 @@ def free_device_bytes(device: torch.device) -> int:  # torch 2.11 to 2.15
     return min(free, int(share * total) - reserved) + reserved - used
 
 
-def use_expandable_segments() -> bool:  # torch 2.11 to 2.15
-    """Let segments of the CUDA allocator grow, for the process; False where the user set it up.
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the first that is set
 
-    Torch 2.11 cannot say what a program has set (2.12 can): there, the environment alone is asked.
+
+def use_expandable_segments() -> bool:  # torch 2.11 to 2.15
+    """Let segments of the CUDA allocator grow, for the process, where everybody can see it.
+
+    Code that cannot do with it (vLLM's memory pools) asks the environment. So it is set there too,
+    and not at all where the user set the allocator up, or where memory was taken from it already:
+    whoever did that has asked before. Torch 2.11 cannot say what a program has set (2.12 can).
     """
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     configured = getattr(_C, "_accelerator_getAllocatorSettings", str)
-    if any(os.environ.get(name) for name in names) or configured():
+    if any(os.environ.get(name) for name in _ALLOCATOR) or configured() or _has_allocated():
         return False
+    for name in _ALLOCATOR:
+        os.environ[name] = "expandable_segments:True"
     _C._accelerator_setAllocatorSettings("expandable_segments:True")
     return True
+
+
+def _has_allocated() -> bool:
+    """Was memory taken from the CUDA allocator, be it given back since?"""
+    if not torch.cuda.is_initialized():
+        return False
+    devices = range(torch.cuda.device_count())
+    return any(torch.cuda.memory_stats(d).get("segment.all.allocated", 0) for d in devices)
+
+
+def give_cache_back(device: torch.device) -> None:  # torch 2.11 to 2.15
+    """Give device memory that nobody uses back to the driver: workspaces, and what is cached."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        _C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
 
 
 def profiler_enabled() -> bool:  # torch 2.11 to 2.15

@@ -13,6 +13,8 @@ from torch.nn.utils import stateless
 # The methods of a module that `__call__` and `to` go through: its own take their place.
 CALL = "_call_impl"  # torch 2.11 to 2.15
 APPLY = "_apply"  # torch 2.11 to 2.15
+# Where a module keeps what its call calls instead.
+COMPILED_CALL = "_compiled_call_impl"  # torch 2.11 to 2.15
 
 
 def compiled_call(module: torch.nn.Module) -> Callable[..., Any] | None:  # torch 2.11 to 2.15
@@ -56,6 +58,13 @@ def parameters_of(
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:  # torch 2.11 to 2.15
     """A module's own buffers, in the dict that holds them."""
     return module._buffers
+
+
+def forward_hooks_of(
+    module: torch.nn.Module,
+) -> dict[int, Callable[..., Any]]:  # torch 2.11 to 2.15
+    """A module's own forward hooks, in the dict that holds them."""
+    return module._forward_hooks
 
 
 def given_to_functional_call() -> dict[int, Any]:  # torch 2.11 to 2.15

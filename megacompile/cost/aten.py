@@ -1,6 +1,7 @@
 """What an ATen node is, and how many operations it takes.
 
-Operations are counted as torch.utils.flop_counter does. A library that is told that attention is
+Operations are counted as torch.utils.flop_counter does. Grouped products, of experts, are counted
+here: each row meets the matrix of its own expert alone. A library that is told that attention is
 causal skips half of it. Attention comes closer to its rate the longer its sequences are, and its
 backward adds up the queries' gradients in float32, in memory of its own (Dao, FlashAttention-2,
 2023, arXiv 2307.08691, algorithm 2).
@@ -31,7 +32,7 @@ _SCATTERS = set(
     "index_put _unsafe_index_put _unsafe_masked_index_put_accumulate scatter scatter_add "
     "scatter_reduce index_add embedding_dense_backward".split()
 )
-LIBRARY = set("sort topk nonzero masked_scatter native_dropout_backward".split())
+LIBRARY = set("sort topk nonzero histc bincount masked_scatter native_dropout_backward".split())
 
 
 def name_of(node: fx.Node) -> str:
@@ -48,6 +49,12 @@ def is_attention(node: fx.Node) -> bool:
 def is_product(node: fx.Node) -> bool:
     """Is it a matrix product, or a convolution?"""
     return getattr(node.target, "overloadpacket", None) in flop_registry or "mm" in name_of(node)
+
+
+def is_grouped(node: fx.Node) -> bool:
+    """Is it a product of groups of rows with a matrix each: `grouped_mm`, and what stands in for it
+    where there is no kernel (`transformers::grouped_mm_fallback`)?"""
+    return "grouped_mm" in name_of(node)
 
 
 def is_view(node: fx.Node) -> bool:
@@ -68,14 +75,38 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def flops_of(node: fx.Node) -> int:
-    """Operations of a matrix product or of attention; 0 for what the registry does not know."""
+    """Operations of a matrix product or of attention; 0 for what is neither."""
     if is_attention(node):
         return _attention_flops(node)
+    if is_grouped(node):
+        return _grouped_flops(node)
     formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
     if formula is None:
-        return 0
+        return _unregistered_flops(node)
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     return int(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def _grouped_flops(node: fx.Node) -> int:
+    """Of `a` (rows, k) and `b` (groups, k, n), or the forms of its backward: (groups, rows, k) with
+    (k, n), and (m, rows) with (rows, n), which gives (groups, m, n).
+
+    Rows of all groups together are as many as there are rows, however they are divided.
+    """
+    a, b = (tensors_of(n)[0] for n in node.args[:2] if isinstance(n, fx.Node))
+    groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
+    products = 2 if _is_backward(node) else 1  # of the fallback: one op for both gradients
+    return products * 2 * groups * math.prod(a.shape[-2:]) * b.shape[-1]
+
+
+def _unregistered_flops(node: fx.Node) -> int:
+    """Of a product that the registry does not know, such as one with packed weights: each number
+    that it gives is a sum over the last dimension of what it takes first."""
+    sources, results = node.all_input_nodes, tensors_of(node)
+    if not is_product(node) or not results or not sources or not tensors_of(sources[0]):
+        return 0
+    first = tensors_of(sources[0])[0]
+    return 2 * results[0].numel() * first.shape[-1] if first.dim() else 0
 
 
 def _attention_flops(node: fx.Node) -> int:

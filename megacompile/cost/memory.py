@@ -67,6 +67,7 @@ class DeviceMemory:
     """Device memory over a step, in program order."""
 
     moments: tuple[Moment, ...]  # where something is computed or allocated
+    end: Mapping[Kind, int] = field(default_factory=dict)  # what is left when the step is over
 
     @property
     def peak(self) -> Moment:
@@ -109,8 +110,8 @@ def device_memory(
             left[id(schedule)] = replay.backward(schedule, saved_values)
     for schedule in each:
         if schedule.update is not None:
-            replay.update(schedule, left[id(schedule)])
-    return DeviceMemory(tuple(replay.moments))
+            replay.update(schedule, left.get(id(schedule), {}))
+    return DeviceMemory(tuple(replay.moments), replay.live)
 
 
 def _resident_bytes(schedules: Sequence[Schedule], keys: Iterable[int], cost: OptimizerCost) -> int:

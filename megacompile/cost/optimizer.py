@@ -116,7 +116,7 @@ def _states_of(optimizer: torch.optim.Optimizer | None) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class BucketUpdate:
+class UpdateCost:
     """The update of one bucket."""
 
     bucket: Bucket
@@ -127,13 +127,13 @@ class BucketUpdate:
     arithmetic_s: float  # on the host, where it can take longer than the memory
 
 
-def host_updates(schedule: Schedule, optimizer: OptimizerCost) -> list[BucketUpdate]:
+def host_updates(schedule: Schedule, optimizer: OptimizerCost) -> list[UpdateCost]:
     """Those that the CPU makes between two steps, in the order in which the forward reads."""
     there = schedule.plan.resident | schedule.plan.device_update
     return [u for u in updates(schedule, optimizer) if u.bucket.key not in there]
 
 
-def updates(schedule: Schedule, optimizer: OptimizerCost) -> list[BucketUpdate]:
+def updates(schedule: Schedule, optimizer: OptimizerCost) -> list[UpdateCost]:
     """The updates of `optimizer.step()`, wherever they are made, in the same order."""
     if optimizer.in_backward or schedule.backward is None:
         return []
@@ -154,7 +154,7 @@ def updates(schedule: Schedule, optimizer: OptimizerCost) -> list[BucketUpdate]:
         if params:
             moved = 2 * updated + gradient + copy
             arithmetic_s = numel / 1e9 * optimizer.arithmetic_s
-            found.append(BucketUpdate(bucket, numel, moved, gradient, helped, arithmetic_s))
+            found.append(UpdateCost(bucket, numel, moved, gradient, helped, arithmetic_s))
     return found
 
 

@@ -20,7 +20,7 @@ from torch import fx
 
 from megacompile.cost.hardware import Hardware
 from megacompile.cost.ops import code_of, copies_of, node_s
-from megacompile.cost.optimizer import BucketUpdate, OptimizerCost, updates
+from megacompile.cost.optimizer import OptimizerCost, UpdateCost, updates
 from megacompile.cost.queues import COMPUTE, D2H, H2D, HOST, STREAMS, Queues, Work
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
@@ -63,7 +63,7 @@ class _Graph:
         hardware: Hardware,
         *,
         fused: bool,
-        sizes: dict[int, BucketUpdate],
+        sizes: dict[int, UpdateCost],
     ) -> None:
         self.name, self.schedule = name, schedule
         self.hardware, self.fused = hardware, fused
@@ -260,7 +260,7 @@ class Script:
                 if name in s.graphs
             ]
 
-        sizes: dict[int, dict[int, BucketUpdate]] = {id(schedule): {} for schedule in schedules}
+        sizes: dict[int, dict[int, UpdateCost]] = {id(schedule): {} for schedule in schedules}
         if optimizer is not None:
             for schedule in schedules:
                 sizes[id(schedule)] = {u.bucket.key: u for u in updates(schedule, optimizer)}

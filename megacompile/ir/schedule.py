@@ -76,6 +76,7 @@ class Schedule:
     draft: bool = False  # only to be simulated: passes change its graphs in place
     update: fx.Graph | None = None
     left: tuple[str, ...] = ()  # names of the backward's nodes that the update takes
+    rest: tuple[Bucket, ...] = ()  # that the update updates, although no backward here has
 
     @property
     def graphs(self) -> dict[str, fx.Graph]:
@@ -85,13 +86,14 @@ class Schedule:
 
     @functools.cached_property
     def buckets(self) -> tuple[Bucket, ...]:
-        """Every bucket that a stage reads, in the order of first use."""
-        return tuple({b.key: b for stage in self.stages for b in stage.buckets}.values())
+        """Every bucket that a stage reads, in the order of first use; then `rest`."""
+        read = (b for stage in self.stages for b in stage.buckets)
+        return tuple({b.key: b for b in (*read, *self.rest)}.values())
 
     @functools.cached_property
     def gradient_params(self) -> Mapping[int, tuple[int, ...]]:
         """The parameters that get a gradient: bucket key -> indices into its params."""
-        found: dict[int, set[int]] = {}
+        found: dict[int, set[int]] = {b.key: set(range(len(b.params))) for b in self.rest}
         for stage in self.stages:
             for ref in (stage.primals[i] for i in stage.traced.gradients):
                 if isinstance(ref, ParamRef):

@@ -1,4 +1,4 @@
-"""Who chooses: once for each captured graph and shape, by the search of `planner`.
+"""Chooses a plan: once for each captured graph and shape, by the search of `planner`.
 
 The first graph that is planned decides which buckets live on the device, and all others are planned
 with that. It is planned again when the buckets are there, which finds what was found before.
@@ -18,25 +18,25 @@ from megacompile.ir.schedule import Schedule
 from megacompile.options import Activations, Lowering
 from megacompile.plan.budget import Budget
 from megacompile.plan.pipeline import Pipeline
-from megacompile.plan.planner import Choice, Found, Problem, does_not_fit, search
+from megacompile.plan.planner import Choice, Problem, SearchResult, does_not_fit, search
 from megacompile.plan.setting import Setting
 from megacompile.text import format_bytes
 
 _TOLERANCE = 1.1  # how much more than there is a plan may need before it is refused
 
 
-class Chosen(NamedTuple):
+class PlanChoice(NamedTuple):
     """What a schedule is built from."""
 
     choice: Choice
     reasons: tuple[str, ...] = ()
 
 
-class _Sought(NamedTuple):
+class _CachedSearch(NamedTuple):
     """What decided where buckets live."""
 
     templates: tuple[int, ...]  # of the stages: their ids
-    found: Found
+    found: SearchResult
 
 
 class Chooser:
@@ -52,14 +52,14 @@ class Chooser:
         self.setting = setting
         self.pipeline = pipeline
         self.budget = budget
-        self._chosen: dict[Schedule, Chosen] = {}  # by captured stages
+        self._chosen: dict[Schedule, PlanChoice] = {}  # by captured stages
         self._decided = False  # was it decided what is resident?
         self._wanted: frozenset[int] | None = None  # which buckets that is; None: as they are
-        self._sought: _Sought | None = None  # until the next search
+        self._last_search: _CachedSearch | None = None  # until the next search
 
     def choose(
         self, stages: Schedule, schedule: Schedule, variant: Variant, placement: Placement
-    ) -> Chosen:
+    ) -> PlanChoice:
         """What the plan of these stages is made from; sought at the first call.
 
         Args:
@@ -72,7 +72,7 @@ class Chooser:
         """
         planned = self.setting.options.plans or self.setting.hardware is not None
         if schedule.backward is None or not planned:
-            return Chosen(Choice(resident=placement.resident))
+            return PlanChoice(Choice(resident=placement.resident))
         if stages in self._chosen:
             return self._chosen[stages]
         self._chosen[stages] = self._searched(schedule, variant, placement)
@@ -84,7 +84,7 @@ class Chooser:
             return placement
         return replace(placement, resident=self._wanted)
 
-    def _searched(self, schedule: Schedule, variant: Variant, placement: Placement) -> Chosen:
+    def _searched(self, schedule: Schedule, variant: Variant, placement: Placement) -> PlanChoice:
         options = self.setting.options
         free = options.resident is None and not self._decided and not placement.stays
         resident = frozenset() if free else placement.resident
@@ -111,8 +111,8 @@ class Chooser:
             reasons = (*reasons, f"buckets stay where they are: {placement.stays}")
         if free:
             self._decided, self._wanted = True, found.choice.resident
-            self._sought = _Sought(templates, found)
-        return Chosen(found.choice, reasons)
+            self._last_search = _CachedSearch(templates, found)
+        return PlanChoice(found.choice, reasons)
 
     def problem_of(
         self, schedule: Schedule, variant: Variant, *, resident: frozenset[int] = frozenset()
@@ -135,9 +135,9 @@ class Chooser:
             trained=schedule.gradient_params,
         )
 
-    def _found_before(self, problem: Problem, templates: tuple[int, ...]) -> Found | None:
+    def _found_before(self, problem: Problem, templates: tuple[int, ...]) -> SearchResult | None:
         """What the same was planned with before its buckets were moved to where that wants them."""
-        before, self._sought = self._sought, None
+        before, self._last_search = self._last_search, None
         if before is None or before.templates != templates:
             return None
         if before.found.choice.resident != problem.resident:
@@ -147,7 +147,7 @@ class Chooser:
     def choose_least(self, stages: Schedule, placement: Placement, reason: str) -> None:
         """Plan these stages with as little device memory as can be, though that is too much."""
         choice = Choice(0, placement.resident, state_lookahead=1)
-        self._chosen[stages] = Chosen(choice, (reason,))
+        self._chosen[stages] = PlanChoice(choice, (reason,))
 
     def step_down(self) -> str:
         """Plan with less device memory from now on; says how, or "" where that changes nothing.
@@ -164,13 +164,13 @@ class Chooser:
         self._chosen.clear()
         self._wanted = None
 
-    def keep(self, stages: Collection[Schedule]) -> None:
+    def retain(self, stages: Collection[Schedule]) -> None:
         """Forget what was chosen for all but these captured stages."""
         for key in [key for key in self._chosen if key not in stages]:
             del self._chosen[key]
 
 
-def _too_small(problem: Problem) -> Found:
+def _too_small(problem: Problem) -> SearchResult:
     """Not even the floor fits. The prediction may be off by a little; then it is tried.
 
     Raises:
@@ -184,4 +184,4 @@ def _too_small(problem: Problem) -> Found:
     )
     if peak.total_bytes > _TOLERANCE * problem.budget_bytes:
         raise DeviceMemoryError(does_not_fit(problem, peak))
-    return Found(choice, math.inf, peak.total_bytes, 0, (f"{text}: tried nevertheless",))
+    return SearchResult(choice, math.inf, peak.total_bytes, 0, (f"{text}: tried nevertheless",))

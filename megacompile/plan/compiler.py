@@ -96,17 +96,19 @@ class PassCompiler:
         return schedule
 
     def rest(self, buckets: Sequence[Bucket], resident: frozenset[int]) -> Schedule:
-        """A schedule that is an update alone: of these buckets, where they lie."""
-        return rest_of(list(buckets), resident, helps=self.setting.cost().helped)
+        """A verified schedule that is an update alone: of these buckets, where they lie."""
+        schedule = rest_of(list(buckets), resident, helps=self.setting.cost().helped)
+        verify(schedule)
+        return schedule
 
     def wants(self, placement: Placement) -> Placement:
         """Where the plans made so far want the buckets, which are as `placement` says."""
         return self.chooser.wants(placement)
 
-    def keep(self, stages: Collection[Schedule], schedules: Collection[Schedule]) -> None:
+    def retain(self, stages: Collection[Schedule], schedules: Collection[Schedule]) -> None:
         """Forget what was traced and planned for all but these captured stages and schedules."""
-        self.pipeline.keep(schedules)
-        self.chooser.keep(stages)
+        self.pipeline.retain(schedules)
+        self.chooser.retain(stages)
 
     def replan(self) -> None:
         """Choose anew, with the buckets where they are. No backward may be to come."""

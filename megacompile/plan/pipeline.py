@@ -24,6 +24,7 @@ from megacompile.options import Head, Lowering
 from megacompile.passes.capture.causal import use_causal_attention
 from megacompile.passes.capture.chunk import STOOD_BACK, chunk_head
 from megacompile.passes.capture.rebase import rebase_overlaps
+from megacompile.passes.capture.unpack import unpack
 from megacompile.passes.capture.vmaps import fold_vmaps
 from megacompile.passes.schedule.device_update import insert_device_update
 from megacompile.passes.schedule.differentiate import differentiate
@@ -37,8 +38,8 @@ from megacompile.passes.schedule.recompute import insert_recompute
 from megacompile.passes.schedule.slots import assign_slots
 from megacompile.passes.schedule.split import split_stages
 from megacompile.passes.schedule.tokens import insert_tokens
-from megacompile.passes.schedule.update import insert_updates
 from megacompile.passes.schedule.update_graph import insert_update_graph
+from megacompile.passes.schedule.update_in_backward import insert_updates
 from megacompile.passes.stages.lower import lower
 from megacompile.passes.stages.partition import partition
 from megacompile.passes.stages.templates import TemplateCache, trace_templates
@@ -72,6 +73,7 @@ class Pipeline:
         capture, reasons, history = run_on_capture(
             capture,
             [
+                ("unpack", lambda given: (unpack(given), ())),
                 ("vmaps", lambda given: (fold_vmaps(given), ())),
                 ("rebase", lambda given: (rebase_overlaps(given), ())),
                 ("causal", causal),
@@ -161,7 +163,7 @@ class Pipeline:
                 masters=options.compute_dtype is not None,
                 state_bytes=cost.updated_of,
             )
-            return [("update", insert)]
+            return [("update_in_backward", insert), ("norms", insert_norms)]
         step = functools.partial(insert_update_graph, helps=cost.helped)
         offload = functools.partial(offload_gradients, accumulate=variant.accumulate)
         if options.lowering is Lowering.EAGER:
@@ -193,7 +195,7 @@ class Pipeline:
                 yield item
                 step(1)
 
-    def keep(self, schedules: Collection[Schedule]) -> None:
+    def retain(self, schedules: Collection[Schedule]) -> None:
         """Forget what was traced for all but these."""
         used = {template for schedule in schedules for template in schedule.templates}
         for key, template in self.templates.items():

@@ -55,7 +55,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """The best choice, and what is expected of it."""
 
     choice: Choice
@@ -172,7 +172,7 @@ def search(
     pinned: bool = False,
     device_update: bool = True,
     slots: bool = True,
-) -> Found | None:
+) -> SearchResult | None:
     """The fastest choice that fits; None where not even the floor does.
 
     Args:
@@ -211,7 +211,7 @@ def search(
     peak = problem.peak_bytes(best)
     step_s = problem.step_s(best)
     reasons = _reasons(problem, best, step_s, tries.times, peak)
-    return Found(best, step_s, peak, len(tries.times), reasons)
+    return SearchResult(best, step_s, peak, len(tries.times), reasons)
 
 
 def _between(counts: Sequence[int], at: int) -> set[int]:

@@ -14,11 +14,11 @@ import torch
 
 from megacompile.cost import rates
 from megacompile.cost.hardware import Hardware
-from megacompile.cost.memory import DeviceMemory, Kind
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.simulate import simulate
 from megacompile.ir.schedule import Schedule
-from megacompile.tracing.timeline import OpInfo, Run, Span, Timeline, describe, in_order
+from megacompile.tracing.describe import Held, describe
+from megacompile.tracing.timeline import OpInfo, Run, Span, Timeline, in_order
 
 
 class Predicted(NamedTuple):
@@ -37,9 +37,9 @@ def predict(
     """By graph, with times from the graph's start; nothing of the update without an optimizer."""
     found: dict[str, list[Predicted]] = {name: [] for name in schedule.graphs}
     simulated = simulate(schedule, hardware, optimizer=optimizer)
-    held = _held(simulated.memory)
+    held = Held(simulated.memory)
     for event in simulated.events:
-        size = _next(held, event.graph, event.label)
+        size = held.next(event.graph, event.label)
         found[event.graph].append(
             Predicted(event.label, event.stream.value, event.start_s, event.stop_s, size)
         )
@@ -50,23 +50,6 @@ def predict(
             for event in events
         ]
     return found
-
-
-_Held = defaultdict[tuple[str, str], deque[int]]
-
-
-def _held(memory: DeviceMemory) -> _Held:
-    """By graph and op, in program order: device memory when it begins, without its workspace."""
-    found: _Held = defaultdict(deque)
-    for moment in memory.moments:
-        inside = moment.live_bytes.get(Kind.WORKSPACE, 0)
-        found[moment.graph, moment.label].append(moment.total_bytes - inside)
-    return found
-
-
-def _next(held: _Held, graph: str, label: str) -> int | None:
-    sizes = held[graph, label]
-    return sizes.popleft() if sizes else None
 
 
 def on_file(device: torch.device) -> Hardware | None:
@@ -122,12 +105,12 @@ def predicted_steps(
     runs = tuple(Run(model, graph, schedule) for _ in range(steps) for graph in graphs)
     spans = []
     simulated = simulate(schedule, hardware, optimizer=optimizer, steps=steps)
-    held = {step: _held(simulated.memory) for step in range(steps)}
+    held = {step: Held(simulated.memory) for step in range(steps)}
     for event in simulated.events:
         if event.label not in names[event.graph]:  # `begin` and frees are left out
             continue
         info = replace(names[event.graph][event.label], lane=event.stream.value)
         run = len(graphs) * event.step + graphs.index(event.graph)
-        size = _next(held[event.step], event.graph, event.label)
+        size = held[event.step].next(event.graph, event.label)
         spans.append(Span(info, event.start_s, event.stop_s, model, run, size))
     return Timeline(tuple(in_order(spans)), runs, hardware.name, (model,))

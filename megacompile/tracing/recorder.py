@@ -28,7 +28,8 @@ from megacompile.cost.optimizer import OptimizerCost
 from megacompile.errors import TraceError
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
-from megacompile.tracing import perfetto, plot, prediction, timeline
+from megacompile.tracing import perfetto, plot, prediction, timeline, totals
+from megacompile.tracing.describe import describe
 from megacompile.tracing.timeline import OpInfo, Run, Span, Timeline
 
 _CLOCK_TRIES = 3
@@ -125,7 +126,7 @@ class Tracer:
         """A graph begins to run."""
         key = (id(schedule), graph)
         if key not in self._infos:
-            self._infos[key] = timeline.describe(schedule, graph)
+            self._infos[key] = describe(schedule, graph)
         self.runs.append((schedule, graph))  # keeps the schedule, and so its id
         return Recording(self, self._infos[key], len(self.runs) - 1)
 
@@ -133,7 +134,7 @@ class Tracer:
         start = time.perf_counter()
         value = work()
         mark.start, mark.stop = start, time.perf_counter()
-        mark.memory_bytes = mark.info.live_bytes
+        mark.memory_bytes = mark.info.memory_bytes
         return value
 
     def _on_stream(self, mark: _Mark, work: Callable[[], Any]) -> Any:
@@ -290,11 +291,11 @@ class Trace:
 
     def table(self) -> str:
         """Per stream busy and idle time, per kind of op count, time and bytes; the prediction."""
-        return timeline.table(self.measured, self.predicted)
+        return totals.table(self.measured, self.predicted)
 
     def to_dict(self) -> dict[str, Any]:
         """The totals of what was measured and predicted, for programs: seconds and bytes."""
-        return timeline.totals(self.measured, self.predicted)
+        return totals.totals(self.measured, self.predicted)
 
     def save(self, path: str) -> None:
         """Write the trace event format, which ui.perfetto.dev and chrome://tracing open.

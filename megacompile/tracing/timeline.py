@@ -7,9 +7,9 @@ is what it may be waiting for.
 
 Memory is that of the device as the program order of the compute stream sees it: on CUDA what the
 allocator had given out when an op was issued, drawn where the op begins to run (the allocator hands
-memory on in the order of the stream, so the host being ahead does not matter); elsewhere what the
-schedule's values and slots take (`live_bytes`); of a prediction, what `megacompile.cost.memory`
-says. What is allocated and freed inside of an op shows in none.
+memory on in the order of the stream, so the host being ahead does not matter); elsewhere, and of a
+prediction, what `megacompile.cost.memory` says. What is allocated and freed inside of an op shows
+in none.
 """
 
 from __future__ import annotations
@@ -19,15 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import fx
-
-from megacompile.ir import ops, values
-from megacompile.ir.buckets import Bucket
-from megacompile.ir.ops import Value
-from megacompile.ir.ops.sizes import value_bytes
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.stages import Stage
-from megacompile.text import columns, format_bytes
 
 HOST, DEVICE = "host", "device"
 UPDATERS = (HOST, DEVICE)
@@ -43,7 +35,9 @@ class OpInfo:
     lane: str
     module: str  # the path of the unit it works on, "layers.3"; "" where it has none
     size_bytes: int = 0  # that a copy moves
-    live_bytes: int = 0  # on the device while it runs, by the schedule
+    memory_bytes: int | None = (
+        None  # of the device when it begins, by the schedule; where it changes
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,53 +63,6 @@ class Run:
     model: str
     graph: str  # "forward", "backward" or "update"
     schedule: Schedule | None = field(repr=False)  # None: it was read from a file
-
-
-def describe(schedule: Schedule, graph_name: str) -> tuple[OpInfo, ...]:
-    """The ops of a graph that run, in program order: all but `begin`, `free` and `defer_free`."""
-    graph = schedule.graphs[graph_name]
-    live = live_bytes(schedule, graph)
-    return tuple(_info(n, live[n]) for n in ops.nodes_that(graph, lambda op: op.issues))
-
-
-def _info(node: fx.Node, live: int) -> OpInfo:
-    op = ops.op_of(node)
-    assert op is not None
-    subject: Any = node.args[0] if node.args else None
-    module = subject.name if isinstance(subject, Bucket | Stage) else ""
-    return OpInfo(ops.label(node), op.name, op.stream.value, module, ops.copied_bytes(node), live)
-
-
-def live_bytes(schedule: Schedule, graph: fx.Graph) -> dict[fx.Node, int]:
-    """Bytes on the device while each op runs: slots, resident buckets, values, its results."""
-    live = sum(slot.size_bytes for slot in schedule.slots)
-    there = schedule.plan.resident
-    live += sum(bucket.size_bytes for bucket in schedule.buckets if bucket.key in there)
-    given = graph.find_nodes(op="placeholder")
-    live += sum(value_bytes(n) for n in given if not _is_on_host(n))
-    found = {}
-    gone: set[fx.Node] = set()  # what came back from the host dies with its buffer, once
-    for node in ops.nodes_of(graph):
-        op = ops.effects(node)
-        if op.owns and op.fills is None:
-            live += _made_bytes(node)
-        found[node] = live
-        if op.frees is not None:
-            dying = {values.memory(value) for value in values.reads(node)} - gone
-            live -= sum(value_bytes(value) for value in dying if not _is_on_host(value))
-            gone |= dying
-    return found
-
-
-def _is_on_host(node: fx.Node) -> bool:
-    """Is it what the forward's `offload_saved` left, which the backward fetches?"""
-    takers = (values.taken(user, Value.SAVED_ON_HOST) for user in node.users)
-    return node.op == "placeholder" and node in takers
-
-
-def _made_bytes(node: fx.Node) -> int:
-    items = [item for _, item in ops.items(node)]
-    return sum(value_bytes(item) for item in items) if items else value_bytes(node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,131 +216,6 @@ def cut(timeline: Timeline, start_s: float, stop_s: float) -> Timeline:
                 )
             )
     return replace(timeline, spans=tuple(spans))
-
-
-def totals(measured: Timeline, predicted: Timeline | None = None) -> dict[str, Any]:
-    """What both add up to, in types that JSON has: seconds and bytes."""
-    found: dict[str, Any] = {"measured": measured.to_dict(), "predicted": None}
-    if predicted is not None:
-        graphs = [
-            {
-                "model": c.model,
-                "graph": c.graph,
-                "runs": c.count,
-                "measured_s": c.measured_s,
-                "predicted_s": c.predicted_s,
-            }
-            for c in compare(measured, predicted)
-        ]
-        found["predicted"] = {**predicted.to_dict(), "graphs": graphs}
-    return found
-
-
-# As text.
-
-
-def table(measured: Timeline, predicted: Timeline | None = None) -> str:
-    """What each stream did, and each kind of op; with a prediction, how far that was off."""
-    if not measured.spans:
-        return "nothing ran while the trace was on"
-    blocks = [_head(measured), _streams(measured, predicted), _ops(measured)]
-    if predicted is not None:
-        blocks.append(_graphs(measured, predicted))
-    return "\n\n".join(blocks)
-
-
-def _head(timeline: Timeline) -> str:
-    counts: dict[tuple[str, str], int] = {}
-    for run in timeline.runs:
-        counts[run.model, run.graph] = counts.get((run.model, run.graph), 0) + 1
-    ran = ", ".join(f"{model} {graph} x{n}" for (model, graph), n in counts.items())
-    head = f"{_ms(timeline.total_s)} ms on {timeline.device or 'a device'}: {ran}"
-    sizes = [size for _, size in timeline.memory()]
-    return head + (f"; device memory up to {format_bytes(max(sizes))}" if sizes else "")
-
-
-def _streams(measured: Timeline, predicted: Timeline | None) -> str:
-    total = measured.total_s
-    rows = [["stream", "busy ms", "idle ms", "busy"]]
-    if predicted is not None:
-        rows[0].append("predicted busy ms")
-    for lane in measured.lanes:
-        busy = measured.busy_s(lane)
-        share = f"{busy / total:.0%}" if total else "-"
-        rows.append([lane, _ms(busy), _ms(total - busy), share])
-        if predicted is not None:
-            known = lane in {span.op.lane for span in predicted.spans}
-            rows[-1].append(_ms(predicted.busy_s(lane)) if known else "-")
-    return columns(rows)
-
-
-def _ops(timeline: Timeline) -> str:
-    rows = [["op", "stream", "count", "ms", "ms each", "bytes", "GB/s"]]
-    for kind in timeline.kinds():
-        rate = kind.size_bytes / kind.busy_s / 1e9 if kind.busy_s else 0.0
-        rows.append(
-            [
-                kind.kind,
-                kind.lane,
-                str(kind.count),
-                _ms(kind.busy_s),
-                _ms(kind.busy_s / kind.count),
-                format_bytes(kind.size_bytes) if kind.size_bytes else "",
-                f"{rate:.3g}" if rate else "",
-            ]
-        )
-    return columns(rows, left=(0, 1))
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """A graph's mean time over the runs of one schedule, measured and predicted."""
-
-    model: str
-    graph: str
-    count: int
-    measured_s: float
-    predicted_s: float
-
-
-def compare(measured: Timeline, predicted: Timeline) -> list[Comparison]:
-    """The runs that were predicted too, by model and graph."""
-    groups: dict[tuple[str, str], list[int]] = {}
-    for i, run in enumerate(measured.runs):
-        if measured.of_run(i) and predicted.of_run(i):
-            groups.setdefault((run.model, run.graph), []).append(i)
-    return [
-        Comparison(
-            model,
-            graph,
-            len(runs),
-            sum(map(measured.run_s, runs)) / len(runs),
-            sum(map(predicted.run_s, runs)) / len(runs),
-        )
-        for (model, graph), runs in groups.items()
-    ]
-
-
-def _graphs(measured: Timeline, predicted: Timeline) -> str:
-    rows = [["graph", "runs", "measured ms each", "predicted ms each", "off by"]]
-    found = compare(measured, predicted)
-    for one in found:
-        name = f"{one.model} {one.graph}"
-        rows.append(_compared(name, one.count, one.measured_s, one.predicted_s))
-    sums = [
-        sum(getattr(f, name) * f.count for f in found) for name in ("measured_s", "predicted_s")
-    ]
-    rows.append(_compared("all of them, in all", sum(f.count for f in found), *sums))
-    return columns(rows)
-
-
-def _compared(name: str, count: int, measured_s: float, predicted_s: float) -> list[str]:
-    off = f"{predicted_s / measured_s - 1:+.0%}" if measured_s else "-"
-    return [name, str(count), _ms(measured_s), _ms(predicted_s), off]
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f}" if abs(seconds) < 0.1 else f"{seconds * 1e3:.1f}"
 
 
 def in_order(spans: Iterable[Span]) -> Iterator[Span]:

@@ -73,7 +73,7 @@ def hazards(views: list[View]) -> Iterator[Hazard]:
 
 def _runs(views: Mapping[str, View]) -> list[str]:
     if "backward" not in views:
-        return ["forward"]
+        return list(views)  # the rest of a step, too: its gradients are another schedule's
     once = ["forward", "backward"]
     adds = views["backward"].that(lambda op: Part.GRADIENTS in op.reads)
     step = ["update"] if "update" in views else []

@@ -66,10 +66,18 @@ def _matches(node: fx.Node, takes: Takes, value: fx.Node) -> bool:
     if kind_of(value) is not takes.kind:
         return False
     if takes.like is not None:
-        return value.args[1] is node.args[takes.like]
+        return value.args[1] is _gradients_of(node.args[takes.like])
     subject: Any = node.args[0]
     bucket = bucket_of(value)
     return bucket is not None and bucket.key == subject.key
+
+
+def _gradients_of(value: Any) -> Any:
+    """The gradients that a value was made of; themselves, if it is some."""
+    for takes in effects(value).takes if isinstance(value, fx.Node) else ():
+        if takes.kind is Value.GRADIENTS and effects(value).gives is not Value.GRADIENTS:
+            return value.args[takes.at]
+    return value
 
 
 def _of(node: fx.Node) -> str:

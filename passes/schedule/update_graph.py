@@ -19,7 +19,7 @@ from torch import fx
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Part
-from megacompile.ir.schedule import Schedule
+from megacompile.ir.schedule import Plan, Schedule
 from megacompile.ir.tokens import take
 from megacompile.ir.values import left_of
 from megacompile.passes.schedule.tokens import insert_tokens
@@ -69,7 +69,9 @@ def rest_of(buckets: list[Bucket], resident: frozenset[int], *, helps: bool) -> 
     forward = fx.Graph()
     forward.output(((), ()))
     update = update_of(buckets, resident, helps=helps)
-    return insert_tokens(Schedule("the rest of a step", forward, None, (), update=update))
+    plan = Plan(resident=resident & {bucket.key for bucket in buckets})
+    name, rest = "the rest of a step", tuple(buckets)
+    return insert_tokens(Schedule(name, forward, None, (), plan=plan, update=update, rest=rest))
 
 
 def _update_on_device(graph: fx.Graph, bucket: Bucket, gradients: fx.Node, state: fx.Node) -> None:

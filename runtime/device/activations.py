@@ -150,6 +150,11 @@ class HostPool:
         """
         return OnHost(self, value, queue)
 
+    def forget(self) -> None:
+        """Give back what is not lent."""
+        self._collect()
+        self._free.clear()
+
     def _lend(self, size_bytes: int, queue: torch.cuda.Stream | None) -> _Buffer:
         self._collect()
         fitting = [b for b in self._free if size_bytes <= b.size_bytes <= _SLACK * size_bytes]

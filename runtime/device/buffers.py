@@ -43,7 +43,8 @@ class HostBuffer(mmap.mmap):
     _warned: bool = False
     _at: int | None = None  # its place in the file of shared memory
 
-    def __new__(cls, size_bytes: int, *, pin: bool) -> HostBuffer:
+    def __new__(cls, size_bytes: int, *, pin: bool, touch: bool = True) -> HostBuffer:
+        del touch
         kind = mmap.MAP_SHARED if pin else mmap.MAP_PRIVATE
         made = super().__new__(cls, -1, max(size_bytes, mmap.PAGESIZE), kind | mmap.MAP_ANONYMOUS)
         if pin:
@@ -74,10 +75,11 @@ class HostBuffer(mmap.mmap):
         if in_child and self._at is not None:
             self._map(mmap.MAP_PRIVATE, self._at)
 
-    def __init__(self, size_bytes: int, *, pin: bool) -> None:
+    def __init__(self, size_bytes: int, *, pin: bool, touch: bool = True) -> None:
+        """Args: touch: page-lock it at once. Else whoever has filled it calls `lock`."""
         del size_bytes
         self.private = not pin
-        if pin:
+        if pin and touch:
             # Touch it first, on all threads: locking touched pages is four times faster.
             torch.frombuffer(self, dtype=torch.uint8).zero_()
             self.lock()

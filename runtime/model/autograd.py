@@ -23,6 +23,7 @@ from torch import fx
 from megacompile import compat
 from megacompile.errors import BackwardError, DeviceMemoryError
 from megacompile.ir import ops
+from megacompile.ir.buckets import ParamId
 from megacompile.ir.capture import Variant
 from megacompile.runtime.device.activations import taken
 from megacompile.runtime.device.random import random_state, set_random_state
@@ -31,7 +32,6 @@ from megacompile.runtime.model.captured import Program
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.accumulators import Users, users_of
-from megacompile.runtime.params.backward_pass import Place
 from megacompile.runtime.params.gradient_run import Run
 from megacompile.runtime.params.proxies import Link, StreamedParameter
 
@@ -74,7 +74,7 @@ class _Call:
         self.places = tuple(self.positions)
         self.saved_values: dict[str, Any] | None = None
         self.observed = compat.ddp_around() is not None
-        self._handed: dict[int, dict[Place, torch.Tensor]] = {}  # to gates, by the backward
+        self._handed: dict[int, dict[ParamId, torch.Tensor]] = {}  # to gates, by the backward
 
     def gates(self) -> torch.Tensor | None:
         """The gates of this call, the one behind the node; None where nothing is trained."""
@@ -91,7 +91,7 @@ class _Call:
         return token
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def gradients_for(self, places: Sequence[Place]) -> list[torch.Tensor | None]:
+    def gradients_for(self, places: Sequence[ParamId]) -> list[torch.Tensor | None]:
         """What a gate hands over; nobody holds it afterwards."""
         number = compat.backward_id()
         handed = self._handed.get(number, {})
@@ -169,7 +169,7 @@ class _Call:
             observed=self.observed,
         )
 
-    def _place(self, proxy: StreamedParameter) -> Place:
+    def _place(self, proxy: StreamedParameter) -> ParamId:
         bucket, i = self.machine.place(proxy)
         return bucket.key, i
 
@@ -281,12 +281,12 @@ class _Call:
         if uses.several:
             raise BackwardError(
                 f"{name}: {self._name(min(uses.several))!r} gets its gradient in several parts in "
-                "this backward: the model was called twice, or a graph break lets two captured "
-                f"graphs use it, {instead}"
+                "this backward: the model, or a module in it, was called twice, or a graph break "
+                f"lets two captured graphs use it, {instead}"
             )
         return True
 
-    def _name(self, place: Place) -> str:
+    def _name(self, place: ParamId) -> str:
         return self.machine.buckets[place[0]].layout.params[place[1]].name
 
     def _take_saved_values(self) -> dict[str, Any]:
@@ -352,7 +352,7 @@ class _Gate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: _Call, places: Sequence[Place], token: torch.Tensor, *params: torch.Tensor
+        ctx: Any, call: _Call, places: Sequence[ParamId], token: torch.Tensor, *params: torch.Tensor
     ) -> torch.Tensor:
         ctx.call, ctx.places = call, places
         ctx.set_materialize_grads(False)

@@ -10,31 +10,35 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import nn
 
-from megacompile import compat
+from megacompile import compat, packed
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.placement import Placement
 from megacompile.options import Lowering, Options
 from megacompile.progress import bar
+from megacompile.runtime.checkpoint.contents import Contents
 from megacompile.runtime.device.slots import DeviceSlots
 from megacompile.runtime.device.streams import Streams
 from megacompile.runtime.model.data_parallel import DataParallel, refuse_moves
-from megacompile.runtime.model.owners import refuse_shared
+from megacompile.runtime.model.owners import forget, refuse_shared
 from megacompile.runtime.model.plans import Compiler, Plans
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params import inputs
 from megacompile.runtime.params.aliases import AliasNotice
 from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.eager_notice import EagerNotice
 from megacompile.runtime.params.gradients import Gradients
 from megacompile.runtime.params.guards import unguarded
 from megacompile.runtime.params.proxies import StreamedParameter
 from megacompile.runtime.params.swap import Proxies, Source
 from megacompile.runtime.params.undo import Undos, undone
+from megacompile.runtime.params.wrappers import follow_parts, parts_of
 from megacompile.runtime.updates.on_device import DeviceUpdates
 from megacompile.validate import check_model
 
@@ -48,6 +52,7 @@ class ModelBuckets:
         divide: gives the units of a model.
         compiler: gives a `Compiler` for units.
         planned_anew: called when schedules that were made are not right any more.
+        contents: what fills the buckets; None: the parameters have their values.
     """
 
     plans: Plans  # for the buckets as they are laid out now
@@ -60,13 +65,16 @@ class ModelBuckets:
         divide: Callable[[nn.Module], tuple[Unit, ...]],
         compiler: Callable[[tuple[Unit, ...]], Compiler],
         planned_anew: Callable[[], None],
+        contents: Contents | None = None,
     ) -> None:
         self.model = model
         self.options = options
         self.divide = divide
         self.make_compiler = compiler
         self.planned_anew = planned_anew
+        self.check_memory: Callable[[], None] = lambda: None  # raises where it is given back
         self.data_parallel = DataParallel(model, options)
+        self._places = _Places()
         streams = Streams(options.device)
         self.machine = Machine(
             device=options.device,
@@ -74,24 +82,29 @@ class ModelBuckets:
             slots=DeviceSlots(options.device),
             buckets={},
             gradients=Gradients(streams, exact=options.lowering is Lowering.EAGER),
-            place=self._place,
+            place=self._places.of_proxy,
             device_update=DeviceUpdates(streams),
             detect_anomaly=options.detect_anomaly,
         )
         self.alone = threading.RLock()  # the swap and the slots serve one call at a time
+        self.notice = EagerNotice()
         self._aliases = AliasNotice()
         self._aliases.of_parts(model)
-        self._take_over(frozenset())
+        self._take_over(frozenset(), contents)
 
     @torch.inference_mode(False)  # what is allocated here outlives the mode
-    def _take_over(self, resident: frozenset[int]) -> None:
+    def _take_over(self, resident: frozenset[int], contents: Contents | None = None) -> None:
         """Move parameters to buckets, bucket by bucket, and buffers to the device.
 
         Args:
             resident: keys of the buckets that live on the device, where the user does not say.
+            contents: what fills the buckets, on the host. They move from there.
         """
+        packed.settle(self.model)
+        self._twins = packed.twins(self.model)
         units = self.divide(self.model)
-        named = dict(self.model.named_parameters(remove_duplicate=False))
+        # what packed parameters are made of is frozen: nobody asks whether it is a parameter
+        named = {x.name: cast(nn.Parameter, x.tensor) for x in packed.leaves(self.model)}
         before = bool(self.machine.buckets)
         self.machine.buckets.clear()
         self.machine.trained.clear()  # their updates are of buckets that are gone
@@ -100,26 +113,36 @@ class ModelBuckets:
             resident = _first_that_fit(units, named, self.options)
         if not before:
             refuse_moves(self.model, self._goes_to(units, named, resident))
+        if contents is not None:
+            self._fill(units, named, contents)
         total = sum(unit.bucket.size_bytes for unit in units)
         with bar("moving parameters to the host", total, self.options.progress, unit="B") as step:
             for unit in units:
                 params = [named[place.name] for place in unit.bucket.params]
                 key = unit.bucket.key
-                made = self._bucket(unit.bucket, params, key in resident)
-                self.machine.buckets[key] = made
+                if contents is None or key in resident:
+                    made = self._bucket(unit.bucket, params, key in resident)
+                    self.machine.buckets[key] = made
                 step(unit.bucket.size_bytes)
         if self.options.device.type == "cuda":
             torch.cuda.empty_cache()  # where the parameters were
         self.machine.gradients.bind(self.machine.buckets)
         self.machine.slots.forget()
         self.plans = Plans(self.make_compiler(units), Placement(resident))
-        self._places = {
-            id(param): (bucket.layout, i)
-            for bucket in self.machine.buckets.values()
-            for i, param in enumerate(bucket.params)
-        }
-        self._buffers_to_device()
+        self._places.note(self.machine.buckets.values())
+        self.buffers_to(self.options.device)
         self._make_proxies()
+
+    def _fill(
+        self, units: Sequence[Unit], named: Mapping[str, nn.Parameter], contents: Contents
+    ) -> None:
+        """Make the buckets of a model that has no values yet, all on the host."""
+        made = {}
+        for unit in units:
+            params = [named[place.name] for place in unit.bucket.params]
+            made[unit.bucket.key] = self._bucket(unit.bucket, params, False, empty=True)
+        contents.fill(list(made.values()), self.options.progress)
+        self.machine.buckets.update(made)
 
     def _goes_to(
         self,
@@ -139,10 +162,14 @@ class ModelBuckets:
     def _make_proxies(self) -> None:
         """Last of all: if they fit, everything else does, though an interrupt came in between."""
         self.data_parallel.forget()
-        self.proxies = Proxies(self.model, self.options.device, self._source)
+        for twin, leaf in self._twins:
+            twin.data = leaf.data
+        follow_parts(self.model)
+        self.proxies = Proxies(self.model, self.options.device, self._source, self.notice)
 
     def before_step(self) -> None:
         """Say what an optimizer's step would lose, and move what is to move."""
+        self.check_memory()
         replaced = (b.replaced() for b in self.machine.buckets.values())
         self._aliases(self.model, [param for pairs in replaced for param, _ in pairs])
         self.move_if_wanted()
@@ -175,13 +202,18 @@ class ModelBuckets:
         """
         self.machine.slots.forget()  # its memory is for buckets that come to the device
         for key in list(self.machine.buckets):
-            undone(functools.partial(self._move_bucket, key, key in resident))
-        self.machine.gradients.bind(self.machine.buckets)
-        self._make_proxies()
+            undone(functools.partial(self.move_bucket, key, key in resident))
+        self.moved()
         self.planned_anew()
         self.plans.moved(resident)  # until here an interrupt leaves a move that begins again
 
-    def _move_bucket(self, key: int, resident: bool, undos: Undos) -> None:
+    def moved(self) -> None:
+        """Buckets lie elsewhere."""
+        self.machine.gradients.bind(self.machine.buckets)
+        self._make_proxies()
+
+    def move_bucket(self, key: int, resident: bool, undos: Undos) -> None:
+        """Let a bucket live on the device, or on the host; `moved` comes behind the last one."""
         old = self.machine.buckets[key]
         if resident == (old.resident is not None):
             return
@@ -192,7 +224,14 @@ class ModelBuckets:
         self.machine.buckets[key] = self._bucket(old.layout, old.params, resident)
         self.machine.gradients.put(self.machine.buckets[key], gradients)
 
-    def _bucket(self, layout: Bucket, params: Sequence[nn.Parameter], resident: bool) -> HostBucket:
+    def _bucket(
+        self,
+        layout: Bucket,
+        params: Sequence[nn.Parameter],
+        resident: bool,
+        *,
+        empty: bool = False,
+    ) -> HostBucket:
         pin = self.options.device.type == "cuda" and not resident
         return HostBucket(
             layout,
@@ -201,20 +240,24 @@ class ModelBuckets:
             grad_dtype=self.options.grad_dtype,
             pin_masters=pin and self.options.updates_on_device,
             resident=self.options.device if resident else None,
+            empty=empty,
         )
 
-    def _source(self, param: nn.Parameter) -> Source:
-        layout, i = self._places[id(param)]
+    def _source(self, param: torch.Tensor) -> Source:
+        layout, i = self._places.of[id(param)]
         bucket = self.machine.buckets[layout.key]
         copy = bucket.streamed[i] if bucket.has_copy else None
         return Source(copy, bucket.pending.settle, functools.partial(bucket.copy.take_back, i))
 
-    def _place(self, proxy: StreamedParameter) -> tuple[Bucket, int]:
-        return self._places[id(proxy.param)]
-
     def owns(self, param: nn.Parameter) -> bool:
         """Does a parameter lie in a bucket of this model?"""
-        return id(param) in self._places
+        return any(id(part) in self._places.of for part in (param, *parts_of(param)))
+
+    def disown(self) -> None:
+        """Own nothing any more: the parameters have left the buckets."""
+        self._places.note(())
+        forget(self)
+        self.data_parallel.end()
 
     def let_go(self) -> None:
         """Give up parameters that were taken out of the model since its last call."""
@@ -246,7 +289,7 @@ class ModelBuckets:
             if not bucket.pending.busy():
                 bucket.pending.settle()
             bucket.refresh()
-        self._buffers_to_device()
+        self.buffers_to(self.options.device)
 
     def follow_plans(self) -> None:
         """Move what the plans want elsewhere, unless something around the call forbids it."""
@@ -261,7 +304,8 @@ class ModelBuckets:
             bucket.pending.withdraw()
         check_model(self.model)
         ours = {value.data_ptr() for bucket in buckets for value in bucket.values}
-        self._aliases(self.model, [p for p in self.model.parameters() if p.data_ptr() not in ours])
+        whole = (p for p in self.model.parameters() if not packed.is_wrapper(p))
+        self._aliases(self.model, [p for p in whole if p.data_ptr() not in ours])
         if not fits:
             refuse_shared(self.model)
         fits = fits and not self.machine.exchanged()
@@ -270,21 +314,41 @@ class ModelBuckets:
         else:
             self._make_proxies()  # a parameter's memory may have been moved
 
-    def _buffers_to_device(self) -> None:
+    def buffers_to(self, device: torch.device) -> None:
         """Move the model's buffers that are elsewhere."""
         places = [
             (compat.buffers_of(module), name, buffer)
             for module in self.model.modules()
             for name, buffer in compat.buffers_of(module).items()
-            if buffer is not None and buffer.device != self.options.device
+            if buffer is not None and buffer.device != device
         ]
         if not places:
             return
         stray = {id(buffer): buffer for _, _, buffer in places}  # one buffer, several places
-        there = inputs.moved_together(list(stray.values()), lambda b: b.to(self.options.device))
+        there = inputs.moved_together(list(stray.values()), lambda b: b.to(device))
         made = dict(zip(stray, there, strict=True))
         for holder, name, buffer in places:
             holder[name] = made[id(buffer)]
+
+
+class _Places:
+    """Where parameters lie: bucket and index. Backwards that are to come have this, not the model:
+    who has only an old loss does not keep the model alive."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, tuple[Bucket, int]] = {}  # by the parameter's id
+
+    def note(self, buckets: Iterable[HostBucket]) -> None:
+        """They lie in these from now on."""
+        self.of = {
+            id(param): (bucket.layout, i)
+            for bucket in buckets
+            for i, param in enumerate(bucket.params)
+        }
+
+    def of_proxy(self, proxy: StreamedParameter) -> tuple[Bucket, int]:
+        """The place of the parameter that a proxy stands for."""
+        return self.of[id(proxy.param)]
 
 
 def _first_that_fit(

@@ -70,6 +70,15 @@ class DataParallel:
                 self.say(why)
         return why
 
+    @property
+    def around_last(self) -> bool:
+        """Is a DistributedDataParallel that was around a call still there?"""
+        return self._checked is not None and self._checked() is not None
+
+    def end(self) -> None:
+        """The model is a plain one again."""
+        _LIVE.discard(self)
+
     def forget(self) -> None:
         """Parameters may have moved: check again at the next call."""
         self._checked = None

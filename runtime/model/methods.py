@@ -67,7 +67,7 @@ class HostApply(Replacement):
                 result: torch.Tensor = function(tensor)
                 return result
             moved = True
-            return tensor.to(probe.dtype)
+            return tensor if probe.dtype == tensor.dtype else tensor.to(probe.dtype)
 
         applied: nn.Module = getattr(type(self.model), self.name)(self.model, stay, recurse)
         if moved and not self.said:
@@ -84,3 +84,10 @@ def replace_methods(model: nn.Module) -> None:
     """Put ours in the place of a model's methods; a copied or loaded model is a plain one."""
     for kind in (HostApply, OwnCall, OwnCompile):
         setattr(model, kind.name, kind(model))
+
+
+def restore_methods(model: nn.Module) -> None:
+    """Let a model have its own methods again."""
+    for kind in (HostApply, OwnCall, OwnCompile):
+        if isinstance(vars(model).get(kind.name), kind):
+            delattr(model, kind.name)

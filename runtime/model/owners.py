@@ -43,7 +43,8 @@ def refuse_shared(model: nn.Module) -> None:
             f"megacompile(): parameter {type(model).__name__}.{name} is owned by another "
             f"megacompiled model ({type(owner.model).__name__}.{there[0]} there), and a parameter "
             "has one owner; megacompile neither of them, but one module that has both and calls "
-            "them; or give one of them a copy of the parameter"
+            "them; or give one of them a copy of the parameter; or call "
+            "megacompile.unmegacompile() on the other one, if it is not needed any more"
         )
 
 
@@ -61,6 +62,16 @@ def _owners(model: nn.Module) -> list[tuple[Owner, str, nn.Parameter]]:
 def register(owner: Owner) -> None:
     """Know of an owner, for as long as it lives."""
     _LIVE.add(owner)
+
+
+def live() -> tuple[Owner, ...]:
+    """Those that live."""
+    return tuple(_LIVE)
+
+
+def forget(owner: Owner) -> None:
+    """It owns nothing any more."""
+    _LIVE.discard(owner)
 
 
 _LIVE: weakref.WeakSet[Owner] = weakref.WeakSet()

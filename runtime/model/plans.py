@@ -35,7 +35,7 @@ class Compiler(Protocol):
     def needs(self) -> str:
         """What the least demanding plan needs of device memory, as a table; "" if not known."""
 
-    def keep(self, stages: Collection[Schedule], schedules: Collection[Schedule]) -> None:
+    def retain(self, stages: Collection[Schedule], schedules: Collection[Schedule]) -> None:
         """Forget what was made for all but these results of `partition` and `build`."""
 
     def rest(self, buckets: Sequence[Bucket], resident: frozenset[int]) -> Schedule:

@@ -54,11 +54,13 @@ class GradientOps(OpGroup):
 
         return self._issue(Stream.COMPUTE, (so_far, gradients), add)
 
-    def norm_grad(self, bucket: Bucket, gradients: Handle) -> Handle:
+    def norm_grad(self, bucket: Bucket, gradients: Handle, largest: bool = True) -> Handle:
+        kinds = (2, torch.inf) if largest else (2,)
+
         def norms() -> torch.Tensor:
             _, group = gradients.value
             tensors = [group[i] for i in self.gradient_params[bucket.key]]
-            orders = (compat.FOREACH_NORM(tensors, k, torch.float32) for k in (2, torch.inf))
+            orders = (compat.FOREACH_NORM(tensors, k, torch.float32) for k in kinds)
             return torch.stack([torch.stack(found) for found in orders])
 
         return self._issue(Stream.COMPUTE, (gradients,), norms)
@@ -77,9 +79,7 @@ class GradientOps(OpGroup):
             key, group = gradients.value
             again = run.drops_any(key, group)
             if norms is not None and not again:  # first: clip_grad_norm_ waits for them alone
-                buffer = run.norms_buffer(key, self.gradient_params[key])
-                buffer.copy_(norms.value, non_blocking=True)
-                run.norms_copied(key, queue)
+                run.norms(key, self.gradient_params[key]).fill(norms.value, queue)
             for i, gradient in group.items():
                 if not run.drops(key, i):
                     run.buffer(key, i).copy_(gradient, non_blocking=True)

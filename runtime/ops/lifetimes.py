@@ -33,7 +33,7 @@ class LifetimeOps(OpGroup):
     def drain(self) -> Handle:
         machine = self.machine
         deferred = machine.deferred.take()
-        machine.device_update.land()
+        machine.device_update.wait_for_copies()
         copies = tuple(Handle(None, Stream.D2H, entry.copied) for entry in deferred)
         taken = tuple(handle for _, handle in machine.alive)  # prefetches out of it
 

@@ -72,6 +72,17 @@ class Machine:
         others = (r for r in before if r() is not None and r() is not executor)
         self.trained = [weakref.ref(executor), *others]
 
+    def give_back(self) -> None:
+        """Give back the device memory that is of no bucket: slots, and what copies out of it have
+        read. The next call takes what it needs. Host memory stays: to page-lock it takes long."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.device_update.wait_for_copies()
+        for entry in self.deferred.take():
+            entry.forget()
+        self.alive.clear()
+        self.slots.forget()
+
     def exchanged(self) -> bool:
         """Is a parameter's data now in the place of another one, as after `p.data, q.data = ...`?
 

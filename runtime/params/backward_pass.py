@@ -14,12 +14,11 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from megacompile import compat
+from megacompile.ir.buckets import ParamId
 from megacompile.runtime.device.streams import Streams
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.consumed import consume
 from megacompile.runtime.params.lazy import LazyGradient
-
-Place = tuple[int, int]  # (bucket key, parameter's index in it)
 
 
 class BackwardPass:
@@ -28,12 +27,14 @@ class BackwardPass:
     def __init__(self, streams: Streams, buckets: Mapping[int, HostBucket]) -> None:
         self.streams = streams
         self.buckets = buckets
-        self.autograd_has: dict[Place, torch.Tensor] = {}  # the memory that autograd has
-        self.taken: set[Place] = set()  # of them: it is the bucket's
-        self.watched: set[Place] = set()  # of these: somebody looks before the end
-        self.fresh: set[Place] = set()  # of these: there was no `p.grad` before
-        self.replaced: dict[Place, torch.Tensor] = {}  # the `p.grad` that the total took over from
-        self.updated: set[Place] = set()  # by updates in the backward
+        self.autograd_has: dict[ParamId, torch.Tensor] = {}  # the memory that autograd has
+        self.taken: set[ParamId] = set()  # of them: it is the bucket's
+        self.watched: set[ParamId] = set()  # of these: somebody looks before the end
+        self.fresh: set[ParamId] = set()  # of these: there was no `p.grad` before
+        self.replaced: dict[
+            ParamId, torch.Tensor
+        ] = {}  # the `p.grad` that the total took over from
+        self.updated: dict[ParamId, Norms | None] = {}  # by updates in the backward
         self.norms: dict[int, Norms] = {}  # by bucket
         self.copies: dict[int, torch.cuda.Event | None] = {}  # by bucket: its way to the host
 
@@ -66,13 +67,14 @@ class BackwardPass:
         lazy = self._lazy()
         if self.taken or not self.updated:
             self.await_copies(self.copies.keys() - lazy)
-        for key, i in self.updated:
-            consume(self.buckets[key].params[i], self.buckets[key].layout.params[i].name)
+        for (key, i), norms in self.updated.items():
+            norm = None if norms is None else functools.partial(norms.l2, i)
+            consume(self.buckets[key].params[i], self.buckets[key].layout.params[i].name, norm)
         for place in sorted(self.taken):
             self._settle_down(place)
         self._serve(lazy)
 
-    def _settle_down(self, place: Place) -> None:
+    def _settle_down(self, place: ParamId) -> None:
         """Let `p.grad` be the tensor that it was, or adopt a sum that autograd has made."""
         key, i = place
         bucket = self.buckets[key]
@@ -102,7 +104,7 @@ class BackwardPass:
             and all(self._untouched((key, i)) for i in norms.indices)
         }
 
-    def _untouched(self, place: Place) -> bool:
+    def _untouched(self, place: ParamId) -> bool:
         """Is `p.grad` what autograd was given, and did nobody look at it?"""
         key, i = place
         return (
@@ -139,22 +141,42 @@ class Norms:
 
     Args:
         indices: of the parameters.
-        buffer: (2, len(indices)) float32: L2 norms and largest absolute values.
     """
 
-    def __init__(self, indices: tuple[int, ...], buffer: torch.Tensor) -> None:
+    def __init__(self, indices: tuple[int, ...]) -> None:
         self.indices = indices
-        self.copied: torch.cuda.Event | None = None  # behind the copy
-        self._buffer = buffer
+        self._copied: torch.cuda.Event | None = None  # behind the copy
+        self._buffer: torch.Tensor | None = None
         self._values: list[list[float]] = []
 
+    def fill(
+        self,
+        norms: torch.Tensor,  # (2 or 1, len(indices)) float32, device: L2 norms, largest values
+        queue: torch.cuda.Stream | None,
+    ) -> None:
+        """Copy them on a stream."""
+        pin = queue is not None
+        self._buffer = torch.empty(norms.shape, dtype=norms.dtype, pin_memory=pin)
+        self._buffer.copy_(norms, non_blocking=True)
+        if queue is not None:
+            self._copied = queue.record_event()
+
     def get(self, k: int) -> tuple[float, float]:
-        """Those of the k-th gradient."""
+        """The L2 norm and the largest absolute value of the k-th gradient."""
+        l2, largest = self._rows()
+        return l2[k], largest[k]
+
+    def l2(self, index: int) -> float:
+        """The L2 norm of a parameter's gradient."""
+        return self._rows()[0][self.indices.index(index)]
+
+    def _rows(self) -> list[list[float]]:
         if not self._values:
-            if self.copied is not None:
-                self.copied.synchronize()
+            assert self._buffer is not None, "norms that no op has taken"
+            if self._copied is not None:
+                self._copied.synchronize()
             self._values = self._buffer.tolist()
-        return self._values[0][k], self._values[1][k]
+        return self._values
 
 
 def lies_in_bucket(bucket: HostBucket, index: int) -> bool:

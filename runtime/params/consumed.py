@@ -1,7 +1,14 @@
-"""Gradients that an update in the backward has taken."""
+"""Gradients that an update in the backward has taken.
+
+Nothing is left of them but their L2 norms, which the backward took before it used them up. So loops
+that log the norm of the gradients go on: `clip_grad_norm_(parameters, inf)`, `get_total_norm`. A
+factor of 1, which clipping gives where the norm is small enough, changes nothing. Any other use is
+an error.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,13 +17,20 @@ from torch import nn
 from megacompile import compat
 from megacompile.errors import OptimizerError
 from megacompile.runtime.params.guards import guard, guard_of
+from megacompile.runtime.params.lazy import lazy_of
 
 
 class Consumed:
-    """Guards a `p.grad` that is gone: the backward has made an update of it."""
+    """Guards a `p.grad` that is gone: the backward has made an update of it.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: of the parameter.
+        norm: gives the gradient's L2 norm; None where it was not taken.
+    """
+
+    def __init__(self, name: str, norm: Callable[[], float] | None = None) -> None:
         self.name = name
+        self.norm = norm
 
     def open(self, tensor: torch.Tensor) -> None:
         del tensor
@@ -27,13 +41,27 @@ class Consumed:
             "use megacompile.accumulate(model) around the backward, and clip micro-batches"
         )
 
-    def serve(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """`zero_grad(set_to_none=False)` has nothing to do.
+    def scale(self, factor: float) -> None:
+        """Somebody multiplies it.
 
         Raises:
-            OptimizerError: a GradScaler unscales it, too late.
+            OptimizerError: by something else than 1.
         """
-        del kwargs
+        if factor != 1.0:
+            raise OptimizerError(
+                f"p.grad of {self.name!r} cannot be multiplied by {factor:g}: megacompile(model, "
+                "optimizer=...) has made the update in the backward already, with the gradients as "
+                "they were, so this step is not clipped; leave out optimizer= to clip by the "
+                "global norm. clip_grad_norm_(parameters, inf) gives the norm alone "
+                "(max_grad_norm=0 in a Trainer)"
+            )
+
+    def serve(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Norms, a factor of 1, and `zero_grad(set_to_none=False)`, which has nothing to do.
+
+        Raises:
+            OptimizerError: a GradScaler unscales it, too late; or it is clipped, too late.
+        """
         if function is compat.FOREACH_UNSCALE:
             raise OptimizerError(
                 f"p.grad of {self.name!r} cannot be unscaled: megacompile(model, optimizer=...) "
@@ -43,7 +71,8 @@ class Consumed:
             )
         if function in (torch.Tensor.zero_, torch.Tensor.detach_):
             return args[0]
-        return None if function is compat.FOREACH_ZERO else NotImplemented
+        served = _FUNCTIONS.get(function)
+        return NotImplemented if served is None else served(args, kwargs)
 
 
 def consumed(gradient: torch.Tensor | None) -> bool:
@@ -51,9 +80,100 @@ def consumed(gradient: torch.Tensor | None) -> bool:
     return gradient is not None and isinstance(guard_of(gradient), Consumed)
 
 
-def consume(param: nn.Parameter, name: str) -> None:
+def consume(param: nn.Parameter, name: str, norm: Callable[[], float] | None = None) -> None:
     """Let `p.grad` say that it is gone; it takes no memory."""
     dtype = param.grad_dtype or param.dtype
     gradient = torch.zeros((), dtype=dtype).expand(param.shape)
-    guard(gradient, Consumed(name))
+    guard(gradient, Consumed(name, norm))
     param.grad = gradient
+
+
+# What is called on a list of gradients may meet others among them.
+
+
+def _norm(tensor: torch.Tensor, order: float) -> torch.Tensor | None:
+    """The norm of a gradient, 0-d and of its dtype; None: it is gone, and this was not taken."""
+    who = guard_of(tensor)
+    if isinstance(who, Consumed):
+        if order != 2 or who.norm is None:
+            return None
+        return torch.tensor(who.norm(), dtype=tensor.dtype)
+    lazy = lazy_of(tensor)
+    norm = None if lazy is None else lazy.norm(tensor, order)
+    if norm is None:
+        norm = torch.linalg.vector_norm(_opened(tensor), order)
+    return norm
+
+
+def _norms(tensors: Sequence[Any], args: Any, kwargs: Any) -> list[torch.Tensor] | None:
+    """Their norms; None: some are not known, or something else is asked for."""
+    order = args[1] if len(args) == 2 else kwargs.get("ord", 2)
+    if len(args) > 2 or kwargs.keys() - {"ord"} or not isinstance(order, (int, float)):
+        return None
+    found = []
+    for tensor in tensors:
+        norm = _norm(tensor, order)
+        if norm is None:
+            return None
+        found.append(norm)
+    return found
+
+
+def _vector_norm(args: Any, kwargs: Any) -> Any:
+    norms = _norms(args[:1], args, kwargs)
+    return NotImplemented if norms is None else norms[0]
+
+
+def _foreach_norm(args: Any, kwargs: Any) -> Any:
+    norms = _norms(args[0], args, kwargs)
+    return NotImplemented if norms is None else norms
+
+
+def _scale(tensors: Sequence[Any], args: Any, kwargs: Any) -> bool:
+    """Multiply by 1, which changes nothing; False: by something that is no factor.
+
+    Raises:
+        OptimizerError: by another one, which one of them at least is too late for.
+    """
+    if len(args) != 2 or kwargs or isinstance(args[1], (list, tuple)):
+        return False
+    if isinstance(args[1], torch.Tensor) and args[1].dim() != 0:
+        return False
+    factor = float(args[1])
+    for tensor in tensors:
+        who = guard_of(tensor)
+        if isinstance(who, Consumed):
+            who.scale(factor)
+    return True
+
+
+def _mul(args: Any, kwargs: Any) -> Any:
+    return args[0] if _scale(args[:1], args, kwargs) else NotImplemented
+
+
+def _foreach_mul(args: Any, kwargs: Any) -> Any:
+    return None if _scale(args[0], args, kwargs) else NotImplemented
+
+
+def _foreach_zero(args: Any, kwargs: Any) -> Any:
+    del kwargs
+    for tensor in args[0]:
+        if not consumed(tensor):
+            _opened(tensor).zero_()
+
+
+def _opened(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that may be used."""
+    who = guard_of(tensor)
+    if who is not None:
+        who.open(tensor)
+    return tensor
+
+
+_FUNCTIONS: dict[Any, Callable[[Any, Any], Any]] = {
+    torch.linalg.vector_norm: _vector_norm,
+    compat.FOREACH_NORM: _foreach_norm,
+    torch.Tensor.mul_: _mul,
+    compat.FOREACH_MUL: _foreach_mul,
+    compat.FOREACH_ZERO: _foreach_zero,
+}

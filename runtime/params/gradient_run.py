@@ -21,9 +21,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megacompile.ir.buckets import ParamId
 from megacompile.ir.stream import Stream
 from megacompile.runtime.params.accumulators import Users
-from megacompile.runtime.params.backward_pass import Norms, Place
+from megacompile.runtime.params.backward_pass import Norms
 from megacompile.runtime.params.gradients import Gradients, is_gone
 
 
@@ -46,20 +47,20 @@ _ADDS = (Goes.TOTAL, Goes.MORE)
 class Uses:
     """What else becomes of parameters in the backward of one schedule."""
 
-    proxies: frozenset[Place]  # `autograd.grad()` asks for them by what the forward holds
+    proxies: frozenset[ParamId]  # `autograd.grad()` asks for them by what the forward holds
     observed: bool  # somebody that cannot be seen looks at gradients before `backward()` returns
-    shared: set[Place] = field(default_factory=set)  # others use them too
-    several: set[Place] = field(default_factory=set)  # several graphs do
-    hooked: set[Place] = field(default_factory=set)
-    captured: set[Place] = field(default_factory=set)  # autograd.grad() was called for them
-    unwanted: set[Place] = field(default_factory=set)
+    shared: set[ParamId] = field(default_factory=set)  # others use them too
+    several: set[ParamId] = field(default_factory=set)  # several graphs do
+    hooked: set[ParamId] = field(default_factory=set)
+    captured: set[ParamId] = field(default_factory=set)  # autograd.grad() was called for them
+    unwanted: set[ParamId] = field(default_factory=set)
 
     @staticmethod
     def of(
         gradients: Gradients,
-        places: Iterable[Place],
+        places: Iterable[ParamId],
         users: Sequence[Users],
-        proxies: Collection[Place],
+        proxies: Collection[ParamId],
         *,
         observed: bool,
     ) -> Uses:
@@ -85,7 +86,7 @@ class Uses:
         return found
 
     @property
-    def exceptions(self) -> set[Place]:
+    def exceptions(self) -> set[ParamId]:
         """The parameters whose gradients cannot stay on the device."""
         return self.hooked | self.captured | self.unwanted
 
@@ -103,20 +104,20 @@ class Run:
     def __init__(
         self,
         gradients: Gradients,
-        places: Iterable[Place],
+        places: Iterable[ParamId],
         users: Sequence[Users],
         *,
-        proxies: Collection[Place] = (),
+        proxies: Collection[ParamId] = (),
         observed: bool = False,
     ) -> None:
         self._of = gradients
         self.backward = gradients.backward_pass()
         self.uses = Uses.of(gradients, places, users, proxies, observed=observed)
-        self.joined: set[Place] = set()  # autograd adds to a `p.grad` that is not in the bucket
-        self.goes: dict[Place, Goes] = {}
-        self.apart: dict[Place, torch.Tensor] = {}
+        self.joined: set[ParamId] = set()  # autograd adds to a `p.grad` that is not in the bucket
+        self.goes: dict[ParamId, Goes] = {}
+        self.apart: dict[ParamId, torch.Tensor] = {}
         self._sent: set[int] = set()  # buckets that are on their way
-        self._done: set[Place] = set()  # by an attempt that ran out of memory
+        self._done: set[ParamId] = set()  # by an attempt that ran out of memory
 
     def start(self, wanted: Mapping[int, Sequence[int]]) -> bool:
         """Prepare memory for gradients; True if there are some already to add to on the device.
@@ -135,7 +136,7 @@ class Run:
     def start_update(self, wanted: Mapping[int, Sequence[int]]) -> bool:
         """The same where the backward updates: it takes the gradients that there are, and keeps
         none on the host."""
-        self.backward.updated |= {(key, i) for key, params in wanted.items() for i in params}
+        self.backward.updated |= {(key, i): None for key, params in wanted.items() for i in params}
         have = {
             key: params
             for key, params in wanted.items()
@@ -148,7 +149,7 @@ class Run:
                     self.goes[key, i] = Goes.TOTAL
         return bool(self.goes)
 
-    def _way(self, place: Place) -> Goes:
+    def _way(self, place: ParamId) -> Goes:
         if place in self.uses.proxies:
             return Goes.PROXY
         if place in self.uses.unwanted:
@@ -197,7 +198,7 @@ class Run:
         place = key, index
         return self.goes[place] in _IN_BUCKET and not self.watches(place)
 
-    def watches(self, place: Place) -> bool:
+    def watches(self, place: ParamId) -> bool:
         """Does somebody look at a gradient before `backward()` returns?"""
         looks = place in self.uses.hooked or place in self.uses.shared or place in self.joined
         return self.uses.observed or looks
@@ -216,17 +217,16 @@ class Run:
             self.apart[place] = torch.empty_like(like, dtype=bucket.grad_dtype, device=device)
         return self.apart[place]
 
-    def norms_buffer(self, key: int, indices: Sequence[int]) -> torch.Tensor:
-        """Where the norms of these gradients go: (2, len(indices)) float32, L2 and largest."""
-        pin = self._of.streams.device.type == "cuda"
-        buffer = torch.empty(2, len(indices), dtype=torch.float32, pin_memory=pin)
-        self.backward.norms[key] = Norms(tuple(indices), buffer)
-        return buffer
+    def norms(self, key: int, indices: Sequence[int]) -> Norms:
+        """Where the norms of these gradients go."""
+        found = self.backward.norms[key] = Norms(tuple(indices))
+        return found
 
-    def norms_copied(self, key: int, queue: torch.cuda.Stream | None) -> None:
-        """The norms of a bucket are on their way to their buffer."""
-        if queue is not None:
-            self.backward.norms[key].copied = queue.record_event()
+    def update_norms(self, key: int, indices: Sequence[int]) -> Norms:
+        """The same, of gradients that an update in this backward takes."""
+        found = Norms(tuple(indices))
+        self.backward.updated |= {(key, i): found for i in indices}
+        return found
 
     def copied(self, key: int, event: torch.cuda.Event | None) -> None:
         """The gradients of a bucket are on their way to the host; `event` is behind them."""
@@ -235,7 +235,7 @@ class Run:
 
     # For autograd.
 
-    def for_autograd(self) -> tuple[dict[Place, torch.Tensor], dict[Place, torch.Tensor]]:
+    def for_autograd(self) -> tuple[dict[ParamId, torch.Tensor], dict[ParamId, torch.Tensor]]:
         """What autograd gets, now that the schedule has been issued: for parameters, for proxies.
 
         A tensor among it is held by nobody else, so that autograd may take it as it is.
@@ -259,7 +259,7 @@ class Run:
         of_proxies, self.apart = self.apart, {}
         return of_params, of_proxies
 
-    def _is_read(self, place: Place, goes: Goes) -> bool:
+    def _is_read(self, place: ParamId, goes: Goes) -> bool:
         """Does autograd, or somebody else, read it at once?"""
         if self.watches(place):
             return True
@@ -268,7 +268,7 @@ class Run:
             return added or place not in self.backward.taken or place in self.backward.watched
         return goes not in _IN_BUCKET
 
-    def _take_place(self, place: Place, goes: Goes) -> None:
+    def _take_place(self, place: ParamId, goes: Goes) -> None:
         backward, param = self.backward, self._of.param(place)
         backward.autograd_has[place] = self.buffer(*place)
         backward.taken.add(place)

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from megacompile import compat
+from megacompile.ir.buckets import ParamId
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.streams import Streams
 from megacompile.runtime.params.accumulators import Accumulator
 from megacompile.runtime.params.backward_pass import (
     BackwardPass,
-    Place,
     lies_in_bucket,
     same_memory,
 )
@@ -35,8 +35,8 @@ class Gradients:
         self.streams = streams
         self.exact = exact
         self.buckets: dict[int, HostBucket] = {}
-        self._places: dict[int, Place] = {}  # id(parameter) -> place
-        self._ends: dict[Place, Accumulator] = {}
+        self._places: dict[int, ParamId] = {}  # id(parameter) -> place
+        self._ends: dict[ParamId, Accumulator] = {}
         self._passes: dict[int, BackwardPass] = {}  # those that run, by autograd's number
 
     def bind(self, buckets: Mapping[int, HostBucket]) -> None:
@@ -49,15 +49,15 @@ class Gradients:
             for i, param in enumerate(bucket.params)
         }
 
-    def place(self, param: torch.Tensor) -> Place | None:
+    def place(self, param: torch.Tensor) -> ParamId | None:
         """A parameter's bucket and index; None for one that is not ours."""
         return self._places.get(id(param))
 
-    def param(self, place: Place) -> nn.Parameter:
+    def param(self, place: ParamId) -> nn.Parameter:
         """The parameter of a place."""
         return self.buckets[place[0]].params[place[1]]
 
-    def end(self, place: Place) -> Accumulator:
+    def end(self, place: ParamId) -> Accumulator:
         """The AccumulateGrad node of a parameter."""
         if place not in self._ends:
             self._ends[place] = Accumulator(self.param(place))
@@ -84,21 +84,21 @@ class Gradients:
         """Do several calls of `backward()` run, in threads? Each may accumulate first."""
         return len(self._passes) > 1
 
-    def is_ours(self, place: Place) -> bool:
+    def is_ours(self, place: ParamId) -> bool:
         """Does `p.grad` lie in its place in the bucket?"""
         return lies_in_bucket(self.buckets[place[0]], place[1])
 
-    def is_free(self, place: Place) -> bool:
+    def is_free(self, place: ParamId) -> bool:
         """Has nobody but the bucket the memory of a gradient?"""
         return compat.storage_users(self.buckets[place[0]].grads[place[1]]) == 1
 
-    def is_busy(self, place: Place) -> bool:
+    def is_busy(self, place: ParamId) -> bool:
         """Has a call of `backward()` given autograd a gradient, and not ended?"""
         passes = tuple(self._passes.values())  # a thread may begin or end one meanwhile
         return any(place in backward.autograd_has for backward in passes)
 
     def prepare(
-        self, wanted: Mapping[int, Sequence[int]], unwanted: Set[Place], backward: BackwardPass
+        self, wanted: Mapping[int, Sequence[int]], unwanted: Set[ParamId], backward: BackwardPass
     ) -> None:
         """Get memory for these gradients, whose `p.grad` are plain tensors from now on.
 
@@ -119,7 +119,7 @@ class Gradients:
                 self._renew(key, bucket)
         self._part([(key, i) for key, params in wanted.items() for i in params])
 
-    def bring_in(self, place: Place) -> bool:
+    def bring_in(self, place: ParamId) -> bool:
         """Copy a gradient of the user's into its place in the bucket; False if there is none."""
         gradient = self.param(place).grad
         if is_gone(gradient) or gradient is None:
@@ -129,7 +129,7 @@ class Gradients:
                 self.buckets[place[0]].grads[place[1]].copy_(gradient.to_dense())
         return True
 
-    def _part(self, places: Iterable[Place]) -> None:
+    def _part(self, places: Iterable[ParamId]) -> None:
         """Give a `p.grad` that lies in the place of another one's memory of its own."""
         there = [(place, self.param(place).grad) for place in places]
         there = [(place, gradient) for place, gradient in there if not is_gone(gradient)]

@@ -95,7 +95,9 @@ class Pending:
         """Is something in flight that is not done?"""
         return self.in_flight is not None and not self.in_flight.done()
 
-    def land(self, work: InFlight, updated: Sequence[int], states: Sequence[torch.Tensor]) -> None:
+    def start_copies(
+        self, work: InFlight, updated: Sequence[int], states: Sequence[torch.Tensor]
+    ) -> None:
         """Note copies from the device to this bucket's memory, behind what was there before."""
         self.settle()
         self.start(work, updated, states)
@@ -107,7 +109,7 @@ class Pending:
     def after_fork(self, *, in_child: bool) -> None:
         """What another thread has started meanwhile is over for the child."""
         if in_child and self.in_flight is not None and not self._failed:
-            self._landed()
+            self._ended()
 
     def finish(self) -> None:
         """Wait for what is in flight; if it failed, whoever uses the bucket next is told."""
@@ -130,9 +132,9 @@ class Pending:
             work.wait()
         finally:
             if self.in_flight is work and work.done():  # else Ctrl-C: it goes on, and so do guards
-                self._landed()
+                self._ended()
 
-    def _landed(self) -> None:
+    def _ended(self) -> None:
         if self.in_flight is not None:
             self.in_flight.fresh.clear()
         self.in_flight = None

@@ -9,7 +9,7 @@
     after    every part is started, the gradients are shown
     user's post-hooks
 
-Preparing changes nothing, so a step that raises (a hook, a closure, a model that refuses, or
+Preparing updates no parameter, so a step that raises (a hook, a closure, a model that refuses, or
 torch.optim on other parameters) has updated none of our parameters, counted nothing, left the
 gradients where they were, and may be called again. What a backward has updated already
 (`optimizer=`) is counted when the step is prepared: it is done, whatever happens to the others.
@@ -32,7 +32,7 @@ from megacompile.runtime.optim.states import to_plain
 from megacompile.runtime.params.guards import unguarded
 
 
-class Part(Protocol):
+class ModelPart(Protocol):
     """What one model does of a step."""
 
     @property
@@ -52,7 +52,7 @@ class Model(Protocol):
     def owns(self, param: torch.Tensor) -> bool:
         """Is it a parameter of this model?"""
 
-    def prepare_step(self, optimizer: Optimizer) -> Part | None:
+    def prepare_step(self, optimizer: Optimizer) -> ModelPart | None:
         """Its part of a step that begins; None where torch.optim does it all."""
 
 
@@ -61,22 +61,48 @@ def tell(model: Model) -> None:
     _LIVE.add(model)
 
 
+def optimizers_of(model: Model) -> list[Optimizer]:
+    """The optimizers that have stepped over parameters of a model."""
+    return [optimizer for optimizer in list(_ATTACHED) if _is_over(optimizer, model)]
+
+
+def leave(model: Model, optimizers: Iterable[Optimizer]) -> None:
+    """Tell a model of no step any more, and take the hooks off its optimizers.
+
+    Args:
+        model: that gives its parameters up.
+        optimizers: those of it; one that is over parameters of another model keeps its hooks.
+    """
+    _LIVE.discard(model)
+    for optimizer in optimizers:
+        others = any(_is_over(optimizer, other) for other in tuple(_LIVE))
+        if optimizer in _ATTACHED and not others:
+            for handle in _ATTACHED.pop(optimizer).handles:
+                handle.remove()
+
+
+def _is_over(optimizer: Optimizer, model: Model) -> bool:
+    return any(model.owns(p) for group in optimizer.param_groups for p in group["params"])
+
+
 def convert_state_dicts(optimizer: Optimizer) -> None:
     """Let `state_dict()` have 8-bit states as the float32 tensors that a plain run loads."""
     hooks = _hooks_on(optimizer)
     if not hooks.converts:
         hooks.converts = True
-        optimizer.register_state_dict_post_hook(lambda _, state_dict: to_plain(state_dict))
+        handle = optimizer.register_state_dict_post_hook(lambda _, found: to_plain(found))
+        hooks.handles.append(handle)
 
 
 class _Hooks:
     """The hooks on one optimizer."""
 
     def __init__(self) -> None:
-        self.parts: list[Part] = []  # of the step that runs
+        self.parts: list[ModelPart] = []  # of the step that runs
         self.hidden: list[tuple[nn.Parameter, torch.Tensor]] = []
         self.converts = False  # 8-bit states in state_dict()
         self.handle: Any = None  # of `before`
+        self.handles: list[Any] = []  # of all of them
 
     @compat.opaque
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -154,8 +180,7 @@ def _attach(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     if not _LIVE:
         return
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if any(model.owns(param) for model in tuple(_LIVE) for param in params):
+    if any(_is_over(optimizer, model) for model in tuple(_LIVE)):
         _hooks_on(optimizer)
 
 
@@ -167,6 +192,7 @@ def _hooks_on(optimizer: Optimizer) -> _Hooks:
         handle = optimizer.register_step_post_hook(hooks.after)
         # before the user's own, which may look at the gradients, or zero them
         compat.put_first(handle)
+        hooks.handles += [hooks.handle, handle]
     return _ATTACHED[optimizer]
 
 

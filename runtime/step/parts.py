@@ -35,7 +35,7 @@ from megacompile.runtime.params.optimizer_states import (
 from megacompile.runtime.step import hooks
 from megacompile.runtime.updates.on_device import DeviceUpdate
 from megacompile.runtime.updates.part import BucketPart
-from megacompile.runtime.updates.update import BucketUpdate, Step, UpdatePath
+from megacompile.runtime.updates.update import BucketUpdate, ParamUpdate, UpdatePath
 
 _RULES = (UpdatePath.COMPILED, UpdatePath.TORCH, UpdatePath.BACKWARD, UpdatePath.RESIDENT)
 
@@ -80,7 +80,7 @@ class Parts:
         self, optimizer: Optimizer, bucket: HostBucket, trained: Sequence[Trained]
     ) -> BucketUpdate:
         way = self._way(optimizer, bucket, trained)
-        pin = way is UpdatePath.DEVICE or self.machine.in_backward is not None
+        pin = way is UpdatePath.STOCK_ON_DEVICE or self.machine.in_backward is not None
         pin = pin or bucket.layout.key in self.machine.device_update.keys
         self._make_buffers(optimizer, bucket, trained, by_rule=way in _RULES, pin=pin and self.cuda)
         update = BucketUpdate(bucket, way, type(optimizer), self.machine.device)
@@ -115,7 +115,7 @@ class Parts:
         self, optimizer: Optimizer, bucket: HostBucket, trained: Sequence[Trained]
     ) -> UpdatePath:
         if rule_of(optimizer) is None:
-            return UpdatePath.DEVICE if self.cuda else UpdatePath.STOCK
+            return UpdatePath.STOCK_ON_DEVICE if self.cuda else UpdatePath.STOCK
         if bucket.resident is not None:
             return UpdatePath.RESIDENT
         plain = all(self.is_plain(each.param) for each in trained)
@@ -162,7 +162,7 @@ class Parts:
         gradient: torch.Tensor,
         scale: float,
         way: UpdatePath,
-    ) -> Step:
+    ) -> ParamUpdate:
         param, i, group, state = trained
         rule = rule_of(optimizer) if way in _RULES else None
         names = names_like(param, state) if rule is None else rule.state_names(group)
@@ -171,7 +171,7 @@ class Parts:
         rounded = rule is not None and self._rounds(param)
         if rule is not None and (rounded or rule.counts) and "step" not in state:
             state["step"] = new_counter()  # without `counts` too: the seeds need it
-        step = Step(
+        step = ParamUpdate(
             index=i,
             grad=gradient,
             scale=scale,
@@ -189,7 +189,7 @@ class Parts:
 
     def in_backward(
         self, optimizer: Optimizer, bucket: HostBucket, indices: Iterable[int]
-    ) -> dict[int, Step]:
+    ) -> dict[int, ParamUpdate]:
         """The steps of some parameters by rule, for an update in the backward."""
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         params = [(bucket.params[i], i) for i in indices]

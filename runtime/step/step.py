@@ -14,6 +14,7 @@ later, a gradient that the user has put there) is made by a graph of its own, `r
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megacompile import compat, log
-from megacompile.ir.buckets import Bucket
+from megacompile.ir.buckets import Bucket, ParamId
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Lowering, Options
 from megacompile.runtime.ops.executor import Executor
@@ -45,7 +46,7 @@ from megacompile.runtime.step import hooks
 from megacompile.runtime.step.parts import Parts
 from megacompile.runtime.updates.part import BucketPart
 from megacompile.runtime.updates.refusals import check, rehearse
-from megacompile.runtime.updates.update import Step, UpdatePath
+from megacompile.runtime.updates.update import ParamUpdate, UpdatePath
 
 _RESTS = 16  # graphs for what no schedule's update makes; those made longest ago go
 
@@ -182,7 +183,7 @@ class Updates:
                 found.setdefault(place[0], []).append(Trained(param, place[1], group, state))
         return found
 
-    def _left_to(self, optimizer: Optimizer, param: nn.Parameter, place: tuple[int, int]) -> bool:
+    def _left_to(self, optimizer: Optimizer, param: nn.Parameter, place: ParamId) -> bool:
         """Does the optimizer's own step update a parameter: one on the device, or not in place?"""
         bucket = self.machine.buckets[place[0]]
         if param.data_ptr() != bucket.values[place[1]].data_ptr():
@@ -203,12 +204,10 @@ class Updates:
         rank = {key: i for i, key in enumerate(self.machine.order)}
         return sorted(keys, key=lambda key: (rank.get(key, len(rank)), key))
 
-    def in_backward(
-        self, optimizer: Optimizer, bucket: HostBucket, indices: Iterable[int]
-    ) -> dict[int, Step]:
-        """The steps of some parameters by rule, for an update in the backward."""
-        self.ways[bucket.layout.name] = UpdatePath.BACKWARD
-        return self._parts.in_backward(optimizer, bucket, indices)
+    def steps_in_backward(self) -> Callable[..., dict[int, ParamUpdate]]:
+        """What prepares the steps of an update in the backward. It does not keep this alive: who
+        has only an old loss has no part in the steps of optimizers."""
+        return functools.partial(_in_backward, self._parts, self.ways)
 
     # A step: doing it.
 
@@ -293,7 +292,9 @@ class Updates:
                 update.bucket.pending.settle()
             self._install(optimizer, update.bucket, part.first)
 
-    def _install(self, optimizer: Optimizer, bucket: HostBucket, steps: Iterable[Step]) -> None:
+    def _install(
+        self, optimizer: Optimizer, bucket: HostBucket, steps: Iterable[ParamUpdate]
+    ) -> None:
         """Take over the states that an optimizer's own first step made."""
         for step in steps:
             param = bucket.params[step.index]
@@ -305,3 +306,15 @@ class Updates:
                 bucket.states.make(optimizer, name, dtypes, pin=self._parts.cuda)
             adopt(optimizer, bucket, step.index, state, names)
             drop_empty(optimizer, [param])
+
+
+def _in_backward(
+    parts: Parts,
+    ways: dict[str, UpdatePath],
+    optimizer: Optimizer,
+    bucket: HostBucket,
+    indices: Iterable[int],
+) -> dict[int, ParamUpdate]:
+    """The steps of some parameters by rule, for an update in the backward."""
+    ways[bucket.layout.name] = UpdatePath.BACKWARD
+    return parts.in_backward(optimizer, bucket, indices)

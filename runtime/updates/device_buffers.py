@@ -17,7 +17,7 @@ from megacompile.runtime.optim.kernels.bucket import update_bucket
 from megacompile.runtime.optim.rule import OptimizerRule
 from megacompile.runtime.optim.update import State, Update
 from megacompile.runtime.params.bucket import HostBucket
-from megacompile.runtime.updates.update import Step, flat, laid_out_as
+from megacompile.runtime.updates.update import ParamUpdate, flat, laid_out_as
 
 Sources = Mapping[int, tuple[State | None, ...]]  # parameter's index -> its states on the host
 
@@ -103,7 +103,7 @@ def fetch(host: HostBucket, buffers: UpdateBuffers, sources: Sources, *, masters
 def update(
     host: HostBucket,
     buffers: UpdateBuffers,
-    steps: Mapping[int, Step],
+    steps: Mapping[int, ParamUpdate],
     gradients: Mapping[int, torch.Tensor],
     weights: Sequence[torch.Tensor] | None,
 ) -> None:
@@ -150,7 +150,7 @@ def write_back(
             here.copy_(there, non_blocking=True)
         if queue is not None and params is not None:
             landing = Landing(host, params, queue.record_event())
-            host.pending.land(landing, list(buffers), visible)
+            host.pending.start_copies(landing, list(buffers), visible)
     except BaseException:  # Ctrl-C: nobody knows of the copies that are under way
         if queue is not None:
             queue.synchronize()

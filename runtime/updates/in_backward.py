@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from megacompile import compat
 from megacompile.errors import OptimizerError
+from megacompile.ir.buckets import ParamId
 from megacompile.runtime.optim.registry import known
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.consumed import consumed
@@ -29,10 +30,9 @@ from megacompile.runtime.updates.device_buffers import (
     make_buffers,
     write_back,
 )
+from megacompile.runtime.updates.micro_steps import more_to_come
 from megacompile.runtime.updates.refusals import check_backward
-from megacompile.runtime.updates.update import Step
-
-Place = tuple[int, int]
+from megacompile.runtime.updates.update import ParamUpdate
 
 
 class InBackward:
@@ -40,23 +40,30 @@ class InBackward:
 
     Args:
         optimizer: whose step it is.
-        steps: prepares the steps of some of a bucket's parameters (`Updates.in_backward`).
+        steps: prepares the steps of some of a bucket's parameters (`Updates.steps_in_backward`).
     """
 
     def __init__(self, optimizer: Optimizer, steps: Any) -> None:
         self.optimizer = optimizer
         self.prepare = steps
-        self.accumulating = False  # inside of megacompile.accumulate()
-        self.uncommitted: set[Place] = set()  # updated, and step() was not called yet
-        self.committed: set[Place] = set()  # by the last step(), until the next backward
-        self.running: dict[int, dict[int, Step]] = {}  # the steps of the backward that runs now
+        self.marked = False  # inside of megacompile.accumulate()
+        self.uncommitted: set[ParamId] = set()  # updated, and step() was not called yet
+        self.committed: set[ParamId] = set()  # by the last step(), until the next backward
+        self.running: dict[
+            int, dict[int, ParamUpdate]
+        ] = {}  # the steps of the backward that runs now
         self._options: list[dict[str, Any]] = []  # of the groups, when it began
         self._ended = True  # the last backward did, without an error
         self._backward = -1  # its id
-        self._made: dict[Place, tuple[nn.Parameter, int]] = {}  # updated, and its version then
+        self._made: dict[ParamId, tuple[nn.Parameter, int]] = {}  # updated, and its version then
         self._loaded = False  # the optimizer's states, since the backward began
         optimizer.register_load_state_dict_post_hook(_weakly(self._note_load))
         compat.notice_scaled_losses()
+
+    @property
+    def accumulating(self) -> bool:
+        """Does another backward come before the step? Then this one updates nothing."""
+        return self.marked or more_to_come()
 
     def begin(self, buckets: Mapping[int, HostBucket], wanted: Mapping[int, Sequence[int]]) -> None:
         """Take the hyperparameters for the backward of one schedule."""
@@ -134,7 +141,7 @@ class InBackward:
     def refuse(
         self,
         optimizer: Optimizer,
-        place_of: Callable[[nn.Parameter], Place | None],
+        place_of: Callable[[nn.Parameter], ParamId | None],
         buckets: Mapping[int, HostBucket],
     ) -> None:
         """Refuse the step of another optimizer over parameters that the backward has updated.
@@ -161,7 +168,7 @@ class InBackward:
                     "several optimizers may share parameters"
                 )
 
-    def commit(self, buckets: Mapping[int, HostBucket]) -> list[Place]:
+    def commit(self, buckets: Mapping[int, HostBucket]) -> list[ParamId]:
         """`optimizer.step()` was called; gives the parameters whose step it is."""
         self._give_up_failed(buckets)
         now = [_options(group) for group in self.optimizer.param_groups]

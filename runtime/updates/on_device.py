@@ -36,7 +36,7 @@ from megacompile.runtime.updates.device_buffers import (
     states_back,
 )
 from megacompile.runtime.updates.flight import Flight, Timed, copy_in_chunks
-from megacompile.runtime.updates.update import Step
+from megacompile.runtime.updates.update import ParamUpdate
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class DeviceUpdate:
     host: HostBucket
     versions: tuple[int, ...]  # of the parameters and states
 
-    def fits(self, steps: Sequence[Step]) -> bool:
+    def fits(self, steps: Sequence[ParamUpdate]) -> bool:
         """Are these the updates of exactly this, and is it all as the backward left it?"""
         return (
             {step.index for step in steps} == self.buffers.value.keys()
@@ -129,7 +129,7 @@ class DeviceUpdates:
         self,
         owner: Optimizer,
         host: HostBucket,
-        steps: Iterable[Step],
+        steps: Iterable[ParamUpdate],
         visible: Iterable[torch.Tensor],
     ) -> None:
         """Note the states that an update by rule has used."""
@@ -166,12 +166,16 @@ class DeviceUpdates:
         host.pending.offer(left, list(buffers.value), visible)
         return True
 
-    def land(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait until what is on its way to the host is there, and let go of it."""
         flying, self.flying = self.flying, []
         for host in flying:
             if host.pending.in_flight is not None and host.pending.in_flight.fresh:
                 host.pending.settle()
+
+    def forget(self) -> None:
+        """Forget what was learned: the buckets are given up."""
+        self._learned.clear()
 
     def _of(self, host: HostBucket) -> _Learned | None:
         """What was learned of a bucket; what is not right any more is forgotten."""

@@ -11,7 +11,7 @@ import torch
 from megacompile.ir import ops
 from megacompile.runtime.params.optimizer_states import Trained
 from megacompile.runtime.updates.on_device import DeviceUpdate
-from megacompile.runtime.updates.update import BucketUpdate, Step, UpdatePath
+from megacompile.runtime.updates.update import BucketUpdate, ParamUpdate, UpdatePath
 
 
 @dataclass(eq=False, slots=True)
@@ -24,7 +24,7 @@ class BucketPart:
     states: list[torch.Tensor]  # those of its states that the user can see
     visible: list[torch.Tensor]  # the same, and the gradients that nobody guards
     aliased: bool  # somebody has its memory under a name that cannot be guarded
-    first: list[Step]  # whose states torch.optim's own first step will make
+    first: list[ParamUpdate]  # whose states torch.optim's own first step will make
     left: DeviceUpdate | None  # what the backward left on the device for it
 
     @property
@@ -36,7 +36,7 @@ class BucketPart:
         return ops.update_resident if resident else ops.update_host
 
     @property
-    def steps(self) -> dict[int, Step]:
+    def steps(self) -> dict[int, ParamUpdate]:
         """By the parameter's index."""
         return {step.index: step for step in self.update.steps}
 

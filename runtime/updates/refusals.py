@@ -21,9 +21,13 @@ from megacompile.runtime.optim.rule import OptimizerRule, is_number
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.guards import unguarded
 from megacompile.runtime.params.optimizer_states import Trained
-from megacompile.runtime.updates.update import BucketUpdate, Step, UpdatePath, run_stock
+from megacompile.runtime.updates.update import BucketUpdate, ParamUpdate, UpdatePath, run_stock
 
-_OWN = (UpdatePath.STOCK, UpdatePath.FUSED, UpdatePath.DEVICE)  # these run torch.optim's own step
+_OWN = (
+    UpdatePath.STOCK,
+    UpdatePath.FUSED,
+    UpdatePath.STOCK_ON_DEVICE,
+)  # these run torch.optim's own step
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MISSING = object()
 
@@ -217,7 +221,7 @@ def rehearse(
         if kind in done:
             continue
         done.add(kind)
-        standin = Step(
+        standin = ParamUpdate(
             index=0,
             grad=_stand_in(step.grad),
             scale=1.0,

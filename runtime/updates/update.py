@@ -41,7 +41,7 @@ class UpdatePath(enum.Enum):
     """How an update is carried out."""
 
     STOCK = "torch.optim"
-    DEVICE = "torch.optim on the device"
+    STOCK_ON_DEVICE = "torch.optim on the device"
     BACKWARD = "in the backward"
     ON_DEVICE = "on the device"
     RESIDENT = "on the device, resident"
@@ -50,11 +50,11 @@ class UpdatePath(enum.Enum):
     TORCH = "torch"
 
 
-_OWN = (UpdatePath.STOCK, UpdatePath.FUSED, UpdatePath.DEVICE)  # the optimizer's own code
+_OWN = (UpdatePath.STOCK, UpdatePath.FUSED, UpdatePath.STOCK_ON_DEVICE)  # the optimizer's own code
 
 
 @dataclass(eq=False, slots=True)
-class Step:
+class ParamUpdate:
     """The update of one parameter: what `optimizer.step()` found when it was called."""
 
     index: int  # in its bucket
@@ -129,7 +129,7 @@ class BucketUpdate:
     way: UpdatePath
     kind: type[Optimizer]
     device: torch.device
-    steps: list[Step] = field(default_factory=list)
+    steps: list[ParamUpdate] = field(default_factory=list)
     runs: list[_Run] = field(default_factory=list)  # from `prepare` until the update runs
     on_device: bool = False  # may the device make it, of memory on the host?
 
@@ -139,7 +139,7 @@ class BucketUpdate:
         assert kind is not None
         return self.way in _OWN and any(kind.has_states(step.group) for step in self.new())
 
-    def new(self) -> list[Step]:
+    def new(self) -> list[ParamUpdate]:
         """The steps of parameters that have no states yet. Ask before it runs."""
         return [s for s in self.steps if all(value is None for value in s.states.values())]
 
@@ -221,7 +221,7 @@ class BucketUpdate:
                 runs.append(run)
         return [run.joined(self.bucket) for run in runs]
 
-    def _run(self, step: Step) -> _Run:
+    def _run(self, step: ParamUpdate) -> _Run:
         assert step.rule is not None
         bucket, i = self.bucket, step.index
         update = Update(
@@ -239,7 +239,7 @@ class BucketUpdate:
 
     def _stock(self) -> None:
         bucket = self.bucket
-        if self.way is not UpdatePath.DEVICE:
+        if self.way is not UpdatePath.STOCK_ON_DEVICE:
             run_stock(self.kind, self.steps, {s.index: bucket.values[s.index] for s in self.steps})
         else:
             for step in self.steps:
@@ -248,11 +248,11 @@ class BucketUpdate:
             if bucket.has_copy:
                 bucket.streamed[step.index].copy_(bucket.values[step.index])
 
-    def _on_device(self, step: Step) -> None:
+    def _on_device(self, step: ParamUpdate) -> None:
         host = self.bucket.values[step.index]
         with compat.side_stream(self.device):
             there = host.to(self.device, non_blocking=True)
-            moved = Step(
+            moved = ParamUpdate(
                 index=step.index,
                 grad=step.grad.to(self.device, non_blocking=True),
                 scale=step.scale,
@@ -275,7 +275,7 @@ class BucketUpdate:
 
 
 def run_stock(
-    kind: type[Optimizer], steps: Sequence[Step], params: dict[int, torch.Tensor]
+    kind: type[Optimizer], steps: Sequence[ParamUpdate], params: dict[int, torch.Tensor]
 ) -> None:
     """One step of an optimizer of `kind` on `params`; new states are left in `step.states`."""
     groups = []

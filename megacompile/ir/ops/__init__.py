@@ -47,11 +47,11 @@ from typing import Any
 from torch import fx
 
 from megacompile.ir.ops.compute import assign, backward, forward, recompute, save_rng, snapshot
+from megacompile.ir.ops.device_updates import alloc_state, fetch_state, offload_state, update
 from megacompile.ir.ops.gradients import add_grad, alloc_grad, fetch_grad, norm_grad, offload_grad
 from megacompile.ir.ops.lifetimes import defer_free, drain, free
 from megacompile.ir.ops.op import NO_OP, OPS, Op, Part, Show, Takes, Value
 from megacompile.ir.ops.saved_tensors import alloc_saved, fetch_saved, offload_saved
-from megacompile.ir.ops.states import alloc_state, fetch_state, offload_state, update
 from megacompile.ir.ops.updates import help_host, update_host, update_resident
 from megacompile.ir.ops.weights import begin, prefetch, resident, reuse
 from megacompile.ir.stream import Stream

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import fx
+
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops.op import Part, Show, Takes, Value, by_subject, op, unbound
-from megacompile.ir.ops.sizes import of_argument, of_arguments, of_value, tensors_of_arguments
+from megacompile.ir.ops.sizes import (
+    of_arguments,
+    of_value,
+    tensors_of_arguments,
+    value_bytes,
+)
 from megacompile.ir.stream import Stream
 
 
@@ -47,16 +54,25 @@ def add_grad(bucket: Bucket, so_far: Any, gradients: Any) -> Any:
     unbound(add_grad)
 
 
+def _norm_traffic(node: fx.Node) -> int:
+    """The gradients are read once for each kind of norm."""
+    largest = len(node.args) < 3 or bool(node.args[2])
+    return value_bytes(node.args[1]) * (2 if largest else 1)
+
+
 @op(
     Stream.COMPUTE,
     by_subject,
     gives=Value.NORMS,
     takes=(Takes(1, Value.GRADIENTS),),
     owns=True,
-    traffic=of_argument(1, times=2),
+    traffic=_norm_traffic,
 )
-def norm_grad(bucket: Bucket, gradients: Any) -> Any:
-    """L2 norm and largest absolute value of each gradient, float32 (2, gradients)."""
+def norm_grad(bucket: Bucket, gradients: Any, largest: bool = True) -> Any:
+    """L2 norm of each gradient and, if asked, its largest absolute value.
+
+    Float32, (2, gradients); (1, gradients) without the largest values.
+    """
     unbound(norm_grad)
 
 

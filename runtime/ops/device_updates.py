@@ -14,11 +14,11 @@ from megacompile.runtime.updates import device_buffers
 from megacompile.runtime.updates.device_buffers import Landing, UpdateBuffers
 from megacompile.runtime.updates.flight import Flight, untimed
 from megacompile.runtime.updates.in_backward import InBackward
-from megacompile.runtime.updates.update import Step
+from megacompile.runtime.updates.update import ParamUpdate
 
 
-class StateOps(OpGroup):
-    """`megacompile.ir.ops.states` on a machine, in a backward and in an update."""
+class DeviceUpdateOps(OpGroup):
+    """`megacompile.ir.ops.device_updates` on a machine, in a backward and in an update."""
 
     def alloc_state(self, bucket: Bucket, masters: bool) -> Handle:
         machine, trained = self.machine, self.gradient_params[bucket.key]
@@ -59,24 +59,27 @@ class StateOps(OpGroup):
         waits = (gradients, state) if weights is None else (weights, gradients, state)
         return self._issue(Stream.COMPUTE, waits, step)
 
-    def _steps(self, bucket: Bucket) -> dict[int, Step] | None:
+    def _steps(self, bucket: Bucket) -> dict[int, ParamUpdate] | None:
         """What is to be done to the parameters of a bucket; None: nothing in this step."""
         if self.in_step:
             part = self.parts.get(bucket.key)
             return None if part is None else part.steps
         return self._in_backward.running[bucket.key]
 
-    def offload_state(self, bucket: Bucket, updated: Handle) -> Handle:
+    def offload_state(self, bucket: Bucket, updated: Handle, norms: Handle | None = None) -> Handle:
         if self.in_step:
             return self._bring_back(bucket, updated)
-        host = self.machine.buckets[bucket.key]
+        host, run = self.machine.buckets[bucket.key], self.machine.current_run()
         cuda = self.machine.device.type == "cuda"
 
         def copy() -> Landing | None:
             queue = torch.cuda.current_stream(self.machine.device) if cuda else None
+            if norms is not None:  # first: a loop that logs them waits for them alone
+                taken = run.update_norms(bucket.key, self.gradient_params[bucket.key])
+                taken.fill(norms.value, queue)
             return self._in_backward.offload(host, updated.value, queue)
 
-        return self._issue(Stream.D2H, (updated,), copy)
+        return self._issue(Stream.D2H, (updated,) if norms is None else (updated, norms), copy)
 
     def _bring_back(self, bucket: Bucket, updated: Handle) -> Handle:
         """In chunks, by a thread: see [Note: small chunks] in `updates.flight`."""

@@ -72,11 +72,17 @@ def update(bucket: Bucket, weights: Any, gradients: Any, state: Any) -> Any:
     Stream.D2H,
     by_subject,
     gives=Value.DONE,
-    takes=(Takes(1, Value.UPDATED, ends=True),),
+    takes=(
+        Takes(1, Value.UPDATED, ends=True),
+        Takes(2, Value.NORMS, optional=True, like=1),
+    ),
     writes=(Part.WEIGHTS, Part.STATES),  # parameters first: they are wanted next
     copied=of_arguments,
     copies=tensors_of_arguments,
 )
-def offload_state(bucket: Bucket, updated: Any) -> Any:
-    """Copy new parameters to their bucket, and new states to theirs."""
+def offload_state(bucket: Bucket, updated: Any, norms: Any = None) -> Any:
+    """Copy new parameters to their bucket, and new states to theirs.
+
+    The norms of the gradients that an update in the backward took go along, ahead of them.
+    """
     unbound(offload_state)

@@ -1,0 +1,73 @@
+"""How much of a model one token passes: all of it but the experts that it does not choose.
+
+A grouped product multiplies each row by the matrix of its expert: (rows, k) by (experts, k, n).
+So does a gather of a matrix for each row, `weight[expert_ids]`. Of such a parameter a token passes
+rows / (tokens * experts). Every other one counts whole, as it does in the usual 6 N T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import fx
+
+from megacompile.cost.aten import is_grouped, is_view, name_of, tensors_of
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import Code, ParamRef, Stage
+
+_CASTS = set("convert_element_type _to_copy clone".split())
+_GATHERS = set("index index_select".split())
+_LEAST_DIMENSIONS = 3  # of a parameter with a matrix for each expert
+
+
+def active_parameters(schedules: Iterable[Schedule], parameters: int, tokens: int) -> int:
+    """How many of a model's parameters a token passes.
+
+    Args:
+        schedules: of all its captured graphs.
+        parameters: how many there are.
+        tokens: in a step.
+    """
+    shares: dict[tuple[int, int], tuple[int, float]] = {}  # by place: elements, and the share
+    for schedule in schedules:
+        for stage in schedule.stages:
+            for ref, rows in _expert_reads(stage):
+                bucket = stage.buckets[ref.bucket]
+                param = bucket.params[ref.param]
+                place = bucket.key, ref.param
+                share = rows / (tokens * param.shape[0]) + shares.get(place, (0, 0.0))[1]
+                shares[place] = param.numel, min(1.0, share)
+    return parameters - round(sum(numel * (1.0 - share) for numel, share in shares.values()))
+
+
+def _expert_reads(stage: Stage) -> Iterator[tuple[ParamRef, int]]:
+    """The parameters of a stage that are read by experts, and of how many rows."""
+    graphs = stage.traced.graphs
+    module = graphs.get(Code.FORWARD) or graphs.get(Code.FORWARD_SAVING)
+    if module is None:
+        return
+    refs = dict(zip(module.graph.find_nodes(op="placeholder"), stage.primals, strict=False))
+    for node in module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if is_grouped(node):
+            rows, weight = node.args[:2]
+        elif name_of(node) in _GATHERS:
+            rows, weight = node, node.args[0]
+        else:
+            continue
+        if not isinstance(rows, fx.Node) or not isinstance(weight, fx.Node):
+            continue
+        ref = refs.get(_source(weight))
+        if isinstance(ref, ParamRef) and tensors_of(weight)[0].dim() >= _LEAST_DIMENSIONS:
+            yield ref, int(tensors_of(rows)[0].shape[0])
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """What a value was before views and casts."""
+    while node.op == "call_function" and (is_view(node) or name_of(node) in _CASTS):
+        before = node.args[0]
+        if not isinstance(before, fx.Node):
+            break
+        node = before
+    return node

@@ -1,0 +1,147 @@
+"""The front door, second part: a model that gives its memory back, and becomes a plain one again.
+
+`released()`, `full_parameters()`, `unmegacompile()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from megacompile import compat
+from megacompile.errors import OptionError
+from megacompile.runtime.model.full_parameters import full_parameters as iterate
+from megacompile.runtime.model.full_parameters import (
+    hugging_face_names,
+    refuse_packed,
+    refuse_unmerged,
+)
+from megacompile.runtime.model.lookup import streamed_around, streamed_model
+from megacompile.runtime.model.restore import restore
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@contextlib.contextmanager
+def released(model: nn.Module) -> Iterator[None]:
+    """Give the device's memory to somebody else for the time of a `with` block.
+
+    Slots, workspaces and the allocator's cache are freed. Layers that live on the device go to the
+    host, with their gradients and optimizer states, and come back at the end, also when an
+    exception passes. Everything that is not on the device stays as it is, so parameters may be read
+    inside, and saved. Nothing is captured, planned or compiled again. The model's buffers stay on
+    the device. Blocks may be nested.
+
+    Inside, a call of the model and `optimizer.step()` are errors.
+
+    Raises:
+        ModelError: the model is not megacompiled, is in use, or a forward waits for its backward.
+        HostMemoryError: what lives on the device does not fit on the host.
+        DeviceMemoryError: at the end, the memory is not there any more. The model is whole then,
+            and its next call tries again.
+
+    Example::
+
+        with released(model):
+            llm.wake_up()
+            llm_model.load_weights(full_parameters(model))
+            samples = llm.generate(prompts)
+            llm.sleep()
+    """
+    streamed = streamed_model(model, "released")
+    streamed.refuse_in_use("released()")
+    streamed.released.give()
+    try:
+        yield
+    except BaseException:
+        streamed.released.end(failed=True)
+        raise
+    streamed.released.end(failed=False)
+
+
+def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each parameter on the device, under its name in a Hugging Face checkpoint, for a weight sync.
+
+    One bucket is copied while the one before it is used, so two of them are on the device at a
+    time. They come in the order of the buckets. A tied parameter comes once, under its first name,
+    as `named_parameters()` has it and as `load_weights` of vLLM and the trainers of TRL expect it.
+    Names are those of the model that is given, which may be a module inside of a megacompiled one:
+    where a wrapper adds a prefix, give what it wraps. The names of PEFT are turned into those of
+    the base model, and the adapter's own parameters are left out. Where a checkpoint has other
+    tensors than the model has parameters (experts that transformers keeps as one), the names are
+    those of the parameters, as in TRL.
+
+    It may be used inside of `released`, and while an update runs. Do not train meanwhile.
+
+    Args:
+        model: a megacompiled model, or a module in one.
+
+    Yields:
+        (name, tensor): of the parameter's shape, in the dtype that the model computes in
+        (`compute_dtype`, else the parameter's). Nobody writes to a tensor that you keep; of a layer
+        that lives on the device it is the parameter itself: do not write to it.
+
+    Raises:
+        ModelError: the model is not in a megacompiled one, a parameter is quantized, or an adapter
+            is not merged.
+
+    Example::
+
+        llm_model.load_weights(full_parameters(model))
+    """
+    inner = compat.without_torch_compile(model)
+    streamed = streamed_around(inner, "full_parameters")
+    refuse_unmerged(inner)
+    names = hugging_face_names(inner)
+    refuse_packed(streamed, names)
+    return iterate(streamed, names)
+
+
+def unmegacompile(model: M, *, device: torch.device | str | int = "cpu") -> M:
+    """Make a megacompiled model a plain one again, in place.
+
+    Parameters, gradients, optimizer states and buffers get ordinary memory on `device`. The
+    parameters are the same objects, and optimizers go on with them: states are what torch.optim has
+    (of the parameter's dtype, none in 8 bits). Everything that `megacompile()` put around the model
+    is gone, and it may be megacompiled again, with other options. A loss from before cannot be
+    differentiated any more.
+
+    The states of an optimizer that has not stepped yet stay where they are.
+
+    Args:
+        model: a megacompiled model. The host needs memory for one bucket more while it runs.
+        device: where everything goes.
+
+    Returns:
+        The model.
+
+    Raises:
+        ModelError: the model is not megacompiled, is in use, or a hook holds its parameters where
+            they are.
+        OptionError: no such device.
+        DeviceMemoryError: it does not fit there. Nothing has changed then.
+
+    Example::
+
+        model = unmegacompile(model, device="cuda")
+        model.generate(**inputs)
+    """
+    streamed = streamed_model(model, "unmegacompile")
+    restore(streamed, _device(device))
+    return model
+
+
+def _device(value: torch.device | str | int) -> torch.device:
+    try:
+        device = torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        raise OptionError(f"unmegacompile(): got device={value!r}: {error}") from None
+    if device.type == "meta":
+        raise OptionError("unmegacompile(): got device='meta', which would lose the parameters")
+    if str(device) == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

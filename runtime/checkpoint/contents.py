@@ -1,0 +1,220 @@
+"""What fills a model's buckets when they are made: a checkpoint, its own initialisation, or both.
+
+    match     names, shapes and dtypes against the files' headers: refused before anything is made
+    move in   parameters and buffers get the memory of their buckets, untouched
+    set       what no checkpoint has is initialised
+    read      the rest, on several threads, each piece straight to its place
+    filled    bucket by bucket: page-locked, while the next are read
+
+Whatever fails, the model is on meta again, or has the memory that it had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from megacompile.errors import CheckpointError
+from megacompile.progress import bar
+from megacompile.runtime.checkpoint import hugging_face
+from megacompile.runtime.checkpoint.checkpoint import Checkpoint
+from megacompile.runtime.checkpoint.initialize import (
+    buffers_in,
+    check_initializers,
+    initialize,
+    refuse_stray,
+)
+from megacompile.runtime.checkpoint.match import Computed, Matched, Stored, match
+from megacompile.runtime.checkpoint.memory import give_memory
+from megacompile.runtime.checkpoint.read import Reader
+
+Undo = Callable[[], object]
+_Place = tuple[dict[str, torch.Tensor | None], str, torch.Tensor, torch.Tensor]  # holder, name,
+#                                                                      the old buffer, the new
+
+
+class Empty(Protocol):
+    """A bucket whose memory nobody has touched."""
+
+    params: tuple[nn.Parameter, ...]
+    values: tuple[torch.Tensor, ...]
+
+    def filled(self) -> None:
+        """Every value is there."""
+
+
+class Contents:
+    """The first values of one model.
+
+    Args:
+        model: as the user gave it. Nothing of it changes before `fill`, but that weights which its
+            config ties are tied.
+        checkpoint: where they are; None: initialise what is on meta.
+
+    Raises:
+        CheckpointError: the checkpoint is not whole, or does not fit the model.
+        ModelError: there are tensors that nobody can give values to.
+    """
+
+    def __init__(self, model: nn.Module, checkpoint: Checkpoint | None) -> None:
+        self.model = model
+        if on_meta(model):
+            hugging_face.tie(model)
+            refuse_stray(model)
+        found = match(model, checkpoint) if checkpoint is not None else Matched()
+        self.stored = {id(each.tensor): each for each in found.stored}
+        self.computed = {
+            id(tensor): each for each in found.computed for tensor in each.tensors.values()
+        }
+        self.read = self.stored.keys() | self.computed.keys()
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        self.unset = {
+            id(tensor): name
+            for name, tensor in tensors
+            if tensor.is_meta and id(tensor) not in self.read
+        }
+        check_initializers(model, self.unset)
+        # what a checkpoint is read over leaves the user's random numbers alone
+        params = {id(param) for param in model.parameters()}
+        self.draws = any(key in params for key in self.unset)
+
+    def fill(self, buckets: Sequence[Empty], progress: bool | None) -> None:
+        """Give the model the buckets' memory, and values.
+
+        Raises:
+            CheckpointError: a file cannot be read. The model is what it was before.
+            ModelError: a tensor got no value. Likewise.
+        """
+        undos: list[Undo] = []
+        try:
+            self._fill(buckets, progress, undos)
+        except BaseException:
+            for undo in reversed(undos):
+                undo()
+            raise
+
+    def _fill(self, buckets: Sequence[Empty], progress: bool | None, undos: list[Undo]) -> None:
+        params = {id(param): param for bucket in buckets for param in bucket.params}
+        values = {
+            id(param): value
+            for bucket in buckets
+            for param, value in zip(bucket.params, bucket.values, strict=True)
+        }
+        for key, param in params.items():
+            if param.is_meta or key in self.read:
+                undos.append(give_memory(param, values[key]))
+            else:  # it has values, and no checkpoint has others
+                undos.append(_copied(param, values[key]))
+        places = self._buffers(undos)
+        buffers = {id(old): new for _, _, old, new in places}
+        with contextlib.nullcontext() if self.draws else torch.random.fork_rng(devices=[]):
+            there = {**params, **buffers}
+            initialize(self.model, {name: there[key] for key, name in self.unset.items()})
+        for holder, name, old, new in places:  # whatever has been set there
+            if id(old) in self.read:
+                holder[name] = new
+        total = sum(each.entry.size_bytes for each in self.stored.values())
+        total += sum(
+            entry.size_bytes
+            for each in {id(each): each for each in self.computed.values()}.values()
+            for entry in each.entries.values()
+        )
+        with bar("reading the checkpoint", total, progress, unit="B") as step:
+            self._read(buckets, values, buffers, step)
+
+    def _read(
+        self,
+        buckets: Sequence[Empty],
+        values: dict[int, torch.Tensor],
+        buffers: dict[int, torch.Tensor],
+        step: Callable[[int], object],
+    ) -> None:
+        there = {**values, **buffers}
+        begun: dict[int, list[Future[None]]] = {}
+        with Reader(step) as reader:
+
+            def begin(key: int) -> list[Future[None]]:
+                if key in self.stored:
+                    return reader.read(self.stored[key].entry, there[key])
+                if key not in self.computed:
+                    return []
+                each = self.computed[key]
+                if id(each) not in begun:
+                    into = functools.partial(_put, each, there)
+                    begun[id(each)] = reader.compute(each.entries, into)
+                return begun[id(each)]
+
+            reading = [[begin(id(param)) for param in bucket.params] for bucket in buckets]
+            more = [begin(key) for key in buffers]
+            for bucket, pieces in zip(buckets, reading, strict=True):
+                _wait(pieces)
+                bucket.filled()
+            _wait(more)
+            for stored in self.stored.values():
+                _compare(reader, stored, there[id(stored.tensor)])
+
+    def _buffers(self, undos: list[Undo]) -> list[_Place]:
+        """New buffers on the host for those on meta or in the checkpoint."""
+        made: dict[int, torch.Tensor] = {}
+        places: list[_Place] = []
+        for _, holder, name in buffers_in(self.model):
+            old = holder[name]
+            if old is not None and (old.is_meta or id(old) in self.read):
+                new = made.setdefault(id(old), torch.empty_like(old, device="cpu"))
+                places.append((holder, name, old, new))
+        for holder, name, old, new in places:
+            undos.append(functools.partial(holder.__setitem__, name, old))
+            holder[name] = new
+        return places
+
+
+def on_meta(model: nn.Module) -> bool:
+    """Is any parameter or buffer of a model on meta?"""
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def _copied(param: nn.Parameter, value: torch.Tensor) -> Undo:
+    value.copy_(param.detach())
+    return give_memory(param, value)
+
+
+def _wait(pieces: Sequence[Sequence[Future[None]]]) -> None:
+    for each in pieces:
+        for piece in each:
+            piece.result()
+
+
+def _put(
+    each: Computed, there: Mapping[int, torch.Tensor], sources: Mapping[str, torch.Tensor]
+) -> None:
+    """Compute tensors and let them be where they belong."""
+    made = each.group.convert(sources)
+    for name, tensor in each.tensors.items():
+        value, into = made.get(name), there[id(tensor)]
+        if value is None or value.shape != into.shape:
+            got = "nothing" if value is None else tuple(value.shape)
+            raise CheckpointError(
+                f"megacompile(): transformers makes {got} of {len(sources)} tensors of the "
+                f"checkpoint ({next(iter(sources))}, ...); needed {tuple(into.shape)} for {name}; "
+                "build the model with the checkpoint's config"
+            )
+        into.copy_(value)
+
+
+def _compare(reader: Reader, stored: Stored, there: torch.Tensor) -> None:
+    """Raise where a tied tensor has another value under another name."""
+    for entry in stored.again:
+        other = torch.empty_like(there, device="cpu")
+        _wait([reader.read(entry, other)])
+        if not torch.equal(other, there.cpu()):
+            raise CheckpointError(
+                f"megacompile(): {stored.entry.name} and {entry.name} are one tensor in the model, "
+                f"and two that differ in checkpoint {entry.path.parent}; build the model without "
+                "tied weights (tie_word_embeddings=False)"
+            )

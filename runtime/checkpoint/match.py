@@ -1,0 +1,206 @@
+"""Which tensor of a checkpoint is which of a model; all that does not fit, in one error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from megacompile.errors import CheckpointError
+from megacompile.runtime.checkpoint import hugging_face
+from megacompile.runtime.checkpoint.checkpoint import Checkpoint
+from megacompile.runtime.checkpoint.conversions import Group, conversion
+from megacompile.runtime.checkpoint.files import Entry, entries_of
+
+_SHOWN = 5  # names of each kind
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of a model that a checkpoint has."""
+
+    tensor: torch.Tensor  # the model's: a parameter or a buffer
+    entry: Entry
+    again: tuple[Entry, ...]  # under its other names, which must be equal
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Tensors of a model that transformers computes from several of a checkpoint."""
+
+    group: Group
+    tensors: dict[str, torch.Tensor]  # the model's, by their names
+    entries: dict[str, Entry]  # the checkpoint's
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """What a checkpoint has of a model, in the order of the model."""
+
+    stored: tuple[Stored, ...] = ()
+    computed: tuple[Computed, ...] = ()
+
+
+def match(model: nn.Module, checkpoint: Checkpoint) -> Matched:
+    """Every tensor of the model that the checkpoint has.
+
+    Raises:
+        CheckpointError: there is no whole checkpoint, or it does not fit the model.
+        MissingExtraError: `safetensors` is not installed.
+    """
+    entries = entries_of(checkpoint.path)
+    tensors = _named(model)
+    rename = checkpoint.names or _unwrapped(model, tensors, entries)
+    names = {rename(name): name for names, _ in tensors for name in names}
+    if checkpoint.names is None and any(name not in names for name in entries):
+        found = conversion(model, entries)  # other names: does transformers know them?
+        if found is not None and (found.groups or set(found.renamed) & set(names.values())):
+            theirs = {name: entries[said] for name, said in found.renamed.items()}
+            in_groups = {said: entries[said] for group in found.groups for said in group.sources}
+            return _match(model, checkpoint, tensors, theirs, str, found.groups, in_groups)
+    return _match(model, checkpoint, tensors, entries, rename, (), {})
+
+
+def _match(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    tensors: Sequence[tuple[list[str], torch.Tensor]],
+    entries: Mapping[str, Entry],
+    rename: Callable[[str], str],
+    groups: Sequence[Group],
+    sources: Mapping[str, Entry],
+) -> Matched:
+    """Args: entries: by the name that `rename` makes of the model's; sources: of the groups."""
+    faults = _Faults(checkpoint, type(model).__name__)
+    stored: list[Stored] = []
+    used: set[str] = set()
+    absent = []
+    of_group = {target: group for group in groups for target in group.targets}
+    computed: dict[int, Computed] = {}
+    for names, tensor in tensors:
+        there = [rename(name) for name in names if rename(name) in entries]
+        used.update(there)
+        by = next((of_group[name] for name in names if name in of_group), None)
+        if there:
+            faults.compare(names[0], tensor, [entries[name] for name in there])
+            first, *again = (entries[name] for name in there)
+            stored.append(Stored(tensor, first, tuple(again)))
+        elif by is not None:
+            of_it = {name: sources[name] for name in by.sources}
+            faults.compare_dtypes(names[0], tensor, of_it.values())
+            made = computed.setdefault(id(by), Computed(by, {}, of_it))
+            made.tensors.update({name: tensor for name in names if name in by.targets})
+        elif not _any_matches(names, checkpoint.initialize):
+            absent.append(rename(names[0]))
+    ignored = hugging_face.left_out(model, absent, "_keys_to_ignore_on_load_missing")
+    faults.missing = [name for name in absent if name not in ignored]
+    unexpected = [entry.name for name, entry in entries.items() if name not in used]
+    unexpected += [n for g in groups if id(g) not in computed for n in g.sources]
+    ignored = hugging_face.left_out(model, unexpected, "_keys_to_ignore_on_load_unexpected")
+    faults.unexpected = [
+        n for n in unexpected if n not in ignored and not _any_matches([n], checkpoint.ignore)
+    ]
+    faults.check()
+    return Matched(tuple(stored), tuple(computed.values()))
+
+
+def _named(model: nn.Module) -> list[tuple[list[str], torch.Tensor]]:
+    """The tensors that a state dict has, each with all of its names there."""
+    found: dict[int, tuple[list[str], torch.Tensor]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor):
+            found.setdefault(id(value), ([], value))[0].append(name)
+    return list(found.values())
+
+
+def _unwrapped(
+    model: nn.Module,
+    tensors: Sequence[tuple[list[str], torch.Tensor]],
+    entries: Mapping[str, Entry],
+) -> Callable[[str], str]:
+    """Names without the path of a module that has all of them, where more of them fit so."""
+
+    def fitting(path: str) -> int:
+        return sum(any(n.removeprefix(path) in entries for n in names) for names, _ in tensors)
+
+    path = max(_wrappers(model), key=fitting)  # the first of equals: the outermost
+    return lambda name: name.removeprefix(path)
+
+
+def _wrappers(model: nn.Module) -> Iterator[str]:
+    """The paths of the modules that have all that the model has, the model itself first."""
+    path, module = "", model
+    while True:
+        yield path
+        names = module.state_dict(keep_vars=True)
+        for name, child in module.named_children():
+            if names and all(n.startswith(f"{name}.") for n in names):
+                path, module = f"{path}{name}.", child
+                break
+        else:
+            return
+
+
+def _any_matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
+    patterns = list(patterns)
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+
+class _Faults:
+    """What does not fit."""
+
+    def __init__(self, checkpoint: Checkpoint, model: str) -> None:
+        self.checkpoint = checkpoint
+        self.model = model
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self._shapes: list[str] = []
+        self._dtypes: list[str] = []
+
+    def compare(self, name: str, tensor: torch.Tensor, entries: Sequence[Entry]) -> None:
+        """Note shapes and dtypes that differ."""
+        for entry in entries:
+            if entry.shape != tuple(tensor.shape):
+                self._shapes.append(f"{name} got {entry.shape}, needed {tuple(tensor.shape)}")
+        self.compare_dtypes(name, tensor, entries)
+
+    def compare_dtypes(self, name: str, tensor: torch.Tensor, entries: Iterable[Entry]) -> None:
+        """Note dtypes whose conversion loses digits."""
+        dtypes = dict.fromkeys(entry.dtype for entry in entries)
+        for dtype in dtypes if not self.checkpoint.cast else ():
+            if not _keeps(dtype, tensor.dtype):
+                self._dtypes.append(f"{name} got {dtype}, needed {tensor.dtype}")
+
+    def check(self) -> None:
+        """Raise if there is anything."""
+        kinds = (
+            ("missing", self.missing, "initialize=(pattern, ...) of megacompile.Checkpoint gives "
+             "them values at random; names=... translates names"),
+            ("unexpected", self.unexpected, "ignore=(pattern, ...) of megacompile.Checkpoint "
+             "leaves them out; or build the model that they are of"),
+            ("shapes", self._shapes, "build the model with the checkpoint's config"),
+            ("dtypes", self._dtypes, "model.to(dtype) before megacompile() costs nothing on meta; "
+             "cast=True of megacompile.Checkpoint rounds"),
+        )  # fmt: skip
+        lines = [
+            f"  {what} ({len(names)}): {'; '.join(names[:_SHOWN])}"
+            f"{'; ...' if len(names) > _SHOWN else ''}\n    {fix}"
+            for what, names, fix in kinds
+            if names
+        ]
+        if lines:
+            raise CheckpointError(
+                f"megacompile(): checkpoint {self.checkpoint.path} does not fit {self.model}\n"
+                + "\n".join(lines)
+            )
+
+
+def _keeps(source: torch.dtype, target: torch.dtype) -> bool:
+    """Does a conversion lose nothing?"""
+    if source == target:
+        return True
+    both = source.is_floating_point and target.is_floating_point
+    return both and source.itemsize > 1 and torch.promote_types(source, target) == target

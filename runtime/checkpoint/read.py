@@ -1,0 +1,135 @@
+"""Tensors of files into memory that is there already, on several threads.
+
+A file is in the page cache or comes from a disk; either way `preadv` copies it straight to where it
+belongs, without another copy in this process. The first touch of memory is what takes longest
+(page faults), so threads share it: pieces of a bucket are read side by side, in the order of the
+buckets, while the caller page-locks those that are done.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from megacompile.errors import CheckpointError
+from megacompile.runtime.checkpoint.files import Entry
+
+PIECE_BYTES = 16 * 2**20
+THREADS = 16  # at most; more fault on the same file of shared memory
+
+
+class Reader:
+    """Reads entries in the background, in the order in which they were asked for.
+
+    At the end of its block nothing is under way any more, so memory that was given may go.
+    """
+
+    def __init__(self, done: Callable[[int], object]) -> None:
+        """Args: done: told of bytes that were read, from any thread."""
+        self._done = done
+        self._files: dict[Path, int] = {}
+        self._opening = threading.Lock()
+        self._computing = ThreadPoolExecutor(1, "megacompile-convert")
+        self._pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "megacompile-read")
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._computing.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._computing.shutdown(wait=True)  # behind what it may wait for
+        for file in self._files.values():
+            os.close(file)
+
+    def read(self, entry: Entry, into: torch.Tensor) -> list[Future[None]]:
+        """Begin to fill a tensor.
+
+        Args:
+            entry: what is read.
+            into: of its shape, on any device; of another dtype, values are converted.
+        """
+        file = self._open(entry.path)
+        if into.dtype != entry.dtype or into.device.type != "cpu" or not into.is_contiguous():
+            return [self._pool.submit(self._convert, file, entry, into)]
+        return [
+            self._pool.submit(
+                self._fill, file, entry, begin, into, min(PIECE_BYTES, entry.size_bytes - begin)
+            )
+            for begin in range(0, entry.size_bytes, PIECE_BYTES)
+        ]
+
+    def compute(
+        self,
+        entries: Mapping[str, Entry],
+        into: Callable[[Mapping[str, torch.Tensor]], None],
+    ) -> list[Future[None]]:
+        """Begin to read entries for somebody who makes others of them, one such group at a time."""
+        return [self._computing.submit(self._compute, entries, into)]
+
+    def _compute(
+        self,
+        entries: Mapping[str, Entry],
+        into: Callable[[Mapping[str, torch.Tensor]], None],
+    ) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            staged = {
+                name: torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+                for name, entry in entries.items()
+            }
+            reading = [self.read(entry, staged[name]) for name, entry in entries.items()]
+            for pieces in reading:
+                for piece in pieces:
+                    piece.result()
+            into(staged)
+
+    def _open(self, path: Path) -> int:
+        with self._opening:
+            if path not in self._files:
+                self._files[path] = os.open(path, os.O_RDONLY)
+            return self._files[path]
+
+    def _convert(self, file: int, entry: Entry, into: torch.Tensor) -> None:
+        with torch.inference_mode(False), torch.no_grad():  # threads have modes of their own
+            staged = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+            for begin in range(0, entry.size_bytes, PIECE_BYTES):
+                size = min(PIECE_BYTES, entry.size_bytes - begin)
+                self._fill(file, entry, begin, staged, size)
+            into.copy_(staged)
+
+    def _fill(
+        self, file: int, entry: Entry, begin: int, into: torch.Tensor, size_bytes: int
+    ) -> None:
+        """Read `size_bytes` of an entry, from its byte `begin` on, to where they are in `into`."""
+        memory = (ctypes.c_char * size_bytes).from_address(into.data_ptr() + begin)
+        left = memoryview(memory).cast("B")
+        at = entry.offset_bytes + begin
+        while left:
+            try:
+                got = os.preadv(file, [left], at)
+            except OSError as error:
+                raise CheckpointError(
+                    f"megacompile(): file {entry.path} cannot be read at byte {at} ({error}); "
+                    f"needed {len(left)} more bytes of {entry.name}; check the disk"
+                ) from error
+            if not got:  # it was whole when its header was read
+                raise CheckpointError(
+                    f"megacompile(): file {entry.path} ends at byte {at}; needed {len(left)} more "
+                    f"bytes of {entry.name}; somebody has truncated it; read it again when it is "
+                    "whole"
+                )
+            at += got
+            left = left[got:]
+        self._done(size_bytes)

@@ -1,0 +1,221 @@
+"""A model as safetensors with Hugging Face's names, of which a part is never taken for the whole.
+
+    write     every file under a name that no reader looks for (*.incomplete), and fsync
+    retract   the index, or the one file, of an older save: from here on there is no checkpoint
+    rename    the files to their names
+    publish   the index, or the one file, by a rename: from here on there is the new one
+
+Whoever is killed leaves the old checkpoint, none, or the new one. A tied tensor is saved once. At
+most one file's tensors that are not on the host, or not contiguous, have a copy at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megacompile.errors import CheckpointError, OptionError
+from megacompile.runtime.checkpoint import hugging_face
+from megacompile.runtime.checkpoint.conversions import Saved
+from megacompile.runtime.checkpoint.files import INCOMPLETE, SHARD, WEIGHTS, library
+from megacompile.sizes import parse_bytes
+from megacompile.text import format_bytes
+
+_INDEX = f"{WEIGHTS}.index.json"
+_HEADER_BYTES = 2**20  # of all files together, about
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """One file."""
+
+    name: str
+    tensors: tuple[str, ...]
+
+
+def save(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Save a model's parameters and persistent buffers as safetensors, file by file.
+
+    `from_pretrained(folder)` of transformers and `megacompile(model, checkpoint=folder)` read it.
+    Names are those of `model.state_dict()`; of a model of transformers, those of its checkpoints,
+    and its config is saved too. A save that is cut off is never taken for a whole one. With several
+    processes, call it in one of them.
+
+    Args:
+        model: megacompiled or not; a submodule of a megacompiled one too.
+        folder: made where it is not there. Other files in it stay.
+        max_shard_size: of one file: bytes, "5GB". A larger tensor has a file of its own.
+
+    Raises:
+        CheckpointError: the disk is full, or the folder cannot be written. An older checkpoint in
+            the folder is whole, unless the error came while files were renamed: then none is.
+        MissingExtraError: `safetensors` is not installed.
+        OptionError: `max_shard_size` is no size.
+
+    Example::
+
+        megacompile.save(model, "checkpoint")
+        model = megacompile(model_on_meta, checkpoint="checkpoint")
+    """
+    library()
+    limit = parse_bytes("max_shard_size", max_shard_size, 0)
+    if limit < 1:
+        raise OptionError(f"save(): got max_shard_size={max_shard_size!r}; needed at least 1 byte")
+    tensors = _tensors(model)
+    shards = _shards(tensors.looks, limit)
+    path = Path(folder)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        for left in path.glob("*" + INCOMPLETE):  # of a save that was cut off
+            left.unlink()
+        _check_room(path, sum(map(_size, tensors.looks.values())) + _HEADER_BYTES)
+    except OSError as error:
+        raise CheckpointError(_failed(path, error)) from error
+    try:
+        _write(path, shards, tensors)
+        _publish(path, shards, model)
+    except Exception as error:
+        for shard in shards:
+            (path / (shard.name + INCOMPLETE)).unlink(missing_ok=True)
+        (path / (_INDEX + INCOMPLETE)).unlink(missing_ok=True)
+        raise CheckpointError(_failed(path, error)) from error
+
+
+def _failed(path: Path, error: Exception) -> str:
+    return (
+        f"save(): folder {path} cannot be written ({error}); no new checkpoint is there; free the "
+        "disk, or save elsewhere"
+    )
+
+
+def _tensors(model: nn.Module) -> Saved:
+    """What is saved, by name; each tensor once."""
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise CheckpointError(
+            f"save(): {type(model).__name__} has tensors on the meta device, which have no values; "
+            "needed a model in memory; save it after megacompile()"
+        )
+    kept: dict[int, str] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"save(): {type(model).__name__}.{name} is {type(value).__name__}; safetensors "
+                "holds tensors alone; use torch.save(model.state_dict(), file)"
+            )
+        kept.setdefault(id(value), name)
+    found = {name: value.detach() for name, value in _named(model, set(kept.values())).items()}
+    for name in hugging_face.left_out(model, found, "_keys_to_ignore_on_save"):
+        del found[name]
+    return Saved(model, found)
+
+
+def _named(model: nn.Module, names: set[str]) -> dict[str, torch.Tensor]:
+    """The values of a state dict; whoever reads them waits for updates that are under way."""
+    return {name: value for name, value in model.state_dict().items() if name in names}
+
+
+def _shards(tensors: Mapping[str, torch.Tensor], limit_bytes: int) -> list[_Shard]:
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        size += _size(tensor)
+        if size > limit_bytes and groups[-1]:
+            groups.append([])
+            size = _size(tensor)
+        groups[-1].append(name)
+    stem = Path(WEIGHTS).stem
+    several = len(groups) > 1
+    return [
+        _Shard(
+            f"{stem}-{k:05}-of-{len(groups):05}.safetensors" if several else WEIGHTS, tuple(group)
+        )
+        for k, group in enumerate(groups, 1)
+    ]
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
+
+
+def _check_room(path: Path, needed: int) -> None:
+    free = shutil.disk_usage(path).free
+    if free < needed:
+        raise OSError(
+            f"the disk has {format_bytes(free)} free, and {format_bytes(needed)} are needed beside "
+            "what is there"
+        )
+
+
+def _write(path: Path, shards: Sequence[_Shard], tensors: Saved) -> None:
+    """Every file, whole and on the disk, under names that nobody reads."""
+    from safetensors.torch import save_file
+
+    for shard in shards:
+        file = path / (shard.name + INCOMPLETE)
+        there = {name: tensors.get(name).cpu().contiguous() for name in shard.tensors}
+        save_file(there, file, metadata={"format": "pt"})
+        _sync(file)
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": sum(map(_size, tensors.looks.values()))},
+            "weight_map": {name: shard.name for shard in shards for name in shard.tensors},
+        }
+        file = path / (_INDEX + INCOMPLETE)
+        file.write_text(json.dumps(index, indent=2) + "\n")
+        _sync(file)
+    _sync(path)
+
+
+def _publish(path: Path, shards: Sequence[_Shard], model: nn.Module) -> None:
+    """Take the old checkpoint away, and let the new one be there, in this order."""
+    last = _INDEX if len(shards) > 1 else WEIGHTS
+    for old in (_INDEX, WEIGHTS):
+        if old != last or len(shards) > 1:
+            (path / old).unlink(missing_ok=True)
+    _sync(path)  # before any of its files is replaced
+    _save_config(model, path)
+    for shard in shards:
+        if shard.name != last:
+            os.replace(path / (shard.name + INCOMPLETE), path / shard.name)
+    _sync(path)  # every file before the index
+    os.replace(path / (last + INCOMPLETE), path / last)
+    _sync(path)
+    names = {shard.name for shard in shards}
+    for stale in path.glob(f"{Path(WEIGHTS).stem}-*.safetensors"):  # of an older save
+        if SHARD.fullmatch(stale.name) and stale.name not in names:
+            stale.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """Let what was written to a file, or renamed in a folder, be on the disk."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _save_config(model: Any, path: Path) -> None:
+    """The config of a model of transformers, so that `from_pretrained` finds all that it needs."""
+    if not hugging_face.is_pretrained(model) or not hasattr(model.config, "save_pretrained"):
+        return
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(path)
+    generation = getattr(model, "generation_config", None)
+    if generation is not None and getattr(model, "can_generate", bool)():
+        generation.save_pretrained(path)

@@ -1,0 +1,136 @@
+"""The parameters of a model on the device, one bucket after the other, for an engine beside it.
+
+While the caller uses one bucket, the next one is copied: there are two on the device at a time.
+
+[Note: memory that others hold] Each bucket gets new memory from the allocator, and no buffer is
+filled again. A tensor that the caller keeps is never overwritten; one that it drops is reused by
+the allocator, on the stream that computes. So the copy of the next bucket waits for that stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+
+from megacompile import compat
+from megacompile.errors import ModelError
+from megacompile.ir.stream import Stream
+from megacompile.runtime.model.streamed import StreamedModel
+from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.guards import unguarded
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "modules_to_save.default.")
+
+
+def hugging_face_names(model: nn.Module) -> dict[int, str]:
+    """The name of each parameter in the checkpoint of the model, by its id; tied ones have one.
+
+    As in TRL: without the wrappers of PEFT and of checkpointing, and without what PEFT adds.
+    """
+    prefix = getattr(model, "prefix", None)  # of a PeftModel: "lora_"
+    adapter = prefix if isinstance(prefix, str) and hasattr(model, "peft_config") else None
+    names = {}
+    for name, param in model.named_parameters():
+        if adapter is not None:
+            name = name.removeprefix("base_model.model.").replace(".base_layer", "")
+            if adapter in name or "original_module" in name:
+                continue
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        names[id(param)] = name
+    return names
+
+
+def refuse_unmerged(model: nn.Module) -> None:
+    """Raise if adapters of PEFT are at work beside their layers: the weights are without them.
+
+    Raises:
+        ModelError: with the name of such a layer.
+    """
+    for name, module in model.named_modules():
+        beside = hasattr(module, "base_layer") and getattr(module, "active_adapters", None)
+        off = getattr(module, "merged", True) or getattr(module, "disable_adapters", False)
+        if beside and not off:
+            raise ModelError(
+                f"full_parameters(): the adapter of {name!r} is not merged, and its weight is that "
+                "of the base model; call model.merge_adapter() before, and "
+                "model.unmerge_adapter() afterwards"
+            )
+
+
+def refuse_packed(streamed: StreamedModel, names: Mapping[int, str]) -> None:
+    """Raise if a parameter lies in its bucket as packed bytes, or is in no bucket yet.
+
+    Raises:
+        ModelError: with its name.
+    """
+    plain = {id(p) for bucket in streamed.machine.buckets.values() for p in bucket.params}
+    for key, name in names.items():
+        if key not in plain:
+            raise ModelError(
+                f"full_parameters(): {name!r} is quantized, or came since the last call; needed "
+                "ordinary parameters: send only the adapter (get_peft_model_state_dict), or call "
+                "the model once"
+            )
+
+
+def full_parameters(
+    streamed: StreamedModel, names: Mapping[int, str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters of these names (by the parameter's id), bucket by bucket, on the device."""
+    wanted = [
+        (bucket, found)
+        for bucket in streamed.machine.buckets.values()
+        if (found := {i: names[id(p)] for i, p in enumerate(bucket.params) if id(p) in names})
+    ]
+    ahead: _Copy | None = None
+    try:
+        for k, (bucket, found) in enumerate(wanted):
+            here = ahead or _Copy(streamed, bucket, found)
+            ahead = _Copy(streamed, *wanted[k + 1]) if k + 1 < len(wanted) else None
+            yield from here.taken()
+    finally:
+        if ahead is not None:  # the caller has stopped: its memory must outlive the copy
+            ahead.wait()
+
+
+class _Copy:
+    """A bucket's parameters on their way to the device."""
+
+    def __init__(self, streamed: StreamedModel, bucket: HostBucket, names: dict[int, str]) -> None:
+        self.device = streamed.options.device
+        self.names = names
+        self.done: torch.cuda.Event | None = None
+        with streamed.buckets.alone, unguarded(), compat.on_host(), torch.no_grad():
+            bucket.pending.settle()
+            bucket.refresh()
+            self.tensors = self._copied(bucket, streamed.machine.streams.copies(Stream.H2D))
+
+    def _copied(
+        self, bucket: HostBucket, queue: torch.cuda.Stream | None
+    ) -> dict[int, torch.Tensor]:
+        if bucket.resident is not None:
+            return {i: bucket.streamed[i].detach() for i in self.names}
+        there = {i: torch.empty_like(bucket.streamed[i], device=self.device) for i in self.names}
+        if queue is not None:
+            queue.wait_stream(torch.cuda.current_stream(self.device))  # see the note
+        with nullcontext() if queue is None else torch.cuda.stream(queue):
+            for i, tensor in there.items():
+                tensor.copy_(bucket.streamed[i], non_blocking=True)
+            self.done = None if queue is None else queue.record_event()
+        return there
+
+    def wait(self) -> None:
+        """Let the stream that computes wait for the copy."""
+        if self.done is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.done)
+
+    def taken(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors, behind their copy; none is held here any more."""
+        self.wait()
+        while self.tensors:
+            i = next(iter(self.tensors))
+            yield self.names[i], self.tensors.pop(i)

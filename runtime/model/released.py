@@ -1,0 +1,199 @@
+"""A model whose device memory is lent to somebody else for a while: `megacompile.released()`.
+
+What lives on the device goes to the host, with gradients and states, and comes back to where it
+was. So schedules stay what they are: nothing is captured, planned or compiled again. What is made
+anew at each use (slots, workspaces, activations) is given back, and comes with the next call.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import warnings
+from collections.abc import Iterable
+
+import torch
+
+from megacompile import compat
+from megacompile.errors import DeviceMemoryError, HostMemoryError, ModelError
+from megacompile.host_memory import MARGIN_BYTES, available_bytes
+from megacompile.runtime.model.buckets import ModelBuckets
+from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.guards import unguarded
+from megacompile.runtime.params.optimizer_states import move_loaded
+from megacompile.runtime.params.state_moves import move_states, state_bytes
+from megacompile.runtime.params.undo import undone
+from megacompile.runtime.step import hooks
+from megacompile.runtime.step.step import Updates
+from megacompile.text import format_bytes
+
+
+class Released:
+    """Whether a model's device memory is given back.
+
+    Args:
+        buckets: of the model.
+        updates: its optimizer steps.
+    """
+
+    def __init__(self, buckets: ModelBuckets, updates: Updates) -> None:
+        self.buckets = buckets
+        self.updates = updates
+        self.depth = 0  # of the `with` blocks that run
+        self.away: set[int] = set()  # keys of buckets that live on the device, but are not there
+        self.said = False  # that some of them stay
+
+    @property
+    def _name(self) -> str:
+        return type(self.buckets.model).__name__
+
+    def check(self) -> None:
+        """At a call or a step: have the memory.
+
+        Raises:
+            ModelError: it is given back.
+            DeviceMemoryError: it was to be taken again, and is not there.
+        """
+        if self.depth:
+            raise ModelError(
+                f"{self._name}: used inside of `with megacompile.released(model):`, where its "
+                "device memory is given back; call it, and optimizer.step(), behind the block "
+                "(megacompile.full_parameters(model) gives its parameters inside)"
+            )
+        if self.away:
+            self._take()
+
+    def give(self) -> None:
+        """Give the memory back.
+
+        Raises:
+            ModelError: a forward waits for its backward.
+            HostMemoryError: what lives on the device does not fit on the host.
+        """
+        with self.buckets.alone:
+            if not self.depth:
+                self._check_pending()
+                self._check_host()
+                self.depth = 1
+                try:
+                    self._give()
+                except BaseException:
+                    self.depth = 0  # the next call takes again what has gone
+                    raise
+            else:
+                self.depth += 1
+
+    def end(self, *, failed: bool) -> None:
+        """Take it again at the end of a block.
+
+        Args:
+            failed: an exception passes. If the memory is not there then, the next call takes it.
+        """
+        with self.buckets.alone:
+            self.depth -= 1
+            if self.depth:
+                return
+            try:
+                self._take()
+            except DeviceMemoryError:
+                if not failed:
+                    raise
+
+    def _check_pending(self) -> None:
+        pending = self.buckets.machine.pending
+        if pending:
+            gc.collect()  # a loss that nobody has any more lives until then
+        if pending:
+            raise ModelError(
+                f"released(): a forward of {self._name} waits for its backward, and what that "
+                "needs is on the device; call backward() before, delete its outputs (del loss), "
+                "or evaluate under torch.no_grad()"
+            )
+
+    def _check_host(self) -> None:
+        residents = [b for b in self.buckets.machine.buckets.values() if b.resident is not None]
+        gradients = [p.grad for b in residents for p in b.params if p.grad is not None]
+        values = [value for b in residents for value in (*b.values, *gradients)]
+        needed = sum(v.nbytes for v in values) + sum(map(state_bytes, residents))
+        there = max(available_bytes() - MARGIN_BYTES, 0)
+        if needed > there:
+            raise HostMemoryError(
+                f"released(): {format_bytes(needed)} of {self._name} live on the device, and "
+                f"{format_bytes(there)} of host memory are available for them; free host memory, "
+                "or megacompile(model, resident=...) with less"
+            )
+
+    def _give(self) -> None:
+        machine = self.buckets.machine
+        for bucket in machine.buckets.values():
+            bucket.pending.settle()
+            bucket.pending.withdraw()
+        machine.give_back()
+        residents = {k: b for k, b in machine.buckets.items() if b.resident is not None}
+        why = self._stays(residents.values())
+        if why:
+            self._say(why, sum(b.layout.size_bytes for b in residents.values()))
+        else:
+            self.away |= residents.keys()
+        self._move(sorted(self.away), resident=False)
+        gc.collect()
+        compat.give_cache_back(machine.device)
+
+    def _stays(self, residents: Iterable[HostBucket]) -> str:
+        """Why buckets must stay on the device; "" where they may go."""
+        if self.buckets.data_parallel.around_last:
+            return "a DistributedDataParallel is around the model"
+        return self.buckets.data_parallel.holds([p for b in residents for p in b.params])
+
+    def _say(self, why: str, size_bytes: int) -> None:
+        if not self.said and size_bytes:
+            self.said = True
+            warnings.warn(
+                f"megacompile: released() leaves {format_bytes(size_bytes)} of {self._name} on the "
+                f"device, with their gradients and states, because {why}, and parameters that "
+                "move would lose its hooks; megacompile(model, resident=0) keeps none there (said "
+                "once)",
+                stacklevel=5,
+            )
+
+    def _take(self) -> None:
+        """Bring back what went.
+
+        Raises:
+            DeviceMemoryError: the memory is not there; what came stays, and the rest may follow.
+        """
+        ran_out = ""
+        try:
+            self._move(sorted(self.away), resident=True)
+        except torch.OutOfMemoryError as error:
+            ran_out = str(error).partition("\n")[0]  # not the error: its frames hold memory
+        if ran_out:
+            missing = [self.buckets.machine.buckets[key] for key in self.away]
+            size = sum(b.layout.size_bytes + state_bytes(b) for b in missing)
+            raise DeviceMemoryError(
+                f"released(): {format_bytes(size)} of {self._name} live on the device, and could "
+                f"not be taken there again ({ran_out}); let the other one give its memory back "
+                "before the block ends; the next call of the model tries again"
+            )
+
+    @torch.inference_mode(False)
+    def _move(self, keys: list[int], *, resident: bool) -> None:
+        buckets = self.buckets
+        if not keys:
+            return
+        optimizers = hooks.optimizers_of(self.updates)
+        with unguarded(), compat.on_host():
+            try:
+                for key in keys:
+                    old = buckets.machine.buckets[key]
+                    undone(functools.partial(buckets.move_bucket, key, resident))
+                    new = buckets.machine.buckets[key]
+                    if new is not old:
+                        move_states(old, new)
+                        for optimizer in optimizers:  # states that lie in no bucket
+                            for param in new.params:
+                                move_loaded(optimizer, param)
+                    if resident:
+                        self.away.discard(key)
+            finally:
+                buckets.moved()

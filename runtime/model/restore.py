@@ -1,0 +1,139 @@
+"""A plain model again: its parameters leave the buckets, on the host or on a device.
+
+Each bucket goes when its parameters have memory of their own, so that there is one bucket too much
+at a time. An interrupt in between leaves a megacompiled model: its next call takes over again what
+has left.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import torch
+from torch.optim import Optimizer
+
+from megacompile import compat
+from megacompile.errors import DeviceMemoryError, ModelError
+from megacompile.runtime.model.methods import restore_methods
+from megacompile.runtime.model.streamed import StreamedModel
+from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.consumed import consumed
+from megacompile.runtime.params.guards import release, unguarded
+from megacompile.runtime.params.lazy import lazy_of
+from megacompile.runtime.params.state_moves import free_states, state_bytes
+from megacompile.runtime.params.undo import Undos, undone
+from megacompile.runtime.step import hooks
+from megacompile.text import format_bytes
+
+
+def restore(streamed: StreamedModel, device: torch.device) -> None:
+    """Make a megacompiled model a plain one, with everything on `device`.
+
+    Raises:
+        ModelError: it is in use, or its parameters must not move.
+        DeviceMemoryError: it does not fit there; nothing has changed.
+        OptimizerError: an update in the background has failed.
+    """
+    model, buckets, machine = streamed.model, streamed.buckets, streamed.machine
+    streamed.refuse_in_use("unmegacompile()")
+    if streamed.released.depth:
+        streamed.released.check()
+    with buckets.alone, unguarded(), compat.outside_inference_mode(), compat.on_host():
+        _refuse(streamed, device)
+        for bucket in machine.buckets.values():
+            bucket.pending.settle()
+            bucket.pending.withdraw()
+        machine.give_back()
+        machine.device_update.forget()
+        machine.activations.forget()
+        optimizers = hooks.optimizers_of(streamed.updates)
+        if streamed.options.optimizer is not None:
+            optimizers.append(streamed.options.optimizer)
+        buckets.proxies.put_back()
+        buckets.proxies.forget()
+        machine.gradients.bind({})
+        for key in list(machine.buckets):
+            _empty(machine.buckets[key], device, optimizers)
+            del machine.buckets[key]
+        buckets.buffers_to(device)
+        hooks.leave(streamed.updates, optimizers)
+        buckets.disown()
+        streamed.end()
+        restore_methods(model)
+        compat.set_compiled_call(model, None)
+    compat.give_cache_back(streamed.options.device)
+
+
+def _refuse(streamed: StreamedModel, device: torch.device) -> None:
+    """Raise if the parameters cannot leave the buckets now."""
+    name = type(streamed.model).__name__
+    updates = streamed.machine.in_backward
+    if updates is not None and updates.uncommitted:
+        raise ModelError(
+            f"unmegacompile(): the backward of {name} has made an update that optimizer.step() has "
+            "not counted; call optimizer.step() first"
+        )
+    moving = [p for p in streamed.model.parameters() if p.device != device]
+    why = streamed.buckets.data_parallel.holds(moving) if moving else ""
+    if moving and streamed.buckets.data_parallel.around_last:
+        why = "a DistributedDataParallel is around the model"
+    if why:
+        raise ModelError(
+            f"unmegacompile(): {name} has parameters on {moving[0].device}, which cannot move to "
+            f"{device}, because {why}, and they would lose its hooks; leave them where they are "
+            f"(device={str(moving[0].device)!r}), or remove that first"
+        )
+    if device.type != "cpu":
+        there = compat.free_device_bytes(device)
+        needed = sum(_bytes(b) for b in streamed.machine.buckets.values() if b.resident != device)
+        if needed > there:
+            raise DeviceMemoryError(
+                f"unmegacompile(): {name} needs {format_bytes(needed)} on {device} for parameters, "
+                f"gradients and optimizer states, and {format_bytes(there)} are free; use the host "
+                "(device='cpu')"
+            )
+
+
+def _bytes(bucket: HostBucket) -> int:
+    """What a bucket's parameters, gradients and states need."""
+    gradients = [p.grad for p in bucket.params if p.grad is not None]
+    return sum(t.nbytes for t in (*bucket.values, *gradients)) + state_bytes(bucket)
+
+
+def _empty(bucket: HostBucket, device: torch.device, optimizers: Iterable[Optimizer]) -> None:
+    """Give each parameter, its gradient and its states memory of their own."""
+    for i in range(len(bucket.params)):
+        undone(functools.partial(_free, bucket, i, device))
+    for optimizer in optimizers:
+        free_states(optimizer, bucket.params)
+
+
+def _free(bucket: HostBucket, index: int, device: torch.device, undos: Undos) -> None:
+    """Give a parameter and its gradient memory of their own."""
+    param = bucket.params[index]
+    taken = _taken(param)
+    gradient = None if taken is None else taken.to(device, param.dtype, copy=True)
+    release(param)
+    undos.append(functools.partial(_show, param, gradient))
+    if param.data_ptr() == bucket.homes[index] or param.device != device:
+        param.data = param.detach().to(device, copy=True)
+    param.grad = None
+    if param.requires_grad:
+        param.grad_dtype = param.dtype  # the option is of megacompile()
+
+
+def _show(param: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
+    if param.grad is None and gradient is not None:
+        param.grad = gradient.to(param.device)
+
+
+def _taken(param: torch.nn.Parameter) -> torch.Tensor | None:
+    """A parameter's gradient as a plain tensor."""
+    gradient = param.grad
+    if gradient is None or consumed(gradient):
+        return None
+    if (lazy := lazy_of(gradient)) is not None:
+        lazy.open(gradient)
+    release(gradient)
+    return gradient.detach()

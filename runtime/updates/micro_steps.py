@@ -1,0 +1,29 @@
+"""Is this backward one of a micro-batch, that no step follows? Whoever runs the loop knows.
+
+`megacompile.accumulate(model)` says so for one model. Loops that count micro-batches by themselves
+say it in places of their own, which are the sources here. A source that is wrong about "another one
+comes" costs time and host memory alone: `optimizer.step()` then makes the update of the gradients
+on the host. So a source may guess to that side, and never to the other.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+
+def more_to_come() -> bool:
+    """Does a loop say that another backward comes before its next step?"""
+    return any(source() for source in SOURCES)
+
+
+def _accelerate() -> bool:
+    """Accelerate's `GradientState`, one for the process.
+
+    `Accelerator.accumulate()` sets it, and so do the loops of Trainer and of what derives from it.
+    """
+    state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
+    return state is not None and not state().sync_gradients
+
+
+SOURCES: tuple[Callable[[], bool], ...] = (_accelerate,)

@@ -1,0 +1,114 @@
+"""Models on meta and their checkpoints, for the tests of loading and saving."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    """A layer with buffers of both kinds, of which torch's modules initialise all."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width, bias=False)
+        self.scale: torch.Tensor
+        self.register_buffer("scale", torch.empty(width), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The buffer: the children have their own. It draws, and reading must not be seen to."""
+        torch.arange(1, self.scale.numel() + 1, out=self.scale)
+        torch.rand(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(self.norm(x) / self.scale).relu()
+        result: torch.Tensor = x + self.down(hidden)
+        return result
+
+
+class Net(nn.Module):
+    """Layers, with an embedding that the head is tied to."""
+
+    def __init__(self, layers: int = 3, width: int = 8, words: int = 32, tied: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, words, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x), ids)
+
+
+def on_meta(make: Any = Net, **options: Any) -> Any:
+    """A model without memory."""
+    with torch.device("meta"):
+        return make(**options)
+
+
+def ids() -> torch.Tensor:
+    """A batch of `Net`: (16,) int64."""
+    return torch.arange(16) % 7
+
+
+def saved(model: nn.Module, folder: Path, files: int = 1) -> Path:
+    """A model's state dict as safetensors, each tensor once; sharded, with an index."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    kept: dict[int, str] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        kept.setdefault(id(value), name)
+    named = {name: model.state_dict()[name].contiguous() for name in kept.values()}
+    if files == 1:
+        save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+    places = {}
+    names = list(named)
+    for k in range(files):
+        file = f"model-{k + 1:05}-of-{files:05}.safetensors"
+        part = names[k::files]
+        places.update(dict.fromkeys(part, file))
+        save_file({name: named[name] for name in part}, folder / file)
+    index = {"metadata": {"total_size": 0}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def changed_header(file: Path, change: Any) -> None:
+    """Let `change` work on the header of a safetensors file; the tensors stay."""
+    data = file.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers, those that are not persistent too; copies."""
+    pairs = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    return {name: value.detach().clone() for name, value in pairs}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+    """The names whose values differ in a bit, in shape or in dtype."""
+    names = [*a, *(name for name in b if name not in a)]
+    return [n for n in names if n not in a or n not in b or not _equal(a[n], b[n])]
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
