@@ -27,6 +27,7 @@ from megacompile.passes.capture.losses import widen_losses
 from megacompile.passes.capture.numbers import take_numbers
 from megacompile.passes.capture.rebase import rebase_overlaps
 from megacompile.passes.capture.unpack import unpack
+from megacompile.passes.capture.vmaps import fold_vmaps
 from megacompile.passes.schedule.device_update import insert_device_update
 from megacompile.passes.schedule.differentiate import differentiate
 from megacompile.passes.schedule.free import insert_free
@@ -77,6 +78,7 @@ class Pipeline:
             [
                 ("unpack", lambda given: (unpack(given), ())),
                 ("numbers", lambda given: (take_numbers(given), ())),
+                ("vmaps", lambda given: (fold_vmaps(given), ())),
                 ("rebase", lambda given: (rebase_overlaps(given), ())),
                 ("causal", causal),
                 *self._loss_passes(),

@@ -64,7 +64,7 @@ def propagate(capture: Capture) -> Values:
     interpreter = _Interpreter(capture, values)
     values.symbols = interpreter.symbols
     try:
-        with capture.ambient.apply(), interpreter.fakes:
+        with capture.ambient.apply(), compat.keeping_nesting(), interpreter.fakes:
             inputs = [interpreter.fake_input(item) for item in capture.inputs]
             constants = interpreter.fake_constants()
             with compat.functional_mode():

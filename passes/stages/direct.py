@@ -20,10 +20,10 @@ import torch
 from torch import fx
 
 from megacompile import compat
+from megacompile.passes.stages.numbers import SYMBOLIC
 
 _OPERATOR = re.compile(r"torch\.ops((?:\.\w+)+)(?=\()")  # as torch.fx writes a call of one
 _RESHAPES = {"view", "_unsafe_view"}
-_SYMBOLIC = "megacompile.symbolic"  # in a node's meta: its value, where sizes are symbols
 _IDLE = _RESHAPES | {"expand", "alias", "detach"}  # where they change nothing
 
 
@@ -86,7 +86,7 @@ def _alike(node: fx.Node, source: fx.Node) -> bool:
 
 
 def _value(node: fx.Node) -> Any:
-    return node.meta.get(_SYMBOLIC, node.meta.get("val"))
+    return node.meta.get(SYMBOLIC, node.meta.get("val"))
 
 
 def _from_its_base(node: fx.Node) -> None:

@@ -241,7 +241,7 @@ class _Tracer:
         tensors: contextlib.AbstractContextManager[Any],
         decompositions: dict[Any, Callable[..., Any]],
     ) -> fx.GraphModule:
-        with self.ambient.apply(), tensors:
+        with self.ambient.apply(), compat.keeping_nesting(), tensors:
             primals: list[Any] = [meta.zeros() for meta in self.stage.metas]
             tangents = [meta.zeros() for meta in self.takes.metas]
             return compat.trace(self._functional, primals, tangents, decompositions)
@@ -262,7 +262,8 @@ class _Tracer:
         outputs = list(self.stage.module(*inputs))
         for k, (tensor, meta) in enumerate(zip(outputs, self.stage.outputs, strict=True)):
             if compat.storage_key(tensor) in held:  # no view of a slot may leave the stage
-                outputs[k] = tensor.clone()
+                with torch.enable_grad():  # under no_grad too, a parameter as it is requires grad
+                    outputs[k] = tensor.clone()
             elif not _has_strides(tensor, meta):  # [Note: strides that lie]
                 outputs[k] = meta.empty().detach().copy_(tensor)
         results = [*outputs, *(inputs[i] for i in self.stage.mutated)]

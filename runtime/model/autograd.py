@@ -158,7 +158,7 @@ class _Call:
         if not tangents:
             return {}
         with self.machine.running:
-            self._check()
+            self._check(tuple(tangents))
             self.machine.run = run = self._prepare(node)
             try:
                 of_inputs = self._attempts(tangents)
@@ -238,15 +238,13 @@ class _Call:
 
     def _executor(self, tangents: tuple[int, ...]) -> Executor:
         """The schedule for these gradients; wrong guesses of the forward are corrected here."""
-        program = self.program
+        program, wanted = self.program, self._wanted(tangents).schedule
         forward = program.executor(self.variant).schedule
         reuse = self.machine.slots.generation == self.generation and bool(forward.reused)
         variant = program.variant(tangents=tangents, reuse=reuse)
-        wanted = forward
         if tangents != self.variant.tangents:
             program.tangents = tangents
             variant = Variant(tangents, keep_last=False)
-            wanted = program.executor(variant).schedule
         run, update = self.machine.current_run(), self._updates()
         if update:
             assert self.machine.in_backward is not None
@@ -264,6 +262,12 @@ class _Call:
         if reuse and not self.machine.slots.keeps(executor.schedule.slots):
             return program.executor(replace(variant, reuse=False))
         return executor
+
+    def _wanted(self, tangents: tuple[int, ...]) -> Executor:
+        """Has the backward for these gradients; the forward's own, where that guessed them."""
+        expected = tangents == self.variant.tangents
+        variant = self.variant if expected else Variant(tangents, keep_last=False)
+        return self.program.executor(variant)
 
     def _updates(self) -> bool:
         """Does this backward update its parameters?
@@ -316,7 +320,8 @@ class _Call:
             self.machine.pending.discard(self)
         return taken
 
-    def _check(self) -> None:
+    def _check(self, tangents: tuple[int, ...]) -> None:
+        """Raise where this backward would compute on other values than the forward did."""
         name = self.program.capture.name
         if compat.in_compiled_autograd():
             raise BackwardError(
@@ -342,7 +347,11 @@ class _Call:
                     "the forward and its backward; call backward() before optimizer.step()"
                 )
         for key, (tensor, version) in self.input_versions.items():
-            if compat.version(tensor) != version:
+            if (
+                compat.version(tensor) != version
+                # it is kept for any backward; that of a view, say, does without
+                and key in self._wanted(tangents).inputs("backward")
+            ):
                 raise BackwardError(
                     f"{name}: input {key} of shape {tuple(tensor.shape)} was changed in place "
                     "between the forward and its backward; pass a copy (.clone())"
