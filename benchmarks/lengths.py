@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     step = torch.compile(plain) if args.plain == "compile" else plain
     losses, seconds = measured(step, batches)
     print(f"plain, {args.plain}: {sum(seconds):.2f} s, the last {seconds[-1]:.4f} s")
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
     torch.manual_seed(1)
     streamed: Any = megacompile(

@@ -17,9 +17,11 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -73,10 +75,10 @@ class SymbolicFakes:
         self._numbers[symbol] = make(made, hint=hint, source=source)
 
     def __enter__(self) -> SymbolicFakes:
-        stack = (
-            ExitStack()
-        )  # without torch's Python dispatcher, which takes operators apart its way
+        stack = ExitStack()
         stack.enter_context(self.mode)
+        kernels: Any = _FakeKernels
+        stack.enter_context(kernels())
         self._stack.append((stack, _ACTIVE.set(self)))
         return self
 
@@ -126,6 +128,18 @@ class SymbolicFakes:
         scope = {"math": math, **SYMPY_INTERP}
         condition: Callable[..., bool] = eval(f"lambda {', '.join(names)}: {text}", scope)
         return condition
+
+
+class _FakeKernels(TorchDispatchMode):
+    """Lets torch's Python dispatcher find fake kernels, which some operators have only there.
+
+    It is off above: there it would take operators apart in other ways than C++ does.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        with enable_python_dispatcher():
+            return func(*args, **(kwargs or {}))
 
 
 def _symbolic(value: Any) -> bool:
