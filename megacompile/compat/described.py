@@ -14,7 +14,7 @@ _MARKS = ("_dynamo_", "_specialize_on")  # of what mark_dynamic and its like lea
 
 
 @dataclass(frozen=True, slots=True)
-class DescribedInput:
+class DescribedInput:  # torch 2.11 to 2.15
     """What Dynamo says of a captured graph's input, in symbols of our own."""
 
     number: sympy.Symbol | None = None  # the input is a number

@@ -17,32 +17,34 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-Value = int | float
-Values = Mapping[sympy.Symbol, Value]
+_Value = int | float
+_Values = Mapping[sympy.Symbol, _Value]
 
 _ACTIVE: ContextVar[SymbolicFakes | None] = ContextVar("megacompile_symbols", default=None)
 _BY_ENV: weakref.WeakKeyDictionary[ShapeEnv, SymbolicFakes] = weakref.WeakKeyDictionary()
 
 
-class UntraceableSymbols(Exception):
+class UntraceableSymbols(Exception):  # torch 2.11 to 2.15
     """A graph that cannot be traced with these symbols, and may be with numbers."""
 
 
-class SymbolicFakes:
+class SymbolicFakes:  # torch 2.11 to 2.15
     """A mode in which tensors have no data, and sizes that are expressions of symbols.
 
     Args:
         hints: the symbols, and the values that decide where code asks for one.
     """
 
-    def __init__(self, hints: Values) -> None:  # torch 2.11 to 2.15
+    def __init__(self, hints: _Values) -> None:  # torch 2.11 to 2.15
         self.hints = dict(hints)
         self.env = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
@@ -56,7 +58,7 @@ class SymbolicFakes:
         self._guards = -1  # how many there were when `holds` was made
         self._holds: Callable[..., bool] = bool
 
-    def _add(self, symbol: sympy.Symbol, hint: Value) -> None:
+    def _add(self, symbol: sympy.Symbol, hint: _Value) -> None:
         source = ConstantSource(f"megacompile_{symbol.name}")
         size = bool(symbol.is_positive)
         made = self.env.create_symbol(
@@ -73,10 +75,10 @@ class SymbolicFakes:
         self._numbers[symbol] = make(made, hint=hint, source=source)
 
     def __enter__(self) -> SymbolicFakes:
-        stack = (
-            ExitStack()
-        )  # without torch's Python dispatcher, which takes operators apart its way
+        stack = ExitStack()
         stack.enter_context(self.mode)
+        kernels: Any = _FakeKernels
+        stack.enter_context(kernels())
         self._stack.append((stack, _ACTIVE.set(self)))
         return self
 
@@ -128,11 +130,23 @@ class SymbolicFakes:
         return condition
 
 
+class _FakeKernels(TorchDispatchMode):
+    """Lets torch's Python dispatcher find fake kernels, which some operators have only there.
+
+    It is off above: there it would take operators apart in other ways than C++ does.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        with enable_python_dispatcher():
+            return func(*args, **(kwargs or {}))
+
+
 def _symbolic(value: Any) -> bool:
     return isinstance(value, sympy.Basic)
 
 
-def symbols_now() -> SymbolicFakes | None:
+def symbols_now() -> SymbolicFakes | None:  # torch 2.11 to 2.15
     """The mode that is on in this thread."""
     return _ACTIVE.get()
 
@@ -146,12 +160,12 @@ def expression_of(number: Any) -> tuple[Any, Any]:  # torch 2.11 to 2.15
     return evaluated(found, fakes.hints), found
 
 
-def fakes_of(number: Any) -> SymbolicFakes:
+def fakes_of(number: Any) -> SymbolicFakes:  # torch 2.11 to 2.15
     """The mode that a SymInt or SymFloat is of."""
     return _BY_ENV[number.node.shape_env]
 
 
-def evaluated(expression: Any, values: Values) -> Any:
+def evaluated(expression: Any, values: _Values) -> Any:  # torch 2.11 to 2.15
     """What an expression is for these values of its symbols."""
     if not isinstance(expression, sympy.Basic):
         return expression

@@ -1,0 +1,73 @@
+"""Symbols of our own: what Dynamo says of a graph, and tracing with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from megacompile import compat
+
+ROWS = sympy.Symbol("n0", integer=True, positive=True)
+
+
+def test_what_dynamo_says_of_a_graph() -> None:
+    found: list[Any] = []
+
+    def backend(module: fx.GraphModule, _: Any) -> Any:
+        found.append(compat.described_inputs(module))
+        return module.forward
+
+    def double(x: Tensor, scale: float) -> Tensor:
+        return x * scale
+
+    step = torch.compile(double, backend=backend)
+    for rows, scale in ((4, 1.0), (6, 0.5)):
+        step(torch.zeros(rows, 2), scale)
+    assert found[0] is None
+    symbols = [item.number for item in found[-1]]
+    assert {str(symbol) for symbol in symbols if symbol is not None} == {"n0", "n1"}
+    assert compat.DescribedInput(shape=(ROWS, 2), stride=(2, 1)) in found[-1]
+    assert sum(item.in_tensor for item in found[-1]) == 1
+
+
+def test_marks_are_kept() -> None:
+    x = torch.zeros(4, 2)
+    torch._dynamo.mark_dynamic(x, 0)
+    copy: Any = compat.keep_dynamic_marks(x, x.double())
+    assert copy._dynamo_dynamic_indices == {0}
+
+
+def test_tracing_with_symbols() -> None:
+    assert compat.symbols_now() is None
+    fakes = compat.SymbolicFakes({ROWS: 12})
+    with fakes, compat.real_strides():
+        assert compat.symbols_now() is fakes
+        n = fakes.number(ROWS)
+        x = torch.empty(n, 4).t() @ torch.empty(n, 4)
+        long = torch.nn.functional.pad(torch.empty(4, n), (0, 1))
+    assert x.shape == (4, 4)
+    assert compat.is_number(n)
+    assert compat.fakes_of(n) is fakes
+    assert compat.expression_of(long.shape[1]) == (13, ROWS + 1)
+    assert fakes.holds(40)
+    assert bool(n < 20)
+    assert not fakes.holds(40)
+    assert not issubclass(compat.UntraceableSymbols, RuntimeError)
+
+
+def test_expressions() -> None:
+    assert compat.evaluated(2 * ROWS + 1, {ROWS: 3}) == 7
+    assert compat.as_function(((ROWS + 1, 5), (ROWS,)), [ROWS])(4) == ((5, 5), (4,))
+    graph = fx.Graph()
+    node = compat.reified(graph, 2 * ROWS, {ROWS: graph.placeholder("n")})
+    graph.output(node)
+    assert fx.GraphModule({}, graph)(21) == 42
+
+
+def test_a_slice_of_everything_is_no_operator() -> None:
+    table = compat.symbolic_decompositions()
+    x = torch.zeros(3, 2)
+    assert table[torch.ops.aten.slice.Tensor](x, 0, 0, 3) is x
