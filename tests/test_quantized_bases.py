@@ -46,6 +46,8 @@ def bnb_4bit(**options: Any) -> Quantize:
         bias = layer.bias is not None
         made = bnb.Linear4bit(layer.in_features, layer.out_features, bias=bias, **options)
         made.load_state_dict(layer.state_dict())
+        if made.bias is not None:  # bitsandbytes would cast it in the forward, which is refused
+            made.bias.data = made.bias.data.to(layer.weight.dtype)
         result: nn.Linear = made.to("cpu")
         return result
 
