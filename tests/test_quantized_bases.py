@@ -126,6 +126,7 @@ def peft_model(folder: Path | None = None) -> Any:
             for name, child in list(parent.named_children()):
                 if type(child) is nn.Linear:
                     setattr(parent, name, quantize(child))
+    base.is_loaded_in_4bit = True  # as from_pretrained() notes: PEFT asks
     if folder is not None:
         return peft.PeftModel.from_pretrained(base, folder, is_trainable=True)
     config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
