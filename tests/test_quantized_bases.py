@@ -16,6 +16,7 @@ from tests import quantized
 from tests.quantized import Quantize
 
 Make = Callable[[], Quantize]
+IDS = torch.arange(16).view(2, 8)
 
 
 def torchao(name: str) -> Quantize:
@@ -96,7 +97,7 @@ def test_training_is_equal_in_every_bit(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_state_dict_is_the_plain_one(kind: str) -> None:
     plain, streamed = model(kind), megacompile(model(kind), lowering="eager")
-    streamed(torch.arange(16).view(2, 8))
+    streamed(IDS)
     expected, found = plain.state_dict(), streamed.state_dict()
     assert list(found) == list(expected)
     for name, value in expected.items():
@@ -104,7 +105,10 @@ def test_the_state_dict_is_the_plain_one(kind: str) -> None:
         if type(value) is torch.Tensor:
             assert torch.equal(found[name], value)
     again = model(kind)
-    again.load_state_dict(found)
+    with torch.no_grad():
+        again.get_parameter("layers.0.first.up.weight").zero_()
+    again.load_state_dict(found, strict=False)  # of bitsandbytes, 4 bits are loaded by others
+    assert torch.equal(again(IDS), plain(IDS))
 
 
 def peft_model(folder: Path | None = None) -> Any:
