@@ -3,6 +3,8 @@
 #   make demo     train the example; ARGS="--plain" and the like are passed on (--help lists them)
 #   make test     the whole test suite; ARGS="-k verify" and the like are passed on to pytest
 #   make matrix   a fast part of the tests, on every version of torch that is supported
+#   make zoo      models of transformers, torchvision, timm and diffusers against the plain ones;
+#                 ARGS="--only t5", ARGS=--write (docs/zoo.md)
 #   make lint     ruff and mypy --strict
 #   make bench    the benchmarks (an NVIDIA GPU)
 #   make format   ruff's formatter and its safe fixes
@@ -37,10 +39,12 @@ FAST := $(wildcard tests/test_compat*.py) $(patsubst %,tests/test_%.py, \
 
 ifdef PY
 INSTALLED :=
+ZOO_INSTALLED :=
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+ZOO_INSTALLED := $(VENV)/.zoo
 endif
 
 PYTHON_IS_NEW_ENOUGH = import sys; sys.version_info >= (3, 11) or sys.exit( \
@@ -51,10 +55,12 @@ HAS_TORCH = import importlib.metadata as m, sys; \
 	sys.exit(not version("$(firstword $(MATRIX))") <= version(m.version("torch")) \
 		<= version("$(lastword $(MATRIX))"))
 
+TORCH_VERSION = import importlib.metadata as m; print(m.version("torch"))
+
 # One worker a core; a machine without pytest-xdist runs the tests one by one.
 IN_PARALLEL = import importlib.util as u; print("-n auto" if u.find_spec("xdist") else "")
 
-.PHONY: demo test matrix lint bench format clean
+.PHONY: demo test matrix zoo lint bench format clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -77,6 +83,9 @@ matrix_python = $(or $(MATRIX_$(subst .,_,$1)),.matrix/$1)/bin/python
 	$(PYTHON) -m venv .matrix/$*
 	.matrix/$*/bin/python -m pip install --no-cache-dir "torch==$*.*" --editable ".[dev]"
 	touch $@
+
+zoo: $(ZOO_INSTALLED)
+	$(PY) -m tests.zoo $(ARGS)
 
 lint: $(INSTALLED)
 	$(PY) -m ruff check .
@@ -105,4 +114,10 @@ $(VENV)/.installed: pyproject.toml
 		else $(PYTHON) -m venv $(VENV); fi
 	$(VENV)/bin/python -c '$(HAS_TORCH)' 2>/dev/null || $(VENV)/bin/python -m pip install "$(TORCH)"
 	$(VENV)/bin/python -m pip install --editable ".[dev]"
+	touch $@
+
+# Each torchvision asks for one torch. Told to leave ours, pip finds the torchvision that goes with it.
+$(VENV)/.zoo: $(VENV)/.installed
+	$(VENV)/bin/python -m pip install "torch==$$($(VENV)/bin/python -c '$(TORCH_VERSION)')" \
+		--editable ".[zoo]"
 	touch $@

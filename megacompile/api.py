@@ -65,6 +65,7 @@ def megacompile(
     detect_anomaly: bool = False,
     activations: Activations | str = Activations.AUTO,
     checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
+    dynamic: bool | None = None,
 ) -> M:
     """Keep a model's parameters and gradients in host memory and stream them through a device.
 
@@ -125,6 +126,9 @@ def megacompile(
             model's host memory; or a `megacompile.Checkpoint`, which says more. Default: the
             model's own values. What is on meta is initialised at random, on the CPU: by
             `_init_weights` of transformers, else by the modules' `reset_parameters()`.
+        dynamic: as in `torch.compile`. None (default): a size that has changed is a symbol from
+            then on, and one program serves all its values. True: sizes are symbols from the start.
+            False: each set of sizes gets code of its own.
 
     Raises:
         ModelError: the argument is no module, its parameters cannot be streamed, or another
@@ -164,6 +168,7 @@ def megacompile(
         head=head,
         detect_anomaly=detect_anomaly,
         activations=activations,
+        dynamic=dynamic,
     )
     check_model(model, meta=True)
     present = compat.compiled_call(model)

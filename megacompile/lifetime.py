@@ -18,6 +18,7 @@ from megacompile.runtime.model.full_parameters import full_parameters as iterate
 from megacompile.runtime.model.full_parameters import (
     hugging_face_names,
     refuse_packed,
+    refuse_unknown,
     refuse_unmerged,
 )
 from megacompile.runtime.model.lookup import streamed_around, streamed_model
@@ -71,7 +72,9 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     as `named_parameters()` has it and as `load_weights` of vLLM and the trainers of TRL expect it.
     Names are those of the model that is given, which may be a module inside of a megacompiled one:
     where a wrapper adds a prefix, give what it wraps. The names of PEFT are turned into those of
-    the base model, and the adapter's own parameters are left out.
+    the base model, and the adapter's own parameters are left out. Where a checkpoint has other
+    tensors than the model has parameters (experts that transformers keeps as one), the names are
+    those of the parameters, as in TRL.
 
     It may be used inside of `released`, and while an update runs. Do not train meanwhile.
 
@@ -84,7 +87,8 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         that lives on the device it is the parameter itself: do not write to it.
 
     Raises:
-        ModelError: the model is not in a megacompiled one, or an adapter is not merged.
+        ModelError: the model is not in a megacompiled one, a parameter is quantized, or an adapter
+            is not merged.
 
     Example::
 
@@ -94,7 +98,9 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     streamed = streamed_around(inner, "full_parameters")
     refuse_unmerged(inner)
     refuse_packed(inner)
-    return iterate(streamed, hugging_face_names(inner))
+    names = hugging_face_names(inner)
+    refuse_unknown(streamed, names)
+    return iterate(streamed, names)
 
 
 def unmegacompile(model: M, *, device: torch.device | str | int = "cpu") -> M:

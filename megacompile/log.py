@@ -160,3 +160,9 @@ def buckets_placed(name: str, buckets: Sequence[Bucket]) -> None:
     logger("memory").info("%s: %s in %d host buckets", name, total, len(buckets))
     for bucket in buckets:
         logger("memory").debug("%s: %d bytes", bucket.name, bucket.size_bytes)
+
+
+def without_symbols(name: str, error: Exception) -> None:
+    """Tell that each set of sizes gets code of its own."""
+    why = str(error).strip().split("\n")[0]
+    logger("capture").info("%s: each set of sizes gets its own code: %s", name, why)

@@ -73,6 +73,7 @@ class Options:
         detect_anomaly: raise if a stage's backward gives NaN or inf.
         activations: where saved tensors wait between forward and backward, or if they are
             recomputed.
+        dynamic: whether sizes are symbols: from the start, never, or once they have changed (None).
     """
 
     device: torch.device
@@ -92,6 +93,7 @@ class Options:
     head: Head = Head.AUTO
     detect_anomaly: bool = False
     activations: Activations = Activations.AUTO
+    dynamic: bool | None = None
 
     @property
     def least_slots(self) -> int:
@@ -143,6 +145,7 @@ class Options:
         head: Head | str = "auto",
         detect_anomaly: bool = False,
         activations: Activations | str = Activations.AUTO,
+        dynamic: bool | None = None,
     ) -> Options:
         """Validate what the user gave and fill in the rest.
 
@@ -159,8 +162,9 @@ class Options:
                 f"{lookahead} stages ahead needs at least {lookahead + 1} slots; "
                 "raise slots or lower lookahead"
             )
-        if progress is not None and not isinstance(progress, bool):
-            raise OptionTypeError(_wrong_type("progress", progress, "True, False or None"))
+        for name, value in (("progress", progress), ("dynamic", dynamic)):
+            if value is not None and not isinstance(value, bool):
+                raise OptionTypeError(_wrong_type(name, value, "True, False or None"))
         resolved_lowering = _lowering(lowering, resolved_device)
         device_update = _share("device_update", device_update)
         if device_update and optimizer is not None:
@@ -191,6 +195,7 @@ class Options:
             head=_choice("head", head, Head),
             detect_anomaly=_flag("detect_anomaly", detect_anomaly),
             activations=_choice("activations", activations, Activations),
+            dynamic=dynamic,
         )
 
     def differences(self, other: Options) -> list[str]:

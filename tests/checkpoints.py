@@ -24,8 +24,9 @@ class Block(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The buffer: the children have their own."""
+        """The buffer: the children have their own. It draws, and reading must not be seen to."""
         torch.arange(1, self.scale.numel() + 1, out=self.scale)
+        torch.rand(1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.up(self.norm(x) / self.scale).relu()

@@ -17,6 +17,10 @@ pytest.register_assert_rewrite("tests.faults", "tests.gate", "tests.training", "
 torch.set_num_threads(1)  # the models are small: threads cost more than they gain
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads it when it is first imported
+else:
+    from megacompile import compat  # not above: triton would be imported before its variable is set
+
+    compat.use_expandable_segments()  # as megacompile() does where it comes before the first tensor
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from megacompile.runtime.model.captured import Program
+from megacompile.runtime.model.program import Program
 from megacompile.runtime.model.streamed import StreamedModel
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine

@@ -72,10 +72,31 @@ def test_what_cross_entropy_calls() -> None:
 
 
 def test_transforms_are_found_in_graphs() -> None:
-    (module,) = captured(lambda x: torch.func.vmap(torch.sin)(x), torch.ones(2, 2))
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return x.sin().sum()
+
+    (module,) = captured(torch.func.grad(total), torch.ones(2))
     assert compat.transforms(module) is not None
     (module,) = captured(torch.sin, torch.ones(2, 2))
     assert compat.transforms(module) is None
+
+
+def test_what_a_vmap_becomes() -> None:
+    (module,) = captured(lambda x: torch.func.vmap(torch.sin)(x), torch.ones(2, 2))
+    found = [
+        t for t in targets(module) if t in (compat.VMAP_LOAD, compat.VMAP_BEGIN, compat.VMAP_END)
+    ]
+    assert found == [compat.VMAP_LOAD, compat.VMAP_BEGIN, compat.VMAP_END]
+    assert compat.transforms(module) is None
+
+
+def test_a_vmap_that_fails_is_left() -> None:
+    before = torch._C._functorch.maybe_current_level()
+    with pytest.raises(ZeroDivisionError), compat.keeping_nesting():
+        compat.VMAP_BEGIN(2, "error")
+        compat.VMAP_BEGIN(2, "error")
+        raise ZeroDivisionError
+    assert torch._C._functorch.maybe_current_level() == before
 
 
 class Twice(nn.Module):

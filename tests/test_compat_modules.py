@@ -50,6 +50,15 @@ def test_a_call_takes_the_way_of_the_compiled_one() -> None:
     assert compat.compiled_call(model) is not None
 
 
+def test_modules_are_found_once_and_in_torchs_order() -> None:
+    shared = nn.Linear(2, 2)
+    inner = nn.Sequential(shared, nn.Tanh())
+    model = nn.Sequential(inner, nn.ModuleList([shared]), nn.Linear(2, 2))
+    model.register_module("none", None)
+    inner.add_module("up", model)  # a circle
+    assert compat.modules_of(model) == list(model.modules())
+
+
 def test_calls_of_a_frame_run_hooks() -> None:
     model, seen = nn.Linear(2, 2), []
     model.register_forward_hook(lambda *_: seen.append(1))

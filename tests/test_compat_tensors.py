@@ -219,6 +219,14 @@ def test_random_operators() -> None:
     assert compat.is_random(drops) and not compat.is_random(keeps)
 
 
+def test_an_operators_kernel_does_the_same() -> None:
+    x = torch.ones(2, 3)
+    kernel = compat.kernel_of(aten.sum.dim_IntList)
+    assert kernel is not aten.sum.dim_IntList
+    assert torch.equal(kernel(x, [1], keepdim=True), x.sum(1, keepdim=True))
+    assert compat.kernel_of(torch.add) is torch.add
+
+
 def test_views_and_changes_in_place() -> None:
     assert compat.gives_views(aten.view.default) and compat.gives_views(aten.split.Tensor)
     assert not compat.gives_views(aten.mm.default) and not compat.gives_views(aten.add_.Tensor)

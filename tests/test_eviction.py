@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import fx
 
-from megacompile import megacompile, schedules
+from megacompile import compat, megacompile, schedules
 from megacompile.runtime.model import captured
 from tests import inside
 from tests.zoo import assert_steps_same, batch, stack, stacks
@@ -39,6 +39,7 @@ def _run(model: Any, sizes: range) -> None:
 
 def test_programs_of_shapes_that_are_not_used_any_more_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured, "PROGRAMS", FEW)
+    monkeypatch.setattr(compat, "described_inputs", lambda module: None)  # no size is a symbol
     plain, streamed, _ = stacks()
     compiler: Any = inside.streamed(streamed).buckets.plans.compiler
     _run(streamed, range(2, 5))
@@ -64,6 +65,7 @@ def test_programs_of_shapes_that_are_not_used_any_more_go(monkeypatch: pytest.Mo
 
 def test_a_shape_that_is_used_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured, "PROGRAMS", FEW)
+    monkeypatch.setattr(compat, "described_inputs", lambda module: None)  # no size is a symbol
     _, streamed, _ = stacks()
     _run(streamed, range(2, 8))
     kept = [ref(program) for program in _programs(streamed).values()]
@@ -77,6 +79,7 @@ def test_a_shape_that_is_used_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_backward_of_a_program_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured, "PROGRAMS", FEW)
+    monkeypatch.setattr(compat, "described_inputs", lambda module: None)  # no size is a symbol
     plain, streamed, _ = stacks()
     mine, theirs = (model(**batch(size=3)) for model in (plain, streamed))
     for size in range(4, 9):

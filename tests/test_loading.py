@@ -126,9 +126,13 @@ def test_the_streamed_copy_has_what_was_read(tmp_path: Path) -> None:
 
     plain = make()
     saved(plain, tmp_path)
-    model = megacompile(on_meta(make), checkpoint=tmp_path, compute_dtype=torch.bfloat16)
+    dtypes: dict[str, Any] = {"compute_dtype": torch.bfloat16, "grad_dtype": torch.bfloat16}
+    model: Any = megacompile(on_meta(make), checkpoint=tmp_path, **dtypes)
     x = torch.randn(3, 4)
-    assert torch.equal(model(x), plain.bfloat16()(x.bfloat16()))
+    y = model(x)
+    y.sum().backward()
+    assert {param.grad.dtype for param in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(y, plain.bfloat16()(x.bfloat16()))
 
 
 def test_digits_are_lost_only_when_asked(plain: Net, tmp_path: Path) -> None:
@@ -456,10 +460,6 @@ class LossAlone(nn.Module):
         super().__init__()
         self.model = mixtral(layers=2)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.model(input_ids=tokens, labels=tokens).loss
-        return loss
-
 
 @pytest.mark.parametrize("size", ["4KB", "1GB"])
 def test_experts_that_are_stored_apart(tmp_path: Path, size: str) -> None:
@@ -469,8 +469,6 @@ def test_experts_that_are_stored_apart(tmp_path: Path, size: str) -> None:
     plain.save_pretrained(tmp_path, max_shard_size=size)
     wrapped = megacompile(on_meta(LossAlone), checkpoint=tmp_path)
     assert same(values(plain), values(wrapped.model)) == []
-    tokens = torch.arange(8)[None]
-    assert torch.equal(wrapped(tokens), plain(input_ids=tokens, labels=tokens).loss)
 
 
 def test_experts_that_do_not_fit(tmp_path: Path) -> None:

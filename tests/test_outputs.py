@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from megacompile import BackwardError
 from tests.zoo import assert_same, equal, twins
@@ -82,3 +83,60 @@ def test_an_output_that_the_backward_does_not_need() -> None:
         out.mul_(2).add_(1)
         out.square().sum().backward()
     assert_same(plain, streamed)
+
+
+class Scaled(nn.Module):
+    """Divides in place what a captured graph of its own has made a view of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        torch._dynamo.graph_break()
+        heads = hidden.view(2, 2, 2).transpose(0, 1)
+        torch._dynamo.graph_break()
+        heads /= 3.0
+        torch._dynamo.graph_break()
+        total: Tensor = self.last(heads.transpose(0, 1).reshape(2, 4)).square().sum()
+        return total
+
+
+def test_the_input_of_a_view_may_be_changed() -> None:
+    """Its backward takes no value. (That of an exponential does: above.)"""
+    torch.manual_seed(0)
+    plain, streamed = twins(Scaled())
+    x = torch.randn(2, 4)
+    for model in (plain, streamed):
+        model(x).backward()
+    assert_same(plain, streamed)
+
+
+class Dropped(nn.Module):
+    """Drops out of a parameter: in eval that is the parameter itself, which leaves the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.table = nn.Parameter(torch.ones(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, table = self.layer(x), F.dropout(self.table, 0.5, self.training)
+        torch._dynamo.graph_break()
+        total: Tensor = hidden + table
+        return total
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_parameter_is_an_output_after_all(grad: bool) -> None:
+    torch.manual_seed(0)
+    plain, streamed = twins(Dropped().eval())
+    x = torch.randn(2, 4)
+    with torch.set_grad_enabled(grad):
+        outputs = [model(x) for model in (plain, streamed)]
+    assert equal(*(output.detach() for output in outputs))
+    if grad:
+        for output in outputs:
+            output.sum().backward()
+        assert_same(plain, streamed)

@@ -78,7 +78,8 @@ class ByHand:
         """`dtype` is of the gradients."""
         self.refresh()
         self.copy.zero_grad()
-        loss: Tensor = self.copy(**{k: v.to(BF16) for k, v in inputs.items()})
+        with torch.autocast("cpu", BF16):  # the loss in float32, all else in bfloat16
+            loss: Tensor = self.copy(**{k: v.to(BF16) for k, v in inputs.items()})
         loss.backward()
         for master, copied in zip(self.masters.parameters(), self.copy.parameters(), strict=True):
             gradient = None if copied.grad is None else copied.grad.to(dtype)

@@ -50,6 +50,21 @@ def memory(model: nn.Module) -> list[weakref.ref[Tensor]]:
     return [weakref.ref(tensor) for tensor in found]
 
 
+def states_in_buckets(model: nn.Module, optimizer: Optimizer) -> int:
+    """How many states lie in the memory of the buckets that there are now; all must be shown."""
+    found = 0
+    for bucket in inside.machine(model).buckets.values():
+        for name, states in bucket.states.of(optimizer).items():
+            for i, state in states.items():
+                shown = optimizer.state[bucket.params[i]][name]
+                if isinstance(state, tuple):
+                    assert shown.codes is state[0] and shown.absmax is state[1]
+                else:
+                    assert shown.data_ptr() == state.data_ptr()
+                found += 1
+    return found
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_training_goes_on_as_if_nothing_had_been(name: str) -> None:
     """With blocks between steps, and between a backward and its step: the bits as without."""
@@ -67,12 +82,16 @@ def test_training_goes_on_as_if_nothing_had_been(name: str) -> None:
         executors = {id(e) for e in inside.executors(model)}
         if lends:
             there = memory(model)
+            states = states_in_buckets(model, optimizer)
+            assert (states > 0) is (name not in ("resident",))
             with released(model):
                 gc.collect()
+                assert states_in_buckets(model, optimizer) == states
                 assert not [t for t in there if t() is not None]
                 assert not inside.residents(model)
                 assert not inside.machine(model).slots.buffers
             assert inside.residents(model) == placed
+            assert states_in_buckets(model, optimizer) == states
         step(model, batch(7))
         if lends:
             with released(model):
@@ -290,6 +309,14 @@ def test_inside_of_released_and_for_a_module_in_the_model() -> None:
     assert set(found) == {name for name, _ in model.inner.named_parameters()}
     with pytest.raises(ModelError, match="is not megacompiled"):
         full_parameters(Stack())
+
+
+def test_a_parameter_that_lies_in_no_bucket_is_never_left_out() -> None:
+    """A quantized one, or one that came since."""
+    model = megacompile(Stack(), device="cpu")
+    model.extra = nn.Linear(2, 2)
+    with pytest.raises(ModelError, match=r"'extra.weight' came since"):
+        full_parameters(model)
 
 
 def test_a_caller_that_stops() -> None:

@@ -205,8 +205,8 @@ def test_the_code_of_a_small_schedule() -> None:
 # stage_0: 'unit 0' reads 256 B, template 0 (saves 128 B)
 # stage_1: 'unit 1' reads 256 B, template 1 (saves 128 B)
 # stage_2: 'unit 2' reads 256 B, template 2 (saves 128 B)
-# slot_0: 256 B, the forward leaves bucket_2 in it
-# slot_1: 256 B, the forward leaves bucket_1 in it
+# slot_0: 256 B
+# slot_1: 256 B
 
 def run_forward(inputs):
     # x f32[4, 8]

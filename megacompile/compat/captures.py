@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx
+from torch._functorch import predispatch
 from torch.utils.checkpoint import checkpoint
 
 _TRANSFORMS = tuple(
@@ -29,17 +31,46 @@ CHECKPOINT_OPTIONS = _OPTIONS | {"preserve_rng_state"}  # torch 2.11 to 2.15
 CROSS_ENTROPY_LOSS: Callable[..., Any] = torch._C._nn.cross_entropy_loss  # torch 2.11 to 2.15
 
 
-def transforms(module: fx.GraphModule) -> str | None:  # torch 2.11 to 2.15
-    """The first node of `torch.func.vmap`, `grad` and their like in a captured graph.
+# What Dynamo writes for torch.vmap, from BEGIN to END; what it loads first is needed once.
+VMAP_LOAD = predispatch.lazy_load_decompositions  # torch 2.11 to 2.15
+VMAP_BEGIN = predispatch._vmap_increment_nesting  # torch 2.11 to 2.15
+VMAP_END = predispatch._vmap_decrement_nesting  # torch 2.11 to 2.15
+_VMAP = (VMAP_LOAD, VMAP_BEGIN, VMAP_END, predispatch._add_batch_dim, predispatch._remove_batch_dim)
 
-    They count their nesting in global state, which a trace that fails would leave changed.
+
+def transforms(module: fx.GraphModule) -> str | None:  # torch 2.11 to 2.15
+    """The first node of `torch.func.grad` and its like in a captured graph.
+
+    They count their nesting in global state, which a trace that fails would leave changed. `vmap`
+    counts too; it is put right by `keeping_nesting`, in the graph and in its checkpoints.
     """
+    plain = set(_with_checkpoints(module))
     for inner in module.modules():
         if isinstance(inner, fx.GraphModule):
             for node in inner.graph.nodes:
-                if str(getattr(node.target, "__module__", "")).startswith(_TRANSFORMS):
+                of_transforms = str(getattr(node.target, "__module__", "")).startswith(_TRANSFORMS)
+                if of_transforms and not (inner in plain and node.target in _VMAP):
                     return str(node)
     return None
+
+
+def _with_checkpoints(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """A graph and the bodies of its checkpoints, which are inlined."""
+    yield module
+    for node in module.graph.find_nodes(op="call_function", target=CHECKPOINT):
+        yield from _with_checkpoints(getattr(module, str(node.args[0].target)))
+
+
+@contextmanager
+def keeping_nesting() -> Iterator[None]:  # torch 2.11 to 2.15
+    """Leave what a vmap that fails has entered in this block."""
+    level = torch._C._functorch.maybe_current_level
+    before = level() or 0
+    try:
+        yield
+    finally:
+        while (level() or 0) > before:
+            VMAP_END()
 
 
 def module_calls(node: fx.Node) -> list[tuple[int, str]]:  # torch 2.11 to 2.15

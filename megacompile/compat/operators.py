@@ -15,6 +15,11 @@ def operator_name(target: Any) -> str:  # torch 2.11 to 2.15
     return str(getattr(target, "_opname", ""))
 
 
+def kernel_of(target: Any) -> Any:  # torch 2.11 to 2.15
+    """What an ATen operator calls: the same, without the Python function in front of it."""
+    return target._op if isinstance(target, torch._ops.OpOverload) else target
+
+
 def arguments_of(node: fx.Node) -> Iterator[tuple[str, Any]]:  # torch 2.11 to 2.15
     """The arguments of an ATen node by their names, defaults included; none for another node."""
     schema = getattr(node.target, "_schema", None)

@@ -20,6 +20,8 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from megacompile.compat.symbols import expression_of
+
 Tensors = Sequence[torch.Tensor]
 
 # What tracing raises for operators whose results depend on data, or that have no fake kernel.
@@ -108,6 +110,35 @@ def _bernoulli(like: torch.Tensor, p: float, generator: Any = None) -> Any:
         return NotImplemented
     drawn = torch.bernoulli(like.permute(order), p)
     return drawn.permute([order.index(d) for d in range(like.dim())])
+
+
+def symbolic_decompositions() -> dict[Any, Callable[..., Any]]:  # torch 2.11 to 2.15
+    """`eager_decompositions`, and for what an index does only where its tensor has symbols.
+
+    A slice of all of a dimension is no operator where sizes are numbers.
+    """
+    aten = torch.ops.aten
+    return {
+        **eager_decompositions(),
+        aten.slice.Tensor: _slice,
+        aten.slice_backward.default: _slice_backward,
+    }
+
+
+def _slice(x: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    return x if _takes_all(x.shape[dim], start, end, step) else NotImplemented
+
+
+def _slice_backward(grad: Any, sizes: Any, dim: int, start: Any, end: Any, step: int) -> Any:
+    return grad if _takes_all(sizes[dim], start, end, step) else NotImplemented
+
+
+def _takes_all(size: Any, start: Any, end: Any, step: int) -> bool:
+    if step != 1 or (start is not None and (type(start) is not int or start != 0)):
+        return False
+    if end is None or (type(end) is int and end == sys.maxsize):
+        return True
+    return bool(expression_of(end)[1] == expression_of(size)[1])
 
 
 def is_described() -> bool:  # torch 2.11 to 2.15

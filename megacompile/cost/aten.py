@@ -87,16 +87,6 @@ def flops_of(node: fx.Node) -> int:
     return int(formula(*args, **kwargs, out_val=node.meta["val"]))
 
 
-def _unregistered_flops(node: fx.Node) -> int:
-    """Of a product that the registry does not know, such as one with packed weights: each number
-    that it gives is a sum over the last dimension of what it takes first."""
-    sources, results = node.all_input_nodes, tensors_of(node)
-    if not is_product(node) or not results or not sources or not tensors_of(sources[0]):
-        return 0
-    first = tensors_of(sources[0])[0]
-    return 2 * results[0].numel() * first.shape[-1] if first.dim() else 0
-
-
 def _grouped_flops(node: fx.Node) -> int:
     """Of `a` (rows, k) and `b` (groups, k, n), or the forms of its backward: (groups, rows, k) with
     (k, n), and (m, rows) with (rows, n), which gives (groups, m, n).
@@ -107,6 +97,16 @@ def _grouped_flops(node: fx.Node) -> int:
     groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
     products = 2 if _is_backward(node) else 1  # of the fallback: one op for both gradients
     return products * 2 * groups * math.prod(a.shape[-2:]) * b.shape[-1]
+
+
+def _unregistered_flops(node: fx.Node) -> int:
+    """Of a product that the registry does not know, such as one with packed weights: each number
+    that it gives is a sum over the last dimension of what it takes first."""
+    sources, results = node.all_input_nodes, tensors_of(node)
+    if not is_product(node) or not results or not sources or not tensors_of(sources[0]):
+        return 0
+    first = tensors_of(sources[0])[0]
+    return 2 * results[0].numel() * first.shape[-1] if first.dim() else 0
 
 
 def _attention_flops(node: fx.Node) -> int:

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from megacompile import compat
 from megacompile.ir.buckets import Bucket
+from megacompile.ir.symbols import Number, planned_of
 from megacompile.ir.tensors import TensorMeta
 
 
@@ -76,7 +78,14 @@ class ConstantInput:
     value: int | float | bool
 
 
-GraphInput = ParamInput | PackedInput | TensorInput | ConstantInput
+@dataclass(frozen=True, slots=True)
+class NumberInput:
+    """A captured graph's input that is a number, and another one in other calls."""
+
+    number: Number  # a symbol
+
+
+GraphInput = ParamInput | PackedInput | TensorInput | ConstantInput | NumberInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +139,11 @@ class Capture:
     ambient: Ambient
     overlaps: tuple[Overlap, ...] = ()  # between inputs of which the graph changes one in place
 
+    @property
+    def planned(self) -> dict[sympy.Symbol, int | float]:
+        """The values that are planned for, by symbol, in the order of the inputs."""
+        return planned_of([item.number for item in self.inputs if isinstance(item, NumberInput)])
+
 
 @dataclass(frozen=True, slots=True)
 class Variant:
@@ -138,5 +152,7 @@ class Variant:
     tangents: tuple[int, ...]  # the outputs that get a gradient
     keep_last: bool  # False: saved tensors are computed again; the forward's are for other outputs
     accumulate: bool = False  # add to gradients that are on the host already
-    reuse: bool = False  # the backward takes what the forward left in the slots
+    reuse: bool = (
+        False  # the backward, or a forward without one, takes what a forward left in slots
+    )
     update: bool = False  # the optimizer's, in the backward

@@ -20,6 +20,7 @@ from torch import fx
 
 from megacompile.ir.buckets import Bucket, Slot
 from megacompile.ir.stages import ParamRef, Stage, Template
+from megacompile.ir.symbols import Symbols
 
 VIEWS: dict[str, Callable[..., Any]] = {}  # how a schedule is shown; `megacompile.show` fills it
 
@@ -37,6 +38,7 @@ class Plan:
         tuple[int, float], ...
     ] = ()  # (kept stage, share of its saved tensors, 0 to 1)
     state_delay: int = 1  # backwards that are issued before one waits for states to leave
+    stay: frozenset[int] = frozenset()  # buckets (keys) that keep their slots between forwards
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,10 @@ class PassRecord:
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """The scheduled graphs of one captured graph, for one set of input shapes.
+    """The scheduled graphs of one captured graph, for one set of input shapes, or for many.
+
+    With `symbols`, metas say what the schedule is planned for. It is right for all values of the
+    symbols for which the conditions of its stages' code hold.
 
     `print(schedule)` is the Python that the executor runs. A forward returns its outputs and the
     saved values: the values that the backward's placeholders of the same names stand for, and more
@@ -71,11 +76,13 @@ class Schedule:
     gradients: tuple[str, ...] = ()  # forward placeholders whose gradient the backward returns
     plan: Plan = Plan()
     slots: tuple[Slot, ...] = ()
-    reused: tuple[tuple[int, Bucket], ...] = ()  # (slot, bucket) that the forward leaves there
+    # (slot, bucket) that the forward leaves: for its backward; without one, for the next one
+    reused: tuple[tuple[int, Bucket], ...] = ()
     history: tuple[PassRecord, ...] = ()
     draft: bool = False  # only to be simulated: passes change its graphs in place
     update: fx.Graph | None = None
     left: tuple[str, ...] = ()  # names of the backward's nodes that the update takes
+    symbols: Symbols | None = None  # of its sizes and numbers; None: it is for one set of sizes
     rest: tuple[Bucket, ...] = ()  # that the update updates, although no backward here has
 
     @property

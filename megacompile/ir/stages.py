@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from megacompile.ir.buckets import Bucket
-from megacompile.ir.tensors import TensorMeta
+from megacompile.ir.symbols import Number, Symbols, Values
+from megacompile.ir.tensors import Meta, TensorMeta
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Template:
     """
 
     index: int
-    primals: tuple[TensorMeta, ...]
+    primals: tuple[Meta, ...]
     outputs: tuple[TensorMeta, ...]
     mutated: tuple[int, ...]  # primals whose new value follows the outputs
     saved: tuple[TensorMeta, ...]
@@ -76,6 +77,12 @@ class Template:
     graphs: dict[Code, fx.GraphModule] = field(repr=False)
     code: dict[Code, LoweredFn] = field(default_factory=dict, repr=False)
     joint: fx.GraphModule | None = field(default=None, repr=False)  # forward and backward, unsplit
+    symbols: Symbols | None = field(default=None, repr=False)  # of its sizes; None: it has none
+    # numbers -> the strides of each tangent; None where they are those of the tangents' metas
+    tangent_strides: Callable[..., tuple[tuple[int, ...], ...]] | None = field(
+        default=None, repr=False
+    )
+    traced: Template | None = field(default=None, repr=False)  # with other sizes planned; else None
     saved_fraction: float = 1.0  # the share of the saved tensors that it was split for
 
     @property
@@ -84,8 +91,20 @@ class Template:
 
     @property
     def backward_primals(self) -> tuple[int, ...]:
-        """Primals that BACKWARD reads directly."""
-        return tuple(item for item in self.backward_inputs if isinstance(item, int))
+        """Primals that BACKWARD reads directly, and numbers that its tangents' strides are of."""
+        given = [item for item in self.backward_inputs if isinstance(item, int)]
+        return tuple(dict.fromkeys((*given, *(self.numbers if self.tangent_strides else ()))))
+
+    def holds(self, values: Values) -> bool:
+        """Is the code right for these values of its symbols?"""
+        if self.symbols is None:
+            return True
+        return self.symbols.condition()(*(values[symbol] for symbol in self.symbols.planned))
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Primals that are numbers."""
+        return tuple(i for i, meta in enumerate(self.primals) if isinstance(meta, Number))
 
     @property
     def saved_bytes(self) -> int:
@@ -102,7 +121,7 @@ class Stage:
     module: fx.GraphModule = field(repr=False)  # torch-level; inputs are the primals, in order
     buckets: tuple[Bucket, ...]
     primals: tuple[Primal, ...]
-    metas: tuple[TensorMeta, ...]  # of the primals
+    metas: tuple[Meta, ...]  # of the primals
     outputs: tuple[TensorMeta, ...]  # of the outputs, before the mutated inputs' new values
     mutated: tuple[int, ...]  # primals that the stage changes in place
     template: Template | None = None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 
 from megacompile import compat
+from megacompile.ir.symbols import Number, SymbolicSizes, Values, symbols_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,23 +21,43 @@ class TensorMeta:
     stride: tuple[int, ...]
     requires_grad: bool = False
     device: torch.device = torch.device("cpu")
+    symbolic: SymbolicSizes | None = None  # shape and stride are for the values planned for
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorMeta:
         """The meta of a dense tensor."""
-        return TensorMeta(
-            tuple(int(n) for n in tensor.shape),
-            tensor.dtype,
-            tuple(int(n) for n in tensor.stride()),
-            tensor.requires_grad and not _cut_off(tensor),
-            tensor.device,
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        symbolic = None
+        if any(type(n) is not int for n in (*shape, *stride)):
+            of_shape = [compat.expression_of(n) for n in shape]
+            of_stride = [compat.expression_of(n) for n in stride]
+            shape, stride = tuple(n for n, _ in of_shape), tuple(n for n, _ in of_stride)
+            found = SymbolicSizes(tuple(e for _, e in of_shape), tuple(e for _, e in of_stride))
+            symbolic = found if symbols_in(found) else None
+        needs_grad = tensor.requires_grad and not _cut_off(tensor)
+        return TensorMeta(shape, tensor.dtype, stride, needs_grad, tensor.device, symbolic)
+
+    def at(self, values: Values) -> TensorMeta:
+        """The meta, planned for other values of its symbols."""
+        if self.symbolic is None:
+            return self
+        shape, stride = (
+            tuple(compat.evaluated(n, values) for n in sizes)
+            for sizes in (self.symbolic.shape, self.symbolic.stride)
         )
+        return replace(self, shape=shape, stride=stride)
 
     def empty(self) -> torch.Tensor:
-        """A new tensor like this (a fake one under a fake mode)."""
+        """A new tensor like this (a fake one under a fake mode, with symbols if that has them)."""
+        shape: Any = self.shape
+        stride: Any = self.stride
+        fakes = compat.symbols_now()
+        if self.symbolic is not None and fakes is not None:
+            shape = tuple(map(fakes.number, self.symbolic.shape))
+            stride = tuple(map(fakes.number, self.symbolic.stride))
         return torch.empty_strided(
-            self.shape,
-            self.stride,
+            shape,
+            stride,
             dtype=self.dtype,
             device=self.device,
             requires_grad=self.requires_grad,
@@ -54,6 +75,22 @@ class TensorMeta:
 
     def __str__(self) -> str:
         return f"{short_dtype(self.dtype)}[{', '.join(map(str, self.shape))}]"
+
+
+Meta = TensorMeta | Number  # of what a stage takes
+M = TypeVar("M", bound=Meta)
+
+
+def any_size(meta: M) -> M:
+    """The meta without the sizes that are planned for, where these are of symbols."""
+    if isinstance(meta, Number):
+        return replace(meta, planned=0)
+    return meta if meta.symbolic is None else replace(meta, shape=(), stride=())
+
+
+def kind_of(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device, bool]:
+    """What a tensor of any size looks like: dtype, device, and does it require grad?"""
+    return tensor.dtype, tensor.device, tensor.requires_grad and not _cut_off(tensor)
 
 
 def _cut_off(tensor: torch.Tensor) -> bool:

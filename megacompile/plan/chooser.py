@@ -20,8 +20,10 @@ from megacompile.plan.budget import Budget
 from megacompile.plan.pipeline import Pipeline
 from megacompile.plan.planner import Choice, Problem, SearchResult, does_not_fit, search
 from megacompile.plan.setting import Setting
+from megacompile.plan.stay import stay_that_fit
 from megacompile.text import format_bytes
 
+_SHARE = 0.9  # of the budget, for forwards without a backward: a cache may grow
 _TOLERANCE = 1.1  # how much more than there is a plan may need before it is refused
 
 
@@ -53,6 +55,8 @@ class Chooser:
         self.pipeline = pipeline
         self.budget = budget
         self._chosen: dict[Schedule, PlanChoice] = {}  # by captured stages
+        self._stay_now = False  # do buckets stay in slots, because there is memory for them?
+        self._no_stay = False  # was memory too short for that?
         self._decided = False  # was it decided what is resident?
         self._wanted: frozenset[int] | None = None  # which buckets that is; None: as they are
         self._last_search: _CachedSearch | None = None  # until the next search
@@ -71,7 +75,10 @@ class Chooser:
             DeviceMemoryError: nothing fits.
         """
         planned = self.setting.options.plans or self.setting.hardware is not None
-        if schedule.backward is None or not planned:
+        if schedule.backward is None:
+            stay = self._stay(schedule, placement)
+            return PlanChoice(Choice(resident=placement.resident, stay=stay))
+        if not planned:
             return PlanChoice(Choice(resident=placement.resident))
         if stages in self._chosen:
             return self._chosen[stages]
@@ -113,6 +120,21 @@ class Chooser:
             self._decided, self._wanted = True, found.choice.resident
             self._last_search = _CachedSearch(templates, found)
         return PlanChoice(found.choice, reasons)
+
+    def _stay(self, schedule: Schedule, placement: Placement) -> int:
+        """How many streamed buckets stay in slots between forwards without a backward."""
+        options = self.setting.options
+        streamed = [b for b in schedule.buckets if b.key not in placement.resident]
+        if len(streamed) <= options.least_slots:
+            return len(streamed)  # each has a slot anyway
+        if options.slots is not None:
+            return max(0, options.slots - options.lookahead - 1)
+        if not options.plans or self._no_stay:
+            return 0
+        budget_bytes = int(_SHARE * self.budget.size_bytes())
+        count = stay_that_fit(self.pipeline, self.setting, schedule, placement, budget_bytes)
+        self._stay_now |= count > 0
+        return count
 
     def problem_of(
         self, schedule: Schedule, variant: Variant, *, resident: frozenset[int] = frozenset()
@@ -157,6 +179,10 @@ class Chooser:
         how = self.budget.step_down()
         if how:
             self._decided = False
+        elif self._stay_now:
+            how = "no bucket stays in a slot from one forward to the next"
+        self._no_stay |= self._stay_now
+        self._stay_now = False
         return how
 
     def forget(self) -> None:

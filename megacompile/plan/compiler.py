@@ -17,8 +17,10 @@ from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.capture import Capture, Variant
 from megacompile.ir.placement import Placement
 from megacompile.ir.schedule import Schedule
+from megacompile.ir.symbols import Values
 from megacompile.options import Options
 from megacompile.passes.schedule.update_graph import rest_of
+from megacompile.passes.stages.resize import resize
 from megacompile.passes.stages.templates import TemplateCache
 from megacompile.plan.budget import Budget
 from megacompile.plan.chooser import Chooser
@@ -65,6 +67,10 @@ class PassCompiler:
     def partition(self, capture: Capture) -> Schedule:
         """Stages only."""
         return self.pipeline.partition(capture)
+
+    def resized(self, stages: Schedule, values: Values) -> Schedule:
+        """The stages, planned for other values of their symbols."""
+        return resize(stages, values)
 
     def build(
         self, stages: Schedule, capture: Capture, variant: Variant, placement: Placement

@@ -23,8 +23,11 @@ from megacompile.ir.stages import Code, Template
 from megacompile.options import Head, Lowering
 from megacompile.passes.capture.causal import use_causal_attention
 from megacompile.passes.capture.chunk import STOOD_BACK, chunk_head
+from megacompile.passes.capture.losses import widen_losses
+from megacompile.passes.capture.numbers import take_numbers
 from megacompile.passes.capture.rebase import rebase_overlaps
 from megacompile.passes.capture.unpack import unpack
+from megacompile.passes.capture.vmaps import fold_vmaps
 from megacompile.passes.schedule.device_update import insert_device_update
 from megacompile.passes.schedule.differentiate import differentiate
 from megacompile.passes.schedule.free import insert_free
@@ -41,8 +44,9 @@ from megacompile.passes.schedule.update_graph import insert_update_graph
 from megacompile.passes.schedule.update_in_backward import insert_updates
 from megacompile.passes.stages.lower import lower
 from megacompile.passes.stages.partition import partition
+from megacompile.passes.stages.strides import settle_strides
 from megacompile.passes.stages.templates import TemplateCache, trace_templates
-from megacompile.plan.history import SchedulePass, run, run_on_capture, timed
+from megacompile.plan.history import CapturePass, SchedulePass, run, run_on_capture, timed
 from megacompile.plan.planner import Choice
 from megacompile.plan.setting import Setting
 from megacompile.progress import bar
@@ -73,8 +77,11 @@ class Pipeline:
             capture,
             [
                 ("unpack", lambda given: (unpack(given), ())),
+                ("numbers", lambda given: (take_numbers(given), ())),
+                ("vmaps", lambda given: (fold_vmaps(given), ())),
                 ("rebase", lambda given: (rebase_overlaps(given), ())),
                 ("causal", causal),
+                *self._loss_passes(),
                 ("chunk", chunk),
             ],
         )
@@ -84,8 +91,17 @@ class Pipeline:
                     f"megacompile(): {capture.name}: head='chunked', but {reason}", stacklevel=3
                 )
         stages = timed("partition", None, lambda: partition(capture, self.units), history)
+        if options.lowering is Lowering.EAGER:
+            settle = functools.partial(settle_strides, ambient=capture.ambient)
+            stages = run(stages, [("strides", settle)])
         log.captured(capture, stages)
         return replace(stages, plan=Plan(reasons=reasons))
+
+    def _loss_passes(self) -> list[CapturePass]:
+        dtype = self.setting.options.compute_dtype
+        if dtype is None:
+            return []
+        return [("losses", functools.partial(widen_losses, compute_dtype=dtype))]
 
     def differentiated(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
         """The passes in front of the choice of a plan."""
@@ -116,6 +132,8 @@ class Pipeline:
         """
         options = self.setting.options
         slots = options.least_slots + choice.more_slots
+        if choice.stay:
+            slots = options.lookahead + 1  # and one more for each that stays
         offload = functools.partial(offload_saved_tensors, lookahead=options.lookahead)
         schedule = replace(schedule, plan=Plan(reasons=(*schedule.plan.reasons, *reasons)))
         if draft:
@@ -147,6 +165,7 @@ class Pipeline:
             device_update=share,
             resident=choice.resident,
             state_delay=choice.state_delay,
+            stay=choice.stay,
         )
 
     def _gradient_passes(self, choice: Choice, variant: Variant) -> list[SchedulePass]:
@@ -196,8 +215,11 @@ class Pipeline:
     def retain(self, schedules: Collection[Schedule]) -> None:
         """Forget what was traced for all but these."""
         used = {template for schedule in schedules for template in schedule.templates}
-        for key, template in self.templates.items():
-            if template in used and isinstance(key, tuple) and isinstance(key[0], Template):
-                used.add(key[0])  # what it was split from
+        count = 0
+        while len(used) > count:
+            count = len(used)
+            for key, template in self.templates.items():
+                if template in used and isinstance(key, tuple) and isinstance(key[0], Template):
+                    used.add(key[0])  # what it was split from, or planned anew from
         for key in [key for key, template in self.templates.items() if template not in used]:
             del self.templates[key]

@@ -49,6 +49,7 @@ class Choice:
     offload: bool = False  # what recomputes take from the forward waits on the host
     state_lookahead: int | None = None  # stages that states are fetched ahead; None: as weights
     state_delay: int = 1  # backwards that are issued before one waits for states to leave
+    stay: int = 0  # streamed buckets that keep their slots between forwards without a backward
 
     def __str__(self) -> str:
         return f"{self.keep} stages kept, {len(self.resident)} buckets resident"

@@ -4,7 +4,8 @@ What must hold, given [Note: happens-before] in `megacompile.verify.order`:
 
 - a compute reads its bucket from a slot that nobody fills again until it is done, and no slot is
   filled while an earlier schedule may read it;
-- `reuse` takes from a slot only what the forward left there;
+- `reuse` takes from a slot only what the forward left there; where there is no backward, what the
+  forward before left, which is this graph itself;
 - a value is freed once, behind all its readers, and nothing that owns memory is forgotten;
 - `assign` comes behind every reader of the old value, and the backward gets no changed value.
 """
@@ -127,11 +128,16 @@ def _reading(reader: fx.Node, weights: fx.Node) -> str:
 
 
 def _held(view: View) -> Iterator[Hazard]:
-    """The forward leaves in its slots what `schedule.reused` says; the backward holds only that."""
+    """The forward leaves in its slots what `schedule.reused` says; the backward holds only that.
+
+    Without a backward the next graph is a forward again, which holds what the one before left: a
+    forward that leaves what it holds may follow itself.
+    """
     promised = {(index, bucket.key) for index, bucket in view.schedule.reused}
     if view.name == "forward":
         yield from _left(view)
-        promised = set()
+        if view.schedule.backward is not None:
+            promised = set()
     for node in view.that(_holds):
         if (_slot(node).index, _bucket(node).key) not in promised:
             message = (
@@ -142,14 +148,15 @@ def _held(view: View) -> Iterator[Hazard]:
 
 
 def _left(view: View) -> Iterator[Hazard]:
-    left = {_slot(node).index: node for node in view.that(lambda op: op.fills_slot)}
+    left = {_slot(node).index: node for node in view.that(lambda op: op.slot is not None)}
+    follows = "next forward" if view.schedule.backward is None else "backward"
     for index, bucket in view.schedule.reused:
         last = left.get(index)
         if last is None or _bucket(last).key != bucket.key:
             got = "nothing" if last is None else f"bucket {_bucket(last).label}"
             message = (
-                f"the backward expects bucket {bucket.label} in slot {index}, but the forward "
-                f"leaves {got} there; correct schedule.reused, or prefetch it in the backward"
+                f"the {follows} expects bucket {bucket.label} in slot {index}, but the forward "
+                f"leaves {got} there; correct schedule.reused, or prefetch it in the {follows}"
             )
             where = view.graph.output_node() if last is None else last
             yield view.hazard(HazardKind.NOT_REUSED, where, None, message)

@@ -87,6 +87,8 @@ def use_causal_attention(
     own = inline_checkpoints(capture)
     if not any(map(_mask_of, own.module.graph.nodes)):
         return capture, ()
+    if capture.planned:
+        return capture, ("attention masks are made: what they allow is not known for every size",)
     own = replace(own, module=fx.GraphModule(own.module, copy_graph(own.module.graph)))
     known = _Known(own, propagate(own))
     sizes: dict[fx.Node, int] = {}

@@ -78,6 +78,8 @@ def chunk_head(
     if head is Head.AUTO and lowering is Lowering.EAGER:
         why = "lowering='eager' is bitwise, and head='chunked' is equal up to rounding"
         return capture, (f"{STOOD_BACK}{why}",)
+    if capture.planned:
+        return capture, (f"{STOOD_BACK}its sizes change from call to call",)
     own = replace(own, module=fx.GraphModule(own.module, copy_graph(own.module.graph)))
     finder = _Finder(own, propagate(own))
     heads, reasons = [], []

@@ -14,7 +14,8 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.errors import UnsupportedGraphError
-from megacompile.ir.capture import Capture, ConstantInput, ParamInput
+from megacompile.ir.capture import Capture, ConstantInput, NumberInput, ParamInput
+from megacompile.ir.symbols import Number, Symbols, has_numbers, symbols_in
 from megacompile.ir.tensors import TensorMeta
 from megacompile.packed import is_wrapper, taken_apart
 
@@ -32,10 +33,16 @@ class Values:
     wrappers: set[fx.Node] = field(default_factory=set)  # tensors that are made of others
     # what did not require grad when it was made -> the change in place after which it does
     requires_grad_after: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    symbols: Symbols | None = None  # of the captured graph, where it has any
 
     def is_constant(self, node: fx.Node) -> bool:
         """Can the node's value stand in the code as a literal?"""
         return _is_constant(self.of[node])
+
+    def is_number(self, node: fx.Node) -> bool:
+        """Is the node's value a number that changes from call to call, or does it hold one?"""
+        value = self.of[node]
+        return has_numbers(value) and _is_constant(value, numbers=True)
 
     def origin(self, node: fx.Node) -> fx.Node:
         """The node that gave the very tensor that `node` gives: `x` for `x.add_(1)`."""
@@ -55,8 +62,9 @@ def propagate(capture: Capture) -> Values:
     """
     values = Values()
     interpreter = _Interpreter(capture, values)
+    values.symbols = interpreter.symbols
     try:
-        with capture.ambient.apply(), interpreter.fakes:
+        with capture.ambient.apply(), compat.keeping_nesting(), interpreter.fakes:
             inputs = [interpreter.fake_input(item) for item in capture.inputs]
             constants = interpreter.fake_constants()
             with compat.functional_mode():
@@ -71,7 +79,9 @@ def propagate(capture: Capture) -> Values:
 class _Interpreter(fx.Interpreter):
     def __init__(self, capture: Capture, values: Values) -> None:
         super().__init__(capture.module, garbage_collect_values=False)
-        self.fakes = compat.fake_mode()
+        planned = capture.planned
+        self.symbols = Symbols(planned, compat.SymbolicFakes(planned)) if planned else None
+        self.fakes = compat.fake_mode() if self.symbols is None else self.symbols.fakes
         self.capture = capture
         self.values = values
         self.constants: dict[str, torch.Tensor] = {}
@@ -85,6 +95,8 @@ class _Interpreter(fx.Interpreter):
     def fake_input(self, item: Any) -> Any:
         if isinstance(item, ConstantInput):
             return item.value
+        if isinstance(item, NumberInput):
+            return item.number.zeros()
         if isinstance(item, ParamInput):
             param = item.bucket.params[item.param]
             meta = TensorMeta(
@@ -156,10 +168,23 @@ def _describe(value: Any) -> Any:
             if type(value) in (tuple, list)
             else tuple(map(_describe, value))
         )
+    if isinstance(value, torch.SymBool):
+        return bool(value)  # decided, under a condition on the symbols
+    if compat.is_number(value):
+        planned, expression = compat.expression_of(value)
+        return Number(expression, planned) if symbols_in(expression) else planned
+    if isinstance(value, slice):
+        return slice(*map(_describe, (value.start, value.stop, value.step)))
     return value
 
 
-def _is_constant(value: Any) -> bool:
+def _is_constant(value: Any, *, numbers: bool = False) -> bool:
+    """Can a value stand in the code as a literal? With `numbers`, but for numbers that change."""
     if isinstance(value, (tuple, list)):
-        return all(_is_constant(item) for item in value)
+        return all(_is_constant(item, numbers=numbers) for item in value)
+    if isinstance(value, Number):
+        return numbers
+    if isinstance(value, slice):
+        parts = (value.start, value.stop, value.step)
+        return all(_is_constant(part, numbers=numbers) for part in parts)
     return isinstance(value, _CONSTANTS) and not isinstance(value, TensorMeta)

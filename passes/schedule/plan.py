@@ -7,8 +7,10 @@ any other time, and it saves one pass over the head, the largest matrix of most 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Plan, Schedule
 from megacompile.text import format_bytes
 
@@ -22,6 +24,7 @@ def make_plan(
     device_update: float = 0.0,
     resident: frozenset[int] = frozenset(),
     state_delay: int = 1,
+    stay: int = 0,
 ) -> Schedule:
     """The schedule with its plan.
 
@@ -35,12 +38,15 @@ def make_plan(
             `optimizer.step()` updates on the device.
         resident: keys of the buckets that live on the device.
         state_delay: see `Plan`.
+        stay: how many of the streamed buckets keep their slots from one forward to the next, where
+            there is no backward.
     """
     so_far = schedule.plan.reasons
     here = resident & {bucket.key for bucket in schedule.buckets}
     if schedule.backward is None:
-        reasons = (*so_far, "every stage is recomputed", *_residents(schedule, here))
-        plan = Plan(frozenset(), reasons, here)
+        keys, why = _stay(schedule, here, stay)
+        reasons = (*so_far, "every stage is recomputed", *_residents(schedule, here), *why)
+        plan = Plan(frozenset(), reasons, here, stay=keys)
         return replace(schedule, plan=plan)
     kept, reason = _keep(schedule, keep, activations)
     offload, waits = _offload(schedule, activations, lookahead)
@@ -59,6 +65,27 @@ def _residents(schedule: Schedule, resident: frozenset[int]) -> tuple[str, ...]:
         f"{len(resident)} of {len(schedule.buckets)} buckets live on the device "
         f"({format_bytes(size)} of parameters)",
     )
+
+
+def staying(buckets: Sequence[Bucket], count: int) -> list[Bucket]:
+    """`count` buckets, as far from one another as can be: computes of those that stay give time to
+    fetch the others."""
+    return [buckets[i * len(buckets) // count] for i in range(count)]
+
+
+def _stay(
+    schedule: Schedule, resident: frozenset[int], count: int
+) -> tuple[frozenset[int], tuple[str, ...]]:
+    streamed = [bucket for bucket in schedule.buckets if bucket.key not in resident]
+    chosen = staying(streamed, min(count, len(streamed)))
+    if not chosen:
+        return frozenset(), ()
+    size = format_bytes(sum(bucket.size_bytes for bucket in chosen))
+    reason = (
+        f"{len(chosen)} of {len(streamed)} streamed buckets stay in their slots from one forward "
+        f"to the next ({size})"
+    )
+    return frozenset(bucket.key for bucket in chosen), (reason,)
 
 
 def _keep(schedule: Schedule, count: int, activations: str) -> tuple[frozenset[int], str]:

@@ -9,6 +9,11 @@ a head) prefer one that is large already. At the boundary of forward and backwar
 forward left in their slots are not fetched again where `reuse` allows:
 
     forward ends ... 2F 3F        backward begins 3REUSE@0 2REUSE@2 1REUSE@1 3B 2RECOMPUTE 2B
+
+Where there is no backward (evaluation, generation), the buckets of `plan.stay` have slots of their
+own, behind the others. The first forward fetches them, and with `reuse` the next takes them:
+
+    the first  0PREFETCH@3 1PREFETCH@0 0F ...        the others  0REUSE@3 1PREFETCH@0 0F ...
 """
 
 from __future__ import annotations
@@ -29,8 +34,9 @@ def assign_slots(schedule: Schedule, *, slots: int, reuse: bool) -> Schedule:
 
     Args:
         slots: how many to use at least.
-        reuse: let the backward take what the forward left in the slots. Right only when nothing
-            else used the slots in between and no parameter changed.
+        reuse: let the backward take what the forward left in the slots; where there is none, let
+            the forward take what the one before left. Right only when nothing else used the slots
+            in between and no parameter changed.
     """
     new = schedule.copy()
     count = slots
@@ -51,8 +57,10 @@ def assign_slots(schedule: Schedule, *, slots: int, reuse: bool) -> Schedule:
             node.kwargs = {"after": after}
             if node in places.held:
                 node.target = ops.reuse
-    held = tuple(sorted(attempt[0].holds.items()))
-    return replace(new, slots=made, reused=held)
+    held = sorted(attempt[0].holds.items())
+    if new.backward is None:
+        held = [(slot, bucket) for slot, bucket in held if bucket.key in new.plan.stay]
+    return replace(new, slots=made, reused=tuple(held))
 
 
 @dataclass
@@ -69,7 +77,8 @@ class _Places:
 
 def _attempt(schedule: Schedule, count: int, reuse: bool) -> list[_Places] | None:
     """Places for every graph, or None if `count` slots are too few."""
-    forward = _place(schedule.forward, count, {}, {})
+    stay = _own_slots(schedule, count)
+    forward = _place(schedule.forward, count, stay if reuse else {}, {}, stay)
     if forward is None:
         return None
     if schedule.backward is None:
@@ -79,9 +88,24 @@ def _attempt(schedule: Schedule, count: int, reuse: bool) -> list[_Places] | Non
     return None if backward is None else [forward, backward]
 
 
+def _own_slots(schedule: Schedule, count: int) -> dict[int, Bucket]:
+    """The slots behind the first `count` of them, and the buckets that stay there."""
+    stay = [b for b in schedule.buckets if b.key in schedule.plan.stay]
+    if schedule.backward is not None:
+        return {}
+    fetched = {_bucket(node).key for node in ops.nodes_of(schedule.forward, ops.prefetch)}
+    first = 0 if fetched <= schedule.plan.stay else count
+    return dict(enumerate(stay, first))
+
+
 def _place(
-    graph: fx.Graph, count: int, initial: Mapping[int, Bucket], sizes: Mapping[int, int]
+    graph: fx.Graph,
+    count: int,
+    initial: Mapping[int, Bucket],
+    sizes: Mapping[int, int],
+    own: Mapping[int, Bucket] | None = None,  # slots that have one bucket for good
 ) -> _Places | None:
+    at = {bucket.key: slot for slot, bucket in (own or {}).items()}
     position = {node: p for p, node in enumerate(graph.nodes)}
     fetches = ops.nodes_of(graph, ops.prefetch)
     readers = {n: sorted(n.users, key=lambda user: position[user]) for n in fetches}
@@ -100,6 +124,8 @@ def _place(
         if ready:
             places.held.add(node)
             slot = ready[0]
+        elif wanted.key in at:
+            slot = at[wanted.key]
         else:
             free = [i for i in range(count) if _is_free(occupant.get(i), readers, position, node)]
             if not free:

@@ -17,7 +17,13 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage, Template
 from megacompile.passes.schedule.differentiate import differentiate
 from megacompile.passes.stages.joint import Takes, split
-from megacompile.passes.stages.templates import TemplateCache, next_index, with_stages
+from megacompile.passes.stages.numbers import numbers_of
+from megacompile.passes.stages.templates import (
+    TemplateCache,
+    next_index,
+    planned_for,
+    with_stages,
+)
 
 
 def split_stages(schedule: Schedule, *, cache: TemplateCache) -> Schedule:
@@ -41,7 +47,8 @@ def _within(stage: Stage, saved_fraction: float, cache: TemplateCache) -> Templa
     base = stage.traced
     if saved_fraction == base.saved_fraction:
         return base
-    key = (base, saved_fraction)
+    traced = base.traced or base
+    key = (traced, saved_fraction)
     if key not in cache:
         assert base.joint is not None, "a stage without a backward saves nothing"
         takes = Takes(base.tangents, base.partial_gradients, base.tangent_metas)
@@ -53,7 +60,7 @@ def _within(stage: Stage, saved_fraction: float, cache: TemplateCache) -> Templa
             index=next_index(cache),
             saved_fraction=saved_fraction,
         )
-    return cache[key]
+    return planned_for(cache[key], numbers_of(stage.metas), cache)
 
 
 def _undifferentiated(schedule: Schedule) -> Schedule:

@@ -18,13 +18,22 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import sympy
 from torch import fx
 
 from megacompile import compat
 from megacompile.ir import ops
 from megacompile.ir.stages import Code, ParamRef, SavedRef, Stage, Template
+from megacompile.ir.symbols import Symbols
 from megacompile.ir.tensors import TensorMeta
 from megacompile.passes.capture.narrow import narrow_heads
+from megacompile.passes.stages.numbers import (
+    floats_as_tensors,
+    numbers_of,
+    restore_floats,
+    sized,
+    without_numbers,
+)
 
 _VIEWS = {"t", "view", "transpose", "permute", "expand", "reshape", "unsqueeze", "squeeze"}
 _VIEWS |= {"slice", "select", "alias", "detach", "_unsafe_view", "_to_copy", "convert_element_type"}
@@ -67,6 +76,7 @@ def split(
         saved_fraction: how much the forward saves, from 0 (inputs, and random numbers) to 1 (what
             makes forward and backward fastest).
     """
+    planned = numbers_of(stage.metas)
     if not takes.tangents:
         forward: fx.GraphModule = joint
         backward: fx.GraphModule | None = None
@@ -74,7 +84,7 @@ def split(
         forward, backward = _parted(stage, joint, saved_fraction)
     results = len(stage.outputs) + len(stage.mutated)
     returned = list(ops.returned(forward.graph))
-    saved = [n for n in returned[results:] if n.op != "placeholder"]
+    saved = [n for n in returned[results:] if n.op != "placeholder" and not _gives_number(n)]
     random = any(compat.is_random(n) for n in forward.graph.nodes)
     saving = _extract(forward, [*returned[:results], *saved])
     graphs = {Code.FORWARD: saving}
@@ -93,6 +103,9 @@ def split(
             graphs[Code.RECOMPUTE] = _extract(forward, saved, recompute_primals)
         names = {node.name: SavedRef(i) for i, node in enumerate(saved)}
         backward_inputs = _backward_inputs(backward, names)
+    gradient_metas = () if backward is None else _output_metas(backward)
+    if planned:
+        graphs = {code: sized(graph, planned) for code, graph in graphs.items()}
     return Template(
         index=index,
         primals=stage.metas,
@@ -104,13 +117,34 @@ def split(
         backward_inputs=backward_inputs,
         gradients=gradients,
         tangent_metas=takes.metas,
-        gradient_metas=() if backward is None else _output_metas(backward),
+        gradient_metas=gradient_metas,
         recompute_primals=recompute_primals,
         random=random,
         graphs=graphs,
         joint=joint if backward is not None else None,
         saved_fraction=saved_fraction,
+        symbols=None if not planned else Symbols(planned, _fakes(joint)),
+        tangent_strides=_tangent_strides(takes, list(planned)),
     )
+
+
+def _tangent_strides(
+    takes: Takes, symbols: list[sympy.Symbol]
+) -> Callable[..., tuple[tuple[int, ...], ...]] | None:
+    if not any(meta.symbolic for meta in takes.metas):
+        return None
+    strides = tuple(m.symbolic.stride if m.symbolic else m.stride for m in takes.metas)
+    return compat.as_function(strides, symbols)
+
+
+def _fakes(joint: fx.GraphModule) -> compat.SymbolicFakes:
+    """The mode that a graph with symbols was traced in."""
+    numbers = [node.meta.get("val") for node in joint.graph.find_nodes(op="placeholder")]
+    return compat.fakes_of(next(number for number in numbers if compat.is_number(number)))
+
+
+def _gives_number(node: fx.Node) -> bool:
+    return compat.is_number(node.meta.get("val"))
 
 
 def _parted(
@@ -125,15 +159,18 @@ def _parted(
         saved_fraction = max(saved_fraction, _LEAST)
         for node in random.values():
             compat.mark_must_save(node)
+    floats_as_tensors(work)
     forward, backward = compat.split_joint(
         work,
         outputs=len(stage.outputs) + len(stage.mutated),
         static_primals=range(params),
         memory_budget=saved_fraction,
     )
+    for part in (forward, backward):
+        restore_floats(part)
     if saved_fraction < 1 and (_random(forward).keys() != random.keys() or _random(backward)):
         return _parted(stage, joint, 1.0)  # the partitioner would draw them again, its own way
-    return forward, backward
+    return forward, without_numbers(backward, joint)
 
 
 def _random(module: fx.GraphModule) -> dict[str, fx.Node]:

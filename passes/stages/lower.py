@@ -1,7 +1,7 @@
 """Turn the traced graphs that a schedule runs into code.
 
-`EAGER` runs the ATen graph as it is, bitwise equal to the plain model. `INDUCTOR` compiles it with
-TorchInductor, once for all stages that share a template.
+`EAGER` runs the operators of the ATen graph, bitwise equal to the plain model. `INDUCTOR` compiles
+it with TorchInductor, once for all stages that share a template.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code, LoweredFn, Template
 from megacompile.options import Lowering
+from megacompile.passes.stages.direct import direct
+from megacompile.passes.stages.numbers import SYMBOLIC
 
 Progress = Callable[[Iterable[tuple[Template, Code]], int], Iterable[tuple[Template, Code]]]
 
@@ -48,7 +50,10 @@ def code_of(node: fx.Node) -> Code:
 def _lower(module: fx.GraphModule, lowering: Lowering) -> LoweredFn:
     computes = any(node.op == "call_function" for node in module.graph.nodes)
     function: Callable[..., Sequence[torch.Tensor | None]] = module.forward
-    if lowering is Lowering.INDUCTOR and computes:
+    if lowering is Lowering.EAGER:
+        function = direct(module)
+    elif computes:
         placeholders = module.graph.find_nodes(op="placeholder")
-        function = compat.compile_inductor(module, [node.meta["val"] for node in placeholders])
+        given = [node.meta.get(SYMBOLIC, node.meta["val"]) for node in placeholders]
+        function = compat.compile_inductor(module, given)
     return lambda inputs: function(*inputs)

@@ -10,21 +10,23 @@ are opened again in each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import sympy
 from torch import fx
 
 from megacompile import compat
 from megacompile.errors import UnsupportedGraphError
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, Unit
-from megacompile.ir.capture import Capture, ConstantInput, ParamInput
+from megacompile.ir.capture import Capture, ConstantInput, NumberInput, ParamInput
 from megacompile.ir.inputs import input_of
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, ParamRef, Primal, Stage
-from megacompile.ir.tensors import TensorMeta
+from megacompile.ir.symbols import Number, symbols_in
+from megacompile.ir.tensors import Meta, TensorMeta
 from megacompile.passes.capture.inline import inline_checkpoints
 from megacompile.passes.capture.propagate import Values, propagate
 from megacompile.passes.capture.rebase import VIEW_OF_BASE
@@ -85,6 +87,11 @@ class _Builder:
     def __post_init__(self) -> None:
         self.position = {node: p for p, node in enumerate(self.nodes)}
         self.inputs = dict(zip(placeholders(self.capture), self.capture.inputs, strict=True))
+        self._symbols = {
+            node: item.number.expression
+            for node, item in self.inputs.items()
+            if isinstance(item, NumberInput)
+        }
         self.regions = _regions(self.capture, self.nodes)
         self._refuse_changed_parameters()
 
@@ -116,6 +123,9 @@ class _Builder:
         changed_keys = {key for node in body for key in self.values.mutates[node]}
         changed = [n for n in args if self.values.storages[n] & changed_keys]
 
+        numbers = self._numbers(body, [*params, *args])
+        args += numbers
+
         buckets = tuple(dict.fromkeys(self._param_input(n).bucket for n in params))
         params.sort(key=lambda n: (buckets.index(self._param_input(n).bucket), self._offset(n)))
         primals: list[Primal] = []
@@ -129,7 +139,7 @@ class _Builder:
             module=self._module(segment, [*params, *args], outputs),
             buckets=buckets,
             primals=tuple(primals),
-            metas=tuple(self._meta(n, segment.start) for n in [*params, *args]),
+            metas=tuple(self._input_meta(n, segment.start) for n in [*params, *args]),
             outputs=tuple(self._meta(n, segment.stop) for n in outputs),
             mutated=tuple(len(params) + args.index(n) for n in changed),
         )
@@ -155,7 +165,19 @@ class _Builder:
             or is_autocast(node)
             or isinstance(self.inputs.get(node), ConstantInput)
             or self.values.is_constant(node)
+            or self.values.is_number(node)
         )
+
+    def _numbers(self, body: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> list[fx.Node]:
+        """The numbers that the values of a segment are expressions of: inputs of the graph.
+
+        A number that another segment computes is computed again, from these.
+        """
+        if self.values.symbols is None:
+            return []
+        read = [source for node in body for source in node.all_input_nodes]
+        used = symbols_in([self.values.of.get(node) for node in (*body, *inputs, *read)])
+        return [node for node, symbol in self._symbols.items() if symbol in used]
 
     def _is_output(self, node: fx.Node, stop: int) -> bool:
         if not self.values.is_tensor(node):
@@ -170,6 +192,10 @@ class _Builder:
         change = self.values.requires_grad_after.get(node)
         changed = change is not None and self.position[change] < at
         return replace(meta, requires_grad=True) if changed else meta
+
+    def _input_meta(self, node: fx.Node, at: int) -> Meta:
+        item = self.inputs.get(node)
+        return item.number if isinstance(item, NumberInput) else self._meta(node, at)
 
     def _param_input(self, node: fx.Node) -> ParamInput:
         item = self.inputs[node]
@@ -194,11 +220,16 @@ class _Builder:
         for i, node in enumerate(inputs):
             env[node] = graph.placeholder(f"p{i}")
 
+        numbers = {symbol: env[node] for node, symbol in self._symbols.items() if node in env}
+
         def value(node: fx.Node) -> Any:
             if node in env:
                 return env[node]
             if node.op == "get_attr":
                 env[node] = graph.get_attr(str(node.target))
+                return env[node]
+            if self.values.is_number(node):
+                env[node] = self._number(graph, node, numbers, value)
                 return env[node]
             item = self.inputs.get(node)
             return item.value if isinstance(item, ConstantInput) else self.values.of[node]
@@ -217,6 +248,31 @@ class _Builder:
         self._close_regions(graph, segment, env)
         graph.output(result)
         return fx.GraphModule(self.capture.module, graph)
+
+    def _number(
+        self,
+        graph: fx.Graph,
+        node: fx.Node,
+        numbers: Mapping[sympy.Symbol, fx.Node],
+        value: Callable[[fx.Node], Any],
+    ) -> Any:
+        """Compute a number that another segment computes too. A float by the same operations: it
+        would be rounded otherwise."""
+        found = self.values.of[node]
+        if isinstance(found, Number) and not found.expression.is_integer:
+            args, kwargs = fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
+            return graph.create_node(node.op, node.target, args, kwargs)
+
+        def again(part: Any) -> Any:
+            if isinstance(part, slice):
+                return slice(*map(again, (part.start, part.stop, part.step)))
+            if isinstance(part, (tuple, list)):
+                return tuple(map(again, part))
+            if not isinstance(part, Number):
+                return part
+            return compat.reified(graph, part.expression, numbers)
+
+        return again(found)
 
     def _open_regions(self, graph: fx.Graph, start: int, env: dict[fx.Node, Any]) -> None:
         for enter in self.regions.autocast[start]:
@@ -239,7 +295,7 @@ class _Builder:
         for i, (node, item) in enumerate(self.inputs.items()):
             if not isinstance(item, (ParamInput, ConstantInput)):
                 env[node] = input_of(graph, i, f"x{i}")
-                env[node].meta["value"] = self._meta(node, 0)
+                env[node].meta["value"] = self._input_meta(node, 0)
         sources = dict(env)
         for chunk, stage in zip(self.chunks, stages, strict=True):
             args = tuple(env[n] for n in chunk.args)
@@ -254,11 +310,14 @@ class _Builder:
         results_of_all = ops.returned(self.capture.module.graph)
         outputs: Any = fx.map_arg(results_of_all, lambda n: self._result(n, env, sources))
         graph.output((tuple(outputs), ()))
-        return Schedule(self.capture.name, graph, None, tuple(stages))
+        symbols = self.values.symbols
+        return Schedule(self.capture.name, graph, None, tuple(stages), symbols=symbols)
 
     def _result(
         self, node: fx.Node, env: dict[fx.Node, fx.Node], sources: dict[fx.Node, fx.Node]
     ) -> Any:
+        if self.values.is_number(node):
+            return self.values.of[node]
         origin = self._origin(node)
         if origin in sources and not self._meta(node, len(self.nodes)).requires_grad:
             return sources[origin]  # the input itself, though it was changed in place

@@ -206,6 +206,8 @@ def _opaque_spans(
     for node in nodes:
         if values.is_tensor(node) or values.is_constant(node) or is_autocast(node):
             continue
+        if values.is_number(node):  # any stage can compute it
+            continue
         users = [position[u] for u in node.users if u in position]
         if users and max(users) > position[node]:
             spans.append((position[node], max(users)))

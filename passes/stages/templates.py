@@ -14,6 +14,7 @@ inputs themselves, so that sums run in the order in which autograd adds them.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Hashable, Iterator, MutableMapping
 from dataclasses import replace
 from typing import Any
@@ -27,11 +28,18 @@ from megacompile.ir import ops
 from megacompile.ir.capture import Ambient
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, ParamRef, Stage, Template
-from megacompile.ir.tensors import TensorMeta
+from megacompile.ir.symbols import Values
+from megacompile.ir.tensors import TensorMeta, any_size
 from megacompile.options import Lowering
 from megacompile.passes.stages.canonical import graph_key
 from megacompile.passes.stages.indices import computes_indices
 from megacompile.passes.stages.joint import Takes, as_gradient, split
+from megacompile.passes.stages.numbers import (
+    compute_ints,
+    first_difference,
+    numbers_of,
+    sized,
+)
 
 TemplateCache = MutableMapping[Hashable, Template]
 
@@ -113,13 +121,41 @@ def _template(
 ) -> Template:
     params = sum(isinstance(ref, ParamRef) for ref in stage.primals)
     code = graph_key(stage.module)
-    key = (code, stage.metas, params, stage.mutated, takes, lowering, ambient)
+    metas = tuple(any_size(meta) for meta in stage.metas)
+    given = replace(takes, metas=tuple(any_size(meta) for meta in takes.metas))
+    key = (code, metas, params, stage.mutated, given, lowering, ambient)
+    planned = numbers_of(stage.metas)
+    for number in itertools.count():  # code with symbols may not be right for all their values
+        template = cache.get((key, number))
+        if template is not None and template.holds(planned):
+            return planned_for(template, planned, cache)
+        if template is None:
+            break
+    try:
+        tracer = _Tracer(stage, params, takes, ambient, lowering)
+        cache[key, number] = tracer.template(next_index(cache))
+    except (compat.UntraceableSymbols, *compat.UNTRACEABLE) as error:
+        raise UnsupportedGraphError(f"stage {stage.name!r}: {error}") from error
+    return cache[key, number]
+
+
+def planned_for(template: Template, planned: Values, cache: TemplateCache) -> Template:
+    """The template, planned for these values of its symbols. It has the same code."""
+    if template.symbols is None or template.symbols.planned == planned:
+        return template
+    key = (template, tuple(planned.items()))
     if key not in cache:
-        try:
-            tracer = _Tracer(stage, params, takes, ambient, lowering)
-            cache[key] = tracer.template(next_index(cache))
-        except compat.UNTRACEABLE as error:
-            raise UnsupportedGraphError(f"stage {stage.name!r}: {error}") from error
+        cache[key] = replace(
+            template,
+            primals=tuple(meta.at(planned) for meta in template.primals),
+            outputs=tuple(meta.at(planned) for meta in template.outputs),
+            saved=tuple(meta.at(planned) for meta in template.saved),
+            tangent_metas=tuple(meta.at(planned) for meta in template.tangent_metas),
+            gradient_metas=tuple(meta.at(planned) for meta in template.gradient_metas),
+            graphs={code: sized(graph, planned) for code, graph in template.graphs.items()},
+            symbols=replace(template.symbols, planned=dict(planned)),
+            traced=template.traced or template,
+        )
     return cache[key]
 
 
@@ -145,10 +181,40 @@ class _Tracer:
         self.ambient = ambient
         self.lowering = lowering
         self.gradients: tuple[int, ...] = ()
+        self.planned = numbers_of(stage.metas)
 
     def template(self, index: int) -> Template:
-        joint = self._trace()
+        joint = self._trace_symbolic() if self.planned else self._trace()
         return split(self.stage, joint, self.takes, self.gradients, index=index)
+
+    def _trace_symbolic(self) -> fx.GraphModule:
+        """The joint graph for all sizes.
+
+        [Note: symbolic and bitwise] Tensors without data have the strides of fake kernels, and
+        Python decompositions take the place of operators that C++ takes apart. So what is to be
+        equal in every bit is traced for the planned sizes too, as it would be without symbols, and
+        the two graphs must be the same but for the symbols.
+
+        Raises:
+            UntraceableSymbols: they are not.
+        """
+        fakes = compat.SymbolicFakes(self.planned)
+        with contextlib.ExitStack() as modes:
+            modes.enter_context(fakes)
+            if self.lowering is not Lowering.EAGER:
+                joint = self._traced(contextlib.nullcontext(), compat.inductor_decompositions())
+                return compute_ints(joint, self.stage.metas)
+            modes.enter_context(real_tensors(self.stage))
+            modes.enter_context(compat.real_strides())
+            joint = self._traced(contextlib.nullcontext(), compat.symbolic_decompositions())
+        joint = compute_ints(joint, self.stage.metas)
+        gradients = self.gradients
+        plain = self._trace()
+        plain.graph.eliminate_dead_code()
+        difference = first_difference(joint, plain)
+        if difference or gradients != self.gradients:
+            raise compat.UntraceableSymbols(f"with symbols, {difference or 'gradients differ'}")
+        return joint
 
     def _trace(self) -> fx.GraphModule:
         """The joint graph.
@@ -163,7 +229,7 @@ class _Tracer:
             if computes_indices(without_data.graph):
                 return without_data
         try:
-            return self._traced(_real_tensors(self.stage), decompositions)
+            return self._traced(real_tensors(self.stage), decompositions)
         except (torch.OutOfMemoryError, *compat.UNTRACEABLE):
             raise
         except (RuntimeError, IndexError, ValueError, ArithmeticError):
@@ -175,19 +241,19 @@ class _Tracer:
         tensors: contextlib.AbstractContextManager[Any],
         decompositions: dict[Any, Callable[..., Any]],
     ) -> fx.GraphModule:
-        with self.ambient.apply(), tensors:
-            primals = [meta.zeros() for meta in self.stage.metas]
+        with self.ambient.apply(), compat.keeping_nesting(), tensors:
+            primals: list[Any] = [meta.zeros() for meta in self.stage.metas]
             tangents = [meta.zeros() for meta in self.takes.metas]
             return compat.trace(self._functional, primals, tangents, decompositions)
 
-    def _functional(self, primals: list[torch.Tensor], tangents: list[torch.Tensor]) -> Any:
+    def _functional(self, primals: list[Any], tangents: list[torch.Tensor]) -> Any:
         with compat.functional_mode():
             wrapped = [compat.to_functional(p) for p in primals]
             results, gradients = self._joint(wrapped, [compat.to_functional(t) for t in tangents])
             return [compat.from_functional(t) for t in (*results, *gradients)]
 
     def _joint(
-        self, primals: list[torch.Tensor], tangents: list[torch.Tensor]
+        self, primals: list[Any], tangents: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         inputs = list(primals)
         for i in self.stage.mutated:  # a value of its own, so that the old one stays readable
@@ -196,8 +262,9 @@ class _Tracer:
         outputs = list(self.stage.module(*inputs))
         for k, (tensor, meta) in enumerate(zip(outputs, self.stage.outputs, strict=True)):
             if compat.storage_key(tensor) in held:  # no view of a slot may leave the stage
-                outputs[k] = tensor.clone()
-            elif tensor.stride() != meta.stride:  # [Note: strides that lie]
+                with torch.enable_grad():  # under no_grad too, a parameter as it is requires grad
+                    outputs[k] = tensor.clone()
+            elif not _has_strides(tensor, meta):  # [Note: strides that lie]
                 outputs[k] = meta.empty().detach().copy_(tensor)
         results = [*outputs, *(inputs[i] for i in self.stage.mutated)]
         if not tangents:
@@ -205,7 +272,7 @@ class _Tracer:
         ends = [results[k] for k in self.takes.tangents] + [
             primals[k] for k in self.takes.partial_gradients
         ]
-        sources = [i for i, p in enumerate(primals) if p.requires_grad]
+        sources = [i for i, p in enumerate(self.stage.metas) if p.requires_grad]
         with self.ambient.apply(autocast=False):
             found = torch.autograd.grad(
                 ends, [primals[i] for i in sources], tangents, allow_unused=True
@@ -215,8 +282,15 @@ class _Tracer:
         return results, [g for _, g in pairs]
 
 
+def _has_strides(tensor: torch.Tensor, meta: TensorMeta) -> bool:
+    fakes = compat.symbols_now()
+    if meta.symbolic is None or fakes is None:
+        return bool(tensor.stride() == meta.stride)
+    return all(map(fakes.equal, tensor.stride(), meta.symbolic.stride))
+
+
 @contextlib.contextmanager
-def _real_tensors(stage: Stage) -> Iterator[None]:
+def real_tensors(stage: Stage) -> Iterator[None]:
     """Trace on real tensors, leaving the random generators as they were.
 
     [Note: strides that lie]

@@ -2,16 +2,27 @@
 
 Schedules run one after the other on the compute stream, and each begins behind it (`begin`), so
 they can share the same buffers. `generation` counts the runs: a backward may take what its forward
-left in the slots only if it is the very next run.
+left in the slots only if it is the very next run. `left` is what forwards without a backward left
+for the next one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from megacompile.ir.buckets import Bucket, Slot
+
+_NEVER = 2**31
+
+
+class Mark(Protocol):
+    """What a bucket was when it was copied into a slot."""
+
+    def holds(self) -> bool:
+        """Is it that still?"""
 
 
 class DeviceSlots:
@@ -21,7 +32,26 @@ class DeviceSlots:
         self.device = device
         self.buffers: list[torch.Tensor] = []  # (size_bytes,) uint8 each
         self.generation = 0
+        self.stay_from = _NEVER  # the first slot that is for a bucket that stays between forwards
+        self.left: dict[int, tuple[int, Mark]] = {}  # by slot: the key of a bucket, and what it was
         self._views: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
+
+    def has(self, wanted: Sequence[tuple[int, Bucket]]) -> bool:
+        """Are these buckets in these slots, as they are on the host?"""
+        for index, bucket in wanted:
+            key, mark = self.left.get(index, (None, None))
+            if key != bucket.key or mark is None or not mark.holds():
+                return False
+        return bool(wanted)
+
+    def trim(self, count: int) -> None:
+        """Give back slots behind the first `count` that were for buckets that stay."""
+        keep = max(count, self.stay_from)
+        if keep < len(self.buffers):
+            del self.buffers[keep:]
+            self._views = {key: v for key, v in self._views.items() if key[0] < keep}
+            self.left = {index: held for index, held in self.left.items() if index < keep}
+            self.generation += 1
 
     def keeps(self, slots: Sequence[Slot]) -> bool:
         """Would `require` replace no buffer, so that what they hold stays?"""
@@ -80,5 +110,7 @@ class DeviceSlots:
         if self.buffers and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.buffers.clear()
+        self.left.clear()
+        self.stay_from = _NEVER
         self._views.clear()
         self.generation += 1

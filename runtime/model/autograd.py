@@ -13,6 +13,7 @@ plain model's would, from the parameter that is used last to the first.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,10 +26,11 @@ from megacompile.errors import BackwardError, DeviceMemoryError
 from megacompile.ir import ops
 from megacompile.ir.buckets import ParamId
 from megacompile.ir.capture import Variant
+from megacompile.ir.symbols import has_numbers
 from megacompile.runtime.device.activations import taken
 from megacompile.runtime.device.random import random_state, set_random_state
 from megacompile.runtime.model import shortage
-from megacompile.runtime.model.captured import Program
+from megacompile.runtime.model.program import Program
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.accumulators import Users, users_of
@@ -47,14 +49,13 @@ def run(program: Program, args: Sequence[Any]) -> list[Any]:
     by_position = dict(zip(program.tensor_outputs(), computed, strict=True))
     by_node = {program.outputs[k]: value for k, value in by_position.items()}
     inputs = call.inputs_by_name
-    return [
-        node
-        if not isinstance(node, fx.Node)
-        else inputs[node.name]
-        if node.op == "placeholder"
-        else by_node[node]
-        for node in program.outputs
-    ]
+
+    def value(node: Any) -> Any:
+        if not isinstance(node, fx.Node):
+            return program.number(node, args) if has_numbers(node) else node
+        return inputs[node.name] if node.op == "placeholder" else by_node[node]
+
+    return [value(node) for node in program.outputs]
 
 
 class _Call:
@@ -65,16 +66,21 @@ class _Call:
         self.machine: Machine = program.machine
         self.variant = program.variant()
         self.inputs_by_name = {name: args[k] for name, k in program.inputs.items()}
-        self.params = [arg for arg in args if isinstance(arg, StreamedParameter)]
-        self.positions = {
-            self._place(arg): k
-            for k, arg in enumerate(args)
-            if isinstance(arg, StreamedParameter) and arg.requires_grad
-        }
-        self.places = tuple(self.positions)
+        self.streamed = [(k, v) for k, v in enumerate(args) if isinstance(v, StreamedParameter)]
+        self.values = program.values(args)
         self.saved_values: dict[str, Any] | None = None
         self.observed = compat.ddp_around() is not None
         self._handed: dict[int, dict[ParamId, torch.Tensor]] = {}  # to gates, by the backward
+
+    @functools.cached_property
+    def positions(self) -> dict[ParamId, int]:
+        """Where the trained parameters are among the inputs."""
+        return {self._place(param): k for k, param in self.streamed if param.requires_grad}
+
+    @functools.cached_property
+    def places(self) -> tuple[ParamId, ...]:
+        """The trained parameters."""
+        return tuple(self.positions)
 
     def gates(self) -> torch.Tensor | None:
         """The gates of this call, the one behind the node; None where nothing is trained."""
@@ -110,21 +116,28 @@ class _Call:
             self.random = random_state(self.machine.device)
             outputs = self._compute()
         saved_values = self.saved_values or {}
-        if recorded:
-            self.machine.pending.add(self)
+        computed = [outputs[k] for k in self.program.tensor_outputs()]
+        if not recorded:
+            return computed
+        self.machine.pending.add(self)
         self.buckets = self.machine.gradients.buckets
-        self.param_versions = [(proxy, compat.version(proxy.root)) for proxy in self.params]
+        self.param_versions = [(proxy, compat.version(proxy.root)) for _, proxy in self.streamed]
         self.input_versions = {
-            name: (self.inputs_by_name[name], compat.version(self.inputs_by_name[name]))
+            name: (value, compat.version(value))
             for name in saved_values
-            if name in self.inputs_by_name
+            if isinstance(value := self.inputs_by_name.get(name), torch.Tensor)
         }
-        return [outputs[k] for k in self.program.tensor_outputs()]
+        return computed
 
     def _compute(self) -> list[Any]:
         executor = self.program.executor(self.variant)
+        if executor.is_left():
+            executor = self.program.executor(replace(self.variant, reuse=True))
         outputs, self.saved_values = executor.forward(
-            {name: value.detach() for name, value in self.inputs_by_name.items()}
+            {
+                name: value.detach() if isinstance(value, torch.Tensor) else value
+                for name, value in self.inputs_by_name.items()
+            }
         )
         self.generation = self.machine.slots.generation
         return outputs
@@ -145,7 +158,7 @@ class _Call:
         if not tangents:
             return {}
         with self.machine.running:
-            self._check()
+            self._check(tuple(tangents))
             self.machine.run = run = self._prepare(node)
             try:
                 of_inputs = self._attempts(tangents)
@@ -160,7 +173,7 @@ class _Call:
         """Find out who wants the parameters' gradients in this backward, and who else is there."""
         calls = [call for call in compat.backward_calls() if node in _users(call).nodes]
         asked = {id(given) for call in calls for given in call.inputs}
-        proxies = {self._place(proxy) for proxy in self.params if id(proxy) in asked}
+        proxies = {self._place(proxy) for _, proxy in self.streamed if id(proxy) in asked}
         return Run(
             self.machine.gradients,
             self.places,
@@ -225,15 +238,13 @@ class _Call:
 
     def _executor(self, tangents: tuple[int, ...]) -> Executor:
         """The schedule for these gradients; wrong guesses of the forward are corrected here."""
-        program = self.program
+        program, wanted = self.program, self._wanted(tangents).schedule
         forward = program.executor(self.variant).schedule
         reuse = self.machine.slots.generation == self.generation and bool(forward.reused)
         variant = program.variant(tangents=tangents, reuse=reuse)
-        wanted = forward
         if tangents != self.variant.tangents:
             program.tangents = tangents
             variant = Variant(tangents, keep_last=False)
-            wanted = program.executor(variant).schedule
         run, update = self.machine.current_run(), self._updates()
         if update:
             assert self.machine.in_backward is not None
@@ -242,9 +253,21 @@ class _Call:
         accumulate = start(wanted.gradient_params)
         variant = replace(variant, accumulate=accumulate, update=update)
         executor = program.executor(variant)
+        if not program.holds(self.values):
+            raise BackwardError(
+                f"{program.capture.name}: a backward for these outputs has no code for sizes of "
+                f"{', '.join(map(str, self.values))} together; call megacompile(model, "
+                "dynamic=False), so that each set of sizes gets its own"
+            )
         if reuse and not self.machine.slots.keeps(executor.schedule.slots):
             return program.executor(replace(variant, reuse=False))
         return executor
+
+    def _wanted(self, tangents: tuple[int, ...]) -> Executor:
+        """Has the backward for these gradients; the forward's own, where that guessed them."""
+        expected = tangents == self.variant.tangents
+        variant = self.variant if expected else Variant(tangents, keep_last=False)
+        return self.program.executor(variant)
 
     def _updates(self) -> bool:
         """Does this backward update its parameters?
@@ -297,7 +320,8 @@ class _Call:
             self.machine.pending.discard(self)
         return taken
 
-    def _check(self) -> None:
+    def _check(self, tangents: tuple[int, ...]) -> None:
+        """Raise where this backward would compute on other values than the forward did."""
         name = self.program.capture.name
         if compat.in_compiled_autograd():
             raise BackwardError(
@@ -323,7 +347,11 @@ class _Call:
                     "the forward and its backward; call backward() before optimizer.step()"
                 )
         for key, (tensor, version) in self.input_versions.items():
-            if compat.version(tensor) != version:
+            if (
+                compat.version(tensor) != version
+                # it is kept for any backward; that of a view, say, does without
+                and key in self._wanted(tangents).inputs("backward")
+            ):
                 raise BackwardError(
                     f"{name}: input {key} of shape {tuple(tensor.shape)} was changed in place "
                     "between the forward and its backward; pass a copy (.clone())"

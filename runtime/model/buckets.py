@@ -322,7 +322,7 @@ class ModelBuckets:
         """Move the model's buffers that are elsewhere."""
         places = [
             (compat.buffers_of(module), name, buffer)
-            for module in self.model.modules()
+            for module in compat.modules_of(self.model)
             for name, buffer in compat.buffers_of(module).items()
             if buffer is not None and buffer.device != device
         ]

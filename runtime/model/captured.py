@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from megacompile import compat
-from megacompile.errors import UnsupportedGraphError
-from megacompile.ir import ops
+from megacompile import compat, log
+from megacompile.errors import MegacompileError, UnsupportedGraphError
 from megacompile.ir.capture import (
     Ambient,
     Capture,
@@ -27,79 +25,16 @@ from megacompile.ir.capture import (
     PackedInput,
     ParamInput,
     TensorInput,
-    Variant,
 )
-from megacompile.ir.inputs import inputs as inputs_of
-from megacompile.ir.outputs import computed_outputs, expected_tangents
 from megacompile.ir.tensors import TensorMeta
 from megacompile.packed import is_wrapper, taken_apart
 from megacompile.runtime.model.plans import Plans
-from megacompile.runtime.ops.executor import Executor
+from megacompile.runtime.model.program import Program
+from megacompile.runtime.model.symbolic import PROGRAMS_AT_ONCE, SymbolicInputs, covers, larger
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params import inputs
 from megacompile.runtime.params.eager_notice import share
 from megacompile.runtime.params.proxies import StreamedParameter
-
-
-class Program:
-    """The schedules of one capture, built when they are first needed."""
-
-    def __init__(self, capture: Capture, plans: Plans, machine: Machine) -> None:
-        self.capture = capture
-        self.plans = plans
-        self.machine = machine
-        with compat.without_saved_tensors_hooks(), compat.without_sources():
-            self.stages = plans.compiler.partition(capture)
-        outputs, _ = ops.returned(self.stages.forward)
-        self.outputs: tuple[Any, ...] = tuple(outputs)
-        changes = ops.nodes_of(self.stages.forward, ops.assign)
-        self.inputs = inputs_of(self.stages.forward)  # positions, by the name in the schedule
-        self.changed = frozenset(  # the inputs that it changes in place, bases among them
-            self.inputs[str(node.args[0])] for node in changes
-        )
-        self.executors: dict[Variant, Executor] = {}
-        self.tangents = expected_tangents(self.stages)
-
-    def _meta(self, output: int) -> TensorMeta:
-        meta = self.outputs[output].meta["value"]
-        assert isinstance(meta, TensorMeta)
-        return meta
-
-    def replan(self) -> None:
-        """Forget the schedules, and what they were planned from."""
-        self.stages = replace(self.stages)
-        self.executors.clear()
-
-    def tensor_outputs(self) -> list[int]:
-        """Positions of the outputs that stages compute, each value once."""
-        return computed_outputs(self.outputs)
-
-    def differentiable(self, output: int) -> bool:
-        """Does a graph output require grad? (Also under `no_grad`, if the graph enables it.)"""
-        return self._meta(output).requires_grad
-
-    def variant(self, **changes: Any) -> Variant:
-        """The variant for the gradients that are expected now.
-
-        Where backwards update, those that do not (`accumulate()`, `torch.autograd.grad`) are few.
-        """
-        update = self.machine.in_backward is not None
-        return replace(Variant(self.tangents, keep_last=True, update=update), **changes)
-
-    def executor(self, variant: Variant) -> Executor:
-        """The executor of a variant, built at first use."""
-        if variant not in self.executors:
-            while len(self.executors) >= PROGRAMS:
-                self.executors.pop(next(iter(self.executors)))
-            # saved tensors hooks around the call are not the stages'
-            with (
-                compat.without_saved_tensors_hooks(),
-                compat.without_sources(),
-                compat.on_host(),
-            ):
-                schedule = self.plans.build(self.stages, self.capture, variant)
-            self.executors[variant] = Executor(schedule, self.machine)
-        return self.executors[variant]
 
 
 def _is_packed(arg: Any) -> bool:
@@ -118,6 +53,19 @@ def _taken_apart(args: Sequence[Any]) -> tuple[Any, ...]:
 def _fetched(arg: Any) -> Any:
     """A view of a parameter that eager code made, on the device; anything else as it is."""
     return arg.clone() if isinstance(arg, StreamedParameter) and arg.is_view else arg
+
+
+_REFUSED = object()  # among a kind's keys: no more programs with symbols are tried
+
+
+_NOT_WITH_SYMBOLS = (  # what tracing with symbols may raise where tracing with numbers does not
+    UnsupportedGraphError,
+    compat.UntraceableSymbols,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    AssertionError,
+)
 
 
 SHAPES_AT_ONCE = 8  # inference shapes that are scheduled when they first come
@@ -140,6 +88,8 @@ class CapturedGraph:
         machine: Machine,
         run: Callable[[Program, Sequence[Any]], Sequence[Any]],
         evicted: Callable[[], None] = lambda: None,
+        *,
+        floats: bool = True,
     ) -> None:
         self.name = name
         self.module = module
@@ -153,6 +103,10 @@ class CapturedGraph:
         self.changed: frozenset[int] = frozenset()  # the inputs that a program changes in place
         self._met: set[Hashable] = set()
         self._called: dict[Hashable, None] = {}  # keys of the programs, the last one called last
+        described = compat.described_inputs(module)
+        self.symbolic = None if described is None else SymbolicInputs(described, floats=floats)
+        self._kinds: dict[Hashable, list[Hashable]] = {}  # keys of programs with symbols, by kind
+        self._built = 0  # programs with symbols
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         if self.current_plans() is not self.plans:  # buckets were laid out anew
@@ -161,13 +115,19 @@ class CapturedGraph:
         if self.stale:
             self.programs.clear()
             self._called.clear()
+            self._kinds.clear()
             self.stale = False
-        args = tuple(map(_fetched, args))
-        whole, args = args, _taken_apart(args)
+        given = whole = tuple(map(_fetched, args))
+        if self.symbolic is not None:
+            whole = self.symbolic.plain(whole)
+        args = _taken_apart(whole)
         ambient = Ambient.current(self.machine.device)
-        program = self._program(ambient, args, whole)
+        program = None
+        if self.symbolic is not None and self.symbolic.any:
+            program = self._program_with_symbols(self.symbolic, ambient, args, whole)
+        program = program or self._program(ambient, args, whole)
         if program is None:
-            result: Sequence[Any] = self.module(*whole)
+            result: Sequence[Any] = self.module(*given)
             return result
         if program.capture.overlaps:
             args = (*args, *inputs.bases(args, program.capture.overlaps))
@@ -189,16 +149,86 @@ class CapturedGraph:
             self.programs[key] = program
             self._evict()
         if key in self.programs:
-            self._called.pop(key, None)
-            self._called[key] = None
+            self._note_call(key)
         return self.programs.get(key)
+
+    def _note_call(self, key: Hashable) -> None:
+        self._called.pop(key, None)
+        self._called[key] = None
+
+    def _program_with_symbols(
+        self,
+        symbolic: SymbolicInputs,
+        ambient: Ambient,
+        args: Sequence[Any],
+        whole: Sequence[Any],
+    ) -> Program | None:
+        """The program for all calls of this kind; None where there is none for this call."""
+        values = symbolic.values(whole)
+        if self._overlaps(args) or not symbolic.fits(whole, values):
+            return None
+        kind = (ambient, *symbolic.kind(self._key, whole))
+        keys = self._kinds.setdefault(kind, [])
+        for key in keys:
+            program = self.programs.get(key)
+            if program is not None and program.serves(values):
+                self._note_call(key)
+                if not covers(program, values):
+                    self.programs[key] = program = larger(program, values)
+                    self.evicted()
+                return program
+        if _REFUSED in keys:
+            return None
+        return self._build_with_symbols(symbolic, ambient, args, whole, kind)
+
+    def _build_with_symbols(
+        self,
+        symbolic: SymbolicInputs,
+        ambient: Ambient,
+        args: Sequence[Any],
+        whole: Sequence[Any],
+        kind: Hashable,
+    ) -> Program | None:
+        keys = self._kinds[kind]
+        try:
+            if transform := compat.transforms(self.module):
+                raise UnsupportedGraphError(f"it uses torch.func ({transform})")
+            inputs = symbolic.inputs(self._input, whole)
+            capture = Capture(self.name, self.module, inputs, self.machine.device, ambient)
+            program = Program(capture, self.plans, self.machine)
+            self.changed |= program.changed
+            if self._overlaps(args):
+                return None
+            program.executor(program.variant())
+        except _NOT_WITH_SYMBOLS as error:
+            ours = isinstance(error, MegacompileError)
+            if isinstance(error, torch.OutOfMemoryError) or (
+                ours and not isinstance(error, UnsupportedGraphError)
+            ):
+                raise
+            log.without_symbols(self.name, error)
+            keys.append(_REFUSED)
+            return None
+        self._built += 1
+        key = (kind, self._built)
+        keys.insert(0, key)
+        self.programs[key] = program
+        for old in keys[PROGRAMS_AT_ONCE:]:
+            if old is not _REFUSED:
+                keys.remove(old)
+                self.programs.pop(old, None)
+                self._called.pop(old, None)
+        self._note_call(key)
+        self._evict()
+        return program
 
     def _evict(self) -> None:
         """Let the programs go that were called longest ago, where there are too many."""
         if len(self.programs) <= PROGRAMS:
             return
         for key in list(self._called)[: len(self.programs) - PROGRAMS]:
-            del self._called[key], self.programs[key]
+            del self._called[key]
+            self.programs.pop(key, None)
         self.evicted()
 
     def _call_key(self, ambient: Ambient, args: Sequence[Any]) -> Hashable:
@@ -224,6 +254,8 @@ class CapturedGraph:
         if isinstance(arg, StreamedParameter):
             bucket, index = self.machine.place(arg)
             return (bucket.key, index, arg.requires_grad)
+        if _is_packed(arg):
+            return tuple(map(self._key, taken_apart(arg)[1]))
         if isinstance(arg, torch.Tensor):
             return TensorMeta.of(arg)
         return (type(arg), arg)

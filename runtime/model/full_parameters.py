@@ -77,6 +77,21 @@ def refuse_packed(model: nn.Module) -> None:
         )
 
 
+def refuse_unknown(streamed: StreamedModel, names: Mapping[int, str]) -> None:
+    """Raise if a parameter is in no bucket yet.
+
+    Raises:
+        ModelError: with its name.
+    """
+    plain = {id(p) for bucket in streamed.machine.buckets.values() for p in bucket.params}
+    for key, name in names.items():
+        if key not in plain:
+            raise ModelError(
+                f"full_parameters(): parameter {name!r} came since the last call, and is in no "
+                "bucket yet; needed one that a call has seen; call the model once before"
+            )
+
+
 def full_parameters(
     streamed: StreamedModel, names: Mapping[int, str]
 ) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,6 +10,7 @@ from megacompile.ir.buckets import Bucket
 from megacompile.ir.capture import Capture, Variant
 from megacompile.ir.placement import Placement
 from megacompile.ir.schedule import Schedule
+from megacompile.ir.symbols import Values
 
 
 class Compiler(Protocol):
@@ -17,6 +18,9 @@ class Compiler(Protocol):
 
     def partition(self, capture: Capture) -> Schedule:
         """Stages only."""
+
+    def resized(self, stages: Schedule, values: Values) -> Schedule:
+        """The stages, planned for other values of their symbols."""
 
     def build(
         self, stages: Schedule, capture: Capture, variant: Variant, placement: Placement

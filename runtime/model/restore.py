@@ -46,6 +46,7 @@ def restore(streamed: StreamedModel, device: torch.device) -> None:
             bucket.pending.withdraw()
         machine.give_back()
         machine.device_update.forget()
+        machine.activations.forget()
         optimizers = hooks.optimizers_of(streamed.updates)
         if streamed.options.optimizer is not None:
             optimizers.append(streamed.options.optimizer)

@@ -83,7 +83,8 @@ class Before:
 
 
 def _versions(model: nn.Module) -> tuple[int, ...]:
-    return tuple(compat.version(buffer) for buffer in model.buffers())
+    buffers = [held for m in compat.modules_of(model) if (held := compat.buffers_of(m))]
+    return tuple(compat.version(b) for held in buffers for b in held.values() if b is not None)
 
 
 def first_line(error: BaseException) -> str:

@@ -22,7 +22,7 @@ from megacompile import compat
 from megacompile.errors import ModelError
 from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.schedule import Schedule
-from megacompile.options import Options
+from megacompile.options import Lowering, Options
 from megacompile.runtime.checkpoint.contents import Contents
 from megacompile.runtime.model import autograd, shortage
 from megacompile.runtime.model.buckets import ModelBuckets
@@ -111,7 +111,12 @@ class StreamedModel:
         end = weakref.finalize(self, compat.forget_compiled, frame.__code__, backend)
         end.atexit = False
         self._ends.append(end)
-        return torch.compile(frame, backend=backend, options={"guard_filter_fn": _needed_guards})
+        return torch.compile(
+            frame,
+            backend=backend,
+            options={"guard_filter_fn": _needed_guards},
+            dynamic=self.options.dynamic,
+        )
 
     def end(self) -> None:
         """The model is a plain one again."""
@@ -271,10 +276,11 @@ class StreamedModel:
         return stand_ins
 
     def _to_device(self, value: torch.Tensor) -> torch.Tensor:
-        dtype = self.options.compute_dtype
+        dtype, source = self.options.compute_dtype, value
         if dtype is not None and value.dtype == torch.float32:
             value = value.to(dtype)
-        return value.to(self.options.device) if value.device != self.options.device else value
+        there = value.to(self.options.device) if value.device != self.options.device else value
+        return compat.keep_dynamic_marks(source, there)
 
     def _capture(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """The Dynamo backend: one more captured graph."""
@@ -289,6 +295,7 @@ class StreamedModel:
             self.machine,
             autograd.run,
             while_it_lives(self._forget),
+            floats=self.options.lowering is Lowering.EAGER,  # Inductor compiles ints alone
         )
         self.graphs.append(graph)
         return weakly(graph.__call__)
@@ -300,6 +307,9 @@ def refuse_nested(model: nn.Module) -> None:
     Raises:
         ModelError: with the name of that module.
     """
+    calls = map(compat.compiled_call, compat.modules_of(model)[1:])
+    if not any(isinstance(call, StreamedModel) for call in calls):
+        return
     for name, module in model.named_modules():
         if module is not model and isinstance(compat.compiled_call(module), StreamedModel):
             raise ModelError(
@@ -311,18 +321,20 @@ def refuse_nested(model: nn.Module) -> None:
 def _needed_guards(guards: Sequence[Any]) -> list[bool]:
     """Dynamo's guards but for those that take a proxy apart, which is the same in every call.
 
-    They are Python functions, two for each parameter, and take half of the time of all guards. What
-    a signal handler raises in a guard is lost, and the model is captured anew.
+    They are Python functions, two for each parameter, and take half of the time of all guards; and
+    the host's tensor looks as the proxy does. What a signal handler raises in a guard is lost, and
+    the model is captured anew.
     """
     compat.forget_missing()  # the guards were evaluated for this filter
-    return [
-        not (
-            (
-                guard.guard_type == compat.SUBCLASS_GUARD
-                and isinstance(guard.value, StreamedParameter)
-            )
-            or guard.name.endswith(compat.INNER_NAMES)
-            and guard.value == ["host"]
-        )
-        for guard in guards
-    ]
+    proxies = {guard.name for guard in guards if isinstance(guard.value, StreamedParameter)}
+    return [not _takes_apart(guard, proxies) for guard in guards]
+
+
+def _takes_apart(guard: Any, proxies: set[str]) -> bool:
+    """Is a guard on the inside of a proxy? `proxies` are their names."""
+    outer = guard.name.removesuffix(".host")
+    return (
+        (outer != guard.name and outer in proxies)
+        or (guard.guard_type == compat.SUBCLASS_GUARD and guard.name in proxies)
+        or (guard.name.endswith(compat.INNER_NAMES) and guard.value == ["host"])
+    )

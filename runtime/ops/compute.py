@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megacompile.ir.stages import ArgRef, Code, ParamRef, SavedRef, Stage
+from megacompile.ir.stages import ArgRef, Code, ParamRef, SavedRef, Stage, Template
 from megacompile.ir.stream import Stream
 from megacompile.ir.tensors import TensorMeta
 from megacompile.runtime.device.random import random_state, set_random_state
@@ -90,7 +90,7 @@ class ComputeOps(OpGroup):
                     flows.append(next(flowing).value)
                 else:
                     flows.append(groups[stage.buckets[ref.bucket].key][ref.param])
-            inputs += map(_conform, flows, template.tangent_metas)
+            inputs += map(_conform, flows, template.tangent_metas, _strides(template, primals))
             looks = anomaly.wanted(self.machine.detect_anomaly)
             given = list(inputs) if looks else ()
             found = template.code[Code.BACKWARD](inputs)
@@ -118,11 +118,19 @@ class ComputeOps(OpGroup):
         return [*of_args, *merged.items()]
 
 
-def _conform(gradient: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+def _strides(template: Template, primals: Sequence[Any]) -> Sequence[tuple[int, ...]]:
+    """The strides of the tangents that a backward was traced for."""
+    if template.tangent_strides is None:
+        return [meta.stride for meta in template.tangent_metas]
+    return template.tangent_strides(*(primals[i] for i in template.numbers))
+
+
+def _conform(gradient: torch.Tensor, meta: TensorMeta, stride: tuple[int, ...]) -> torch.Tensor:
     """A gradient as the backward was traced for it; those of the user may have other strides."""
-    if gradient.stride() == meta.stride and gradient.dtype == meta.dtype:
+    if gradient.stride() == stride and gradient.dtype == meta.dtype:
         return gradient
-    return meta.empty().copy_(gradient)
+    conformed = torch.empty_strided(gradient.shape, stride, dtype=meta.dtype, device=meta.device)
+    return conformed.copy_(gradient)
 
 
 def _primals(stage: Stage, weights: Any, args: Any) -> list[Any]:

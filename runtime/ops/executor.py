@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from megacompile import compat
 from megacompile.errors import BackwardError
@@ -26,6 +27,8 @@ from megacompile.ir.values import left_of
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops.bound import BoundOps
 from megacompile.runtime.ops.machine import Machine
+from megacompile.runtime.params.guards import unguarded
+from megacompile.runtime.params.streamed_copy import Mark
 from megacompile.runtime.params.undo import Undos, hold, undone
 from megacompile.runtime.updates.deferred import Deferred
 from megacompile.runtime.updates.part import BucketPart
@@ -47,6 +50,10 @@ class Executor:
         self.on_host = on_host(schedule.forward)
         self.tangents = {} if schedule.backward is None else tangents(schedule.backward)
         self._left = list(left_of(schedule))
+        self._fills = {name: _filled(graph) for name, graph in schedule.graphs.items()}
+        stay = schedule.reused if schedule.backward is None else ()
+        self._stay_from = min((i for i, _ in stay), default=None)
+        self._stays = [(i, b.key) for i, b in stay if i in self._fills["forward"]]
         self.updates = _updates(schedule)
         self._bound = {name: BoundOps(schedule, machine) for name in schedule.graphs}
         self._run = {name: self._compile(name) for name in schedule.graphs}
@@ -77,15 +84,32 @@ class Executor:
 
         A host parameter may be changed as soon as this returns: the last prefetch is done.
         """
+        marks = self._marks()
         outputs, saved_values = self._call("forward", inputs)
         self.machine.streams.synchronize(Stream.H2D)
         self.machine.alive.clear()
+        self.machine.slots.left |= marks
         if self.schedule.backward is not None:
             self.machine.order[:] = [bucket.key for bucket in self.schedule.buckets]
         given = [_plain(value) for value in outputs]
         kept = dict(zip(self.schedule.saved_values, map(_plain, saved_values), strict=True))
         _watch(given, kept)
         return _alone(given), kept
+
+    def _marks(self) -> dict[int, tuple[int, Mark]]:
+        """What a forward without a backward is about to leave for the next one, by slot."""
+        if not self._stays:
+            return {}
+        with unguarded():
+            each = [(i, key, self.machine.buckets[key].copy.mark()) for i, key in self._stays]
+        return {i: (key, mark) for i, key, mark in each if mark is not None}
+
+    def is_left(self) -> bool:
+        """Is there in the slots what a forward before this one has left for it?"""
+        if self.schedule.backward is not None or not self.schedule.reused:
+            return False
+        with unguarded():
+            return self.machine.slots.has(self.schedule.reused)
 
     def backward(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Run the backward; gives the gradients of graph inputs, by the placeholder's name.
@@ -160,7 +184,12 @@ class Executor:
     def _call(self, name: str, inputs: dict[str, Any]) -> Any:
         machine = self.machine
         with machine.streams.run(), torch.no_grad(), compat.on_host():
+            machine.slots.trim(len(self.schedule.slots))
             machine.slots.require(self.schedule.slots)
+            if self._stay_from is not None:
+                machine.slots.stay_from = self._stay_from
+            for index in self._fills[name]:
+                machine.slots.left.pop(index, None)
             machine.slots.generation += 1
             taken = [self._taken(key, token, inputs) for key, token in self._inputs[name]]
             inputs.clear()
@@ -175,6 +204,13 @@ class Executor:
             return self.machine.buckets[token.bucket.key].pending.last_write(token.part)
         value = inputs.pop(name)
         return value if isinstance(value, Handle) else Handle(value, Stream.COMPUTE)
+
+
+def _filled(graph: fx.Graph) -> list[int]:
+    """The slots that a graph copies buckets into."""
+    fills = ops.nodes_that(graph, lambda op: op.fills_slot)
+    slots = [ops.arguments(node)[ops.effects(node).slot] for node in fills]  # type: ignore[index]
+    return sorted({slot.index for slot in slots})
 
 
 def _updates(schedule: Schedule) -> dict[int, Callable[..., Any]]:

@@ -73,8 +73,8 @@ class Machine:
         self.trained = [weakref.ref(executor), *others]
 
     def give_back(self) -> None:
-        """Give back the memory that is of no bucket: slots, what copies out of it have read, and
-        host memory that waits for the next activations. The next call takes what it needs."""
+        """Give back the device memory that is of no bucket: slots, and what copies out of it have
+        read. The next call takes what it needs. Host memory stays: to page-lock it takes long."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.device_update.wait_for_copies()
@@ -82,7 +82,6 @@ class Machine:
             entry.forget()
         self.alive.clear()
         self.slots.forget()
-        self.activations.forget()
 
     def exchanged(self) -> bool:
         """Is a parameter's data now in the place of another one, as after `p.data, q.data = ...`?

@@ -68,6 +68,7 @@ class HostBucket:
         # the parameters' own memory
         self._values_lie_in, self._places, self.values = self._masters(buffer)
         self.homes = [value.data_ptr() for value in self.values]
+        self._strides = [value.stride() for value in self.values]
         self.grads: dict[int, torch.Tensor] = {}
         self.states = StateMemory(self)
         self.copy = StreamedCopy(self)
@@ -141,8 +142,8 @@ class HostBucket:
     def _replaced(self) -> list[int]:
         return [
             i
-            for i, (param, home) in enumerate(zip(self.params, self.homes, strict=True))
-            if param.data_ptr() != home or param.stride() != self.values[i].stride()
+            for i, param in enumerate(self.params)
+            if param.data_ptr() != self.homes[i] or param.stride() != self._strides[i]
         ]
 
     def adopt(self, *, moved: bool = True) -> bool:

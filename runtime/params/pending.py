@@ -72,6 +72,7 @@ class Pending:
         """Note work on some parameters and states; whoever uses one of them waits for it."""
         assert self.in_flight is None, "a bucket serves one piece of work at a time"
         self._failed = False
+        self.copy.changed()
         self.in_flight = work
         self._guarded = [self.params[i] for i in updated] + list(states)
         for i in updated:

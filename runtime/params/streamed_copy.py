@@ -1,12 +1,14 @@
-"""What is streamed where that is a copy of the parameters in another dtype (`compute_dtype`).
+"""Copies of the parameters that must follow them: that in another dtype (`compute_dtype`), which is
+streamed instead of them, and those that stay in slots on the device between two forwards.
 
-The copy must follow the parameters, which the user may change at any time: a parameter that nobody
-else guards has a guard for that (`Watch`).
+The user may change a parameter at any time: one that nobody else guards has a guard for that
+(`Watch`).
 """
 
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -31,8 +33,21 @@ class Copied(Protocol):
         """Does somebody hold a parameter's memory under another name?"""
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The parameters of a bucket as they were at one time."""
+
+    copy: StreamedCopy
+    changes: int
+    versions: tuple[int, ...]
+
+    def holds(self) -> bool:
+        """Are they so still?"""
+        return self.copy.is_as_at(self)
+
+
 class StreamedCopy:
-    """The copy of one bucket's parameters; of a bucket without one, these do nothing.
+    """The copies of one bucket's parameters; where there are none, these do nothing.
 
     The bucket has this, and is referred to weakly.
     """
@@ -40,6 +55,31 @@ class StreamedCopy:
     def __init__(self, of: Copied) -> None:
         self._reference = weakref.ref(of)
         self._fresh: dict[int, int] = {}  # parameter -> its version when its copy was made
+        self._changes = 0  # times that one may have changed
+        self._marked = False  # is there a copy on the device?
+
+    def mark(self) -> Mark | None:
+        """The parameters as they are now; None where a change could go unseen."""
+        of = self._reference()
+        if of is None:
+            return None
+        self._marked = True
+        self.watch()
+        if any(guard_of(p) is None or of.aliased(i) for i, p in enumerate(of.params)):
+            return None
+        return Mark(self, self._changes, self._versions())
+
+    def _versions(self) -> tuple[int, ...]:
+        of = self._reference()
+        return () if of is None else tuple(map(compat.version, of.params))
+
+    def changed(self) -> None:
+        """Somebody writes to the parameters."""
+        self._changes += 1
+
+    def is_as_at(self, mark: Mark) -> bool:
+        """Are the parameters what they were then?"""
+        return self._changes == mark.changes and self._versions() == mark.versions
 
     def refresh(self, *, idle: bool) -> None:
         """Bring the copy up to date with what the user changed.
@@ -67,6 +107,7 @@ class StreamedCopy:
         of = self._reference()
         if of is not None and of.streamed[index] is not of.values[index]:
             of.values[index].copy_(of.streamed[index])
+        self.changed()
 
     def mark_fresh(self, index: int) -> None:
         """The copy of a parameter is what the parameter is now."""
@@ -77,12 +118,14 @@ class StreamedCopy:
     def forget(self, index: int) -> None:
         """The user has a parameter in hands: its copy may be stale."""
         self._fresh.pop(index, None)
+        self.changed()
 
     def watch(self) -> None:
         """Notice changes that leave no trace in the version: those through `p.data`."""
         of = self._reference()
-        if of is None or not of.has_copy:
+        if of is None or not (of.has_copy or self._marked):
             return
         for i, param in enumerate(of.params):
-            if guard_of(param) is None and of.streamed[i] is not of.values[i]:
+            copied = self._marked or of.streamed[i] is not of.values[i]
+            if copied and guard_of(param) is None:
                 guard(param, Watch(self, i))

@@ -170,7 +170,7 @@ class Proxies:
 
 def _parameters(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, nn.Parameter]]:
     """Every parameter in every place that it has, with the dict that holds it there."""
-    for module in model.modules():
+    for module in compat.modules_of(model):
         for name, param in compat.parameters_of(module).items():
             if param is not None:
                 yield compat.parameters_of(module), name, param
@@ -180,7 +180,7 @@ def _places(
     model: nn.Module,
 ) -> Iterator[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]:
     """Every place whose tensor is exchanged: what holds it, its name there, it, and its leaf."""
-    for module in model.modules():
+    for module in compat.modules_of(model):
         for name, param in compat.parameters_of(module).items():
             if param is None:
                 continue

@@ -33,7 +33,7 @@ def prefetch(bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Any:
 
 @op(Stream.COMPUTE, by_slot, gives=Value.WEIGHTS, slot=1)
 def reuse(bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Any:
-    """Take the weights that the forward left in a slot."""
+    """Take the weights that the forward left in a slot; where none has a backward, the last one."""
     unbound(reuse)
 
 

@@ -1,0 +1,193 @@
+"""Tracing with sizes and numbers that are symbols.
+
+A symbol is a `sympy.Symbol` of our own, with a name that does not change from graph to graph: a
+size is an integer and positive, another int is an integer, a float is real. No reference to
+Dynamo's own symbols is kept.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from contextvars import ContextVar
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.printers import PythonPrinter
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+Value = int | float
+Values = Mapping[sympy.Symbol, Value]
+
+_ACTIVE: ContextVar[SymbolicFakes | None] = ContextVar("megacompile_symbols", default=None)
+_BY_ENV: weakref.WeakKeyDictionary[ShapeEnv, SymbolicFakes] = weakref.WeakKeyDictionary()
+
+
+class UntraceableSymbols(Exception):
+    """A graph that cannot be traced with these symbols, and may be with numbers."""
+
+
+class SymbolicFakes:
+    """A mode in which tensors have no data, and sizes that are expressions of symbols.
+
+    Args:
+        hints: the symbols, and the values that decide where code asks for one.
+    """
+
+    def __init__(self, hints: Values) -> None:  # torch 2.11 to 2.15
+        self.hints = dict(hints)
+        self.env = ShapeEnv()
+        self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
+        self._theirs: dict[Any, Any] = {}
+        self._ours: dict[Any, Any] = {}
+        self._numbers: dict[Any, Any] = {}
+        for symbol, hint in self.hints.items():
+            self._add(symbol, hint)
+        _BY_ENV[self.env] = self
+        self._stack: list[tuple[ExitStack, Any]] = []
+        self._guards = -1  # how many there were when `holds` was made
+        self._holds: Callable[..., bool] = bool
+
+    def _add(self, symbol: sympy.Symbol, hint: Value) -> None:
+        source = ConstantSource(f"megacompile_{symbol.name}")
+        size = bool(symbol.is_positive)
+        made = self.env.create_symbol(
+            hint,
+            source=source,
+            dynamic_dim=DimDynamic.DYNAMIC,
+            positive=True if size else None,
+            do_not_specialize_zero_one=not size,
+        )
+        self._theirs[symbol] = made
+        if made.is_symbol:
+            self._ours[made] = symbol
+        make = self.env.create_symintnode if symbol.is_integer else self.env.create_symfloatnode
+        self._numbers[symbol] = make(made, hint=hint, source=source)
+
+    def __enter__(self) -> SymbolicFakes:
+        stack = (
+            ExitStack()
+        )  # without torch's Python dispatcher, which takes operators apart its way
+        stack.enter_context(self.mode)
+        self._stack.append((stack, _ACTIVE.set(self)))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        stack, token = self._stack.pop()
+        _ACTIVE.reset(token)
+        stack.close()
+
+    def number(self, expression: Any) -> Any:
+        """A SymInt or SymFloat for an expression of our symbols; a plain number as it is."""
+        if not isinstance(expression, sympy.Basic):
+            return expression
+        if expression in self._numbers:
+            return self._numbers[expression]
+        # computed, so that where this is traced, it is traced from the symbols
+        return sympy_interp(PythonReferenceAnalysis, self._numbers, expression)
+
+    def equal(self, number: Any, expression: Any) -> bool:
+        """Is a number what the expression says? What is not known is decided for the hints."""
+        mine, theirs = (
+            n.node.expr if is_number(n) else n.xreplace(self._theirs) if _symbolic(n) else n
+            for n in (number, expression)
+        )
+        return bool(self.env.evaluate_expr(sympy.Eq(mine, theirs)))
+
+    def expression(self, number: Any) -> Any:
+        """What a SymInt or SymFloat is, in our symbols; a number where it is none of them."""
+        found = number.node.expr.xreplace(self._ours)
+        if found.free_symbols:
+            return found
+        return int(found) if found.is_integer else float(found)
+
+    @property
+    def holds(self) -> Callable[..., bool]:
+        """Is what was traced so far right for these values of the symbols, in their order?"""
+        if len(self.env.guards) != self._guards:
+            self._guards = len(self.env.guards)
+            self._holds = self._condition()
+        return self._holds
+
+    def _condition(self) -> Callable[..., bool]:
+        numbers = [self._numbers[symbol] for symbol in self.hints]
+        text = self.env.produce_guards_expression(numbers, ignore_static=False)
+        names = [f"t{k}" for k in range(len(numbers))]
+        for name in names:
+            text = (text or "True").replace(f"L['{name}']", name)
+        scope = {"math": math, **SYMPY_INTERP}
+        condition: Callable[..., bool] = eval(f"lambda {', '.join(names)}: {text}", scope)
+        return condition
+
+
+def _symbolic(value: Any) -> bool:
+    return isinstance(value, sympy.Basic)
+
+
+def symbols_now() -> SymbolicFakes | None:
+    """The mode that is on in this thread."""
+    return _ACTIVE.get()
+
+
+def expression_of(number: Any) -> tuple[Any, Any]:  # torch 2.11 to 2.15
+    """(its value for the hints, its expression) of a size or number of `SymbolicFakes`."""
+    if not isinstance(number, (torch.SymInt, torch.SymFloat)):
+        return number, number
+    fakes = fakes_of(number)
+    found = fakes.expression(number)
+    return evaluated(found, fakes.hints), found
+
+
+def fakes_of(number: Any) -> SymbolicFakes:
+    """The mode that a SymInt or SymFloat is of."""
+    return _BY_ENV[number.node.shape_env]
+
+
+def evaluated(expression: Any, values: Values) -> Any:
+    """What an expression is for these values of its symbols."""
+    if not isinstance(expression, sympy.Basic):
+        return expression
+    found = expression.xreplace({symbol: sympy.sympify(v) for symbol, v in values.items()})
+    return int(found) if expression.is_integer else float(found)
+
+
+def as_function(
+    expressions: Any, symbols: Sequence[sympy.Symbol]
+) -> Callable[..., Any]:  # torch 2.11 to 2.15
+    """Tuples of expressions of integers, as a Python function of their symbols."""
+    names = ", ".join(symbol.name for symbol in symbols)
+    scope = {"math": math, **SYMPY_INTERP}
+    found: Callable[..., Any] = eval(f"lambda {names}: {_printed(expressions)}", scope)
+    return found
+
+
+def _printed(expression: Any) -> str:
+    if isinstance(expression, tuple):
+        return f"({''.join(f'{_printed(item)}, ' for item in expression)})"
+    symbolic = isinstance(expression, sympy.Basic)
+    return str(PythonPrinter().doprint(expression)) if symbolic else repr(expression)
+
+
+def reified(
+    graph: fx.Graph, expression: Any, nodes: Mapping[sympy.Symbol, fx.Node]
+) -> Any:  # torch 2.11 to 2.15
+    """The node at the graph's end that computes an expression of ints from the symbols' nodes."""
+    if not isinstance(expression, sympy.Basic) or not expression.free_symbols:
+        return int(expression)
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    proxies = {symbol: fx.Proxy(node, tracer) for symbol, node in nodes.items()}
+    found = sympy_interp(PythonReferenceAnalysis, proxies, expression)
+    return found.node if isinstance(found, fx.Proxy) else int(found)
+
+
+def is_number(value: Any) -> bool:  # torch 2.11 to 2.15
+    """Is what a traced node gives a symbolic number?"""
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))

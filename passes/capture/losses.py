@@ -1,0 +1,74 @@
+"""Compute losses in float32, whatever `compute_dtype` is.
+
+    before: loss = cross_entropy(logits, y)          after: wide = logits.float()
+                                                            loss = cross_entropy(wide, y)
+
+A loss sums over many small numbers. `torch.autocast` computes losses in float32 and returns that,
+on a GPU `log_softmax` too (its list of ops that autocast to float32); so does this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from megacompile.ir.capture import Capture
+from megacompile.ir.schedule import copy_graph
+from megacompile.ir.tensors import TensorMeta
+from megacompile.passes.capture.inline import inline_checkpoints
+from megacompile.passes.capture.propagate import Values, propagate
+
+# Functions of torch.nn.functional, what those call, and methods, by name.
+_LOSSES = {
+    *("cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"),
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "poisson_nll_loss"),
+    *("gaussian_nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"),
+    *("cosine_embedding_loss", "hinge_embedding_loss", "margin_ranking_loss", "ctc_loss"),
+    *("soft_margin_loss", "multi_margin_loss", "multilabel_margin_loss"),
+    *("multilabel_soft_margin_loss", "triplet_margin_loss"),
+}
+_LOG_SOFTMAX = "log_softmax"
+
+
+def widen_losses(
+    capture: Capture, *, compute_dtype: torch.dtype
+) -> tuple[Capture, tuple[str, ...]]:
+    """The capture whose losses get no tensor in `compute_dtype`; one without is returned itself."""
+    names = _LOSSES | ({_LOG_SOFTMAX} if capture.device.type == "cuda" else set())
+    own = inline_checkpoints(capture)
+    if not any(_is_loss(node, names) for node in own.module.graph.nodes):
+        return capture, ()
+    own = replace(own, module=fx.GraphModule(own.module, copy_graph(own.module.graph)))
+    values = propagate(own)
+    for node in [n for n in own.module.graph.nodes if _is_loss(n, names)]:
+        for given in dict.fromkeys(node.all_input_nodes):
+            if _dtype(values, given) is compute_dtype:
+                with own.module.graph.inserting_before(node):
+                    wide = own.module.graph.call_method("float", (given,))
+                wide.meta = {k: v for k, v in node.meta.items() if k != "example_value"}
+                node.replace_input_with(given, wide)
+    own.module.recompile()
+    return own, ()
+
+
+def _is_loss(node: fx.Node, names: set[str]) -> bool:
+    """Is it one of torch's, whose dtype nobody has said?"""
+    method = isinstance(node.target, str)
+    name = node.target if method else getattr(node.target, "__name__", "")
+    if name not in names or node.op not in ("call_function", "call_method"):
+        return False
+    if name == _LOG_SOFTMAX:
+        return node.kwargs.get("dtype") is None and len(node.args) <= 2
+    return not method and _of_torch(node.target)
+
+
+def _of_torch(function: Any) -> bool:
+    return (getattr(function, "__module__", None) or "torch").split(".")[0] == "torch"
+
+
+def _dtype(values: Values, node: fx.Node) -> torch.dtype | None:
+    value = values.of.get(node)
+    return value.dtype if isinstance(value, TensorMeta) else None

@@ -1,0 +1,230 @@
+"""Traced graphs whose sizes are symbols: numbers are computed from the stage's own inputs.
+
+    forward:  primals -> results, saved tensors, numbers        backward: saved, numbers, tangents
+    after:    primals -> results, saved tensors                 backward: saved, primals, tangents
+
+The partitioner hands numbers from the forward to the backward as it does tensors. They are cheap,
+and a schedule's saved values are tensors, so the backward computes them again from the numbers that
+the stage is given.
+
+A graph's values are also given sizes that are planned for: what costs them reads ints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from megacompile import compat
+from megacompile.ir.schedule import copy_graph
+from megacompile.ir.symbols import Number, Values, planned_of
+from megacompile.ir.tensors import TensorMeta
+
+_FLOAT = "megacompile.float"  # in a node's meta: the float that stands as a tensor
+_OTHER_NAMES = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
+_SLICES = (torch.ops.aten.slice.Tensor, torch.ops.aten.slice_backward.default)
+SYMBOLIC = "megacompile.symbolic"  # in a node's meta: its value with symbols
+
+
+def compute_ints(module: fx.GraphModule, primals: tuple[Any, ...]) -> fx.GraphModule:
+    """Compute every int of a traced graph from the numbers among its inputs, in place.
+
+    Sizes that it asks its tensors for would bind it to tensors that it needs not otherwise. Floats
+    stay as they are computed: another order would round otherwise.
+    """
+    graph = module.graph
+    placeholders = graph.find_nodes(op="placeholder")
+    numbers = {
+        meta.expression: node
+        for node, meta in zip(placeholders, primals, strict=False)
+        if isinstance(meta, Number)
+    }
+    again: dict[Any, Any] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.SymInt):
+            continue
+        _, expression = compat.expression_of(node.meta["val"])
+        if expression not in again:
+            again[expression] = _computed(graph, node, expression, numbers)
+        _replace(node, again[expression])
+    graph.eliminate_dead_code()
+    module.recompile()
+    return module
+
+
+def _computed(
+    graph: fx.Graph, node: fx.Node, expression: Any, numbers: Mapping[sympy.Symbol, fx.Node]
+) -> Any:
+    before = set(graph.nodes)
+    with graph.inserting_before(node):
+        found = compat.reified(graph, expression, numbers)
+    for made in graph.nodes:
+        if made not in before:
+            made.meta["val"] = made.target(*fx.map_arg(made.args, lambda n: n.meta["val"]))
+    return found
+
+
+def _replace(node: fx.Node, value: Any) -> None:
+    if isinstance(value, fx.Node):
+        node.replace_all_uses_with(value)
+        return
+    for user in list(node.users):
+        user.args = fx.map_arg(user.args, lambda n: value if n is node else n)
+        user.kwargs = fx.map_arg(user.kwargs, lambda n: value if n is node else n)
+
+
+def floats_as_tensors(joint: fx.GraphModule) -> None:
+    """Let floats be tensors of one element, in place: the partitioner knows symbolic ints alone."""
+    for node in joint.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymFloat):
+            node.meta[_FLOAT] = value
+            with compat.fakes_of(value):
+                node.meta["val"] = torch.empty((), dtype=torch.float64)
+
+
+def restore_floats(module: fx.GraphModule) -> None:
+    """Undo `floats_as_tensors` in a part of a graph."""
+    for node in module.graph.nodes:
+        if _FLOAT in node.meta:
+            node.meta["val"] = node.meta.pop(_FLOAT)
+
+
+def without_numbers(backward: fx.GraphModule, joint: fx.GraphModule) -> fx.GraphModule:
+    """A backward that computes the numbers it takes from the forward, but for primals; in place.
+
+    Args:
+        joint: the graph that it is a part of, whose numbers `compute_ints` has computed.
+    """
+    graph = backward.graph
+    sources = {node.name: node for node in joint.graph.nodes}
+    for node in graph.find_nodes(op="placeholder"):
+        name = str(node.target)
+        if compat.is_number(node.meta.get("val")) and not name.startswith("primals_"):
+            _recomputed(graph, node, sources[name])
+    backward.recompile()
+    return backward
+
+
+def _recomputed(graph: fx.Graph, node: fx.Node, source: fx.Node) -> None:
+    """Put what computes a number in the place of the placeholder for it."""
+    placeholders = {str(n.target): n for n in graph.find_nodes(op="placeholder")}
+    first = next(iter(graph.nodes))
+    body = next(n for n in graph.nodes if n.op != "placeholder")
+
+    def copied(original: fx.Node) -> Any:
+        name = str(original.target) if original.op == "placeholder" else original.name
+        if name in placeholders and placeholders[name] is not node:
+            return placeholders[name]
+        if original.op == "placeholder":
+            with graph.inserting_before(first):
+                placeholders[name] = graph.placeholder(name)
+            placeholders[name].meta = dict(original.meta)
+            return placeholders[name]
+        made = {n: copied(n) for n in original.all_input_nodes}
+        with graph.inserting_before(body):
+            return graph.node_copy(original, made.__getitem__)
+
+    node.replace_all_uses_with(copied(source))
+    graph.erase_node(node)
+
+
+def sized(module: fx.GraphModule, values: Values) -> fx.GraphModule:
+    """A graph whose values are of the sizes that are planned for, and have symbols beside them.
+
+    Args:
+        module: left as it is; it may have been given other sizes before.
+        values: of the symbols.
+    """
+    graph = copy_graph(module.graph)
+    memo: dict[Any, Any] = {}
+    with compat.fake_mode():
+        for node in graph.nodes:
+            if (value := node.meta.get(SYMBOLIC, node.meta.get("val"))) is not None:
+                node.meta[SYMBOLIC] = value
+                node.meta["val"] = compat.tree_map(lambda v: _sized(v, values, memo), value)
+    return fx.GraphModule(module, graph)
+
+
+def _sized(value: Any, values: Values, memo: dict[Any, Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        meta = TensorMeta.of(value)
+        if meta not in memo:
+            memo[meta] = replace(meta.at(values), requires_grad=False).empty()
+        return memo[meta]
+    if compat.is_number(value):
+        return compat.evaluated(compat.expression_of(value)[1], values)
+    return value
+
+
+def numbers_of(primals: Iterable[Any]) -> dict[sympy.Symbol, int | float]:
+    """The values that a stage's inputs are planned for, by symbol."""
+    return planned_of([meta for meta in primals if isinstance(meta, Number)])
+
+
+def first_difference(symbolic: fx.GraphModule, plain: fx.GraphModule) -> str:
+    """Where a graph with symbols does other work than one without, for the sizes planned for.
+
+    "" where it does the same: the same operators, in the same order, of values with the same
+    sizes and strides. Other names for a value are no operators.
+    """
+    ours, theirs = _work(symbolic.graph), _work(plain.graph)
+    mine = {node: f"%{k}" for k, node in enumerate(ours)}
+    other_names = {node: f"%{k}" for k, node in enumerate(theirs)}
+    for node, other in zip(ours, theirs, strict=False):
+        if node.op != other.op or (node.op == "call_function" and node.target != other.target):
+            return f"{node.target} stands in the place of {other.target}"
+        if node.op == "placeholder":
+            continue
+        taken, wanted = _taken(node, mine), _taken(other, other_names)
+        if taken != wanted:
+            return f"{node.target} takes {taken}, and without {wanted}"
+        if _looks(node.meta.get("val")) != _looks(other.meta.get("val")):
+            return f"{node.target} gives other strides"
+    return "" if len(ours) == len(theirs) else "there are other operators"
+
+
+def _work(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that compute tensors."""
+    return [
+        node
+        for node in graph.nodes
+        if node.op == "placeholder"
+        or not (compat.is_number(node.meta.get("val")) or _is_other_name(node))
+    ]
+
+
+def _is_other_name(node: fx.Node) -> bool:
+    """Has a value the same elements in the same order as what it is made from?
+
+    A slice of all of a dimension, and its backward, are traced or not, as the size is known.
+    """
+    if node.target in _SLICES:
+        return bool(_looks(node.meta["val"]) == _looks(node.all_input_nodes[0].meta["val"]))
+    return node.target in _OTHER_NAMES
+
+
+def _taken(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
+    """A node's arguments: numbers as planned, values by what computes them."""
+
+    def value(source: fx.Node) -> Any:
+        number = source.meta.get("val")
+        if compat.is_number(number):
+            return compat.expression_of(number)[0]
+        while _is_other_name(source):
+            source = source.all_input_nodes[0]
+        return names[source]
+
+    return repr(fx.map_arg((node.args, node.kwargs), value))
+
+
+def _looks(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        meta = TensorMeta.of(value)
+        return meta.shape, meta.stride, meta.dtype, meta.device
+    return tuple(map(_looks, value)) if isinstance(value, (tuple, list)) else None

@@ -1,0 +1,93 @@
+"""Give the values between stages the strides that they really have.
+
+What is captured is known by its fake kernels, and some of those lie: of a sum of tensors in several
+orders, for one, they give another stride of a dimension of one element, and so a group norm behind
+it takes the sum for channels last, which the real one does not. Strides choose the kernels of what
+comes next (a convolution), hence the rounding. So code that is to be bitwise equal to the plain
+model needs the real ones. Each stage runs once on zeros, in the order of the forward, with the
+strides that those before it gave. Where that raises, it stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+
+from torch import fx
+
+from megacompile import compat
+from megacompile.ir import ops
+from megacompile.ir.capture import Ambient
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import ArgRef, Stage
+from megacompile.ir.tensors import TensorMeta
+from megacompile.passes.stages.canonical import graph_key
+from megacompile.passes.stages.templates import real_tensors, with_stages
+
+Strides = tuple[tuple[int, ...], ...]
+
+
+def settle_strides(schedule: Schedule, *, ambient: Ambient) -> Schedule:
+    """The stages with other metas, where the fake kernels lied; on the CPU only."""
+    new = schedule.copy()
+    calls = ops.calls_by_stage(new.forward, ops.forward)
+    settled: dict[fx.Node, TensorMeta] = {}
+    known: dict[Hashable, Strides | None] = {}
+    stages = []
+    for stage in new.stages:
+        call = calls[stage.index]
+        metas = tuple(
+            settled.get(call.args[2][ref.index], meta) if isinstance(ref, ArgRef) else meta  # type: ignore[index, arg-type]
+            for ref, meta in zip(stage.primals, stage.metas, strict=True)
+        )
+        stage = replace(stage, metas=metas)
+        key = graph_key(stage.module), metas, stage.mutated
+        if key not in known:
+            known[key] = _strides(stage, ambient)
+        outputs = _with(stage.outputs, known[key])
+        for k, item in ops.items(call):
+            if k < len(outputs) and outputs[k] is not stage.outputs[k]:
+                settled[item] = item.meta["value"] = outputs[k]
+        call.meta["value"] = (*outputs, *call.meta["value"][len(outputs) :])
+        stages.append(replace(stage, outputs=outputs))
+    return with_stages(new, tuple(stages)) if settled else schedule
+
+
+def _strides(stage: Stage, ambient: Ambient) -> Strides | None:
+    """The strides of a stage's outputs; None where they cannot be known."""
+    if not all(map(_is_settled_by_running, (*stage.metas, *stage.outputs))):
+        return None
+    try:
+        with ambient.apply(), real_tensors(stage):
+            inputs = [meta.zeros() for meta in stage.metas]
+            for i in stage.mutated:
+                inputs[i] = inputs[i].clone()
+            outputs = stage.module(*inputs)
+            return tuple(output.stride() for output in outputs)
+    except (RuntimeError, IndexError, ValueError, ArithmeticError, *compat.UNTRACEABLE):
+        return None  # zeros are not the user's data
+
+
+def _is_settled_by_running(meta: object) -> bool:
+    """Is it a tensor on the CPU, of known size?"""
+    known = getattr(meta, "symbolic", None) is None
+    return isinstance(meta, TensorMeta) and meta.device.type == "cpu" and known
+
+
+def _with(metas: tuple[TensorMeta, ...], strides: Strides | None) -> tuple[TensorMeta, ...]:
+    if strides is None:
+        return metas
+    return tuple(
+        replace(meta, stride=stride) if stride != meta.stride and _dense(meta, stride) else meta
+        for meta, stride in zip(metas, strides, strict=True)
+    )
+
+
+def _dense(meta: TensorMeta, strides: tuple[int, ...]) -> bool:
+    """Does each element have a place of its own, with none between them?"""
+    expected = 1
+    for stride, size in sorted(zip(strides, meta.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,144 @@
+"""The schedules of one captured graph for one kind of call: a program."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megacompile import compat
+from megacompile.ir import ops
+from megacompile.ir.capture import Capture, NumberInput, Variant
+from megacompile.ir.growth import bytes_of
+from megacompile.ir.inputs import inputs as inputs_of
+from megacompile.ir.outputs import computed_outputs, expected_tangents
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.symbols import Number, Symbols
+from megacompile.ir.tensors import TensorMeta
+from megacompile.runtime.model.plans import Plans
+from megacompile.runtime.ops.executor import Executor
+from megacompile.runtime.ops.machine import Machine
+
+VARIANTS = 256  # schedules of a program; those that were built first go
+
+
+class Program:
+    """The schedules of one capture, built when they are first needed."""
+
+    def __init__(
+        self,
+        capture: Capture,
+        plans: Plans,
+        machine: Machine,
+        stages: Schedule | None = None,
+    ) -> None:
+        self.capture = capture
+        self.plans = plans
+        self.machine = machine
+        if stages is None:
+            with compat.without_saved_tensors_hooks(), compat.without_sources():
+                stages = plans.compiler.partition(capture)
+        self.stages = stages
+        outputs, _ = ops.returned(self.stages.forward)
+        self.outputs: tuple[Any, ...] = tuple(outputs)
+        changes = ops.nodes_of(self.stages.forward, ops.assign)
+        self.inputs = inputs_of(self.stages.forward)  # positions, by the name in the schedule
+        self.changed = frozenset(  # the inputs that it changes in place, bases among them
+            self.inputs[str(node.args[0])] for node in changes
+        )
+        self.executors: dict[Variant, Executor] = {}
+        self._fakes: dict[compat.SymbolicFakes, tuple[int, ...]] = {}  # and of which symbols
+        if stages.symbols is not None:
+            self._note(stages.symbols)
+        self.tangents = expected_tangents(self.stages)
+
+    def _meta(self, output: int) -> TensorMeta:
+        meta = self.outputs[output].meta["value"]
+        assert isinstance(meta, TensorMeta)
+        return meta
+
+    def replan(self) -> None:
+        """Forget the schedules, and what they were planned from."""
+        self.stages = replace(self.stages)
+        self.executors.clear()
+
+    def tensor_outputs(self) -> list[int]:
+        """Positions of the outputs that stages compute, each value once."""
+        return computed_outputs(self.outputs)
+
+    def differentiable(self, output: int) -> bool:
+        """Does a graph output require grad? (Also under `no_grad`, if the graph enables it.)"""
+        return self._meta(output).requires_grad
+
+    def variant(self, **changes: Any) -> Variant:
+        """The variant for the gradients that are expected now.
+
+        Where backwards update, those that do not (`accumulate()`, `torch.autograd.grad`) are few.
+        """
+        update = self.machine.in_backward is not None
+        return replace(Variant(self.tangents, keep_last=True, update=update), **changes)
+
+    def executor(self, variant: Variant) -> Executor:
+        """The executor of a variant, built at first use."""
+        if variant not in self.executors:
+            while len(self.executors) >= VARIANTS:
+                self.executors.pop(next(iter(self.executors)))
+            # saved tensors hooks around the call are not the stages'
+            with (
+                compat.without_saved_tensors_hooks(),
+                compat.without_sources(),
+                compat.on_host(),
+            ):
+                schedule = self.plans.build(self.stages, self.capture, variant)
+            self.executors[variant] = Executor(schedule, self.machine)
+            self._note_code(schedule)
+        return self.executors[variant]
+
+    # --- where sizes are symbols
+
+    def _note(self, symbols: Symbols) -> None:
+        every = list(self.capture.planned)
+        self._fakes[symbols.fakes] = tuple(every.index(symbol) for symbol in symbols.planned)
+
+    def _note_code(self, schedule: Schedule) -> None:
+        """Remember what a schedule's code is right for."""
+        for template in schedule.templates:
+            if template.symbols is not None:
+                self._note(template.symbols)
+
+    def serves(self, values: Sequence[int | float]) -> bool:
+        """Is the code that a call with these values would run now right for it?"""
+        if not self.holds(values):
+            return False
+        variant = self.variant()
+        if variant in self.executors:
+            return True
+        self.executor(variant)  # whose code may be right for fewer values
+        return self.holds(values)
+
+    def holds(self, values: Sequence[int | float]) -> bool:
+        """Is all of its code right for these values of the captured graph's symbols?"""
+        return all(
+            fakes.holds(*[values[k] for k in positions]) for fakes, positions in self._fakes.items()
+        )
+
+    @functools.cached_property
+    def size_bytes(self) -> Callable[..., int]:
+        """Bytes of what its stages give and keep, as a function of the symbols' values."""
+        schedule = next(iter(self.executors.values())).schedule
+        return bytes_of(schedule, list(self.capture.planned))
+
+    def number(self, value: Any, args: Sequence[Any]) -> Any:
+        """What an output that is a number, or holds some, is for a call's inputs."""
+        if isinstance(value, (tuple, list)):
+            return type(value)(self.number(item, args) for item in value)
+        if not isinstance(value, Number):
+            return value
+        given = dict(zip(self.capture.planned, self.values(args), strict=True))
+        return compat.evaluated(value.expression, given)
+
+    def values(self, args: Sequence[Any]) -> list[int | float]:
+        """The symbols' values in a call."""
+        inputs = self.capture.inputs
+        return [args[k] for k, item in enumerate(inputs) if isinstance(item, NumberInput)]

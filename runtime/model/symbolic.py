@@ -1,0 +1,157 @@
+"""The programs of a captured graph whose sizes are symbols: which of them a call gets.
+
+Dynamo captures a graph with symbols once a size or a number has changed. A program for such a graph
+serves every call of its *kind* (dtypes, devices, what requires grad, which parameters) for whose
+sizes its code is right. Where code asked what a size is, other sizes get another program.
+
+Memory is planned for the largest call so far. A call that needs more is planned for anew, with the
+same code, and with sizes rounded up, so that lengths that grow by one are not planned for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+
+from megacompile import compat
+from megacompile.errors import DeviceMemoryError
+from megacompile.ir.capture import GraphInput, NumberInput, TensorInput
+from megacompile.ir.symbols import Number, SymbolicSizes, Values, is_size
+from megacompile.ir.tensors import kind_of
+from megacompile.runtime.model.program import Program
+
+PROGRAMS_AT_ONCE = 16  # of a kind; those that were built first go
+STEPS = 4  # sizes that are planned for, from one power of two to the next
+
+
+class SymbolicInputs:
+    """What Dynamo said of a captured graph's inputs.
+
+    Args:
+        described: of each input; at least one is a number.
+        floats: may a float be a symbol? Else each of its values is a kind of call.
+    """
+
+    def __init__(self, described: Sequence[compat.DescribedInput], *, floats: bool = True) -> None:
+        self.described = described
+        self._in_tensors = [k for k, item in enumerate(described) if item.in_tensor]
+        constant = () if floats else self._in_tensors
+        self._numbers = [
+            k for k, item in enumerate(described) if item.number is not None and k not in constant
+        ]
+        self._sized = [k for k, item in enumerate(described) if _has_symbols(item)]
+        symbols = [item.number for k, item in enumerate(described) if k in self._numbers]
+        sizes = tuple((described[k].shape, described[k].stride) for k in self._sized)
+        self._sizes: Callable[..., Any] = compat.as_function(sizes, symbols)
+
+    def plain(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """The inputs of a call, with the numbers that come in tensors as numbers."""
+        if not self._in_tensors:
+            return tuple(args)
+        given = list(args)
+        for k in self._in_tensors:
+            if isinstance(given[k], torch.Tensor):
+                given[k] = given[k].item()
+        return tuple(given)
+
+    @property
+    def any(self) -> bool:
+        """Is there a symbol?"""
+        return bool(self._numbers)
+
+    def values(self, args: Sequence[Any]) -> list[int | float]:
+        """The symbols' values in a call."""
+        return [args[k] for k in self._numbers]
+
+    def fits(self, args: Sequence[Any], values: Sequence[int | float]) -> bool:
+        """Are the tensors' sizes what Dynamo said they are?"""
+        return all(
+            args[k].shape == shape and args[k].stride() == stride
+            for k, (shape, stride) in zip(self._sized, self._sizes(*values), strict=True)
+        )
+
+    def kind(self, key: Callable[[Any], Hashable], args: Sequence[Any]) -> tuple[Hashable, ...]:
+        """What calls that share programs have in common.
+
+        Args:
+            key: what an input is known by that has no symbols.
+        """
+        kinds = list(args)
+        for k in self._numbers:
+            kinds[k] = type(args[k])
+        for k in self._sized:
+            kinds[k] = kind_of(args[k])
+        special = {*self._numbers, *self._sized}
+        return tuple(item if k in special else key(item) for k, item in enumerate(kinds))
+
+    def inputs(
+        self, plain: Callable[[Any], GraphInput], args: Sequence[Any]
+    ) -> tuple[GraphInput, ...]:
+        """The inputs with symbols, planned for those of a call."""
+        found: list[GraphInput] = []
+        for k, (item, arg) in enumerate(zip(self.described, args, strict=True)):
+            if item.number is not None and k in self._numbers:
+                found.append(NumberInput(Number(item.number, arg)))
+                continue
+            made = plain(arg)
+            if _has_symbols(item) and isinstance(made, TensorInput):
+                sizes = SymbolicSizes(item.shape, item.stride)
+                made = TensorInput(replace(made.meta, symbolic=sizes))
+            found.append(made)
+        return tuple(found)
+
+
+def _has_symbols(item: compat.DescribedInput) -> bool:
+    return any(isinstance(n, sympy.Basic) for n in (*item.shape, *item.stride))
+
+
+def covers(program: Program, values: Sequence[int | float]) -> bool:
+    """Is enough memory planned for a call with these values?"""
+    planned = list(_planned(program).values())
+    if all(value <= most for value, most in zip(values, planned, strict=True)):
+        return True
+    return program.size_bytes(*values) <= program.size_bytes(*planned)
+
+
+def larger(program: Program, values: Sequence[int | float]) -> Program:
+    """The program, planned for a call that needs more memory. It has the same code.
+
+    Raises:
+        DeviceMemoryError: nothing fits.
+    """
+    planned = _planned(program)
+    exact = dict(zip(planned, values, strict=True))
+    rounded = {
+        symbol: _rounded(int(value)) if is_size(symbol) and value > planned[symbol] else value
+        for symbol, value in exact.items()
+    }
+    if rounded != exact and program.holds(list(rounded.values())):
+        try:
+            return _resized(program, rounded)
+        except DeviceMemoryError:
+            pass  # for the call itself there may be enough
+    return _resized(program, exact)
+
+
+def _planned(program: Program) -> Values:
+    symbols = program.stages.symbols
+    assert symbols is not None
+    return symbols.planned
+
+
+def _resized(program: Program, values: Values) -> Program:
+    stages = program.plans.compiler.resized(program.stages, values)
+    made = Program(program.capture, program.plans, program.machine, stages)
+    made.tangents = program.tangents
+    made.executor(made.variant())
+    return made
+
+
+def _rounded(size: int) -> int:
+    """The size or the next one of `STEPS` from one power of two to the next."""
+    step = max(1, (1 << (size.bit_length() - 1)) // STEPS)
+    return -(-size // step) * step

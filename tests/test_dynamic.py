@@ -1,0 +1,267 @@
+"""Sizes that change from call to call: one program for all of them, and the plain model's bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megacompile import compat, schedules
+from megacompile.passes.stages import templates
+from tests import inside
+from tests.zoo import differences, equal, twins
+
+VOCABULARY = 50
+WIDTH = 16
+HEADS = 4
+
+
+class Block(nn.Module):
+    """Attention and an MLP, with a dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        heads = self.qkv(self.norm(x)).view(rows, length, 3, HEADS, width // HEADS)
+        q, k, v = heads.transpose(1, 3).unbind(2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(rows, length, width))
+        return x + F.dropout(self.down(F.gelu(self.up(x))), 0.1, self.training)
+
+
+class Model(nn.Module):
+    """A language model: (loss, logits)."""
+
+    def __init__(self, blocks: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(256, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, x: Tensor, temperature: float = 1.0, step: int = 0) -> tuple[Tensor, Tensor]:
+        h = self.embed(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            h = block(h)
+        logits = self.head(h) * temperature + step
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), x[:, 1:].flatten()), logits
+
+
+def tokens(rows: int, length: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * rows + length)
+    return torch.randint(VOCABULARY, (rows, length), generator=generator)
+
+
+def made(**options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    return twins(Model(), **options)
+
+
+def trained(model: nn.Module, calls: Iterable[tuple[Any, ...]]) -> list[Tensor]:
+    """Losses and logits of a training loop; the last gradients stay."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(0)
+    found = []
+    for args in calls:
+        optimizer.zero_grad()
+        loss, logits = model(*args)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        found += [loss.detach(), logits.detach()]
+    return found
+
+
+def assert_same(plain: nn.Module, streamed: nn.Module, calls: list[tuple[Any, ...]]) -> None:
+    pairs = zip(trained(plain, calls), trained(streamed, calls), strict=True)
+    assert [equal(mine, theirs) for mine, theirs in pairs] == [True] * 2 * len(calls)
+    assert differences(plain, streamed) == []
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The stages that are traced, by name."""
+    names: list[str] = []
+    trace: Callable[..., Any] = templates._Tracer.template
+
+    def noted(self: Any, index: int) -> Any:
+        names.append(self.stage.name)
+        return trace(self, index)
+
+    monkeypatch.setattr(templates._Tracer, "template", noted)
+    yield names
+
+
+def captures(model: nn.Module) -> int:
+    return len(inside.streamed(model).graphs)
+
+
+def test_any_number_of_lengths_takes_two_captures(traced: list[str]) -> None:
+    plain, streamed = made()
+    assert_same(plain, streamed, [(tokens(2, n),) for n in (8, 12)])
+    before = list(traced)
+    plain.zero_grad()
+    streamed.zero_grad()
+    assert_same(plain, streamed, [(tokens(2, n),) for n in (9, 31, 7, 40, 64, 33, 3)])
+    assert captures(streamed) == 2
+    assert len(inside.programs(streamed)) == 2
+    assert traced == before  # nothing was traced, though memory was planned anew
+
+
+def test_lengths_and_batches_take_three_captures() -> None:
+    plain, streamed = made()
+    sizes = [(2, 8), (2, 12), (3, 5), (4, 9), (5, 20), (2, 8), (7, 3)]
+    assert_same(plain, streamed, [(tokens(*size),) for size in sizes])
+    assert captures(streamed) == 3
+
+
+def test_one_row_and_one_token_are_sizes_of_their_own() -> None:
+    plain, streamed = made()
+    sizes = [(2, 8), (3, 12), (1, 9), (1, 10), (4, 2), (1, 8)]
+    assert_same(plain, streamed, [(tokens(*size),) for size in sizes])
+
+
+def test_memory_is_planned_for_the_largest_call() -> None:
+    _, streamed = made()
+    lengths = []
+    for n in (8, 12, 9, 100, 50, 101, 130):
+        trained(streamed, [(tokens(2, n),)])
+        symbols = schedules(streamed)[-1].symbols
+        lengths.append(None if symbols is None else list(symbols.planned.values()))
+    assert lengths == [None, [12], [12], [112], [112], [112], [160]]
+    assert "i64[2, 160]" in str(schedules(streamed)[-1])
+
+
+def test_a_long_batch_of_few_rows_needs_no_more_than_a_short_one_of_many() -> None:
+    _, streamed = made()
+    for size in ((2, 8), (3, 9), (16, 16), (4, 60)):
+        trained(streamed, [(tokens(*size),)])
+    symbols = schedules(streamed)[-1].symbols
+    assert symbols is not None
+    assert list(symbols.planned.values()) == [16, 16]
+
+
+def test_a_backward_belongs_to_the_plan_of_its_forward() -> None:
+    plain, streamed = made(activations="recompute")
+    found = []
+    for model in (plain, streamed):
+        torch.manual_seed(0)
+        losses = [model(tokens(2, n))[0] for n in (8, 12, 90, 9)]  # the third is planned for anew
+        for loss in losses[::-1]:
+            loss.backward()
+        found.append(torch.stack(losses).detach())
+    assert equal(*found)
+
+
+def test_gradients_accumulate_over_lengths() -> None:
+    plain, streamed = made()
+    for model in (plain, streamed):
+        torch.manual_seed(0)
+        for n in (8, 12, 20, 9):
+            (model(tokens(2, n))[0] / 4).backward()
+    assert differences(plain, streamed) == []
+
+
+@pytest.mark.parametrize("activations", ["keep", "selective", "recompute", "offload"])
+def test_whatever_is_kept(activations: str) -> None:
+    plain, streamed = made(activations=activations)
+    assert_same(plain, streamed, [(tokens(2, n),) for n in (8, 12, 30, 5)])
+    assert captures(streamed) == 2
+
+
+def test_evaluation_has_one_program_for_all_lengths() -> None:
+    plain, streamed = made()
+    with torch.no_grad():
+        for n in (8, 12, 9, 30, 5, 6, 7, 10, 11, 13, 14, 15, 16):
+            pairs = zip(plain.eval()(tokens(3, n)), streamed.eval()(tokens(3, n)), strict=True)
+            assert all(equal(mine, theirs) for mine, theirs in pairs)
+    assert len(inside.programs(streamed)) == 2
+
+
+def test_a_temperature_and_a_counter_build_nothing(traced: list[str]) -> None:
+    plain, streamed = made()
+    x = tokens(2, 8)
+    calls = [(x, 1.0, 0), (x, 0.5, 1), (x, 0.25, 2), (x, 0.2, 3)]
+    assert_same(plain, streamed, calls)
+    before = list(traced), captures(streamed), len(inside.programs(streamed))
+    plain.zero_grad()
+    streamed.zero_grad()
+    assert_same(plain, streamed, [(x, 0.1 * k, 3 + k) for k in range(1, 30)])
+    assert (list(traced), captures(streamed), len(inside.programs(streamed))) == before
+
+
+def test_a_mark_is_heard() -> None:
+    _, streamed = made()
+    for n in (8, 12, 9):
+        x = tokens(2, n)
+        torch._dynamo.mark_dynamic(x, 1)
+        trained(streamed, [(x,)])
+    assert captures(streamed) == 1
+    assert len(inside.programs(streamed)) == 1
+
+
+class Halves(nn.Module):
+    """Code that asks for a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        return (x * 2 if x.shape[0] > 10 else x).sum()
+
+
+def test_code_that_asks_for_a_size() -> None:
+    plain, streamed = twins(Halves())
+    for rows in (4, 6, 20, 5, 30, 10, 11):
+        x = torch.arange(rows * WIDTH, dtype=torch.float32).reshape(rows, WIDTH)
+        assert equal(plain(x), streamed(x))
+
+
+def test_what_cannot_be_traced_with_symbols_is_traced_for_each_size(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise compat.UntraceableSymbols("a reason")
+
+    monkeypatch.setattr(compat, "real_strides", refuse)
+    plain, streamed = made()
+    with caplog.at_level("INFO", "megacompile.capture"):
+        assert_same(plain, streamed, [(tokens(2, n),) for n in (8, 12, 9)])
+    assert "each set of sizes gets its own code: " in caplog.text
+    assert "a reason" in caplog.text
+    assert [schedule.symbols for schedule in schedules(streamed)] == [None] * 3
+
+
+class Sized(nn.Module):
+    """Gives numbers, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int, tuple[int, int]]:
+        y = self.linear(x)
+        torch._dynamo.graph_break()
+        return self.linear(y)[: x.shape[0] // 2].sum(), x.shape[0] * 3, (x.shape[0], 7)
+
+
+def test_numbers_are_given_back() -> None:
+    plain, streamed = twins(Sized())
+    for rows in (4, 6, 20, 5):
+        x = torch.arange(rows * WIDTH, dtype=torch.float32).reshape(rows, WIDTH)
+        (mine, *numbers), (theirs, *given) = plain(x), streamed(x)
+        assert equal(mine, theirs)
+        assert given == numbers

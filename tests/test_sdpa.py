@@ -1,0 +1,59 @@
+"""`sdpa` attention of transformers is equal in every bit on the CPU, whatever mask is given."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacompile import megacompile
+
+transformers = pytest.importorskip("transformers")
+
+
+def model(kind: str) -> Any:
+    config, causal = {
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "sliding window": (transformers.MistralConfig, transformers.MistralForCausalLM),
+    }[kind]
+    sizes: dict[str, Any] = {"sliding_window": 8} if kind == "sliding window" else {}
+    torch.manual_seed(0)
+    return causal(
+        config(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=64,
+            attn_implementation="sdpa",
+            **sizes,
+        )
+    )
+
+
+def mask(kind: str, ids: Tensor) -> Tensor | None:
+    ones = torch.ones_like(ids)
+    if kind == "padded":
+        ones[0, :5] = 0
+    return None if kind == "none" else ones
+
+
+@pytest.mark.parametrize("given", ["none", "ones", "padded"])
+@pytest.mark.parametrize("kind", ["qwen2", "sliding window"])
+def test_the_same_bits_with_every_mask(kind: str, given: str) -> None:
+    plain = model(kind)
+    streamed = megacompile(copy.deepcopy(plain), progress=False)
+    ids = torch.arange(48).view(2, 24) % 64
+    losses = []
+    for each in (plain, streamed):
+        output = each(ids, attention_mask=mask(given, ids), labels=ids, use_cache=False)
+        output.loss.backward()
+        losses.append(output)
+    assert torch.equal(losses[0].logits, losses[1].logits)
+    assert torch.equal(losses[0].loss, losses[1].loss)
+    for a, b in zip(plain.parameters(), streamed.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)

@@ -1,0 +1,153 @@
+"""Models of other libraries, as they are: the same numbers as plain. docs/zoo.md has all of them.
+
+`make zoo` compares every model; here is a part of them, of torch and transformers alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.zoo import table
+from tests.zoo.catalogue import ENTRIES
+from tests.zoo.command import faults
+from tests.zoo.compare import Result, Worst, compare, error
+from tests.zoo.entry import Entry, Family, Rounding
+
+FAST = (
+    "llama (eager)",
+    "mixtral (sdpa)",
+    "bert (eager)",
+    "t5",
+    "vit (sdpa)",
+    "resnet",
+    "nn.Transformer",
+    "nn.LSTM",
+    "nn.EmbeddingBag",
+)
+INDUCTOR = 1e-3  # of the largest value: fused kernels add in another order
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_same_numbers(name: str) -> None:
+    entry = ENTRIES[name]
+    if not entry.is_there:
+        pytest.skip(f"{entry.needs} is not installed")
+    result = compare(entry)
+    assert faults(entry, result) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@pytest.mark.parametrize("name", ENTRIES)
+def test_same_numbers_on_the_gpu(name: str, lowering: str) -> None:
+    entry = ENTRIES[name]
+    if not entry.is_there:
+        pytest.skip(f"{entry.needs} is not installed")
+    result = compare(entry, device="cuda", lowering=lowering)
+    allowed = (
+        INDUCTOR if lowering == "inductor" else entry.rounding.tolerance if entry.rounding else 0
+    )
+    assert result.error <= allowed, result.where
+
+
+def test_the_page_is_what_the_command_writes() -> None:
+    """Whether it has every model, and what is in the rows, `make zoo` compares."""
+    text = table.PAGE.read_text()
+    rows = table.rows_of(text)
+    assert text.startswith(table.INTRODUCTION)
+    assert len(rows) >= 60
+    assert list(rows) == [name for name in ENTRIES if name in rows]
+    assert all(row.line() in text.splitlines() for row in rows.values())
+
+
+# --- what the command does with results
+
+
+ENTRY = ENTRIES["nn.Conv1d"]
+EXACT = Result("nn.Conv1d", 0, 3, 1.0, 0.0, "", (), 1.0)
+OFF = replace(EXACT, error=3e-6, where="step 0: loss")
+BROKEN = replace(EXACT, breaks=1, streamed=0.999)
+ROUNDED = replace(ENTRY, rounding=Rounding(1e-5, "it rounds"))
+
+
+def written(entry: Entry, result: Result) -> tuple[dict[str, table.Row], str]:
+    """The rows of one result, and its page."""
+    row = table.Row.of(entry, result)
+    return {entry.name: row}, table.page({entry.family: [row]}, "torch 1.2")
+
+
+@pytest.mark.parametrize("result", [EXACT, OFF, BROKEN])
+def test_rows_are_read_as_they_are_written(result: Result) -> None:
+    rows, text = written(replace(ROUNDED, note="it branches"), result)
+    assert table.rows_of(text) == rows
+    assert table.changes(rows, text) == []
+
+
+def test_what_differs_from_the_page_is_told() -> None:
+    rows, text = written(ENTRY, EXACT)
+    for other in (OFF, BROKEN, replace(EXACT, stages=4)):
+        (line,) = table.changes(written(ENTRY, other)[0], text)
+        assert line.startswith(
+            "nn.Conv1d: the page says | nn.Conv1d | 0 | 3 | 100 % | 0 | |, found |"
+        )
+    assert table.changes(rows, "") == ["nn.Conv1d: not on the page"]
+
+
+def test_rounding_that_varies_between_machines_is_no_difference() -> None:
+    _, text = written(ROUNDED, OFF)
+    assert table.changes(written(ROUNDED, replace(OFF, error=3e-7))[0], text) == []
+    assert table.changes(written(ROUNDED, EXACT)[0], text) != []
+
+
+def test_faults() -> None:
+    assert faults(ENTRY, EXACT) == faults(ROUNDED, OFF) == []
+    assert faults(ENTRY, OFF) == ["step 0: loss is off by 3.0e-06; may be 0e+00"]
+    (fault,) = faults(ENTRY, BROKEN)
+    assert fault == "1 graph breaks, 99 % streamed, and no `note` says why"
+    assert faults(replace(ENTRY, note="it branches"), BROKEN) == []
+
+
+class Wrong(nn.Module):
+    """Computes something else where it is captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x * (1 + 1e-6) if torch.compiler.is_compiling() else x
+
+
+def test_a_difference_is_found() -> None:
+    result = compare(Entry("wrong", Family.TORCH, Wrong, lambda: {"x": torch.ones(2, 4)}))
+    assert 1e-7 < result.error < 1e-5
+    assert "grad" in result.where or "output" in result.where
+    assert (result.breaks, result.streamed) == (0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("plain", "streamed", "wanted"),
+    [
+        (torch.tensor([1.0, -4.0]), torch.tensor([1.0, -3.0]), 0.25),
+        (torch.tensor([torch.nan]), torch.tensor([torch.nan]), 0.0),
+        (torch.tensor([1.0]), torch.tensor([torch.nan]), torch.inf),
+        (torch.tensor([1]), torch.tensor([2]), torch.inf),
+        (torch.ones(2), torch.ones(3), torch.inf),
+        (torch.zeros(1), torch.zeros(1).double(), torch.inf),
+    ],
+)
+def test_errors(plain: Tensor, streamed: Tensor, wanted: float) -> None:
+    assert error(plain, streamed) == wanted
+
+
+def test_what_only_one_has_is_an_error() -> None:
+    worst = Worst()
+    worst.compare("step 0", {"a": torch.ones(1)}, {})
+    assert worst.error == torch.inf
+    assert worst.where == "step 0: only one has ['a']"

@@ -1,0 +1,102 @@
+"""`python -m tests.zoo`: compare every model of the zoo, and docs/zoo.md with what comes out."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import traceback
+from collections.abc import Sequence
+from multiprocessing import get_context
+
+import torch
+
+from tests.zoo import table
+from tests.zoo.catalogue import ENTRIES
+from tests.zoo.compare import Result, compare
+from tests.zoo.entry import Entry, Family
+from tests.zoo.packages import PACKAGES, is_installed, version
+
+PER_PROCESS = 12  # models; what a compiler keeps of them goes with the process
+
+
+def run(name: str) -> tuple[str, Result | str]:
+    """Compare one entry; gives its name, and the traceback where it fails."""
+    torch.set_num_threads(1)
+    try:
+        return name, compare(ENTRIES[name])
+    except Exception:
+        return name, traceback.format_exc()
+
+
+def faults(entry: Entry, result: Result) -> list[str]:
+    """What is wrong with an entry's result."""
+    found = []
+    tolerance = entry.rounding.tolerance if entry.rounding else 0.0
+    if result.error > tolerance:
+        found.append(f"{result.where} is off by {result.error:.1e}; may be {tolerance:.0e}")
+    if (result.breaks or result.streamed < 1) and not entry.note:
+        share = table.percent(result.streamed)
+        found.append(f"{result.breaks} graph breaks, {share} streamed, and no `note` says why")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
+    parser.add_argument("--only", default="", help="a regular expression: the models to compare")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--write", action="store_true", help="write docs/zoo.md")
+    options = parser.parse_args(arguments)
+    for package in PACKAGES:
+        if not is_installed(package):
+            print(f"{package} is not installed: its models are skipped")
+    chosen = {n: e for n, e in ENTRIES.items() if e.is_there and re.search(options.only, n)}
+    results, failed = _compare_all(chosen, options.jobs)
+    rows = {name: table.Row.of(chosen[name], results[name]) for name in chosen if name in results}
+    text = table.PAGE.read_text() if table.PAGE.exists() else ""
+    if options.write:
+        text = _page(rows, table.rows_of(text))
+        table.PAGE.write_text(text)
+    changed = table.changes(rows, text)
+    for line in changed:
+        print(f"docs/zoo.md: {line}")
+    print(f"{len(rows)} models compared, {len(failed)} failed, {len(changed)} differ from the page")
+    return 1 if failed or changed else 0
+
+
+def _compare_all(chosen: dict[str, Entry], jobs: int) -> tuple[dict[str, Result], list[str]]:
+    """Results by name, in any order, and the names of those that failed."""
+    results: dict[str, Result] = {}
+    failed = []
+    context = get_context("spawn")
+    with context.Pool(jobs, maxtasksperchild=PER_PROCESS) as pool:
+        for name, result in pool.imap_unordered(run, chosen, chunksize=1):
+            if isinstance(result, str):
+                failed.append(name)
+                print(f"{name}: FAILED\n{result}", flush=True)
+                continue
+            results[name] = result
+            wrong = faults(chosen[name], result)
+            print(
+                f"{name:32} {result.breaks:3} breaks {result.stages:4} stages "
+                f"{table.percent(result.streamed):>6} streamed  error {result.error:.1e} "
+                f"{result.time_s:6.1f} s",
+                *(f"    FAULT: {fault}" for fault in wrong),
+                *(f"    {said}" for said in result.warned),
+                sep="\n",
+                flush=True,
+            )
+            failed += [name] if wrong else []
+    return results, failed
+
+
+def _page(rows: dict[str, table.Row], written: dict[str, table.Row]) -> str:
+    """The page with these rows, and those that are on it of models that were not compared."""
+    packages = [p for p in PACKAGES if is_installed(p)]
+    versions = ", ".join(f"{package} {version(package)}" for package in packages)
+    merged = {name: rows.get(name, written.get(name)) for name in ENTRIES}
+    by_family = {
+        family: [row for n, row in merged.items() if row and ENTRIES[n].family is family]
+        for family in Family
+    }
+    return table.page(by_family, versions)

@@ -1,0 +1,215 @@
+"""Train an entry of the zoo plain and megacompiled, and compare all that can be seen of both."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import random
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from megacompile import megacompile
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import ParamRef
+from megacompile.runtime.model.captured import CapturedGraph
+from tests.zoo import equal
+from tests.zoo.entry import Entry
+
+STEPS = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """What came out of one entry."""
+
+    name: str
+    breaks: int  # graph breaks in a training step; -1 where nothing is captured
+    stages: int  # in all graphs
+    streamed: float  # the share of the parameters that a schedule streams, 0 to 1
+    error: float  # the largest, relative; 0 is equal in every bit
+    where: str  # what has this error
+    warned: tuple[str, ...]  # by megacompile
+    time_s: float
+
+
+def compare(entry: Entry, *, device: str = "cpu", lowering: str = "eager") -> Result:
+    """Two steps with SGD, then a call in eval: losses, outputs, gradients, parameters, buffers.
+
+    Everything that is drawn at random has one seed in both.
+    """
+    began = time.perf_counter()
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    plain = entry.build().train().to(device)
+    worst = Worst()
+    with warnings.catch_warnings(record=True) as caught, calls() as called:
+        warnings.simplefilter("always")
+        streamed = megacompile(
+            copy.deepcopy(plain), device=device, lowering=lowering, progress=False
+        )
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (plain, streamed)]
+        for i in range(STEPS):
+            called.clear()
+            pair = [_train(model, entry, i, device) for model in (plain, streamed)]
+            worst.compare(f"step {i}", *pair)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        trained, breaks = schedules_of(called), len(called) - 1
+        pair = [_evaluate(model, entry, device) for model in (plain, streamed)]
+        worst.compare("eval", *pair)
+        pair = [{"parameters": dict(m.named_parameters())} for m in (plain, streamed)]
+        worst.compare("end", *pair)
+    said = [str(w.message) for w in caught]
+    return Result(
+        name=entry.name,
+        breaks=breaks,
+        stages=sum(len(s.stages) for s in trained),
+        streamed=share_streamed(streamed, trained),
+        error=worst.error,
+        where=worst.where,
+        warned=tuple(dict.fromkeys(s for s in said if s.startswith("megacompile"))),
+        time_s=time.perf_counter() - began,
+    )
+
+
+@contextlib.contextmanager
+def calls() -> Iterator[dict[CapturedGraph, None]]:
+    """The captured graphs that are called in the block.
+
+    Models must not outlive it: their graphs hold the method that counts.
+    """
+    called: dict[CapturedGraph, None] = {}
+    plain = CapturedGraph.__call__
+
+    def noted(graph: CapturedGraph, *args: Any) -> Sequence[Any]:
+        called[graph] = None
+        return plain(graph, *args)
+
+    with mock.patch.object(CapturedGraph, "__call__", noted):
+        yield called
+
+
+def schedules_of(graphs: Iterable[CapturedGraph]) -> list[Schedule]:
+    """What graphs ran in their last calls, those that are scheduled."""
+    programs = [graph.programs[next(reversed(graph._called))] for graph in graphs]
+    return [list(program.executors.values())[-1].schedule for program in programs if program]
+
+
+def share_streamed(model: nn.Module, of: Sequence[Schedule]) -> float:
+    """The share of a model's parameters, by their number of elements, that stages read."""
+    read = {
+        (stage.buckets[ref.bucket].key, ref.param): stage.buckets[ref.bucket].params[ref.param]
+        for schedule in of
+        for stage in schedule.stages
+        for ref in stage.primals
+        if isinstance(ref, ParamRef)
+    }
+    return sum(p.numel for p in read.values()) / sum(p.numel() for p in model.parameters())
+
+
+class Worst:
+    """The largest error so far, and what has it."""
+
+    def __init__(self) -> None:
+        self.error = 0.0
+        self.where = ""
+
+    def compare(self, what: str, plain: Any, streamed: Any) -> None:
+        """Compare two containers of tensors, which must have the same ones."""
+        mine, theirs = dict(leaves(plain)), dict(leaves(streamed))
+        if mine.keys() != theirs.keys():
+            self._take(torch.inf, f"{what}: only one has {sorted(mine.keys() ^ theirs.keys())}")
+        # what is 0 but for rounding is measured by the others of its kind
+        floors = dict.fromkeys(map(kind, mine), 0.0)
+        for name, value in mine.items():
+            if value.numel() and value.is_floating_point():
+                largest = 1e-3 * float(value.abs().max())
+                floors[kind(name)] = max(floors[kind(name)], largest)
+        for name in mine.keys() & theirs.keys():
+            floor = floors[kind(name)]
+            self._take(error(mine[name], theirs[name], floor), f"{what}: {name}")
+
+    def _take(self, found: float, where: str) -> None:
+        if found > self.error:
+            self.error, self.where = found, where
+
+
+def kind(name: str) -> str:
+    """`grads.layers.0.weight` -> `grads`."""
+    return name.partition(".")[0]
+
+
+def error(plain: Tensor, streamed: Tensor, floor: float = 0.0) -> float:
+    """0 where equal in every bit; else relative to the plain one's largest value, or `floor`."""
+    plain, streamed = plain.detach().cpu(), streamed.detach().cpu()
+    if equal(plain, streamed):
+        return 0.0
+    if plain.shape != streamed.shape or plain.dtype != streamed.dtype:
+        return torch.inf
+    if not (plain.is_floating_point() or plain.is_complex()):
+        return torch.inf
+    scale = max(float(plain.abs().max()), floor, torch.finfo(torch.float32).tiny)
+    off = float((plain - streamed).abs().max()) / scale
+    return off if off == off else torch.inf
+
+
+def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in an output: containers, data classes, and the caches of transformers."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from leaves(item, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            yield from leaves(item, f"{name}.{i}")
+    elif dataclasses.is_dataclass(value) or type(value).__module__.startswith("transformers"):
+        yield from leaves(vars(value), name)
+
+
+def _train(model: nn.Module, entry: Entry, i: int, device: str) -> dict[str, Any]:
+    """One forward and backward, and what they left."""
+    model.train()
+    output = _call(model, entry, i, device)
+    loss = loss_of(output)
+    loss.backward()
+    grads = {f"{n}.grad": p.grad for n, p in model.named_parameters() if p.grad is not None}
+    seen = {"loss": loss, "output": output, "grads": grads, "buffers": dict(model.named_buffers())}
+    return {k: v.detach().clone() for k, v in leaves(seen)}
+
+
+def _evaluate(model: nn.Module, entry: Entry, device: str) -> Any:
+    model.eval()
+    with torch.no_grad():
+        return {"output": _call(model, entry, STEPS, device)}
+
+
+def _call(model: nn.Module, entry: Entry, seed: int, device: str) -> Any:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    return model(**_moved(entry.call(), device))
+
+
+def _moved(value: Any, device: str) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {k: _moved(v, device) for k, v in value.items()}
+    return type(value)(_moved(v, device) for v in value) if isinstance(value, list) else value
+
+
+def loss_of(output: Any) -> Tensor:
+    """An output's `loss`, or else the mean squares of all that is differentiable in it."""
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    parts = [v.square().mean() for _, v in leaves(output) if v.requires_grad]
+    return torch.stack(parts).sum()

@@ -1,0 +1,155 @@
+"""Models of diffusers."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.zoo.entry import BATCH, Call, Entry, floats
+from tests.zoo.hugging_face import of_diffusers
+
+GROUPS = {"norm_num_groups": 4}
+BLOCKS = {"block_out_channels": (8, 16), "layers_per_block": 1, **GROUPS}
+STEPS = torch.tensor([3, 500])
+
+
+def _noisy(channels: int = 3) -> Call:
+    return {"sample": floats(BATCH, channels, 16, 16), "timestep": STEPS}
+
+
+def _told() -> Call:
+    """With a text to hear."""
+    return {**_noisy(4), "encoder_hidden_states": floats(BATCH, 6, 16, seed=3)}
+
+
+def _image() -> Call:
+    return {"sample": floats(BATCH, 3, 16, 16)}
+
+
+def _dit() -> Call:
+    return {
+        "hidden_states": floats(BATCH, 4, 8, 8),
+        "timestep": STEPS,
+        "class_labels": torch.tensor([1, 2]),
+    }
+
+
+def _pixart() -> Call:
+    return {
+        "hidden_states": floats(BATCH, 4, 8, 8),
+        "timestep": STEPS,
+        "encoder_hidden_states": floats(BATCH, 6, 16, seed=3),
+        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+    }
+
+
+def _sd3() -> Call:
+    return {
+        "hidden_states": floats(BATCH, 4, 8, 8),
+        "timestep": STEPS,
+        "encoder_hidden_states": floats(BATCH, 6, 32, seed=3),
+        "pooled_projections": floats(BATCH, 16, seed=4),
+    }
+
+
+def _flux() -> Call:
+    return {
+        "hidden_states": floats(BATCH, 16, 4),
+        "timestep": torch.tensor([0.3, 0.9]),
+        "encoder_hidden_states": floats(BATCH, 6, 32, seed=3),
+        "pooled_projections": floats(BATCH, 16, seed=4),
+        "img_ids": torch.arange(48.0).view(16, 3),
+        "txt_ids": torch.zeros(6, 3),
+    }
+
+
+ENTRIES: list[Entry] = [
+    of_diffusers(
+        "UNet2DModel",
+        {
+            **BLOCKS,
+            "sample_size": 16,
+            "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+            "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+            "attention_head_dim": 8,
+        },
+        _noisy,
+    ),
+    of_diffusers(
+        "UNet2DConditionModel",
+        {
+            **BLOCKS,
+            "sample_size": 16,
+            "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+            "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+            "cross_attention_dim": 16,
+            "attention_head_dim": 4,
+        },
+        _told,
+    ),
+    of_diffusers(
+        "AutoencoderKL",
+        {
+            **BLOCKS,
+            "down_block_types": ("DownEncoderBlock2D",) * 2,
+            "up_block_types": ("UpDecoderBlock2D",) * 2,
+        },
+        _image,
+    ),
+    of_diffusers("VQModel", {"block_out_channels": (8,), **GROUPS}, _image),
+    of_diffusers(
+        "DiTTransformer2DModel",
+        {
+            "num_attention_heads": 4,
+            "attention_head_dim": 8,
+            "in_channels": 4,
+            "num_layers": 2,
+            "sample_size": 8,
+            "num_embeds_ada_norm": 10,
+        },
+        _dit,
+    ),
+    of_diffusers(
+        "PixArtTransformer2DModel",
+        {
+            "num_attention_heads": 4,
+            "attention_head_dim": 8,
+            "in_channels": 4,
+            "num_layers": 2,
+            "sample_size": 8,
+            "cross_attention_dim": 32,
+            "caption_channels": 16,
+        },
+        _pixart,
+    ),
+    of_diffusers(
+        "SD3Transformer2DModel",
+        {
+            "sample_size": 8,
+            "patch_size": 2,
+            "in_channels": 4,
+            "num_layers": 2,
+            "attention_head_dim": 8,
+            "num_attention_heads": 4,
+            "joint_attention_dim": 32,
+            "caption_projection_dim": 32,
+            "pooled_projection_dim": 16,
+            "pos_embed_max_size": 8,
+        },
+        _sd3,
+    ),
+    of_diffusers(
+        "FluxTransformer2DModel",
+        {
+            "in_channels": 4,
+            "num_layers": 1,
+            "num_single_layers": 2,
+            "attention_head_dim": 8,
+            "num_attention_heads": 4,
+            "joint_attention_dim": 32,
+            "pooled_projection_dim": 16,
+            "axes_dims_rope": (2, 2, 4),
+            "guidance_embeds": False,
+        },
+        _flux,
+    ),
+]

@@ -1,0 +1,75 @@
+"""What an architecture of the zoo is: how it is made, what it is called with, how exact it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.zoo.packages import is_installed
+
+Call = Mapping[str, Any]  # keyword inputs of a call
+BATCH, LENGTH, VOCABULARY = 2, 8, 64
+
+
+class Family(Enum):
+    """The parts of the table, in their order."""
+
+    DECODERS = "Decoders"
+    ENCODERS = "Encoders"
+    SEQ2SEQ = "Encoder and decoder"
+    VISION = "Vision"
+    MULTIMODAL = "Vision and language"
+    AUDIO = "Audio"
+    TORCH = "torch itself"
+    DIFFUSION = "Diffusion"
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """What an entry may be off by with eager lowering, and why it is not equal in every bit."""
+
+    tolerance: float  # relative to the largest value of the tensor
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One architecture with a tiny configuration.
+
+    `build` is called with torch's seed at 0; its model is in training mode or is put there. `call`
+    gives the inputs. The loss is the output's `loss`, or else the mean of the squares of each
+    floating output.
+    """
+
+    name: str
+    family: Family
+    build: Callable[[], nn.Module]
+    call: Callable[[], Call]
+    needs: str = "torch"  # the package that it comes from
+    rounding: Rounding | None = None
+    note: str = ""  # why it leaves the schedule, where it does
+
+    @property
+    def is_there(self) -> bool:
+        """Is its package installed?"""
+        return is_installed(self.needs)
+
+
+def seeded(seed: int = 1) -> torch.Generator:
+    """A generator for inputs."""
+    return torch.Generator().manual_seed(seed)
+
+
+def ids(*size: int, below: int = VOCABULARY, seed: int = 1) -> Tensor:
+    """int64 tokens; none is 0, 1 or 2, which often stand for padding, begin and end."""
+    return torch.randint(3, below, size or (BATCH, LENGTH), generator=seeded(seed))
+
+
+def floats(*size: int, seed: int = 2) -> Tensor:
+    """Normally distributed float32."""
+    return torch.randn(*size, generator=seeded(seed))

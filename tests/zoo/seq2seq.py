@@ -1,0 +1,70 @@
+"""Models of transformers with an encoder and a decoder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.zoo.entry import BATCH, Call, Entry, Family, floats, ids
+from tests.zoo.hugging_face import TURNS, of_transformers
+
+BART = {
+    "vocab_size": 64,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": 2,
+}
+T5 = {
+    "vocab_size": 64,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "decoder_start_token_id": 0,
+}
+ALONE = {"attention": ("eager",)}  # it has no other
+
+
+def _texts() -> Call:
+    return {"input_ids": ids(), "labels": ids(BATCH, 6, seed=3)}
+
+
+def _sound() -> Call:
+    return {"input_features": floats(BATCH, 8, 32), "labels": ids(BATCH, 6, seed=3)}
+
+
+def texts(kind: str, config: dict[str, Any], **of_entry: Any) -> list[Entry]:
+    head = "AutoModelForSeq2SeqLM"
+    return of_transformers(Family.SEQ2SEQ, head, kind, config, _texts, **of_entry)
+
+
+DROPS = "a random number decides whether a layer is left out"
+
+ENTRIES: list[Entry] = [
+    *texts("t5", T5, **ALONE),
+    *texts("mt5", T5, **ALONE),
+    *texts("bart", BART),
+    *texts("mbart", BART),
+    *texts("marian", BART),
+    *texts("pegasus", BART),
+    *texts("m2m_100", BART, note=DROPS, rounding={"eager": TURNS, "sdpa": TURNS}),
+    *of_transformers(
+        Family.SEQ2SEQ,
+        "AutoModelForSpeechSeq2Seq",
+        "whisper",
+        {**BART, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16},
+        _sound,
+    ),
+]
