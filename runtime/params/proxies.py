@@ -183,9 +183,9 @@ def proxy_class(cls: type) -> type[StreamedParameter]:
     return type(f"Streamed{cls.__name__}", (StreamedParameter, cls), names)
 
 
-def has_attributes(proxy: torch.Tensor) -> bool:
-    """Does a proxy stand in for a parameter with attributes of its own, which it has to have?"""
-    return isinstance(proxy, StreamedParameter) and type(proxy) is not StreamedParameter
+def has_attributes(param: torch.Tensor) -> bool:
+    """Has a parameter attributes of its class, which its proxy has to have?"""
+    return proxy_class(type(param)) is not StreamedParameter
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:

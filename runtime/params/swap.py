@@ -60,14 +60,17 @@ class Proxies:
         self.sites: list[Site] = []
         self._made: dict[int, StreamedParameter] = {}  # by the leaf's id
         self._stand_ins: dict[int, torch.Tensor] = {}  # for wrappers, by their id
-        for holder, name, param, leaf in _places(model):
+        places = list(_places(model))
+        # a proxy that stands in for a plain tensor too is of no class of its own
+        self._shared = {id(leaf) for _, _, param, leaf in places if param is not leaf}
+        for holder, name, param, leaf in places:
             self.sites.append(Site(holder, name, param, self._in_place_of(param, leaf)))
         self._keys = list(_keys(model))
         self._columns = self._by_column()
 
     def _by_column(self) -> tuple[tuple[Any, ...], ...]:
         """Holders, names, parameters and proxies."""
-        self._classed = [(s.proxy, s.param) for s in self.sites if has_attributes(s.proxy)]
+        self._classed = [(s.proxy, s.param) for s in self.sites if has_attributes(s.param)]
         return tuple(zip(*self.sites, strict=True)) or ((),) * len(Site._fields)
 
     def _in_place_of(self, param: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
@@ -84,7 +87,8 @@ class Proxies:
         return self._made[id(leaf)]
 
     def _proxy_of(self, param: torch.Tensor) -> StreamedParameter:
-        proxy = _make(param, self.device, self.source(param))
+        made = StreamedParameter if id(param) in self._shared else proxy_class(type(param))
+        proxy = _make(param, self.device, self.source(param), made)
         proxy.tell = self.notice
         return proxy
 
@@ -193,12 +197,16 @@ def _keys(model: nn.Module) -> Iterator[tuple[int, ...]]:
         yield id(holder), hash(name), id(param), id(leaf), *map(id, parts_of(param))
 
 
-def _make(param: torch.Tensor, device: torch.device, source: Source | None) -> StreamedParameter:
+def _make(
+    param: torch.Tensor,
+    device: torch.device,
+    source: Source | None,
+    made: type[StreamedParameter],
+) -> StreamedParameter:
     def make() -> StreamedParameter:
         with compat.without_torch_function():
             root = param.detach()
         copy = None if source is None else source.copy
-        made = proxy_class(type(param))
         proxy = made(root if copy is None else copy, device)
         proxy.root, proxy.param = root, param
         if source is not None:
