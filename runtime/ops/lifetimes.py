@@ -25,7 +25,8 @@ class LifetimeOps(OpGroup):
                 continue
             owner = torch.cuda.current_stream(self.machine.device)
             deferred = Deferred(value.value, handle.event, owner)
-            if isinstance(landing := handle.value, Landing):
+            landing = handle.value
+            if isinstance(landing, Landing) and isinstance(value.value, dict):  # else: its norms
                 landing.stays(value.value)
                 deferred = Deferred(value.value, handle.event, owner, landing.fresh.clear)
             self.machine.deferred.add(deferred)
