@@ -9,7 +9,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -17,7 +17,7 @@ from torch import nn
 
 from megacompile import compat, log
 from megacompile.cost.hardware import Hardware
-from megacompile.errors import ModelError, OptionError, OptionTypeError
+from megacompile.errors import ModelError, NoScheduleError, OptionError, OptionTypeError
 from megacompile.host_memory import check_host_memory
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Activations, Head, Lowering, Options
@@ -29,9 +29,11 @@ from megacompile.plan.scenario import Scenario
 from megacompile.runtime.checkpoint.checkpoint import Checkpoint as Checkpoint
 from megacompile.runtime.checkpoint.contents import Contents, on_meta
 from megacompile.runtime.checkpoint.save import save as save
+from megacompile.runtime.model.lookup import streamed_model
 from megacompile.runtime.model.methods import replace_methods
 from megacompile.runtime.model.owners import refuse_shared
-from megacompile.runtime.model.streamed import StreamedModel, refuse_nested, streamed_model
+from megacompile.runtime.model.parts import is_part
+from megacompile.runtime.model.streamed import StreamedModel, refuse_nested
 from megacompile.tracing.recorder import Trace as Trace
 from megacompile.tracing.recorder import Traced
 from megacompile.validate import check_model, check_optimizer, host_rows, warn_of_rounding
@@ -165,6 +167,8 @@ def megacompile(
     )
     check_model(model, meta=True)
     present = compat.compiled_call(model)
+    if is_part(present):  # another model's: what has its parameters says more
+        present = None
     if isinstance(present, StreamedModel):
         changes = present.options.differences(options)
         if changes:
@@ -223,9 +227,30 @@ def schedules(model: nn.Module) -> list[Schedule]:
     """The schedules that a megacompiled model has run: one for each captured graph and shape.
 
     Raises:
-        ModelError: the model is not megacompiled.
+        ModelError: the model is not megacompiled; or, where one of none is asked for, none has run.
     """
-    return streamed_model(model, "schedules").schedules()
+    streamed = streamed_model(model, "schedules")
+    return _Schedules(type(model).__name__, streamed)
+
+
+class _Schedules(list[Schedule]):
+    """A list that says why it is empty."""
+
+    def __init__(self, name: str, streamed: StreamedModel) -> None:
+        super().__init__(streamed.schedules())
+        self.why = (
+            "everything that it has captured ran in eager mode, as a warning said"
+            if streamed.graphs
+            else "Dynamo has captured nothing of it, as a warning said"
+            if streamed.called
+            else "it was not called since; call model(...) on a batch first (or a module in it)"
+        )
+        self.name = name
+
+    def __getitem__(self, index: Any) -> Any:
+        if not self and not isinstance(index, slice):
+            raise NoScheduleError(f"schedules(): {self.name} has none: {self.why}")
+        return super().__getitem__(index)
 
 
 def updates(model: nn.Module) -> dict[str, str]:

@@ -40,6 +40,10 @@ class ScheduleError(MegacompileError, RuntimeError):
     """A schedule has a hazard or an inconsistency. The message marks it in the schedule."""
 
 
+class NoScheduleError(MegacompileError, IndexError):
+    """A schedule was asked for, and none has run yet. The message says why."""
+
+
 class BackwardError(MegacompileError, RuntimeError):
     """A backward cannot be run: a second time, double backward, changed parameters or inputs."""
 

@@ -16,8 +16,8 @@ from megacompile import compat
 from megacompile.errors import OptionError
 from megacompile.runtime.model.full_parameters import full_parameters as iterate
 from megacompile.runtime.model.full_parameters import hugging_face_names, refuse_unmerged
+from megacompile.runtime.model.lookup import streamed_around, streamed_model
 from megacompile.runtime.model.restore import restore
-from megacompile.runtime.model.streamed import streamed_around, streamed_model
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from megacompile import compat
 from megacompile.errors import ModelError, OptionError
+from megacompile.packed import leaves, packed_parameters
 
 
 def check_model(model: object, *, meta: bool = False) -> None:
@@ -35,9 +36,17 @@ def check_model(model: object, *, meta: bool = False) -> None:
             f"megacompile(): {name} has no parameters; needed at least one to stream "
             "(lazy modules get theirs in a first call)"
         )
+    packed = {id(param) for _, _, param in packed_parameters(model)}
     for param_name, param in params.items():
-        _check_parameter(f"{name}.{param_name}", param, meta=meta)
-    _refuse_shared_memory(name, params)
+        if id(param) in packed:
+            _check_packed(f"{name}.{param_name}", param)
+        else:
+            _check_parameter(f"{name}.{param_name}", param, meta=meta)
+    leaf_of = {id(leaf.tensor): leaf for leaf in leaves(model)}
+    for leaf in leaf_of.values():
+        if leaf.packed:
+            _check_parameter(f"{name}.{leaf.name}", leaf.tensor, meta=meta)
+    _refuse_shared_memory(name, {leaf.name: leaf.tensor for leaf in leaf_of.values()})
     for module_name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise ModelError(
@@ -46,7 +55,16 @@ def check_model(model: object, *, meta: bool = False) -> None:
             )
 
 
-def _check_parameter(name: str, param: nn.Parameter, *, meta: bool) -> None:
+def _check_packed(name: str, param: nn.Parameter) -> None:
+    if param.requires_grad:
+        raise ModelError(
+            f"megacompile(): parameter {name} is a {type(param).__name__} that requires grad; "
+            "needed a frozen one, as its packed data have no gradients; use "
+            "requires_grad_(False), and train adapters (LoRA) beside it"
+        )
+
+
+def _check_parameter(name: str, param: torch.Tensor, *, meta: bool) -> None:
     where = f"megacompile(): parameter {name}"
     if isinstance(param, nn.parameter.UninitializedParameter):
         raise ModelError(f"{where} is not initialized yet; call the model once first")
@@ -65,12 +83,13 @@ def _check_parameter(name: str, param: nn.Parameter, *, meta: bool) -> None:
     if param.is_quantized or type(param.data) is not torch.Tensor:
         kind = "quantized" if param.is_quantized else type(param.data).__name__
         raise ModelError(
-            f"{where} is {kind}; needed an ordinary dense tensor; "
-            "megacompile the model before quantizing, or dequantize it"
+            f"{where} is {kind}; needed an ordinary dense tensor, or a packed one that can be "
+            "taken apart (as those of torchao and bitsandbytes); megacompile the model before "
+            "quantizing, or dequantize it"
         )
 
 
-def _refuse_shared_memory(model: str, params: dict[str, nn.Parameter]) -> None:
+def _refuse_shared_memory(model: str, params: dict[str, torch.Tensor]) -> None:
     """Two parameters in the same memory are one to the optimizer; in buckets they would be two."""
     spans = []
     for name, param in params.items():
@@ -130,7 +149,7 @@ def warn_of_rounding(model: nn.Module) -> None:
 
 def host_rows(model: nn.Module, *, gradients: bool = True) -> list[tuple[str, int]]:
     """What `megacompile()` will need of host memory beyond what the model holds there now."""
-    params = list(model.parameters())
+    params = list({id(leaf.tensor): leaf.tensor for leaf in leaves(model)}.values())
     size = {id(p): p.numel() * p.dtype.itemsize for p in params}
     moved = sum(size[id(p)] for p in params if p.device.type != "cpu")
     largest = max(size.values())

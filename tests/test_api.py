@@ -23,7 +23,7 @@ from tests import inside
 from tests.zoo import WIDTH, batch, equal, stack, step, tied, twins
 
 PASSES = [
-    *("rebase", "causal", "chunk"),
+    *("unpack", "rebase", "causal", "chunk"),
     "partition",
     "templates",
     "differentiate",
@@ -177,7 +177,7 @@ def test_the_history_has_every_pass(accumulating: Schedule) -> None:
     assert [record.name for record in history] == PASSES
     assert all(record.time_s >= 0 for record in history)
     assert sum(record.time_s for record in history) > 0
-    captured, made = history[:3], history[3:]
+    captured, made = history[:4], history[4:]
     assert captured[0].before.split(), "the captured graph"
     assert made[0].before == "", "partition starts from nothing"
     for earlier, later in [

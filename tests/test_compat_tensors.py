@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from megacompile import compat
+from tests.quantized import Int8, Packed
 
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 aten = torch.ops.aten
@@ -270,6 +271,17 @@ def test_the_allocator_is_set_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compat.use_expandable_segments() is False  # what it is told: tests/test_allocator.py
     assert callable(torch._C._accelerator_setAllocatorSettings)
     assert hasattr(torch._C, "_accelerator_getAllocatorSettings") == (VERSION >= (2, 12))
+
+
+def test_wrappers_are_taken_apart_and_put_together() -> None:
+    assert compat.is_wrapper_class(Int8)
+    assert not any(map(compat.is_wrapper_class, (torch.Tensor, nn.Parameter, Packed)))
+    weight = Int8.of(torch.eye(3))
+    names, context = compat.flatten_wrapper(weight)
+    parts = {name: getattr(weight, name) for name in names}
+    assert [*parts] == ["data8", "scale"]
+    again = compat.unflatten_wrapper(Int8, parts, context, weight.shape, weight.stride())
+    assert isinstance(again, Int8) and again.scale is weight.scale
 
 
 def test_the_profiler_is_seen() -> None:

@@ -25,6 +25,7 @@ FLOORS = (
     ("compat",),
     ("ir",),
     ("runtime.optim",),  # what an optimizer is: options, cost and the runtime ask
+    ("packed",),
     ("log", "options", "validate"),
     ("cost",),
     ("tracing",),

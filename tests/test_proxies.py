@@ -381,10 +381,11 @@ def test_eager_code_is_said_once_with_the_place() -> None:
     torch.manual_seed(0)
     model = Stack()
     proxies = proxies_of(model)
-    with pytest.warns(UserWarning, match="runs in eager mode and fetches each parameter") as said:
+    with pytest.warns(UserWarning, match="runs in eager mode and fetches 22 of 22") as said:
         for _ in range(2):
             with swapped_in(proxies):
                 model(**batch())
+            proxies.notice.say(model.parameters)
     ours = [str(w.message) for w in said if "megacompile" in str(w.message)]
     assert len(ours) == 1
     assert "tests/zoo.py:" in ours[0] and "(forward)" in ours[0]

@@ -13,6 +13,8 @@ from torch.nn.utils import stateless
 # The methods of a module that `__call__` and `to` go through: its own take their place.
 CALL = "_call_impl"  # torch 2.11 to 2.15
 APPLY = "_apply"  # torch 2.11 to 2.15
+# Where a module keeps what its call calls instead.
+COMPILED_CALL = "_compiled_call_impl"  # torch 2.11 to 2.15
 
 
 def compiled_call(module: torch.nn.Module) -> Callable[..., Any] | None:  # torch 2.11 to 2.15

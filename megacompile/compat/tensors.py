@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 # For subclasses that only dispatch.
 NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl  # torch 2.11 to 2.15
@@ -32,6 +33,25 @@ def wrapper(
         device=device,
         requires_grad=like.requires_grad,
     )
+
+
+def is_wrapper_class(cls: type) -> bool:  # torch 2.11 to 2.15
+    """Are tensors of a class wrappers, which can be taken apart and put together again?"""
+    return issubclass(cls, torch.Tensor) and is_traceable_wrapper_subclass_type(cls)
+
+
+def flatten_wrapper(tensor: Any) -> tuple[list[str], Any]:  # torch 2.11 to 2.15
+    """The names of the tensors that a wrapper is made of, and what else it is made from."""
+    names, context = tensor.__tensor_flatten__()
+    return list(names), context
+
+
+def unflatten_wrapper(
+    cls: Any, parts: dict[str, torch.Tensor], context: Any, shape: Any, stride: Any
+) -> torch.Tensor:  # torch 2.11 to 2.15
+    """A wrapper over `parts`, by their names."""
+    made: torch.Tensor = cls.__tensor_unflatten__(parts, context, torch.Size(shape), tuple(stride))
+    return made
 
 
 def outside_inference_mode() -> AbstractContextManager[None]:  # torch 2.11 to 2.15

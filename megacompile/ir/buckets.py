@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,13 +15,14 @@ ALIGNMENT_BYTES = 256  # of each parameter in its bucket, as the CUDA allocator 
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """One parameter's place in its bucket."""
+    """The place of one parameter, or of a part of one, in its bucket."""
 
-    name: str  # fully qualified, as in named_parameters()
+    name: str  # fully qualified, as in named_parameters(); of a part, with its path behind it
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     offset_bytes: int
+    packed: bool = False  # a part of a packed parameter (megacompile.packed): never trained or cast
 
     @property
     def numel(self) -> int:
@@ -47,16 +48,24 @@ class Bucket:
     label: str = "?"
 
     @staticmethod
-    def layout(key: int, name: str, params: Sequence[tuple[str, torch.Tensor]]) -> Bucket:
+    def layout(
+        key: int,
+        name: str,
+        params: Sequence[tuple[str, torch.Tensor]],
+        packed: Collection[str] = (),
+    ) -> Bucket:
         """Place `params` one after the other, each aligned to `ALIGNMENT_BYTES`.
 
         Dense, non-overlapping strides (such as channels_last) are kept; others become contiguous.
+        `packed` are the names of parts of packed parameters.
         """
         placed = []
         offset = 0
         for param_name, tensor in params:
             stride = torch.empty_like(tensor, device="meta").stride()  # preserve_format
-            param = Param(param_name, tuple(tensor.shape), tuple(stride), tensor.dtype, offset)
+            shape, dtype = tuple(tensor.shape), tensor.dtype
+            part = param_name in packed
+            param = Param(param_name, shape, tuple(stride), dtype, offset, part)
             placed.append(param)
             offset += -(-param.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return Bucket(key, name, tuple(placed), offset)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
 
+from megacompile import compat
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.tensors import TensorMeta
 
@@ -30,13 +32,51 @@ class TensorInput:
 
 
 @dataclass(frozen=True, slots=True)
+class Wrapping:
+    """How a tensor of a wrapper subclass is put together from the tensors that it is made of.
+
+    It is called with them, and stands in graphs as the function that does it.
+    """
+
+    cls: type[torch.Tensor]
+    names: tuple[str, ...]  # of the attributes that they are
+    inner: tuple[Wrapping | None, ...]  # of those that are wrappers themselves
+    context: Any = field(hash=False)  # what else the class wants to know
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def __name__(self) -> str:
+        return f"as_{self.cls.__name__}"
+
+    def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
+        """The wrapper over `tensors`, those of nested wrappers in the place of these."""
+        return self._wrapped(iter(tensors))
+
+    def _wrapped(self, tensors: Iterator[torch.Tensor]) -> torch.Tensor:
+        parts = {
+            name: next(tensors) if nested is None else nested._wrapped(tensors)
+            for name, nested in zip(self.names, self.inner, strict=True)
+        }
+        return compat.unflatten_wrapper(self.cls, parts, self.context, self.shape, self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInput:
+    """A captured graph's input that is a wrapper subclass; the `unpack` pass takes it apart."""
+
+    wrapping: Wrapping
+    parts: tuple[ParamInput, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ConstantInput:
     """A captured graph's input that is a Python number: a dynamic size, a flag."""
 
     value: int | float | bool
 
 
-GraphInput = ParamInput | TensorInput | ConstantInput
+GraphInput = ParamInput | PackedInput | TensorInput | ConstantInput
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from megacompile.options import Head, Lowering
 from megacompile.passes.capture.causal import use_causal_attention
 from megacompile.passes.capture.chunk import STOOD_BACK, chunk_head
 from megacompile.passes.capture.rebase import rebase_overlaps
+from megacompile.passes.capture.unpack import unpack
 from megacompile.passes.schedule.device_update import insert_device_update
 from megacompile.passes.schedule.differentiate import differentiate
 from megacompile.passes.schedule.free import insert_free
@@ -71,6 +72,7 @@ class Pipeline:
         capture, reasons, history = run_on_capture(
             capture,
             [
+                ("unpack", lambda given: (unpack(given), ())),
                 ("rebase", lambda given: (rebase_overlaps(given), ())),
                 ("causal", causal),
                 ("chunk", chunk),

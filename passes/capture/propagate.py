@@ -16,6 +16,7 @@ from megacompile import compat
 from megacompile.errors import UnsupportedGraphError
 from megacompile.ir.capture import Capture, ConstantInput, ParamInput
 from megacompile.ir.tensors import TensorMeta
+from megacompile.packed import is_wrapper, taken_apart
 
 _CONSTANTS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, slice)
 
@@ -28,6 +29,7 @@ class Values:
     storages: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
     mutates: dict[fx.Node, frozenset[int]] = field(default_factory=dict)  # storages it changes
     same_as: dict[fx.Node, fx.Node] = field(default_factory=dict)  # what is changed in place -> it
+    wrappers: set[fx.Node] = field(default_factory=set)  # tensors that are made of others
     # what did not require grad when it was made -> the change in place after which it does
     requires_grad_after: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
@@ -101,6 +103,8 @@ class _Interpreter(fx.Interpreter):
         before = self._inputs(n)
         value = super().run_node(n)
         self.values.of[n] = _describe(value)
+        if is_wrapper(value):
+            self.values.wrappers.add(n)
         for source in n.all_input_nodes if isinstance(value, torch.Tensor) else ():
             if self.env[source] is value:
                 self.values.same_as[n] = source
@@ -132,6 +136,8 @@ class _Interpreter(fx.Interpreter):
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
+    if is_wrapper(value):
+        return taken_apart(value)[1]
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, (tuple, list)):

@@ -119,7 +119,7 @@ def _parted(
     """(forward returning results and saved tensors, backward)."""
     params = sum(isinstance(ref, ParamRef) for ref in stage.primals)
     work = _extract(joint, ops.returned(joint.graph))  # the partitioner changes its argument
-    _forbid_saving_parameters(work, params)
+    _forbid_saving_parameters(work, params, _packed(stage))
     random = _random(work)
     if random and saved_fraction < 1:
         saved_fraction = max(saved_fraction, _LEAST)
@@ -146,15 +146,35 @@ def _output_metas(module: fx.GraphModule) -> tuple[TensorMeta, ...]:
     return tuple(as_gradient(TensorMeta.of(node.meta["val"])) for node in returned)
 
 
-def _forbid_saving_parameters(joint: fx.GraphModule, params: int) -> None:
-    """Mark views and casts of parameters, and what follows of that kind, as never saved."""
+def _packed(stage: Stage) -> list[int]:
+    """The primals that are parts of packed parameters."""
+    refs = [(i, ref) for i, ref in enumerate(stage.primals) if isinstance(ref, ParamRef)]
+    return [i for i, ref in refs if stage.buckets[ref.bucket].params[ref.param].packed]
+
+
+def _forbid_saving_parameters(
+    joint: fx.GraphModule, params: int, packed: Sequence[int] = ()
+) -> None:
+    """Mark as never saved: views and casts of parameters and what follows of that kind, and
+    whatever is computed from packed parameters alone, which is the weight in full."""
     placeholders = joint.graph.find_nodes(op="placeholder")
     bound = set(placeholders[:params])
+    unpacked = {placeholders[i] for i in packed}
+    constant: set[fx.Node] = set()
     for node in joint.graph.nodes:
-        if node.op == "call_function" and _is_view(node.target):
-            if node.all_input_nodes and set(node.all_input_nodes) <= bound:
-                bound.add(node)
-                compat.mark_must_recompute(node)
+        if node.op == "get_attr" or node.op == "call_function" and not node.all_input_nodes:
+            constant.add(node)
+        if node.op != "call_function" or not node.all_input_nodes or compat.is_random(node):
+            continue
+        sources = set(node.all_input_nodes)
+        if sources <= constant:
+            constant.add(node)
+        if sources <= unpacked | constant and not sources <= constant:
+            unpacked.add(node)
+            compat.mark_must_recompute(node)
+        elif _is_view(node.target) and sources <= bound:
+            bound.add(node)
+            compat.mark_must_recompute(node)
 
 
 def _is_view(target: Callable[..., Any] | str) -> bool:

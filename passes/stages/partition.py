@@ -111,6 +111,8 @@ class _Builder:
         inside = set(body)
         params, args = self._external(body, inside)
         outputs = [node for node in body if self._is_output(node, segment.stop)]
+        for node in self.values.wrappers.intersection(outputs):
+            raise UnsupportedGraphError(f"{node} is packed, and more than one layer uses it")
         changed_keys = {key for node in body for key in self.values.mutates[node]}
         changed = [n for n in args if self.values.storages[n] & changed_keys]
 

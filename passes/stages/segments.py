@@ -25,6 +25,7 @@ from megacompile.ir.capture import Capture, ParamInput
 from megacompile.ir.tensors import tensors_bytes
 from megacompile.passes.capture.propagate import Values
 from megacompile.passes.capture.rebase import VIEW_OF_BASE
+from megacompile.passes.capture.unpack import WRAPPED
 
 Owner = tuple[int, str]  # (index of the unit, which call of its module)
 
@@ -111,8 +112,8 @@ def _owners(
 def _live_bytes(nodes: Sequence[fx.Node], values: Values) -> list[float]:
     """Entry p: bytes of the values made before position p and used at p or later.
 
-    Infinite in front of an item, which stays with its tuple, and behind a view of a base, which
-    stays with its use.
+    Infinite in front of an item, which stays with its tuple, and behind a view of a base or a
+    wrapper, which stay with their use.
     """
     position = {node: p for p, node in enumerate(nodes)}
     end = len(nodes)
@@ -124,7 +125,7 @@ def _live_bytes(nodes: Sequence[fx.Node], values: Values) -> list[float]:
         change[last + 1] -= size
     bound = [_is_item(node, values) for node in nodes] + [False]
     for node, p in position.items():
-        bound[p + 1] |= VIEW_OF_BASE in node.meta
+        bound[p + 1] |= VIEW_OF_BASE in node.meta or WRAPPED in node.meta
     return [
         math.inf if tied else live for tied, live in zip(bound, accumulate(change), strict=False)
     ]

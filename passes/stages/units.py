@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from megacompile.ir.buckets import Bucket, Unit
+from megacompile.packed import Leaf, leaves, own_leaves
 
 UNIT_LIMIT_BYTES = 4 * 2**30
 _TINY = 16  # a unit this many times smaller than its neighbour shares its bucket
@@ -28,7 +29,7 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 class _Subtree:
     name: str
     roots: tuple[nn.Module, ...]
-    params: tuple[tuple[str, nn.Parameter], ...]
+    params: tuple[Leaf, ...]
     repeated: bool
 
     @property
@@ -37,7 +38,7 @@ class _Subtree:
 
     @property
     def size_bytes(self) -> int:
-        return sum(p.numel() * p.dtype.itemsize for _, p in self.params)
+        return sum(leaf.tensor.numel() * leaf.tensor.dtype.itemsize for leaf in self.params)
 
 
 def find_units(
@@ -48,20 +49,20 @@ def find_units(
 ) -> tuple[Unit, ...]:
     """The units of `model`, in the order of its module tree; together they hold every parameter.
 
-    With `compute_dtype`, buckets hold float32 parameters in that dtype.
+    With `compute_dtype`, buckets hold float32 parameters in that dtype, but for packed ones.
     """
     seen: set[int] = set()
     subtrees = []
     for subtree in _split(model, "", limit_bytes, repeated=False):
-        fresh = [(name, p) for name, p in subtree.params if id(p) not in seen]
-        fresh = list({id(p): (name, p) for name, p in reversed(fresh)}.values())[::-1]
-        seen.update(id(p) for _, p in fresh)
+        fresh = [leaf for leaf in subtree.params if id(leaf.tensor) not in seen]
+        fresh = list({id(leaf.tensor): leaf for leaf in reversed(fresh)}.values())[::-1]
+        seen.update(id(leaf.tensor) for leaf in fresh)
         subtrees.append(_Subtree(subtree.name, subtree.roots, tuple(fresh), subtree.repeated))
     units = []
     for key, subtree in enumerate(_join_small([s for s in subtrees if s.params])):
         units.append(
             Unit(
-                bucket=Bucket.layout(key, subtree.name, _streamed(subtree.params, compute_dtype)),
+                bucket=_bucket(key, subtree, compute_dtype),
                 modules=subtree.modules,
                 roots=frozenset(id(m) for m in subtree.roots),
                 repeated=subtree.repeated,
@@ -70,25 +71,23 @@ def find_units(
     return tuple(units)
 
 
-def _streamed(
-    params: Sequence[tuple[str, torch.Tensor]], compute_dtype: torch.dtype | None
-) -> Sequence[tuple[str, torch.Tensor]]:
+def _bucket(key: int, subtree: _Subtree, compute_dtype: torch.dtype | None) -> Bucket:
     """The parameters as they are on the device."""
-    if compute_dtype is None:
-        return params
-    return [
-        (name, torch.empty_like(param, dtype=compute_dtype, device="meta"))
-        if param.dtype == torch.float32
-        else (name, param)
-        for name, param in params
+    packed = {leaf.name for leaf in subtree.params if leaf.packed}
+    params = [
+        (name, tensor)
+        if compute_dtype is None or part or tensor.dtype != torch.float32
+        else (name, torch.empty_like(tensor, dtype=compute_dtype, device="meta"))
+        for name, tensor, part in subtree.params
     ]
+    return Bucket.layout(key, subtree.name, params, packed)
 
 
 def _split(module: nn.Module, name: str, limit_bytes: int, *, repeated: bool) -> Iterator[_Subtree]:
     whole = _Subtree(
         name or type(module).__name__,
         (module,),
-        tuple((_join(name, n), p) for n, p in module.named_parameters(remove_duplicate=False)),
+        tuple(leaves(module, name)),
         repeated,
     )
     if not whole.params:
@@ -101,7 +100,7 @@ def _split(module: nn.Module, name: str, limit_bytes: int, *, repeated: bool) ->
     if not children:  # one module over the limit: it cannot be cut further
         yield whole
         return
-    own = tuple((_join(name, n), p) for n, p in module.named_parameters(recurse=False))
+    own = tuple(own_leaves(module, _join(name, "")))
     if own:
         yield _Subtree(name or type(module).__name__, (), own, repeated=False)
     like = _repeated_classes(module)

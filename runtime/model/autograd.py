@@ -277,8 +277,8 @@ class _Call:
         if uses.several:
             raise BackwardError(
                 f"{name}: {self._name(min(uses.several))!r} gets its gradient in several parts in "
-                "this backward: the model was called twice, or a graph break lets two captured "
-                f"graphs use it, {instead}"
+                "this backward: the model, or a module in it, was called twice, or a graph break "
+                f"lets two captured graphs use it, {instead}"
             )
         return True
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import nn
 
-from megacompile import compat
+from megacompile import compat, packed
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.placement import Placement
@@ -31,11 +32,13 @@ from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params import inputs
 from megacompile.runtime.params.aliases import AliasNotice
 from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.eager_notice import EagerNotice
 from megacompile.runtime.params.gradients import Gradients
 from megacompile.runtime.params.guards import unguarded
 from megacompile.runtime.params.proxies import StreamedParameter
 from megacompile.runtime.params.swap import Proxies, Source
 from megacompile.runtime.params.undo import Undos, undone
+from megacompile.runtime.params.wrappers import follow_parts, parts_of
 from megacompile.runtime.updates.on_device import DeviceUpdates
 from megacompile.validate import check_model
 
@@ -84,6 +87,7 @@ class ModelBuckets:
             detect_anomaly=options.detect_anomaly,
         )
         self.alone = threading.RLock()  # the swap and the slots serve one call at a time
+        self.notice = EagerNotice()
         self._aliases = AliasNotice()
         self._aliases.of_parts(model)
         self._take_over(frozenset(), contents)
@@ -96,8 +100,11 @@ class ModelBuckets:
             resident: keys of the buckets that live on the device, where the user does not say.
             contents: what fills the buckets, on the host. They move from there.
         """
+        packed.settle(self.model)
+        self._twins = packed.twins(self.model)
         units = self.divide(self.model)
-        named = dict(self.model.named_parameters(remove_duplicate=False))
+        # what packed parameters are made of is frozen: nobody asks whether it is a parameter
+        named = {x.name: cast(nn.Parameter, x.tensor) for x in packed.leaves(self.model)}
         before = bool(self.machine.buckets)
         self.machine.buckets.clear()
         self.machine.trained.clear()  # their updates are of buckets that are gone
@@ -155,7 +162,10 @@ class ModelBuckets:
     def _make_proxies(self) -> None:
         """Last of all: if they fit, everything else does, though an interrupt came in between."""
         self.data_parallel.forget()
-        self.proxies = Proxies(self.model, self.options.device, self._source)
+        for twin, leaf in self._twins:
+            twin.data = leaf.data
+        follow_parts(self.model)
+        self.proxies = Proxies(self.model, self.options.device, self._source, self.notice)
 
     def before_step(self) -> None:
         """Say what an optimizer's step would lose, and move what is to move."""
@@ -233,7 +243,7 @@ class ModelBuckets:
             empty=empty,
         )
 
-    def _source(self, param: nn.Parameter) -> Source:
+    def _source(self, param: torch.Tensor) -> Source:
         layout, i = self._places.of[id(param)]
         bucket = self.machine.buckets[layout.key]
         copy = bucket.streamed[i] if bucket.has_copy else None
@@ -241,7 +251,7 @@ class ModelBuckets:
 
     def owns(self, param: nn.Parameter) -> bool:
         """Does a parameter lie in a bucket of this model?"""
-        return id(param) in self._places.of
+        return any(id(part) in self._places.of for part in (param, *parts_of(param)))
 
     def disown(self) -> None:
         """Own nothing any more: the parameters have left the buckets."""
@@ -294,7 +304,8 @@ class ModelBuckets:
             bucket.pending.withdraw()
         check_model(self.model)
         ours = {value.data_ptr() for bucket in buckets for value in bucket.values}
-        self._aliases(self.model, [p for p in self.model.parameters() if p.data_ptr() not in ours])
+        whole = (p for p in self.model.parameters() if not packed.is_wrapper(p))
+        self._aliases(self.model, [p for p in whole if p.data_ptr() not in ours])
         if not fits:
             refuse_shared(self.model)
         fits = fits and not self.machine.exchanged()

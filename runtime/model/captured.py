@@ -24,6 +24,7 @@ from megacompile.ir.capture import (
     ConstantInput,
     GraphInput,
     Overlap,
+    PackedInput,
     ParamInput,
     TensorInput,
     Variant,
@@ -31,10 +32,12 @@ from megacompile.ir.capture import (
 from megacompile.ir.inputs import inputs as inputs_of
 from megacompile.ir.outputs import computed_outputs, expected_tangents
 from megacompile.ir.tensors import TensorMeta
+from megacompile.packed import is_wrapper, taken_apart
 from megacompile.runtime.model.plans import Plans
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params import inputs
+from megacompile.runtime.params.eager_notice import share
 from megacompile.runtime.params.proxies import StreamedParameter
 
 
@@ -99,6 +102,19 @@ class Program:
         return self.executors[variant]
 
 
+def _is_packed(arg: Any) -> bool:
+    """Does an argument stand in for a packed parameter: a wrapper over proxies?"""
+    if not is_wrapper(arg):
+        return False
+    return all(isinstance(part, StreamedParameter) for part in taken_apart(arg)[1])
+
+
+def _taken_apart(args: Sequence[Any]) -> tuple[Any, ...]:
+    """The arguments with what packed parameters are made of in their places."""
+    parts = [taken_apart(arg)[1] if _is_packed(arg) else [arg] for arg in args]
+    return tuple(part for each in parts for part in each)
+
+
 def _fetched(arg: Any) -> Any:
     """A view of a parameter that eager code made, on the device; anything else as it is."""
     return arg.clone() if isinstance(arg, StreamedParameter) and arg.is_view else arg
@@ -147,20 +163,28 @@ class CapturedGraph:
             self._called.clear()
             self.stale = False
         args = tuple(map(_fetched, args))
+        whole, args = args, _taken_apart(args)
         ambient = Ambient.current(self.machine.device)
-        program = self._program(ambient, args)
+        program = self._program(ambient, args, whole)
         if program is None:
-            result: Sequence[Any] = self.module(*args)
+            result: Sequence[Any] = self.module(*whole)
             return result
         if program.capture.overlaps:
             args = (*args, *inputs.bases(args, program.capture.overlaps))
         return self.run(program, args)
 
-    def _program(self, ambient: Ambient, args: Sequence[Any]) -> Program | None:
-        """The program for a call; None where it runs in eager mode."""
+    def _program(
+        self, ambient: Ambient, args: Sequence[Any], whole: Sequence[Any]
+    ) -> Program | None:
+        """The program for a call; None where it runs in eager mode.
+
+        Args:
+            args: what goes into a schedule.
+            whole: what goes into the captured graph: packed parameters are not taken apart.
+        """
         key = self._call_key(ambient, args)
         if key not in self.programs and self._worth_a_program(ambient, key):
-            program = self._build(ambient, args)
+            program = self._build(ambient, args, whole)
             key = self._call_key(ambient, args)  # by now it is known which inputs are changed
             self.programs[key] = program
             self._evict()
@@ -206,7 +230,10 @@ class CapturedGraph:
 
     def _input(self, arg: Any) -> GraphInput:
         if isinstance(arg, StreamedParameter):
-            return ParamInput(*self.machine.place(arg), arg.requires_grad)
+            return self._param_input(arg)
+        if _is_packed(arg):
+            wrapping, parts = taken_apart(arg)
+            return PackedInput(wrapping, tuple(self._param_input(part) for part in parts))
         if type(arg) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             if arg.layout is not torch.strided:
                 raise UnsupportedGraphError(f"an input has layout {arg.layout}")
@@ -215,28 +242,37 @@ class CapturedGraph:
             return ConstantInput(arg)
         raise UnsupportedGraphError(f"an input is a {type(arg).__name__}")
 
-    def _build(self, ambient: Ambient, args: Sequence[Any]) -> Program | None:
+    def _param_input(self, proxy: torch.Tensor) -> ParamInput:
+        assert isinstance(proxy, StreamedParameter)
+        return ParamInput(*self.machine.place(proxy), proxy.requires_grad)
+
+    def _build(self, ambient: Ambient, args: Sequence[Any], whole: Sequence[Any]) -> Program | None:
         try:
             if transform := compat.transforms(self.module):
                 raise UnsupportedGraphError(f"it uses torch.func ({transform})")
-            program = self._divided(ambient, args)
+            program = self._divided(ambient, args, whole)
             if not program.changed <= self.changed:
                 self.changed |= program.changed
                 if self._overlaps(args) != program.capture.overlaps:
-                    program = self._divided(ambient, args)
+                    program = self._divided(ambient, args, whole)
             program.executor(program.variant())
         except UnsupportedGraphError as error:
             warnings.warn(
-                f"megacompile: {self.name} is not scheduled and runs in eager mode, fetching each "
-                f"parameter at each use (slower, same numbers): {error}",
+                f"megacompile: {self.name} is not scheduled and runs in eager mode, fetching "
+                f"{self._share(args)} at each use (slower, same numbers): {error}",
                 stacklevel=2,
             )
             return None
         return program
 
-    def _divided(self, ambient: Ambient, args: Sequence[Any]) -> Program:
+    def _share(self, args: Sequence[Any]) -> str:
+        """How much of the model the graph reads."""
+        params = [param for bucket in self.machine.buckets.values() for param in bucket.params]
+        return share(params, (id(a.param) for a in args if isinstance(a, StreamedParameter)))
+
+    def _divided(self, ambient: Ambient, args: Sequence[Any], whole: Sequence[Any]) -> Program:
         """A program for a call, with stages and no schedule yet."""
-        kinds = tuple(self._input(arg) for arg in args)
+        kinds = tuple(self._input(arg) for arg in whole)
         overlaps = self._overlaps(args)
         capture = Capture(self.name, self.module, kinds, self.machine.device, ambient, overlaps)
         return Program(capture, self.plans, self.machine)

@@ -67,7 +67,7 @@ class HostApply(Replacement):
                 result: torch.Tensor = function(tensor)
                 return result
             moved = True
-            return tensor.to(probe.dtype)
+            return tensor if probe.dtype == tensor.dtype else tensor.to(probe.dtype)
 
         applied: nn.Module = getattr(type(self.model), self.name)(self.model, stay, recurse)
         if moved and not self.said:

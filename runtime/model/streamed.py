@@ -27,7 +27,9 @@ from megacompile.runtime.checkpoint.contents import Contents
 from megacompile.runtime.model import autograd, shortage
 from megacompile.runtime.model.buckets import ModelBuckets
 from megacompile.runtime.model.captured import CapturedGraph
-from megacompile.runtime.model.owners import live, register
+from megacompile.runtime.model.outside import OutsideNotice
+from megacompile.runtime.model.owners import register
+from megacompile.runtime.model.parts import Part, Parts
 from megacompile.runtime.model.plans import Compiler
 from megacompile.runtime.model.released import Released
 from megacompile.runtime.model.weakly import weakly, while_it_lives
@@ -66,6 +68,7 @@ class StreamedModel:
         if options.device.type == "cuda":
             compat.use_expandable_segments()  # a plan is about bytes, not about fragments
         compat.note_backward_calls()
+        compat.note_uncaptured()
         self.graphs: list[CapturedGraph] = []
         self.buckets = ModelBuckets(
             model, options, divide, compiler, while_it_lives(self._plan_anew), contents
@@ -75,23 +78,44 @@ class StreamedModel:
         self.released = Released(self.buckets, self.updates)
         self.buckets.check_memory = while_it_lives(self.released.check)
         if options.optimizer is not None:
-            self.machine.in_backward = InBackward(options.optimizer, self.updates.in_backward)
-        frame = compat.frame_of(model, f"call_{type(model).__name__}")
-        backend = weakly(self._capture)
-        self._compiled = torch.compile(
-            frame, backend=backend, options={"guard_filter_fn": _needed_guards}
-        )
-        self.end = weakref.finalize(self, compat.forget_compiled, frame.__code__, backend)
-        self.end.atexit = False
-        self.machine.before_step = while_it_lives(self.buckets.before_step)
+            self.machine.in_backward = InBackward(
+                options.optimizer, self.updates.steps_in_backward()
+            )
+        self._ends: list[Callable[[], object]] = []
+        self._compiled = self._compile(model)
+        self.parts = Parts(model, self)
+        self.outside = OutsideNotice(self.machine)
+        self.machine.before_step = while_it_lives(self._before_step)
         bind_operators()
+        self.called = False
         self._said = False  # that torch.compile is not needed?
         register(self.buckets)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if tracer := compat.tracer_around():
             self._refuse(tracer)
-        return undone(functools.partial(self._undone, args, kwargs))
+        return undone(functools.partial(self._undone, self._compiled, args, kwargs))
+
+    def call_part(self, part: Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module in the model as the model itself is called."""
+        if part.compiled is None:
+            part.compiled = self._compile(part.module)
+        return undone(functools.partial(self._undone, part.compiled, args, kwargs))
+
+    def _compile(self, module: nn.Module) -> Callable[..., Any]:
+        """A call of the model, or of a module in it, for Dynamo to capture."""
+        frame = compat.frame_of(module, f"call_{type(module).__name__}")
+        backend = weakly(self._capture)
+        end = weakref.finalize(self, compat.forget_compiled, frame.__code__, backend)
+        end.atexit = False
+        self._ends.append(end)
+        return torch.compile(frame, backend=backend, options={"guard_filter_fn": _needed_guards})
+
+    def end(self) -> None:
+        """The model is a plain one again."""
+        self.parts.end()
+        for end in self._ends:
+            end()
 
     def _refuse(self, tracer: str) -> None:
         raise ModelError(
@@ -99,9 +123,16 @@ class StreamedModel:
             "parameters; use a plain model there: copy.deepcopy(model) is one"
         )
 
-    def _undone(self, args: tuple[Any, ...], kwargs: dict[str, Any], undos: Undos) -> Any:
+    def _undone(
+        self,
+        compiled: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        undos: Undos,
+    ) -> Any:
         hold(self.buckets.alone, undos)
         self.released.check()
+        self.called = True
         stand_ins = undone(functools.partial(self._adopt, undos))
         if compat.in_transform() and not compat.given_to_functional_call():
             self._refuse("torch.func")
@@ -109,19 +140,27 @@ class StreamedModel:
         before = shortage.Before.of(self.model, self.options.device)
         while True:
             try:
-                return undone(functools.partial(self._run, stand_ins, args, kwargs))
+                result = undone(functools.partial(self._run, compiled, stand_ins, args, kwargs))
+                self.buckets.notice.say(self.model.parameters)
+                return result
             except torch.OutOfMemoryError as error:
                 ran_out = shortage.first_line(error)  # not the error: its frames hold memory
             self._step_down(before, ran_out)
 
     def _run(
-        self, stand_ins: StandIns, args: tuple[Any, ...], kwargs: dict[str, Any], undos: Undos
+        self,
+        compiled: Callable[..., Any],
+        stand_ins: StandIns,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        undos: Undos,
     ) -> Any:
         undos.append(functools.partial(compat.set_dynamo_options, compat.dynamo_options()))
         compat.set_dynamo_options(compat.CALL_OPTIONS)
         stand_ins.put_in(self._stand_in, undos)
+        self.parts.take_out(undos)
         self.buckets.proxies.swap_in(undos)
-        return self._compiled(*args, **kwargs)
+        return compiled(*args, **kwargs)
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """What takes a parameter's place in a call, where a functional call gives this tensor."""
@@ -179,6 +218,13 @@ class StreamedModel:
         for graph in self.graphs:
             graph.stale = True
 
+    def _before_step(self) -> None:
+        """An optimizer's step begins."""
+        self.buckets.before_step()
+        if not self.buckets.notice.used:
+            self.outside.note(self.graphs)
+            self.outside.say(self.model)
+
     def schedules(self) -> list[Schedule]:
         """The newest schedule of every program that ran, in the order of capture."""
         return [
@@ -216,6 +262,8 @@ class StreamedModel:
                 stand_ins.take_out(of_call)
                 fits = buckets.proxies.fits(self.model)
             buckets.refresh(fits)
+        if not fits:
+            self.parts.put_in()
         self.buckets.follow_plans()
         return stand_ins
 
@@ -241,38 +289,6 @@ class StreamedModel:
         )
         self.graphs.append(graph)
         return weakly(graph.__call__)
-
-
-def streamed_model(model: nn.Module, caller: str) -> StreamedModel:
-    """What stands behind a megacompiled model's `__call__`, also under `torch.compile`.
-
-    Raises:
-        ModelError: the model is not megacompiled.
-    """
-    streamed = compat.compiled_call(compat.without_torch_compile(model))
-    if not isinstance(streamed, StreamedModel):
-        raise ModelError(
-            f"{caller}(): {type(model).__name__} is not megacompiled; "
-            "call model = megacompile(model) first"
-        )
-    return streamed
-
-
-def streamed_around(module: nn.Module, caller: str) -> StreamedModel:
-    """The same for a module in a megacompiled model: who owns its parameters.
-
-    Raises:
-        ModelError: no megacompiled model does.
-    """
-    found = compat.compiled_call(module)
-    if isinstance(found, StreamedModel):
-        return found
-    params = list(module.parameters())
-    for owner in live():
-        streamed = compat.compiled_call(owner.model)
-        if isinstance(streamed, StreamedModel) and any(map(owner.owns, params)):
-            return streamed
-    return streamed_model(module, caller)
 
 
 def refuse_nested(model: nn.Module) -> None:

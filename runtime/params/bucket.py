@@ -29,7 +29,8 @@ class HostBucket:
 
     Args:
         layout: names, shapes, strides and dtypes of the parameters as they are streamed.
-        params: what the user holds; they become views of this bucket's memory.
+        params: what the user holds; they become views of this bucket's memory. Of a packed one,
+            the tensors that it is made of: they are frozen.
         pin: page-lock what is copied to and from the device.
         grad_dtype: of the gradients. Default: each parameter's own.
         pin_masters: page-lock parameters that are not streamed themselves.
@@ -58,7 +59,7 @@ class HostBucket:
         self.pin = pin
         self.pin_masters = pin_masters
         self.grad_dtype = grad_dtype
-        buffer = self.new_buffer(layout.size_bytes, pin=pin)
+        buffer = self._streamed_lie_in = self.new_buffer(layout.size_bytes, pin=pin)
         self.flat = buffer.bytes(layout.size_bytes)  # (size_bytes,) uint8
         self.streamed = tuple(buffer.tensor(place) for place in layout.params)
         self._memory: list[torch.Tensor] = []  # flat, uint8: of masters and gradients
@@ -104,15 +105,19 @@ class HostBucket:
         self, buffer: HostBuffer | DeviceBuffer
     ) -> tuple[HostBuffer | DeviceBuffer, Sequence[Param], tuple[torch.Tensor, ...]]:
         """Where the parameters lie: the buffer (that of what is streamed, if it is theirs too),
-        their places in it, and they."""
+        their places in it, and they. Packed ones have no masters: they are what is streamed."""
         named = zip(self.layout.params, self.params, strict=True)
         if all(place.dtype == param.dtype for place, param in named):
             return buffer, self.layout.params, self.streamed
-        places = mirrored(self.layout, {i: param.dtype for i, param in enumerate(self.params)})
-        end = max((place.offset_bytes + place.size_bytes for place in places), default=0)
+        whole = [i for i, place in enumerate(self.layout.params) if not place.packed]
+        masters = mirrored(self.layout, {i: self.params[i].dtype for i in whole})
+        end = max((place.offset_bytes + place.size_bytes for place in masters), default=0)
         buffer = self.new_buffer(end, pin=self.pin_masters)
         self._memory.append(buffer.bytes(end))
-        return buffer, places, tuple(buffer.tensor(place) for place in places)
+        places, values = list(self.layout.params), list(self.streamed)
+        for i, place in zip(whole, masters, strict=True):
+            places[i], values[i] = place, buffer.tensor(place)
+        return buffer, places, tuple(values)
 
     @property
     def has_copy(self) -> bool:
@@ -164,10 +169,14 @@ class HostBucket:
     def _return_home(self, index: int) -> torch.Tensor:
         """New tensors in a parameter's old place, from which it was moved."""
         _say_moved(self.layout.params[index].name)
-        value = self._values_lie_in.tensor(self._places[index])
+        packed = self.has_copy and self.layout.params[index].packed
+        lies_in = self._streamed_lie_in if packed else self._values_lie_in
+        value = lies_in.tensor(self._places[index])
         values = (*self.values[:index], value, *self.values[index + 1 :])
         if not self.has_copy:
             self.streamed = values
+        elif packed:
+            self.streamed = (*self.streamed[:index], value, *self.streamed[index + 1 :])
         self.values = values
         self.homes[index] = value.data_ptr()
         return value

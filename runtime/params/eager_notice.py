@@ -1,44 +1,121 @@
-"""Where a user's code runs in eager mode: said once, because it is slow."""
+"""How much of a model a user's code reads in eager mode, where, and why: said once for each cause.
+
+What is captured is streamed by a schedule. Everything else is fetched at each use: right, and slow.
+"""
 
 from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable, Iterable
 from types import FrameType
 
+import torch
+
 from megacompile import compat
+from megacompile.text import format_bytes
 
 
 class EagerNotice:
-    """Says once, with the place, that code of the user's runs in eager mode."""
+    """What eager code has used of a model since its last call began."""
 
     def __init__(self) -> None:
-        self.said = False
         self.used = False  # by eager code, or an unknown caller
+        self.place = ""  # the first line that did
+        self.cause = ""  # why that was not captured
+        self._params: set[int] = set()  # ids of the parameters
+        self._said: set[str] = set()  # causes
+        self._uncaptured = -1  # graph breaks and limits, when the last call ended
 
-    def __call__(self) -> None:
+    def __call__(self, param: torch.Tensor | None) -> None:
+        """Eager code uses a parameter; None: of no model."""
         self.used = True
-        if self.said or compat.backward_id() != -1:  # a backward is where its forward was
+        if compat.backward_id() != -1:  # a backward is where its forward was
             return
-        place = _place_in_user_code()
-        if place is not None:
-            self.said = True
-            warnings.warn(
-                f"megacompile: {place} runs in eager mode and fetches each parameter at each use "
-                "(slower, same numbers; said once): Dynamo did not capture it, and "
-                "TORCH_LOGS=graph_breaks says why",
-                stacklevel=2,
-            )
+        if self._said and compat.uncaptured() == self._uncaptured:
+            return
+        frames = _frames_of_user_code()
+        if not frames:
+            return
+        if not self.place:
+            at = frames[0]
+            self.place = f"{at.f_code.co_filename}:{at.f_lineno} ({at.f_code.co_name})"
+            self.cause = _cause(frames)
+        self._params.add(id(param))
+
+    def say(self, params: Callable[[], Iterable[torch.nn.Parameter]]) -> None:
+        """Behind a call: say what it read in eager mode, once for each cause.
+
+        Args:
+            params: gives all of the model's.
+        """
+        place, cause, used = self.place, self.cause, self._params
+        self.place, self.cause, self._params = "", "", set()
+        self._uncaptured = compat.uncaptured()
+        if not place or cause in self._said:
+            return
+        self._said.add(cause)
+        warnings.warn(
+            f"megacompile: {place} runs in eager mode and fetches {share(params(), used)} at each "
+            f"use (slower, same numbers; said once): {cause}",
+            stacklevel=2,
+        )
 
 
-def _place_in_user_code() -> str | None:
-    """The innermost line that is not ours or torch's; None in a captured graph or in Dynamo."""
+def share(params: Iterable[torch.nn.Parameter], some: Iterable[int]) -> str:
+    """How much of a model some of its parameters are, which are given by their ids."""
+    ids = set(some)
+    every = {id(param): param.nbytes for param in params}
+    part, whole = sum(every[i] for i in ids & every.keys()), sum(every.values())
+    percent = 100 * part / max(whole, 1)
+    return (
+        f"{len(ids & every.keys())} of {len(every)} parameters ({format_bytes(part)} of "
+        f"{format_bytes(whole)}, {percent:.0f} %)"
+    )
+
+
+def _frames_of_user_code() -> list[FrameType]:
+    """The stack from the innermost line that is not ours or torch's on, outward; nothing in a
+    captured graph or in Dynamo."""
     frame: FrameType | None = sys._getframe(1)
+    found: list[FrameType] = []
     while frame is not None:
+        if not found and compat.is_of_capture(frame):
+            return []
         module = str(frame.f_globals.get("__name__", ""))
-        if compat.is_of_capture(frame):
-            return None
-        if module.partition(".")[0] not in ("torch", "megacompile"):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+        if found or module.partition(".")[0] not in ("torch", "megacompile"):
+            found.append(frame)
         frame = frame.f_back
-    return None
+    return found
+
+
+def _cause(frames: Iterable[FrameType]) -> str:
+    """Why code was not captured that these frames call, the innermost first."""
+    frames = tuple(frames)
+    if switch := compat.capture_is_off():
+        return f"capture is switched off, by {switch}; leave that out"
+    lines = {(b.file, b.line): b for b in reversed(tuple(compat.graph_breaks()))}
+    functions = {(b.file, b.function): b for b in lines.values()}
+    limits = {hit.function: hit for hit in compat.limit_hits()}
+    for frame in frames:
+        code = frame.f_code
+        if found := lines.get((code.co_filename, frame.f_lineno)):
+            return _of_break(found)
+        name = f"'{code.co_name}' ({code.co_filename}:{code.co_firstlineno})"
+        if hit := limits.get(name):
+            return (
+                f"Dynamo has captured {hit.function} {hit.limit} times and gave up, because each "
+                f"call was another case ({hit.why.strip()}); let fewer things change from call to "
+                f"call, or raise torch._dynamo.config.{hit.option}"
+            )
+    for frame in frames:
+        if found := functions.get((frame.f_code.co_filename, frame.f_code.co_name)):
+            return _of_break(found)
+    return "Dynamo did not capture it, and TORCH_LOGS=graph_breaks says why"
+
+
+def _of_break(found: compat.GraphBreak) -> str:
+    return (
+        f"a graph break at {found.file}:{found.line} ({found.function}): {found.why}; "
+        "TORCH_LOGS=graph_breaks says more"
+    )

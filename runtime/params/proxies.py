@@ -7,6 +7,7 @@ on it fetches a copy for its own duration: slow, never wrong.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from megacompile import compat
 from megacompile.errors import ModelError
+from megacompile.runtime.params.guards import GuardedParameter
 
 
 class StreamedParameter(torch.Tensor):
@@ -22,9 +24,9 @@ class StreamedParameter(torch.Tensor):
 
     host: torch.Tensor
     root: torch.Tensor  # the host tensor of the parameter that it is, or is a view of
-    param: nn.Parameter | None  # that parameter
+    param: torch.Tensor | None  # that parameter, or part of a packed one
     is_view: bool  # of a parameter, made by eager code
-    tell: Callable[[], None]  # called where eager code uses it
+    tell: Callable[[torch.Tensor | None], None]  # called with `param` where eager code uses it
     settle: Callable[[], None]  # waits until `host` may be read
     wrote: Callable[[], None]  # called when eager code has written to `host`
 
@@ -36,7 +38,7 @@ class StreamedParameter(torch.Tensor):
         self.host = self.root = host
         self.param = None
         self.is_view = view
-        self.tell = self.settle = self.wrote = _nothing
+        self.tell, self.settle, self.wrote = _to_nobody, _nothing, _nothing
         self._is_param = not view  # isinstance(self, nn.Parameter)
         return self
 
@@ -126,12 +128,12 @@ class StreamedParameter(torch.Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], torch.device]:
         return ["host"], self.device
 
-    @staticmethod
+    @classmethod
     def __tensor_unflatten__(
-        inner: dict[str, torch.Tensor], device: torch.device, size: Any, stride: Any
+        cls, inner: dict[str, torch.Tensor], device: torch.device, size: Any, stride: Any
     ) -> StreamedParameter:
         del size, stride
-        return StreamedParameter(inner["host"], device)
+        return cls(inner["host"], device)
 
     __torch_function__ = compat.NO_TORCH_FUNCTION  # type: ignore[assignment]
 
@@ -150,7 +152,7 @@ class StreamedParameter(torch.Tensor):
             if not isinstance(value, StreamedParameter):
                 return value
             if id(value) not in fetched:
-                value.tell()
+                value.tell(value.param)
                 value.settle()
                 fetched[id(value)] = (value, value.host.to(value.device, copy=True))
             return fetched[id(value)][1]
@@ -166,6 +168,24 @@ class StreamedParameter(torch.Tensor):
             back = {id(copy): proxy for proxy, copy in fetched.values()}
             result = compat.tree_map(lambda value: back.get(id(value), value), result)
         return result
+
+
+@functools.cache
+def proxy_class(cls: type) -> type[StreamedParameter]:
+    """What stands in for parameters of a class: `isinstance` says the same of it.
+
+    For a class of its own, as bitsandbytes has, it has that class's properties too.
+    """
+    plain = cls in (torch.Tensor, nn.Parameter) or cls.__module__ == GuardedParameter.__module__
+    if plain or not issubclass(cls, nn.Parameter):
+        return StreamedParameter
+    names = {"__module__": StreamedParameter.__module__}
+    return type(f"Streamed{cls.__name__}", (StreamedParameter, cls), names)
+
+
+def has_attributes(proxy: torch.Tensor) -> bool:
+    """Does a proxy stand in for a parameter with attributes of its own, which it has to have?"""
+    return isinstance(proxy, StreamedParameter) and type(proxy) is not StreamedParameter
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
@@ -198,6 +218,10 @@ _SET_GRAD_DTYPE: Callable[[torch.Tensor, torch.dtype | None], None] = _GRAD_DTYP
 
 
 def _nothing() -> None:
+    """What a proxy of no model waits for."""
+
+
+def _to_nobody(param: torch.Tensor | None) -> None:
     """What a proxy of no model tells."""
 
 

@@ -51,6 +51,8 @@ class StreamedCopy:
         if of is None or not of.has_copy:
             return
         for i, param in enumerate(of.params):
+            if of.streamed[i] is of.values[i]:
+                continue
             fresh = self._fresh.get(i) == compat.version(param)
             if not fresh or (idle and of.aliased(i)):
                 of.streamed[i].copy_(of.values[i])
@@ -63,7 +65,7 @@ class StreamedCopy:
     def take_back(self, index: int) -> None:
         """Bring a master up to date with its copy, which eager code wrote to."""
         of = self._reference()
-        if of is not None and of.has_copy:
+        if of is not None and of.streamed[index] is not of.values[index]:
             of.values[index].copy_(of.streamed[index])
 
     def mark_fresh(self, index: int) -> None:
@@ -82,5 +84,5 @@ class StreamedCopy:
         if of is None or not of.has_copy:
             return
         for i, param in enumerate(of.params):
-            if guard_of(param) is None:
+            if guard_of(param) is None and of.streamed[i] is not of.values[i]:
                 guard(param, Watch(self, i))

@@ -9,10 +9,17 @@ import torch
 from torch import nn
 
 from megacompile import compat
+from megacompile.packed import is_wrapper, members
 from megacompile.runtime.params.eager_notice import EagerNotice
-from megacompile.runtime.params.proxies import Link, StreamedParameter
+from megacompile.runtime.params.proxies import (
+    Link,
+    StreamedParameter,
+    has_attributes,
+    proxy_class,
+)
 from megacompile.runtime.params.stand_ins import StandIns
 from megacompile.runtime.params.undo import Undos, exchange, undone, use_unguarded
+from megacompile.runtime.params.wrappers import parts_of, stand_in
 
 
 class Source(NamedTuple):
@@ -24,12 +31,12 @@ class Source(NamedTuple):
 
 
 class Site(NamedTuple):
-    """A parameter where a module has it."""
+    """A parameter where a module has it, or a tensor where a packed parameter's state has it."""
 
-    holder: dict[str, Any]  # the module's `_parameters`
+    holder: dict[str, Any]  # the module's `_parameters`, or the state's attributes
     name: str
-    param: nn.Parameter
-    proxy: StreamedParameter
+    param: torch.Tensor
+    proxy: torch.Tensor  # or a wrapper over proxies
 
 
 class Proxies:
@@ -39,29 +46,44 @@ class Proxies:
         self,
         model: nn.Module,
         device: torch.device,
-        source: Callable[[nn.Parameter], Source | None] = lambda param: None,
+        source: Callable[[torch.Tensor], Source | None] = lambda param: None,
+        notice: EagerNotice | None = None,
     ) -> None:
         """The proxies of `model`.
 
         `source` says what is streamed for a parameter, where that is not the parameter itself.
+        `notice` is told of what eager code uses.
         """
         self.device = device
         self.source = source
-        self.notice = EagerNotice()
+        self.notice = notice or EagerNotice()
         self.sites: list[Site] = []
-        self._made: dict[int, StreamedParameter] = {}  # by the parameter's id
-        for holder, name, param in _parameters(model):
-            if id(param) not in self._made:
-                self._made[id(param)] = self._proxy_of(param)
-            self.sites.append(Site(holder, name, param, self._made[id(param)]))
-        self._keys = [(id(holder), name, id(param)) for holder, name, param, _ in self.sites]
+        self._made: dict[int, StreamedParameter] = {}  # by the leaf's id
+        self._stand_ins: dict[int, torch.Tensor] = {}  # for wrappers, by their id
+        for holder, name, param, leaf in _places(model):
+            self.sites.append(Site(holder, name, param, self._in_place_of(param, leaf)))
+        self._keys = list(_keys(model))
         self._columns = self._by_column()
 
     def _by_column(self) -> tuple[tuple[Any, ...], ...]:
         """Holders, names, parameters and proxies."""
+        self._classed = [(s.proxy, s.param) for s in self.sites if has_attributes(s.proxy)]
         return tuple(zip(*self.sites, strict=True)) or ((),) * len(Site._fields)
 
-    def _proxy_of(self, param: nn.Parameter) -> StreamedParameter:
+    def _in_place_of(self, param: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+        """What takes the place of a parameter, whose data are those of `leaf`."""
+        if not is_wrapper(param):
+            return self._known(leaf)
+        if id(param) not in self._stand_ins:
+            self._stand_ins[id(param)] = stand_in(param, self.device, self._known)
+        return self._stand_ins[id(param)]
+
+    def _known(self, leaf: torch.Tensor) -> StreamedParameter:
+        if id(leaf) not in self._made:
+            self._made[id(leaf)] = self._proxy_of(leaf)
+        return self._made[id(leaf)]
+
+    def _proxy_of(self, param: torch.Tensor) -> StreamedParameter:
         proxy = _make(param, self.device, self.source(param))
         proxy.tell = self.notice
         return proxy
@@ -72,20 +94,20 @@ class Proxies:
         Not so behind a rename (pruning, a parametrization), or where another module has a parameter
         now (an adapter around its layer, a conversion): its old holder is not called any more.
         """
-        now = [(id(holder), name, id(param)) for holder, name, param in _parameters(model)]
-        return now == self._keys
-
-    def pairs(self) -> Sequence[tuple[nn.Parameter, StreamedParameter]]:
-        return [(site.param, site.proxy) for site in self.sites]
+        return list(_keys(model)) == self._keys
 
     def of(self, param: torch.Tensor) -> StreamedParameter | None:
         """The proxy of a parameter; None for any other tensor."""
         return self._made.get(id(param))
 
+    def pairs(self) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        return [(site.param, site.proxy) for site in self.sites]
+
     def forget(self) -> None:
         """Refer to no parameter any more."""
         self.sites.clear()
         self._made.clear()
+        self._stand_ins.clear()
         self._keys.clear()
         self._columns = ((),) * len(Site._fields)
 
@@ -94,6 +116,8 @@ class Proxies:
         undone(self._follow)
         undos.append(self.put_back)
         holders, names, params, proxies = self._columns
+        for proxy, param in self._classed:
+            vars(proxy).update(vars(param))
         exchange(holders, names, params, proxies)
 
     def _follow(self, undos: Undos) -> None:
@@ -107,11 +131,18 @@ class Proxies:
         stale = {
             id(site.param): site.param
             for site in self.sites
-            if used or site.proxy.requires_grad != site.param.requires_grad
+            if site.proxy.requires_grad != site.param.requires_grad
+            or (used and site.param.requires_grad)
         }
+        for param in stale.values():
+            if is_wrapper(param):
+                stand_in(param, self.device, self._known)  # which raises
         if stale:
             self._made |= {key: self._proxy_of(param) for key, param in stale.items()}
-            self.sites = [site._replace(proxy=self._made[id(site.param)]) for site in self.sites]
+            self.sites = [
+                site._replace(proxy=self._made[id(site.param)]) if id(site.param) in stale else site
+                for site in self.sites
+            ]
             self._columns = self._by_column()
 
     def put_back(self) -> None:
@@ -121,7 +152,9 @@ class Proxies:
 
     def stand_ins(self, model: nn.Module) -> StandIns:
         """What takes the place of parameters for the time of a `torch.func.functional_call`."""
-        known = {(id(site.holder), site.name): site.param for site in self.sites}
+        known: dict[tuple[int, str], Any] = {
+            (id(site.holder), site.name): site.param for site in self.sites
+        }
         given = compat.given_to_functional_call()
         found = [
             (holder, name, known.get((id(holder), name)), value)
@@ -139,11 +172,34 @@ def _parameters(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, nn.Para
                 yield compat.parameters_of(module), name, param
 
 
-def _make(param: nn.Parameter, device: torch.device, source: Source | None) -> StreamedParameter:
+def _places(
+    model: nn.Module,
+) -> Iterator[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]:
+    """Every place whose tensor is exchanged: what holds it, its name there, it, and its leaf."""
+    for module in model.modules():
+        for name, param in compat.parameters_of(module).items():
+            if param is None:
+                continue
+            yield compat.parameters_of(module), name, param, param
+            if not is_wrapper(param):
+                for member in members(module, param):
+                    if member.path:
+                        yield member.attributes, member.key, member.tensor, member.leaf
+
+
+def _keys(model: nn.Module) -> Iterator[tuple[int, ...]]:
+    """Equal for a model that has the same tensors in the same places."""
+    for holder, name, param, leaf in _places(model):
+        yield id(holder), hash(name), id(param), id(leaf), *map(id, parts_of(param))
+
+
+def _make(param: torch.Tensor, device: torch.device, source: Source | None) -> StreamedParameter:
     def make() -> StreamedParameter:
-        root = param.detach()
+        with compat.without_torch_function():
+            root = param.detach()
         copy = None if source is None else source.copy
-        proxy = StreamedParameter(root if copy is None else copy, device)
+        made = proxy_class(type(param))
+        proxy = made(root if copy is None else copy, device)
         proxy.root, proxy.param = root, param
         if source is not None:
             proxy.settle, proxy.wrote = source.settle, source.wrote

@@ -14,6 +14,7 @@ later, a gradient that the user has put there) is made by a graph of its own, `r
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -203,12 +204,10 @@ class Updates:
         rank = {key: i for i, key in enumerate(self.machine.order)}
         return sorted(keys, key=lambda key: (rank.get(key, len(rank)), key))
 
-    def in_backward(
-        self, optimizer: Optimizer, bucket: HostBucket, indices: Iterable[int]
-    ) -> dict[int, ParamUpdate]:
-        """The steps of some parameters by rule, for an update in the backward."""
-        self.ways[bucket.layout.name] = UpdatePath.BACKWARD
-        return self._parts.in_backward(optimizer, bucket, indices)
+    def steps_in_backward(self) -> Callable[..., dict[int, ParamUpdate]]:
+        """What prepares the steps of an update in the backward. It does not keep this alive: who
+        has only an old loss has no part in the steps of optimizers."""
+        return functools.partial(_in_backward, self._parts, self.ways)
 
     # A step: doing it.
 
@@ -307,3 +306,15 @@ class Updates:
                 bucket.states.make(optimizer, name, dtypes, pin=self._parts.cuda)
             adopt(optimizer, bucket, step.index, state, names)
             drop_empty(optimizer, [param])
+
+
+def _in_backward(
+    parts: Parts,
+    ways: dict[str, UpdatePath],
+    optimizer: Optimizer,
+    bucket: HostBucket,
+    indices: Iterable[int],
+) -> dict[int, ParamUpdate]:
+    """The steps of some parameters by rule, for an update in the backward."""
+    ways[bucket.layout.name] = UpdatePath.BACKWARD
+    return parts.in_backward(optimizer, bucket, indices)

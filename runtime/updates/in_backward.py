@@ -40,7 +40,7 @@ class InBackward:
 
     Args:
         optimizer: whose step it is.
-        steps: prepares the steps of some of a bucket's parameters (`Updates.in_backward`).
+        steps: prepares the steps of some of a bucket's parameters (`Updates.steps_in_backward`).
     """
 
     def __init__(self, optimizer: Optimizer, steps: Any) -> None:

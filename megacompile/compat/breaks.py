@@ -1,0 +1,96 @@
+"""Why Dynamo did not capture something: graph breaks, its limit on recompilations, a switch."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+_KEPT = 1000  # of each kind, of the process; the oldest go
+
+
+class GraphBreak(NamedTuple):  # torch 2.11 to 2.15
+    """A line that Dynamo could not capture."""
+
+    file: str
+    line: int
+    function: str
+    why: str
+
+
+class LimitHit(NamedTuple):  # torch 2.11 to 2.15
+    """Code that Dynamo has captured so often that it gave up."""
+
+    function: str  # 'forward' (file.py:12): its name, its file, its first line
+    option: str  # of torch._dynamo.config
+    limit: int
+    why: str  # it was captured again the last time
+
+
+def note_uncaptured() -> None:  # torch 2.11 to 2.15
+    """Let `graph_breaks` and `limit_hits` know of every one from now on.
+
+    Dynamo has a list of its own for some graph breaks, but not for those that make it skip a whole
+    function (in a loop, in `try`). A limit that is hit is only logged.
+    """
+    stock: Any = InstructionTranslatorBase.log_graph_break
+    if hasattr(stock, "noted"):
+        return
+
+    @functools.wraps(stock)
+    def log_graph_break(self: Any, code_options: Any, reason: str, exc: Any) -> None:
+        stack = getattr(exc, "real_stack", None) or torch._guards.TracingContext.extract_stack()
+        if stack:
+            at = stack[-1]
+            why = (str(getattr(exc, "msg", "")) or reason).strip().partition("\n")[0]
+            _BREAKS.append(GraphBreak(at.filename, at.lineno or 0, at.name, why))
+            _COUNT[0] += 1
+        stock(self, code_options, reason, exc)
+
+    log_graph_break.noted = True  # type: ignore[attr-defined]
+    InstructionTranslatorBase.log_graph_break = log_graph_break  # type: ignore[method-assign]
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(_note_limit)
+
+
+def _note_limit(record: logging.LogRecord) -> bool:
+    if str(record.msg).startswith("torch._dynamo hit config.") and isinstance(record.args, tuple):
+        option, limit, function, why = record.args[:4]
+        _LIMITS.append(LimitHit(str(function), str(option), int(str(limit)), str(why)))
+        _COUNT[0] += 1
+    return True
+
+
+def graph_breaks() -> Iterable[GraphBreak]:  # torch 2.11 to 2.15
+    """Those that were met since `note_uncaptured`, the last one first."""
+    return tuple(reversed(_BREAKS))
+
+
+def limit_hits() -> Iterable[LimitHit]:  # torch 2.11 to 2.15
+    """Those that were met since `note_uncaptured`, the last one first."""
+    return tuple(reversed(_LIMITS))
+
+
+def uncaptured() -> int:  # torch 2.11 to 2.15
+    """How many graph breaks and limits there were since `note_uncaptured`."""
+    return _COUNT[0]
+
+
+def capture_is_off() -> str:  # torch 2.11 to 2.15
+    """What switches Dynamo off for the process; "" where it is on."""
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1" or torch._dynamo.config.disable:
+        return "TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE"
+    stance = getattr(torch._dynamo.eval_frame, "_stance", None)
+    name = getattr(stance, "stance", "default")
+    return f"torch.compiler.set_stance({name!r})" if name in _OFF else ""
+
+
+_OFF = ("force_eager", "eager_on_recompile", "eager_then_compile")
+_COUNT = [0]
+_BREAKS: deque[GraphBreak] = deque(maxlen=_KEPT)
+_LIMITS: deque[LimitHit] = deque(maxlen=_KEPT)

@@ -1,0 +1,241 @@
+"""Packed parameters: those that are made of several plain tensors, as quantized weights are.
+
+    w    a wrapper subclass (torchao): `__tensor_flatten__` says what it is made of
+         -> w.qdata, w.scale
+    w    an nn.Parameter of a class of its own (bitsandbytes): its data, and the tensors of the
+         state objects of that package on it and on its module
+         -> w, w.quant_state.absmax, w.quant_state.state2.absmax, ...
+
+A *leaf* is one of these plain tensors, or an ordinary parameter. Leaves are what lies in buckets.
+A *member* is a leaf where a packed parameter has it; two members of equal memory are one leaf.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from megacompile import compat
+from megacompile.ir.capture import Wrapping
+
+
+class Leaf(NamedTuple):
+    """A plain tensor that lies in a bucket."""
+
+    name: str  # fully qualified: the parameter's, and where in it the leaf is
+    tensor: torch.Tensor  # an nn.Parameter, or a plain tensor of a packed one
+    packed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A plain tensor of a packed parameter, and where that has it."""
+
+    path: str  # behind the parameter's name; "" for the parameter itself
+    tensor: torch.Tensor
+    leaf: torch.Tensor  # the first member in the same memory: mostly itself
+    holder: Any  # the object whose attribute it is
+    key: str
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The dict of the holder's attributes."""
+        found: dict[str, Any] = vars(self.holder)
+        return found
+
+
+def is_wrapper(tensor: object) -> bool:
+    """Is it a tensor that only wraps others, which hold its data?"""
+    return isinstance(tensor, torch.Tensor) and _kind(type(tensor)) is _Kind.WRAPPER
+
+
+def members(module: nn.Module, param: torch.Tensor) -> Sequence[Member]:
+    """What a parameter of `module` is made of; nothing where it is an ordinary one."""
+    kind = _kind(type(param))
+    if kind is _Kind.ORDINARY:
+        return ()
+    if kind is _Kind.WRAPPER:
+        return _distinct(_inner(param, ""))
+    found = list(_states(module, param))
+    if not found:
+        return ()
+    return _distinct([("", param, module, ""), *found])
+
+
+def own_leaves(module: nn.Module, prefix: str = "") -> Iterator[Leaf]:
+    """The leaves of a module's own parameters, `prefix` before their names."""
+    for name, param in compat.parameters_of(module).items():
+        if param is None:
+            continue
+        parts = members(module, param)
+        if not parts:
+            yield Leaf(prefix + name, param, packed=False)
+        for part in parts:
+            if part.tensor is part.leaf:
+                yield Leaf(f"{prefix}{name}{part.path}", part.tensor, packed=True)
+
+
+def leaves(model: nn.Module, prefix: str = "") -> Iterator[Leaf]:
+    """All leaves of a model, in the order of `named_parameters(remove_duplicate=False)`."""
+    for name, module in model.named_modules(prefix=prefix, remove_duplicate=False):
+        yield from own_leaves(module, f"{name}." if name else "")
+
+
+def packed_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Every packed parameter in every place that it has: its module, its name there, and it."""
+    for module in model.modules():
+        for name, param in compat.parameters_of(module).items():
+            if param is not None and members(module, param):
+                yield module, name, param
+
+
+def settle(model: nn.Module) -> None:
+    """Let packed parameters be as they are between two calls, and share no tensor of their states.
+
+    bitsandbytes moves the statistics of 8-bit weights from parameter to module in the first call,
+    and exchanges 4-bit weights by others in the first call for inference on a CPU (which loses
+    some of their bits; it has a way back). Its 4-bit weights share the code of their statistics:
+    each layer would need the bucket of the first one for it.
+    """
+    for module in model.modules():
+        for param in compat.parameters_of(module).values():
+            initialize = getattr(module, "init_8bit_state", None)
+            if callable(initialize) and getattr(param, "CB", None) is not None:
+                initialize()
+        if getattr(module, _FOR_CPU, False):
+            module.state_dict()  # goes that way back
+            setattr(module, _FOR_CPU, False)
+    owner: dict[int, int] = {}  # tensor -> parameter
+    for module, _, param in packed_parameters(model):
+        for member in members(module, param):
+            if owner.setdefault(id(member.tensor), id(param)) != id(param):
+                with torch.no_grad():
+                    setattr(member.holder, member.key, member.tensor.clone())
+
+
+def twins(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Members that are no leaves, and the leaves whose memory they share."""
+    found = [
+        member for module, _, param in packed_parameters(model) for member in members(module, param)
+    ]
+    return [(m.tensor, m.leaf) for m in found if m.tensor is not m.leaf]
+
+
+def taken_apart(tensor: torch.Tensor) -> tuple[Wrapping, list[torch.Tensor]]:
+    """How a wrapper is put together, and the tensors that it is made of."""
+    names, context = compat.flatten_wrapper(tensor)
+    inner: list[Wrapping | None] = []
+    found: list[torch.Tensor] = []
+    for name in names:
+        part = getattr(tensor, name)
+        nested = None
+        if is_wrapper(part):
+            nested, parts = taken_apart(part)
+            found += parts
+        else:
+            found.append(part)
+        inner.append(nested)
+    layout = tuple(tensor.shape), tuple(tensor.stride())
+    wrapping = Wrapping(type(tensor), tuple(names), tuple(inner), context, *layout)
+    return wrapping, found
+
+
+def on_device(wrapping: Wrapping, device: torch.device) -> Wrapping:
+    """The same, put together on a device: what a wrapper notes of it is exchanged."""
+    return dataclasses.replace(
+        wrapping,
+        inner=tuple(nested and on_device(nested, device) for nested in wrapping.inner),
+        context=_moved(wrapping.context, device),
+    )
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.device):
+        return device
+    if isinstance(value, Mapping) and type(value) is dict:
+        return {key: _moved(item, device) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_moved(item, device) for item in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
+        return type(value)(*(_moved(item, device) for item in value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [f.name for f in dataclasses.fields(value) if f.init]
+        changes = {name: _moved(getattr(value, name), device) for name in fields}
+        changed = any(new is not getattr(value, name) for name, new in changes.items())
+        return dataclasses.replace(value, **changes) if changed else value
+    return value
+
+
+class _Kind(enum.Enum):
+    ORDINARY = "ordinary"
+    WRAPPER = "wrapper"
+    STATEFUL = "stateful"  # an nn.Parameter of a class of its own, perhaps with a state
+
+
+@functools.cache
+def _kind(cls: type) -> _Kind:
+    package = cls.__module__.partition(".")[0]
+    if package in (__name__.partition(".")[0], "torch"):
+        return _Kind.ORDINARY  # guarded parameters and proxies; what torch wraps is no weight
+    if compat.is_wrapper_class(cls):
+        return _Kind.WRAPPER
+    return _Kind.STATEFUL if issubclass(cls, nn.Parameter) else _Kind.ORDINARY
+
+
+_FOR_CPU = "support_avx512bf16_for_cpu"  # of bitsandbytes' 4-bit layers
+
+_Found = tuple[str, torch.Tensor, Any, str]  # path, tensor, holder, key
+
+
+def _inner(wrapper: torch.Tensor, path: str) -> Iterator[_Found]:
+    names, _ = compat.flatten_wrapper(wrapper)
+    for name in names:
+        part = getattr(wrapper, name)
+        if is_wrapper(part):
+            yield from _inner(part, f"{path}.{name}")
+        else:
+            yield f"{path}.{name}", part, wrapper, name
+
+
+def _states(module: nn.Module, param: torch.Tensor) -> Iterator[_Found]:
+    """The tensors of the state objects of a parameter's package, on it and on its module."""
+    package = type(param).__module__.partition(".")[0]
+    seen: set[int] = set()
+
+    def walk(holder: Any, path: str, *, tensors: bool) -> Iterator[_Found]:
+        for key, value in list(vars(holder).items()):
+            if isinstance(value, torch.Tensor):
+                # indices are what a call leaves there, and no part of the weight
+                if tensors and not isinstance(value, nn.Parameter) and value.dtype != torch.int64:
+                    yield f"{path}.{key}", value, holder, key
+            elif _is_state(value, package) and id(value) not in seen:
+                seen.add(id(value))
+                yield from walk(value, f"{path}.{key}", tensors=True)
+
+    yield from walk(param, "", tensors=True)
+    yield from walk(module, "", tensors=False)
+
+
+def _is_state(value: object, package: str) -> bool:
+    of_package = type(value).__module__.partition(".")[0] == package
+    return of_package and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type))
+
+
+def _distinct(found: Iterator[_Found] | Sequence[_Found]) -> list[Member]:
+    """Members, with one leaf for those in the same memory."""
+    first: dict[Any, torch.Tensor] = {}
+    made = []
+    for path, tensor, holder, key in found:
+        memory: Any = id(tensor)
+        if type(tensor) is torch.Tensor or isinstance(tensor, nn.Parameter):
+            if tensor.numel() and tensor.device.type != "meta":
+                memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        made.append(Member(path, tensor, first.setdefault(memory, tensor), holder, key))
+    return made

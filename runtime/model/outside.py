@@ -1,0 +1,67 @@
+"""Gradients that no schedule has computed: code used parameters outside of every call.
+
+A call of a module in the model is scheduled (`parts`). Its methods, and parameters that a loss
+reads, are not: they compute where the parameter lies. Nobody sees them, but their gradients.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+from torch import nn
+
+from megacompile.ir.capture import ParamInput
+from megacompile.runtime.model.captured import CapturedGraph
+from megacompile.runtime.ops.machine import Machine
+from megacompile.runtime.params.eager_notice import share
+
+
+class OutsideNotice:
+    """Says once of a model that it is used where no schedule is.
+
+    Args:
+        machine: whose buckets have its parameters.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.said = False
+        self._noted = 0  # programs
+        self._read: set[int] = set()  # ids of parameters that some schedule has read
+
+    def note(self, graphs: Iterable[CapturedGraph]) -> None:
+        """Remember what schedules have read so far."""
+        found = [program for graph in graphs for program in graph.programs.values()]
+        if self.said or len(found) == self._noted:
+            return
+        self._noted = len(found)
+        for program in found:
+            if program is None:  # it runs in eager mode, and said so itself
+                self.said = True
+                return
+            for given in program.capture.inputs:
+                if isinstance(given, ParamInput) and given.bucket.key in self.machine.buckets:
+                    params = self.machine.buckets[given.bucket.key].params
+                    self._read |= {id(param) for param in params[given.param : given.param + 1]}
+
+    def say(self, model: nn.Module) -> None:
+        """At a step: say it, if there are such gradients."""
+        if self.said:
+            return
+        params = [p for b in self.machine.buckets.values() for p in b.params]
+        outside = {id(p) for p in params if p.grad is not None and id(p) not in self._read}
+        if not outside:
+            return
+        self.said = True
+        kind = type(model).__name__
+        name = next(name for name, param in model.named_parameters() if id(param) in outside)
+        module = name.rpartition(".")[0]
+        call = f"model.{module}(...)" if module else "model(...)"
+        warnings.warn(
+            f"megacompile: {share(params, outside)} of {kind} have gradients that no schedule has "
+            f"computed, {name!r} first: code outside of every call used them, where they lie "
+            f"(slower, same numbers; said once); write {call}, not .forward(...) nor the parameter "
+            "itself, or move that code into a module's forward",
+            stacklevel=5,
+        )

@@ -1,0 +1,134 @@
+"""Calls of the modules in a model, outside of a call of the model itself.
+
+A `training_step` calls `self.net(x)`, a loss calls `model.head(hidden)`. So every module in the
+model that has parameters has a `Part` in the place of its call, which goes the way of the model's
+own call: parameters are swapped, what is captured gets a schedule. While such a call runs, the
+parts are taken out, and Dynamo captures the modules as they are.
+
+What stays as it is: calls in `torch.func`, under a tracer, and in a backward, where a checkpoint
+repeats what the forward did: a module that was not called from outside before was in a call then.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import ParametrizationList
+
+from megacompile import compat
+from megacompile.runtime.params.undo import Undos, exchange
+
+
+class Caller(Protocol):
+    """Whose modules they are."""
+
+    def call_part(self, part: Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module as the model itself is called."""
+
+
+class Part:
+    """In the place of a module's call. A copied or loaded module has none."""
+
+    def __init__(self, module: nn.Module, caller: weakref.ref[Caller]) -> None:
+        self.module = module
+        self.caller = caller
+        self.compiled: Callable[..., Any] | None = None  # made at the first call
+
+    @property
+    def is_alive(self) -> bool:
+        """Is its model there?"""
+        return self.caller() is not None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        caller = self.caller()
+        if caller is None or self._stays_plain():
+            return getattr(self.module, compat.CALL)(*args, **kwargs)
+        return caller.call_part(self, args, kwargs)
+
+    def _stays_plain(self) -> bool:
+        if compat.tracer_around():
+            return True
+        if compat.in_transform() and not compat.given_to_functional_call():
+            return True
+        return self.compiled is None and compat.backward_id() != -1
+
+
+class Parts:
+    """The parts of a model.
+
+    Args:
+        model: the modules in it.
+        caller: carries their calls out.
+    """
+
+    def __init__(self, model: nn.Module, caller: Caller) -> None:
+        self.model = model
+        self.caller = weakref.ref(caller)
+        self._columns: tuple[list[Any], ...] = ([], [], [], [])
+        self.put_in()
+
+    def put_in(self) -> None:
+        """Have a part in each module, also in those that came since."""
+        found: list[tuple[dict[str, Any], Part]] = []
+        for module in _eligible(self.model):
+            present = compat.compiled_call(module)
+            if isinstance(present, Part) and present.caller is self.caller:
+                part = present
+            elif present is None or (isinstance(present, Part) and not present.is_alive):
+                part = Part(module, self.caller)
+                compat.set_compiled_call(module, part)
+            else:
+                continue
+            found.append((vars(module), part))
+        self._columns = (
+            [holder for holder, _ in found],
+            [compat.COMPILED_CALL] * len(found),
+            [part for _, part in found],
+            [None] * len(found),
+        )
+
+    def take_out(self, undos: Undos) -> None:
+        """Until the undos run, a call of a module is its own."""
+        holders, names, parts, none = self._columns
+        undos.append(partial(exchange, holders, names, none, parts))
+        exchange(holders, names, parts, none)
+
+    def end(self) -> None:
+        """Let the modules be as they were."""
+        holders, names, parts, none = self._columns
+        exchange(holders, names, parts, none)
+        for holder, part in zip(holders, parts, strict=True):
+            if part.compiled is None or holder.get(compat.COMPILED_CALL) is None:
+                holder.pop(compat.COMPILED_CALL, None)
+        self._columns = ([], [], [], [])
+
+
+def is_part(call: Callable[..., Any] | None) -> bool:
+    """Is it in the place of a module's call because a model around the module is megacompiled?"""
+    return isinstance(call, Part)
+
+
+def _eligible(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules in a model whose calls are the model's business: those with parameters.
+
+    Not what computes a parameter when it is looked at, nor what calls another module to watch it.
+    """
+    computed = {
+        id(inner)
+        for module in model.modules()
+        if isinstance(module, ParametrizationList)
+        for inner in module.modules()
+    }
+    for module in model.modules():
+        if module is model or id(module) in computed:
+            continue
+        if isinstance(module, (torch.jit.ScriptModule, DistributedDataParallel)):
+            continue
+        if next(module.parameters(), None) is not None:
+            yield module

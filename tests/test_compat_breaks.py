@@ -1,0 +1,95 @@
+"""Why Dynamo captured nothing, as `compat` finds it; and the allocator's caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from megacompile import compat
+
+
+def eager(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+    del examples
+    return module.forward
+
+
+def broken(x: Tensor) -> Tensor:
+    y = x + 1
+    torch._dynamo.graph_break()
+    return y * 2
+
+
+def in_a_loop(x: Tensor) -> Tensor:
+    for _ in range(2):
+        x = x + 1
+        torch._dynamo.graph_break()
+    return x
+
+
+@pytest.mark.parametrize("function", [broken, in_a_loop])
+def test_graph_breaks_are_noted_with_their_line(function: Callable[[Tensor], Tensor]) -> None:
+    compat.note_uncaptured()
+    compat.note_uncaptured()  # once
+    before = compat.uncaptured()
+    torch.compile(function, backend=eager)(torch.ones(2))
+    assert compat.uncaptured() == before + 1
+    found: compat.GraphBreak = next(iter(compat.graph_breaks()))
+    first = function.__code__.co_firstlineno
+    assert found.file == __file__ and found.function == function.__name__
+    assert found.line == first + (2 if function is broken else 3)
+    assert found.why and "\n" not in found.why
+    assert "gracefully" not in found.why, "the reason, not that a function is skipped"
+
+
+def test_a_limit_is_noted() -> None:
+    compat.note_uncaptured()
+    before = compat.uncaptured()
+
+    def grows(x: Tensor, name: str) -> Tensor:
+        return x + len(name)
+
+    compiled = torch.compile(grows, backend=eager)
+    for i in range(12):
+        compiled(torch.ones(2), f"case {i}")
+    assert compat.uncaptured() > before
+    hit: compat.LimitHit = next(iter(compat.limit_hits()))
+    code = grows.__code__
+    assert hit.function == f"'{code.co_name}' ({code.co_filename}:{code.co_firstlineno})"
+    assert (hit.option, hit.limit) == ("recompile_limit", torch._dynamo.config.recompile_limit)
+    assert "name" in hit.why
+
+
+def test_what_switches_capture_off() -> None:
+    assert compat.capture_is_off() == ""
+    with torch.compiler.set_stance("force_eager"):
+        assert "force_eager" in compat.capture_is_off()
+    with torch._dynamo.config.patch(disable=True):
+        assert "TORCHDYNAMO_DISABLE" in compat.capture_is_off()
+
+
+def test_where_a_module_keeps_what_its_call_calls() -> None:
+    module = nn.Linear(2, 2)
+    assert compat.COMPILED_CALL not in vars(module)
+    compat.set_compiled_call(module, lambda x: "mine")
+    assert module(torch.ones(2)) == "mine"
+    vars(module)[compat.COMPILED_CALL] = None
+    assert module(torch.ones(2)).shape == (2,)
+
+
+def test_nothing_is_given_back_on_the_cpu() -> None:
+    compat.give_cache_back(torch.device("cpu"))
+
+
+@pytest.mark.gpu
+def test_caches_are_given_back() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    a = torch.ones(2048, 2048, device=device)
+    (a @ a).sum().item()  # makes a workspace
+    del a
+    assert torch.cuda.memory_reserved() > 2**20
+    compat.give_cache_back(device)
+    assert torch.cuda.memory_allocated() == torch.cuda.memory_reserved() == 0
