@@ -87,9 +87,11 @@ def test_nothing_is_given_back_on_the_cpu() -> None:
 @pytest.mark.gpu
 def test_caches_are_given_back() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
+    held = torch.cuda.memory_allocated()  # by the tests before
     a = torch.ones(2048, 2048, device=device)
     (a @ a).sum().item()  # makes a workspace
     del a
-    assert torch.cuda.memory_reserved() > 2**20
+    reserved = torch.cuda.memory_reserved()
     compat.give_cache_back(device)
-    assert torch.cuda.memory_allocated() == torch.cuda.memory_reserved() == 0
+    assert torch.cuda.memory_allocated() <= held
+    assert torch.cuda.memory_reserved() <= reserved - 16 * 2**20  # that of `a` at least

@@ -129,15 +129,20 @@ class Released:
             bucket.pending.settle()
             bucket.pending.withdraw()
         machine.give_back()
-        residents = {k: b for k, b in machine.buckets.items() if b.resident is not None}
+        self._note_residents()
+        self._move(sorted(self.away), resident=False)
+        gc.collect()
+        compat.give_cache_back(machine.device)
+
+    def _note_residents(self) -> None:
+        """Which buckets go. It holds none of them afterwards: the cache is given back without."""
+        buckets = self.buckets.machine.buckets
+        residents = {k: b for k, b in buckets.items() if b.resident is not None}
         why = self._stays(residents.values())
         if why:
             self._say(why, sum(b.layout.size_bytes for b in residents.values()))
         else:
             self.away |= residents.keys()
-        self._move(sorted(self.away), resident=False)
-        gc.collect()
-        compat.give_cache_back(machine.device)
 
     def _stays(self, residents: Iterable[HostBucket]) -> str:
         """Why buckets must stay on the device; "" where they may go."""
@@ -153,7 +158,7 @@ class Released:
                 f"device, with their gradients and states, because {why}, and parameters that "
                 "move would lose its hooks; megacompile(model, resident=0) keeps none there (said "
                 "once)",
-                stacklevel=5,
+                stacklevel=6,
             )
 
     def _take(self) -> None:
