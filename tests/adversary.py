@@ -32,7 +32,7 @@ from megacompile.ir.buckets import Bucket, Slot
 from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.streams import Handle, Streams
-from megacompile.runtime.model import captured
+from megacompile.runtime.model import program
 from megacompile.runtime.ops.bound import BoundOps
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.group import handles
@@ -481,5 +481,5 @@ def attach(model: Any) -> Adversary:
 @contextmanager
 def adversarial() -> Iterator[None]:
     """For its duration, schedules that are built are made to run on an `Adversary`."""
-    with mock.patch.object(captured, "Executor", LateExecutor):
+    with mock.patch.object(program, "Executor", LateExecutor):
         yield

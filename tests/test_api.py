@@ -23,8 +23,9 @@ from tests import inside
 from tests.zoo import WIDTH, batch, equal, stack, step, tied, twins
 
 PASSES = [
-    *("unpack", "rebase", "causal", "chunk"),
+    *("unpack", "numbers", "vmaps", "rebase", "causal", "chunk"),
     "partition",
+    "strides",
     "templates",
     "differentiate",
     "plan",
@@ -177,7 +178,7 @@ def test_the_history_has_every_pass(accumulating: Schedule) -> None:
     assert [record.name for record in history] == PASSES
     assert all(record.time_s >= 0 for record in history)
     assert sum(record.time_s for record in history) > 0
-    captured, made = history[:4], history[4:]
+    captured, made = history[:6], history[6:]
     assert captured[0].before.split(), "the captured graph"
     assert made[0].before == "", "partition starts from nothing"
     for earlier, later in [
@@ -210,7 +211,7 @@ def test_options_reach_the_passes() -> None:
         model(**batch())
     (schedule,) = schedules(model)
     assert len(schedule.slots) == 4
-    assert ops.actions(schedule.forward).startswith("0PREFETCH@0 1PREFETCH@1 0F 2PREFETCH@2 1F")
+    assert ops.actions(schedule.forward).startswith("0PREFETCH@2 1PREFETCH@0 0F 2PREFETCH@3 1F")
     assert inside.streamed(model).options == Options.resolve(
         device="cpu", lowering="eager", lookahead=1, slots=4
     )

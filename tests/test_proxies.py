@@ -388,7 +388,7 @@ def test_eager_code_is_said_once_with_the_place() -> None:
             proxies.notice.say(model.parameters)
     ours = [str(w.message) for w in said if "megacompile" in str(w.message)]
     assert len(ours) == 1
-    assert "tests/zoo.py:" in ours[0] and "(forward)" in ours[0]
+    assert "tests/zoo/__init__.py:" in ours[0] and "(forward)" in ours[0]
 
 
 def test_a_proxy_of_no_model_says_nothing(recwarn: pytest.WarningsRecorder) -> None:

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations
 from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
-from megacompile import MegacompileError, full_parameters, megacompile, schedules
+from megacompile import MegacompileError, compat, full_parameters, megacompile, schedules
 from megacompile.errors import ModelError, NoScheduleError
 from megacompile.ir.capture import ParamInput
 from megacompile.runtime.model.parts import Part
@@ -271,7 +271,8 @@ class Counts(nn.Module):
         return result * 2 if self.n == "odd" else result + len(self.n)
 
 
-def test_a_limit_of_recompilations_is_no_graph_break() -> None:
+def test_a_limit_of_recompilations_is_no_graph_break(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(compat.CALL_OPTIONS, "recompile_limit", 8)
     model = megacompile(Counts(), device="cpu")
 
     def run() -> None:
@@ -303,7 +304,7 @@ def test_an_unsupported_graph_has_its_share(monkeypatch: pytest.MonkeyPatch) -> 
             self.unused = nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = torch.func.vmap(lambda row: self.a(row))(x)
+            result: Tensor = torch.func.grad(lambda row: self.a(row).sum())(x)
             return result
 
     model = megacompile(Mapped(), device="cpu")

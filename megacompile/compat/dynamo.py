@@ -53,7 +53,7 @@ def forget_compiled(
         if getattr(kept, "compiler_fn", kept) is backend:
             del cached_backends[key]
     registry: Any = weakref.finalize._registry  # type: ignore[attr-defined]
-    for finalizer, info in list(registry.items()):
+    for finalizer, info in registry.copy().items():  # threads add to it
         owner = getattr(getattr(info.func, "func", None), "__self__", None)
         if isinstance(owner, CheckFunctionManager):
             guards = getattr(owner, "guard_manager", None)
