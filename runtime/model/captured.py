@@ -1,8 +1,8 @@
 """What Dynamo gets back for a captured graph: a callable that runs its schedules.
 
 A `CapturedGraph` is called with whatever parameters and shapes come; for each kind of call it
-keeps a `Program`: the schedules for it, built at first use. Dynamic shapes are therefore captured
-once and specialised here.
+keeps a `Program`: the schedules for it, built at first use. Where Dynamo captured sizes as symbols,
+one program serves all their values (`megacompile.runtime.model.symbolic`), if it can be traced so.
 """
 
 from __future__ import annotations
@@ -191,11 +191,7 @@ class CapturedGraph:
     ) -> Program | None:
         keys = self._kinds[kind]
         try:
-            if transform := compat.transforms(self.module):
-                raise UnsupportedGraphError(f"it uses torch.func ({transform})")
-            inputs = symbolic.inputs(self._input, whole)
-            capture = Capture(self.name, self.module, inputs, self.machine.device, ambient)
-            program = Program(capture, self.plans, self.machine)
+            program = self._divided(ambient, lambda: symbolic.inputs(self._input, whole))
             self.changed |= program.changed
             if self._overlaps(args):
                 return None
@@ -279,14 +275,16 @@ class CapturedGraph:
         return ParamInput(*self.machine.place(proxy), proxy.requires_grad)
 
     def _build(self, ambient: Ambient, args: Sequence[Any], whole: Sequence[Any]) -> Program | None:
+        def kinds() -> tuple[GraphInput, ...]:
+            return tuple(map(self._input, whole))
+
         try:
-            if transform := compat.transforms(self.module):
-                raise UnsupportedGraphError(f"it uses torch.func ({transform})")
-            program = self._divided(ambient, args, whole)
+            program = self._divided(ambient, kinds, self._overlaps(args))
             if not program.changed <= self.changed:
                 self.changed |= program.changed
-                if self._overlaps(args) != program.capture.overlaps:
-                    program = self._divided(ambient, args, whole)
+                overlaps = self._overlaps(args)
+                if overlaps != program.capture.overlaps:
+                    program = self._divided(ambient, kinds, overlaps)
             program.executor(program.variant())
         except UnsupportedGraphError as error:
             warnings.warn(
@@ -302,9 +300,14 @@ class CapturedGraph:
         params = [param for bucket in self.machine.buckets.values() for param in bucket.params]
         return share(params, (id(a.param) for a in args if isinstance(a, StreamedParameter)))
 
-    def _divided(self, ambient: Ambient, args: Sequence[Any], whole: Sequence[Any]) -> Program:
-        """A program for a call, with stages and no schedule yet."""
-        kinds = tuple(self._input(arg) for arg in whole)
-        overlaps = self._overlaps(args)
-        capture = Capture(self.name, self.module, kinds, self.machine.device, ambient, overlaps)
+    def _divided(
+        self,
+        ambient: Ambient,
+        kinds: Callable[[], tuple[GraphInput, ...]],
+        overlaps: tuple[Overlap, ...] = (),
+    ) -> Program:
+        """A program for calls with these inputs, with stages and no schedule yet."""
+        if transform := compat.transforms(self.module):
+            raise UnsupportedGraphError(f"it uses torch.func ({transform})")
+        capture = Capture(self.name, self.module, kinds(), self.machine.device, ambient, overlaps)
         return Program(capture, self.plans, self.machine)

@@ -31,9 +31,7 @@ class BackwardPass:
         self.taken: set[ParamId] = set()  # of them: it is the bucket's
         self.watched: set[ParamId] = set()  # of these: somebody looks before the end
         self.fresh: set[ParamId] = set()  # of these: there was no `p.grad` before
-        self.replaced: dict[
-            ParamId, torch.Tensor
-        ] = {}  # the `p.grad` that the total took over from
+        self.replaced: dict[ParamId, torch.Tensor] = {}  # what `p.grad` was before the total
         self.updated: dict[ParamId, Norms | None] = {}  # by updates in the backward
         self.norms: dict[int, Norms] = {}  # by bucket
         self.copies: dict[int, torch.cuda.Event | None] = {}  # by bucket: its way to the host

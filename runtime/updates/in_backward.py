@@ -49,9 +49,7 @@ class InBackward:
         self.marked = False  # inside of megacompile.accumulate()
         self.uncommitted: set[ParamId] = set()  # updated, and step() was not called yet
         self.committed: set[ParamId] = set()  # by the last step(), until the next backward
-        self.running: dict[
-            int, dict[int, ParamUpdate]
-        ] = {}  # the steps of the backward that runs now
+        self.running: dict[int, dict[int, ParamUpdate]] = {}  # of the backward that runs now
         self._options: list[dict[str, Any]] = []  # of the groups, when it began
         self._ended = True  # the last backward did, without an error
         self._backward = -1  # its id

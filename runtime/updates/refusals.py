@@ -21,13 +21,13 @@ from megacompile.runtime.optim.rule import OptimizerRule, is_number
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.guards import unguarded
 from megacompile.runtime.params.optimizer_states import Trained
-from megacompile.runtime.updates.update import BucketUpdate, ParamUpdate, UpdatePath, run_stock
+from megacompile.runtime.updates.update import (
+    OWN_CODE,
+    BucketUpdate,
+    ParamUpdate,
+    run_stock,
+)
 
-_OWN = (
-    UpdatePath.STOCK,
-    UpdatePath.FUSED,
-    UpdatePath.STOCK_ON_DEVICE,
-)  # these run torch.optim's own step
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MISSING = object()
 
@@ -212,7 +212,7 @@ def rehearse(
     Raises:
         OptimizerError: that step raised, and why.
     """
-    if update.way not in _OWN:
+    if update.way not in OWN_CODE:
         return
     for step, each in zip(update.steps, trained, strict=True):
         value = update.bucket.values[step.index]

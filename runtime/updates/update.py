@@ -50,7 +50,11 @@ class UpdatePath(enum.Enum):
     TORCH = "torch"
 
 
-_OWN = (UpdatePath.STOCK, UpdatePath.FUSED, UpdatePath.STOCK_ON_DEVICE)  # the optimizer's own code
+OWN_CODE = (
+    UpdatePath.STOCK,
+    UpdatePath.FUSED,
+    UpdatePath.STOCK_ON_DEVICE,
+)  # the optimizer's own code
 
 
 @dataclass(eq=False, slots=True)
@@ -137,7 +141,7 @@ class BucketUpdate:
         """Will an optimizer's own first step make states? Ask before it runs."""
         kind = known(self.kind)
         assert kind is not None
-        return self.way in _OWN and any(kind.has_states(step.group) for step in self.new())
+        return self.way in OWN_CODE and any(kind.has_states(step.group) for step in self.new())
 
     def new(self) -> list[ParamUpdate]:
         """The steps of parameters that have no states yet. Ask before it runs."""
@@ -145,7 +149,7 @@ class BucketUpdate:
 
     def __call__(self) -> None:
         with torch.no_grad():
-            if self.way in _OWN:
+            if self.way in OWN_CODE:
                 self._stock()
             elif self.way is UpdatePath.RESIDENT:
                 self._by_kernel()
