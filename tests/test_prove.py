@@ -348,5 +348,5 @@ def test_what_is_wrong_on_symbols_is_wrong_in_numbers(lookahead: int) -> None:
             wrong = seen(subject, adversary.Policy())
         shown += wrong
         hidden += [] if wrong else [edits]
-    # poison cannot see all: memory with another view of it is left alone
-    assert shown >= 10 and len(hidden) <= shown / 4, hidden
+    # poison cannot see all: memory with another view of it is left alone, and a step keeps others
+    assert shown >= 10 and len(hidden) <= shown / 2, hidden

@@ -258,6 +258,28 @@ def test_a_function_that_is_skipped() -> None:
     assert f"a graph break at {__file__}:{line} (forward): Call to" in message
 
 
+@pytest.mark.parametrize("inside_a_model", [False, True])
+def test_a_break_in_our_own_frames_is_not_another_models(inside_a_model: bool) -> None:
+    """torch's own modules have no line of a user's code."""
+    lstm: nn.Module = nn.LSTM(8, 8)
+    user = Reads(lstm) if inside_a_model else lstm
+    (message,) = messages(lambda: megacompile(user, device="cpu")(torch.ones(2, 8)))
+    assert "Attempted to wrap RNN" in message
+    assert ("(forward): Attempted" in message) == inside_a_model
+    (message,) = messages(lambda: megacompile(InALoop(), device="cpu")(torch.ones(2, 8)))
+    assert "RNN" not in message
+
+
+class Reads(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.net(x)[0]
+        return result
+
+
 class Counts(nn.Module):
     """Another case at each call."""
 

@@ -16,9 +16,9 @@ _KEPT = 1000  # of each kind, of the process; the oldest go
 
 
 class GraphBreak(NamedTuple):  # torch 2.11 to 2.15
-    """A line that Dynamo could not capture."""
+    """A line of a user's code that Dynamo could not capture, or that calls what it could not."""
 
-    file: str
+    file: str  # "" where all of the stack is torch's and ours
     line: int
     function: str
     why: str
@@ -47,9 +47,10 @@ def note_uncaptured() -> None:  # torch 2.11 to 2.15
     def log_graph_break(self: Any, code_options: Any, reason: str, exc: Any) -> None:
         stack = getattr(exc, "real_stack", None) or torch._guards.TracingContext.extract_stack()
         if stack:
-            at = stack[-1]
             why = (str(getattr(exc, "msg", "")) or reason).strip().partition("\n")[0]
-            _BREAKS.append(GraphBreak(at.filename, at.lineno or 0, at.name, why))
+            users = [at for at in stack if not at.filename.startswith(_NOT_USERS)]
+            place = (users[-1].filename, users[-1].lineno or 0, users[-1].name) if users else _NONE
+            _BREAKS.append(GraphBreak(*place, why))
             _COUNT[0] += 1
         stock(self, code_options, reason, exc)
 
@@ -90,6 +91,10 @@ def capture_is_off() -> str:  # torch 2.11 to 2.15
     return f"torch.compiler.set_stance({name!r})" if name in _OFF else ""
 
 
+_NOT_USERS = tuple(
+    os.path.join(os.path.dirname(path), "") for path in (torch.__file__, os.path.dirname(__file__))
+)
+_NONE = ("", 0, "")
 _OFF = ("force_eager", "eager_on_recompile", "eager_then_compile")
 _COUNT = [0]
 _BREAKS: deque[GraphBreak] = deque(maxlen=_KEPT)

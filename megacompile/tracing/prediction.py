@@ -68,6 +68,7 @@ def predicted(
 ) -> Timeline:
     """The prediction of each run that was measured, from where the measured one begins."""
     known: dict[int, dict[str, list[Predicted]]] = {}
+    described: dict[tuple[int, str], tuple[OpInfo, ...]] = {}  # a whole step is walked for each
     spans: list[Span] = []
     for i, run in enumerate(measured.runs):
         if not (ran := measured.of_run(i)):
@@ -78,7 +79,9 @@ def predicted(
             known[key] = predict(run.schedule, hardware, (optimizers or {}).get(run.model))
         start = min(span.start_s for span in ran)
         infos: defaultdict[str, deque[OpInfo]] = defaultdict(deque)
-        for info in describe(run.schedule, run.graph):
+        if (key, run.graph) not in described:
+            described[key, run.graph] = describe(run.schedule, run.graph)
+        for info in described[key, run.graph]:
             infos[info.name].append(info)
         for event in sorted(known[key][run.graph], key=lambda event: event.start_s):
             if infos[event.name]:  # `begin` and frees are not drawn

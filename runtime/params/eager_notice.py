@@ -25,7 +25,7 @@ class EagerNotice:
         self.cause = ""  # why that was not captured
         self._params: set[int] = set()  # ids of the parameters
         self._said: set[str] = set()  # causes
-        self._uncaptured = -1  # graph breaks and limits, when the last call ended
+        self._uncaptured = compat.uncaptured()  # graph breaks and limits, when the last call ended
 
     def __call__(self, param: torch.Tensor | None) -> None:
         """Eager code uses a parameter; None: of no model."""
@@ -40,7 +40,7 @@ class EagerNotice:
         if not self.place:
             at = frames[0]
             self.place = f"{at.f_code.co_filename}:{at.f_lineno} ({at.f_code.co_name})"
-            self.cause = _cause(frames)
+            self.cause = _cause(frames, compat.uncaptured() > self._uncaptured)
         self._params.add(id(param))
 
     def say(self, params: Callable[[], Iterable[torch.nn.Parameter]]) -> None:
@@ -89,13 +89,17 @@ def _frames_of_user_code() -> list[FrameType]:
     return found
 
 
-def _cause(frames: Iterable[FrameType]) -> str:
-    """Why code was not captured that these frames call, the innermost first."""
+def _cause(frames: Iterable[FrameType], in_this_call: bool) -> str:
+    """Why code was not captured that these frames call, the innermost first.
+
+    Args:
+        in_this_call: Dynamo has met something in it that it could not capture.
+    """
     frames = tuple(frames)
     if switch := compat.capture_is_off():
         return f"capture is switched off, by {switch}; leave that out"
-    lines = {(b.file, b.line): b for b in reversed(tuple(compat.graph_breaks()))}
-    functions = {(b.file, b.function): b for b in lines.values()}
+    breaks = tuple(compat.graph_breaks())
+    lines = {(b.file, b.line): b for b in reversed(breaks)}
     limits = {hit.function: hit for hit in compat.limit_hits()}
     for frame in frames:
         code = frame.f_code
@@ -109,8 +113,13 @@ def _cause(frames: Iterable[FrameType]) -> str:
                 f"call, or raise torch._dynamo.config.{hit.option}"
             )
     for frame in frames:
-        if found := functions.get((frame.f_code.co_filename, frame.f_code.co_name)):
-            return _of_break(found)
+        code = frame.f_code
+        its = {line for _, _, line in code.co_lines()}
+        for found in breaks:
+            if found.file == code.co_filename and found.line in its:
+                return _of_break(found)
+    if in_this_call and breaks and not breaks[0].file:
+        return f"a graph break: {breaks[0].why}; TORCH_LOGS=graph_breaks says more"
     return "Dynamo did not capture it, and TORCH_LOGS=graph_breaks says why"
 
 
