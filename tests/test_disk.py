@@ -17,6 +17,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,15 @@ def memory(size: int = SIZE, value: int = 0) -> torch.Tensor:
     return HostBuffer(size, pin=False).bytes(size).fill_(value)
 
 
+def begun(request: transfers.Request | None) -> transfers.Request:
+    assert request is not None
+    request.begin()
+    return request
+
+
 def done(request: transfers.Request | None) -> None:
-    if request is not None:
-        request.wait()
+    if request is not None:  # else it is done: in a child
+        begun(request).wait()
 
 
 def contents(disk: Disk, buffer: DiskBuffer) -> torch.Tensor:
@@ -185,8 +192,8 @@ def test_a_round_trip_in_chunks(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(transfers, "CHUNK_BYTES", 3 * PAGE)
     buffers = [disk.buffer(size) for size in (SIZE, PAGE, 5 * PAGE)]
     source = [memory(len(buffer)).random_() for buffer in buffers]
-    written = disk.write(buffers, source, "fill")
-    assert written is not None and written.size_bytes == 14 * PAGE
+    written = begun(disk.write(buffers, source, "fill"))
+    assert written.size_bytes == 14 * PAGE
     there = [memory(len(buffer)) for buffer in buffers]
     done(disk.read(buffers, there, "look", after=[written]))
     assert all(map(torch.equal, there, source))
@@ -241,8 +248,7 @@ def test_an_error_names_everything(
     buffer, there = disk.buffer(SIZE), memory()
     failing(way, number, monkeypatch)
     start = disk.read if way == "preadv" else disk.write
-    request = start([buffer], [there], "3READ_STATE of 'layers.3'")
-    assert request is not None
+    request = begun(start([buffer], [there], "3READ_STATE of 'layers.3'"))
     word = "read" if way == "preadv" else "write"
     expected = rf"3READ_STATE of 'layers.3': the {word} of 32 KiB failed at offset \d+ of .*errno"
     for _ in range(2):
@@ -263,9 +269,8 @@ def test_what_comes_behind_a_failure_fails_too(disk: Disk, monkeypatch: pytest.M
     buffer = disk.buffer(SIZE)
     with monkeypatch.context() as patched:
         failing("pwritev", errno.EIO, patched)
-        first = disk.write([buffer], [memory()], "3WRITE_STATE")
-        assert first is not None
-        second = disk.read([buffer], [memory()], "3READ_STATE", after=[first])
+        first = begun(disk.write([buffer], [memory()], "3WRITE_STATE"))
+        second = begun(disk.read([buffer], [memory()], "3READ_STATE", after=[first]))
         with pytest.raises(DiskError, match=r"3WRITE_STATE: the write"):
             done(second)
 
@@ -281,10 +286,11 @@ def test_a_disk_that_is_never_ready_is_an_error(
 
 def test_a_slow_disk_is_said(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(transfers, "_SLOW_S", 0.0)
     monkeypatch.setattr(transfers, "_SLOW", set())
     gate = threading.Event()
     buffer = disk.buffer(SIZE)
-    request = disk.read([buffer], [memory()], "3READ_STATE", before=gate.wait)  # type: ignore[arg-type]
+    request = begun(disk.read([buffer], [memory()], "3READ_STATE", before=gate.wait))  # type: ignore[arg-type]
     real = transfers.Request._say_slow
 
     def say(self: transfers.Request, seconds: float) -> None:
@@ -308,13 +314,11 @@ def test_requests_in_any_order(disk: Disk, seed: int) -> None:
         i = rng.randrange(2)
         if rng.random() < 0.5:
             source = memory().random_()
-            request = disk.write([buffers[i]], [source], "fill", after=last[i])
-            assert request is not None
+            request = begun(disk.write([buffers[i]], [source], "fill", after=last[i]))
             last[i], plain[i] = [request], source
         else:
             there = memory()
-            request = disk.read([buffers[i]], [there], "look", after=last[i][:1])
-            assert request is not None
+            request = begun(disk.read([buffers[i]], [there], "look", after=last[i][:1]))
             last[i] = [*last[i], request]
             reads.append((request, there, plain[i]))
     for request, there, expected in reads:
@@ -380,7 +384,7 @@ def in_child(function: Callable[[], bool]) -> int:
 
 def test_a_child_does_not_write_into_the_file(disk: Disk) -> None:
     buffer, ones = disk.buffer(SIZE), memory(value=1)
-    request = disk.write([buffer], [ones], "fill")
+    request = begun(disk.write([buffer], [ones], "fill"))
 
     def child() -> bool:
         seen = buffer.bytes(SIZE)
@@ -414,8 +418,7 @@ def test_a_child_that_ends_gives_nothing_back(disk: Disk) -> None:
 def test_ctrl_c_while_it_waits(disk: Disk) -> None:
     gate = threading.Event()
     buffer, source = disk.buffer(SIZE), memory(value=5)
-    request = disk.write([buffer], [source], "fill", before=gate.wait)  # type: ignore[arg-type]
-    assert request is not None
+    request = begun(disk.write([buffer], [source], "fill", before=gate.wait))  # type: ignore[arg-type]
     interrupt = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
     interrupt.start()
     with pytest.raises(KeyboardInterrupt):
@@ -426,25 +429,31 @@ def test_ctrl_c_while_it_waits(disk: Disk) -> None:
     assert torch.equal(contents(disk, buffer), source)
 
 
+def test_a_request_that_nobody_began_is_begun_by_who_waits(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "_PATIENCE_S", 0.01)
+    buffer, source = disk.buffer(SIZE), memory(value=5)
+    request = disk.write([buffer], [source], "fill")
+    assert request is not None
+    request.wait()
+    assert torch.equal(contents(disk, buffer), source)
+
+
 def test_ctrl_c_at_any_opcode(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "_PATIENCE_S", 0.05)
-    monkeypatch.setattr(transfers, "_SLOW", {disk.file.folder})
+    """What was interrupted can be waited for, with threads that have begun and with new ones."""
+    monkeypatch.setattr(transfers, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(transfers, "CHUNK_BYTES", PAGE)
     buffer, source = disk.buffer(SIZE), memory().random_()
-
-    def write() -> None:
-        done(disk.write([buffer], [source], "fill"))
-
-    write()  # threads are there
     counted = interrupts.Opcodes()
     with interrupts.traced(counted):
-        write()
+        done(Disk(disk.file).write([buffer], [source], "fill"))
     for name, count in counted.counts.items():
         for k in range(1, count + 1, max(1, count // 20)):
+            request = Disk(disk.file).write([buffer], [source.random_()], "fill")
+            assert request is not None
             stopper = interrupts.Opcodes((name, k))
-            try:
-                with interrupts.traced(stopper):
-                    write()
-            except KeyboardInterrupt:
-                pass
-            write()
+            with suppress(KeyboardInterrupt), interrupts.traced(stopper):
+                done(request)
+            request.wait()
             assert torch.equal(contents(disk, buffer), source), stopper.stopped

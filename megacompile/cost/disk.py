@@ -15,7 +15,7 @@ import torch
 
 from megacompile.cost.hardware import Hardware
 from megacompile.runtime.disk.scratch import ScratchFile
-from megacompile.runtime.disk.transfers import Span, Transfers, Way
+from megacompile.runtime.disk.transfers import Request, Span, Transfers, Way
 
 _FILE_BYTES = 512 * 2**20  # each of two places
 _REPEATS = 3
@@ -55,14 +55,14 @@ def measure_disk(folder: str | os.PathLike[str]) -> DiskRates:
         words = memory.view(torch.int64)
         words.random_(generator=torch.Generator().manual_seed(0))
         spans[way] = Span(place, memory)
-        transfers.start(Way.WRITE, file, [spans[way]], "measure_disk()").wait()  # new is slower
+        _begun(transfers, Way.WRITE, file, spans[way]).wait()  # new places are slower
 
     def seconds(*ways: Way) -> dict[Way, float]:
         """Until each is done; the best of some runs, because others use the disk as well."""
         found = dict.fromkeys(ways, float("inf"))
         for _ in range(_REPEATS):
             start = time.perf_counter()
-            running = [transfers.start(way, file, [spans[way]], "measure_disk()") for way in ways]
+            running = [_begun(transfers, way, file, spans[way]) for way in ways]
             for way, request in zip(ways, running, strict=True):
                 request.wait()
                 found[way] = min(found[way], time.perf_counter() - start)
@@ -78,3 +78,9 @@ def measure_disk(folder: str | os.PathLike[str]) -> DiskRates:
         min(alone[Way.READ], both),
         min(alone[Way.WRITE], both),
     )
+
+
+def _begun(transfers: Transfers, way: Way, file: ScratchFile, span: Span) -> Request:
+    request = transfers.request(way, file, [span], "measure_disk()")
+    request.begin()
+    return request

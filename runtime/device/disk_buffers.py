@@ -133,7 +133,7 @@ class Disk:
         after: Sequence[Request] = (),
         before: Callable[[], None] = lambda: None,
     ) -> Request | None:
-        """Begin to read whole buffers; None where it is done. See `Transfers.start`.
+        """Read whole buffers: a request to `begin`; None where it is done. See `Transfers.request`.
 
         Args:
             memory: for each buffer, (len(buffer),) uint8 at a page boundary, not of a `DiskBuffer`.
@@ -163,7 +163,7 @@ class Disk:
     ) -> Request | None:
         if all(buffer.ours for buffer in buffers):
             spans = [buffer.span(m) for buffer, m in zip(buffers, memory, strict=True)]
-            return self._transfers.start(way, self.file, spans, what, after=after, before=before)
+            return self._transfers.request(way, self.file, spans, what, after=after, before=before)
         for earlier in after:
             earlier.wait()
         before()

@@ -8,9 +8,10 @@ waits for the other.
 [Note: order] Nothing orders two requests but what they are told (`after=`). One that waits for
 another was given later than that, so the one that was given first can always go on.
 
-[Note: interrupts] A request is given to every thread of its direction as a whole, and each takes
-chunks until there is none left. So one that Ctrl-C cut off while it was given is carried out by
-those that have it, or by nobody, and then nobody knows of it.
+[Note: interrupts] A request is made first and begun later, so that whoever must wait for it knows
+of it before a thread does. It is given to every thread of its direction as a whole, and each takes
+chunks until there is none left. So it may be given twice, and one that Ctrl-C cut off while it was
+given is carried out by those that have it, or is given again by who waits for it.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ class Request:
         file: ScratchFile,
         what: str,
         before: Callable[[], None],
+        lanes: Sequence[Background],
     ) -> None:
+        self._lanes = lanes
         self.way = way
         self.what = what
         self.file = file
@@ -80,9 +83,14 @@ class Request:
         self._done = itertools.count(1)
         self._error: BaseException | None = None
         self._over: Future[None] = Future()
-        self._kick: Callable[[], None] = lambda: None
         if not self._chunks:
             self._over.set_result(None)
+
+    def begin(self) -> None:
+        """Give it to the threads; see [Note: interrupts]."""
+        if not self.done():
+            for lane in self._lanes:
+                lane.submit(self.work)
 
     def work(self) -> None:
         """Take chunks until there is none left; called by each thread."""
@@ -140,8 +148,9 @@ class Request:
             except StillRunning:
                 if self._over.done():
                     raise  # its own error, by that name
-                self._kick()
-                self._say_slow(time.monotonic() - start)
+                self.begin()
+                if time.monotonic() - start >= _SLOW_S:
+                    self._say_slow(time.monotonic() - start)
             else:
                 return
 
@@ -159,7 +168,8 @@ class Request:
         )
 
 
-_PATIENCE_S = 30.0
+_PATIENCE_S = 1.0
+_SLOW_S = 30.0
 _SLOW: set[object] = set()  # folders that it was said of
 
 
@@ -176,7 +186,7 @@ class Transfers:
             for way in Way
         }
 
-    def start(
+    def request(
         self,
         way: Way,
         file: ScratchFile,
@@ -186,7 +196,7 @@ class Transfers:
         after: Sequence[Request] = (),
         before: Callable[[], None] = lambda: None,
     ) -> Request:
-        """Begin a read or a write.
+        """A read or a write; whoever made it calls `begin`.
 
         Args:
             spans: what goes where.
@@ -204,21 +214,7 @@ class Transfers:
                 earlier.wait()
             before()
 
-        request = Request(way, spans, file, what, ready if after else before)
-        request._kick = self._kick(way)
-        if not request.done():
-            for lane in self._lanes[way]:
-                lane.submit(request.work)
-        return request
-
-    def _kick(self, way: Way) -> Callable[[], None]:
-        """Start threads that Ctrl-C kept from starting."""
-
-        def kick() -> None:
-            for lane in self._lanes[way]:
-                lane.submit(lambda: None)
-
-        return kick
+        return Request(way, spans, file, what, ready if after else before, self._lanes[way])
 
 
 _Chunk = tuple[int, int, int]  # offset in the file, address, bytes
