@@ -60,6 +60,8 @@ def megacompile(
     device_update: float | None = None,
     gpu_memory: int | float | str | None = None,
     host_memory: int | float | str | None = None,
+    disk: str | os.PathLike[str] | None = None,
+    disk_memory: int | float | str | None = None,
     resident: int | float | str = "auto",
     head: Head | str = "auto",
     detect_anomaly: bool = False,
@@ -105,6 +107,10 @@ def megacompile(
         gpu_memory: device memory that may be used: bytes, "20GiB" or a fraction of the device's.
             Default: what is free when the plan is made, less 5 %, but 4 GiB at most.
         host_memory: host memory for parameters and gradients, in the same forms. More is an error.
+        disk: a folder on a fast local disk, where the optimizer states of streamed buckets lie
+            instead of in host memory, in a file that is gone when the process is. Each step reads
+            and writes all of them.
+        disk_memory: what they may take there, in the same forms. Default: what is free.
         resident: device memory for buckets that live there, with their gradients and optimizer
             states: a size, 0 or "all". Default: "auto", as much as makes the step fastest.
         head: "chunked" computes the last linear layer, its `cross_entropy` and their gradients in
@@ -134,6 +140,7 @@ def megacompile(
         ModelError: the argument is no module, its parameters cannot be streamed, or another
             megacompiled model has one of them.
         OptionError: a bad option, or a second call with other options.
+        DiskError: no file can be made in `disk`.
         HostMemoryError: parameters and gradients do not fit into host memory.
         CheckpointError: the checkpoint is not whole, does not fit the model, or cannot be read. The
             model is as it was.
@@ -164,6 +171,8 @@ def megacompile(
         device_update=device_update,
         gpu_memory=gpu_memory,
         host_memory=host_memory,
+        disk=disk,
+        disk_memory=disk_memory,
         resident=resident,
         head=head,
         detect_anomaly=detect_anomaly,

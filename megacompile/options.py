@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import os
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -68,6 +70,9 @@ class Options:
             `compute_dtype`; otherwise none.
         gpu_memory: bytes of device memory that the plan may use. Default: what is free.
         host_memory: bytes of host memory. Default: what is free.
+        disk: the folder that the optimizer states of streamed buckets lie in. Default: none, they
+            lie in host memory.
+        disk_memory: bytes that they may take there. Default: what is free.
         resident: bytes of device memory for buckets that live there. Default: the plan decides.
         head: whether the head and its loss are computed in chunks of tokens.
         detect_anomaly: raise if a stage's backward gives NaN or inf.
@@ -89,6 +94,8 @@ class Options:
     device_update: float | None = None
     gpu_memory: int | None = None
     host_memory: int | None = None
+    disk: str | None = None
+    disk_memory: int | None = None
     resident: int | None = None
     head: Head = Head.AUTO
     detect_anomaly: bool = False
@@ -107,13 +114,19 @@ class Options:
             self.lowering is Lowering.INDUCTOR
             and self.optimizer is None
             and self.compute_dtype is None
+            and self.disk is None
         )
 
     @property
     def device_helps(self) -> bool:
         """Does a GPU help the host with the updates that are no device updates?"""
         alone = self.device_update == 0.0 or self.stochastic_rounding
-        return self.lowering is Lowering.INDUCTOR and self.optimizer is None and not alone
+        return (
+            self.lowering is Lowering.INDUCTOR
+            and self.optimizer is None
+            and self.disk is None
+            and not alone
+        )
 
     @property
     def plans(self) -> bool:
@@ -141,6 +154,8 @@ class Options:
         device_update: float | None = None,
         gpu_memory: int | float | str | None = None,
         host_memory: int | float | str | None = None,
+        disk: str | os.PathLike[str] | None = None,
+        disk_memory: int | float | str | None = None,
         resident: int | float | str = "auto",
         head: Head | str = "auto",
         detect_anomaly: bool = False,
@@ -177,6 +192,17 @@ class Options:
                 f"megacompile(): got device_update={device_update} with lowering='eager', whose "
                 "updates are torch.optim's own; leave it out, or use lowering='inductor'"
             )
+        folder = _folder(disk)
+        if disk_memory is not None and folder is None:
+            raise OptionError(
+                f"megacompile(): got disk_memory={disk_memory!r} without disk=; needed the folder "
+                "that it is about; name one, or leave disk_memory out"
+            )
+        if device_update and folder is not None:
+            raise OptionError(
+                f"megacompile(): got device_update={device_update} with disk={folder!r}; states on "
+                "a disk come too late for that; leave one of them out"
+            )
         return Options(
             device=resolved_device,
             lowering=resolved_lowering,
@@ -191,6 +217,8 @@ class Options:
             device_update=device_update,
             gpu_memory=_size("gpu_memory", gpu_memory, resolved_device),
             host_memory=_size("host_memory", host_memory, torch.device("cpu")),
+            disk=folder,
+            disk_memory=_disk_bytes(disk_memory, folder),
             resident=_resident(resident, resolved_device, optimizer),
             head=_choice("head", head, Head),
             detect_anomaly=_flag("detect_anomaly", detect_anomaly),
@@ -268,6 +296,30 @@ def _share(name: str, value: Any) -> float | None:
 def _size(name: str, value: Any, device: torch.device) -> int | None:
     total_bytes = _device_bytes(device) if isinstance(value, float) else 0
     return None if value is None else parse_bytes(name, value, total_bytes)
+
+
+def _folder(value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, (str, os.PathLike)):
+        raise OptionTypeError(_wrong_type("disk", value, "None or the path of a folder"))
+    path = os.path.abspath(os.fsdecode(value))
+    if sys.platform != "linux":
+        raise OptionError(
+            f"megacompile(): got disk={path!r}; scratch files need Linux; leave it out"
+        )
+    if not (os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)):
+        raise OptionError(
+            f"megacompile(): got disk={path!r}; needed a folder that this process can write to, on "
+            "a local disk"
+        )
+    return path
+
+
+def _disk_bytes(value: Any, folder: str | None) -> int | None:
+    if value is None or folder is None:
+        return None
+    return parse_bytes("disk_memory", value, shutil.disk_usage(folder).free)
 
 
 def _device_bytes(device: torch.device) -> int:

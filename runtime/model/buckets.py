@@ -23,8 +23,10 @@ from megacompile.ir.placement import Placement
 from megacompile.options import Lowering, Options
 from megacompile.progress import bar
 from megacompile.runtime.checkpoint.contents import Contents
+from megacompile.runtime.device.disk_buffers import Disk
 from megacompile.runtime.device.slots import DeviceSlots
 from megacompile.runtime.device.streams import Streams
+from megacompile.runtime.disk.scratch import ScratchFile
 from megacompile.runtime.model.data_parallel import DataParallel, refuse_moves
 from megacompile.runtime.model.owners import forget, refuse_shared
 from megacompile.runtime.model.plans import Compiler, Plans
@@ -85,6 +87,7 @@ class ModelBuckets:
             place=self._places.of_proxy,
             device_update=DeviceUpdates(streams),
             detect_anomaly=options.detect_anomaly,
+            disk=_disk(options),
         )
         self.alone = threading.RLock()  # the swap and the slots serve one call at a time
         self.notice = EagerNotice()
@@ -244,6 +247,7 @@ class ModelBuckets:
             grad_dtype=self.options.grad_dtype,
             pin_masters=pin and self.options.updates_on_device,
             resident=self.options.device if resident else None,
+            disk=self.machine.disk,
             empty=empty,
         )
 
@@ -371,6 +375,13 @@ def _first_that_fit(
             break
         chosen.append(unit.bucket.key)
     return frozenset(chosen)
+
+
+def _disk(options: Options) -> Disk | None:
+    """The scratch file of a model's states."""
+    if options.disk is None:
+        return None
+    return Disk(ScratchFile(options.disk, limit_bytes=options.disk_memory))
 
 
 def _show_again(gradients: Sequence[tuple[nn.Parameter, torch.Tensor | None]]) -> None:

@@ -13,6 +13,7 @@ import torch
 from megacompile.ir.buckets import Bucket
 from megacompile.runtime.device.activations import HostPool
 from megacompile.runtime.device.background import Background
+from megacompile.runtime.device.disk_buffers import Disk
 from megacompile.runtime.device.slots import DeviceSlots
 from megacompile.runtime.device.streams import Handle, Streams
 from megacompile.runtime.params.bucket import HostBucket
@@ -51,6 +52,7 @@ class Machine:
     host_updates: HostUpdates = field(init=False)
     copies: Background = field(init=False)  # brings what a step made on the device to the host
     tracer: Tracer | None = None  # while a trace of the model is on
+    disk: Disk | None = None  # where the states of streamed buckets lie, if not on the host
     detect_anomaly: bool = False  # is NaN or inf in a gradient an error?
     running: threading.RLock = field(default_factory=threading.RLock)  # one schedule at a time
     activations: HostPool = field(init=False)  # host memory of what waits for its backward

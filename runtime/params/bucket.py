@@ -7,14 +7,16 @@ streamed copy in another dtype in `copy`.
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from megacompile import compat
 from megacompile.ir.buckets import Bucket, Param
 from megacompile.runtime.device.buffers import DeviceBuffer, HostBuffer, mirrored
+from megacompile.runtime.device.disk_buffers import Disk
 from megacompile.runtime.params.guards import release
 from megacompile.runtime.params.pending import Pending
 from megacompile.runtime.params.state_memory import Made, StateMemory
@@ -35,6 +37,7 @@ class HostBucket:
         grad_dtype: of the gradients. Default: each parameter's own.
         pin_masters: page-lock parameters that are not streamed themselves.
         resident: the device that all of it lies on, if it does.
+        disk: where the states of a streamed bucket lie, if not in host memory.
         empty: on the host, with memory that nobody has touched. Who fills it lets the parameters
             have it, and calls `filled`.
     """
@@ -50,9 +53,11 @@ class HostBucket:
         grad_dtype: torch.dtype | None = None,
         pin_masters: bool = False,
         resident: torch.device | None = None,
+        disk: Disk | None = None,
         empty: bool = False,
     ) -> None:
         self.resident = resident
+        self.disk = None if resident is not None else disk
         self._empty = empty
         self.layout = layout
         self.params = tuple(params)
@@ -101,6 +106,12 @@ class HostBucket:
         if self.resident is not None:
             return DeviceBuffer(self.resident)
         return HostBuffer(size_bytes, pin=pin, touch=not self._empty)
+
+    def state_buffer(self, size_bytes: int, *, pin: bool) -> HostBuffer | DeviceBuffer:
+        """Memory where the states lie."""
+        if self.disk is not None:
+            return self.disk.buffer(size_bytes)
+        return self.new_buffer(size_bytes, pin=pin)
 
     def _masters(
         self, buffer: HostBuffer | DeviceBuffer
@@ -189,15 +200,20 @@ class HostBucket:
         trained = [i for i, param in enumerate(self.params) if param.requires_grad]
         dtypes = {i: self.grad_dtype or self.params[i].dtype for i in trained}
         self._memory = [memory for memory in self._memory if memory is not self._grad_memory]
-        made = self.like(dtypes, pin=self.pin)
+        made = self._like(dtypes, functools.partial(self.new_buffer, pin=self.pin))
         self.grads, self._grad_memory = made.tensors, made.whole
         self._memory.append(made.whole)
 
-    def like(self, dtypes: Mapping[int, torch.dtype], *, pin: bool) -> Made:
-        """New memory like some of the parameters: dtypes by index."""
+    def states_like(self, dtypes: Mapping[int, torch.dtype], *, pin: bool) -> Made:
+        """New memory for states like some of the parameters: dtypes by index."""
+        return self._like(dtypes, functools.partial(self.state_buffer, pin=pin))
+
+    def _like(
+        self, dtypes: Mapping[int, torch.dtype], new: Callable[[int], HostBuffer | DeviceBuffer]
+    ) -> Made:
         places = dict(zip(dtypes, mirrored(self.layout, dtypes), strict=True))
         end = max((place.offset_bytes + place.size_bytes for place in places.values()), default=0)
-        buffer = self.new_buffer(end, pin=pin)
+        buffer = new(end)
         whole = buffer.bytes(end)
         tensors = {i: buffer.tensor(place) for i, place in places.items()}
         return Made(tensors, whole, buffer)

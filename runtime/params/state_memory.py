@@ -32,11 +32,11 @@ class Home(Protocol):
     pin: bool
     values: tuple[torch.Tensor, ...]
 
-    def new_buffer(self, size_bytes: int, *, pin: bool) -> HostBuffer | DeviceBuffer:
-        """Memory where the bucket lies."""
+    def state_buffer(self, size_bytes: int, *, pin: bool) -> HostBuffer | DeviceBuffer:
+        """Memory where the states lie."""
 
-    def like(self, dtypes: Mapping[int, torch.dtype], *, pin: bool) -> Made:
-        """New memory like some of the parameters."""
+    def states_like(self, dtypes: Mapping[int, torch.dtype], *, pin: bool) -> Made:
+        """New memory for states like some of the parameters."""
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class StateMemory:
             if not isinstance(have := there.get(i), torch.Tensor) or have.dtype != dtype
         }
         if missing:
-            made = self._home.like(missing, pin=pin)
+            made = self._home.states_like(missing, pin=pin)
             self._owned[owner].memory.append(made.whole)
             self._note(owner, made.buffer)
             there |= made.tensors
@@ -114,7 +114,7 @@ class StateMemory:
             absmax = torch.empty(absmax_numel(numel), device="meta")
             likes += [(f"{i}.codes", codes), (f"{i}.absmax", absmax)]
         layout = Bucket.layout(self._home.layout.key, self._home.layout.name, likes)
-        buffer = self._home.new_buffer(layout.size_bytes, pin=pin)
+        buffer = self._home.state_buffer(layout.size_bytes, pin=pin)
         self._note(owner, buffer)
         made = [buffer.tensor(place) for place in layout.params]
         there |= {i: (made[2 * k], made[2 * k + 1]) for k, i in enumerate(missing)}
