@@ -98,7 +98,7 @@ def _threads(
         transfers.CHUNK_BYTES = mib * 2**20
         before, disk.file.direct_fd = disk.file.direct_fd, descriptor
         start = there.read if way is Way.READ else there.write
-        request = start([buffer], [flat], "benchmark")
+        request = start([buffer], [lambda: flat], "benchmark")
         assert request is not None
         request.begin()
         request.wait()
@@ -124,7 +124,7 @@ def _mapping(buffer: DiskBuffer, memory: HostBuffer) -> Run:
 
 def _pieces(buffer: DiskBuffer, memory: HostBuffer) -> list[tuple[int, memoryview]]:
     """Offsets in the file, and memory."""
-    at, view = buffer.span(memory.bytes(len(memory))).place.at, memoryview(memory)
+    at, view = buffer.span(lambda: memory.bytes(len(memory))).place.at, memoryview(memory)
     return [(at + i, view[i : i + _CHUNK]) for i in range(0, len(memory), _CHUNK)]
 
 
@@ -199,7 +199,7 @@ def _kvikio(disk: Disk, buffer: DiskBuffer, memory: HostBuffer) -> Run:
     defaults.set({"num_threads": 4, "task_size": _CHUNK})
     # it opens the file by name again, with O_DIRECT where it can
     file = kvikio.CuFile(f"/proc/self/fd/{disk.file.fd}", "r+")
-    view, at = memoryview(memory), buffer.span(memory.bytes(len(memory))).place.at
+    view, at = memoryview(memory), buffer.span(lambda: memory.bytes(len(memory))).place.at
     file.pread(view[:_CHUNK], file_offset=at).get()  # it asks for libcuda, for host memory too
 
     def run(way: Way) -> None:

@@ -73,7 +73,7 @@ def test_the_same_numbers(tmp_path: Path, mode: str, kind: Any) -> None:
     on_disk = trained(tmp_path, kind=kind, **options)
     assert same(on_disk, trained(None, kind=kind, **options))
     disk = streamed_model(on_disk[0], "test").machine.disk
-    assert disk.file.used_bytes > 0 and disk.file.process == os.getpid()
+    assert disk is not None and disk.file.used_bytes > 0 and disk.file.process == os.getpid()
 
 
 def test_checkpoints_go_to_and_from_a_disk(tmp_path: Path) -> None:

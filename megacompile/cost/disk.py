@@ -6,6 +6,7 @@ measurement of seconds does not see.
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import time
@@ -54,7 +55,7 @@ def measure_disk(folder: str | os.PathLike[str]) -> DiskRates:
         memory = torch.frombuffer(mmap.mmap(-1, place.size_bytes), dtype=torch.uint8)
         words = memory.view(torch.int64)
         words.random_(generator=torch.Generator().manual_seed(0))
-        spans[way] = Span(place, memory)
+        spans[way] = Span(place, functools.partial(torch.Tensor.view, memory, -1))
         _begun(transfers, Way.WRITE, file, spans[way]).wait()  # new places are slower
 
     def seconds(*ways: Way) -> dict[Way, float]:

@@ -9,6 +9,7 @@ the link (see `runtime.updates.workers`). Times are in seconds.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from megacompile.cost.hardware import Hardware
 from megacompile.ir.stream import Stream
 
 STREAMS = tuple(Stream)  # a queue is its stream's place here
-COMPUTE, H2D, D2H, HOST, DEVICE = range(len(STREAMS))
+COMPUTE, H2D, D2H, HOST, DEVICE, READ, WRITE = range(len(STREAMS))
 
 
 @dataclass(slots=True)
@@ -134,7 +135,16 @@ def _rates(hardware: Hardware, busy: int) -> tuple[float, ...]:
     host_gb_s = hardware.update_gb_s if host else 0.0
     wanted = [h2d * down, d2h * up, host_gb_s, device * 2 * min(down, up)]
     given = _shares(wanted, hardware.host_memory_gb_s) if host else wanted
-    return (1.0, *(rate * 1e9 for rate in given))
+    disk = _disk_rates(hardware, read=bool(busy >> READ & 1), write=bool(busy >> WRITE & 1))
+    return (1.0, *(rate * 1e9 for rate in (*given, *disk)))
+
+
+def _disk_rates(hardware: Hardware, *, read: bool, write: bool) -> tuple[float, float]:
+    """Reading and writing; what was not measured takes no time."""
+    both = read and write
+    reads = hardware.disk_read_both_gb_s if both else hardware.disk_read_gb_s
+    writes = hardware.disk_write_both_gb_s if both else hardware.disk_write_gb_s
+    return (math.inf if reads is None else reads), (math.inf if writes is None else writes)
 
 
 def _shares(wanted: Sequence[float], total: float) -> list[float]:

@@ -196,6 +196,8 @@ class _Graph:
         op = ops.effects(node)
         if self.name == "update" and op.once:
             return self._update(ops.arguments(node)[0], queue)
+        if op.stored is not None:
+            return op.stored(node)
         if queue != COMPUTE:
             return self._copy(self._moved_bytes(node), copies_of(node))
         if op.code is None:

@@ -39,6 +39,7 @@ class Plan:
     ] = ()  # (kept stage, share of its saved tensors, 0 to 1)
     state_delay: int = 1  # backwards that are issued before one waits for states to leave
     stay: frozenset[int] = frozenset()  # buckets (keys) that keep their slots between forwards
+    on_disk: frozenset[int] = frozenset()  # buckets (keys) whose states lie on a disk
 
 
 @dataclass(frozen=True, slots=True)

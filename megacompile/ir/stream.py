@@ -10,7 +10,8 @@ class Stream(enum.Enum):
 
     Those of the device run their ops in the order in which they are issued. The two of
     `optimizer.step()` do not: the host takes the first update that waits, the device that helps it
-    takes the last one, and nobody knows beforehand where they meet.
+    takes the last one, and nobody knows beforehand where they meet. Nor do those of a disk, which
+    has several of its requests at a time.
     """
 
     COMPUTE = "compute"  # the user's current stream: every compute, and updates on the device
@@ -18,8 +19,10 @@ class Stream(enum.Enum):
     D2H = "d2h"  # device to host: gradients, saved tensors, new parameters and states
     HOST = "host"  # threads of the host: updates in its memory
     DEVICE = "device"  # which helps the host with updates, in chunks over the link
+    READ = "read"  # from a disk to host memory, several requests at a time
+    WRITE = "write"  # and back
 
     @property
     def in_order(self) -> bool:
         """Is an op done before the next one of its stream begins?"""
-        return self not in (Stream.HOST, Stream.DEVICE)
+        return self in (Stream.COMPUTE, Stream.H2D, Stream.D2H)

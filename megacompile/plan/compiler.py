@@ -103,7 +103,13 @@ class PassCompiler:
 
     def rest(self, buckets: Sequence[Bucket], resident: frozenset[int]) -> Schedule:
         """A verified schedule that is an update alone: of these buckets, where they lie."""
-        schedule = rest_of(list(buckets), resident, helps=self.setting.cost().helped)
+        cost = self.setting.cost()
+        schedule = rest_of(
+            list(buckets),
+            resident,
+            helps=cost.helped,
+            state_bytes=None if self.setting.options.disk is None else cost.states_of,
+        )
         verify(schedule)
         return schedule
 

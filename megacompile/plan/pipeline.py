@@ -30,6 +30,7 @@ from megacompile.passes.capture.unpack import unpack
 from megacompile.passes.capture.vmaps import fold_vmaps
 from megacompile.passes.schedule.device_update import insert_device_update
 from megacompile.passes.schedule.differentiate import differentiate
+from megacompile.passes.schedule.disk import insert_disk
 from megacompile.passes.schedule.free import insert_free
 from megacompile.passes.schedule.norms import insert_norms
 from megacompile.passes.schedule.offload_grad import offload_gradients
@@ -146,6 +147,7 @@ class Pipeline:
                 ("recompute", insert_recompute),
                 ("offload_saved", offload),
                 *self._gradient_passes(choice, variant),
+                *self._disk_passes(),
                 ("prefetch", functools.partial(insert_prefetch, lookahead=options.lookahead)),
                 ("slots", functools.partial(assign_slots, slots=slots, reuse=variant.reuse)),
                 ("free", insert_free),
@@ -192,6 +194,12 @@ class Pipeline:
             ("device_update", give),
             ("update_graph", step),
         ]
+
+    def _disk_passes(self) -> list[SchedulePass]:
+        """States that lie on a disk come from there, and go back."""
+        if self.setting.options.disk is None:
+            return []
+        return [("disk", functools.partial(insert_disk, state_bytes=self.setting.cost().states_of))]
 
     def lowered(self, schedule: Schedule) -> Schedule:
         """With code for its templates."""

@@ -36,6 +36,8 @@ _COLOURS = {
     Stream.D2H: "#F9DECB",
     Stream.HOST: "#F6F1C9",
     Stream.DEVICE: "#E7DDF3",
+    Stream.READ: "#E9E9E9",
+    Stream.WRITE: "#DADADA",
 }
 _STYLES = {
     "data": "",

@@ -136,7 +136,7 @@ class _Cycle:
             of, stream = streams[apart.get(node)], _stream(view, step)
             earlier = before[node] = self.drained | _before(step, stream, done, of, apart)
             touches = op.reads or op.writes
-            if touches or op.stream not in (Stream.COMPUTE, Stream.HOST, Stream.DEVICE):
+            if touches or op.stream in (Stream.H2D, Stream.D2H):
                 bits[node] = self._bit()
                 done[node] = earlier | 1 << bits[node]
             else:

@@ -12,6 +12,7 @@ host waits for the gradients of its bucket (`gradients_1`), and a later graph ta
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import fx
@@ -22,6 +23,7 @@ from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Plan, Schedule
 from megacompile.ir.tokens import take
 from megacompile.ir.values import left_of
+from megacompile.passes.schedule.disk import insert_disk
 from megacompile.passes.schedule.tokens import insert_tokens
 
 
@@ -64,14 +66,27 @@ def update_of(buckets: list[Bucket], resident: frozenset[int], *, helps: bool) -
     return graph
 
 
-def rest_of(buckets: list[Bucket], resident: frozenset[int], *, helps: bool) -> Schedule:
-    """A schedule that is an update alone: of buckets that no other schedule's update makes."""
+def rest_of(
+    buckets: list[Bucket],
+    resident: frozenset[int],
+    *,
+    helps: bool,
+    state_bytes: Callable[[int], float] | None = None,
+) -> Schedule:
+    """A schedule that is an update alone: of buckets that no other schedule's update makes.
+
+    Args:
+        state_bytes: of one element's states, where they lie on a disk.
+    """
     forward = fx.Graph()
     forward.output(((), ()))
     update = update_of(buckets, resident, helps=helps)
     plan = Plan(resident=resident & {bucket.key for bucket in buckets})
     name, rest = "the rest of a step", tuple(buckets)
-    return insert_tokens(Schedule(name, forward, None, (), plan=plan, update=update, rest=rest))
+    schedule = Schedule(name, forward, None, (), plan=plan, update=update, rest=rest)
+    if state_bytes is not None:
+        schedule = insert_disk(schedule, state_bytes=state_bytes)
+    return insert_tokens(schedule)
 
 
 def _update_on_device(graph: fx.Graph, bucket: Bucket, gradients: fx.Node, state: fx.Node) -> None:

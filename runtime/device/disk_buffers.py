@@ -78,8 +78,8 @@ class DiskBuffer(HostBuffer):
         """Is it this process that took the place? See [Note: children]."""
         return self._process == os.getpid()
 
-    def span(self, memory: torch.Tensor) -> Span:
-        """All of it, and the memory that it is copied to or from: (len(self),) uint8."""
+    def span(self, memory: Memory) -> Span:
+        """All of it, and the memory that it is copied to or from."""
         assert self._place is not None
         return Span(self._place, memory)
 
@@ -101,6 +101,7 @@ class DiskBuffer(HostBuffer):
             self._lies_in.give_back(self._place)
 
 
+Memory = Callable[[], torch.Tensor]  # gives (len(buffer),) uint8; see `Span`
 _MAP_FIXED = 0x10  # on Linux
 
 
@@ -127,7 +128,7 @@ class Disk:
     def read(
         self,
         buffers: Sequence[DiskBuffer],
-        memory: Sequence[torch.Tensor],
+        memory: Sequence[Memory],
         what: str,
         *,
         after: Sequence[Request] = (),
@@ -143,7 +144,7 @@ class Disk:
     def write(
         self,
         buffers: Sequence[DiskBuffer],
-        memory: Sequence[torch.Tensor],
+        memory: Sequence[Memory],
         what: str,
         *,
         after: Sequence[Request] = (),
@@ -156,7 +157,7 @@ class Disk:
         self,
         way: Way,
         buffers: Sequence[DiskBuffer],
-        memory: Sequence[torch.Tensor],
+        memory: Sequence[Memory],
         what: str,
         after: Sequence[Request],
         before: Callable[[], None],
@@ -170,7 +171,7 @@ class Disk:
         for buffer, here in zip(buffers, memory, strict=True):
             there = torch.frombuffer(buffer, dtype=torch.uint8)
             if way is Way.READ:
-                here.copy_(there)
+                here().copy_(there)
             else:
-                there.copy_(here)
+                there.copy_(here())
         return None

@@ -51,7 +51,9 @@ class Span:
     """Bytes of a scratch file, and the memory that they go to or come from."""
 
     place: Place
-    memory: torch.Tensor  # flat uint8, on the host; address and size are multiples of the alignment
+    memory: Callable[[], torch.Tensor]
+    """Gives it when it is there, to any thread: flat uint8, on the host. Address and size are
+    multiples of the alignment."""
 
 
 class Request:
@@ -76,7 +78,6 @@ class Request:
         self.what = what
         self.file = file
         self.size_bytes = sum(span.place.size_bytes for span in spans)
-        self._spans = tuple(spans)  # and the memory that they keep
         self._chunks = [chunk for span in spans for chunk in _chunks(span, file.alignment)]
         self._before = before
         self._next = itertools.count()  # both are advanced by threads, without a lock
@@ -98,17 +99,17 @@ class Request:
             if self._error is None:
                 try:
                     self._before()
-                    _transfer(self.file, self.way, *self._chunks[i])
+                    span, at, size = self._chunks[i]
+                    _transfer(self.file, self.way, span.place.at + at, span.memory(), at, size)
                 except BaseException as error:
-                    self._error = self._error or self._failed(error, self._chunks[i][0])
+                    self._error = self._error or self._failed(error, self._chunks[i])
             if next(self._done) == len(self._chunks):
-                self._spans = ()
                 if self._error is None:
                     self._over.set_result(None)
                 else:
                     self._over.set_exception(self._error)
 
-    def _failed(self, error: BaseException, at: int) -> BaseException:
+    def _failed(self, error: BaseException, chunk: _Chunk) -> BaseException:
         if isinstance(error, DiskError) or not isinstance(error, OSError):
             return error  # of what it waits for
         number = error.errno or errno.EIO
@@ -119,8 +120,8 @@ class Request:
         return DiskError(
             number,
             f"{self.what}: the {self.way.value} of {format_bytes(self.size_bytes)} failed at "
-            f"offset {at} of the scratch file in {self.file.folder} with errno {number} "
-            f"({os.strerror(number)}); {advice}, or name another folder as disk=",
+            f"offset {chunk[0].place.at + chunk[1]} of the scratch file in {self.file.folder} with "
+            f"errno {number} ({os.strerror(number)}); {advice}, or name another folder as disk=",
         )
 
     def done(self) -> bool:
@@ -155,6 +156,18 @@ class Request:
                 return
 
     settle = wait
+
+    def finish(self) -> None:
+        """Wait until it is over, well or not."""
+        while not self._over.done():
+            try:
+                self._over.exception(timeout=_PATIENCE_S)
+            except StillRunning:
+                self.begin()
+
+    def when_done(self, work: Callable[[], None]) -> None:
+        """Let something be done when it is over, by whoever ends it."""
+        self._over.add_done_callback(lambda _: work())
 
     def _say_slow(self, seconds: float) -> None:
         if self.file.folder in _SLOW:
@@ -204,10 +217,6 @@ class Transfers:
             after: earlier requests that must be over. If one failed, so does this.
             before: waits for whatever else must be over, in a thread of ours.
         """
-        for span in spans:
-            address, size = span.memory.data_ptr(), span.memory.numel()
-            assert span.memory.dtype is torch.uint8 and size == span.place.size_bytes
-            assert address % file.alignment == 0 and size % file.alignment == 0
 
         def ready() -> None:
             for earlier in after:
@@ -217,20 +226,22 @@ class Transfers:
         return Request(way, spans, file, what, ready if after else before, self._lanes[way])
 
 
-_Chunk = tuple[int, int, int]  # offset in the file, address, bytes
+_Chunk = tuple[Span, int, int]  # offset in it, bytes
 
 
 def _chunks(span: Span, alignment: int) -> list[_Chunk]:
     size = max(CHUNK_BYTES // alignment, 1) * alignment
-    start, place = span.memory.data_ptr(), span.place
-    return [
-        (place.at + i, start + i, min(size, place.size_bytes - i))
-        for i in range(0, place.size_bytes, size)
-    ]
+    whole = span.place.size_bytes
+    return [(span, i, min(size, whole - i)) for i in range(0, whole, size)]
 
 
-def _transfer(file: ScratchFile, way: Way, at: int, address: int, size: int) -> None:
+def _transfer(
+    file: ScratchFile, way: Way, at: int, whole: torch.Tensor, start: int, size: int
+) -> None:
     """Read or write one chunk, however many calls that takes."""
+    address = whole.data_ptr() + start
+    assert whole.dtype is torch.uint8 and start + size <= whole.numel()
+    assert address % file.alignment == 0 and size % file.alignment == 0
     direct = file.direct_fd is not None
     fd = file.fd if file.direct_fd is None else file.direct_fd
     memory = memoryview((ctypes.c_char * size).from_address(address)).cast("B")

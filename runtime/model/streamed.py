@@ -83,6 +83,7 @@ class StreamedModel:
             self.machine.in_backward = InBackward(
                 options.optimizer, self.updates.steps_in_backward()
             )
+            self.machine.in_backward.staging = self.machine.staging
         self._ends: list[Callable[[], object]] = []
         self._compiled = self._compile(model)
         self.parts = Parts(model, self)

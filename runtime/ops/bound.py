@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from megacompile.runtime.ops.compute import ComputeOps
 from megacompile.runtime.ops.device_updates import DeviceUpdateOps
+from megacompile.runtime.ops.disk import DiskOps
 from megacompile.runtime.ops.gradients import GradientOps
 from megacompile.runtime.ops.lifetimes import LifetimeOps
 from megacompile.runtime.ops.saved_tensors import SavedTensorOps
@@ -15,6 +16,13 @@ from megacompile.runtime.ops.weights import WeightOps
 
 
 class BoundOps(
-    WeightOps, ComputeOps, SavedTensorOps, GradientOps, DeviceUpdateOps, UpdateOps, LifetimeOps
+    WeightOps,
+    ComputeOps,
+    SavedTensorOps,
+    GradientOps,
+    DeviceUpdateOps,
+    UpdateOps,
+    DiskOps,
+    LifetimeOps,
 ):
     """The ops of one graph of a schedule, on a machine."""

@@ -146,6 +146,9 @@ class Executor:
             bound.in_step, bound.parts = True, parts
             try:
                 self._run["update"](taken)
+            except BaseException:
+                machine.give_up()
+                raise
             finally:
                 bound.parts = {}
 
@@ -196,7 +199,11 @@ class Executor:
             tracer = machine.tracer
             recording = None if tracer is None else tracer.run(self.schedule, name)
             self._bound[name].recording = recording
-            return self._run[name](taken)
+            try:
+                return self._run[name](taken)
+            except BaseException:
+                machine.give_up()
+                raise
 
     def _taken(self, name: str, token: Token | None, inputs: dict[str, Any]) -> Handle:
         """What a placeholder stands for now."""

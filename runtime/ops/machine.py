@@ -24,6 +24,7 @@ from megacompile.runtime.updates.deferred import DeferredFrees
 from megacompile.runtime.updates.host import HostUpdates
 from megacompile.runtime.updates.in_backward import InBackward
 from megacompile.runtime.updates.on_device import DeviceUpdates
+from megacompile.runtime.updates.staging import Staging
 from megacompile.tracing.recorder import Tracer
 
 
@@ -49,6 +50,7 @@ class Machine:
     stepped: bool = False  # is that step over?
     labels: dict[int, str] = field(default_factory=dict)  # of buckets by key, in some schedule
     deferred: DeferredFrees = field(default_factory=DeferredFrees)
+    staging: Staging | None = field(init=False)  # of states that lie on a disk
     host_updates: HostUpdates = field(init=False)
     copies: Background = field(init=False)  # brings what a step made on the device to the host
     tracer: Tracer | None = None  # while a trace of the model is on
@@ -59,6 +61,9 @@ class Machine:
 
     def __post_init__(self) -> None:
         self.activations = HostPool(pin=self.device.type == "cuda")
+        self.staging = None
+        if self.disk is not None:
+            self.staging = Staging(self.disk, pin=self.device.type == "cuda")
         self.host_updates = HostUpdates(self.device)
         self.copies = Background("megacompile-offload")
 
@@ -73,6 +78,11 @@ class Machine:
         self.stepped = False
         others = (r for r in before if r() is not None and r() is not executor)
         self.trained = [weakref.ref(executor), *others]
+
+    def give_up(self) -> None:
+        """A run has failed."""
+        if self.staging is not None:
+            self.staging.give_up()
 
     def give_back(self) -> None:
         """Give back the device memory that is of no bucket: slots, and what copies out of it have

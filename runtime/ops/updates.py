@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from megacompile import log
@@ -11,6 +12,7 @@ from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops.group import OpGroup, handles
 from megacompile.runtime.updates.device_buffers import note_changes
 from megacompile.runtime.updates.flight import Flight
+from megacompile.runtime.updates.staging import Staged, Staging, Written
 
 
 class UpdateOps(OpGroup):
@@ -21,7 +23,12 @@ class UpdateOps(OpGroup):
         if part is None:
             return Handle(None, Stream.HOST)
         events = [handle.event for handle in handles(after) if handle.event is not None]
-        flight = self.machine.host_updates.start(part, events, self.recording)
+        host, staging = part.update.bucket, self.machine.staging
+        staged = None if staging is None else staging.of(host)
+        written = None
+        if staging is not None and staged is not None:
+            written = functools.partial(_written, staging, staged, f"{bucket.label}WRITE_STATE")
+        flight = self.machine.host_updates.start(part, events, self.recording, written, staged)
         return Handle(flight, Stream.HOST, host=part.update.bucket.pending)
 
     def update_resident(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
@@ -38,3 +45,8 @@ class UpdateOps(OpGroup):
         self.machine.host_updates.help(flights)
         log.logger("update").debug("the device helps with %d updates", len(flights))
         return Handle(None, Stream.DEVICE)
+
+
+def _written(staging: Staging, staged: Staged, what: str, flight: Flight) -> Written:
+    """The write of the states that an update makes, which is part of what is in flight."""
+    return staging.write(staged, f"{what} of {flight.name!r}", flight, flight.wait)

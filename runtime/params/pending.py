@@ -15,7 +15,7 @@ from megacompile.errors import OptimizerError
 from megacompile.ir.ops import Part
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device import forks
-from megacompile.runtime.device.streams import Handle
+from megacompile.runtime.device.streams import Handle, Host
 from megacompile.runtime.params.bucket_guards import Offered, Wait
 from megacompile.runtime.params.guards import guard, guard_of, release
 from megacompile.runtime.params.streamed_copy import StreamedCopy
@@ -30,6 +30,9 @@ class InFlight(Protocol):
 
     def event(self, part: Part) -> torch.cuda.Event | None:
         """What a stream waits for before it touches a part; None: wait on the host."""
+
+    def ahead(self, part: Part) -> Host | None:
+        """What is done with a part before all is over; None: nothing is."""
 
     def done(self) -> bool:
         """Is it over?"""
@@ -89,12 +92,20 @@ class Pending:
             return Handle(None, Stream.HOST)
         event = work.event(part)
         if event is None:
-            return Handle(work, Stream.HOST, host=self)
+            ahead = work.ahead(part)
+            return Handle(work, Stream.HOST, host=self if ahead is None else ahead)
         return Handle(work, Stream.D2H, event)
 
     def busy(self) -> bool:
         """Is something in flight that is not done?"""
         return self.in_flight is not None and not self.in_flight.done()
+
+    def go_on(self, work: InFlight, updated: Sequence[int], states: Sequence[torch.Tensor]) -> None:
+        """Note work that goes on where what is in flight ends, and has it in it."""
+        if self.in_flight is None:
+            self.start(work, updated, states)
+        else:
+            self.in_flight = work
 
     def start_copies(
         self, work: InFlight, updated: Sequence[int], states: Sequence[torch.Tensor]

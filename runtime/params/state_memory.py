@@ -11,6 +11,7 @@ import torch
 
 from megacompile.ir.buckets import Bucket
 from megacompile.runtime.device.buffers import DeviceBuffer, HostBuffer
+from megacompile.runtime.device.disk_buffers import DiskBuffer
 from megacompile.runtime.optim.blockwise import absmax_numel
 
 State = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # 8 bits: codes and largest magnitudes
@@ -122,6 +123,11 @@ class StateMemory:
     def _note(self, owner: object, buffer: HostBuffer | DeviceBuffer) -> None:
         if isinstance(buffer, HostBuffer):
             self._owned[owner].buffers.append(ref(buffer))
+
+    def on_disk(self) -> list[DiskBuffer]:
+        """The buffers that lie on a disk."""
+        found = (buffer() for owned in self._owned.values() for buffer in owned.buffers)
+        return list({id(b): b for b in found if isinstance(b, DiskBuffer)}.values())
 
     def lock(self, owner: object) -> None:
         """Page-lock an optimizer's states, which were made when no copy of them was foreseen."""

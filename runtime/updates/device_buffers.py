@@ -53,6 +53,10 @@ class Landing:
         """The end of the copies of a part."""
         return self.params if part is Part.WEIGHTS else self.states
 
+    def ahead(self, part: Part) -> None:
+        """Streams wait for its events."""
+        del part
+
     def stays(self, buffers: UpdateBuffers) -> None:
         """The buffers are there until `fresh` is cleared, unless somebody may write behind them."""
         if not any(map(self.host.aliased, buffers)):

@@ -44,6 +44,10 @@ class Flight:
         """No stream can wait for a thread."""
         del part
 
+    def ahead(self, part: Part) -> None:
+        """Its parts are over together."""
+        del part
+
     def done(self) -> bool:
         return self.future.done()
 

@@ -32,6 +32,7 @@ from megacompile.runtime.updates.device_buffers import (
 )
 from megacompile.runtime.updates.micro_steps import more_to_come
 from megacompile.runtime.updates.refusals import check_backward
+from megacompile.runtime.updates.staging import Staging
 from megacompile.runtime.updates.update import ParamUpdate
 
 
@@ -46,6 +47,7 @@ class InBackward:
     def __init__(self, optimizer: Optimizer, steps: Any) -> None:
         self.optimizer = optimizer
         self.prepare = steps
+        self.staging: Staging | None = None  # of states that lie on a disk
         self.marked = False  # inside of megacompile.accumulate()
         self.uncommitted: set[ParamId] = set()  # updated, and step() was not called yet
         self.committed: set[ParamId] = set()  # by the last step(), until the next backward
@@ -184,7 +186,8 @@ class InBackward:
 
     def alloc(self, host: HostBucket, device: torch.device, *, masters: bool) -> UpdateBuffers:
         """Memory on the device for the states of the parameters that are updated."""
-        return make_buffers(host, self._sources(host), device, masters=masters)
+        sources = {i: step.in_order() for i, step in self.running[host.layout.key].items()}
+        return make_buffers(host, sources, device, masters=masters)
 
     def fetch(self, host: HostBucket, buffers: UpdateBuffers, *, masters: bool) -> UpdateBuffers:
         """States, and masters, to the device."""
@@ -206,8 +209,16 @@ class InBackward:
         return landing
 
     def _sources(self, host: HostBucket) -> Sources:
-        """The states on the host of the parameters that are updated."""
-        return {i: step.in_order() for i, step in self.running[host.layout.key].items()}
+        """The states of the parameters that are updated, in host memory."""
+        staged = None if self.staging is None else self.staging.of(host)
+        return {
+            i: step.in_order() if staged is None else staged.states(step.in_order())
+            for i, step in self.running[host.layout.key].items()
+        }
+
+    def visible(self, host: HostBucket) -> list[torch.Tensor]:
+        """The states of the parameters that are updated which the user can see."""
+        return self._visible(host, self.running[host.layout.key])
 
     def _visible(self, host: HostBucket, buffers: Iterable[int]) -> list[torch.Tensor]:
         """The states that the user can see."""

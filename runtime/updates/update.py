@@ -174,6 +174,23 @@ class BucketUpdate:
                     compiled(run.rule).prepare(run.update)
                     done.add(kind)
 
+    def stage(self, staged: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Work on copies of the states, as those that came from a disk."""
+        for step in self.steps:
+            step.states = {
+                name: tuple(map(staged, value))
+                if isinstance(value, tuple)
+                else staged(value)
+                if isinstance(value, torch.Tensor)
+                else value
+                for name, value in step.states.items()
+            }
+
+        def moved(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            return staged(tensor) if name in ("state", "codes", "absmax") else tensor
+
+        self.runs = [replace(run, update=run.update.map(moved)) for run in self.runs]
+
     def suits_chunks(self) -> bool:
         """Can the device make it in chunks, and is it worth the way? Ask when it is prepared.
 

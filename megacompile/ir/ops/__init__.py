@@ -32,6 +32,8 @@ their effects (`megacompile.ir.ops.op`): `megacompile.runtime.ops.bound` holds w
     offload_state  d2h      3OFFLOAD_STATE    bucket, new parameters and states -> done
     update_host    host     3UPDATE           bucket -> done; in host memory
     update_resident compute 3UPDATE           bucket -> done; of a bucket that lives on the device
+    read_state     read     3READ_STATE       bucket -> done; its states are in host memory
+    write_state    write    3WRITE_STATE      bucket -> done; its states are on the disk
     help_host      device   HELP_HOST         updates -> nothing; the device makes the last of them
     defer_free     compute  DEFER_FREE        value, after -> nothing; kept until `after` is done
     drain          compute  DRAIN             () -> nothing; what was deferred before goes
@@ -48,6 +50,7 @@ from torch import fx
 
 from megacompile.ir.ops.compute import assign, backward, forward, recompute, save_rng, snapshot
 from megacompile.ir.ops.device_updates import alloc_state, fetch_state, offload_state, update
+from megacompile.ir.ops.disk import read_state, write_state
 from megacompile.ir.ops.gradients import add_grad, alloc_grad, fetch_grad, norm_grad, offload_grad
 from megacompile.ir.ops.lifetimes import defer_free, drain, free
 from megacompile.ir.ops.op import NO_OP, OPS, Op, Part, Show, Takes, Value
@@ -94,16 +97,19 @@ __all__ = [
     "offload_state",
     "op_of",
     "prefetch",
+    "read_state",
     "recompute",
     "resident",
     "returned",
     "reuse",
     "save_rng",
     "snapshot",
+    "stored_bytes",
     "stream_of",
     "update",
     "update_host",
     "update_resident",
+    "write_state",
 ]
 
 
@@ -147,6 +153,12 @@ def copied_bytes(node: fx.Node) -> int:
     """Bytes that an op moves between host and device."""
     copied = effects(node).copied
     return 0 if copied is None else copied(node)
+
+
+def stored_bytes(node: fx.Node) -> int:
+    """Bytes that an op moves between a disk and host memory."""
+    stored = effects(node).stored
+    return 0 if stored is None else stored(node)
 
 
 def stream_of(node: fx.Node) -> Stream:

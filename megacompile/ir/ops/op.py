@@ -107,6 +107,7 @@ class Op:
     traffic: Callable[[fx.Node], int] | None = None
     copied: Callable[[fx.Node], int] | None = None  # bytes over the link
     copies: Callable[[fx.Node], int] | None = None  # calls that this takes
+    stored: Callable[[fx.Node], int] | None = None  # bytes from or to a disk
 
 
 NO_OP = Op("", Stream.COMPUTE, lambda args: "", issues=False, show=Show.QUIET)

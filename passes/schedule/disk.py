@@ -1,0 +1,102 @@
+"""Read the optimizer states of buckets from a disk ahead of their use, and write them back.
+
+    before: 2FETCH_STATE 2B 2UPDATE 2OFFLOAD_STATE
+    after:  2READ_STATE 1READ_STATE 2FETCH_STATE 2B 2UPDATE 2OFFLOAD_STATE 2WRITE_STATE
+
+    before: 1UPDATE 2UPDATE          (of `optimizer.step()`)
+    after:  1READ_STATE 2READ_STATE 1UPDATE 1WRITE_STATE 2UPDATE 2WRITE_STATE
+
+The reads keep the order of their uses, and come `ahead` uses before their own. A use is behind its
+read, and a write is behind the use. Reads of the next step are behind the write (see `tokens`). A
+read waits until a buffer is free, so there are as many of them on their way as there are buffers
+(`megacompile.runtime.updates.staging`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.ops import Part
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.tensors import TensorMeta
+from megacompile.ir.tokens import take
+
+AHEAD = 2
+
+
+def insert_disk(
+    schedule: Schedule, *, state_bytes: Callable[[int], float], ahead: int = AHEAD
+) -> Schedule:
+    """The schedule whose streamed buckets have their states on a disk.
+
+    Args:
+        state_bytes: of one element's states, by its bytes as streamed; for the cost model.
+        ahead: how many uses of states ahead of its own a read comes.
+    """
+    trained = schedule.gradient_params if schedule.backward is not None or schedule.rest else {}
+    keys = frozenset(trained) - schedule.plan.resident
+    new = replace(schedule.copy(), plan=replace(schedule.plan, on_disk=keys))
+    for name in ("backward", "update"):
+        if name in new.graphs and keys:
+            _insert(new, new.graphs[name], name, state_bytes, ahead)
+    return new
+
+
+def _insert(
+    schedule: Schedule,
+    graph: fx.Graph,
+    name: str,
+    state_bytes: Callable[[int], float],
+    ahead: int,
+) -> None:
+    on_disk = schedule.plan.on_disk
+    readers = [n for n in _touching(graph, reads=True) if _bucket(n).key in on_disk]
+    writers = [n for n in _touching(graph, reads=False) if _bucket(n).key in on_disk]
+    body = next(node for node in graph.nodes if node.op != "placeholder")
+    places = [_begin_of(node) for node in readers]
+    for k, reader in enumerate(readers):
+        bucket = _bucket(reader)
+        after: tuple[fx.Node, ...] = ()
+        if name == "update":
+            after = (take(graph, bucket, Part.STATES),)
+        with graph.inserting_before(places[k - ahead] if k >= ahead else body):
+            read = ops.call(
+                graph, ops.read_state, bucket, name=f"rs{bucket.suffix}", after=after or None
+            )
+        named = reader.kwargs.get("after", ())
+        reader.kwargs = {**reader.kwargs, "after": (*named, read)}  # type: ignore[misc]
+        read.meta["value"] = _meta(schedule, bucket, state_bytes)
+    for writer in writers:
+        bucket = _bucket(writer)
+        with graph.inserting_after(writer):
+            write = ops.call(
+                graph, ops.write_state, bucket, name=f"ws{bucket.suffix}", after=(writer,)
+            )
+        write.meta["value"] = _meta(schedule, bucket, state_bytes)
+
+
+def _touching(graph: fx.Graph, *, reads: bool) -> list[fx.Node]:
+    return ops.nodes_that(graph, lambda op: Part.STATES in (op.reads if reads else op.writes))
+
+
+def _begin_of(reader: fx.Node) -> fx.Node:
+    """What a read comes ahead of: the allocation of what is fetched into, or the reader."""
+    buffer = reader.args[1] if len(reader.args) > 1 else None
+    return buffer if isinstance(buffer, fx.Node) else reader
+
+
+def _bucket(node: fx.Node) -> Bucket:
+    bucket: Bucket = ops.arguments(node)[0]
+    return bucket
+
+
+def _meta(schedule: Schedule, bucket: Bucket, state_bytes: Callable[[int], float]) -> TensorMeta:
+    params = [bucket.params[i] for i in schedule.gradient_params[bucket.key]]
+    size = sum(param.numel * state_bytes(param.dtype.itemsize) for param in params)
+    return TensorMeta((int(size),), torch.uint8, (1,))

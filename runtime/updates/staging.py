@@ -1,0 +1,245 @@
+"""Optimizer states that lie on a disk, while they are in host memory.
+
+A step takes them from the disk to a buffer of page-locked memory, changes them there, and brings
+them back. There are a few sets of buffers, and each serves one bucket at a time: whoever reads the
+next one waits until the write of an earlier one is over, in a thread of the disk. Reads come in the
+order of the updates, so the one that has a set can always go on.
+"""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megacompile.errors import DiskError, OptimizerError
+from megacompile.ir.ops import Part
+from megacompile.runtime.device.buffers import HostBuffer
+from megacompile.runtime.device.disk_buffers import Disk, DiskBuffer
+from megacompile.runtime.device.streams import Host
+from megacompile.runtime.disk.transfers import Request
+from megacompile.runtime.optim.update import State
+from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.pending import InFlight
+
+SETS = 4  # one is updated, one is written, and two are read ahead
+
+
+class Staged:
+    """The states of one bucket, in a set of buffers.
+
+    Args:
+        host: the bucket.
+        buffers: where they lie on the disk.
+        take: gives memory for each when there is some, and waits for it.
+    """
+
+    def __init__(
+        self, host: HostBucket, buffers: Sequence[DiskBuffer], take: Callable[[Staged], None]
+    ) -> None:
+        self.host = host
+        self.buffers = tuple(buffers)
+        self.memory: tuple[HostBuffer, ...] = ()  # one for each, when it is taken
+        self.read: Request | None = None
+        self.written: Written | None = None
+        self.given_up = False
+        self._starts = [buffer.bytes(len(buffer)).data_ptr() for buffer in buffers]
+        self._take = take
+        self._taking = threading.Lock()  # of threads of the disk
+
+    def take(self) -> None:
+        """Wait for memory; called by each thread that reads."""
+        with self._taking:
+            if not self.memory:
+                self._take(self)
+
+    def flat(self) -> list[Callable[[], torch.Tensor]]:
+        """What gives the memory of each buffer, flat."""
+        return [functools.partial(self._flat, i) for i in range(len(self.buffers))]
+
+    def _flat(self, i: int) -> torch.Tensor:
+        return self.memory[i].bytes(len(self.memory[i]))
+
+    def busy(self) -> bool:
+        """Is it still being read?"""
+        return self.read is not None and self.read.busy()
+
+    def settle(self) -> None:
+        """Wait until it is there."""
+        if self.read is not None:
+            self.read.wait()
+
+    def tensor(self, state: torch.Tensor) -> torch.Tensor:
+        """The copy in memory of a tensor that lies on the disk; any other as it is."""
+        address = state.data_ptr()
+        for start, buffer, memory in zip(self._starts, self.buffers, self.memory, strict=True):
+            at = address - start
+            if state.numel() and 0 <= at < len(buffer):
+                whole = torch.empty(0, dtype=state.dtype)
+                storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+                place = at // state.itemsize
+                return whole.set_(storage, place, state.shape, state.stride())
+        return state
+
+    def states(self, states: Sequence[State | None]) -> tuple[State | None, ...]:
+        """The copies of states."""
+        return tuple(
+            None
+            if state is None
+            else (self.tensor(state[0]), self.tensor(state[1]))
+            if isinstance(state, tuple)
+            else self.tensor(state)
+            for state in states
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """New states on their way to a disk, behind what makes them: an `InFlight`."""
+
+    request: Request
+    name: str  # of the bucket
+    first: InFlight | None  # what makes them; None: that is done
+    fresh: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def event(self, part: Part) -> torch.cuda.Event | None:
+        """That of the copies to the host, of the parameters."""
+        if self.first is None or part is not Part.WEIGHTS:
+            return None
+        return self.first.event(part)
+
+    def ahead(self, part: Part) -> Host | None:
+        """The parameters are there when they are made."""
+        return Made(self.first) if part is Part.WEIGHTS else None
+
+    def done(self) -> bool:
+        return self.request.done() and (self.first is None or self.first.done())
+
+    def wait(self) -> None:
+        if self.first is not None:
+            self.first.wait()
+        try:
+            self.request.wait()
+        except DiskError as error:
+            raise OptimizerError(
+                f"optimizer.step(): the new states of {self.name!r} did not reach the disk whole "
+                f"({error}); its parameters are updated and its states are torn: load a checkpoint"
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """New parameters, whose states may be on their way for longer: a `Host`."""
+
+    work: InFlight | None
+
+    def busy(self) -> bool:
+        return self.work is not None and not self.work.done()
+
+    def settle(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+
+
+class Staging:
+    """The sets of buffers of one model.
+
+    Args:
+        disk: where states lie.
+        pin: page-lock the buffers.
+        sets: how many there are.
+    """
+
+    def __init__(self, disk: Disk, *, pin: bool, sets: int = SETS) -> None:
+        self.disk = disk
+        self.pin = pin
+        self.read_bytes = self.written_bytes = 0  # so far
+        self._staged: dict[int, Staged] = {}  # by the bucket's key
+        self._sets: queue.SimpleQueue[tuple[HostBuffer, ...]] = queue.SimpleQueue()  # free ones
+        for _ in range(sets):
+            self._sets.put(())
+
+    def of(self, host: HostBucket) -> Staged | None:
+        """What is in memory of a bucket's states."""
+        staged = self._staged.get(host.layout.key)
+        return staged if staged is not None and staged.host is host else None
+
+    def read(self, host: HostBucket, what: str) -> Staged | None:
+        """Bring a bucket's states to memory; None: none of them lies on the disk.
+
+        A child of a fork has them in memory of its own already.
+        """
+        buffers = host.states.on_disk()
+        if not buffers or not all(buffer.ours for buffer in buffers):
+            return None
+        staged = Staged(host, buffers, self._take)
+        request = self.disk.read(buffers, staged.flat(), what, before=staged.take)
+        assert request is not None
+        staged.read = request
+        self._staged[host.layout.key] = staged
+        self.read_bytes += request.size_bytes
+        request.begin()
+        return staged
+
+    def write(
+        self,
+        staged: Staged,
+        what: str,
+        first: InFlight | None,
+        before: Callable[[], None] = lambda: None,
+    ) -> Written:
+        """Bring new states to the disk: what is in flight then, whose request is to begin.
+
+        Args:
+            first: what makes them.
+            before: waits for that.
+        """
+        assert staged.read is not None
+        request = self.disk.write(
+            staged.buffers, staged.flat(), what, after=[staged.read], before=before
+        )
+        assert request is not None
+        self.written_bytes += request.size_bytes
+        request.when_done(functools.partial(self._release, staged))
+        name, fresh = staged.host.layout.name, {} if first is None else first.fresh
+        staged.written = Written(request, name, first, fresh)
+        return staged.written
+
+    def give_up(self) -> None:
+        """A run has failed: what it has read, and will not write, is not needed."""
+        left = [staged for staged in self._staged.values() if staged.written is None]
+        for staged in left:
+            staged.given_up = True
+        for staged in left:
+            staged.host.pending.finish()  # copies from the device may be under way
+            assert staged.read is not None
+            staged.read.finish()
+            self._release(staged)
+
+    def _release(self, staged: Staged) -> None:
+        key = staged.host.layout.key
+        if self._staged.get(key) is staged:
+            del self._staged[key]
+        if staged.memory:
+            self._sets.put(staged.memory)
+
+    def _take(self, staged: Staged) -> None:
+        while True:
+            if staged.given_up:
+                raise OptimizerError("the step that wanted these states has failed")
+            try:
+                free = self._sets.get(timeout=_PATIENCE_S)
+                break
+            except queue.Empty:
+                continue
+        sizes = [len(buffer) for buffer in staged.buffers]
+        if [len(memory) for memory in free] != sizes:
+            free = tuple(HostBuffer(size, pin=self.pin) for size in sizes)
+        staged.memory = free
+
+
+_PATIENCE_S = 0.1
