@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import errno
 import functools
+import itertools
 import os
+import random
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +19,13 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
 from megacompile import megacompile
-from megacompile.errors import DiskError, OptionError, OptionTypeError
+from megacompile.errors import DiskError, OptimizerError, OptionError, OptionTypeError
 from megacompile.options import Options
+from megacompile.runtime.device.buffers import HostBuffer
+from megacompile.runtime.disk import transfers
+from megacompile.runtime.disk.transfers import Way
 from megacompile.runtime.model.lookup import streamed_model
+from megacompile.runtime.updates import staging
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="scratch files are for Linux"),
@@ -123,3 +132,83 @@ def test_the_limit_is_found_at_the_first_step(tmp_path: Path) -> None:
 def test_options_that_are_refused(options: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         Options.resolve(device="cpu", **options)
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, way: Way, after: int) -> None:
+    """An I/O error in the middle of a step: the drive serves so many calls of one direction."""
+    real = transfers._transfer
+    served = itertools.count()
+
+    def transfer(file: Any, its: Way, *args: Any) -> None:
+        if its is way and next(served) >= after:
+            raise OSError(errno.EIO, "Input/output error")
+        real(file, its, *args)
+
+    monkeypatch.setattr(transfers, "_transfer", transfer)
+
+
+@pytest.mark.parametrize("way", Way)
+@pytest.mark.parametrize("mode", ["exact", "in the backward"])
+@pytest.mark.parametrize("look", ["states", "step"])
+def test_an_error_in_the_middle_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, way: Way, look: str
+) -> None:
+    """The next use says what is torn; a checkpoint makes it whole, and training goes on."""
+    model, optimizer = trained(tmp_path, **MODES[mode])
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    with monkeypatch.context() as patched:
+        fail(patched, way, after=2)
+        with pytest.raises((OptimizerError, DiskError), match=r"errno 5 \(Input/output error\)"):
+            run(model, optimizer, 5, first=4)
+            if look == "states":
+                states(optimizer)
+            else:
+                run(model, optimizer, 6, first=5)
+        for _ in range(len(list(model.parameters()))):  # what else is torn is said as well
+            with suppress(OptimizerError, DiskError):
+                for each in streamed_model(model, "test").machine.buckets.values():
+                    each.pending.settle()
+    optimizer.zero_grad()
+    weights, loaded = copy.deepcopy(before)  # whose tensors the optimizer takes
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(loaded)
+    run(model, optimizer, 8, first=4)
+    assert same((model, optimizer), trained(None, 8, **MODES[mode]))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", range(3))
+def test_delays_torn_writes_and_memory_that_is_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, seed: int
+) -> None:
+    """Threads go on in any order; what is not read or written whole yet is NaN."""
+    rng = random.Random(seed)
+    real, release = transfers._transfer, staging.Staging._release
+    monkeypatch.setattr(transfers, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(staging, "SETS", rng.choice((1, 2, 4)))
+
+    def transfer(file: Any, way: Way, at: int, whole: torch.Tensor, *place: int) -> None:
+        start, size = place
+        if way is Way.READ:
+            whole[start : start + size].fill_(255)
+        else:
+            torn = torch.full_like(whole, 255)
+            real(file, way, at, _aligned(torn), start, size)
+        for _ in range(rng.choice((0, 1, 10, 1000))):
+            os.sched_yield()
+        real(file, way, at, whole, start, size)
+
+    def poison(self: staging.Staging, staged: staging.Staged) -> None:
+        for memory in staged.memory:
+            memory.bytes(len(memory)).fill_(255)
+        release(self, staged)
+
+    expected = trained(None, 6, **MODES[mode])
+    monkeypatch.setattr(transfers, "_transfer", transfer)
+    monkeypatch.setattr(staging.Staging, "_release", poison)
+    assert same(trained(tmp_path, 6, **MODES[mode]), expected)
+
+
+def _aligned(like: torch.Tensor) -> torch.Tensor:
+    memory = HostBuffer(like.numel(), pin=False).bytes(like.numel())
+    return memory.copy_(like)

@@ -129,6 +129,8 @@ def test_a_compute_waits_for_its_weights_and_its_slot_for_the_compute() -> None:
         Stream.D2H: 0.0,
         Stream.HOST: 0.0,
         Stream.DEVICE: 0.0,
+        Stream.READ: 0.0,
+        Stream.WRITE: 0.0,
     }
     assert timeline.bound is Stream.COMPUTE
     assert timeline.busy_s(Stream.H2D) == 2.0

@@ -313,6 +313,9 @@ def test_an_interrupted_wait_leaves_the_guards() -> None:
         def event(self, part: Part) -> None:
             return None
 
+        def ahead(self, part: Part) -> None:
+            return None
+
         def done(self) -> bool:
             return self.over
 

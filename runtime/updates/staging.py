@@ -1,16 +1,17 @@
 """Optimizer states that lie on a disk, while they are in host memory.
 
 A step takes them from the disk to a buffer of page-locked memory, changes them there, and brings
-them back. There are a few sets of buffers, and each serves one bucket at a time: whoever reads the
-next one waits until the write of an earlier one is over, in a thread of the disk. Reads come in the
-order of the updates, so the one that has a set can always go on.
+them back. There are a few sets of buffers, and each serves one bucket at a time, from its read to
+the end of its write. Sets are given in the order of the updates, by one thread, before a read
+begins: so the first update that is not made has a set, and no thread of the disk waits for one.
+There are more sets than a schedule issues uses of states before the first write of them.
 """
 
 from __future__ import annotations
 
 import functools
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ import torch
 
 from megacompile.errors import DiskError, OptimizerError
 from megacompile.ir.ops import Part
+from megacompile.runtime.device.background import Background
 from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.device.disk_buffers import Disk, DiskBuffer
 from megacompile.runtime.device.streams import Host
@@ -26,7 +28,7 @@ from megacompile.runtime.optim.update import State
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.pending import InFlight
 
-SETS = 4  # one is updated, one is written, and two are read ahead
+SETS = 4  # at least: one is updated, one is written, and two are read ahead
 
 
 class Staged:
@@ -35,27 +37,17 @@ class Staged:
     Args:
         host: the bucket.
         buffers: where they lie on the disk.
-        take: gives memory for each when there is some, and waits for it.
     """
 
-    def __init__(
-        self, host: HostBucket, buffers: Sequence[DiskBuffer], take: Callable[[Staged], None]
-    ) -> None:
+    def __init__(self, host: HostBucket, buffers: Sequence[DiskBuffer]) -> None:
         self.host = host
         self.buffers = tuple(buffers)
-        self.memory: tuple[HostBuffer, ...] = ()  # one for each, when it is taken
+        self.memory: tuple[HostBuffer, ...] = ()  # one for each, when it has a set
+        self.begun = threading.Event()  # it has a set, or never will
         self.read: Request | None = None
         self.written: Written | None = None
         self.given_up = False
         self._starts = [buffer.bytes(len(buffer)).data_ptr() for buffer in buffers]
-        self._take = take
-        self._taking = threading.Lock()  # of threads of the disk
-
-    def take(self) -> None:
-        """Wait for memory; called by each thread that reads."""
-        with self._taking:
-            if not self.memory:
-                self._take(self)
 
     def flat(self) -> list[Callable[[], torch.Tensor]]:
         """What gives the memory of each buffer, flat."""
@@ -66,10 +58,13 @@ class Staged:
 
     def busy(self) -> bool:
         """Is it still being read?"""
-        return self.read is not None and self.read.busy()
+        return not self.begun.is_set() or (self.read is not None and self.read.busy())
 
     def settle(self) -> None:
         """Wait until it is there."""
+        self.begun.wait()
+        if self.given_up:
+            raise OptimizerError("the step that these states were read for has failed")
         if self.read is not None:
             self.read.wait()
 
@@ -151,17 +146,23 @@ class Staging:
     Args:
         disk: where states lie.
         pin: page-lock the buffers.
-        sets: how many there are.
     """
 
-    def __init__(self, disk: Disk, *, pin: bool, sets: int = SETS) -> None:
+    def __init__(self, disk: Disk, *, pin: bool) -> None:
         self.disk = disk
         self.pin = pin
         self.read_bytes = self.written_bytes = 0  # so far
         self._staged: dict[int, Staged] = {}  # by the bucket's key
-        self._sets: queue.SimpleQueue[tuple[HostBuffer, ...]] = queue.SimpleQueue()  # free ones
-        for _ in range(sets):
-            self._sets.put(())
+        self._waiting: deque[Staged] = deque()  # for a set, in the order of their updates
+        self._sets: deque[tuple[HostBuffer, ...]] = deque(() for _ in range(SETS))  # free ones
+        self.sets = SETS
+        self._thread = Background("megacompile-staging")  # who alone gives sets
+
+    def require(self, count: int) -> None:
+        """Have at least so many sets."""
+        while self.sets < count:
+            self.sets += 1
+            self._sets.append(())
 
     def of(self, host: HostBucket) -> Staged | None:
         """What is in memory of a bucket's states."""
@@ -176,13 +177,13 @@ class Staging:
         buffers = host.states.on_disk()
         if not buffers or not all(buffer.ours for buffer in buffers):
             return None
-        staged = Staged(host, buffers, self._take)
-        request = self.disk.read(buffers, staged.flat(), what, before=staged.take)
-        assert request is not None
-        staged.read = request
+        staged = Staged(host, buffers)
+        staged.read = self.disk.read(buffers, staged.flat(), what)
+        assert staged.read is not None
+        self.read_bytes += staged.read.size_bytes
         self._staged[host.layout.key] = staged
-        self.read_bytes += request.size_bytes
-        request.begin()
+        self._waiting.append(staged)
+        self._thread.submit(self._give_sets)
         return staged
 
     def write(
@@ -198,10 +199,12 @@ class Staging:
             first: what makes them.
             before: waits for that.
         """
-        assert staged.read is not None
-        request = self.disk.write(
-            staged.buffers, staged.flat(), what, after=[staged.read], before=before
-        )
+
+        def made() -> None:
+            before()
+            staged.settle()
+
+        request = self.disk.write(staged.buffers, staged.flat(), what, before=made)
         assert request is not None
         self.written_bytes += request.size_bytes
         request.when_done(functools.partial(self._release, staged))
@@ -212,34 +215,42 @@ class Staging:
     def give_up(self) -> None:
         """A run has failed: what it has read, and will not write, is not needed."""
         left = [staged for staged in self._staged.values() if staged.written is None]
-        for staged in left:
-            staged.given_up = True
+        if not left:
+            return
         for staged in left:
             staged.host.pending.finish()  # copies from the device may be under way
-            assert staged.read is not None
-            staged.read.finish()
+        over = threading.Event()
+        self._thread.submit(functools.partial(self._give_up, left, over))
+        over.wait()
+
+    def _give_up(self, left: Sequence[Staged], over: threading.Event) -> None:
+        for staged in left:
+            staged.given_up = True
+            if staged in self._waiting:
+                self._waiting.remove(staged)
+                staged.begun.set()
+            elif staged.read is not None:
+                staged.read.finish()
             self._release(staged)
+        over.set()
 
     def _release(self, staged: Staged) -> None:
         key = staged.host.layout.key
         if self._staged.get(key) is staged:
             del self._staged[key]
         if staged.memory:
-            self._sets.put(staged.memory)
+            self._sets.append(staged.memory)
+            self._thread.submit(self._give_sets)
 
-    def _take(self, staged: Staged) -> None:
-        while True:
-            if staged.given_up:
-                raise OptimizerError("the step that wanted these states has failed")
-            try:
-                free = self._sets.get(timeout=_PATIENCE_S)
-                break
-            except queue.Empty:
-                continue
-        sizes = [len(buffer) for buffer in staged.buffers]
-        if [len(memory) for memory in free] != sizes:
-            free = tuple(HostBuffer(size, pin=self.pin) for size in sizes)
-        staged.memory = free
-
-
-_PATIENCE_S = 0.1
+    def _give_sets(self) -> None:
+        """Let those read that wait, as far as there are sets."""
+        while self._waiting and self._sets:
+            staged, free = self._waiting.popleft(), self._sets.popleft()
+            sizes = [len(buffer) for buffer in staged.buffers]
+            if [len(memory) for memory in free] != sizes:
+                del free
+                free = tuple(HostBuffer(size, pin=self.pin) for size in sizes)
+            staged.memory = free
+            assert staged.read is not None
+            staged.read.begin()
+            staged.begun.set()
