@@ -12,11 +12,13 @@ from torch import fx, nn
 
 from megacompile import megacompile, schedules
 from megacompile.cost.hardware import H200
+from megacompile.cost.memory import Kind, host_memory
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.simulate import simulate
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
+from megacompile.text import format_bytes
 from megacompile.verify.proof import HazardKind, hazards, verify
 
 pytestmark = [
@@ -137,3 +139,13 @@ def test_the_disk_takes_its_time(schedule: Schedule) -> None:
     assert found[1e-5].busy_s(Stream.WRITE) == pytest.approx(size / 1e4, rel=1e-6)
     assert found[1e-5].step_s > 5 * found[1e-4].step_s / 2
     assert found[1e-5].bound in (Stream.READ, Stream.WRITE)
+
+
+def test_host_memory_and_what_a_step_writes(schedule: Schedule) -> None:
+    cost = OptimizerCost(in_backward=schedule.update is None)
+    size = 2 * 4 * 72  # two moments of one layer
+    sets = schedule.plan.state_sets
+    assert sets >= 4 and host_memory(schedule, cost)[Kind.STATES] == sets * size
+    text = f"each step reads {format_bytes(4 * size)} there and writes as much"
+    assert any(text in reason for reason in schedule.plan.reasons)
+    assert text in str(schedule)

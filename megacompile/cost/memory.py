@@ -361,16 +361,24 @@ def host_memory(
     found = dict.fromkeys((Kind.PARAMETERS, Kind.MASTERS, Kind.GRADIENTS, Kind.STATES), 0.0)
     cost = optimizer or OptimizerCost(states=0)
     resident = {key for schedule in each for key in schedule.plan.resident}
+    on_disk = {key for schedule in each for key in schedule.plan.on_disk}
+    staged = 0.0  # of the largest bucket on a disk
     for key, bucket in buckets.items():
         if key in resident:
             continue
         found[Kind.PARAMETERS] += bucket.size_bytes
+        states = 0.0
         for i, param in enumerate(bucket.params):
             item = param.dtype.itemsize
             if cost.master_bytes is not None:
                 found[Kind.MASTERS] += param.numel * cost.master_bytes
             if i in trained.get(key, ()):
-                found[Kind.STATES] += param.numel * cost.states_of(item)
+                states += param.numel * cost.states_of(item)
                 if not cost.in_backward:
                     found[Kind.GRADIENTS] += param.numel * cost.grad_of(item)
+        if key in on_disk:
+            staged = max(staged, states)
+        else:
+            found[Kind.STATES] += states
+    found[Kind.STATES] += staged * max((schedule.plan.state_sets for schedule in each), default=0)
     return {kind: int(size) for kind, size in found.items() if size}

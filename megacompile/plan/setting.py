@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megacompile import compat
 from megacompile.cost.hardware import H200, Hardware
 from megacompile.cost.optimizer import OptimizerCost
-from megacompile.cost.rates import cached, load
+from megacompile.cost.rates import cached, load, load_disk
 from megacompile.options import Options
 
 _MARGIN = 0.05  # of free device memory, for what is not planned: fragmentation, cuBLAS, NCCL
@@ -41,7 +41,8 @@ class Setting:
         if self.hardware is not None:
             return self.hardware
         if self.options.device.type == "cuda":
-            return load(self.options.device)
+            found, folder = load(self.options.device), self.options.disk
+            return found if folder is None else load_disk(folder).on(found)
         return cached(self.options.device) or _ASSUMED  # nobody measures for a plan on the CPU
 
     def free_bytes(self) -> int:

@@ -24,10 +24,13 @@ from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
+from megacompile.ir.stream import Stream
 from megacompile.ir.tensors import TensorMeta
 from megacompile.ir.tokens import take
+from megacompile.text import format_bytes
 
 AHEAD = 2
+SETS = 4  # at least: one is updated, one is written, and two are read ahead
 
 
 def insert_disk(
@@ -45,7 +48,36 @@ def insert_disk(
     for name in ("backward", "update"):
         if name in new.graphs and keys:
             _insert(new, new.graphs[name], name, state_bytes, ahead)
-    return new
+    if not keys:
+        return new
+    sets = max(SETS, 1 + max(map(_in_use, new.graphs.values())))
+    sizes = [
+        _meta(new, bucket, state_bytes).size_bytes for bucket in new.buckets if bucket.key in keys
+    ]
+    reason = (
+        f"the optimizer states of {len(keys)} buckets lie on a disk: each step reads "
+        f"{format_bytes(sum(sizes))} there and writes as much, by way of {sets} sets of buffers "
+        f"({format_bytes(sets * max(sizes))} of host memory)"
+    )
+    plan = replace(new.plan, state_sets=sets, reasons=(*new.plan.reasons, reason))
+    return replace(new, plan=plan)
+
+
+def _in_use(graph: fx.Graph) -> int:
+    """Of how many buckets, at most, states are used before they are written, as it is issued.
+
+    A host that waits for the states of one must not wait for the write of another that it has not
+    issued yet.
+    """
+    used: set[int] = set()
+    most = 0
+    for node in ops.nodes_that(graph, lambda op: Part.STATES in (*op.reads, *op.writes)):
+        if ops.effects(node).stored is None:
+            used.add(_bucket(node).key)
+        elif ops.stream_of(node) is Stream.WRITE:
+            used.discard(_bucket(node).key)
+        most = max(most, len(used))
+    return most
 
 
 def _insert(

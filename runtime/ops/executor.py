@@ -20,7 +20,6 @@ from megacompile import compat
 from megacompile.errors import BackwardError
 from megacompile.ir import ops
 from megacompile.ir.inputs import on_host, tangents
-from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.ir.tokens import Token, token_of
@@ -57,7 +56,7 @@ class Executor:
         self._stays = [(i, b.key) for i, b in stay if i in self._fills["forward"]]
         self.updates = _updates(schedule)
         if machine.staging is not None:
-            machine.staging.require(1 + max(map(_in_use, schedule.graphs.values())))
+            machine.staging.require(schedule.plan.state_sets)
         self._bound = {name: BoundOps(schedule, machine) for name in schedule.graphs}
         self._run = {name: self._compile(name) for name in schedule.graphs}
 
@@ -221,19 +220,6 @@ def _filled(graph: fx.Graph) -> list[int]:
     fills = ops.nodes_that(graph, lambda op: op.fills_slot)
     slots = [ops.arguments(node)[ops.effects(node).slot] for node in fills]  # type: ignore[index]
     return sorted({slot.index for slot in slots})
-
-
-def _in_use(graph: fx.Graph) -> int:
-    """Of how many buckets states from a disk are used at most before they are written."""
-    most, used = 0, set()
-    for node in ops.nodes_that(graph, lambda op: Part.STATES in (*op.reads, *op.writes)):
-        key = ops.arguments(node)[0].key
-        if ops.stream_of(node) is Stream.WRITE:
-            used.discard(key)
-        elif ops.stream_of(node) is not Stream.READ:
-            used.add(key)
-        most = max(most, len(used))
-    return most
 
 
 def _updates(schedule: Schedule) -> dict[int, Callable[..., Any]]:

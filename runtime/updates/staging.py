@@ -4,7 +4,7 @@ A step takes them from the disk to a buffer of page-locked memory, changes them 
 them back. There are a few sets of buffers, and each serves one bucket at a time, from its read to
 the end of its write. Sets are given in the order of the updates, by one thread, before a read
 begins: so the first update that is not made has a set, and no thread of the disk waits for one.
-There are more sets than a schedule issues uses of states before the first write of them.
+Each schedule says how many sets it needs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from megacompile.runtime.disk.transfers import Request
 from megacompile.runtime.optim.update import State
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.pending import InFlight
-
-SETS = 4  # at least: one is updated, one is written, and two are read ahead
 
 
 class Staged:
@@ -154,12 +152,12 @@ class Staging:
         self.read_bytes = self.written_bytes = 0  # so far
         self._staged: dict[int, Staged] = {}  # by the bucket's key
         self._waiting: deque[Staged] = deque()  # for a set, in the order of their updates
-        self._sets: deque[tuple[HostBuffer, ...]] = deque(() for _ in range(SETS))  # free ones
-        self.sets = SETS
+        self._sets: deque[tuple[HostBuffer, ...]] = deque()  # free ones
+        self.sets = 0
         self._thread = Background("megacompile-staging")  # who alone gives sets
 
     def require(self, count: int) -> None:
-        """Have at least so many sets."""
+        """Have at least so many sets, as a schedule says (`Plan.state_sets`)."""
         while self.sets < count:
             self.sets += 1
             self._sets.append(())
