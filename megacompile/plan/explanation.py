@@ -265,8 +265,9 @@ def explanation(
         )
         for lane in Stream
     ]
-    idle = Stream.DEVICE.value  # left out where nobody helps the host
-    streams = [busy for busy in streams if busy.works or busy.stream != idle]
+    # left out where nobody helps the host, and nothing lies on a disk
+    idle = {stream.value for stream in (Stream.DEVICE, Stream.READ, Stream.WRITE)}
+    streams = [busy for busy in streams if busy.works or busy.stream not in idle]
     reasons = [reason for schedule in now.schedules for reason in schedule.plan.reasons]
     return Explanation(
         model=model,
