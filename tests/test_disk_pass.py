@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from megacompile import megacompile, schedules
+from megacompile import megacompile, schedules, trace
 from megacompile.cost.hardware import H200
 from megacompile.cost.memory import Kind, host_memory
 from megacompile.cost.optimizer import OptimizerCost
@@ -149,3 +149,18 @@ def test_host_memory_and_what_a_step_writes(schedule: Schedule) -> None:
     text = f"each step reads {format_bytes(4 * size)} there and writes as much"
     assert any(text in reason for reason in schedule.plan.reasons)
     assert text in str(schedule)
+
+
+def test_it_is_traced(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    megacompile(model, device="cpu", lowering="eager", disk=tmp_path)
+    for _ in range(3):
+        with trace(model) as traced:
+            model(torch.randn(2, 8)).sum().backward()
+            optimizer.step()
+    found = {span.op.name: span for span in traced.spans}
+    for k in range(4):
+        read, write = found[f"{k}READ_STATE"], found[f"{k}WRITE_STATE"]
+        assert read.start_s <= read.stop_s <= write.start_s <= write.stop_s

@@ -97,6 +97,17 @@ class Recording:
         measure = self.tracer.measure
         return lambda: measure(mark, work)
 
+    def noted_later(self) -> Callable[[str, float, float], None]:
+        """For what several threads do: notes the lane, and when it began and ended.
+
+        A trace waits for that, so somebody must do it.
+        """
+        info, self._current = self._current, None
+        assert info is not None
+        mark = _Mark(info, self.index, threading.Event())
+        self.tracer.marks.append(mark)
+        return functools.partial(_note, mark)
+
     def in_background(self) -> Callable[[str, Callable[[], None]], None]:
         """For what a thread does: does it, and notes when and on which lane.
 
@@ -149,6 +160,13 @@ class Tracer:
         stop.record()
         mark.start, mark.stop = start, stop
         return value
+
+
+def _note(mark: _Mark, lane: str, start_s: float, stop_s: float) -> None:
+    assert mark.done is not None
+    mark.info = replace(mark.info, lane=lane)
+    mark.start, mark.stop = start_s, stop_s
+    mark.done.set()
 
 
 def _timed(mark: _Mark, lane: str, work: Callable[[], None]) -> None:

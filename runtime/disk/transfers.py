@@ -84,6 +84,7 @@ class Request:
         self._done = itertools.count(1)
         self._error: BaseException | None = None
         self._over: Future[None] = Future()
+        self.began_s = self.ended_s = 0.0  # of `time.perf_counter`
         if not self._chunks:
             self._over.set_result(None)
 
@@ -99,11 +100,13 @@ class Request:
             if self._error is None:
                 try:
                     self._before()
+                    self.began_s = self.began_s or time.perf_counter()
                     span, at, size = self._chunks[i]
                     _transfer(self.file, self.way, span.place.at + at, span.memory(), at, size)
                 except BaseException as error:
                     self._error = self._error or self._failed(error, self._chunks[i])
             if next(self._done) == len(self._chunks):
+                self.ended_s = time.perf_counter()
                 if self._error is None:
                     self._over.set_result(None)
                 else:
@@ -156,6 +159,12 @@ class Request:
                 return
 
     settle = wait
+
+    def call_off(self) -> None:
+        """It was not begun, and will not be."""
+        if not self._over.done():
+            self.began_s = self.ended_s = time.perf_counter()
+            self._over.set_exception(DiskError(errno.ECANCELED, f"{self.what} was called off"))
 
     def finish(self) -> None:
         """Wait until it is over, well or not."""

@@ -11,6 +11,7 @@ import torch
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.streams import Handle
+from megacompile.runtime.disk.transfers import Request
 from megacompile.runtime.ops.group import OpGroup, handles
 
 
@@ -26,6 +27,8 @@ class DiskOps(OpGroup):
             if handle.host is not None:
                 handle.host.settle()
         staged = staging.read(host, f"{bucket.label}READ_STATE of {host.layout.name!r}")
+        if staged is not None and staged.read is not None:
+            self._note(staged.read)
         return Handle(staged, Stream.READ, host=staged)
 
     def write_state(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
@@ -42,8 +45,15 @@ class DiskOps(OpGroup):
             updates = self.machine.in_backward
             visible = [] if updates is None else updates.visible(host)
             host.pending.go_on(written, (), visible)
+        self._note(written.request)
         written.request.begin()
         return Handle(None, Stream.WRITE, host=host.pending)
+
+    def _note(self, request: Request) -> None:
+        """Let a trace have its times."""
+        if self.recording is not None:
+            note, lane = self.recording.noted_later(), request.way.value
+            request.when_done(lambda: note(lane, request.began_s, request.ended_s))
 
 
 def _await(events: Sequence[torch.cuda.Event]) -> None:

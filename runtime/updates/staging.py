@@ -227,6 +227,8 @@ class Staging:
             if staged in self._waiting:
                 self._waiting.remove(staged)
                 staged.begun.set()
+                if staged.read is not None:
+                    staged.read.call_off()
             elif staged.read is not None:
                 staged.read.finish()
             self._release(staged)
