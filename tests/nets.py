@@ -49,6 +49,7 @@ class Choice:
     in_backward: bool = False  # the optimizer's step is made in the backward
     backwards: int = 2  # before a step: the second one accumulates
     state_delay: int = 1  # backwards before one waits for states to leave
+    disk: bool = False  # the optimizer's states lie on a disk
 
 
 class Layer(nn.Module):
@@ -181,12 +182,15 @@ def nets(draw: st.DrawFn, *, aliases: bool = False) -> Net:
 def choices(draw: st.DrawFn) -> Choice:
     """Any `Choice`."""
     optimizer = draw(st.sampled_from(("", "", "adamw", "sgd")))
+    in_backward = bool(optimizer) and draw(st.booleans())
     return Choice(
         lookahead=draw(st.integers(1, 4)),
         more_slots=draw(st.integers(0, 2)),
         keep=draw(st.one_of(st.just(-1), st.integers(0, 255))),
         optimizer=optimizer,
-        in_backward=bool(optimizer) and draw(st.booleans()),
+        in_backward=in_backward,
         backwards=draw(st.integers(1, 2)),
         state_delay=draw(st.sampled_from((1, 1, 2, 9))),
+        # an update in the backward works on the simulated streams, which no thread can wait for
+        disk=bool(optimizer) and not in_backward and draw(st.booleans()),
     )

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import io
 import random
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -156,6 +157,7 @@ class Subject:
             lookahead=choice.lookahead,
             slots=choice.lookahead + 1 + choice.more_slots,
             optimizer=self.optimizer if choice.in_backward else None,
+            disk=tempfile.gettempdir() if choice.disk else None,
         )
         self.device = adversary.attach(self.model)
         self.rtol = 0.0

@@ -63,7 +63,7 @@ class Machine:
         self.activations = HostPool(pin=self.device.type == "cuda")
         self.staging = None
         if self.disk is not None:
-            self.staging = Staging(self.disk, pin=self.device.type == "cuda")
+            self.staging = Staging(self.disk, self.device)
         self.host_updates = HostUpdates(self.device)
         self.copies = Background("megacompile-offload")
 

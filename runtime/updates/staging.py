@@ -13,6 +13,7 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -143,12 +144,12 @@ class Staging:
 
     Args:
         disk: where states lie.
-        pin: page-lock the buffers.
+        device: that copies to and from the buffers, which are page-locked for a GPU.
     """
 
-    def __init__(self, disk: Disk, *, pin: bool) -> None:
+    def __init__(self, disk: Disk, device: torch.device) -> None:
         self.disk = disk
-        self.pin = pin
+        self.device = device
         self.read_bytes = self.written_bytes = 0  # so far
         self._staged: dict[int, Staged] = {}  # by the bucket's key
         self._waiting: deque[Staged] = deque()  # for a set, in the order of their updates
@@ -249,8 +250,13 @@ class Staging:
             sizes = [len(buffer) for buffer in staged.buffers]
             if [len(memory) for memory in free] != sizes:
                 del free
-                free = tuple(HostBuffer(size, pin=self.pin) for size in sizes)
+                free = self._new(sizes)
             staged.memory = free
             assert staged.read is not None
             staged.read.begin()
             staged.begun.set()
+
+    def _new(self, sizes: Sequence[int]) -> tuple[HostBuffer, ...]:
+        pin = self.device.type == "cuda"
+        with torch.cuda.device(self.device) if pin else nullcontext():
+            return tuple(HostBuffer(size, pin=pin) for size in sizes)
