@@ -115,7 +115,11 @@ class Written:
 
     def wait(self) -> None:
         if self.first is not None:
-            self.first.wait()
+            try:
+                self.first.wait()
+            except OptimizerError:
+                self.request.finish()  # it fails too: then all of this is over
+                raise
         try:
             self.request.wait()
         except DiskError as error:
