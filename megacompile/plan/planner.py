@@ -26,6 +26,7 @@ from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.simulate import simulate
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
+from megacompile.plan.garbage import old_objects_left_out
 from megacompile.text import format_bytes
 
 _COUNTS = (0, 1 / 24, 1 / 12, 1 / 6, 1 / 3, 2 / 3, 1)  # of the buckets, to be resident
@@ -35,6 +36,7 @@ _DELAYS = (1, 2, 4, 8)  # backwards, of states on their way to the host
 _SLOWER = 0.65  # of the host's rates: what it gets on another day
 _EQUAL = 0.002  # predictions this close are as good as one another; what is resident is then surer
 _PAYS = 0.01  # of a step's time: what slots must save
+_STRAIGHT = 0.01  # by so much may the slopes differ of what is taken for a straight line
 _IN_VAIN = 3  # tries in a row that save less
 
 
@@ -91,31 +93,40 @@ class Problem:
     fused: bool = True
     resident: frozenset[int] = frozenset()
     trained: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    peaks: dict[Choice, int] = field(default_factory=dict)  # that are known
+    # What is known of choices.
+    _peaks: dict[Choice, dict[int, int]] = field(default_factory=dict, init=False)  # by the kept
+    _steps_s: dict[Choice, float] = field(default_factory=dict, init=False)
+    _built: dict[Choice, Schedule] = field(default_factory=dict, init=False)  # the last one
+
+    def schedule(self, choice: Choice) -> Schedule:
+        """The draft of a choice."""
+        if choice not in self._built:
+            self._built.clear()
+            self._built[choice] = self.build(choice)
+        return self._built[choice]
 
     def memory(self, choice: Choice) -> DeviceMemory:
         """Device memory of a choice over a step."""
-        schedule = self.build(choice)
-        return device_memory(schedule, optimizer=self.optimizer, fused=self.fused)
+        return device_memory(self.schedule(choice), optimizer=self.optimizer, fused=self.fused)
 
     def step_s(self, choice: Choice) -> float:
         """Seconds of a step in the middle of training."""
-        return self._simulated_s(self.build(choice), choice, self.hardware)
+        if choice not in self._steps_s:
+            self._steps_s[choice] = self._simulated_s(choice, self.hardware)
+        return self._steps_s[choice]
 
     def expected_s(self, choice: Choice) -> float:
         """The same, the mean over the host as it was measured and a slower one."""
-        schedule, measured = self.build(choice), self.hardware
         slower = replace(
-            measured,
-            update_gb_s=_SLOWER * measured.update_gb_s,
-            host_memory_gb_s=_SLOWER * measured.host_memory_gb_s,
+            self.hardware,
+            update_gb_s=_SLOWER * self.hardware.update_gb_s,
+            host_memory_gb_s=_SLOWER * self.hardware.host_memory_gb_s,
         )
-        return sum(self._simulated_s(schedule, choice, host) for host in (measured, slower)) / 2
+        return (self.step_s(choice) + self._simulated_s(choice, slower)) / 2
 
-    def _simulated_s(self, schedule: Schedule, choice: Choice, hardware: Hardware) -> float:
+    def _simulated_s(self, choice: Choice, hardware: Hardware) -> float:
+        schedule = self.schedule(choice)
         timeline = simulate(schedule, hardware, optimizer=self.optimizer, steps=3, fused=self.fused)
-        if choice not in self.peaks:
-            self.peaks[choice] = timeline.memory.peak.total_bytes
         return timeline.step_s
 
     def fits(self, choice: Choice) -> bool:
@@ -147,25 +158,45 @@ class Problem:
         """Its peak."""
         return self.floor().peak.total_bytes
 
-    def guess(self, choice: Choice, low: int, high: int) -> int:
-        """About how many stages can be kept, between `low`, which fits, and `high`, which does not:
-        the peak grows by about the same for each."""
-        top = min(high, self.stages)
-        base = self._streamed(choice)
-        least, most = (self.peak_bytes(replace(base, keep=k)) for k in (low, top))
-        if most <= least:
-            return high - 1
-        buffer = self._buffer_bytes(choice) - least
-        steps = math.floor(buffer / ((most - least) / max(1, top - low)))
-        return min(max(low + steps, low + 1), high - 1)
+    def most_kept(self, choice: Choice, least: int, most: int) -> int:
+        """How many stages can be kept, from `least`, which fits, to `most`; about so many.
+
+        The peak rises by more and more with each: it is flat as long as it is somewhere else, then
+        it rises by a stage's saved tensors. So it is below a chord between two known peaks, and on
+        the chord where the next interval is as steep.
+        """
+        streamed, buffer = self._streamed(choice), self._buffer_bytes(choice)
+        by_chord = True
+        while True:
+            known = self._known(streamed)
+            low = max(k for k, peak in known.items() if peak <= buffer and k <= most)
+            high = min((k for k, peak in known.items() if peak > buffer), default=most + 1)
+            if high - low <= 1:
+                return max(low, least)
+            if high > most:
+                self.peak_bytes(replace(streamed, keep=most))
+                continue
+            share = (buffer - known[low]) / (known[high] - known[low])
+            on_chord = min(low + math.floor(share * (high - low)), high - 1)
+            if _is_straight(known, low, high):
+                return max(on_chord, least)
+            middle = max(on_chord, low + 1) if by_chord else (low + high) // 2
+            by_chord = not by_chord
+            self.peak_bytes(replace(streamed, keep=middle))
 
     def peak_bytes(self, choice: Choice) -> int:
         """The peak of its device memory."""
-        if choice not in self.peaks:
-            self.peaks[choice] = self.memory(choice).peak.total_bytes
-        return self.peaks[choice]
+        known = self._known(choice)
+        if choice.keep not in known:
+            known[choice.keep] = self.memory(choice).peak.total_bytes
+        return known[choice.keep]
+
+    def _known(self, choice: Choice) -> dict[int, int]:
+        """The peaks that are known, by how many stages are kept; a choice as this otherwise."""
+        return self._peaks.setdefault(replace(choice, keep=0), {})
 
 
+@old_objects_left_out()
 def search(
     problem: Problem,
     *,
@@ -213,6 +244,17 @@ def search(
     step_s = problem.step_s(best)
     reasons = _reasons(problem, best, step_s, tries.times, peak)
     return SearchResult(best, step_s, peak, len(tries.times), reasons)
+
+
+def _is_straight(known: Mapping[int, int], low: int, high: int) -> bool:
+    """Does what is known beside an interval say that a convex function is straight in it?"""
+    at = sorted(known)
+    i, k = at.index(low), at.index(high)
+    steep = (known[high] - known[low]) / (high - low)
+    beside = [(at[i - 1], low)] if i else []
+    beside += [(high, at[k + 1])] if k + 1 < len(at) else []
+    slopes = [(known[right] - known[left]) / (right - left) for left, right in beside]
+    return any(abs(slope - steep) <= _STRAIGHT * steep for slope in slopes)
 
 
 def _between(counts: Sequence[int], at: int) -> set[int]:
@@ -266,13 +308,7 @@ class _Tries:
         least = replace(choice, keep=lowest)
         if not problem.fits(least):
             return False
-        low, high = lowest, most + 1  # high does not fit, as far as is known; low does
-        while high - low > 1:
-            middle = problem.guess(least, low, high)
-            if problem.fits(replace(least, keep=middle)):
-                low = middle
-            else:
-                high = middle
+        low = problem.most_kept(least, lowest, most)
         fewer = {lowest} if problem.optimizer.in_backward else set()
         if choice.offload:
             fewer |= {lowest + (low - lowest) * k // 4 for k in range(4)}

@@ -8,6 +8,8 @@ recompute, so that both draw the same.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import fx
 
 from megacompile.ir import ops
@@ -25,23 +27,26 @@ def insert_recompute(schedule: Schedule) -> Schedule:
     assert new.backward is not None
     forwards = ops.calls_by_stage(new.forward, ops.forward)
     backwards = ops.calls_by_stage(new.backward, ops.backward)
-    saved_values = list(new.saved_values)
-    for stage in reversed(new.stages):
-        if stage.index in backwards and stage.index not in new.plan.keep:
-            call = forwards[stage.index]
-            dropped = _forget(new.forward, call, stage)
-            saved_values = [name for name in saved_values if name not in dropped]
-            if stage.traced.saved:
-                saved_values += _recompute(new, call, backwards[stage.index], stage)
+    stages = [s for s in reversed(new.stages) if s.index in backwards]
+    stages = [s for s in stages if s.index not in new.plan.keep]
+    dropped = _forget(new.forward, [(forwards[s.index], s) for s in stages])
+    saved_values = [name for name in new.saved_values if name not in dropped]
+    inputs = _Placeholders(new.backward)
+    for stage in stages:
+        if stage.traced.saved:
+            call, backward = forwards[stage.index], backwards[stage.index]
+            saved_values += _recompute(new.forward, inputs, call, backward, stage)
     return add_saved_values(new, list(dict.fromkeys(saved_values)))
 
 
-def _forget(graph: fx.Graph, call: fx.Node, stage: Stage) -> set[str]:
-    """Stop a forward from returning saved tensors; gives the names they had."""
-    results = len(stage.outputs) + len(stage.mutated)
-    call.args = (*call.args[:3], False)
-    call.meta["value"] = call.meta["value"][:results]
-    dropped = [item for k, item in ops.items(call) if k >= results]
+def _forget(graph: fx.Graph, calls: Sequence[tuple[fx.Node, Stage]]) -> set[str]:
+    """Stop forwards from returning saved tensors; gives the names they had."""
+    dropped: dict[fx.Node, None] = {}
+    for call, stage in calls:
+        results = len(stage.outputs) + len(stage.mutated)
+        call.args = (*call.args[:3], False)
+        call.meta["value"] = call.meta["value"][:results]
+        dropped |= dict.fromkeys(item for k, item in ops.items(call) if k >= results)
     output = graph.output_node()
     outputs, kept = ops.returned(graph)
     output.args = ((outputs, tuple(n for n in kept if n not in dropped)),)
@@ -50,43 +55,57 @@ def _forget(graph: fx.Graph, call: fx.Node, stage: Stage) -> set[str]:
     return {item.name for item in dropped}
 
 
-def _recompute(new: Schedule, call: fx.Node, backward: fx.Node, stage: Stage) -> list[str]:
+class _Placeholders:
+    """A backward's placeholders for saved values, made where there are none; those come first."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        existing = graph.find_nodes(op="placeholder")
+        self.by_name: dict[str, fx.Node] = {node.name: node for node in existing}
+        self._first: fx.Node = existing[0]
+
+    def of(self, source: fx.Node) -> fx.Node:
+        """The placeholder for a value of the forward."""
+        if source.name not in self.by_name:
+            with self.graph.inserting_before(self._first):
+                self._first = self.graph.placeholder(source.name)
+            self._first.meta["value"] = source.meta.get("value")
+            self.by_name[source.name] = self._first
+        return self.by_name[source.name]
+
+    def replace(self, placeholder: fx.Node, value: fx.Node) -> None:
+        """Nobody takes a placeholder any more."""
+        placeholder.replace_all_uses_with(value)
+        if placeholder is self._first:
+            self._first = placeholder.next
+        del self.by_name[placeholder.name]
+        self.graph.erase_node(placeholder)
+
+
+def _recompute(
+    forward: fx.Graph, inputs: _Placeholders, call: fx.Node, backward: fx.Node, stage: Stage
+) -> list[str]:
     """Insert a recompute before a backward; gives the saved values it takes."""
-    graph = new.backward
-    assert graph is not None
     args: list[fx.Node | None] = []
     taken: list[str] = []
     for arg in backward_args(call, stage, stage.traced.recompute_primals):
         if arg is None:
             args.append(None)
             continue
-        source = saved_value(new.forward, arg)
+        source = saved_value(forward, arg)
         taken.append(source.name)
-        args.append(_placeholder(graph, source))
+        args.append(inputs.of(source))
     rng = None
     if stage.traced.random:
         taken.append(f"rng{stage.index}")
-        state = next(n for n in new.forward.nodes if n.name == taken[-1])
-        rng = _placeholder(graph, state)
+        rng = inputs.of(next(n for n in forward.nodes if n.name == taken[-1]))
     placeholders = ops.arguments(backward)[3]
+    graph = inputs.graph
     with graph.inserting_before(backward):
         name = f"rc{stage.index}"
         again = ops.call(graph, ops.recompute, stage, (), tuple(args), rng, name=name)
         again.meta["value"] = stage.traced.saved
         for k, placeholder in enumerate(placeholders):
             item = add_item(graph, again, k, f"{placeholder.name}_again")
-            placeholder.replace_all_uses_with(item)
-            graph.erase_node(placeholder)
+            inputs.replace(placeholder, item)
     return taken
-
-
-def _placeholder(graph: fx.Graph, source: fx.Node) -> fx.Node:
-    """The backward's placeholder for a saved value, made where there is none; those come first."""
-    existing: list[fx.Node] = graph.find_nodes(op="placeholder")
-    for node in existing:
-        if node.name == source.name:
-            return node
-    with graph.inserting_before(existing[0]):
-        placeholder = graph.placeholder(source.name)
-    placeholder.meta["value"] = source.meta.get("value")
-    return placeholder

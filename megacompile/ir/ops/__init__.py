@@ -114,9 +114,16 @@ def call(
     name: str | None = None,
     after: tuple[fx.Node, ...] | None = None,
 ) -> fx.Node:
-    """Add a node that calls an op, where the graph inserts now."""
-    kwargs: dict[str, Any] = {} if after is None else {"after": after}
-    return graph.create_node("call_function", op, args, kwargs, name)
+    """Add a node that calls an op, where the graph inserts now.
+
+    The arguments are set afterwards: `create_node` would look into each for symbols, and a search
+    makes a million nodes.
+    """
+    node = graph.create_node("call_function", op, name=name)
+    node.args = args
+    if after is not None:
+        node.kwargs = {"after": after}
+    return node
 
 
 def arguments(node: fx.Node) -> tuple[Any, ...]:
