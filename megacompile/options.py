@@ -67,7 +67,7 @@ class Options:
             others either. Default: what the plan finds best, with INDUCTOR on CUDA and without
             `compute_dtype`; otherwise none.
         gpu_memory: bytes of device memory that the plan may use. Default: what is free.
-        host_memory: bytes of host memory. Default: what is free.
+        host_memory: bytes of host memory that the model may take. Default: what is free.
         resident: bytes of device memory for buckets that live there. Default: the plan decides.
         head: whether the head and its loss are computed in chunks of tokens.
         detect_anomaly: raise if a stage's backward gives NaN or inf.

@@ -16,9 +16,11 @@ from megacompile.cost.optimizer import CHUNK_BYTES, CHUNKS, OptimizerCost
 from megacompile.errors import DeviceMemoryError
 from megacompile.ir import ops
 from megacompile.plan import planner
+from megacompile.plan import problem as problem_code
 from megacompile.plan.abstract import abstract_options, abstract_programs
 from megacompile.plan.compiler import PassCompiler
-from megacompile.plan.planner import Choice, Problem, search
+from megacompile.plan.planner import search
+from megacompile.plan.problem import Choice, Problem
 from tests.inside import residents
 from tests.training import adamw, data, net, train
 from tests.zoo import assert_same, twins
@@ -196,12 +198,13 @@ def test_plans_are_compared_on_a_slower_host_too(monkeypatch: Any) -> None:
     tower = replace(tower, budget_bytes=6 * tower.floor_bytes(), hardware=hardware)
     sure = search(tower, device_update=False)
     assert sure is not None and sure.step_s == tower.step_s(sure.choice), "as measured"
-    monkeypatch.setattr(planner, "_SLOWER", 1.0)
+    monkeypatch.setattr(problem_code, "_SLOWER", 1.0)
     fastest = search(tower, device_update=False)
     assert fastest is not None and fastest.step_s < sure.step_s < 1.02 * fastest.step_s
     monkeypatch.undo()
     slow = hardware.replace(
-        update_gb_s=planner._SLOWER * 60, host_memory_gb_s=planner._SLOWER * H200.host_memory_gb_s
+        update_gb_s=problem_code._SLOWER * 60,
+        host_memory_gb_s=problem_code._SLOWER * H200.host_memory_gb_s,
     )
     slower = replace(tower, hardware=slow)
     assert slower.step_s(fastest.choice) > 1.05 * slower.step_s(sure.choice)

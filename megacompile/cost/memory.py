@@ -350,7 +350,8 @@ def _kind_of(call: fx.Node, stage: Stage, k: int) -> Kind:
 def host_memory(
     schedules: Schedule | Iterable[Schedule], optimizer: OptimizerCost | None = None
 ) -> dict[Kind, int]:
-    """Bytes in host memory by kind, once training runs (gradients and states are made by then)."""
+    """Bytes in host memory by kind, once training runs: gradients and states are made by then, and
+    at the boundary of forward and backward saved tensors wait there."""
     each = [schedules] if isinstance(schedules, Schedule) else list(schedules)
     buckets = {b.key: b for schedule in each for b in schedule.buckets}
     trained: dict[int, set[int]] = {}
@@ -358,19 +359,40 @@ def host_memory(
         if schedule.backward is not None:
             for key, params in schedule.gradient_params.items():
                 trained.setdefault(key, set()).update(params)
-    found = dict.fromkeys((Kind.PARAMETERS, Kind.MASTERS, Kind.GRADIENTS, Kind.STATES), 0.0)
+    kinds = (Kind.PARAMETERS, Kind.MASTERS, Kind.GRADIENTS, Kind.STATES)
+    found: dict[Kind, float] = dict.fromkeys(kinds, 0.0)
     cost = optimizer or OptimizerCost(states=0)
     resident = {key for schedule in each for key in schedule.plan.resident}
     for key, bucket in buckets.items():
-        if key in resident:
-            continue
-        found[Kind.PARAMETERS] += bucket.size_bytes
-        for i, param in enumerate(bucket.params):
-            item = param.dtype.itemsize
-            if cost.master_bytes is not None:
-                found[Kind.MASTERS] += param.numel * cost.master_bytes
-            if i in trained.get(key, ()):
-                found[Kind.STATES] += param.numel * cost.states_of(item)
-                if not cost.in_backward:
-                    found[Kind.GRADIENTS] += param.numel * cost.grad_of(item)
+        if key not in resident:
+            for kind, size in streamed_bytes(bucket, trained.get(key, ()), cost).items():
+                found[kind] += size
+    found[Kind.ACTIVATIONS] = sum(map(_waiting_bytes, each))
     return {kind: int(size) for kind, size in found.items() if size}
+
+
+def streamed_bytes(
+    bucket: Bucket, trained: Iterable[int], cost: OptimizerCost
+) -> dict[Kind, float]:
+    """Host memory of a bucket that is streamed, by kind.
+
+    Args:
+        trained: indices of the parameters that get a gradient.
+    """
+    found = {Kind.PARAMETERS: float(bucket.size_bytes)}
+    if cost.master_bytes is not None:
+        found[Kind.MASTERS] = cost.master_bytes * sum(param.numel for param in bucket.params)
+    params = [bucket.params[i] for i in trained]
+    found[Kind.STATES] = sum(p.numel * cost.states_of(p.dtype.itemsize) for p in params)
+    if not cost.in_backward:
+        found[Kind.GRADIENTS] = sum(p.numel * cost.grad_of(p.dtype.itemsize) for p in params)
+    return found
+
+
+def _waiting_bytes(schedule: Schedule) -> int:
+    """Saved tensors that wait on the host."""
+    return sum(
+        tensors_bytes(source.meta.get("value"))
+        for node in ops.nodes_that(schedule.forward, lambda op: op.to_backward)
+        for source in node.all_input_nodes
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megacompile.plan.planner import Problem, table
+from megacompile.plan.planner import table
+from megacompile.plan.problem import Problem
 from megacompile.plan.setting import Setting
 from megacompile.text import format_bytes
 

@@ -7,18 +7,23 @@ with that. It is planned again when the buckets are there, which finds what was 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+import warnings
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from megacompile.errors import DeviceMemoryError
+from megacompile.cost.memory import streamed_bytes
+from megacompile.errors import DeviceMemoryError, HostMemoryError
 from megacompile.ir.capture import Variant
 from megacompile.ir.placement import Placement
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Activations, Lowering
 from megacompile.plan.budget import Budget
+from megacompile.plan.fit import refusal
 from megacompile.plan.pipeline import Pipeline
-from megacompile.plan.planner import Choice, Problem, SearchResult, does_not_fit, search
+from megacompile.plan.planner import SearchResult, does_not_fit, search
+from megacompile.plan.problem import Choice, Problem
+from megacompile.plan.scenario import Scenario
 from megacompile.plan.setting import Setting
 from megacompile.plan.stay import stay_that_fit
 from megacompile.text import format_bytes
@@ -55,6 +60,7 @@ class Chooser:
         self.pipeline = pipeline
         self.budget = budget
         self._chosen: dict[Schedule, PlanChoice] = {}  # by captured stages
+        self._trained: dict[int, Sequence[int]] = {}  # bucket key -> parameters with a gradient
         self._stay_now = False  # do buckets stay in slots, because there is memory for them?
         self._no_stay = False  # was memory too short for that?
         self._decided = False  # was it decided what is resident?
@@ -73,6 +79,7 @@ class Chooser:
 
         Raises:
             DeviceMemoryError: nothing fits.
+            HostMemoryError: nothing fits that fits on the device.
         """
         planned = self.setting.options.plans or self.setting.hardware is not None
         if schedule.backward is None:
@@ -97,21 +104,12 @@ class Chooser:
         resident = frozenset() if free else placement.resident
         problem = self.problem_of(schedule, variant, resident=resident)
         templates = tuple(id(stage.traced) for stage in schedule.stages)
-        found = self._found_before(problem, templates)
+        found = self._found_before(problem, templates) or self._search(problem, free)
         if found is None:
-            found = search(
-                problem,
-                resident=free,
-                pinned=options.activations is not Activations.AUTO,
-                device_update=(
-                    options.plans_device_update
-                    and options.device_update is None
-                    and self.setting.on_gpu
-                ),
-                slots=options.slots is None,
-            )
+            found = self._with_fewer_states(problem, free)
         if found is None:
-            found = _too_small(problem)
+            found = self._too_small(problem, free)
+        self._trained |= schedule.gradient_params
         self.budget.note(problem, found.peak_bytes)
         reasons = found.reasons
         if placement.stays and options.resident is None:
@@ -120,6 +118,79 @@ class Chooser:
             self._decided, self._wanted = True, found.choice.resident
             self._last_search = _CachedSearch(templates, found)
         return PlanChoice(found.choice, reasons)
+
+    def _search(self, problem: Problem, free: bool) -> SearchResult | None:
+        options = self.setting.options
+        return search(
+            problem,
+            resident=free,
+            pinned=options.activations is not Activations.AUTO,
+            device_update=(
+                options.plans_device_update
+                and options.device_update is None
+                and self.setting.on_gpu
+            ),
+            slots=options.slots is None,
+        )
+
+    def _with_fewer_states(self, problem: Problem, free: bool) -> SearchResult | None:
+        """Nobody knows the optimizer before its first step: one with fewer states may fit."""
+        if self.setting.options.optimizer is not None or problem.host_budget_bytes is None:
+            return None
+        assumed = problem.optimizer.states
+        for states in range(assumed - 1, -1, -1):
+            less = replace(problem, optimizer=self.setting.cost(states=states))
+            if (found := self._search(less, free)) is not None:
+                warnings.warn(
+                    f"megacompile: host memory ({format_bytes(problem.host_budget_bytes)}) does "
+                    f"not hold {assumed} optimizer states a parameter, which AdamW has; it holds "
+                    f"{states}. A step that needs more is refused; state_dtype='int8' needs less",
+                    stacklevel=2,
+                )
+                return found
+        return None
+
+    def _too_small(self, problem: Problem, free: bool) -> SearchResult:
+        """Not even the floor fits. The prediction may be off by a little; then it is tried.
+
+        Raises:
+            DeviceMemoryError: the device is too small by more than that.
+            HostMemoryError: the host is too small.
+        """
+        choice = problem.tightest() if free else Choice(0, problem.resident, state_lookahead=1)
+        if not problem.fits_host(choice):
+            self._wanted = choice.resident
+            assert problem.host_budget_bytes is not None
+            raise HostMemoryError(
+                refusal(
+                    Scenario(
+                        (problem.schedule(choice),),
+                        problem.hardware,
+                        problem.optimizer,
+                        problem.fused,
+                        problem.budget_bytes,
+                        problem.host_budget_bytes - problem.elsewhere_bytes,
+                    )
+                )
+            )
+        peak = problem.memory(choice).peak
+        text = (
+            f"device memory: {format_bytes(peak.total_bytes)} needed, "
+            f"{format_bytes(problem.budget_bytes)} there"
+        )
+        if peak.total_bytes > _TOLERANCE * problem.budget_bytes:
+            raise DeviceMemoryError(does_not_fit(problem, peak))
+        reasons = (f"{text}: tried nevertheless",)
+        return SearchResult(choice, math.inf, peak.total_bytes, 0, reasons)
+
+    def _elsewhere_bytes(self, schedule: Schedule, resident: frozenset[int]) -> int:
+        """Host memory of the buckets that a captured graph does not read, as far as is known."""
+        here = {bucket.key for bucket in schedule.buckets} | resident
+        others = (unit.bucket for unit in self.pipeline.units if unit.bucket.key not in here)
+        cost = self.setting.cost()
+        return sum(
+            int(sum(streamed_bytes(b, self._trained.get(b.key, ()), cost).values())) for b in others
+        )
 
     def _stay(self, schedule: Schedule, placement: Placement) -> int:
         """How many streamed buckets stay in slots between forwards without a backward."""
@@ -152,6 +223,8 @@ class Chooser:
             hardware=self.setting.rates(),
             optimizer=self.setting.cost(),
             budget_bytes=self.budget.size_bytes(),
+            host_budget_bytes=self.setting.host_budget_bytes(),
+            elsewhere_bytes=self._elsewhere_bytes(schedule, resident),
             fused=self.setting.options.lowering is Lowering.INDUCTOR,
             resident=resident,
             trained=schedule.gradient_params,
@@ -194,20 +267,3 @@ class Chooser:
         """Forget what was chosen for all but these captured stages."""
         for key in [key for key in self._chosen if key not in stages]:
             del self._chosen[key]
-
-
-def _too_small(problem: Problem) -> SearchResult:
-    """Not even the floor fits. The prediction may be off by a little; then it is tried.
-
-    Raises:
-        DeviceMemoryError: it is too small by more than that.
-    """
-    choice = Choice(0, problem.resident, state_lookahead=1)
-    peak = problem.memory(choice).peak
-    text = (
-        f"device memory: {format_bytes(peak.total_bytes)} needed, "
-        f"{format_bytes(problem.budget_bytes)} there"
-    )
-    if peak.total_bytes > _TOLERANCE * problem.budget_bytes:
-        raise DeviceMemoryError(does_not_fit(problem, peak))
-    return SearchResult(choice, math.inf, peak.total_bytes, 0, (f"{text}: tried nevertheless",))

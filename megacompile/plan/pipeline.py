@@ -47,7 +47,7 @@ from megacompile.passes.stages.partition import partition
 from megacompile.passes.stages.strides import settle_strides
 from megacompile.passes.stages.templates import TemplateCache, trace_templates
 from megacompile.plan.history import CapturePass, SchedulePass, run, run_on_capture, timed
-from megacompile.plan.planner import Choice
+from megacompile.plan.problem import Choice
 from megacompile.plan.setting import Setting
 from megacompile.progress import bar
 
@@ -67,9 +67,15 @@ class Pipeline:
         self.setting = setting
         self.units = units
         self.templates: TemplateCache = {} if templates is None else templates
+        self._partitioned: tuple[Capture, Schedule] | None = None
 
     def partition(self, capture: Capture) -> Schedule:
-        """Stages only."""
+        """Stages only; the same where the same capture comes again, because buckets have moved."""
+        if self._partitioned is None or self._partitioned[0] != capture:
+            self._partitioned = capture, self._stages_of(capture)
+        return replace(self._partitioned[1])
+
+    def _stages_of(self, capture: Capture) -> Schedule:
         options = self.setting.options
         causal = functools.partial(use_causal_attention, lowering=options.lowering)
         chunk = functools.partial(chunk_head, head=options.head, lowering=options.lowering)

@@ -9,6 +9,9 @@ as fit (the last ones, whose saved tensors are held the shortest; fewer too wher
 no time). Share and number are sought in turns, each over a coarse grid; then the number is refined,
 and what is left goes to slots.
 
+Host memory is a budget too. As many buckets live on the device as it takes for the others to fit,
+with the gradients and states that they will get: nothing is allocated that would not.
+
 The host is less sure than the device: its rates differ from day to day and with what else it does.
 The fastest plan for the rates that were measured lets its updates end just when the next forward
 needs them, so plans are compared by their mean over that host and a slower one.
@@ -16,45 +19,21 @@ needs them, so plans are compared by their mean over that host and a slower one.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from megacompile.cost.hardware import Hardware
-from megacompile.cost.memory import DeviceMemory, Moment, device_memory
-from megacompile.cost.optimizer import OptimizerCost
-from megacompile.cost.simulate import simulate
-from megacompile.ir.buckets import Bucket
-from megacompile.ir.schedule import Schedule
+from megacompile.cost.memory import Moment
 from megacompile.plan.garbage import old_objects_left_out
+from megacompile.plan.problem import Choice, Problem
 from megacompile.text import format_bytes
 
 _COUNTS = (0, 1 / 24, 1 / 12, 1 / 6, 1 / 3, 2 / 3, 1)  # of the buckets, to be resident
 _SHARES = (0.0, 0.1, 0.2, 0.4, 0.7, 1.0)  # of the parameters, to be updated on the device
 _SLOTS = (1, 2, 4, 8, 16)  # more than asked for
 _DELAYS = (1, 2, 4, 8)  # backwards, of states on their way to the host
-_SLOWER = 0.65  # of the host's rates: what it gets on another day
 _EQUAL = 0.002  # predictions this close are as good as one another; what is resident is then surer
 _PAYS = 0.01  # of a step's time: what slots must save
-_STRAIGHT = 0.01  # by so much may the slopes differ of what is taken for a straight line
 _IN_VAIN = 3  # tries in a row that save less
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What a plan is made from."""
-
-    keep: int = 1  # stages, counted from the last, whose saved tensors are kept
-    resident: frozenset[int] = frozenset()  # bucket keys
-    device_update: float = 0.0  # the share of the streamed parameters that the device updates
-    more_slots: int = 0  # than were asked for
-    offload: bool = False  # what recomputes take from the forward waits on the host
-    state_lookahead: int | None = None  # stages that states are fetched ahead; None: as weights
-    state_delay: int = 1  # backwards that are issued before one waits for states to leave
-    stay: int = 0  # streamed buckets that keep their slots between forwards without a backward
-
-    def __str__(self) -> str:
-        return f"{self.keep} stages kept, {len(self.resident)} buckets resident"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,134 +45,6 @@ class SearchResult:
     peak_bytes: int
     tried: int  # plans that were simulated
     reasons: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """What a plan is sought for.
-
-    Args:
-        build: the schedule of a choice.
-        buckets: in forward order.
-        stages: how many have a backward.
-        hardware: rates of the machine.
-        optimizer: what updates between two steps.
-        budget_bytes: device memory.
-        fused: elementwise operations are fused.
-        resident: keys of the buckets that live on the device already.
-        trained: the parameters that get a gradient: bucket key -> indices.
-    """
-
-    build: Callable[[Choice], Schedule]
-    buckets: Sequence[Bucket]
-    stages: int
-    hardware: Hardware
-    optimizer: OptimizerCost
-    budget_bytes: int
-    fused: bool = True
-    resident: frozenset[int] = frozenset()
-    trained: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    # What is known of choices.
-    _peaks: dict[Choice, dict[int, int]] = field(default_factory=dict, init=False)  # by the kept
-    _steps_s: dict[Choice, float] = field(default_factory=dict, init=False)
-    _built: dict[Choice, Schedule] = field(default_factory=dict, init=False)  # the last one
-
-    def schedule(self, choice: Choice) -> Schedule:
-        """The draft of a choice."""
-        if choice not in self._built:
-            self._built.clear()
-            self._built[choice] = self.build(choice)
-        return self._built[choice]
-
-    def memory(self, choice: Choice) -> DeviceMemory:
-        """Device memory of a choice over a step."""
-        return device_memory(self.schedule(choice), optimizer=self.optimizer, fused=self.fused)
-
-    def step_s(self, choice: Choice) -> float:
-        """Seconds of a step in the middle of training."""
-        if choice not in self._steps_s:
-            self._steps_s[choice] = self._simulated_s(choice, self.hardware)
-        return self._steps_s[choice]
-
-    def expected_s(self, choice: Choice) -> float:
-        """The same, the mean over the host as it was measured and a slower one."""
-        slower = replace(
-            self.hardware,
-            update_gb_s=_SLOWER * self.hardware.update_gb_s,
-            host_memory_gb_s=_SLOWER * self.hardware.host_memory_gb_s,
-        )
-        return (self.step_s(choice) + self._simulated_s(choice, slower)) / 2
-
-    def _simulated_s(self, choice: Choice, hardware: Hardware) -> float:
-        schedule = self.schedule(choice)
-        timeline = simulate(schedule, hardware, optimizer=self.optimizer, steps=3, fused=self.fused)
-        return timeline.step_s
-
-    def fits(self, choice: Choice) -> bool:
-        """Does its peak stay within the budget? Mostly a little pessimistic, and quick.
-
-        Resident buckets are added to the peak without them; that they need no slot is left out, and
-        that of fewer streamed buckets others are updated on the device.
-        """
-        return self.peak_bytes(self._streamed(choice)) <= self._buffer_bytes(choice)
-
-    def _streamed(self, choice: Choice) -> Choice:
-        return replace(choice, resident=self.resident)
-
-    def _buffer_bytes(self, choice: Choice) -> float:
-        """The budget less what new resident buckets take."""
-        return self.budget_bytes - sum(
-            self.optimizer.resident_bytes(bucket, self.trained.get(bucket.key, ()))
-            for bucket in self.buckets
-            if bucket.key in choice.resident - self.resident
-        )
-
-    def floor(self) -> DeviceMemory:
-        """Memory of a plan that keeps nothing on the device that need not be there."""
-        streamed = Choice(0, self.resident, state_lookahead=1)
-        both = [self.memory(streamed), self.memory(replace(streamed, offload=True))]
-        return min(both, key=lambda memory: memory.peak.total_bytes)
-
-    def floor_bytes(self) -> int:
-        """Its peak."""
-        return self.floor().peak.total_bytes
-
-    def most_kept(self, choice: Choice, least: int, most: int) -> int:
-        """How many stages can be kept, from `least`, which fits, to `most`; about so many.
-
-        The peak rises by more and more with each: it is flat as long as it is somewhere else, then
-        it rises by a stage's saved tensors. So it is below a chord between two known peaks, and on
-        the chord where the next interval is as steep.
-        """
-        streamed, buffer = self._streamed(choice), self._buffer_bytes(choice)
-        by_chord = True
-        while True:
-            known = self._known(streamed)
-            low = max(k for k, peak in known.items() if peak <= buffer and k <= most)
-            high = min((k for k, peak in known.items() if peak > buffer), default=most + 1)
-            if high - low <= 1:
-                return max(low, least)
-            if high > most:
-                self.peak_bytes(replace(streamed, keep=most))
-                continue
-            share = (buffer - known[low]) / (known[high] - known[low])
-            on_chord = min(low + math.floor(share * (high - low)), high - 1)
-            if _is_straight(known, low, high):
-                return max(on_chord, least)
-            middle = max(on_chord, low + 1) if by_chord else (low + high) // 2
-            by_chord = not by_chord
-            self.peak_bytes(replace(streamed, keep=middle))
-
-    def peak_bytes(self, choice: Choice) -> int:
-        """The peak of its device memory."""
-        known = self._known(choice)
-        if choice.keep not in known:
-            known[choice.keep] = self.memory(choice).peak.total_bytes
-        return known[choice.keep]
-
-    def _known(self, choice: Choice) -> dict[int, int]:
-        """The peaks that are known, by how many stages are kept; a choice as this otherwise."""
-        return self._peaks.setdefault(replace(choice, keep=0), {})
 
 
 @old_objects_left_out()
@@ -214,11 +65,14 @@ def search(
         slots: there may be more than were asked for.
     """
     tries = _Tries(problem, (1, 1) if pinned else (0, problem.stages))
+    least = problem.fewest_residents() if resident else 0
+    if least is None:
+        return None
     total = len(problem.buckets)
-    counts = sorted({round(total * part) for part in _COUNTS}) if resident else [0]
+    counts = sorted({max(least, round(total * part)) for part in _COUNTS}) if resident else [0]
     shares = _SHARES if device_update else _SHARES[:1]
     if not tries.add_everything(counts[-1]):
-        tries.add_each((0,), shares)
+        tries.add_each(counts[:1], shares)
         if resident:
             handed = tries.best.device_update  # with residents less will do
             likely = {0.0, handed, max((share for share in shares if share < handed), default=0.0)}
@@ -227,14 +81,17 @@ def search(
             for _ in range(3):
                 between = _between(tries.counts, len(tries.best.resident))
                 tries.add_each(between, {handed, tries.best.device_update})
-    streamed = Choice(resident=problem.resident)
+    streamed = problem.with_residents(least)
     in_backward = problem.optimizer.in_backward
     if in_backward:  # states may leave later, or be fetched later
         for late in (replace(streamed, state_delay=delay) for delay in _DELAYS):
             if not tries.add(late):
                 tries.add(replace(late, state_lookahead=1))
     if not tries.times and not pinned:
-        tries.add(replace(streamed, offload=True, state_lookahead=1 if in_backward else None))
+        waiting = replace(streamed, offload=True, state_lookahead=1 if in_backward else None)
+        most = problem.fewest_residents(waiting) if resident else least
+        if most is not None:
+            tries.add(replace(waiting, resident=problem.with_residents(most).resident))
     if not tries.times:
         return None
     best = tries.surest()
@@ -244,17 +101,6 @@ def search(
     step_s = problem.step_s(best)
     reasons = _reasons(problem, best, step_s, tries.times, peak)
     return SearchResult(best, step_s, peak, len(tries.times), reasons)
-
-
-def _is_straight(known: Mapping[int, int], low: int, high: int) -> bool:
-    """Does what is known beside an interval say that a convex function is straight in it?"""
-    at = sorted(known)
-    i, k = at.index(low), at.index(high)
-    steep = (known[high] - known[low]) / (high - low)
-    beside = [(at[i - 1], low)] if i else []
-    beside += [(high, at[k + 1])] if k + 1 < len(at) else []
-    slopes = [(known[right] - known[left]) / (right - left) for left, right in beside]
-    return any(abs(slope - steep) <= _STRAIGHT * steep for slope in slopes)
 
 
 def _between(counts: Sequence[int], at: int) -> set[int]:
@@ -319,8 +165,9 @@ class _Tries:
 
     def _with(self, count: int, share: float, *, keep: int = 1) -> Choice:
         """The first `count` buckets are resident."""
-        keys = self.problem.resident | {bucket.key for bucket in self.problem.buckets[:count]}
-        return Choice(keep, keys, share if len(keys) < len(self.problem.buckets) else 0.0)
+        choice = self.problem.with_residents(count, keep=keep)
+        streams = len(choice.resident) < len(self.problem.buckets)
+        return replace(choice, device_update=share if streams else 0.0)
 
     def _simulate(self, choice: Choice) -> bool:
         """Note a choice's time; False where it does not fit after all: `fits` knows it about."""
@@ -335,7 +182,7 @@ class _Tries:
         """A choice's time; None where its peak is more than there is."""
         expected_s = self.problem.expected_s(choice)  # which finds the peak too
         fits = self.problem.peak_bytes(choice) <= self.problem.budget_bytes
-        return expected_s if fits else None
+        return expected_s if fits and self.problem.fits_host(choice) else None
 
     def surest(self) -> Choice:
         """Of those that are as fast as the fastest the one with the most residents."""

@@ -15,10 +15,8 @@ from megacompile.cost.memory import DeviceMemory, Kind, host_memory
 from megacompile.cost.optimizer import EIGHT_BITS, OptimizerCost
 from megacompile.cost.simulate import Prediction, simulate
 from megacompile.errors import MegacompileError
-from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.tensors import tensors_bytes
 from megacompile.text import format_bytes
 
 _FASTER = 1.1
@@ -96,13 +94,7 @@ class Scenario:
 
     def host(self) -> dict[str, int]:
         """Bytes in host memory by kind, activations that wait there included."""
-        found = {kind.value: n for kind, n in host_memory(self.schedules, self.optimizer).items()}
-        waiting = sum(
-            sum(tensors_bytes(source.meta.get("value")) for source in node.all_input_nodes)
-            for schedule in self.schedules
-            for node in ops.nodes_that(schedule.forward, lambda op: op.to_backward)
-        )
-        return {**found, **({Kind.ACTIVATIONS.value: waiting} if waiting else {})}
+        return {kind.value: n for kind, n in host_memory(self.schedules, self.optimizer).items()}
 
     def host_with_less(self) -> dict[str, int]:
         """Bytes in host memory with options of the optimizer that need fewer; plan as it is."""

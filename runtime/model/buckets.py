@@ -23,6 +23,7 @@ from megacompile.ir.placement import Placement
 from megacompile.options import Lowering, Options
 from megacompile.progress import bar
 from megacompile.runtime.checkpoint.contents import Contents
+from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.device.slots import DeviceSlots
 from megacompile.runtime.device.streams import Streams
 from megacompile.runtime.model.data_parallel import DataParallel, refuse_moves
@@ -75,6 +76,7 @@ class ModelBuckets:
         self.check_memory: Callable[[], None] = lambda: None  # raises where it is given back
         self.data_parallel = DataParallel(model, options)
         self._places = _Places()
+        self._host_budget = HostBudget(options.host_memory)
         streams = Streams(options.device)
         self.machine = Machine(
             device=options.device,
@@ -86,6 +88,7 @@ class ModelBuckets:
             device_update=DeviceUpdates(streams),
             detect_anomaly=options.detect_anomaly,
         )
+        self.machine.activations.budget = self._host_budget
         self.alone = threading.RLock()  # the swap and the slots serve one call at a time
         self.notice = EagerNotice()
         self._aliases = AliasNotice()
@@ -245,6 +248,7 @@ class ModelBuckets:
             pin_masters=pin and self.options.updates_on_device,
             resident=self.options.device if resident else None,
             empty=empty,
+            budget=self._host_budget,
         )
 
     def _source(self, param: torch.Tensor) -> Source:

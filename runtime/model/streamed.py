@@ -31,7 +31,7 @@ from megacompile.runtime.model.input_hooks import InputHooks
 from megacompile.runtime.model.outside import OutsideNotice
 from megacompile.runtime.model.owners import register
 from megacompile.runtime.model.parts import Part, Parts
-from megacompile.runtime.model.plans import Compiler
+from megacompile.runtime.model.plans import Compiler, MovesFirst
 from megacompile.runtime.model.released import Released
 from megacompile.runtime.model.weakly import weakly, while_it_lives
 from megacompile.runtime.ops.head import bind_operators
@@ -152,7 +152,14 @@ class StreamedModel:
                 return result
             except torch.OutOfMemoryError as error:
                 ran_out = shortage.first_line(error)  # not the error: its frames hold memory
-            self._step_down(before, ran_out)
+            except MovesFirst:
+                ran_out = ""
+            if ran_out:
+                self._step_down(before, ran_out)
+            else:
+                before.restore(self.model, "no memory")
+                self.buckets.move_if_wanted()
+                self._plan_anew()
 
     def _run(
         self,
@@ -178,6 +185,11 @@ class StreamedModel:
         proxy = self.buckets.proxies.of(tensor)
         result: torch.Tensor = self._to_device(tensor) if proxy is None else proxy
         return result
+
+    def _begins_call(self) -> bool:
+        """Is a captured graph what a call of the model begins with? Then it can begin again: no
+        line of a user has run."""
+        return compat.is_called_first(StreamedModel._run.__code__)
 
     def _is_in_a_call(self) -> bool:
         """Does the model call itself? Then its parameters are proxies rightly."""
@@ -296,6 +308,7 @@ class StreamedModel:
             autograd.run,
             while_it_lives(self._forget),
             floats=self.options.lowering is Lowering.EAGER,  # Inductor compiles ints alone
+            begins_call=weakly(self._begins_call),
         )
         self.graphs.append(graph)
         return weakly(graph.__call__)
