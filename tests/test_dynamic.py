@@ -211,6 +211,32 @@ def test_a_mark_is_heard() -> None:
     assert len(inside.programs(streamed)) == 1
 
 
+class Decoder(nn.Module):
+    """One token that attends to a cache, as in generation with a cache that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, cache: Tensor) -> Tensor:  # (1, 1, width), (1, heads, n, width)
+        for layer in self.layers:
+            q = layer(x).view(1, 1, HEADS, -1).transpose(1, 2)
+            k = torch.cat([cache, q], dim=2)
+            y = F.scaled_dot_product_attention(q, k, k)
+            x = x + y.transpose(1, 2).reshape(1, 1, -1)
+        return x
+
+
+def test_a_growing_cache_has_one_program() -> None:
+    plain, streamed = twins(Decoder().eval())
+    with torch.no_grad():
+        for n in (8, 9, 10, 11, 30):
+            x = torch.arange(WIDTH, dtype=torch.float32).view(1, 1, WIDTH).sin()
+            cache = torch.arange(n * WIDTH, dtype=torch.float32).view(1, HEADS, n, -1).cos()
+            assert equal(plain(x, cache), streamed(x, cache))
+    assert len(inside.programs(streamed)) == 2
+
+
 class Halves(nn.Module):
     """Code that asks for a size."""
 
