@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -54,6 +54,11 @@ class Member:
 def is_wrapper(tensor: object) -> bool:
     """Is it a tensor that only wraps others, which hold its data?"""
     return isinstance(tensor, torch.Tensor) and _kind(type(tensor)) is _Kind.WRAPPER
+
+
+def any_packed(params: Iterable[object]) -> bool:
+    """May any of these be a packed parameter?"""
+    return any(_kind(cls) is not _Kind.ORDINARY for cls in set(map(type, params)))
 
 
 def members(module: nn.Module, param: torch.Tensor) -> Sequence[Member]:
