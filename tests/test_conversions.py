@@ -23,7 +23,7 @@ class Router(nn.Module):
 
     def __init__(self, convert: Convert) -> None:
         super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.layer: nn.Module = nn.Linear(WIDTH, WIDTH)
         self.layer.register_buffer("scale", torch.ones(()))
         self.convert = convert
 
@@ -110,7 +110,7 @@ def test_where_torch_exchanges_parameters(router: type[Router]) -> None:
 @pytest.mark.parametrize("router", [EagerRouter, EagerConversion])
 def test_values_that_a_conversion_changes_reach_the_host(router: type[Router]) -> None:
     def halved(layer: nn.Module) -> nn.Module:
-        result: nn.Module = layer._apply(lambda t: t / 2)  # type: ignore[no-untyped-call]
+        result: nn.Module = layer._apply(lambda t: t / 2)
         return result
 
     plain, streamed = routed(router, halved)

@@ -87,7 +87,7 @@ def convert_in_place(kind: type[torch.Tensor]) -> None:  # torch 2.11 to 2.15
     if kind in _CONVERTED_IN_PLACE:
         return
     _CONVERTED_IN_PLACE.append(kind)
-    stock = torch.nn.Module._apply
+    stock: Callable[..., Any] = torch.nn.Module._apply
 
     @functools.wraps(stock)
     def apply(self: Any, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
