@@ -70,6 +70,7 @@ class StreamedModel:
             compat.use_expandable_segments()  # a plan is about bytes, not about fragments
         compat.note_backward_calls()
         compat.note_uncaptured()
+        compat.convert_in_place(StreamedParameter)
         self.graphs: list[CapturedGraph] = []
         self.buckets = ModelBuckets(
             model, options, divide, compiler, while_it_lives(self._plan_anew), contents
