@@ -24,7 +24,7 @@ Pass = Callable[[Schedule], Schedule]
 PASSES: dict[str, Pass] = {
     "recompute": insert_recompute,
     "offload_grad": functools.partial(offload_gradients, accumulate=False),
-    "update_graph": functools.partial(insert_update_graph, helps=lambda *given: 0),
+    "update_graph": functools.partial(insert_update_graph, helps=True),
     "prefetch": functools.partial(insert_prefetch, lookahead=1),
     "slots": functools.partial(assign_slots, slots=3, reuse=True),
     "free": insert_free,

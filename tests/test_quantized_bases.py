@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from megacompile import compat, megacompile, schedules
+from megacompile.runtime.model.streamed import StreamedModel
 from tests import quantized
 from tests.quantized import Quantize
 
@@ -102,7 +103,9 @@ def test_a_4_bit_product_is_one_node_for_dynamo(kind: str) -> None:
     streamed = megacompile(model(kind), lowering="eager")
     streamed(IDS).backward()
     assert bnb.matmul_4bit is theirs
-    graph = compat.compiled_call(streamed).graphs[-1].module.graph
+    call = compat.compiled_call(streamed)
+    assert isinstance(call, StreamedModel)
+    graph = call.graphs[-1].module.graph
     products = [n for n in graph.nodes if "matmul_4bit" in str(n.target)]
     assert len(products) == 6
     assert not [n for n in graph.nodes if "autograd_function" in str(n.target)]

@@ -46,7 +46,9 @@ class Shape(torch.Tensor):
     __torch_function__ = compat.NO_TORCH_FUNCTION  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         del types
 
         def inner(value: Any) -> Any:

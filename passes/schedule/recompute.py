@@ -64,7 +64,8 @@ class _Edit:
         self.forward = forward
         self.backward = backward
         self.states = ops.calls_by_stage(forward, ops.save_rng)
-        self.placeholders = {n.name: n for n in backward.find_nodes(op="placeholder")}
+        existing: list[fx.Node] = backward.find_nodes(op="placeholder")
+        self.placeholders = {node.name: node for node in existing}
 
     def recompute(self, call: fx.Node, backward: fx.Node, stage: Stage) -> list[str]:
         """Insert a recompute before a backward; gives the saved values it takes."""
@@ -94,7 +95,7 @@ class _Edit:
         """That for a saved value, made where there is none; those come first."""
         if source.name not in self.placeholders:
             with self.backward.inserting_before(next(iter(self.backward.nodes))):
-                placeholder = self.backward.placeholder(source.name)
+                placeholder: fx.Node = self.backward.placeholder(source.name)
             placeholder.meta["value"] = source.meta.get("value")
             self.placeholders[source.name] = placeholder
         return self.placeholders[source.name]
