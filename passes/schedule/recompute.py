@@ -27,15 +27,17 @@ def insert_recompute(schedule: Schedule) -> Schedule:
     assert new.backward is not None
     forwards = ops.calls_by_stage(new.forward, ops.forward)
     backwards = ops.calls_by_stage(new.backward, ops.backward)
-    stages = [s for s in reversed(new.stages) if s.index in backwards]
-    stages = [s for s in stages if s.index not in new.plan.keep]
-    dropped = _forget(new.forward, [(forwards[s.index], s) for s in stages])
+    again = [
+        stage
+        for stage in reversed(new.stages)
+        if stage.index in backwards and stage.index not in new.plan.keep
+    ]
+    dropped = _forget(new.forward, [(forwards[stage.index], stage) for stage in again])
     saved_values = [name for name in new.saved_values if name not in dropped]
-    inputs = _Placeholders(new.backward)
-    for stage in stages:
+    edit = _Edit(new.forward, new.backward)
+    for stage in again:
         if stage.traced.saved:
-            call, backward = forwards[stage.index], backwards[stage.index]
-            saved_values += _recompute(new.forward, inputs, call, backward, stage)
+            saved_values += edit.recompute(forwards[stage.index], backwards[stage.index], stage)
     return add_saved_values(new, list(dict.fromkeys(saved_values)))
 
 
@@ -46,66 +48,54 @@ def _forget(graph: fx.Graph, calls: Sequence[tuple[fx.Node, Stage]]) -> set[str]
         results = len(stage.outputs) + len(stage.mutated)
         call.args = (*call.args[:3], False)
         call.meta["value"] = call.meta["value"][:results]
-        dropped |= dict.fromkeys(item for k, item in ops.items(call) if k >= results)
+        dropped |= {item: None for k, item in ops.items(call) if k >= results}
     output = graph.output_node()
     outputs, kept = ops.returned(graph)
-    output.args = ((outputs, tuple(n for n in kept if n not in dropped)),)
+    output.args = ((outputs, tuple(n for n in kept if n not in dropped)),)  # once: it is long
     for item in dropped:
         graph.erase_node(item)
     return {item.name for item in dropped}
 
 
-class _Placeholders:
-    """A backward's placeholders for saved values, made where there are none; those come first."""
+class _Edit:
+    """Inserts recomputes. It knows what is where by name: a graph has thousands of nodes."""
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self.graph = graph
-        existing = graph.find_nodes(op="placeholder")
-        self.by_name: dict[str, fx.Node] = {node.name: node for node in existing}
-        self._first: fx.Node = existing[0]
+    def __init__(self, forward: fx.Graph, backward: fx.Graph) -> None:
+        self.forward = forward
+        self.backward = backward
+        self.states = ops.calls_by_stage(forward, ops.save_rng)
+        existing: list[fx.Node] = backward.find_nodes(op="placeholder")
+        self.placeholders = {node.name: node for node in existing}
 
-    def of(self, source: fx.Node) -> fx.Node:
-        """The placeholder for a value of the forward."""
-        if source.name not in self.by_name:
-            with self.graph.inserting_before(self._first):
-                self._first = self.graph.placeholder(source.name)
-            self._first.meta["value"] = source.meta.get("value")
-            self.by_name[source.name] = self._first
-        return self.by_name[source.name]
+    def recompute(self, call: fx.Node, backward: fx.Node, stage: Stage) -> list[str]:
+        """Insert a recompute before a backward; gives the saved values it takes."""
+        args: list[fx.Node | None] = []
+        taken: list[str] = []
+        for arg in backward_args(call, stage, stage.traced.recompute_primals):
+            source = None if arg is None else saved_value(self.forward, arg)
+            args.append(None if source is None else self._placeholder(source))
+            taken += [] if source is None else [source.name]
+        rng = None
+        if stage.traced.random:
+            rng = self._placeholder(self.states[stage.index])
+            taken.append(self.states[stage.index].name)
+        graph, saved = self.backward, ops.arguments(backward)[3]
+        with graph.inserting_before(backward):
+            name = f"rc{stage.index}"
+            again = ops.call(graph, ops.recompute, stage, (), tuple(args), rng, name=name)
+            again.meta["value"] = stage.traced.saved
+            for k, placeholder in enumerate(saved):
+                item = add_item(graph, again, k, f"{placeholder.name}_again")
+                placeholder.replace_all_uses_with(item)
+                graph.erase_node(placeholder)
+                del self.placeholders[placeholder.name]
+        return taken
 
-    def replace(self, placeholder: fx.Node, value: fx.Node) -> None:
-        """Nobody takes a placeholder any more."""
-        placeholder.replace_all_uses_with(value)
-        if placeholder is self._first:
-            self._first = placeholder.next
-        del self.by_name[placeholder.name]
-        self.graph.erase_node(placeholder)
-
-
-def _recompute(
-    forward: fx.Graph, inputs: _Placeholders, call: fx.Node, backward: fx.Node, stage: Stage
-) -> list[str]:
-    """Insert a recompute before a backward; gives the saved values it takes."""
-    args: list[fx.Node | None] = []
-    taken: list[str] = []
-    for arg in backward_args(call, stage, stage.traced.recompute_primals):
-        if arg is None:
-            args.append(None)
-            continue
-        source = saved_value(forward, arg)
-        taken.append(source.name)
-        args.append(inputs.of(source))
-    rng = None
-    if stage.traced.random:
-        taken.append(f"rng{stage.index}")
-        rng = inputs.of(next(n for n in forward.nodes if n.name == taken[-1]))
-    placeholders = ops.arguments(backward)[3]
-    graph = inputs.graph
-    with graph.inserting_before(backward):
-        name = f"rc{stage.index}"
-        again = ops.call(graph, ops.recompute, stage, (), tuple(args), rng, name=name)
-        again.meta["value"] = stage.traced.saved
-        for k, placeholder in enumerate(placeholders):
-            item = add_item(graph, again, k, f"{placeholder.name}_again")
-            inputs.replace(placeholder, item)
-    return taken
+    def _placeholder(self, source: fx.Node) -> fx.Node:
+        """That for a saved value, made where there is none; those come first."""
+        if source.name not in self.placeholders:
+            with self.backward.inserting_before(next(iter(self.backward.nodes))):
+                placeholder: fx.Node = self.backward.placeholder(source.name)
+            placeholder.meta["value"] = source.meta.get("value")
+            self.placeholders[source.name] = placeholder
+        return self.placeholders[source.name]

@@ -23,6 +23,7 @@ from megacompile.ir.placement import Placement
 from megacompile.options import Lowering, Options
 from megacompile.progress import bar
 from megacompile.runtime.checkpoint.contents import Contents
+from megacompile.runtime.device import freed
 from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.device.slots import DeviceSlots
 from megacompile.runtime.device.streams import Streams
@@ -120,6 +121,7 @@ class ModelBuckets:
             self._fill(units, named, contents)
         total = sum(unit.bucket.size_bytes for unit in units)
         with bar("moving parameters to the host", total, self.options.progress, unit="B") as step:
+            kept = 0  # bytes freed since the last time that they were given back
             for unit in units:
                 params = [named[place.name] for place in unit.bucket.params]
                 key = unit.bucket.key
@@ -127,6 +129,10 @@ class ModelBuckets:
                     made = self._bucket(unit.bucket, params, key in resident)
                     self.machine.buckets[key] = made
                 step(unit.bucket.size_bytes)
+                kept += unit.bucket.size_bytes
+                if kept > freed.BETWEEN_BYTES or unit is units[-1]:
+                    freed.give_back()
+                    kept = 0
         if self.options.device.type == "cuda":
             torch.cuda.empty_cache()  # where the parameters were
         self.machine.gradients.bind(self.machine.buckets)
