@@ -32,6 +32,7 @@ from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params import inputs
 from megacompile.runtime.params.aliases import AliasNotice
 from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.consumed import follow
 from megacompile.runtime.params.eager_notice import EagerNotice
 from megacompile.runtime.params.gradients import Gradients
 from megacompile.runtime.params.guards import unguarded
@@ -227,6 +228,8 @@ class ModelBuckets:
         gradients = self.machine.gradients.take(key)
         self.machine.buckets[key] = self._bucket(old.layout, old.params, resident)
         self.machine.gradients.put(self.machine.buckets[key], gradients)
+        for param in old.params:
+            follow(param)
 
     def _bucket(
         self,
