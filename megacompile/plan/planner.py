@@ -80,6 +80,8 @@ class Problem:
         fused: elementwise operations are fused.
         resident: keys of the buckets that live on the device already.
         trained: the parameters that get a gradient: bucket key -> indices.
+        others: schedules of other captured graphs of the model, whose memory counts too.
+        undecided: the buckets that may become resident; None: all of them.
     """
 
     build: Callable[[Choice], Schedule]
@@ -91,12 +93,22 @@ class Problem:
     fused: bool = True
     resident: frozenset[int] = frozenset()
     trained: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    others: Sequence[Schedule] = ()
+    undecided: Sequence[Bucket] | None = None
     peaks: dict[Choice, int] = field(default_factory=dict)  # that are known
+
+    @property
+    def candidates(self) -> Sequence[Bucket]:
+        """The buckets that may become resident."""
+        return self.buckets if self.undecided is None else self.undecided
 
     def memory(self, choice: Choice) -> DeviceMemory:
         """Device memory of a choice over a step."""
-        schedule = self.build(choice)
-        return device_memory(schedule, optimizer=self.optimizer, fused=self.fused)
+        return self._memory_of(self.build(choice))
+
+    def _memory_of(self, schedule: Schedule) -> DeviceMemory:
+        together = [*self.others, schedule]
+        return device_memory(together, optimizer=self.optimizer, fused=self.fused)
 
     def step_s(self, choice: Choice) -> float:
         """Seconds of a step in the middle of training."""
@@ -115,7 +127,8 @@ class Problem:
     def _simulated_s(self, schedule: Schedule, choice: Choice, hardware: Hardware) -> float:
         timeline = simulate(schedule, hardware, optimizer=self.optimizer, steps=3, fused=self.fused)
         if choice not in self.peaks:
-            self.peaks[choice] = timeline.memory.peak.total_bytes
+            memory = self._memory_of(schedule) if self.others else timeline.memory
+            self.peaks[choice] = memory.peak.total_bytes
         return timeline.step_s
 
     def fits(self, choice: Choice) -> bool:
@@ -183,7 +196,7 @@ def search(
         slots: there may be more than were asked for.
     """
     tries = _Tries(problem, (1, 1) if pinned else (0, problem.stages))
-    total = len(problem.buckets)
+    total = len(problem.candidates)
     counts = sorted({round(total * part) for part in _COUNTS}) if resident else [0]
     shares = _SHARES if device_update else _SHARES[:1]
     if not tries.add_everything(counts[-1]):
@@ -192,9 +205,9 @@ def search(
             handed = tries.best.device_update  # with residents less will do
             likely = {0.0, handed, max((share for share in shares if share < handed), default=0.0)}
             tries.add_each(counts, likely)
-            tries.add_each({len(tries.best.resident)}, shares)
+            tries.add_each({tries.count(tries.best)}, shares)
             for _ in range(3):
-                between = _between(tries.counts, len(tries.best.resident))
+                between = _between(tries.counts, tries.count(tries.best))
                 tries.add_each(between, {handed, tries.best.device_update})
     streamed = Choice(resident=problem.resident)
     in_backward = problem.optimizer.in_backward
@@ -241,8 +254,12 @@ class _Tries:
 
     @property
     def counts(self) -> list[int]:
-        """Of resident buckets, that were tried."""
-        return sorted({len(choice.resident) for choice in (*self.times, self.best)})
+        """Of new resident buckets, that were tried."""
+        return sorted({self.count(choice) for choice in (*self.times, self.best)})
+
+    def count(self, choice: Choice) -> int:
+        """How many buckets become resident."""
+        return len(choice.resident - self.problem.resident)
 
     def add_everything(self, count: int) -> bool:
         """Simulate what keeps all stages and has all buckets resident, if that fits."""
@@ -282,8 +299,8 @@ class _Tries:
         return any(self._simulate(replace(least, keep=keep)) for keep in fitting)
 
     def _with(self, count: int, share: float, *, keep: int = 1) -> Choice:
-        """The first `count` buckets are resident."""
-        keys = self.problem.resident | {bucket.key for bucket in self.problem.buckets[:count]}
+        """The first `count` buckets that may become resident do."""
+        keys = self.problem.resident | {b.key for b in self.problem.candidates[:count]}
         return Choice(keep, keys, share if len(keys) < len(self.problem.buckets) else 0.0)
 
     def _simulate(self, choice: Choice) -> bool:
