@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from megacompile import megacompile, schedules
 from megacompile.cost.hardware import H200
@@ -148,6 +148,31 @@ def test_states_are_fetched_later_where_that_makes_room() -> None:
     assert found is not None and found.choice.state_lookahead is None
     least = problem(64 * GIB).memory(Choice(0, state_lookahead=1))
     assert least == problem(64 * GIB).memory(Choice(0))
+
+
+def test_residents_save_copies_where_the_backward_updates() -> None:
+    """They cost parameters and states, no gradients."""
+    tower = problem(GIB, tokens=4096, in_backward=True)
+    least, everywhere = tower.floor_bytes(), frozenset(b.key for b in tower.buckets)
+    for factor in (1.02, 1.5, 3):
+        roomier = replace(tower, budget_bytes=int(factor * least))
+        found, streamed = search(roomier), search(roomier, resident=False)
+        assert found is not None and streamed is not None
+        assert found.peak_bytes <= roomier.budget_bytes
+        assert roomier.expected_s(found.choice) <= roomier.expected_s(streamed.choice) * 1.0021
+    assert found.choice.resident and found.step_s < streamed.step_s
+    found = search(replace(tower, budget_bytes=64 * GIB))
+    assert found is not None and found.choice.resident == everywhere
+    assert not ops.nodes_of(_backward(tower, found.choice), ops.update, ops.offload_state)
+    sizes = sum(tower.optimizer.resident_bytes(b, range(len(b.params))) for b in tower.buckets)
+    numel = sum(param.numel for b in tower.buckets for param in b.params)
+    assert sizes == pytest.approx(10 * numel, rel=1e-3)  # bf16, and two moments in float32
+
+
+def _backward(tower: Problem, choice: Choice) -> fx.Graph:
+    graph = tower.build(choice).backward
+    assert graph is not None
+    return graph
 
 
 def test_nothing_is_found_where_the_floor_does_not_fit() -> None:

