@@ -16,6 +16,7 @@ needs them, so plans are compared by their mean over that host and a slower one.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -212,7 +213,9 @@ def search(
     streamed = Choice(resident=problem.resident)
     in_backward = problem.optimizer.in_backward
     if in_backward:  # states may leave later, or be fetched later
-        for late in (replace(streamed, state_delay=delay) for delay in _DELAYS):
+        placements = dict.fromkeys((problem.resident, tries.best.resident))
+        for keys, delay in itertools.product(placements, _DELAYS):
+            late = replace(streamed, resident=keys, state_delay=delay)
             if not tries.add(late):
                 tries.add(replace(late, state_lookahead=1))
     if not tries.times and not pinned:
