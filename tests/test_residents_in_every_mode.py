@@ -241,6 +241,20 @@ def test_gradients_of_micro_batches_are_planned_for() -> None:
     assert gradients and least >= gradients
 
 
+def test_plans_know_of_micro_batches() -> None:
+    """Where their gradients do not fit beside all buckets, fewer buckets are resident."""
+    there = train(made("all", in_backward=True, layers=4), 1)
+    cost = OptimizerCost.of(inside.streamed(there.model).options)
+    peak = device_memory(schedules(there.model), optimizer=cost, fused=False).peak.total_bytes
+    budget = peak + sum(p.nbytes for p in there.model.parameters()) // 4
+    streamed = train(made(0, in_backward=True, layers=4), micro=2)
+    for micro, fewer in ((1, False), (2, True)):
+        planned = made("auto", in_backward=True, layers=4, gpu_memory=budget)
+        train(planned, micro=micro)
+        assert (len(residents(planned.model)) < 4) == fewer
+    assert_same(streamed, planned)
+
+
 def test_norms_of_gradients_that_are_used_up() -> None:
     norms = []
     for resident in (0, "half"):

@@ -116,6 +116,8 @@ class Chooser:
         free = own - self._decided
         if options.resident is not None or placement.stays:
             free = frozenset()
+        if placement.accumulates and variant.update:
+            variant = replace(variant, accumulate=True)  # which needs the most
         problem = replace(
             self.problem_of(schedule, variant, resident=(placement.resident & own) - free),
             undecided=[bucket for bucket in schedule.buckets if bucket.key in free],

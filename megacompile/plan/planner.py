@@ -151,6 +151,10 @@ class Problem:
             if bucket.key in choice.resident - self.resident
         )
 
+    def fits_exactly(self, choice: Choice) -> bool:
+        """The same, not pessimistic: without buffers that residents do not need."""
+        return self._buffer_bytes(choice) >= 0 and self.peak_bytes(choice) <= self.budget_bytes
+
     def floor(self) -> DeviceMemory:
         """Memory of a plan that keeps nothing on the device that need not be there."""
         streamed = Choice(0, self.resident, state_lookahead=1)
@@ -268,7 +272,7 @@ class _Tries:
         """Simulate what keeps all stages and has all buckets resident, if that fits."""
         choice = self._with(count, 0.0, keep=self.keeps[1])
         everything = len(choice.resident) == len(self.problem.buckets)
-        return everything and self.problem.fits(choice) and self._simulate(choice)
+        return everything and self.problem.fits_exactly(choice) and self._simulate(choice)
 
     def add_each(self, counts: Iterable[int], shares: Iterable[float]) -> None:
         """Every combination of so many resident buckets and shares of device updates."""

@@ -301,6 +301,9 @@ class ModelBuckets:
     def follow_plans(self) -> None:
         """Move what the plans want elsewhere, unless something around the call forbids it."""
         self.plans.say_stays(self.data_parallel.around() or self.plans.placement.stays)
+        updates = self.machine.in_backward
+        if updates is not None and updates.accumulating:
+            self.plans.say_accumulates()
         self.move_if_wanted()
 
     def _adopt(self, fits: bool) -> None:
