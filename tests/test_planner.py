@@ -154,12 +154,14 @@ def test_residents_save_copies_where_the_backward_updates() -> None:
     """They cost parameters and states, no gradients."""
     tower = problem(GIB, tokens=4096, in_backward=True)
     least, everywhere = tower.floor_bytes(), frozenset(b.key for b in tower.buckets)
+    found = streamed = None
     for factor in (1.02, 1.5, 3):
         roomier = replace(tower, budget_bytes=int(factor * least))
         found, streamed = search(roomier), search(roomier, resident=False)
         assert found is not None and streamed is not None
         assert found.peak_bytes <= roomier.budget_bytes
         assert roomier.expected_s(found.choice) <= roomier.expected_s(streamed.choice) * 1.0021
+    assert found is not None and streamed is not None
     assert found.choice.resident and found.step_s < streamed.step_s
     found = search(replace(tower, budget_bytes=64 * GIB))
     assert found is not None and found.choice.resident == everywhere

@@ -163,6 +163,33 @@ def test_residents_are_bitwise_what_is_streamed(
     assert updates_in_place(there.model) == (len(residents(there.model)) if in_backward else 0)
 
 
+@pytest.mark.parametrize("in_backward", [False, True], ids=["exact", "in the backward"])
+def test_masters_of_some_parameters(in_backward: bool) -> None:
+    """Others of the same bucket have the dtype that is computed in."""
+    found = []
+    places: tuple[Any, ...] = (0, "all")
+    for resident in places:
+        model = stack(layers=2)
+        for layer in model.layers:
+            layer.norm.to(torch.bfloat16)
+        optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        megacompile(
+            model,
+            device="cpu",
+            lowering="eager",
+            resident=resident,
+            compute_dtype=torch.bfloat16,
+            optimizer=optimizer if in_backward else None,
+        )
+        trained = Trained(model, optimizer, [])
+        for i in range(STEPS):
+            model(batch(i, torch.bfloat16)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(trained)
+    assert_same(*found)
+
+
 @pytest.mark.parametrize("dtypes", ["as it is", "masters, 8-bit states"])
 @pytest.mark.parametrize("in_backward", [False, True], ids=["exact", "in the backward"])
 def test_with_inductor(dtypes: str, in_backward: bool) -> None:
