@@ -8,14 +8,16 @@ import pytest
 import torch
 from torch import nn
 
+from megacompile import megacompile
 from megacompile.cost.hardware import H200
 from megacompile.cost.memory import device_memory
 from megacompile.ir.placement import Placement
 from megacompile.plan import chooser, compiler, planner
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
 from megacompile.plan.compiler import PassCompiler
+from megacompile.runtime.model.buckets import ModelBuckets
 from tests.inside import residents
-from tests.zoo import assert_same, twins
+from tests.zoo import assert_same
 
 WIDTH = 1024
 
@@ -131,11 +133,11 @@ class Broken(nn.Module):
         self.first = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
         self.second = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, more: bool = True) -> torch.Tensor:
         for layer in self.first:
             x = x + torch.tanh(layer(x))
         torch._dynamo.graph_break()
-        for layer in self.second:
+        for layer in self.second if more else ():
             x = x + torch.tanh(layer(x))
         return x.square().mean()
 
@@ -181,20 +183,39 @@ def test_a_later_graph_takes_what_earlier_ones_leave(layers: float, left: int) -
     assert device_memory(schedules, optimizer=cost).peak.total_bytes <= budget
 
 
-def test_buckets_of_every_graph_move_once() -> None:
-    """The run is bitwise the plain one; all buckets go to the device between two calls."""
-    torch.manual_seed(0)
-    plain, streamed = twins(Broken(32), gpu_memory="1GiB")
-    placements = []
-    for i in range(4):
-        for model in (plain, streamed):
+@pytest.mark.parametrize("in_backward", [False, True], ids=["exact", "in the backward"])
+def test_buckets_of_every_graph_move_once(
+    monkeypatch: pytest.MonkeyPatch, in_backward: bool
+) -> None:
+    """Those of one that comes later move later; the run is bitwise that without moves."""
+    moves: list[frozenset[int]] = []
+    move = ModelBuckets._move
+
+    def counted(self: ModelBuckets, resident: frozenset[int]) -> None:
+        moves.append(resident)
+        move(self, resident)
+
+    monkeypatch.setattr(ModelBuckets, "_move", counted)
+    found, places = [], []
+    for resident in (0, "auto"):
+        torch.manual_seed(0)
+        model: Any = Broken(32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        megacompile(
+            model,
+            device="cpu",
+            lowering="eager",
+            gpu_memory="1GiB",
+            resident=resident,
+            optimizer=optimizer if in_backward else None,
+        )
+        for i in range(6):
             torch.manual_seed(i)
-            model(torch.randn(4, 32)).backward()
-        placements.append(residents(streamed))
-        for model in (plain, streamed):
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model(torch.randn(4, 32), more=i >= 2).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert not placements[0], "a backward was to come"
-    assert [len(names) for names in placements[1:]] == [6] * 3
-    assert_same(plain, streamed)
+            places.append(len(residents(model)))
+        found.append(model)
+    assert places == [0] * 6 + [3, 3, 6, 6, 6, 6], "they move when a step begins, or a call"
+    assert [len(keys) for keys in moves] == [3, 6]
+    assert_same(*found)
