@@ -219,8 +219,8 @@ def test_a_model_that_cannot_fit_says_so_with_the_table() -> None:
 def test_plans_are_compared_on_a_slower_host_too(monkeypatch: Any) -> None:
     """Where updates end just when they are needed, a host of another day would be waited for."""
     tower = problem(0, tokens=8192)
-    hardware = H200.replace(update_gb_s=100.0)
-    tower = replace(tower, budget_bytes=int(5.4 * tower.floor_bytes()), hardware=hardware)
+    hardware = H200.replace(update_gb_s=60.0)
+    tower = replace(tower, budget_bytes=int(5.65 * tower.floor_bytes()), hardware=hardware)
     sure = search(tower, device_update=False)
     assert sure is not None and sure.step_s == tower.step_s(sure.choice), "as measured"
     monkeypatch.setattr(planner, "_SLOWER", 1.0)
