@@ -108,13 +108,13 @@ def made(
 
 def train(trained: Trained, steps: int = STEPS, *, micro: int = 1, start: int = 0) -> Trained:
     model, optimizer, losses = trained
-    dtype = next(model.parameters()).dtype
+    dtype, device = next(model.parameters()).dtype, inside.streamed(model).options.device
     in_backward = inside.machine(model).in_backward is not None
     for i in range(start, start + steps):
         for k in range(micro):
             waits = in_backward and k + 1 < micro
             with accumulate(model) if waits else contextlib.nullcontext():
-                loss = model(batch(micro * i + k, dtype))
+                loss = model(batch(micro * i + k, dtype).to(device))
                 loss.backward()
             losses.append(loss.item())
         optimizer.step()
@@ -127,13 +127,13 @@ def assert_same(one: Trained, other: Trained) -> None:
     assert one.losses == other.losses
     mine, theirs = one.model.state_dict(), other.model.state_dict()
     for name, value in mine.items():
-        assert torch.equal(value, theirs[name]), name
+        assert torch.equal(value.cpu(), theirs[name].cpu()), name
     of_mine, of_theirs = (t.optimizer.state_dict()["state"] for t in (one, other))
     assert of_mine.keys() == of_theirs.keys() and of_mine
     for key, state in of_mine.items():
         assert state.keys() == of_theirs[key].keys()
         for name, value in state.items():
-            assert torch.equal(value, of_theirs[key][name]), (key, name)
+            assert torch.equal(value.cpu(), of_theirs[key][name].cpu()), (key, name)
 
 
 def backwards(model: Any) -> list[fx.Graph]:
@@ -280,6 +280,24 @@ def test_plans_know_of_micro_batches() -> None:
         train(planned, micro=micro)
         assert (len(residents(planned.model)) < 4) == fewer
     assert_same(streamed, planned)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtypes", ["as it is", "8-bit states", "masters", "masters, 8-bit states"])
+@pytest.mark.parametrize("micro", [1, 3])
+def test_on_a_gpu(dtypes: str, micro: int) -> None:
+    """The kernel of the streamed update, on the bucket's own memory; norms are of the device."""
+    options = {**DTYPES[dtypes], "device": "cuda", "lowering": "inductor"}
+    streamed, there = (
+        train(made(resident, in_backward=True, **options), micro=micro) for resident in (0, "half")
+    )
+    assert residents(there.model)
+    assert_same(streamed, there)
+    norms = []
+    for trained in (streamed, there):
+        trained.model(batch(9, torch.float32).to("cuda")).backward()
+        norms.append(nn.utils.clip_grad_norm_(trained.model.parameters(), torch.inf).cpu())
+    torch.testing.assert_close(*norms)  # summed on the host, and on the device
 
 
 def test_norms_of_gradients_that_are_used_up() -> None:
