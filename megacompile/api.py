@@ -113,8 +113,9 @@ def megacompile(
         host_memory: host memory for parameters, gradients, optimizer states and what waits there,
             in the same forms. Default: what is free, less 4 %, but 6 GiB at most. What does not
             fit lives on the device, as far as there is memory; else `HostMemoryError` is raised.
-        resident: device memory for buckets that live there, with their gradients and optimizer
-            states: a size, 0 or "all". Default: "auto", as much as makes the step fastest.
+        resident: device memory for buckets that live there, with their gradients (none of them with
+            `optimizer`) and optimizer states: a size, 0 or "all". Default: "auto", as much as makes
+            the step fastest.
         head: "chunked" computes the last linear layer, its `cross_entropy` and their gradients in
             chunks of tokens. At most 1 GiB of logits exists at a time; results are equal up to
             rounding. "whole" leaves the head as it is. "auto" (default) uses chunks with Inductor
@@ -420,8 +421,9 @@ def _newest(streamed: StreamedModel) -> tuple[list[Planned], list[Schedule]]:
 def accumulate(model: nn.Module) -> Iterator[None]:
     """Mark the backward of a micro-batch that is not the last, with `optimizer=`.
 
-    Its gradients go to the host, as they do without `megacompile(model, optimizer=...)`. The next
-    backward outside of `accumulate` adds them and makes the update. Without such a one,
+    Its gradients go to the host, as they do without `megacompile(model, optimizer=...)`; those of
+    layers that live on the device stay there. The next backward outside of `accumulate` adds them
+    and makes the update. Without such a one,
     `optimizer.step()` makes it. In the loops of Accelerate, Trainer and TRL there is nothing to
     mark: which micro-batch is the last is read where Accelerate notes it.
 

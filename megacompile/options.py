@@ -191,7 +191,7 @@ class Options:
             device_update=device_update,
             gpu_memory=_size("gpu_memory", gpu_memory, resolved_device),
             host_memory=_size("host_memory", host_memory, torch.device("cpu")),
-            resident=_resident(resident, resolved_device, optimizer),
+            resident=_resident(resident, resolved_device),
             head=_choice("head", head, Head),
             detect_anomaly=_flag("detect_anomaly", detect_anomaly),
             activations=_choice("activations", activations, Activations),
@@ -277,19 +277,11 @@ def _device_bytes(device: torch.device) -> int:
     return host_memory.total_bytes()
 
 
-def _resident(
-    value: Any, device: torch.device, optimizer: torch.optim.Optimizer | None
-) -> int | None:
+def _resident(value: Any, device: torch.device) -> int | None:
     """Bytes for resident buckets; None: the plan decides."""
     if value == "auto":
-        return 0 if optimizer is not None else None
-    size = sys.maxsize if value == "all" else _size("resident", value, device)
-    if size and optimizer is not None:
-        raise OptionError(
-            f"megacompile(): got resident={value!r} with optimizer=...; resident buckets are "
-            "updated in optimizer.step(); leave one of them out"
-        )
-    return size
+        return None
+    return sys.maxsize if value == "all" else _size("resident", value, device)
 
 
 def _lowering(value: object, device: torch.device) -> Lowering:

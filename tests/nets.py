@@ -51,6 +51,7 @@ class Choice:
     in_backward: bool = False  # the optimizer's step is made in the backward
     backwards: int = 2  # before a step: the second one accumulates
     state_delay: int = 1  # backwards before one waits for states to leave
+    resident: int = 0  # buckets that live on the device: none (0), some (1), all (2)
 
 
 class Layer(nn.Module):
@@ -210,4 +211,5 @@ def choices(draw: st.DrawFn) -> Choice:
         in_backward=bool(optimizer) and draw(st.booleans()),
         backwards=draw(st.integers(1, 2)),
         state_delay=draw(st.sampled_from((1, 1, 2, 9))),
+        resident=draw(st.sampled_from((0, 0, 1, 2))),
     )

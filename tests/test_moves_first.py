@@ -25,7 +25,8 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = self.drop(layer(x).relu())
-        return self.norm(x).square().mean()
+        loss: Tensor = self.norm(x).square().mean()
+        return loss
 
 
 class Talks(Net):

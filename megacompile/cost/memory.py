@@ -22,7 +22,7 @@ from megacompile.cost.ops import analysis_of, code_of
 from megacompile.cost.optimizer import OptimizerCost, chunks_bytes
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
-from megacompile.ir.ops import Value
+from megacompile.ir.ops import Part, Value
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, Stage
 from megacompile.ir.tensors import tensors_bytes
@@ -97,6 +97,7 @@ def device_memory(
     replay.live[Kind.SLOTS] = sum(slots.values())
     residents = {key for schedule in each for key in schedule.plan.resident}
     replay.live[Kind.PARAMETERS] += _resident_bytes(each, residents, cost)
+    replay.live[Kind.GRADIENTS] += _micro_batch_bytes(each, cost)
     in_chunks = max((chunks_bytes(schedule, cost) for schedule in each), default=0)
     replay.live[Kind.STATES] += in_chunks
     for schedule in each:
@@ -124,6 +125,25 @@ def _resident_bytes(schedules: Sequence[Schedule], keys: Iterable[int], cost: Op
                 size = cost.resident_bytes(bucket, trained.get(bucket.key, ()))
                 largest[bucket.key] = max(int(size), largest[bucket.key])
     return sum(largest.values())
+
+
+def _micro_batch_bytes(schedules: Sequence[Schedule], cost: OptimizerCost) -> int:
+    """Gradients of resident buckets that wait there for an update in a later backward."""
+    if not cost.in_backward:
+        return 0  # they are among the resident bytes
+    found: dict[int, int] = {}
+    for schedule in schedules:
+        if schedule.backward is None:
+            continue
+        for node in ops.nodes_that(
+            schedule.backward, lambda op: Part.GRADIENTS in (*op.reads, *op.writes)
+        ):
+            bucket: Bucket = ops.arguments(node)[0]
+            if bucket.key in schedule.plan.resident:
+                params = [bucket.params[i] for i in schedule.gradient_params[bucket.key]]
+                size = sum(param.numel * cost.grad_of(param.dtype.itemsize) for param in params)
+                found[bucket.key] = max(int(size), found.get(bucket.key, 0))
+    return sum(found.values())
 
 
 @dataclass(slots=True)
@@ -384,8 +404,7 @@ def streamed_bytes(
         found[Kind.MASTERS] = cost.master_bytes * sum(param.numel for param in bucket.params)
     params = [bucket.params[i] for i in trained]
     found[Kind.STATES] = sum(p.numel * cost.states_of(p.dtype.itemsize) for p in params)
-    if not cost.in_backward:
-        found[Kind.GRADIENTS] = sum(p.numel * cost.grad_of(p.dtype.itemsize) for p in params)
+    found[Kind.GRADIENTS] = sum(p.numel * cost.kept_grad_of(p.dtype.itemsize) for p in params)
     return found
 
 

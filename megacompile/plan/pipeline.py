@@ -51,6 +51,8 @@ from megacompile.plan.problem import Choice
 from megacompile.plan.setting import Setting
 from megacompile.progress import bar
 
+_REMEMBERED = 8  # captures, with their stages
+
 
 class Pipeline:
     """The passes, bound to the options.
@@ -67,13 +69,15 @@ class Pipeline:
         self.setting = setting
         self.units = units
         self.templates: TemplateCache = {} if templates is None else templates
-        self._partitioned: tuple[Capture, Schedule] | None = None
+        self._partitioned: list[tuple[Capture, Schedule]] = []  # the last ones
 
     def partition(self, capture: Capture) -> Schedule:
         """Stages only; the same where the same capture comes again, because buckets have moved."""
-        if self._partitioned is None or self._partitioned[0] != capture:
-            self._partitioned = capture, self._stages_of(capture)
-        return replace(self._partitioned[1])
+        found = next((stages for before, stages in self._partitioned if before == capture), None)
+        if found is None:
+            found = self._stages_of(capture)
+            self._partitioned = [*self._partitioned[-(_REMEMBERED - 1) :], (capture, found)]
+        return replace(found)
 
     def _stages_of(self, capture: Capture) -> Schedule:
         options = self.setting.options

@@ -19,6 +19,7 @@ needs them, so plans are compared by their mean over that host and a slower one.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -68,7 +69,7 @@ def search(
     least = problem.fewest_residents() if resident else 0
     if least is None:
         return None
-    total = len(problem.buckets)
+    total = len(problem.candidates)
     counts = sorted({max(least, round(total * part)) for part in _COUNTS}) if resident else [0]
     shares = _SHARES if device_update else _SHARES[:1]
     if not tries.add_everything(counts[-1]):
@@ -77,14 +78,16 @@ def search(
             handed = tries.best.device_update  # with residents less will do
             likely = {0.0, handed, max((share for share in shares if share < handed), default=0.0)}
             tries.add_each(counts, likely)
-            tries.add_each({len(tries.best.resident)}, shares)
+            tries.add_each({tries.count(tries.best)}, shares)
             for _ in range(3):
-                between = _between(tries.counts, len(tries.best.resident))
+                between = _between(tries.counts, tries.count(tries.best))
                 tries.add_each(between, {handed, tries.best.device_update})
     streamed = problem.with_residents(least)
     in_backward = problem.optimizer.in_backward
     if in_backward:  # states may leave later, or be fetched later
-        for late in (replace(streamed, state_delay=delay) for delay in _DELAYS):
+        placements = dict.fromkeys((streamed.resident, tries.best.resident))
+        for keys, delay in itertools.product(placements, _DELAYS):
+            late = replace(streamed, resident=keys, state_delay=delay)
             if not tries.add(late):
                 tries.add(replace(late, state_lookahead=1))
     if not tries.times and not pinned:
@@ -129,14 +132,18 @@ class _Tries:
 
     @property
     def counts(self) -> list[int]:
-        """Of resident buckets, that were tried."""
-        return sorted({len(choice.resident) for choice in (*self.times, self.best)})
+        """Of new resident buckets, that were tried."""
+        return sorted({self.count(choice) for choice in (*self.times, self.best)})
+
+    def count(self, choice: Choice) -> int:
+        """How many buckets become resident."""
+        return len(choice.resident - self.problem.resident)
 
     def add_everything(self, count: int) -> bool:
         """Simulate what keeps all stages and has all buckets resident, if that fits."""
         choice = self._with(count, 0.0, keep=self.keeps[1])
         everything = len(choice.resident) == len(self.problem.buckets)
-        return everything and self.problem.fits(choice) and self._simulate(choice)
+        return everything and self.problem.fits_exactly(choice) and self._simulate(choice)
 
     def add_each(self, counts: Iterable[int], shares: Iterable[float]) -> None:
         """Every combination of so many resident buckets and shares of device updates."""
@@ -164,7 +171,7 @@ class _Tries:
         return any(self._simulate(replace(least, keep=keep)) for keep in fitting)
 
     def _with(self, count: int, share: float, *, keep: int = 1) -> Choice:
-        """The first `count` buckets are resident."""
+        """The first `count` buckets that may become resident do."""
         choice = self.problem.with_residents(count, keep=keep)
         streams = len(choice.resident) < len(self.problem.buckets)
         return replace(choice, device_update=share if streams else 0.0)

@@ -59,6 +59,8 @@ class Problem:
         fused: elementwise operations are fused.
         resident: keys of the buckets that live on the device already.
         trained: the parameters that get a gradient: bucket key -> indices.
+        others: schedules of other captured graphs of the model, whose memory counts too.
+        undecided: the buckets that may become resident; None: all of them.
     """
 
     build: Callable[[Choice], Schedule]
@@ -72,12 +74,19 @@ class Problem:
     fused: bool = True
     resident: frozenset[int] = frozenset()
     trained: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    others: Sequence[Schedule] = ()
+    undecided: Sequence[Bucket] | None = None
     # What is known of choices.
     _peaks: dict[Choice, dict[int, int]] = field(default_factory=dict, init=False)  # by the kept
     _steps_s: dict[Choice, float] = field(default_factory=dict, init=False)
     _built: dict[Choice, Schedule] = field(default_factory=dict, init=False)  # the last one
     _of_buckets: dict[int, float] = field(default_factory=dict, init=False)
     _waiting: dict[Choice, int] = field(default_factory=dict, init=False)
+
+    @property
+    def candidates(self) -> Sequence[Bucket]:
+        """The buckets that may become resident."""
+        return self.buckets if self.undecided is None else self.undecided
 
     def schedule(self, choice: Choice) -> Schedule:
         """The draft of a choice."""
@@ -88,7 +97,8 @@ class Problem:
 
     def memory(self, choice: Choice) -> DeviceMemory:
         """Device memory of a choice over a step."""
-        return device_memory(self.schedule(choice), optimizer=self.optimizer, fused=self.fused)
+        together = [*self.others, self.schedule(choice)]
+        return device_memory(together, optimizer=self.optimizer, fused=self.fused)
 
     def step_s(self, choice: Choice) -> float:
         """Seconds of a step in the middle of training."""
@@ -162,9 +172,15 @@ class Problem:
             if bucket.key in choice.resident - self.resident
         )
 
+    def fits_exactly(self, choice: Choice) -> bool:
+        """As `fits`, and not pessimistic: without buffers that residents do not need."""
+        if self._buffer_bytes(choice) < 0 or not self.fits_host(choice):
+            return False
+        return self.peak_bytes(choice) <= self.budget_bytes
+
     def with_residents(self, count: int, *, keep: int = 1) -> Choice:
-        """The first `count` buckets live on the device, beside those that do already."""
-        keys = self.resident | {bucket.key for bucket in self.buckets[:count]}
+        """The first `count` buckets that may live on the device do, beside those that do."""
+        keys = self.resident | {bucket.key for bucket in self.candidates[:count]}
         return Choice(keep, keys)
 
     def fewest_residents(self, like: Choice | None = None) -> int | None:
@@ -176,7 +192,7 @@ class Problem:
         Returns:
             None where even all of them are too few.
         """
-        for count in range(len(self.buckets) + 1):
+        for count in range(len(self.candidates) + 1):
             resident = self.with_residents(count).resident
             if self.fits_host(replace(like or Choice(), resident=resident)):
                 return count
@@ -184,7 +200,7 @@ class Problem:
 
     def tightest(self) -> Choice:
         """What leaves the host as little as can be: as many residents as fit on the device."""
-        for count in range(len(self.buckets), -1, -1):
+        for count in range(len(self.candidates), -1, -1):
             choice = replace(self.with_residents(count, keep=0), state_lookahead=1)
             if self.peak_bytes(self._streamed(choice)) <= self._buffer_bytes(choice):
                 return choice

@@ -75,7 +75,7 @@ class Scenario:
         gradients = states = 0.0
         for bucket, trained in self._residents():
             for param in (bucket.params[i] for i in trained):
-                gradients += param.numel * self.optimizer.grad_of(param.dtype.itemsize)
+                gradients += param.numel * self.optimizer.kept_grad_of(param.dtype.itemsize)
             states += self.optimizer.resident_bytes(bucket, trained) - bucket.size_bytes
         found[Kind.PARAMETERS.value] -= int(states)
         found[Kind.GRADIENTS.value] += int(gradients)
@@ -100,15 +100,13 @@ class Scenario:
         """Bytes in host memory with options of the optimizer that need fewer; plan as it is."""
         now = self.optimizer
         small = replace(now, state_bytes=EIGHT_BITS) if now.states else now
-        streamed = [  # buckets that live on the device are not updated in the backward
-            replace(schedule, plan=replace(schedule.plan, resident=frozenset()))
-            for schedule in self.schedules
-        ]
         in_backward = replace(now, in_backward=True), replace(small, in_backward=True)
         sizes = {
             "8-bit optimizer states": host_memory(self.schedules, small),
-            "the update in the backward": host_memory(streamed, in_backward[0]),
-            "8-bit states and the update in the backward": host_memory(streamed, in_backward[1]),
+            "the update in the backward": host_memory(self.schedules, in_backward[0]),
+            "8-bit states and the update in the backward": host_memory(
+                self.schedules, in_backward[1]
+            ),
         }
         before = sum(host_memory(self.schedules, now).values())
         sums = {name: sum(kinds.values()) for name, kinds in sizes.items()}

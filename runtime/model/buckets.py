@@ -34,6 +34,7 @@ from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params import inputs
 from megacompile.runtime.params.aliases import AliasNotice
 from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.consumed import follow
 from megacompile.runtime.params.eager_notice import EagerNotice
 from megacompile.runtime.params.gradients import Gradients
 from megacompile.runtime.params.guards import unguarded
@@ -236,6 +237,8 @@ class ModelBuckets:
         gradients = self.machine.gradients.take(key)
         self.machine.buckets[key] = self._bucket(old.layout, old.params, resident)
         self.machine.gradients.put(self.machine.buckets[key], gradients)
+        for param in old.params:
+            follow(param)
 
     def _bucket(
         self,
@@ -308,6 +311,9 @@ class ModelBuckets:
     def follow_plans(self) -> None:
         """Move what the plans want elsewhere, unless something around the call forbids it."""
         self.plans.say_stays(self.data_parallel.around() or self.plans.placement.stays)
+        updates = self.machine.in_backward
+        if updates is not None and updates.accumulating:
+            self.plans.say_accumulates()
         self.move_if_wanted()
 
     def _adopt(self, fits: bool) -> None:

@@ -90,6 +90,11 @@ class Plans:
         if why != self.placement.stays:
             self.placement = replace(self.placement, stays=why)
 
+    def say_accumulates(self) -> None:
+        """From now on plans count the gradients of micro-batches."""
+        if not self.placement.accumulates:
+            self.placement = replace(self.placement, accumulates=True)
+
     def stay(self, why: str) -> None:
         """Plan anew with the buckets where they are, for good. No backward may be to come."""
         self.say_stays(why)

@@ -32,6 +32,7 @@ their effects (`megacompile.ir.ops.op`): `megacompile.runtime.ops.bound` holds w
     offload_state  d2h      3OFFLOAD_STATE    bucket, new parameters and states -> done
     update_host    host     3UPDATE           bucket -> done; in host memory
     update_resident compute 3UPDATE           bucket -> done; of a bucket that lives on the device
+    update_in_place compute 3UPDATE           bucket, gradients, norms -> done; in the backward
     help_host      device   HELP_HOST         updates -> nothing; the device makes the last of them
     defer_free     compute  DEFER_FREE        value, after -> nothing; kept until `after` is done
     drain          compute  DRAIN             () -> nothing; what was deferred before goes
@@ -52,7 +53,7 @@ from megacompile.ir.ops.gradients import add_grad, alloc_grad, fetch_grad, norm_
 from megacompile.ir.ops.lifetimes import defer_free, drain, free
 from megacompile.ir.ops.op import NO_OP, OPS, Op, Part, Show, Takes, Value
 from megacompile.ir.ops.saved_tensors import alloc_saved, fetch_saved, offload_saved
-from megacompile.ir.ops.updates import help_host, update_host, update_resident
+from megacompile.ir.ops.updates import help_host, update_host, update_in_place, update_resident
 from megacompile.ir.ops.weights import begin, prefetch, resident, reuse
 from megacompile.ir.stream import Stream
 
@@ -103,6 +104,7 @@ __all__ = [
     "stream_of",
     "update",
     "update_host",
+    "update_in_place",
     "update_resident",
 ]
 
