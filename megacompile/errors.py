@@ -32,6 +32,13 @@ class HostMemoryError(MegacompileError, MemoryError):
     """The host has too little memory. Raised before anything is allocated."""
 
 
+class DiskError(MegacompileError, OSError):
+    """A scratch file cannot be made, read or written: a full disk, a limit, a fault of the drive.
+
+    `errno` is the system's. A read or a write that fails names its op, its offset and the folder.
+    """
+
+
 class DeviceMemoryError(MegacompileError, RuntimeError):
     """A step does not fit into device memory. The message has a table of what needs how much."""
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megacompile.cli import main
-from megacompile.cost import probe, rates
+from megacompile.cost import disk, probe, rates
 from megacompile.cost.hardware import H200, Hardware
 from megacompile.cost.known import known
 from megacompile.cost.sheets import NAMES
@@ -27,6 +27,7 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(probe, "_COPY_BYTES", 2**16)
     monkeypatch.setattr(probe, "_SUSTAINED_S", 0.001)
+    monkeypatch.setattr(disk, "_FILE_BYTES", 2**20)
     return tmp_path / "megacompile"
 
 
@@ -36,7 +37,7 @@ def test_known_machines_are_whole(name: str) -> None:
     assert found == known(name.upper())
     for field in fields(Hardware):
         value = getattr(found, field.name)
-        if field.name == "host_bytes":
+        if field.name == "host_bytes" or field.name.startswith("disk_"):
             assert value is None  # a GPU does not say what host it is in
         elif field.name != "name":
             assert value > 0 and math.isfinite(value), field.name
@@ -85,7 +86,10 @@ def test_hardware_is_measured_once(quick: Path, monkeypatch: pytest.MonkeyPatch)
         assert rates.load("cpu") == first
     for field in fields(Hardware):
         value = getattr(first, field.name)
-        assert field.name == "name" or value > 0, field.name
+        if field.name.startswith("disk_"):
+            assert value is None  # that is measured of a folder
+        else:
+            assert field.name == "name" or value > 0, field.name
     assert first.sustained <= 1.0
     assert first.update_gb_s <= first.host_memory_gb_s
 
@@ -167,3 +171,39 @@ def test_command_line_prints_rates(quick: Path, capsys: pytest.CaptureFixture[st
     assert "GB/s" in capsys.readouterr().out
     assert main(["hardware", "--device", "cuda:99"]) == 2
     assert "cuda:99" in capsys.readouterr().err
+
+
+def test_disk_rates_are_fields_of_the_machine(
+    quick: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["hardware", "--device", "cpu", "--disk", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    names = [name for name in found if name.startswith("disk_")]
+    assert len(names) == 4 and all(found[name] > 0 for name in names)
+    assert found["disk_read_both_gb_s"] <= found["disk_read_gb_s"]
+    assert found["disk_write_both_gb_s"] <= found["disk_write_gb_s"]
+    assert main(["hardware", "--device", "cpu", "--disk", str(tmp_path)]) == 0
+    assert "disk_read" in capsys.readouterr().out
+    assert main(["hardware", "--device", "cpu"]) == 0
+    assert "disk" not in capsys.readouterr().out
+
+
+def test_a_disk_is_measured_once(
+    quick: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = rates.load_disk(tmp_path)
+    monkeypatch.setattr(rates, "measure_disk", lambda folder: pytest.fail("measured twice"))
+    assert rates.load_disk(tmp_path) == first
+    (path,) = quick.glob("disk-*")
+    for text in ("{", '{"read_gb_s": 1.0}', path.read_text().replace("0", "-1")):
+        path.write_text(text)
+        with pytest.raises(pytest.fail.Exception):
+            rates.load_disk(tmp_path)
+
+
+def test_a_disk_that_is_none(
+    quick: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    absent = str(tmp_path / "absent")
+    assert main(["hardware", "--device", "cpu", "--disk", absent]) == 2
+    assert "no file can be made there" in capsys.readouterr().err

@@ -27,6 +27,9 @@ FLOORS = (
     ("runtime.optim",),  # what an optimizer is: options, cost and the runtime ask
     ("packed",),
     ("log", "options", "validate"),
+    ("runtime.device.forks",),
+    ("runtime.device.background",),
+    ("runtime.disk",),  # the cost model measures it
     ("cost",),
     ("tracing",),
     ("show",),
@@ -155,8 +158,9 @@ def floor(module: str) -> int | None:
     if name in LINKED:  # the package itself, which holds nothing
         return 0
     parts = name.split(".")
-    names = {parts[0], ".".join(parts[:2])}
-    return next((i for i, known in enumerate(FLOORS) if names & set(known)), None)
+    floors = {name: i for i, known in enumerate(FLOORS) for name in known}
+    names = (".".join(parts[:n]) for n in (3, 2, 1))  # a module before its package
+    return next((floors[name] for name in names if name in floors), None)
 
 
 def direction_faults(module: str, source: str, modules: set[str]) -> list[str]:

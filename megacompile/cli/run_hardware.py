@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from megacompile.cost.hardware import Hardware
 from megacompile.cost.probe import measure
-from megacompile.cost.rates import load
+from megacompile.cost.rates import load, load_disk
 from megacompile.options import Options
 
 _UNITS = {"_gb_s": "GB/s", "_tflop_s": "TFLOP/s", "_s": "s"}
@@ -18,6 +18,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the rates."""
     device = Options.resolve(device=args.device).device
     found = measure(device) if args.again else load(device)
+    if args.disk is not None:
+        found = load_disk(args.disk, again=args.again).on(found)
     print(json.dumps(asdict(found)) if args.json else _table(found))
     return 0
 
@@ -26,7 +28,7 @@ def _table(hardware: Hardware) -> str:
     rows = [hardware.name]
     for name, value in asdict(hardware).items():
         for suffix, unit in _UNITS.items():
-            if name.endswith(suffix):
-                rows.append(f"  {name.removesuffix(suffix):10} {value:12.6g} {unit}")
+            if name.endswith(suffix) and value is not None:
+                rows.append(f"  {name.removesuffix(suffix):15} {value:12.6g} {unit}")
                 break
     return "\n".join(rows)

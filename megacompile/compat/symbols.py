@@ -33,6 +33,11 @@ _ACTIVE: ContextVar[SymbolicFakes | None] = ContextVar("megacompile_symbols", de
 _BY_ENV: weakref.WeakKeyDictionary[ShapeEnv, SymbolicFakes] = weakref.WeakKeyDictionary()
 
 
+def check(condition: bool) -> None:  # torch 2.11 to 2.15
+    """Say what tracing with symbols may rely on; a RuntimeError where it is not so."""
+    torch._check(condition)
+
+
 class UntraceableSymbols(Exception):  # torch 2.11 to 2.15
     """A graph that cannot be traced with these symbols, and may be with numbers."""
 

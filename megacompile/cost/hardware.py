@@ -34,6 +34,10 @@ class Hardware:
     update_gb_s: float = math.inf  # read plus written by the optimizer's update on the CPU
     device_bytes: int | None = None  # None: not known
     host_bytes: int | None = None
+    disk_read_gb_s: float | None = None  # direct I/O of a scratch file; None: no disk
+    disk_write_gb_s: float | None = None
+    disk_read_both_gb_s: float | None = None  # while it is written too
+    disk_write_both_gb_s: float | None = None
 
     def replace(self, **changes: Any) -> Hardware:
         """The same machine with other figures: `h200.replace(host_bytes=256 * 2**30)`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import platform
 import tempfile
 import warnings
 from dataclasses import asdict, fields
@@ -12,10 +13,12 @@ from pathlib import Path
 
 import torch
 
+from megacompile.cost.disk import DiskRates, measure_disk
 from megacompile.cost.hardware import Hardware, least
 from megacompile.cost.probe import measure
 
 _FORMAT = 3  # of the file: raised when fields change, or what they mean
+_DISK_FORMAT = 1
 
 
 def load(device: torch.device | str) -> Hardware:
@@ -53,13 +56,53 @@ def _are_figures(hardware: Hardware) -> bool:
             if not isinstance(value, str):
                 return False
             continue
-        if value is None and field.name in ("device_bytes", "host_bytes"):
+        if value is None and field.default is None:
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return False
         if not value >= least(field.name) or (math.isinf(value) and field.default != math.inf):
             return False
     return True
+
+
+def load_disk(folder: str | os.PathLike[str], *, again: bool = False) -> DiskRates:
+    """The measured rates of the disk that a folder is on, from the cache file as `load` does.
+
+    Args:
+        again: measure even if that was done before.
+
+    Raises:
+        DiskError: no file can be made there, or it cannot be read or written.
+    """
+    path = _disk_file(Path(folder))
+    found = None if again or path is None else _disk_rates(path)
+    if found is None:
+        found = measure_disk(folder)
+        _keep(path, json.dumps(asdict(found), indent=2))
+    return found
+
+
+def _disk_rates(path: Path) -> DiskRates | None:
+    try:
+        found = DiskRates(**json.loads(path.read_text())) if path.is_file() else None
+    except (OSError, ValueError, TypeError):
+        return None
+    if found is None:
+        return None
+    values = asdict(found).values()
+    return found if all(type(v) is float and 0 < v < math.inf for v in values) else None
+
+
+def _disk_file(folder: Path) -> Path | None:
+    """Of this machine and this device: folders of many machines may have the same name."""
+    cache = _cache()
+    try:
+        device = os.stat(folder).st_dev
+    except OSError:
+        return None  # to measure says what is wrong
+    name = "".join(c if c.isalnum() else "-" for c in platform.node().lower())
+    where = f"{name}-{os.major(device)}-{os.minor(device)}"
+    return None if cache is None else cache / f"disk-{where}-v{_DISK_FORMAT}.json"
 
 
 def _keep(path: Path | None, text: str) -> None:

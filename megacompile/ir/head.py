@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
+from megacompile import compat
+
 OPERATOR = "megacompile::linear_cross_entropy"
 
 torch.library.define(
@@ -123,7 +125,7 @@ def linear_cross_entropy(
         hidden, weight = _autocast(hidden, low), _autocast(weight, low)
         bias = None if bias is None else _autocast(bias, low)
     rows = hidden.reshape(-1, hidden.shape[-1])
-    torch._check(rows.shape[0] == target.numel())
+    compat.check(rows.shape[0] == target.numel())
     with torch.autocast(kind, enabled=False):
         loss: Tensor = _Loss.apply(  # type: ignore[no-untyped-call]
             rows,

@@ -1,0 +1,176 @@
+"""Memory that lies on a disk, with the interface of `HostBuffer`.
+
+    whoever looks    a shared mapping of the place: an ordinary tensor, read by page faults
+    the step         direct I/O of the same bytes, into and out of page-locked memory
+
+See [Note: coherence] in `runtime/disk/scratch.py` for what keeps the two together.
+
+[Note: children] A child of a fork maps its places privately, as it does with all memory of ours
+(see the note on forks in `buffers.py`): what it writes is its own, and never in the file. So its
+reads and writes are copies in memory, from and to that mapping. The disk has the file until the
+last child has ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megacompile.errors import DiskError
+from megacompile.runtime.device import forks
+from megacompile.runtime.device.buffers import HostBuffer
+from megacompile.runtime.disk.scratch import Place, ScratchFile
+from megacompile.runtime.disk.transfers import Request, Span, Transfers, Way
+
+
+class DiskBuffer(HostBuffer):
+    """A place of a scratch file, mapped. It is zeros; it goes back when the last tensor on it goes.
+
+    Args:
+        size_bytes: of the buffer, which is rounded up to what the disk reads and writes.
+        file: where it lies.
+    """
+
+    _lies_in: ScratchFile
+    _place: Place | None = None  # until it is taken, and for a place that there was none of
+
+    def __new__(cls, size_bytes: int, file: ScratchFile) -> DiskBuffer:
+        size = file.round_up(size_bytes)
+        made = mmap.mmap.__new__(cls, -1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        made._lies_in = file
+        return made
+
+    def __init__(self, size_bytes: int, file: ScratchFile) -> None:
+        del size_bytes
+        self.private = False
+        self._process = os.getpid()
+        self._place = file.take(len(self))
+        self._map_file(mmap.MAP_SHARED)
+        if hasattr(mmap, "MADV_SEQUENTIAL"):
+            self.madvise(mmap.MADV_SEQUENTIAL)  # twice as fast for whoever looks at all of it
+        forks.tell(self)
+
+    def _map_file(self, kind: int) -> None:
+        assert self._place is not None
+        system = ctypes.CDLL(None, use_errno=True).mmap
+        system.restype = ctypes.c_void_p
+        system.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * (ctypes.c_int,), ctypes.c_int64)
+        start = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        found = system(
+            start, len(self), access, kind | _MAP_FIXED, self._lies_in.fd, self._place.at
+        )
+        if found != start:
+            number = ctypes.get_errno()
+            raise DiskError(
+                number,
+                f"disk={str(self._lies_in.folder)!r}: mmap of {len(self)} bytes failed with errno "
+                f"{number} ({os.strerror(number)}); needed a file system whose files can be "
+                "mapped, and enough maps (sysctl vm.max_map_count)",
+            )
+
+    @property
+    def ours(self) -> bool:
+        """Is it this process that took the place? See [Note: children]."""
+        return self._process == os.getpid()
+
+    def span(self, memory: torch.Tensor) -> Span:
+        """All of it, and the memory that it is copied to or from: (len(self),) uint8."""
+        assert self._place is not None
+        return Span(self._place, memory)
+
+    @property
+    def file(self) -> ScratchFile:
+        """Where it lies."""
+        return self._lies_in
+
+    def lock(self) -> None:
+        """Nothing: a page of a file is not locked for a device."""
+
+    def after_fork(self, *, in_child: bool) -> None:
+        """See [Note: children]."""
+        if in_child:
+            self._map_file(mmap.MAP_PRIVATE)
+
+    def __del__(self) -> None:
+        if self._place is not None and self.ours:
+            self._lies_in.give_back(self._place)
+
+
+_MAP_FIXED = 0x10  # on Linux
+
+
+class Disk:
+    """The scratch file of a model, and the threads that read and write it.
+
+    Args:
+        file: where buffers lie.
+        threads: for each direction.
+    """
+
+    def __init__(self, file: ScratchFile, transfers: Transfers | None = None) -> None:
+        self.file = file
+        self._transfers = Transfers() if transfers is None else transfers
+
+    def buffer(self, size_bytes: int) -> DiskBuffer:
+        """A new place, zeros.
+
+        Raises:
+            DiskError: the disk is full, or `disk_memory=` is used up.
+        """
+        return DiskBuffer(size_bytes, self.file)
+
+    def read(
+        self,
+        buffers: Sequence[DiskBuffer],
+        memory: Sequence[torch.Tensor],
+        what: str,
+        *,
+        after: Sequence[Request] = (),
+        before: Callable[[], None] = lambda: None,
+    ) -> Request | None:
+        """Read whole buffers: a request to `begin`; None where it is done. See `Transfers.request`.
+
+        Args:
+            memory: for each buffer, (len(buffer),) uint8 at a page boundary, not of a `DiskBuffer`.
+        """
+        return self._start(Way.READ, buffers, memory, what, after, before)
+
+    def write(
+        self,
+        buffers: Sequence[DiskBuffer],
+        memory: Sequence[torch.Tensor],
+        what: str,
+        *,
+        after: Sequence[Request] = (),
+        before: Callable[[], None] = lambda: None,
+    ) -> Request | None:
+        """The same for a write. Until it is over nobody may look at the buffers."""
+        return self._start(Way.WRITE, buffers, memory, what, after, before)
+
+    def _start(
+        self,
+        way: Way,
+        buffers: Sequence[DiskBuffer],
+        memory: Sequence[torch.Tensor],
+        what: str,
+        after: Sequence[Request],
+        before: Callable[[], None],
+    ) -> Request | None:
+        if all(buffer.ours for buffer in buffers):
+            spans = [buffer.span(m) for buffer, m in zip(buffers, memory, strict=True)]
+            return self._transfers.request(way, self.file, spans, what, after=after, before=before)
+        for earlier in after:
+            earlier.wait()
+        before()
+        for buffer, here in zip(buffers, memory, strict=True):
+            there = torch.frombuffer(buffer, dtype=torch.uint8)
+            if way is Way.READ:
+                here.copy_(there)
+            else:
+                there.copy_(here)
+        return None

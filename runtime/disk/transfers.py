@@ -1,0 +1,264 @@
+"""Reads and writes of a scratch file, several at a time, by threads.
+
+A request is cut into chunks, which as many threads as there are for its direction take one after
+the other. Threads wait in the kernel and hold no lock of Python's meanwhile; that is as fast as
+io_uring here (docs/decisions/0028-disk.md). Reads and writes have threads of their own, so neither
+waits for the other.
+
+[Note: order] Nothing orders two requests but what they are told (`after=`). One that waits for
+another was given later than that, so the one that was given first can always go on.
+
+[Note: interrupts] A request is made first and begun later, so that whoever must wait for it knows
+of it before a thread does. It is given to every thread of its direction as a whole, and each takes
+chunks until there is none left. So it may be given twice, and one that Ctrl-C cut off while it was
+given is carried out by those that have it, or is given again by who waits for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import errno
+import itertools
+import os
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as StillRunning
+from dataclasses import dataclass
+
+import torch
+
+from megacompile.errors import DiskError
+from megacompile.runtime.device.background import Background
+from megacompile.runtime.disk.scratch import Place, ScratchFile
+from megacompile.text import format_bytes
+
+CHUNK_BYTES = 4 * 2**20
+THREADS = 4  # for each direction: the requests that a disk has at a time
+
+
+class Way(enum.Enum):
+    """The direction of a request."""
+
+    READ = "read"
+    WRITE = "write"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes of a scratch file, and the memory that they go to or come from."""
+
+    place: Place
+    memory: torch.Tensor  # flat uint8, on the host; address and size are multiples of the alignment
+
+
+class Request:
+    """A read or a write that goes on behind the caller: an `InFlight`, and a `Host`.
+
+    Args:
+        what: for errors: "3READ_STATE of 'layers.3'".
+        before: is called by each thread before it begins: it waits for what must be over.
+    """
+
+    def __init__(
+        self,
+        way: Way,
+        spans: Sequence[Span],
+        file: ScratchFile,
+        what: str,
+        before: Callable[[], None],
+        lanes: Sequence[Background],
+    ) -> None:
+        self._lanes = lanes
+        self.way = way
+        self.what = what
+        self.file = file
+        self.size_bytes = sum(span.place.size_bytes for span in spans)
+        self._spans = tuple(spans)  # and the memory that they keep
+        self._chunks = [chunk for span in spans for chunk in _chunks(span, file.alignment)]
+        self._before = before
+        self._next = itertools.count()  # both are advanced by threads, without a lock
+        self._done = itertools.count(1)
+        self._error: BaseException | None = None
+        self._over: Future[None] = Future()
+        if not self._chunks:
+            self._over.set_result(None)
+
+    def begin(self) -> None:
+        """Give it to the threads; see [Note: interrupts]."""
+        if not self.done():
+            for lane in self._lanes:
+                lane.submit(self.work)
+
+    def work(self) -> None:
+        """Take chunks until there is none left; called by each thread."""
+        while (i := next(self._next)) < len(self._chunks):
+            if self._error is None:
+                try:
+                    self._before()
+                    _transfer(self.file, self.way, *self._chunks[i])
+                except BaseException as error:
+                    self._error = self._error or self._failed(error, self._chunks[i][0])
+            if next(self._done) == len(self._chunks):
+                self._spans = ()
+                if self._error is None:
+                    self._over.set_result(None)
+                else:
+                    self._over.set_exception(self._error)
+
+    def _failed(self, error: BaseException, at: int) -> BaseException:
+        if isinstance(error, DiskError) or not isinstance(error, OSError):
+            return error  # of what it waits for
+        number = error.errno or errno.EIO
+        advice = {
+            errno.ENOSPC: "the disk is full: free space there",
+            errno.EDQUOT: "a quota is used up: free space there",
+        }.get(number, "the disk or its connection may be failing: see the system's log (dmesg)")
+        return DiskError(
+            number,
+            f"{self.what}: the {self.way.value} of {format_bytes(self.size_bytes)} failed at "
+            f"offset {at} of the scratch file in {self.file.folder} with errno {number} "
+            f"({os.strerror(number)}); {advice}, or name another folder as disk=",
+        )
+
+    def done(self) -> bool:
+        """Is it over, well or not?"""
+        return self._over.done()
+
+    def busy(self) -> bool:
+        """Is it under way?"""
+        return not self._over.done()
+
+    def failed(self) -> bool:
+        """Is it over, and not well?"""
+        return self._over.done() and self._over.exception() is not None
+
+    def wait(self) -> None:
+        """Wait until it is over.
+
+        Raises:
+            DiskError: it failed.
+        """
+        start = time.monotonic()
+        while True:
+            try:
+                self._over.result(timeout=_PATIENCE_S)
+            except StillRunning:
+                if self._over.done():
+                    raise  # its own error, by that name
+                self.begin()
+                if time.monotonic() - start >= _SLOW_S:
+                    self._say_slow(time.monotonic() - start)
+            else:
+                return
+
+    settle = wait
+
+    def _say_slow(self, seconds: float) -> None:
+        if self.file.folder in _SLOW:
+            return
+        _SLOW.add(self.file.folder)
+        warnings.warn(
+            f"megacompile: {self.what}: the {self.way.value} of {format_bytes(self.size_bytes)} "
+            f"in {self.file.folder} is not done after {seconds:.0f} s; the disk is slow, or hangs "
+            "(said once)",
+            stacklevel=3,
+        )
+
+
+_PATIENCE_S = 1.0
+_SLOW_S = 30.0
+_SLOW: set[object] = set()  # folders that it was said of
+
+
+class Transfers:
+    """The threads that read and write scratch files.
+
+    Args:
+        threads: for each direction.
+    """
+
+    def __init__(self, threads: int = THREADS) -> None:
+        self._lanes = {
+            way: tuple(Background(f"megacompile-disk-{way.value}-{i}") for i in range(threads))
+            for way in Way
+        }
+
+    def request(
+        self,
+        way: Way,
+        file: ScratchFile,
+        spans: Sequence[Span],
+        what: str,
+        *,
+        after: Sequence[Request] = (),
+        before: Callable[[], None] = lambda: None,
+    ) -> Request:
+        """A read or a write; whoever made it calls `begin`.
+
+        Args:
+            spans: what goes where.
+            what: for errors.
+            after: earlier requests that must be over. If one failed, so does this.
+            before: waits for whatever else must be over, in a thread of ours.
+        """
+        for span in spans:
+            address, size = span.memory.data_ptr(), span.memory.numel()
+            assert span.memory.dtype is torch.uint8 and size == span.place.size_bytes
+            assert address % file.alignment == 0 and size % file.alignment == 0
+
+        def ready() -> None:
+            for earlier in after:
+                earlier.wait()
+            before()
+
+        return Request(way, spans, file, what, ready if after else before, self._lanes[way])
+
+
+_Chunk = tuple[int, int, int]  # offset in the file, address, bytes
+
+
+def _chunks(span: Span, alignment: int) -> list[_Chunk]:
+    size = max(CHUNK_BYTES // alignment, 1) * alignment
+    start, place = span.memory.data_ptr(), span.place
+    return [
+        (place.at + i, start + i, min(size, place.size_bytes - i))
+        for i in range(0, place.size_bytes, size)
+    ]
+
+
+def _transfer(file: ScratchFile, way: Way, at: int, address: int, size: int) -> None:
+    """Read or write one chunk, however many calls that takes."""
+    direct = file.direct_fd is not None
+    fd = file.fd if file.direct_fd is None else file.direct_fd
+    memory = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+    call = os.preadv if way is Way.READ else os.pwritev
+    done, tries = 0, 0
+    while done < size:
+        try:
+            count = call(fd, [memory[done:]], at + done)
+        except InterruptedError:
+            continue
+        except BlockingIOError:
+            tries += 1
+            if tries > _TRIES:
+                raise
+            time.sleep(min(0.001 * 2**tries, 1.0))
+            continue
+        if count == 0:
+            raise OSError(errno.EIO, "end of file")
+        tries = 0
+        done += count
+        if direct and done < size:  # a short one: go on at a place that direct I/O takes
+            back = done % file.alignment
+            if back == count:
+                fd, direct = file.fd, False  # less than one unit: the rest through the cache
+            else:
+                done -= back
+    if not direct and hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, at, size, os.POSIX_FADV_DONTNEED)  # begins to write what is dirty
+
+
+_TRIES = 12  # a quarter of a minute
