@@ -30,6 +30,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +69,14 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", action="append", choices=CASES, default=[])
     parser.add_argument("--inside", choices=CASES, help=argparse.SUPPRESS)
-    parser.add_argument("--layers", type=int, help="default: 80")
+    parser.add_argument("--layers", type=int, help="default: 80; with --tiny 3")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--warm", type=int, default=2, help="steps before those that are timed")
     parser.add_argument("--steps", type=int, default=2, help="that are timed")
     parser.add_argument("--cap", type=float, default=24.0, help="GiB of device memory if streamed")
-    parser.add_argument("--limit", type=float, default=150.0, help="seconds for each case")
-    parser.add_argument("--tiny", action="store_true", help="3 small layers, 2x64 tokens")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for each case")
+    parser.add_argument("--tiny", action="store_true", help="small layers, 2x64 tokens")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--lowering", help="of megacompile; default: its own")
     parser.add_argument("--explain", action="store_true", help="print what explain() says")
@@ -88,7 +89,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _shape(args: argparse.Namespace) -> Shape:
     if args.tiny:
-        return TINY
+        return TINY if args.layers is None else replace(TINY, layers=args.layers)
     return Shape() if args.layers is None else Shape(layers=args.layers)
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from megacompile import compat, log
 from megacompile.cost.hardware import Hardware
 from megacompile.errors import ModelError, NoScheduleError, OptionError, OptionTypeError
-from megacompile.host_memory import check_host_memory
+from megacompile.host_memory import budget_bytes, check_host_memory
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Activations, Head, Lowering, Options
 from megacompile.passes.stages.units import find_units
@@ -36,7 +36,13 @@ from megacompile.runtime.model.parts import is_part
 from megacompile.runtime.model.streamed import StreamedModel, refuse_nested
 from megacompile.tracing.recorder import Trace as Trace
 from megacompile.tracing.recorder import Traced
-from megacompile.validate import check_model, check_optimizer, host_rows, warn_of_rounding
+from megacompile.validate import (
+    check_model,
+    check_optimizer,
+    held_bytes,
+    host_rows,
+    warn_of_rounding,
+)
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -106,13 +112,16 @@ def megacompile(
             with `compute_dtype`.
         gpu_memory: device memory that may be used: bytes, "20GiB" or a fraction of the device's.
             Default: what is free when the plan is made, less 5 %, but 4 GiB at most.
-        host_memory: host memory for parameters and gradients, in the same forms. More is an error.
+        host_memory: host memory for parameters, gradients, optimizer states and what waits there,
+            in the same forms. Default: what is free, less 4 %, but 6 GiB at most. What does not
+            fit lives on the device, as far as there is memory; else `HostMemoryError` is raised.
         disk: a folder on a fast local disk, where the optimizer states of streamed buckets lie
             instead of in host memory, in a file that is gone when the process is. Each step reads
             and writes all of them.
         disk_memory: what they may take there, in the same forms. Default: what is free.
-        resident: device memory for buckets that live there, with their gradients and optimizer
-            states: a size, 0 or "all". Default: "auto", as much as makes the step fastest.
+        resident: device memory for buckets that live there, with their gradients (none of them with
+            `optimizer`) and optimizer states: a size, 0 or "all". Default: "auto", as much as makes
+            the step fastest.
         head: "chunked" computes the last linear layer, its `cross_entropy` and their gradients in
             chunks of tokens. At most 1 GiB of logits exists at a time; results are equal up to
             rounding. "whole" leaves the head as it is. "auto" (default) uses chunks with Inductor
@@ -141,7 +150,8 @@ def megacompile(
             megacompiled model has one of them.
         OptionError: a bad option, or a second call with other options.
         DiskError: no file can be made in `disk`.
-        HostMemoryError: parameters and gradients do not fit into host memory.
+        HostMemoryError: parameters and gradients do not fit into host memory. The first call
+            raises it where they do not fit with optimizer states and what waits there.
         CheckpointError: the checkpoint is not whole, does not fit the model, or cannot be read. The
             model is as it was.
         MissingExtraError: `checkpoint` was given, and safetensors is not installed.
@@ -208,18 +218,27 @@ def megacompile(
     if options.stochastic_rounding:
         warn_of_rounding(model)
     contents = _contents(model, checkpoint)
-    check_host_memory(host_rows(model, gradients=optimizer is None), options.host_memory)
+    on_device = 0 if options.resident == 0 else _device_bytes(options)
+    rows = host_rows(model, gradients=optimizer is None, device_bytes=on_device)
+    check_host_memory(rows, options.host_memory)
+    host_bytes = budget_bytes(held_bytes(model)) if options.device.type == "cuda" else None
     divide = functools.partial(find_units, compute_dtype=options.compute_dtype)
+    compiler = functools.partial(PassCompiler, options, host_bytes=host_bytes)
     with compat.on_host():
-        streamed = StreamedModel(
-            model, options, divide, functools.partial(PassCompiler, options), contents
-        )
+        streamed = StreamedModel(model, options, divide, compiler, contents)
     compat.set_compiled_call(model, streamed)
     replace_methods(model)
     log.buckets_placed(type(model).__name__, [b.layout for b in streamed.machine.buckets.values()])
     for listener in tuple(LISTENERS):
         listener(model)
     return model
+
+
+def _device_bytes(options: Options) -> int:
+    """Device memory that buckets may live in; on the CPU it is the host's."""
+    if options.device.type != "cuda":
+        return 0
+    return options.gpu_memory or compat.free_device_bytes(options.device)
 
 
 def _contents(
@@ -411,8 +430,9 @@ def _newest(streamed: StreamedModel) -> tuple[list[Planned], list[Schedule]]:
 def accumulate(model: nn.Module) -> Iterator[None]:
     """Mark the backward of a micro-batch that is not the last, with `optimizer=`.
 
-    Its gradients go to the host, as they do without `megacompile(model, optimizer=...)`. The next
-    backward outside of `accumulate` adds them and makes the update. Without such a one,
+    Its gradients go to the host, as they do without `megacompile(model, optimizer=...)`; those of
+    layers that live on the device stay there. The next backward outside of `accumulate` adds them
+    and makes the update. Without such a one,
     `optimizer.step()` makes it. In the loops of Accelerate, Trainer and TRL there is nothing to
     mark: which micro-batch is the last is read where Accelerate notes it.
 

@@ -13,6 +13,8 @@ from megacompile.errors import HostMemoryError
 from megacompile.text import format_bytes
 
 MARGIN_BYTES = 256 * 2**20  # left free for everything else in the process
+_SHARE = 0.04  # of what is free, left to what a plan does not know: compilers, data loaders
+_SHARE_BYTES = 6 * 2**30  # at most: most of that does not grow with the memory
 
 
 def check_host_memory(rows: Sequence[tuple[str, int]], limit_bytes: int | None = None) -> None:
@@ -40,6 +42,16 @@ def check_host_memory(rows: Sequence[tuple[str, int]], limit_bytes: int | None =
         "free host memory (or raise host_memory=), use a smaller dtype (model.bfloat16()), or "
         "freeze parameters (requires_grad_(False)), which need no gradients"
     )
+
+
+def budget_bytes(held_bytes: int = 0) -> int:
+    """Host memory that a model may take: what is free, and what it holds now, less a margin.
+
+    Args:
+        held_bytes: by the model, which gives it up for its buckets.
+    """
+    free = available_bytes() + held_bytes
+    return max(0, free - max(MARGIN_BYTES, int(min(_SHARE * free, _SHARE_BYTES))))
 
 
 def total_bytes() -> int:

@@ -69,7 +69,7 @@ class Options:
             others either. Default: what the plan finds best, with INDUCTOR on CUDA and without
             `compute_dtype`; otherwise none.
         gpu_memory: bytes of device memory that the plan may use. Default: what is free.
-        host_memory: bytes of host memory. Default: what is free.
+        host_memory: bytes of host memory that the model may take. Default: what is free.
         disk: the folder that the optimizer states of streamed buckets lie in. Default: none, they
             lie in host memory.
         disk_memory: bytes that they may take there. Default: what is free.
@@ -219,7 +219,7 @@ class Options:
             host_memory=_size("host_memory", host_memory, torch.device("cpu")),
             disk=folder,
             disk_memory=_disk_bytes(disk_memory, folder),
-            resident=_resident(resident, resolved_device, optimizer),
+            resident=_resident(resident, resolved_device),
             head=_choice("head", head, Head),
             detect_anomaly=_flag("detect_anomaly", detect_anomaly),
             activations=_choice("activations", activations, Activations),
@@ -329,19 +329,11 @@ def _device_bytes(device: torch.device) -> int:
     return host_memory.total_bytes()
 
 
-def _resident(
-    value: Any, device: torch.device, optimizer: torch.optim.Optimizer | None
-) -> int | None:
+def _resident(value: Any, device: torch.device) -> int | None:
     """Bytes for resident buckets; None: the plan decides."""
     if value == "auto":
-        return 0 if optimizer is not None else None
-    size = sys.maxsize if value == "all" else _size("resident", value, device)
-    if size and optimizer is not None:
-        raise OptionError(
-            f"megacompile(): got resident={value!r} with optimizer=...; resident buckets are "
-            "updated in optimizer.step(); leave one of them out"
-        )
-    return size
+        return None
+    return sys.maxsize if value == "all" else _size("resident", value, device)
 
 
 def _lowering(value: object, device: torch.device) -> Lowering:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -54,6 +54,11 @@ class Member:
 def is_wrapper(tensor: object) -> bool:
     """Is it a tensor that only wraps others, which hold its data?"""
     return isinstance(tensor, torch.Tensor) and _kind(type(tensor)) is _Kind.WRAPPER
+
+
+def any_packed(params: Iterable[object]) -> bool:
+    """May any of these be a packed parameter?"""
+    return any(_kind(cls) is not _Kind.ORDINARY for cls in set(map(type, params)))
 
 
 def members(module: nn.Module, param: torch.Tensor) -> Sequence[Member]:
@@ -112,12 +117,20 @@ def settle(model: nn.Module) -> None:
         if getattr(module, _FOR_CPU, False):
             module.state_dict()  # goes that way back
             setattr(module, _FOR_CPU, False)
+    unshare(model)
+
+
+def unshare(model: nn.Module) -> list[Member]:
+    """Let packed parameters share no tensor of their states; gives the members before copies."""
     owner: dict[int, int] = {}  # tensor -> parameter
+    shared: list[Member] = []
     for module, _, param in packed_parameters(model):
         for member in members(module, param):
             if owner.setdefault(id(member.tensor), id(param)) != id(param):
+                shared.append(member)
                 with torch.no_grad():
                     setattr(member.holder, member.key, member.tensor.clone())
+    return shared
 
 
 def twins(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:

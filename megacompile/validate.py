@@ -147,15 +147,29 @@ def warn_of_rounding(model: nn.Module) -> None:
         )
 
 
-def host_rows(model: nn.Module, *, gradients: bool = True) -> list[tuple[str, int]]:
-    """What `megacompile()` will need of host memory beyond what the model holds there now."""
+def host_rows(
+    model: nn.Module, *, gradients: bool = True, device_bytes: int = 0
+) -> list[tuple[str, int]]:
+    """What `megacompile()` will need of host memory beyond what the model holds there now.
+
+    Args:
+        gradients: are there any?
+        device_bytes: memory for buckets that may live on the device, with their gradients.
+    """
     params = list({id(leaf.tensor): leaf.tensor for leaf in leaves(model)}.values())
     size = {id(p): p.numel() * p.dtype.itemsize for p in params}
     moved = sum(size[id(p)] for p in params if p.device.type != "cpu")
     largest = max(size.values())
     trained = sum(size[id(p)] for p in params if p.requires_grad and gradients)
+    trained = max(0, trained - device_bytes)
     return [
         ("parameters to move to the host", moved),
         ("one bucket, while moving", largest),
         ("gradients", trained),
     ]
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Host memory of a model's parameters."""
+    params = {id(leaf.tensor): leaf.tensor for leaf in leaves(model)}.values()
+    return sum(p.numel() * p.dtype.itemsize for p in params if p.device.type == "cpu")

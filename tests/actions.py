@@ -42,6 +42,7 @@ class Stubs:
     reads: Mapping[int, str] = field(default_factory=dict)  # stage -> labels of its buckets: "2 0"
     blind: Collection[int] = ()  # stages whose recompute and backward read no parameter
     unsaved: Collection[int] = ()  # stages that save nothing
+    saved: int = 1  # tensors that the others save
     random: Collection[int] = ()  # stages that draw random numbers
     frozen: Collection[int] = ()  # stages without a backward
     sizes: Mapping[str, int] = field(default_factory=dict)  # bucket -> bytes, else those of WEIGHT
@@ -159,7 +160,7 @@ def _stages(line: str, stubs: Stubs) -> tuple[Stage, ...]:
 
 
 def _template(index: int, params: int, carried: Sequence[int], stubs: Stubs) -> Template:
-    saved = () if index in stubs.unsaved else (ACTIVATION,)
+    saved = () if index in stubs.unsaved else (ACTIVATION,) * stubs.saved
     read = () if index in stubs.blind else tuple(range(params))
     primals = (*[WEIGHT] * params, ACTIVATION)
     stub = fx.GraphModule(torch.nn.Module(), fx.Graph())

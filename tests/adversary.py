@@ -178,6 +178,9 @@ class Adversary(Streams):
             while self.queues[stream]:
                 assert self._step(), "deadlock: each stream waits for another"
 
+    def wait_on_compute(self, event: Any) -> None:
+        event.synchronize()  # the caller's stream is the host
+
     def wait_for(self, handle: Handle) -> None:
         """Go on until a value is there."""
         for work in events_of([handle]):

@@ -42,7 +42,10 @@ FEATURES: tuple[str, ...] = (
     "ties later",
     "forks",
     "interrupts",
+    "lengths",
+    "numbers",
 )
+OF_NETS = ("aliases", "lengths", "numbers")  # members of `Net`
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,8 @@ class Loop:
             "threads": self.threads,
             "given gradients": self.given != 0,
             "aliases": bool(net.written),
+            "lengths": len(set(net.rows)) > 1,
+            "numbers": net.numbers,
             "ties later": self.tie is not None,
             "forks": self.fork,
             "interrupts": self.interrupt >= 0,
@@ -171,7 +176,7 @@ class Training:
 
     def _call(self, name: str, which: int) -> tuple[Tensor, dict[str, Tensor]]:
         inputs = nets.data(self.net, which)
-        loss, values = self.model(**inputs)
+        loss, values = self.model(**inputs, **nets.numbers(self.net, which))
         total: Tensor = loss
         for value in values if self.net.in_loss else []:
             total = total + value.square().sum()
@@ -306,7 +311,7 @@ def child_writes(model: Any, *, limit_s: int = 20) -> int:
 def loops(draw: st.DrawFn, net: Net, choice: Choice, features: tuple[str, ...]) -> Loop:
     """Any `Loop` with some of these features; a quarter have none."""
     layers = st.integers(0, len(net.kinds) - 1)
-    able = [name for name in features if name != "aliases"]
+    able = [name for name in features if name not in OF_NETS]
     if choice.in_backward:  # of several threads the first would update
         able = [name for name in able if name != "threads"]
     names = {draw(st.sampled_from([*able, *[""] * (len(able) // 3)]))} if able else set()
@@ -347,5 +352,6 @@ def loops(draw: st.DrawFn, net: Net, choice: Choice, features: tuple[str, ...]) 
 @st.composite
 def cases(draw: st.DrawFn, features: tuple[str, ...]) -> tuple[Net, Choice, Loop]:
     """Any model, plan and loop."""
-    net, choice = draw(nets.nets(aliases="aliases" in features)), draw(nets.choices())
+    of_net = {name: name in features for name in OF_NETS}
+    net, choice = draw(nets.nets(**of_net)), draw(nets.choices())
     return net, choice, draw(loops(net, choice, features))

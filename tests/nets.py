@@ -34,6 +34,8 @@ class Net:
     input_grad: bool = False  # of the first input
     outputs: tuple[int, ...] = ()  # calls whose values are given beside the loss
     in_loss: bool = False  # do these enter what is differentiated?
+    rows: tuple[int, ...] = ()  # of the inputs of one call after the other, again and again
+    numbers: bool = False  # is there a float and an int among the inputs, others in each call?
     written: str = ""  # the inputs overlap, and forward changes this one ("x" or "z") in place
     seed: int = 0
 
@@ -50,10 +52,11 @@ class Choice:
     backwards: int = 2  # before a step: the second one accumulates
     state_delay: int = 1  # backwards before one waits for states to leave
     disk: bool = False  # the optimizer's states lie on a disk
+    resident: int = 0  # buckets that live on the device: none (0), some (1), all (2)
 
 
 class Layer(nn.Module):
-    """One of `KINDS`; (BATCH, WIDTH) -> (BATCH, WIDTH)."""
+    """One of `KINDS`; (rows, WIDTH) -> (rows, WIDTH)."""
 
     norm: nn.Module
     scale: Tensor
@@ -108,7 +111,9 @@ class Model(nn.Module):
             made[i].requires_grad_(False)
         self.head = nn.Linear(WIDTH, 2)
 
-    def forward(self, x: Tensor, z: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
+    def forward(
+        self, x: Tensor, z: Tensor | None = None, scale: float = 1.0, count: int = 1
+    ) -> tuple[Tensor, list[Tensor]]:
         values: list[Tensor] = []
         if self.net.written == "x":
             x.mul_(0.5)
@@ -124,8 +129,12 @@ class Model(nn.Module):
                 x.add_(0.25)
             if k in skips:
                 x = x + values[skips[k]]
+            if self.net.numbers:
+                x = x * scale
             values.append(x)
         loss: Tensor = self.head(x).square().mean()
+        if self.net.numbers:
+            loss = loss * scale / count
         return loss, [values[k] for k in self.net.outputs]
 
 
@@ -141,16 +150,24 @@ def data(net: Net, step: int) -> dict[str, Tensor]:
     if net.written:
         whole = torch.randn(BATCH, WIDTH + 1, generator=generator)
         return {"x": whole[:, :-1], "z": whole[:, 1:]}
-    found = {"x": torch.randn(BATCH, WIDTH, generator=generator)}
+    rows = net.rows[step % len(net.rows)] if net.rows else BATCH
+    found = {"x": torch.randn(rows, WIDTH, generator=generator)}
     found["x"].requires_grad_(net.input_grad)
     if net.second >= 0:
-        found["z"] = torch.randn(BATCH, WIDTH, generator=generator)
+        found["z"] = torch.randn(rows, WIDTH, generator=generator)
     return found
 
 
+def numbers(net: Net, step: int) -> dict[str, float]:
+    """The numbers of a call."""
+    return {"scale": 0.75 + step / 16, "count": 2 + step} if net.numbers else {}
+
+
 @st.composite
-def nets(draw: st.DrawFn, *, aliases: bool = False) -> Net:
-    """Any `Net`; with `aliases` of its inputs in some."""
+def nets(
+    draw: st.DrawFn, *, aliases: bool = False, lengths: bool = False, numbers: bool = False
+) -> Net:
+    """Any `Net`; with `aliases` of its inputs, `lengths` that change, and `numbers` in some."""
     kinds = tuple(draw(st.lists(st.sampled_from(KINDS), min_size=2, max_size=5)))
     layers = range(len(kinds))
     again = draw(st.lists(st.sampled_from(layers), max_size=2))
@@ -161,6 +178,9 @@ def nets(draw: st.DrawFn, *, aliases: bool = False) -> Net:
     outputs = tuple(draw(st.lists(positions, max_size=2)))
     written = draw(st.sampled_from(("", "", "x", "z"))) if aliases else ""
     second = st.sampled_from(range(len(calls)) if written else (-1, -1, *range(len(calls))))
+    rows: tuple[int, ...] = ()
+    if lengths and not written and draw(st.booleans()):
+        rows = tuple(draw(st.lists(st.integers(2, 9), min_size=2, max_size=5)))
     return Net(
         kinds=kinds,
         hidden=draw(st.sampled_from((5, 8, 13))),
@@ -173,6 +193,8 @@ def nets(draw: st.DrawFn, *, aliases: bool = False) -> Net:
         input_grad=draw(st.booleans()) and not written,
         outputs=outputs,
         in_loss=bool(outputs) and draw(st.booleans()),
+        rows=rows,
+        numbers=numbers and draw(st.integers(0, 3)) == 0,
         written=written,
         seed=draw(st.integers(0, 2**16)),
     )
@@ -193,4 +215,5 @@ def choices(draw: st.DrawFn) -> Choice:
         state_delay=draw(st.sampled_from((1, 1, 2, 9))),
         # an update in the backward works on the simulated streams, which no thread can wait for
         disk=bool(optimizer) and not in_backward and draw(st.booleans()),
+        resident=draw(st.sampled_from((0, 0, 1, 2))),
     )

@@ -256,7 +256,7 @@ def _plan(rng: random.Random, buckets: int) -> dict[str, Any]:
         "masters": update and rng.random() < 0.3,
         "norms": rng.random() < 0.5,
         "device_update": 0.0 if update else rng.choice((0.0, 0.3, 0.6, 1.0)),
-        "resident": frozenset() if update else frozenset(resident),
+        "resident": frozenset(resident),
         "helps": rng.random() < 0.5,
         "state_delay": rng.choice((1, 1, 2)),
     }
@@ -293,7 +293,7 @@ def hand_made(count: int, seed: int) -> list[Schedule]:
                     norms=norms,
                     late=spec.shared and not spec.update and rng.random() < 0.5,
                     device=buckets,
-                    resident=frozenset() if spec.update else some(stages) - buckets,
+                    resident=some(stages) - buckets,
                     helps=rng.random() < 0.5,
                 )
             )

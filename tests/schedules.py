@@ -363,6 +363,8 @@ class _Backward:
             self.contributors.remove(bucket.key)
             if bucket.key in self.contributors:
                 self.carried[bucket.key] = group
+            elif self.spec.update and bucket.key in self.spec.resident:
+                self._update_in_place(bucket, self._add(bucket, group, buffers))
             elif self.spec.update:
                 total = self._add(bucket, group, buffers)
                 given_one, state = given_weights[bucket], states[bucket.key]
@@ -416,7 +418,8 @@ class _Backward:
     def _fetch_states(self, stage: Stage) -> dict[int, tuple[fx.Node, fx.Node]]:
         states, masters = {}, self.spec.masters or not self.spec.update
         for bucket in stage.gradient_buckets:
-            wanted = self.spec.update or bucket.key in self.spec.device
+            streamed = bucket.key not in self.spec.resident
+            wanted = (self.spec.update and streamed) or bucket.key in self.spec.device
             if wanted and self.contributors.count(bucket.key) == 1:
                 buffer = call(self.graph, ops.alloc_state, bucket, masters)
                 waits = (token(self.graph, bucket, Part.STATES),)
@@ -469,6 +472,16 @@ class _Backward:
         self.later += [(value, offload) for value in [updated, *norms]]
         return updated
 
+    def _update_in_place(self, bucket: Bucket, gradients: fx.Node) -> None:
+        """The update of a bucket that lives on the device."""
+        norms = []
+        if self.spec.norms:
+            norms = [call(self.graph, ops.norm_grad, bucket, gradients, False)]
+        done = call(self.graph, ops.update_in_place, bucket, gradients, *norms)
+        done.meta["value"] = STATE
+        for node in (gradients, *norms):
+            call(self.graph, ops.free, node)
+
     def _free_later(self, op: Callable[..., Any] = ops.free) -> None:
         """Free what was offloaded a stage ago: its copy has had time."""
         for value, reader in self.later:
@@ -478,9 +491,7 @@ class _Backward:
 
 def _writers(graph: fx.Graph) -> list[fx.Node]:
     """The ops that write to a bucket: one for each part of each."""
-    return ops.nodes_of(
-        graph, *(ops.offload_grad, ops.offload_state, ops.update_host, ops.update_resident)
-    )
+    return ops.nodes_that(graph, lambda op: op.writes)
 
 
 def _update(spec: Spec, stages: Sequence[Stage], backward: _Backward) -> fx.Graph:

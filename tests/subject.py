@@ -42,6 +42,7 @@ class Counts:
     stages: int = 0
     kept: int = 0  # stages that were kept by a random choice
     in_backward: int = 0
+    resident: int = 0
     ops: int = 0
     poisoned: int = 0
     features: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -55,6 +56,7 @@ class Counts:
         self.models.add(subject.net)
         self.plans.add((subject.net, subject.choice))
         self.in_backward += subject.choice.in_backward
+        self.resident += subject.choice.resident > 0
         self.rounded += cases * subject.rounds
         names = subject.loop.features(subject.net)
         self.features.update(names)
@@ -80,7 +82,8 @@ class Counts:
         return (
             f"{self.cases} (model, plan, interleaving) cases, {self.mismatches} mismatches\n"
             f"  {len(self.models)} distinct models, {len(self.plans)} distinct (model, plan) "
-            f"pairs, {self.in_backward} of these with the update in the backward\n"
+            f"pairs, {self.in_backward} of these with the update in the backward, "
+            f"{self.resident} with buckets that live on the device\n"
             f"  of the models {', '.join(of_these)}\n"
             f"  loops with {', '.join(loops_drawn) or 'nothing else'}\n"
             f"  {self.rounded} cases are equal to the plain model but for rounding, and in every "
@@ -124,6 +127,11 @@ def make_optimizer(model: Any, choice: Choice, rounds: bool) -> Any:
     return None
 
 
+def _param_bytes(model: torch.nn.Module) -> int:
+    """Of all parameters; with gradients or states no more than half of the buckets fit there."""
+    return sum(param.nbytes for param in model.parameters())
+
+
 def differences(wanted: Result, got: Result, *, rtol: float = 0.0) -> list[str]:
     """What is missing or different."""
     found = sorted(wanted.keys() ^ got.keys())
@@ -158,6 +166,7 @@ class Subject:
             slots=choice.lookahead + 1 + choice.more_slots,
             optimizer=self.optimizer if choice.in_backward else None,
             disk=tempfile.gettempdir() if choice.disk else None,
+            resident=(0, f"{_param_bytes(self.model)}", "all")[choice.resident],
         )
         self.device = adversary.attach(self.model)
         self.rtol = 0.0

@@ -477,6 +477,7 @@ _WRITTEN: dict[object, tuple[Part, ...]] = {  # what an op is the last writer of
     ops.offload_state: (Part.WEIGHTS, Part.STATES),
     ops.update_host: (Part.WEIGHTS, Part.STATES),
     ops.update_resident: (Part.WEIGHTS, Part.STATES),
+    ops.update_in_place: (Part.WEIGHTS, Part.STATES),
 }
 
 

@@ -317,6 +317,27 @@ class Machine(Layout):
             raise Crash(f"bucket {bucket.label} is on the host")
         return self._in_place(bucket), None
 
+    def _update_in_place(
+        self, bucket: Bucket, gradients: Any, norms: Any = None
+    ) -> tuple[Run, Value]:
+        key, group = bucket.key, dict(self.group(gradients).of)
+        if key not in self.schedule.plan.resident:
+            raise Crash(f"bucket {bucket.label} is on the host")
+        params, states = self.persistent["params", key], self.persistent["states", key]
+        wanted = self.gradient_params[key]
+        if not group.keys() >= set(wanted):
+            raise Crash("an update without gradients")
+        into = self.persistent["norms", key]
+        taken = None if norms is None else self.tensor(norms)
+
+        def run(cells: Cells) -> None:
+            content = _of("updated", key, cells[params], *(cells[group[i]] for i in wanted))
+            cells[params] = cells[states] = _of("stepped", content, cells[states])
+            if taken is not None:
+                cells[into] = cells[taken]
+
+        return run, None
+
     def _in_place(self, bucket: Bucket) -> Run:
         key = bucket.key
         params, states = self.persistent["params", key], self.persistent["states", key]

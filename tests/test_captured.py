@@ -70,11 +70,14 @@ class Compiler:
             raise self.error
         return build(Spec(training=False))
 
-    def build(
+    def plan(
         self, stages: Schedule, capture: Capture, variant: Variant, placement: Placement
     ) -> Schedule:
         self.built.append(variant)
         return stages
+
+    def lower(self, schedule: Schedule) -> Schedule:
+        return schedule
 
 
 def machine(place: Callable[[Any], tuple[Bucket, int]] = lambda proxy: (BUCKET, 0)) -> Machine:

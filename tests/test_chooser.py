@@ -8,11 +8,16 @@ import pytest
 import torch
 from torch import nn
 
+from megacompile import megacompile
 from megacompile.cost.hardware import H200
+from megacompile.cost.memory import device_memory
 from megacompile.ir.placement import Placement
 from megacompile.plan import chooser, compiler, planner
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
 from megacompile.plan.compiler import PassCompiler
+from megacompile.runtime.model.buckets import ModelBuckets
+from tests.inside import residents
+from tests.zoo import assert_same
 
 WIDTH = 1024
 
@@ -118,3 +123,99 @@ def test_with_less_memory_it_is_decided_anew(searches: list[Any]) -> None:
     made.schedule()
     assert len(searches) > 1
     assert made.plans.placement.resident < before.resident
+
+
+class Broken(nn.Module):
+    """Two captured graphs, each with layers of its own."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.second = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, more: bool = True) -> torch.Tensor:
+        for layer in self.first:
+            x = x + torch.tanh(layer(x))
+        torch._dynamo.graph_break()
+        for layer in self.second if more else ():
+            x = x + torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def two_programs(gpu_memory: int, **options: Any) -> list[AbstractProgram]:
+    inputs = (torch.empty(64, WIDTH, device="meta"),)
+    made = abstract_programs(
+        Broken().to("meta"),
+        inputs,
+        options=abstract_options(device="cpu", gpu_memory=gpu_memory, **options),
+        hardware=H200,
+    )
+    assert len(made) == 2
+    return made
+
+
+def test_each_graph_decides_about_its_own_buckets(searches: list[Any]) -> None:
+    made = two_programs(2**30)
+    schedules = [each.schedule() for each in made]
+    keys = [{bucket.key for bucket in schedule.buckets} for schedule in schedules]
+    assert [schedule.plan.resident for schedule in schedules] == keys
+    plans = made[0].plans
+    assert plans.placement.resident == keys[0] | keys[1]
+    count = len(searches)
+    assert count == 2
+    for _ in range(2):  # nothing moves again, and nothing is sought again
+        plans.compiler.replan()
+        assert [each.schedule().plan.resident for each in made] == keys
+    assert plans.placement.resident == keys[0] | keys[1]
+    assert len(searches) == count
+
+
+@pytest.mark.parametrize(("layers", "left"), [(4.5, 0), (5.5, 1)])
+def test_a_later_graph_takes_what_earlier_ones_leave(layers: float, left: int) -> None:
+    """In bytes of layers with gradients and states, beside what streaming takes."""
+    size = WIDTH * (WIDTH + 1) * 4
+    budget = int(layers * 4 * size + 3 * size)
+    made = two_programs(budget, device_update=0.0)
+    schedules = [each.schedule() for each in made]
+    first, second = (schedule.plan.resident for schedule in schedules)
+    assert (len(first), len(second)) == (3, left)
+    cost = made[0].compiler.setting.cost()
+    assert device_memory(schedules, optimizer=cost).peak.total_bytes <= budget
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["exact", "in the backward"])
+def test_buckets_of_every_graph_move_once(
+    monkeypatch: pytest.MonkeyPatch, in_backward: bool
+) -> None:
+    """Those of one that comes later move later; the run is bitwise that without moves."""
+    moves: list[frozenset[int]] = []
+    move = ModelBuckets._move
+
+    def counted(self: ModelBuckets, resident: frozenset[int]) -> None:
+        moves.append(resident)
+        move(self, resident)
+
+    monkeypatch.setattr(ModelBuckets, "_move", counted)
+    found, places = [], []
+    for resident in (0, "auto"):
+        torch.manual_seed(0)
+        model: Any = Broken(32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        megacompile(
+            model,
+            device="cpu",
+            lowering="eager",
+            gpu_memory="1GiB",
+            resident=resident,
+            optimizer=optimizer if in_backward else None,
+        )
+        for i in range(6):
+            torch.manual_seed(i)
+            model(torch.randn(4, 32), more=i >= 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            places.append(len(residents(model)))
+        found.append(model)
+    assert places == [0] * 6 + [3, 3, 6, 6, 6, 6], "they move when a step begins, or a call"
+    assert [len(keys) for keys in moves] == [3, 6]
+    assert_same(*found)

@@ -13,6 +13,7 @@ from torch import nn
 from megacompile.cli import main, plan, target
 from megacompile.cli.run_plan import _long
 from megacompile.options import Activations
+from megacompile.plan import planner
 
 pytest.importorskip("transformers")
 
@@ -97,6 +98,13 @@ def test_of_experts_a_token_passes_a_part(
     assert f"({active / 1e9:,.3g} B active a token)" in _printed(capsys, str(tmp_path), *SMALL)
 
 
+@pytest.fixture
+def streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No bucket lives on the device, though all of them would fit."""
+    monkeypatch.setattr(planner, "_COUNTS", (0,))
+
+
+@pytest.mark.usefixtures("streamed")
 def test_options_of_the_optimizer(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     def host(*options: str) -> dict[str, int]:
         argv = (config, *SMALL, "--gpu-memory", "16MiB", *options, "--update-in-backward")
@@ -114,20 +122,29 @@ def test_options_of_the_optimizer(config: str, capsys: pytest.CaptureFixture[str
     assert masters["masters"] == 4 * numel and masters["parameters"] < 2.1 * numel
 
 
+@pytest.mark.usefixtures("streamed")
 def test_what_does_not_fit_is_said_with_the_table(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["plan", config, *SMALL, "--gpu-memory", "2MiB", "--host-memory", "100KiB"]
+    argv = ["plan", config, *SMALL, "--gpu-memory", "1MiB", "--host-memory", "100KiB"]
     assert main(argv) == 1
     out = capsys.readouterr().out
     assert "it does NOT fit: host memory: " in out and "100 KiB there" in out
     assert "with 8-bit optimizer states it would" in out
+    assert " more of host memory it would fit" in out
     assert "needed" in out and "if it did fit" in out
     found = answer(capsys, config, *SMALL, "--gpu-memory", "64KiB", code=1)
     assert found["why_not"][0].startswith("device memory: ")
     assert found["plan"]["device"]["fits"] is False
     assert found["plan"]["device"]["needed_bytes"] > 2**16
     assert "this is the plan that needs the least" in found["plan"]["reasons"]
+
+
+def test_what_the_host_does_not_hold_lives_on_the_device(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = answer(capsys, config, *SMALL, "--gpu-memory", "2MiB", "--host-memory", "100KiB")
+    assert found["fits"] and found["plan"]["host"]["needed_bytes"] <= 100 * 2**10
 
 
 def test_more_memory_is_used_and_helps(config: str, capsys: pytest.CaptureFixture[str]) -> None:

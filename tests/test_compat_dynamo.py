@@ -356,3 +356,18 @@ def test_properties_that_a_fake_is_made_from() -> None:
     seen.clear()
     torch.compile(lambda x: x + 1, backend="eager")(asked)
     assert True in seen
+
+
+def test_whether_a_line_of_a_user_comes_before() -> None:
+    source = """
+def outer(between=None):
+    return inner() if between is None else between()
+
+def inner():
+    return is_called_first(outer.__code__)
+"""
+    names: dict[str, Any] = {"__name__": "torch.nothing", "is_called_first": compat.is_called_first}
+    exec(source, names)
+    assert names["outer"]()
+    assert not names["outer"](lambda: names["inner"]()), "the lambda is a user's"
+    assert not names["inner"](), "nobody has called it"

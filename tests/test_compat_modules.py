@@ -50,6 +50,41 @@ def test_a_call_takes_the_way_of_the_compiled_one() -> None:
     assert compat.compiled_call(model) is not None
 
 
+class Wrapper(torch.Tensor):
+    """A wrapper, as torch sees it, that `to` gives as it is."""
+
+    __tensor_flatten__ = __tensor_unflatten__ = None
+    _is_param = True
+
+    @property
+    def data(self) -> Any:
+        raise AssertionError("read")
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        self.given = value
+
+
+def wrapped() -> tuple[nn.Linear, Wrapper]:
+    layer = nn.Linear(2, 2, bias=False)
+    wrapper = torch.ones(2, 2).as_subclass(Wrapper)
+    compat.parameters_of(layer)["weight"] = wrapper  # type: ignore[assignment]
+    layer.register_buffer("scale", torch.ones(()))
+    return layer, wrapper
+
+
+def test_a_wrapper_is_converted_by_its_data() -> None:
+    compat.convert_in_place(Wrapper)
+    layer, wrapper = wrapped()
+    outer = nn.Sequential(layer)
+    outer.float()
+    assert layer.weight is wrapper and not hasattr(wrapper, "given")
+    outer.double()
+    assert layer.weight is wrapper and wrapper.given.dtype == torch.float64
+    assert isinstance(layer.scale, Tensor) and layer.scale.dtype == torch.float64
+    assert nn.Linear(2, 2).double().weight.dtype == torch.float64  # others as before
+
+
 def test_modules_are_found_once_and_in_torchs_order() -> None:
     shared = nn.Linear(2, 2)
     inner = nn.Sequential(shared, nn.Tanh())

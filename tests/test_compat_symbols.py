@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import sympy
 import torch
 from torch import Tensor, fx
@@ -71,3 +72,13 @@ def test_a_slice_of_everything_is_no_operator() -> None:
     table = compat.symbolic_decompositions()
     x = torch.zeros(3, 2)
     assert table[torch.ops.aten.slice.Tensor](x, 0, 0, 3) is x
+
+
+def test_what_is_stated_of_a_size_is_known() -> None:
+    other = sympy.Symbol("n1", integer=True, positive=True)
+    fakes = compat.SymbolicFakes({ROWS: 12, other: 12})
+    with fakes:
+        compat.check(fakes.number(ROWS) == fakes.number(other))
+    assert fakes.holds(7, 7) and not fakes.holds(7, 8)
+    with pytest.raises(RuntimeError):
+        compat.check(False)

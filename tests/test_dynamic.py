@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacompile import compat, schedules
+from megacompile.errors import BackwardError
 from megacompile.passes.stages import templates
 from tests import inside
 from tests.zoo import differences, equal, twins
@@ -211,6 +212,32 @@ def test_a_mark_is_heard() -> None:
     assert len(inside.programs(streamed)) == 1
 
 
+class Decoder(nn.Module):
+    """One token that attends to a cache, as in generation with a cache that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, cache: Tensor) -> Tensor:  # (1, 1, width), (1, heads, n, width)
+        for layer in self.layers:
+            q = layer(x).view(1, 1, HEADS, -1).transpose(1, 2)
+            k = torch.cat([cache, q], dim=2)
+            y = F.scaled_dot_product_attention(q, k, k)
+            x = x + y.transpose(1, 2).reshape(1, 1, -1)
+        return x
+
+
+def test_a_growing_cache_has_one_program() -> None:
+    plain, streamed = twins(Decoder().eval())
+    with torch.no_grad():
+        for n in (8, 9, 10, 11, 30):
+            x = torch.arange(WIDTH, dtype=torch.float32).view(1, 1, WIDTH).sin()
+            cache = torch.arange(n * WIDTH, dtype=torch.float32).view(1, HEADS, n, -1).cos()
+            assert equal(plain(x, cache), streamed(x, cache))
+    assert len(inside.programs(streamed)) == 2
+
+
 class Halves(nn.Module):
     """Code that asks for a size."""
 
@@ -243,6 +270,42 @@ def test_what_cannot_be_traced_with_symbols_is_traced_for_each_size(
     assert "each set of sizes gets its own code: " in caplog.text
     assert "a reason" in caplog.text
     assert [schedule.symbols for schedule in schedules(streamed)] == [None] * 3
+
+
+class Two(nn.Module):
+    """Two losses; the backward of the second asks whether it has more than 60 numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x)
+        return y.square().sum(), torch.var(y, correction=60)
+
+
+@pytest.mark.filterwarnings("ignore:var..:UserWarning")
+def test_a_backward_that_came_later_has_code_for_other_sizes() -> None:
+    """It is built for what is planned; the next forward is one that its code is right for."""
+    plain, streamed = twins(Two())
+
+    def second(model: nn.Module, rows: int) -> None:
+        model.zero_grad()
+        model(torch.arange(4.0 * rows).view(rows, 4).sin())[1].backward()
+
+    for rows in (18, 20, 5):
+        streamed(torch.ones(rows, 4))[0].backward()
+    with pytest.raises(BackwardError, match="no code for sizes of 5 together; .* dynamic=False"):
+        second(streamed, 5)
+    second(streamed, 5)
+    for rows in (20, 17, 30):
+        for model in (plain, streamed):
+            second(model, rows)
+        assert differences(plain, streamed) == []
+    _, fixed = twins(Two(), dynamic=False)
+    for rows in (18, 20, 5):
+        fixed(torch.ones(rows, 4))[0].backward()
+        second(fixed, rows)
 
 
 class Sized(nn.Module):

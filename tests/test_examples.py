@@ -38,8 +38,6 @@ def test_every_example_is_here() -> None:
 def example(name: str) -> ModuleType:
     for package in NEEDED[name]:
         pytest.importorskip(package)
-    if name.startswith("qlora"):
-        pytest.importorskip("megacompile.packed")
     return importlib.import_module(name)
 
 

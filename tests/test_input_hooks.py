@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megacompile import compat, megacompile, schedules
-from tests import quantized
+from tests import inside, quantized
 from tests.quantized import OWN
 
 
@@ -41,6 +41,33 @@ def test_hooks_are_themselves_between_calls() -> None:
         model(ids)
     assert list(compat.forward_hooks_of(model.embed).values()) == [hook]
     assert [len(schedule.stages) for schedule in schedules(model)] == [5, 5]
+
+
+def test_hooks_that_pile_up_capture_nothing_anew() -> None:
+    """TRL turns checkpoints off and on in every step, and transformers adds a hook each time."""
+    plain, model = hooked("wrapper"), megacompile(hooked("wrapper"), lowering="eager")
+    order: list[str] = []
+    ids = torch.arange(16).view(2, 8)
+    for step in range(4):
+        for each in (plain, model):
+            each.zero_grad()
+            hook = next(iter(compat.forward_hooks_of(each.embed).values()))
+            each.embed.register_forward_hook(hook)
+            each(ids).backward()
+        assert all(
+            torch.equal(a.grad, b.grad)
+            for a, b in zip(plain.parameters(), model.parameters(), strict=True)
+            if a.grad is not None and b.grad is not None
+        )
+        hooks = compat.forward_hooks_of(model.embed)
+        assert list(hooks) == sorted(hooks) and len(hooks) == step + 2
+    assert len(inside.streamed(model).graphs) == 1
+    model.embed.register_forward_hook(lambda module, args, out: order.append("another"))
+    model.embed.register_forward_hook(hook)  # behind another, so it is not left out
+    model(ids)
+    hooks = compat.forward_hooks_of(model.embed)
+    assert list(hooks) == sorted(hooks) and len(hooks) == 7
+    assert order == ["another"]
 
 
 def test_other_hooks_are_left() -> None:

@@ -91,6 +91,18 @@ def test_an_update_in_the_backward_is_refused_before_it_updates() -> None:
         assert subject.counts.refused_updates == 1, loop
 
 
+@pytest.mark.parametrize("resident", [1, 2])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_residents_on_an_adversarial_device(resident: int, in_backward: bool) -> None:
+    choice = Choice(optimizer="adamw", in_backward=in_backward, resident=resident)
+    subject = Subject(NET, choice, Counts(), Loop())
+    assert inside.residents(subject.model)
+    if subject.rounds:
+        assert subject.to_program_order() == []
+    for seed in range(6):
+        assert subject.wrong(adversary.Random(seed)) == [], seed
+
+
 class Everything(frozenset[object]):
     """It contains whatever is asked for."""
 

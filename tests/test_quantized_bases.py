@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from megacompile import megacompile, schedules
+from megacompile import compat, megacompile, schedules
+from megacompile.runtime.model.streamed import StreamedModel
 from tests import quantized
 from tests.quantized import Quantize
 
@@ -92,6 +93,22 @@ def test_training_is_equal_in_every_bit(kind: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     schedule = schedules(streamed)[-1]  # bitsandbytes notes a dtype in the first call
     assert [len(stage.buckets) for stage in schedule.stages] == [1] * 5
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "fp4" in kind or "nf4, " in kind])
+def test_a_4_bit_product_is_one_node_for_dynamo(kind: str) -> None:
+    """Dynamo would capture forward and backward of bitsandbytes' function at each of its uses."""
+    bnb = pytest.importorskip("bitsandbytes")
+    theirs = bnb.matmul_4bit
+    streamed = megacompile(model(kind), lowering="eager")
+    streamed(IDS).backward()
+    assert bnb.matmul_4bit is theirs
+    call = compat.compiled_call(streamed)
+    assert isinstance(call, StreamedModel)
+    graph = call.graphs[-1].module.graph
+    products = [n for n in graph.nodes if "matmul_4bit" in str(n.target)]
+    assert len(products) == 6
+    assert not [n for n in graph.nodes if "autograd_function" in str(n.target)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

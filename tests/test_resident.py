@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from megacompile import megacompile, schedules, updates
-from megacompile.errors import OptionError
 from megacompile.ir import ops
 from tests import inside
 from tests.cases import CASES, build
@@ -130,12 +129,6 @@ def test_clipping_of_resident_and_streamed_parameters_together() -> None:
     torch.testing.assert_close(norms[1], norms[0], rtol=1e-5, atol=0)
     for want, got in zip(plain.parameters(), streamed.parameters(), strict=True):
         torch.testing.assert_close(got + 0, want + 0, rtol=1e-5, atol=1e-7)
-
-
-def test_resident_with_an_update_in_the_backward_is_refused() -> None:
-    model = net()
-    with pytest.raises(OptionError, match="resident='all' with optimizer="):
-        megacompile(model, device="cpu", resident="all", optimizer=AdamW(model.parameters()))
 
 
 TRAINING: dict[str, dict[str, Any]] = {

@@ -195,13 +195,13 @@ def test_evaluation_between_steps_compiles_once(
     both = pair(slots=6)
     streamed = inside.streamed(both.model)
     made: list[object] = []
-    build = streamed.buckets.plans.build
+    plan = streamed.buckets.plans.plan
 
     def noted(*args: Any) -> Schedule:
         made.append(args)
-        return build(*args)
+        return plan(*args)
 
-    monkeypatch.setattr(streamed.buckets.plans, "build", noted)
+    monkeypatch.setattr(streamed.buckets.plans, "plan", noted)
 
     def loop(steps: int) -> None:
         for _ in range(steps):

@@ -15,12 +15,13 @@ from megacompile.cli.target import Target
 from megacompile.cost.experts import active_parameters
 from megacompile.cost.hardware import Hardware
 from megacompile.cost.known import known
-from megacompile.errors import DeviceMemoryError, MegacompileError, OptionError
+from megacompile.errors import DeviceMemoryError, HostMemoryError, MegacompileError, OptionError
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Options
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
 from megacompile.plan.alternatives import alternatives
 from megacompile.plan.explanation import Explanation, explanation
+from megacompile.plan.fit import why_not
 from megacompile.plan.report import as_lines, duration
 from megacompile.plan.scenario import Scenario
 from megacompile.text import columns, format_bytes
@@ -136,15 +137,10 @@ def _answer(args: argparse.Namespace, hardware: Hardware, batch: int) -> Answer:
         rebuilt=alternatives(compiler, planned, now) if args.changes else None,
         try_changes=args.changes,
     )
-    why_not: tuple[str, ...] = ()
-    if explained.device.fits is False:
-        why_not += (_device_too_small(explained),)
-    if explained.host.fits is False:
-        why_not += _host_too_small(now, explained)
     active = made.parameters
     if made.tokens is not None:
         active = active_parameters(now.schedules, active, made.tokens)
-    return Answer(made, batch, explained, why_not, time.perf_counter() - start, active)
+    return Answer(made, batch, explained, why_not(now), time.perf_counter() - start, active)
 
 
 def _options(args: argparse.Namespace, made: Target, hardware: Hardware) -> Options:
@@ -179,37 +175,16 @@ def _programs(made: Target, options: Options, hardware: Hardware) -> list[Abstra
 
 
 def _schedules(programs: list[AbstractProgram]) -> list[Schedule]:
-    """Where device memory is too small, the schedules that need the least."""
+    """Where memory is too small, the schedules that need the least of the device."""
     found: list[Schedule] = []
     for program in programs:
         reuse = program is programs[-1]
         try:
             found.append(program.schedule(reuse=reuse))
-        except DeviceMemoryError:
+        except (DeviceMemoryError, HostMemoryError):
             program.plans.choose_least(program.stages, "this is the plan that needs the least")
             found.append(program.schedule(reuse=reuse))
     return found
-
-
-def _device_too_small(explained: Explanation) -> str:
-    needed, there = explained.device.needed_bytes, explained.device.there_bytes or 0
-    return (
-        f"device memory: {format_bytes(needed)} needed, {format_bytes(there)} there; smaller "
-        "batches or sequences need less"
-    )
-
-
-def _host_too_small(now: Scenario, explained: Explanation) -> tuple[str, ...]:
-    """What is missing, and the optimizer's options that would do."""
-    there = now.host_bytes or 0
-    lines = [
-        f"host memory: {format_bytes(explained.host.needed_bytes)} needed, "
-        f"{format_bytes(there)} there"
-    ]
-    for name, size in now.host_with_less().items():
-        fits = "would fit" if size <= there else "would not fit either"
-        lines.append(f"with {name} it {fits}: {format_bytes(size)}")
-    return tuple(lines)
 
 
 def _text(answer: Answer, args: argparse.Namespace) -> str:

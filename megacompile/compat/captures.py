@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -88,6 +89,21 @@ def is_of_capture(frame: types.FrameType) -> bool:  # torch 2.11 to 2.15
     """Is a frame a graph's generated code, or Dynamo at work?"""
     generated = "eval_with_key" in frame.f_code.co_filename
     return generated or frame.f_globals.get("__name__") == "torch._dynamo.convert_frame"
+
+
+def is_called_first(code: types.CodeType) -> bool:  # torch 2.11 to 2.15
+    """Has a call of this code come here without a line of a user, but for captured ones?
+
+    What runs in a frame that Dynamo resumed has another graph before it.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        resumed = frame.f_code.co_name.startswith("torch_dynamo_resume")
+        if package not in ("torch", "megacompile") or resumed:
+            return False
+        frame = frame.f_back
+    return frame is not None
 
 
 # What Dynamo's guard filters see of its guards on what a tensor subclass is made of.

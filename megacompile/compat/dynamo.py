@@ -18,12 +18,15 @@ from torch._dynamo.guards import CheckFunctionManager, DeletedGuardManagerWrappe
 # become one; by default it looks at neither. Nor does it split a graph at the buckets of a
 # DistributedDataParallel around: a schedule is for a whole graph. What it would leave to eager code
 # after 8 captures (an op that needs a number's value, such as a dropout's rate) is captured again.
+# nn.LSTM and its like fit into no stage: cuDNN's kernels keep the state of their dropout, which a
+# recompute would draw anew, and oneDNN's leave nothing for a backward where gradients are off.
 CALL_OPTIONS = {  # torch 2.11 to 2.15
     "skip_nnmodule_hook_guards": False,
     "skip_no_tensor_aliasing_guards_on_parameters": False,
     "optimize_ddp": False,
     "recompile_limit": 256,
     "accumulated_recompile_limit": 4096,
+    "allow_rnn": False,
 }
 
 

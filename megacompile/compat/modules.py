@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from collections.abc import Callable
@@ -75,6 +76,46 @@ def parameters_of(
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:  # torch 2.11 to 2.15
     """A module's own buffers, in the dict that holds them."""
     return module._buffers
+
+
+def convert_in_place(kind: type[torch.Tensor]) -> None:  # torch 2.11 to 2.15
+    """Let `module.to(...)` and the like set the `data` of parameters of this class, as of others.
+
+    Where what comes out is a wrapper, torch exchanges the parameter for a detached copy, even where
+    it comes out as it is: autograd would see none of its later uses. Dynamo captures torch's own.
+    """
+    if kind in _CONVERTED_IN_PLACE:
+        return
+    _CONVERTED_IN_PLACE.append(kind)
+    stock: Callable[..., Any] = torch.nn.Module._apply
+
+    @functools.wraps(stock)
+    def apply(self: Any, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
+        own = self._parameters.values()
+        if torch.compiler.is_compiling() or not any(isinstance(p, kind) for p in own):
+            return stock(self, fn, recurse)
+        if recurse:
+            for module in self.children():
+                module._apply(fn)
+        for param in own:
+            if param is not None:
+                _set_data(param, fn)
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                self._buffers[name] = fn(buffer)
+        return self
+
+    torch.nn.Module._apply = apply  # type: ignore[method-assign]
+
+
+def _set_data(param: Any, fn: Callable[[Any], Any]) -> None:
+    with torch.no_grad():
+        converted = fn(param)
+        if converted is not param:
+            param.data = converted
+
+
+_CONVERTED_IN_PLACE: list[type[torch.Tensor]] = []
 
 
 def forward_hooks_of(

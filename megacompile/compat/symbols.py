@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import Any
@@ -31,6 +31,11 @@ _Values = Mapping[sympy.Symbol, _Value]
 
 _ACTIVE: ContextVar[SymbolicFakes | None] = ContextVar("megacompile_symbols", default=None)
 _BY_ENV: weakref.WeakKeyDictionary[ShapeEnv, SymbolicFakes] = weakref.WeakKeyDictionary()
+
+
+def check(condition: bool) -> None:  # torch 2.11 to 2.15
+    """Say what tracing with symbols may rely on; a RuntimeError where it is not so."""
+    torch._check(condition)
 
 
 class UntraceableSymbols(Exception):  # torch 2.11 to 2.15
@@ -103,6 +108,12 @@ class SymbolicFakes:  # torch 2.11 to 2.15
             for n in (number, expression)
         )
         return bool(self.env.evaluate_expr(sympy.Eq(mine, theirs)))
+
+    def require(self, conditions: Iterable[Any]) -> None:
+        """Let what is traced be right only where these relations of our symbols are true."""
+        for condition in conditions:
+            if not self.env.evaluate_expr(condition.xreplace(self._theirs)):
+                raise AssertionError(f"{condition} is not true for {self.hints}")
 
     def expression(self, number: Any) -> Any:
         """What a SymInt or SymFloat is, in our symbols; a number where it is none of them."""

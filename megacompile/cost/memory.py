@@ -22,7 +22,7 @@ from megacompile.cost.ops import analysis_of, code_of
 from megacompile.cost.optimizer import OptimizerCost, chunks_bytes
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
-from megacompile.ir.ops import Value
+from megacompile.ir.ops import Part, Value
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, Stage
 from megacompile.ir.tensors import tensors_bytes
@@ -97,6 +97,7 @@ def device_memory(
     replay.live[Kind.SLOTS] = sum(slots.values())
     residents = {key for schedule in each for key in schedule.plan.resident}
     replay.live[Kind.PARAMETERS] += _resident_bytes(each, residents, cost)
+    replay.live[Kind.GRADIENTS] += _micro_batch_bytes(each, cost)
     in_chunks = max((chunks_bytes(schedule, cost) for schedule in each), default=0)
     replay.live[Kind.STATES] += in_chunks
     for schedule in each:
@@ -124,6 +125,25 @@ def _resident_bytes(schedules: Sequence[Schedule], keys: Iterable[int], cost: Op
                 size = cost.resident_bytes(bucket, trained.get(bucket.key, ()))
                 largest[bucket.key] = max(int(size), largest[bucket.key])
     return sum(largest.values())
+
+
+def _micro_batch_bytes(schedules: Sequence[Schedule], cost: OptimizerCost) -> int:
+    """Gradients of resident buckets that wait there for an update in a later backward."""
+    if not cost.in_backward:
+        return 0  # they are among the resident bytes
+    found: dict[int, int] = {}
+    for schedule in schedules:
+        if schedule.backward is None:
+            continue
+        for node in ops.nodes_that(
+            schedule.backward, lambda op: Part.GRADIENTS in (*op.reads, *op.writes)
+        ):
+            bucket: Bucket = ops.arguments(node)[0]
+            if bucket.key in schedule.plan.resident:
+                params = [bucket.params[i] for i in schedule.gradient_params[bucket.key]]
+                size = sum(param.numel * cost.grad_of(param.dtype.itemsize) for param in params)
+                found[bucket.key] = max(int(size), found.get(bucket.key, 0))
+    return sum(found.values())
 
 
 @dataclass(slots=True)
@@ -350,7 +370,8 @@ def _kind_of(call: fx.Node, stage: Stage, k: int) -> Kind:
 def host_memory(
     schedules: Schedule | Iterable[Schedule], optimizer: OptimizerCost | None = None
 ) -> dict[Kind, int]:
-    """Bytes in host memory by kind, once training runs (gradients and states are made by then)."""
+    """Bytes in host memory by kind, once training runs: gradients and states are made by then, and
+    at the boundary of forward and backward saved tensors wait there."""
     each = [schedules] if isinstance(schedules, Schedule) else list(schedules)
     buckets = {b.key: b for schedule in each for b in schedule.buckets}
     trained: dict[int, set[int]] = {}
@@ -358,7 +379,8 @@ def host_memory(
         if schedule.backward is not None:
             for key, params in schedule.gradient_params.items():
                 trained.setdefault(key, set()).update(params)
-    found = dict.fromkeys((Kind.PARAMETERS, Kind.MASTERS, Kind.GRADIENTS, Kind.STATES), 0.0)
+    kinds = (Kind.PARAMETERS, Kind.MASTERS, Kind.GRADIENTS, Kind.STATES)
+    found: dict[Kind, float] = dict.fromkeys(kinds, 0.0)
     cost = optimizer or OptimizerCost(states=0)
     resident = {key for schedule in each for key in schedule.plan.resident}
     on_disk = {key for schedule in each for key in schedule.plan.on_disk}
@@ -366,19 +388,37 @@ def host_memory(
     for key, bucket in buckets.items():
         if key in resident:
             continue
-        found[Kind.PARAMETERS] += bucket.size_bytes
-        states = 0.0
-        for i, param in enumerate(bucket.params):
-            item = param.dtype.itemsize
-            if cost.master_bytes is not None:
-                found[Kind.MASTERS] += param.numel * cost.master_bytes
-            if i in trained.get(key, ()):
-                states += param.numel * cost.states_of(item)
-                if not cost.in_backward:
-                    found[Kind.GRADIENTS] += param.numel * cost.grad_of(item)
+        sizes = streamed_bytes(bucket, trained.get(key, ()), cost)
         if key in on_disk:
-            staged = max(staged, states)
-        else:
-            found[Kind.STATES] += states
+            staged = max(staged, sizes.pop(Kind.STATES))
+        for kind, size in sizes.items():
+            found[kind] += size
     found[Kind.STATES] += staged * max((schedule.plan.state_sets for schedule in each), default=0)
+    found[Kind.ACTIVATIONS] = sum(map(_waiting_bytes, each))
     return {kind: int(size) for kind, size in found.items() if size}
+
+
+def streamed_bytes(
+    bucket: Bucket, trained: Iterable[int], cost: OptimizerCost
+) -> dict[Kind, float]:
+    """Host memory of a bucket that is streamed, by kind.
+
+    Args:
+        trained: indices of the parameters that get a gradient.
+    """
+    found = {Kind.PARAMETERS: float(bucket.size_bytes)}
+    if cost.master_bytes is not None:
+        found[Kind.MASTERS] = cost.master_bytes * sum(param.numel for param in bucket.params)
+    params = [bucket.params[i] for i in trained]
+    found[Kind.STATES] = sum(p.numel * cost.states_of(p.dtype.itemsize) for p in params)
+    found[Kind.GRADIENTS] = sum(p.numel * cost.kept_grad_of(p.dtype.itemsize) for p in params)
+    return found
+
+
+def _waiting_bytes(schedule: Schedule) -> int:
+    """Saved tensors that wait on the host."""
+    return sum(
+        tensors_bytes(source.meta.get("value"))
+        for node in ops.nodes_that(schedule.forward, lambda op: op.to_backward)
+        for source in node.all_input_nodes
+    )

@@ -94,13 +94,20 @@ class OptimizerCost:
         return self.master_of(item_bytes) + self.states_of(item_bytes)
 
     def resident_bytes(self, bucket: Bucket, trained: Iterable[int]) -> float:
-        """Device memory of a bucket that lives there: parameters, and what training adds."""
+        """Device memory of a bucket that lives there: parameters, and what training adds.
+
+        Gradients of micro-batches, which an update in the backward waits for, are not counted.
+        """
         masters = (self.master_bytes or 0.0) * sum(param.numel for param in bucket.params)
         size = bucket.size_bytes + masters  # frozen parameters have a master too
         for param in (bucket.params[i] for i in trained):
             item = param.dtype.itemsize
-            size += param.numel * (self.grad_of(item) + self.states_of(item))
+            size += param.numel * (self.kept_grad_of(item) + self.states_of(item))
         return size
+
+    def kept_grad_of(self, item_bytes: int) -> float:
+        """Bytes of a gradient until the step: none where the backward uses it up."""
+        return 0.0 if self.in_backward else self.grad_of(item_bytes)
 
     def grad_of(self, item_bytes: int) -> float:
         """Bytes of a gradient outside of the backward: a master's is as wide as the master."""

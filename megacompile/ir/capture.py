@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -138,6 +138,13 @@ class Capture:
     device: torch.device
     ambient: Ambient
     overlaps: tuple[Overlap, ...] = ()  # between inputs of which the graph changes one in place
+    conditions: tuple[Any, ...] = ()  # relations of the symbols that the passes have relied on
+
+    def under(self, conditions: Sequence[Any]) -> Capture:
+        """The capture, for values of its symbols of which these relations are true too."""
+        if not conditions:
+            return self
+        return replace(self, conditions=(*self.conditions, *conditions))
 
     @property
     def planned(self) -> dict[sympy.Symbol, int | float]:

@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
+from megacompile import compat
+
 OPERATOR = "megacompile::linear_cross_entropy"
 
 torch.library.define(
@@ -35,7 +37,18 @@ SCALE = "megacompile::scale"  # in one kernel, without a wide product in between
 
 torch.library.define(SCALE, "(Tensor gradient, Tensor factor, ScalarType dtype) -> Tensor")
 
+ALIGNED_ROWS = 128  # a tile of the matrix kernels
+
 GRADIENTS = 3  # flags at the operator's end: is the gradient of hidden, weight, bias wanted?
+
+
+def equal_chunks(rows: int, at_most: int) -> int:
+    """Rows of a chunk: for as few as `at_most` allows, of equal size and whole tiles if possible.
+
+    As `at_most` it gives itself.
+    """
+    equal = -(-rows // max(1, -(-rows // at_most)))
+    return min(at_most, max(1, -(-equal // ALIGNED_ROWS)) * ALIGNED_ROWS)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -99,6 +112,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """`cross_entropy(linear(hidden, weight, bias), target)` in chunks; () of `dtype`.
 
+    No chunk has more rows than `chunk_rows`, and all are as equal as tiles allow.
     `mean` is over the targets that are not `ignore_index`, by class weight; else the sum.
     Differentiable once, in hidden, weight and bias. Follows autocast as `linear` does.
 
@@ -111,6 +125,7 @@ def linear_cross_entropy(
         hidden, weight = _autocast(hidden, low), _autocast(weight, low)
         bias = None if bias is None else _autocast(bias, low)
     rows = hidden.reshape(-1, hidden.shape[-1])
+    compat.check(rows.shape[0] == target.numel())
     with torch.autocast(kind, enabled=False):
         loss: Tensor = _Loss.apply(  # type: ignore[no-untyped-call]
             rows,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which buckets are on the device, and whether that may change."""
+    """Which buckets are on the device, with what, and whether that may change."""
 
     resident: frozenset[int] = frozenset()  # keys of the buckets that live on the device
+    accumulates: bool = False  # do gradients wait there, for an update in a later backward?
     stays: str = ""  # why no bucket may go elsewhere; "": they may

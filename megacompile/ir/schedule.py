@@ -161,13 +161,10 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     copied = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        new = copied.create_node(
-            node.op,
-            node.target,
-            fx.map_arg(node.args, lambda n: nodes[n]),
-            fx.map_arg(node.kwargs, lambda n: nodes[n]),
-            node.name,
-        )
+        new = copied.create_node(node.op, node.target, name=node.name)
+        new.args = fx.map_arg(node.args, nodes.__getitem__)  # here, as in `ops.call`
+        if node.kwargs:
+            new.kwargs = fx.map_arg(node.kwargs, nodes.__getitem__)
         assert new.name == node.name, f"{node.name} was renamed {new.name} in a copy"
         new.meta = dict(node.meta)
         nodes[node] = new

@@ -27,6 +27,7 @@ from megacompile.ir.capture import (
     Capture,
     ConstantInput,
     GraphInput,
+    PackedInput,
     ParamInput,
     TensorInput,
     Variant,
@@ -35,9 +36,11 @@ from megacompile.ir.outputs import expected_tangents
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.tensors import TensorMeta
 from megacompile.options import Lowering, Options
+from megacompile.packed import is_wrapper, leaves, members, on_device, taken_apart, unshare
 from megacompile.passes.stages.units import find_units
 from megacompile.plan.alternatives import Planned
 from megacompile.plan.compiler import PassCompiler
+from megacompile.plan.packed_shapes import shape_class
 from megacompile.plan.settled import SettledPlans
 from megacompile.text import printable
 
@@ -139,7 +142,12 @@ def abstract_programs(
         raise ModelError(
             f"abstract_programs(): {type(model).__name__} has no parameters; needed at least one"
         )
-    return _Capturing(model, options or abstract_options(), hardware).run(args, kwargs or {})
+    shared = unshare(model)  # as megacompile() does
+    try:
+        return _Capturing(model, options or abstract_options(), hardware).run(args, kwargs or {})
+    finally:
+        for member in shared:
+            setattr(member.holder, member.key, member.tensor)
 
 
 class _Capturing:
@@ -153,10 +161,13 @@ class _Capturing:
         self.plans = SettledPlans(PassCompiler(options, units, hardware=hardware))
         self.programs: list[AbstractProgram] = []
         self.inputs: dict[int, torch.Tensor] = {}  # fake, by the id of what was given
-        self.places: dict[int, tuple[Bucket, int]] = {}  # by the id of a fake parameter
+        self.places: dict[int, tuple[Bucket, int]] = {}  # by the id of a fake leaf
+        self.made: dict[int, torch.Tensor] = {}  # fake, by the id of a parameter or buffer
+        self.packed: set[type] = set()  # classes of the packed parameters that wrap others
         by_name = {p.name: (u.bucket, i) for u in units for i, p in enumerate(u.bucket.params)}
-        named = model.named_parameters(remove_duplicate=False)
-        self.by_param = {id(p): by_name[name] for name, p in named if name in by_name}
+        self.by_leaf = {
+            id(leaf.tensor): by_name[leaf.name] for leaf in leaves(model) if leaf.name in by_name
+        }
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[AbstractProgram]:
         fake_args, fake_kwargs = compat.tree_map(self._fake_input, (tuple(args), dict(kwargs)))
@@ -193,6 +204,10 @@ class _Capturing:
         return AbstractProgram(capture, self.plans.compiler.partition(capture), self.plans)
 
     def _input(self, arg: Any) -> GraphInput:
+        if is_wrapper(arg) and type(arg) in self.packed:
+            wrapping, parts = taken_apart(arg)
+            inputs = (ParamInput(*self.places[id(part)], requires_grad=False) for part in parts)
+            return PackedInput(wrapping, tuple(inputs))
         if isinstance(arg, torch.Tensor):
             if id(arg) in self.places:
                 return ParamInput(*self.places[id(arg)], arg.requires_grad)
@@ -217,30 +232,50 @@ class _Capturing:
     @contextlib.contextmanager
     def _swapped_in(self) -> Iterator[None]:
         """For its duration, the model's parameters and buffers are fake."""
-        made: dict[int, torch.Tensor] = {}
-        sites: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-        for module in self.model.modules():
-            holders: tuple[dict[str, Any], ...] = (
-                compat.parameters_of(module),
-                compat.buffers_of(module),
-            )
-            for holder in holders:
-                sites += [(holder, name, t) for name, t in holder.items() if t is not None]
+        sites = list(self._sites())
         for holder, name, tensor in sites:
-            if id(tensor) not in made:
-                made[id(tensor)] = self._stand_in(tensor)
-            holder[name] = made[id(tensor)]
+            holder[name] = self._known(tensor)
         try:
             yield
         finally:
             for holder, name, tensor in sites:
                 holder[name] = tensor
 
+    def _sites(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+        """Every place of a parameter, of a tensor of a packed one's state, and of a buffer."""
+        for module in self.model.modules():
+            for holder in (compat.parameters_of(module), compat.buffers_of(module)):
+                for name, tensor in holder.items():
+                    if tensor is not None:
+                        yield holder, name, tensor
+            for param in compat.parameters_of(module).values():
+                if param is not None and not is_wrapper(param):
+                    for member in members(module, param):
+                        if member.path:
+                            yield member.attributes, member.key, member.tensor
+
+    def _known(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self.made:
+            self.made[id(tensor)] = self._stand_in(tensor)
+        return self.made[id(tensor)]
+
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in self.by_param:
+        if is_wrapper(tensor):
+            wrapping, parts = taken_apart(tensor)
+            if all(id(part) in self.by_leaf for part in parts):
+                self.packed.add(wrapping.cls)
+                with self.fakes:
+                    whole = on_device(wrapping, self.options.device)(*map(self._known, parts))
+                whole._is_param = True
+                return whole
+        if id(tensor) not in self.by_leaf:
             return self._fake(tensor, tensor.dtype)
-        bucket, i = self.by_param[id(tensor)]
-        fake = nn.Parameter(self._fake(tensor.detach(), bucket.params[i].dtype))
-        fake.requires_grad_(tensor.requires_grad)
+        bucket, i = self.by_leaf[id(tensor)]
+        fake = self._fake(tensor.detach(), bucket.params[i].dtype)
+        if isinstance(tensor, nn.Parameter):
+            fake = nn.Parameter(fake, tensor.requires_grad)
+            if type(tensor) is not nn.Parameter:  # a packed one has a class, and states
+                fake = shape_class(type(tensor))(fake)
+                vars(fake).update(vars(tensor))
         self.places[id(fake)] = (bucket, i)
         return fake

@@ -61,4 +61,4 @@ def alternatives(
 def _in_backward(options: Options) -> Options:
     """As `megacompile(model, optimizer=...)` has it; which parameters it updates is not asked."""
     optimizer = torch.optim.AdamW([nn.Parameter(torch.empty(0))])
-    return replace(options, optimizer=optimizer, resident=0, device_update=None)
+    return replace(options, optimizer=optimizer, device_update=None)

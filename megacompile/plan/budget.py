@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from megacompile.plan.planner import Problem, table
+from megacompile.plan.planner import table
+from megacompile.plan.problem import Problem
 from megacompile.plan.setting import Setting
 from megacompile.text import format_bytes
 
 _LESS = 0.9  # of what the largest plan needed, when that was too much
+_REMEMBERED = 8  # captured graphs: the one that can do with the least says how far down to go
 
 
 class Budget:
@@ -21,8 +23,7 @@ class Budget:
         self.setting = setting
         self.limit_bytes = setting.options.gpu_memory if limit_bytes is None else limit_bytes
         self._needed_bytes = 0  # by the largest plan since it was last made smaller, as predicted
-        self._floor_bytes: int | None = None  # of the captured graph that can do with the least
-        self._problem: Problem | None = None  # the last one
+        self._problems: list[Problem] = []  # of the captured graphs, the last one last
 
     def size_bytes(self) -> int:
         """What the user said, or what was free at first."""
@@ -32,18 +33,14 @@ class Budget:
 
     def note(self, problem: Problem, peak_bytes: int) -> None:
         """A plan was chosen for a problem, with this peak of device memory."""
-        floor_bytes = problem.floor_bytes()
-        if self._floor_bytes is not None:
-            floor_bytes = min(floor_bytes, self._floor_bytes)
         self._needed_bytes = max(self._needed_bytes, peak_bytes)
-        self._floor_bytes = floor_bytes
-        self._problem = problem
+        self._problems = [*self._problems[-(_REMEMBERED - 1) :], problem]
 
     def step_down(self) -> str:
         """Nine tenths of what the largest plan needs; says so, or "" where that changes nothing."""
-        floor_bytes = self._floor_bytes or 0
         if not self._needed_bytes or not self.setting.options.plans:
             return ""
+        floor_bytes = min(problem.floor_bytes() for problem in self._problems)
         if self._needed_bytes <= floor_bytes:
             return ""
         self.limit_bytes = max(int(_LESS * self._needed_bytes), floor_bytes)
@@ -52,6 +49,6 @@ class Budget:
 
     def needs(self) -> str:
         """What of device memory the least demanding plan needs, as a table; "" if not known."""
-        if self._problem is None:
+        if not self._problems:
             return ""
-        return table(self._problem, self._problem.floor().peak)
+        return table(self._problems[-1], self._problems[-1].floor().peak)

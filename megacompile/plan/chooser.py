@@ -1,24 +1,33 @@
 """Chooses a plan: once for each captured graph and shape, by the search of `planner`.
 
-The first graph that is planned decides which buckets live on the device, and all others are planned
-with that. It is planned again when the buckets are there, which finds what was found before.
+The first plan that reads a bucket decides whether it lives on the device, and all later ones are
+planned with that. Later captured graphs decide about buckets of their own, in what earlier graphs
+leave of the device memory: what all of them need together counts. A graph is planned again when the
+buckets are there, which finds what was found before.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from dataclasses import replace
+import warnings
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
-from megacompile.errors import DeviceMemoryError
+from megacompile.cost.memory import Kind, streamed_bytes
+from megacompile.errors import DeviceMemoryError, HostMemoryError
 from megacompile.ir.capture import Variant
 from megacompile.ir.placement import Placement
 from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import Stage
 from megacompile.options import Activations, Lowering
 from megacompile.plan.budget import Budget
+from megacompile.plan.fit import refusal
 from megacompile.plan.pipeline import Pipeline
-from megacompile.plan.planner import Choice, Problem, SearchResult, does_not_fit, search
+from megacompile.plan.planner import SearchResult, does_not_fit, search
+from megacompile.plan.problem import Choice, Problem
+from megacompile.plan.scenario import Scenario
 from megacompile.plan.setting import Setting
 from megacompile.plan.stay import stay_that_fit
 from megacompile.text import format_bytes
@@ -34,11 +43,24 @@ class PlanChoice(NamedTuple):
     reasons: tuple[str, ...] = ()
 
 
-class _CachedSearch(NamedTuple):
-    """What decided where buckets live."""
+@dataclass(frozen=True)
+class _Planned:
+    """What a captured graph was planned with last."""
 
-    templates: tuple[int, ...]  # of the stages: their ids
+    stages: tuple[Stage, ...]  # as `Pipeline.partition` made them
+    problem: Problem
     found: SearchResult
+    decided: bool  # did it decide where buckets live, for which it will be planned again?
+
+    @cached_property
+    def keys(self) -> frozenset[int]:
+        """Of its buckets."""
+        return frozenset(bucket.key for bucket in self.problem.buckets)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """A draft, for the memory that it takes."""
+        return self.problem.build(self.found.choice)
 
 
 class Chooser:
@@ -55,11 +77,12 @@ class Chooser:
         self.pipeline = pipeline
         self.budget = budget
         self._chosen: dict[Schedule, PlanChoice] = {}  # by captured stages
+        self._trained: dict[int, Sequence[int]] = {}  # bucket key -> parameters with a gradient
         self._stay_now = False  # do buckets stay in slots, because there is memory for them?
         self._no_stay = False  # was memory too short for that?
-        self._decided = False  # was it decided what is resident?
-        self._wanted: frozenset[int] | None = None  # which buckets that is; None: as they are
-        self._last_search: _CachedSearch | None = None  # until the next search
+        self._decided: frozenset[int] = frozenset()  # buckets that some plan has decided about
+        self._wanted: frozenset[int] | None = None  # which are to be resident; None: as they are
+        self._planned: dict[int, _Planned] = {}  # captured graphs: id(stages.stages) -> its plan
 
     def choose(
         self, stages: Schedule, schedule: Schedule, variant: Variant, placement: Placement
@@ -73,6 +96,7 @@ class Chooser:
 
         Raises:
             DeviceMemoryError: nothing fits.
+            HostMemoryError: nothing fits that fits on the device.
         """
         planned = self.setting.options.plans or self.setting.hardware is not None
         if schedule.backward is None:
@@ -82,7 +106,7 @@ class Chooser:
             return PlanChoice(Choice(resident=placement.resident))
         if stages in self._chosen:
             return self._chosen[stages]
-        self._chosen[stages] = self._searched(schedule, variant, placement)
+        self._chosen[stages] = self._searched(stages, schedule, variant, placement)
         return self._chosen[stages]
 
     def wants(self, placement: Placement) -> Placement:
@@ -91,35 +115,131 @@ class Chooser:
             return placement
         return replace(placement, resident=self._wanted)
 
-    def _searched(self, schedule: Schedule, variant: Variant, placement: Placement) -> PlanChoice:
+    def _searched(
+        self, stages: Schedule, schedule: Schedule, variant: Variant, placement: Placement
+    ) -> PlanChoice:
         options = self.setting.options
-        free = options.resident is None and not self._decided and not placement.stays
-        resident = frozenset() if free else placement.resident
-        problem = self.problem_of(schedule, variant, resident=resident)
-        templates = tuple(id(stage.traced) for stage in schedule.stages)
-        found = self._found_before(problem, templates)
+        own = frozenset(bucket.key for bucket in schedule.buckets)
+        free = own - self._decided
+        if options.resident is not None or placement.stays:
+            free = frozenset()
+        if placement.accumulates and variant.update:
+            variant = replace(variant, accumulate=True)  # which needs the most
+        wanted = placement.resident if self._wanted is None else self._wanted
+        problem = replace(
+            self.problem_of(schedule, variant, resident=(placement.resident & own) - free),
+            elsewhere_bytes=self._elsewhere_bytes(schedule, wanted),
+            undecided=[bucket for bucket in schedule.buckets if bucket.key in free],
+            others=self._others(stages, own),
+        )
+        found = before = self._found_before(stages, problem)
         if found is None:
-            found = search(
-                problem,
-                resident=free,
-                pinned=options.activations is not Activations.AUTO,
-                device_update=(
-                    options.plans_device_update
-                    and options.device_update is None
-                    and self.setting.on_gpu
-                ),
-                slots=options.slots is None,
-            )
+            found = self._search(problem)
+        if found is None and problem.others:  # as if it were alone; no bucket can go there, too
+            problem = replace(problem, others=(), undecided=())
+            found = self._search(problem)
         if found is None:
-            found = _too_small(problem)
+            found = self._with_fewer_states(problem)
+        if found is None:
+            found = self._too_small(problem)
+        self._trained |= schedule.gradient_params
         self.budget.note(problem, found.peak_bytes)
+        decides = bool(free) or found is before
+        self._planned[id(stages.stages)] = _Planned(stages.stages, problem, found, decides)
         reasons = found.reasons
         if placement.stays and options.resident is None:
             reasons = (*reasons, f"buckets stay where they are: {placement.stays}")
         if free:
-            self._decided, self._wanted = True, found.choice.resident
-            self._last_search = _CachedSearch(templates, found)
+            self._decided |= free
+            self._wanted = (wanted - free) | (found.choice.resident & free)
         return PlanChoice(found.choice, reasons)
+
+    def _search(self, problem: Problem) -> SearchResult | None:
+        options = self.setting.options
+        return search(
+            problem,
+            resident=bool(problem.candidates),
+            pinned=options.activations is not Activations.AUTO,
+            device_update=(
+                options.plans_device_update
+                and options.device_update is None
+                and self.setting.on_gpu
+            ),
+            slots=options.slots is None,
+        )
+
+    def _others(self, stages: Schedule, own: frozenset[int]) -> tuple[Schedule, ...]:
+        """Of the other captured graphs, as they were planned: the last for each set of buckets.
+
+        Graphs of the same buckets are the same code for other inputs, in place of one another.
+        """
+        latest: dict[frozenset[int], _Planned] = {}
+        for key, planned in self._planned.items():
+            if key != id(stages.stages) and planned.keys != own:
+                latest[planned.keys] = planned
+        return tuple(planned.schedule for planned in latest.values())
+
+    def _with_fewer_states(self, problem: Problem) -> SearchResult | None:
+        """Nobody knows the optimizer before its first step: one with fewer states may fit."""
+        if self.setting.options.optimizer is not None or problem.host_budget_bytes is None:
+            return None
+        assumed = problem.optimizer.states
+        for states in range(assumed - 1, -1, -1):
+            less = replace(problem, optimizer=self.setting.cost(states=states))
+            if (found := self._search(less)) is not None:
+                warnings.warn(
+                    f"megacompile: host memory ({format_bytes(problem.host_budget_bytes)}) does "
+                    f"not hold {assumed} optimizer states a parameter, which AdamW has; it holds "
+                    f"{states}. A step that needs more is refused; state_dtype='int8' needs less",
+                    stacklevel=2,
+                )
+                return found
+        return None
+
+    def _too_small(self, problem: Problem) -> SearchResult:
+        """Not even the floor fits. The prediction may be off by a little; then it is tried.
+
+        Raises:
+            DeviceMemoryError: the device is too small by more than that.
+            HostMemoryError: the host is too small.
+        """
+        choice = problem.tightest()
+        if not problem.fits_host(choice):
+            self._wanted = choice.resident
+            assert problem.host_budget_bytes is not None
+            raise HostMemoryError(
+                refusal(
+                    Scenario(
+                        (problem.schedule(choice),),
+                        problem.hardware,
+                        problem.optimizer,
+                        problem.fused,
+                        problem.budget_bytes,
+                        problem.host_budget_bytes - problem.elsewhere_bytes,
+                    )
+                )
+            )
+        peak = problem.memory(choice).peak
+        text = (
+            f"device memory: {format_bytes(peak.total_bytes)} needed, "
+            f"{format_bytes(problem.budget_bytes)} there"
+        )
+        if peak.total_bytes > _TOLERANCE * problem.budget_bytes:
+            raise DeviceMemoryError(does_not_fit(problem, peak))
+        reasons = (f"{text}: tried nevertheless",)
+        return SearchResult(choice, math.inf, peak.total_bytes, 0, reasons)
+
+    def _elsewhere_bytes(self, schedule: Schedule, resident: frozenset[int]) -> int:
+        """Host memory of the buckets that a captured graph does not read, as far as is known."""
+        here = {bucket.key for bucket in schedule.buckets} | resident
+        others = (unit.bucket for unit in self.pipeline.units if unit.bucket.key not in here)
+        cost = self.setting.cost()
+        found = 0.0
+        for bucket in others:
+            kinds = streamed_bytes(bucket, self._trained.get(bucket.key, ()), cost)
+            found += sum(kinds.values())
+            found -= kinds[Kind.STATES] if self.setting.options.disk is not None else 0.0
+        return int(found)
 
     def _stay(self, schedule: Schedule, placement: Placement) -> int:
         """How many streamed buckets stay in slots between forwards without a backward."""
@@ -152,15 +272,18 @@ class Chooser:
             hardware=self.setting.rates(),
             optimizer=self.setting.cost(),
             budget_bytes=self.budget.size_bytes(),
+            host_budget_bytes=self.setting.host_budget_bytes(),
+            elsewhere_bytes=self._elsewhere_bytes(schedule, resident),
+            disk=self.setting.options.disk is not None,
             fused=self.setting.options.lowering is Lowering.INDUCTOR,
             resident=resident,
             trained=schedule.gradient_params,
         )
 
-    def _found_before(self, problem: Problem, templates: tuple[int, ...]) -> SearchResult | None:
+    def _found_before(self, stages: Schedule, problem: Problem) -> SearchResult | None:
         """What the same was planned with before its buckets were moved to where that wants them."""
-        before, self._last_search = self._last_search, None
-        if before is None or before.templates != templates:
+        before = self._planned.get(id(stages.stages))
+        if before is None or not before.decided or problem.undecided:
             return None
         if before.found.choice.resident != problem.resident:
             return None
@@ -178,7 +301,7 @@ class Chooser:
         """
         how = self.budget.step_down()
         if how:
-            self._decided = False
+            self._decided = frozenset()
         elif self._stay_now:
             how = "no bucket stays in a slot from one forward to the next"
         self._no_stay |= self._stay_now
@@ -194,20 +317,6 @@ class Chooser:
         """Forget what was chosen for all but these captured stages."""
         for key in [key for key in self._chosen if key not in stages]:
             del self._chosen[key]
-
-
-def _too_small(problem: Problem) -> SearchResult:
-    """Not even the floor fits. The prediction may be off by a little; then it is tried.
-
-    Raises:
-        DeviceMemoryError: it is too small by more than that.
-    """
-    choice = Choice(0, problem.resident, state_lookahead=1)
-    peak = problem.memory(choice).peak
-    text = (
-        f"device memory: {format_bytes(peak.total_bytes)} needed, "
-        f"{format_bytes(problem.budget_bytes)} there"
-    )
-    if peak.total_bytes > _TOLERANCE * problem.budget_bytes:
-        raise DeviceMemoryError(does_not_fit(problem, peak))
-    return SearchResult(choice, math.inf, peak.total_bytes, 0, (f"{text}: tried nevertheless",))
+        kept = {id(each.stages) for each in stages}
+        for each in [each for each in self._planned if each not in kept]:
+            del self._planned[each]

@@ -37,6 +37,7 @@ class PassCompiler:
         units: of the model.
         hardware: a GPU that plans are made for. None: the one at hand.
         budget_bytes: device memory that plans may use. None: what the user said, or what is free.
+        host_bytes: host memory that the model may take. None: what the user said, or not known.
         templates: code that was traced already.
     """
 
@@ -47,9 +48,10 @@ class PassCompiler:
         *,
         hardware: Hardware | None = None,
         budget_bytes: int | None = None,
+        host_bytes: int | None = None,
         templates: TemplateCache | None = None,
     ) -> None:
-        self.setting = Setting(options, hardware)
+        self.setting = Setting(options, hardware, host_bytes)
         self.pipeline = Pipeline(self.setting, units, templates)
         self.budget = Budget(self.setting, budget_bytes)
         self.chooser = Chooser(self.setting, self.pipeline, self.budget)
@@ -61,6 +63,7 @@ class PassCompiler:
             self.pipeline.units,
             hardware=hardware,
             budget_bytes=budget_bytes,
+            host_bytes=self.setting.host_bytes,
             templates=self.pipeline.templates,
         )
 
@@ -72,11 +75,9 @@ class PassCompiler:
         """The stages, planned for other values of their symbols."""
         return resize(stages, values)
 
-    def build(
-        self, stages: Schedule, capture: Capture, variant: Variant, placement: Placement
-    ) -> Schedule:
-        """`plan`, with code."""
-        schedule = self.pipeline.lowered(self.plan(stages, capture, variant, placement))
+    def lower(self, schedule: Schedule) -> Schedule:
+        """What `plan` gave, with code."""
+        schedule = self.pipeline.lowered(schedule)
         log.schedule_made(schedule)
         return schedule
 
@@ -91,6 +92,7 @@ class PassCompiler:
 
         Raises:
             DeviceMemoryError: nothing fits.
+            HostMemoryError: nothing fits that fits on the device.
         """
         schedule = self.pipeline.differentiated(stages, capture, variant)
         choice, reasons = self.chooser.choose(stages, schedule, variant, placement)

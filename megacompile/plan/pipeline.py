@@ -48,9 +48,11 @@ from megacompile.passes.stages.partition import partition
 from megacompile.passes.stages.strides import settle_strides
 from megacompile.passes.stages.templates import TemplateCache, trace_templates
 from megacompile.plan.history import CapturePass, SchedulePass, run, run_on_capture, timed
-from megacompile.plan.planner import Choice
+from megacompile.plan.problem import Choice
 from megacompile.plan.setting import Setting
 from megacompile.progress import bar
+
+_REMEMBERED = 8  # captures, with their stages
 
 
 class Pipeline:
@@ -68,9 +70,17 @@ class Pipeline:
         self.setting = setting
         self.units = units
         self.templates: TemplateCache = {} if templates is None else templates
+        self._partitioned: list[tuple[Capture, Schedule]] = []  # the last ones
 
     def partition(self, capture: Capture) -> Schedule:
-        """Stages only."""
+        """Stages only; the same where the same capture comes again, because buckets have moved."""
+        found = next((stages for before, stages in self._partitioned if before == capture), None)
+        if found is None:
+            found = self._stages_of(capture)
+            self._partitioned = [*self._partitioned[-(_REMEMBERED - 1) :], (capture, found)]
+        return replace(found)
+
+    def _stages_of(self, capture: Capture) -> Schedule:
         options = self.setting.options
         causal = functools.partial(use_causal_attention, lowering=options.lowering)
         chunk = functools.partial(chunk_head, head=options.head, lowering=options.lowering)

@@ -9,6 +9,9 @@ as fit (the last ones, whose saved tensors are held the shortest; fewer too wher
 no time). Share and number are sought in turns, each over a coarse grid; then the number is refined,
 and what is left goes to slots.
 
+Host memory is a budget too. As many buckets live on the device as it takes for the others to fit,
+with the gradients and states that they will get: nothing is allocated that would not.
+
 The host is less sure than the device: its rates differ from day to day and with what else it does.
 The fastest plan for the rates that were measured lets its updates end just when the next forward
 needs them, so plans are compared by their mean over that host and a slower one.
@@ -16,43 +19,22 @@ needs them, so plans are compared by their mean over that host and a slower one.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from megacompile.cost.hardware import Hardware
-from megacompile.cost.memory import DeviceMemory, Moment, device_memory
-from megacompile.cost.optimizer import OptimizerCost
-from megacompile.cost.simulate import simulate
-from megacompile.ir.buckets import Bucket
-from megacompile.ir.schedule import Schedule
+from megacompile.cost.memory import Moment
+from megacompile.plan.garbage import old_objects_left_out
+from megacompile.plan.problem import Choice, Problem
 from megacompile.text import format_bytes
 
 _COUNTS = (0, 1 / 24, 1 / 12, 1 / 6, 1 / 3, 2 / 3, 1)  # of the buckets, to be resident
 _SHARES = (0.0, 0.1, 0.2, 0.4, 0.7, 1.0)  # of the parameters, to be updated on the device
 _SLOTS = (1, 2, 4, 8, 16)  # more than asked for
 _DELAYS = (1, 2, 4, 8)  # backwards, of states on their way to the host
-_SLOWER = 0.65  # of the host's rates: what it gets on another day
 _EQUAL = 0.002  # predictions this close are as good as one another; what is resident is then surer
 _PAYS = 0.01  # of a step's time: what slots must save
 _IN_VAIN = 3  # tries in a row that save less
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What a plan is made from."""
-
-    keep: int = 1  # stages, counted from the last, whose saved tensors are kept
-    resident: frozenset[int] = frozenset()  # bucket keys
-    device_update: float = 0.0  # the share of the streamed parameters that the device updates
-    more_slots: int = 0  # than were asked for
-    offload: bool = False  # what recomputes take from the forward waits on the host
-    state_lookahead: int | None = None  # stages that states are fetched ahead; None: as weights
-    state_delay: int = 1  # backwards that are issued before one waits for states to leave
-    stay: int = 0  # streamed buckets that keep their slots between forwards without a backward
-
-    def __str__(self) -> str:
-        return f"{self.keep} stages kept, {len(self.resident)} buckets resident"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,106 +48,7 @@ class SearchResult:
     reasons: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """What a plan is sought for.
-
-    Args:
-        build: the schedule of a choice.
-        buckets: in forward order.
-        stages: how many have a backward.
-        hardware: rates of the machine.
-        optimizer: what updates between two steps.
-        budget_bytes: device memory.
-        fused: elementwise operations are fused.
-        resident: keys of the buckets that live on the device already.
-        trained: the parameters that get a gradient: bucket key -> indices.
-    """
-
-    build: Callable[[Choice], Schedule]
-    buckets: Sequence[Bucket]
-    stages: int
-    hardware: Hardware
-    optimizer: OptimizerCost
-    budget_bytes: int
-    fused: bool = True
-    resident: frozenset[int] = frozenset()
-    trained: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    peaks: dict[Choice, int] = field(default_factory=dict)  # that are known
-
-    def memory(self, choice: Choice) -> DeviceMemory:
-        """Device memory of a choice over a step."""
-        schedule = self.build(choice)
-        return device_memory(schedule, optimizer=self.optimizer, fused=self.fused)
-
-    def step_s(self, choice: Choice) -> float:
-        """Seconds of a step in the middle of training."""
-        return self._simulated_s(self.build(choice), choice, self.hardware)
-
-    def expected_s(self, choice: Choice) -> float:
-        """The same, the mean over the host as it was measured and a slower one."""
-        schedule, measured = self.build(choice), self.hardware
-        slower = replace(
-            measured,
-            update_gb_s=_SLOWER * measured.update_gb_s,
-            host_memory_gb_s=_SLOWER * measured.host_memory_gb_s,
-        )
-        return sum(self._simulated_s(schedule, choice, host) for host in (measured, slower)) / 2
-
-    def _simulated_s(self, schedule: Schedule, choice: Choice, hardware: Hardware) -> float:
-        timeline = simulate(schedule, hardware, optimizer=self.optimizer, steps=3, fused=self.fused)
-        if choice not in self.peaks:
-            self.peaks[choice] = timeline.memory.peak.total_bytes
-        return timeline.step_s
-
-    def fits(self, choice: Choice) -> bool:
-        """Does its peak stay within the budget? Mostly a little pessimistic, and quick.
-
-        Resident buckets are added to the peak without them; that they need no slot is left out, and
-        that of fewer streamed buckets others are updated on the device.
-        """
-        return self.peak_bytes(self._streamed(choice)) <= self._buffer_bytes(choice)
-
-    def _streamed(self, choice: Choice) -> Choice:
-        return replace(choice, resident=self.resident)
-
-    def _buffer_bytes(self, choice: Choice) -> float:
-        """The budget less what new resident buckets take."""
-        return self.budget_bytes - sum(
-            self.optimizer.resident_bytes(bucket, self.trained.get(bucket.key, ()))
-            for bucket in self.buckets
-            if bucket.key in choice.resident - self.resident
-        )
-
-    def floor(self) -> DeviceMemory:
-        """Memory of a plan that keeps nothing on the device that need not be there."""
-        streamed = Choice(0, self.resident, state_lookahead=1)
-        both = [self.memory(streamed), self.memory(replace(streamed, offload=True))]
-        return min(both, key=lambda memory: memory.peak.total_bytes)
-
-    def floor_bytes(self) -> int:
-        """Its peak."""
-        return self.floor().peak.total_bytes
-
-    def guess(self, choice: Choice, low: int, high: int) -> int:
-        """About how many stages can be kept, between `low`, which fits, and `high`, which does not:
-        the peak grows by about the same for each."""
-        top = min(high, self.stages)
-        base = self._streamed(choice)
-        least, most = (self.peak_bytes(replace(base, keep=k)) for k in (low, top))
-        if most <= least:
-            return high - 1
-        buffer = self._buffer_bytes(choice) - least
-        steps = math.floor(buffer / ((most - least) / max(1, top - low)))
-        return min(max(low + steps, low + 1), high - 1)
-
-    def peak_bytes(self, choice: Choice) -> int:
-        """The peak of its device memory."""
-        if choice not in self.peaks:
-            self.peaks[choice] = self.memory(choice).peak.total_bytes
-        return self.peaks[choice]
-
-
+@old_objects_left_out()
 def search(
     problem: Problem,
     *,
@@ -183,27 +66,35 @@ def search(
         slots: there may be more than were asked for.
     """
     tries = _Tries(problem, (1, 1) if pinned else (0, problem.stages))
-    total = len(problem.buckets)
-    counts = sorted({round(total * part) for part in _COUNTS}) if resident else [0]
+    least = problem.fewest_residents() if resident else 0
+    if least is None:
+        return None
+    total = len(problem.candidates)
+    counts = sorted({max(least, round(total * part)) for part in _COUNTS}) if resident else [0]
     shares = _SHARES if device_update else _SHARES[:1]
     if not tries.add_everything(counts[-1]):
-        tries.add_each((0,), shares)
+        tries.add_each(counts[:1], shares)
         if resident:
             handed = tries.best.device_update  # with residents less will do
             likely = {0.0, handed, max((share for share in shares if share < handed), default=0.0)}
             tries.add_each(counts, likely)
-            tries.add_each({len(tries.best.resident)}, shares)
+            tries.add_each({tries.count(tries.best)}, shares)
             for _ in range(3):
-                between = _between(tries.counts, len(tries.best.resident))
+                between = _between(tries.counts, tries.count(tries.best))
                 tries.add_each(between, {handed, tries.best.device_update})
-    streamed = Choice(resident=problem.resident)
+    streamed = problem.with_residents(least)
     in_backward = problem.optimizer.in_backward
     if in_backward:  # states may leave later, or be fetched later
-        for late in (replace(streamed, state_delay=delay) for delay in _DELAYS):
+        placements = dict.fromkeys((streamed.resident, tries.best.resident))
+        for keys, delay in itertools.product(placements, _DELAYS):
+            late = replace(streamed, resident=keys, state_delay=delay)
             if not tries.add(late):
                 tries.add(replace(late, state_lookahead=1))
     if not tries.times and not pinned:
-        tries.add(replace(streamed, offload=True, state_lookahead=1 if in_backward else None))
+        waiting = replace(streamed, offload=True, state_lookahead=1 if in_backward else None)
+        most = problem.fewest_residents(waiting) if resident else least
+        if most is not None:
+            tries.add(replace(waiting, resident=problem.with_residents(most).resident))
     if not tries.times:
         return None
     best = tries.surest()
@@ -241,14 +132,18 @@ class _Tries:
 
     @property
     def counts(self) -> list[int]:
-        """Of resident buckets, that were tried."""
-        return sorted({len(choice.resident) for choice in (*self.times, self.best)})
+        """Of new resident buckets, that were tried."""
+        return sorted({self.count(choice) for choice in (*self.times, self.best)})
+
+    def count(self, choice: Choice) -> int:
+        """How many buckets become resident."""
+        return len(choice.resident - self.problem.resident)
 
     def add_everything(self, count: int) -> bool:
         """Simulate what keeps all stages and has all buckets resident, if that fits."""
         choice = self._with(count, 0.0, keep=self.keeps[1])
         everything = len(choice.resident) == len(self.problem.buckets)
-        return everything and self.problem.fits(choice) and self._simulate(choice)
+        return everything and self.problem.fits_exactly(choice) and self._simulate(choice)
 
     def add_each(self, counts: Iterable[int], shares: Iterable[float]) -> None:
         """Every combination of so many resident buckets and shares of device updates."""
@@ -266,13 +161,7 @@ class _Tries:
         least = replace(choice, keep=lowest)
         if not problem.fits(least):
             return False
-        low, high = lowest, most + 1  # high does not fit, as far as is known; low does
-        while high - low > 1:
-            middle = problem.guess(least, low, high)
-            if problem.fits(replace(least, keep=middle)):
-                low = middle
-            else:
-                high = middle
+        low = problem.most_kept(least, lowest, most)
         fewer = {lowest} if problem.optimizer.in_backward else set()
         if choice.offload:
             fewer |= {lowest + (low - lowest) * k // 4 for k in range(4)}
@@ -282,9 +171,10 @@ class _Tries:
         return any(self._simulate(replace(least, keep=keep)) for keep in fitting)
 
     def _with(self, count: int, share: float, *, keep: int = 1) -> Choice:
-        """The first `count` buckets are resident."""
-        keys = self.problem.resident | {bucket.key for bucket in self.problem.buckets[:count]}
-        return Choice(keep, keys, share if len(keys) < len(self.problem.buckets) else 0.0)
+        """The first `count` buckets that may become resident do."""
+        choice = self.problem.with_residents(count, keep=keep)
+        streams = len(choice.resident) < len(self.problem.buckets)
+        return replace(choice, device_update=share if streams else 0.0)
 
     def _simulate(self, choice: Choice) -> bool:
         """Note a choice's time; False where it does not fit after all: `fits` knows it about."""
@@ -299,7 +189,7 @@ class _Tries:
         """A choice's time; None where its peak is more than there is."""
         expected_s = self.problem.expected_s(choice)  # which finds the peak too
         fits = self.problem.peak_bytes(choice) <= self.problem.budget_bytes
-        return expected_s if fits else None
+        return expected_s if fits and self.problem.fits_host(choice) else None
 
     def surest(self) -> Choice:
         """Of those that are as fast as the fastest the one with the most residents."""

@@ -15,10 +15,8 @@ from megacompile.cost.memory import DeviceMemory, Kind, host_memory
 from megacompile.cost.optimizer import EIGHT_BITS, OptimizerCost
 from megacompile.cost.simulate import Prediction, simulate
 from megacompile.errors import MegacompileError
-from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.tensors import tensors_bytes
 from megacompile.text import format_bytes
 
 _FASTER = 1.1
@@ -77,7 +75,7 @@ class Scenario:
         gradients = states = 0.0
         for bucket, trained in self._residents():
             for param in (bucket.params[i] for i in trained):
-                gradients += param.numel * self.optimizer.grad_of(param.dtype.itemsize)
+                gradients += param.numel * self.optimizer.kept_grad_of(param.dtype.itemsize)
             states += self.optimizer.resident_bytes(bucket, trained) - bucket.size_bytes
         found[Kind.PARAMETERS.value] -= int(states)
         found[Kind.GRADIENTS.value] += int(gradients)
@@ -96,27 +94,19 @@ class Scenario:
 
     def host(self) -> dict[str, int]:
         """Bytes in host memory by kind, activations that wait there included."""
-        found = {kind.value: n for kind, n in host_memory(self.schedules, self.optimizer).items()}
-        waiting = sum(
-            sum(tensors_bytes(source.meta.get("value")) for source in node.all_input_nodes)
-            for schedule in self.schedules
-            for node in ops.nodes_that(schedule.forward, lambda op: op.to_backward)
-        )
-        return {**found, **({Kind.ACTIVATIONS.value: waiting} if waiting else {})}
+        return {kind.value: n for kind, n in host_memory(self.schedules, self.optimizer).items()}
 
     def host_with_less(self) -> dict[str, int]:
         """Bytes in host memory with options of the optimizer that need fewer; plan as it is."""
         now = self.optimizer
         small = replace(now, state_bytes=EIGHT_BITS) if now.states else now
-        streamed = [  # buckets that live on the device are not updated in the backward
-            replace(schedule, plan=replace(schedule.plan, resident=frozenset()))
-            for schedule in self.schedules
-        ]
         in_backward = replace(now, in_backward=True), replace(small, in_backward=True)
         sizes = {
             "8-bit optimizer states": host_memory(self.schedules, small),
-            "the update in the backward": host_memory(streamed, in_backward[0]),
-            "8-bit states and the update in the backward": host_memory(streamed, in_backward[1]),
+            "the update in the backward": host_memory(self.schedules, in_backward[0]),
+            "8-bit states and the update in the backward": host_memory(
+                self.schedules, in_backward[1]
+            ),
         }
         before = sum(host_memory(self.schedules, now).values())
         sums = {name: sum(kinds.values()) for name, kinds in sizes.items()}

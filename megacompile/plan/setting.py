@@ -22,10 +22,13 @@ class Setting:
     Args:
         options: validated.
         hardware: a GPU that plans are made for. None: the device of the options.
+        host_bytes: host memory that the model may take, when the user says nothing. None: not
+            known, or that of `hardware`.
     """
 
     options: Options
     hardware: Hardware | None = None
+    host_bytes: int | None = None
 
     @property
     def on_gpu(self) -> bool:
@@ -44,6 +47,14 @@ class Setting:
             found, folder = load(self.options.device), self.options.disk
             return found if folder is None else load_disk(folder).on(found)
         return cached(self.options.device) or _ASSUMED  # nobody measures for a plan on the CPU
+
+    def host_budget_bytes(self) -> int | None:
+        """Host memory for parameters, gradients, states and what waits there; None: not known."""
+        found = self.host_bytes
+        if found is None and self.hardware is not None:
+            found = self.hardware.host_bytes
+        limit = self.options.host_memory
+        return found if limit is None else min(limit, found or limit)
 
     def free_bytes(self) -> int:
         """Device memory that plans may use: what is free, or what the GPU has, less a margin."""

@@ -32,4 +32,5 @@ class SettledPlans:
 
     def choose_least(self, stages: Schedule, reason: str) -> None:
         """Plan these stages with as little device memory as can be, though that is too much."""
+        self.placement = self.compiler.wants(self.placement)
         self.compiler.chooser.choose_least(stages, self.placement, reason)

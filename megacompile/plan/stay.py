@@ -12,7 +12,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.options import Lowering
 from megacompile.passes.schedule.plan import staying
 from megacompile.plan.pipeline import Pipeline
-from megacompile.plan.planner import Choice
+from megacompile.plan.problem import Choice
 from megacompile.plan.setting import Setting
 
 

@@ -32,6 +32,7 @@ _COLOURS = {  # distinct for readers with any kind of colour vision (Okabe and I
     "update": "#CC79A7",
     "update_host": "#CC79A7",
     "update_resident": "#CC79A7",
+    "update_in_place": "#CC79A7",
     "offload_saved": "#B03A00",
     "offload_grad": "#D55E00",
     "offload_state": "#F2A37A",

@@ -19,7 +19,7 @@ from torch import fx
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Op, Part, Takes, Value, effects
-from megacompile.ir.values import bucket_of, groups, kind_of, label, taken
+from megacompile.ir.values import bucket_of, groups, kind_of, label, reads, taken
 from megacompile.verify.hazard import Check, Hazard, HazardKind, View
 
 _WRONG = {  # what the wrong value is called, by what was needed
@@ -227,6 +227,23 @@ def _read_first(
             yield view.hazard(kind, reader, writer, message)
 
 
+def _lent(view: View) -> Iterator[Hazard]:
+    """A part that is read where it lies, on the device, is read before somebody writes it."""
+    for lender in view.that(lambda op: op.lends):
+        part, bucket = effects(lender).lends, ops.arguments(lender)[0]
+        assert part is not None
+        writers = _by_bucket(view, lambda op, part=part: part in op.writes)  # type: ignore[misc]
+        for writer in writers[bucket.key]:
+            for reader in lender.users:
+                if lender not in reads(reader) or view.order.before(reader, writer):
+                    continue
+                message = (
+                    f"{label(reader)} reads the {part.value}{_of(lender)} on the device, which "
+                    f"{label(writer)} has changed by then; update behind the last reader"
+                )
+                yield view.hazard(HazardKind.UPDATED_TOO_EARLY, reader, writer, message)
+
+
 def _not_overwritten(
     view: View, readers: list[fx.Node], writers: list[fx.Node]
 ) -> Iterator[Hazard]:
@@ -250,4 +267,5 @@ CHECKS: tuple[Check, ...] = (
     _once,
     _weights_or_masters,
     _host_memory,
+    _lent,
 )

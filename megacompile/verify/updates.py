@@ -98,9 +98,9 @@ def _complete(gradients: fx.Node) -> bool:
 
 
 def _where_it_lies(view: View) -> Iterator[Hazard]:
-    """What is resident is updated by the compute stream, what lies on the host by the host."""
+    """The compute stream alone writes the states of what is resident, and of nothing else."""
     resident = view.schedule.plan.resident
-    for node in view.that(lambda op: op.once and op.writes):
+    for node in view.that(lambda op: Part.STATES in op.writes):
         bucket: Bucket = ops.arguments(node)[0]
         if (bucket.key in resident) != (ops.stream_of(node) is Stream.COMPUTE):
             where = "lives on the device" if bucket.key in resident else "lies on the host"

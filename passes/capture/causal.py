@@ -16,53 +16,45 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+import sympy
 import torch
-import torch.nn.functional as F
 from torch import fx
 
 from megacompile.ir.capture import Capture, ConstantInput
 from megacompile.ir.schedule import copy_graph
+from megacompile.ir.symbols import Number, symbols_in
 from megacompile.ir.tensors import TensorMeta, tensors_bytes
 from megacompile.options import Lowering
+from megacompile.passes.capture.affine import (
+    Affine,
+    Compared,
+    Conditions,
+    Unknown,
+    as_affine,
+    computed,
+    of_tensor,
+)
+from megacompile.passes.capture.attention import bound_of, mask_of, set_mask
 from megacompile.passes.capture.inline import inline_checkpoints
+from megacompile.passes.capture.mask_operators import (
+    ANDS,
+    COMPARES,
+    INTEGERS,
+    KEEP,
+    ONES,
+    PURE,
+    RESHAPES,
+    TRILS,
+)
 from megacompile.passes.capture.propagate import Values, propagate
 from megacompile.text import format_bytes
 
 SMALL_NUMEL = 2**22  # of what is computed
-
-_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-
-# Pure functions of their arguments, methods by name. An operator's method (`__eq__`) is what torch
-# 2.11's Dynamo makes of some operators.
-_COMPARES: dict[Any, Callable[[Any, Any], Any]] = {
-    **dict.fromkeys((operator.le, torch.le, "le", "__le__"), operator.le),
-    **dict.fromkeys((operator.lt, torch.lt, "lt", "__lt__"), operator.lt),
-    **dict.fromkeys((operator.ge, torch.ge, "ge", "__ge__"), operator.ge),
-    **dict.fromkeys((operator.gt, torch.gt, "gt", "__gt__"), operator.gt),
-    **dict.fromkeys((operator.eq, torch.eq, "eq", "__eq__"), operator.eq),
-    **dict.fromkeys((operator.ne, torch.ne, "ne", "__ne__"), operator.ne),
-}
-_ANDS = {
-    *(operator.and_, torch.bitwise_and, torch.logical_and),
-    *("bitwise_and", "logical_and", "__and__"),
-}
-_ONES = {torch.ones, torch.ones_like, "new_ones"}
-_TRILS = {torch.tril, "tril"}
-_KEEP = {"to", "bool", "contiguous", "clone", torch.clone, "expand", "expand_as"}
-_RESHAPES = {"view", "reshape", "unsqueeze", torch.unsqueeze, torch.reshape}
-_MORE = {
-    *(operator.add, operator.sub, operator.mul, operator.neg, operator.floordiv, operator.getitem),
-    *(torch.add, torch.sub, torch.arange, torch.diff, torch.cumsum, torch.zeros, torch.full),
-    *("add", "sub", "diff", "cumsum", "new_zeros", "new_full", "long", "int", "squeeze", "size"),
-    *("flatten", "cpu", "cuda", "__getitem__", "__add__", "__sub__", "__mul__", "__neg__"),
-}
-_INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-_PURE = {*_COMPARES, *_ANDS, *_ONES, *_TRILS, *_KEEP, *_RESHAPES, *_MORE}
 
 
 class _Allows(Enum):
@@ -85,50 +77,30 @@ def use_causal_attention(
     if lowering is Lowering.EAGER:
         return capture, ()
     own = inline_checkpoints(capture)
-    if not any(map(_mask_of, own.module.graph.nodes)):
+    if not any(map(mask_of, own.module.graph.nodes)):
         return capture, ()
-    if capture.planned:
-        return capture, ("attention masks are made: what they allow is not known for every size",)
     own = replace(own, module=fx.GraphModule(own.module, copy_graph(own.module.graph)))
     known = _Known(own, propagate(own))
     sizes: dict[fx.Node, int] = {}
     count = 0
     for node in own.module.graph.nodes:
-        mask = _mask_of(node)
+        mask = mask_of(node)
         if mask is None:
             continue
         allows = known.attention(node, mask)
         if allows is None:
             continue
-        _set_mask(node, causal=allows is _Allows.CAUSAL)
+        set_mask(node, causal=allows is _Allows.CAUSAL)
         sizes[mask] = tensors_bytes(known.meta(mask))
         count += 1
     if not count:
-        return capture, ()
+        told = "attention masks are made: what they allow is not known for every size"
+        return capture, ((told,) if capture.planned else ())
     _erase_unused(own.module.graph, list(sizes))
     own.module.recompile()
     size = format_bytes(max(sizes.values()))
-    return own, (f"{count} attentions are causal without a mask, which would take {size}",)
-
-
-def _mask_of(node: fx.Node) -> fx.Node | None:
-    """The mask that an attention takes."""
-    if node.target is not F.scaled_dot_product_attention:
-        return None
-    bound = _bound(node)
-    mask = bound.get("attn_mask")
-    return mask if isinstance(mask, fx.Node) and bound.get("is_causal", False) is False else None
-
-
-def _bound(node: fx.Node) -> dict[str, Any]:
-    """The arguments of an attention by name."""
-    return dict(zip(_ATTENTION, node.args, strict=False)) | dict(node.kwargs)
-
-
-def _set_mask(node: fx.Node, *, causal: bool) -> None:
-    bound = _bound(node) | {"attn_mask": None, "is_causal": causal}
-    node.args = tuple(bound.pop(name) for name in _ATTENTION[:3])
-    node.kwargs = bound
+    told = f"{count} attentions are causal without a mask, which would take {size}"
+    return own.under(known.conditions.relied_on), (told,)
 
 
 def _erase_unused(graph: fx.Graph, masks: Sequence[fx.Node]) -> None:
@@ -136,7 +108,7 @@ def _erase_unused(graph: fx.Graph, masks: Sequence[fx.Node]) -> None:
     made = set(masks)
     for node in reversed(graph.nodes):
         if node in made and not node.users and node.op in ("call_function", "call_method"):
-            made.update(source for source in node.all_input_nodes if source.target in _PURE)
+            made.update(source for source in node.all_input_nodes if source.target in PURE)
             graph.erase_node(node)
 
 
@@ -149,8 +121,10 @@ class _Known:
     found: dict[fx.Node, Any] = field(default_factory=dict)
     computed: dict[str, Any] = field(default_factory=dict)  # by what was done
     changed: frozenset[int] = field(init=False)  # storages that something writes to
+    conditions: Conditions = field(init=False)  # of the symbols, that what is known relies on
 
     def __post_init__(self) -> None:
+        self.conditions = Conditions(self.capture.planned)
         self.changed = frozenset().union(*self.values.mutates.values())
         holders = self.capture.module.graph.find_nodes(op="placeholder")
         for node, item in zip(holders, self.capture.inputs, strict=True):
@@ -164,17 +138,19 @@ class _Known:
 
     def attention(self, node: fx.Node, mask: fx.Node) -> _Allows | None:
         """What its mask allows; None where that is not known, or nothing that it can be told."""
-        bound = _bound(node)
+        bound = bound_of(node)
         query, key = bound["query"], bound["key"]
         if not isinstance(query, fx.Node) or not isinstance(key, fx.Node):
             return None
-        square = self.meta(query).shape[-2], self.meta(key).shape[-2]
+        square = _sizes(self.meta(query))[-2], _sizes(self.meta(key))[-2]
         meta = self.meta(mask)
-        if meta.dtype is not torch.bool or len(meta.shape) < 2 or meta.shape[-2:] != square:
+        if meta.dtype is not torch.bool or len(meta.shape) < 2 or _sizes(meta)[-2:] != square:
             return None
         allows = self.of(mask)
         if isinstance(allows, torch.Tensor):
             allows = _look(allows)
+        if isinstance(allows, Affine) and allows.constant == 1:
+            allows = _Allows.ALL
         if allows is _Allows.CAUSAL and square[0] != square[1]:
             return None
         return allows if isinstance(allows, _Allows) else None
@@ -189,6 +165,8 @@ class _Known:
                 pass
             elif self.values.is_constant(last):
                 self.found[last] = self.values.of[last]
+            elif isinstance(self.values.of[last], Number):
+                self.found[last] = self.values.of[last].expression
             elif not self._pure(last):
                 self.found[last] = _UNKNOWN
             elif missing:
@@ -200,7 +178,7 @@ class _Known:
         return self.found[node]
 
     def _pure(self, node: fx.Node) -> bool:
-        called = node.op in ("call_function", "call_method") and node.target in _PURE
+        called = node.op in ("call_function", "call_method") and node.target in PURE
         return called and not self.values.storages[node] & self.changed
 
     def _make(self, node: fx.Node) -> Any:
@@ -208,10 +186,70 @@ class _Known:
         if any(value is _UNKNOWN for value in given):
             return _UNKNOWN
         meta = self.values.of[node]
+        if symbols_in(meta) or any(isinstance(v, (Affine, sympy.Basic)) for v in given):
+            return self._formula(node, meta) if isinstance(meta, TensorMeta) else _UNKNOWN
         small = not isinstance(meta, TensorMeta) or math.prod(meta.shape) <= SMALL_NUMEL
         if small and not any(isinstance(value, _Allows) for value in given):
             return self._compute(node)
         return self._allowed(node, meta) if isinstance(meta, TensorMeta) else _UNKNOWN
+
+    def _formula(self, node: fx.Node, meta: TensorMeta) -> Any:
+        """What a value is whose size, or elements, change from call to call."""
+        try:
+            args: Any = fx.map_arg(node.args, self._as_formula)
+            named = dict(fx.map_arg(node.kwargs, self._as_formula))
+            if node.target in COMPARES and len(args) == 2 and not named:
+                return self._compared(COMPARES[node.target], args[0], args[1], meta)
+            if node.target in ANDS:
+                return self._both(node, [*args, *named.values()], meta)
+            if node.target in TRILS:
+                whole = isinstance(args[0], Affine) and args[0].constant == 1
+                plain = list((*args[1:], *named.values())) in ([], [0])
+                return _Allows.CAUSAL if whole and plain else _UNKNOWN
+            if args and args[0] is _Allows.CAUSAL:
+                return args[0] if self._keeps(node, meta) else _UNKNOWN
+            if not self._of_integers(node, meta, args):
+                return _UNKNOWN
+            name = str(getattr(node.target, "__name__", node.target)).strip("_")
+            found = computed(name, args, named, len(meta.shape))
+        except Unknown:
+            return _UNKNOWN
+        pairs = zip(found.of_rank(len(meta.shape)).steps, _sizes(meta), strict=True)
+        return Affine(found.base, tuple(0 if size == 1 else step for step, size in pairs))
+
+    def _as_formula(self, source: fx.Node) -> Any:
+        value = self.found[source]
+        return of_tensor(value) if isinstance(value, torch.Tensor) else value
+
+    def _of_integers(self, node: fx.Node, meta: TensorMeta, args: Sequence[Any]) -> bool:
+        """Is it arithmetic of integers, or bools where they are only put elsewhere?"""
+        metas = [self.values.of[source] for source in node.all_input_nodes]
+        dtypes = [given.dtype for given in metas if isinstance(given, TensorMeta)]
+        if not {meta.dtype, *dtypes} <= {torch.int64, torch.bool}:
+            return False
+        if node.target in (torch.diff, "diff") and _sizes(meta) != _sizes(metas[0]):
+            return False  # more than one is put in front
+        if node.target in (operator.getitem, "__getitem__") and torch.bool in dtypes[1:]:
+            return False
+        if meta.dtype is torch.int64:
+            return True
+        if node.target in ONES:
+            return True
+        known = [a.constant in (0, 1) for a in args if isinstance(a, Affine)]
+        placed = node.target in KEEP | RESHAPES | {operator.getitem}
+        return placed and (dtypes[:1] == [torch.bool] or all(known[:1]))
+
+    def _compared(self, compare: Any, left: Any, right: Any, meta: TensorMeta) -> Any:
+        """What a comparison is: one truth, or what it allows as a mask."""
+        if isinstance(left, _Allows) or isinstance(right, _Allows):
+            return _UNKNOWN
+        found = Compared(compare, as_affine(left), as_affine(right), _sizes(meta))
+        truth = found.constant()
+        if truth is None and found.is_causal(self.conditions):
+            return _Allows.CAUSAL
+        if truth is None and found.allows_all(self.conditions):
+            truth = True
+        return _UNKNOWN if truth is None else Affine(int(truth), (0,) * len(meta.shape))
 
     def _compute(self, node: fx.Node) -> Any:
         """The value, on the CPU; the same for nodes that do the same, such as those of layers."""
@@ -254,44 +292,53 @@ class _Known:
         first = (named.pop("input"),) if "input" in named else ()  # wherever it was written
         given = (*node.args, *first, *named.values())
         values = [self.found[item] if isinstance(item, fx.Node) else item for item in given]
-        if node.target in _COMPARES and len(values) == 2:
+        if node.target in COMPARES and len(values) == 2:
             return _compared(node.target, values[0], values[1], meta.shape)
         values = [_seen(value, meta.shape) for value in values]
         masks = [value for value in values if isinstance(value, _Allows)]
-        if node.target in _ANDS and len(values) == 2:
+        if node.target in ANDS and len(values) == 2:
             return self._both(node, values, meta)
-        if node.target in _ONES and meta.dtype is torch.bool:
+        if node.target in ONES and meta.dtype is torch.bool:
             return _Allows.ALL
-        if node.target in _TRILS and masks and values[1:] in ([], [0]):
+        if node.target in TRILS and masks and values[1:] in ([], [0]):
             return _Allows.CAUSAL
         if masks and values[0] is masks[0] and self._keeps(node, meta):
             return masks[0]  # and not what `a.expand_as(b)` takes the shape of
         return _UNKNOWN
 
     def _both(self, node: fx.Node, values: Sequence[Any], meta: TensorMeta) -> Any:
-        sides = []
+        sides, square = [], _sizes(meta)[-2:]
         for source, value in zip(node.all_input_nodes, values, strict=False):
             if isinstance(value, torch.Tensor) and value.dtype is torch.bool and bool(value.all()):
                 value = _Allows.ALL  # of any shape, because it is spread over the other
-            elif not isinstance(value, _Allows) or self.meta(source).shape[-2:] != meta.shape[-2:]:
+            elif isinstance(value, Affine) and value.constant == 1:
+                value = _Allows.ALL
+            elif not isinstance(value, _Allows) or _sizes(self.meta(source))[-2:] != square:
                 return _UNKNOWN
             sides.append(value)
         if len(sides) != 2:
             return _UNKNOWN
+        if _Allows.CAUSAL not in sides and symbols_in(meta):
+            return Affine(1, (0,) * len(meta.shape))
         return _Allows.CAUSAL if _Allows.CAUSAL in sides else _Allows.ALL
 
     def _keeps(self, node: fx.Node, meta: TensorMeta) -> bool:
         """Are the last two dimensions those of the mask that it takes?"""
         before = self.meta(node.all_input_nodes[0])
-        if meta.dtype is not torch.bool or meta.shape[-2:] != before.shape[-2:]:
+        if meta.dtype is not torch.bool or _sizes(meta)[-2:] != _sizes(before)[-2:]:
             return False
-        if node.target in _KEEP:
+        if node.target in KEEP:
             return True
-        if node.target in _RESHAPES:  # of leading dimensions: both sizes are there, and not 1
+        if node.target in RESHAPES:  # of leading dimensions: both sizes are there, and not 1
             return min(meta.shape[-2:]) > 1
         if node.target is operator.getitem:
             return _keeps_rows(node.args[1], len(before.shape))
         return False
+
+
+def _sizes(meta: TensorMeta) -> tuple[Any, ...]:
+    """A tensor's sizes, those that change as expressions."""
+    return meta.shape if meta.symbolic is None else meta.symbolic.shape
 
 
 def _keeps_rows(index: Any, dims: int) -> bool:
@@ -323,11 +370,11 @@ def _look(mask: torch.Tensor) -> Any:
 
 def _compared(target: Any, left: Any, right: Any, shape: Sequence[int]) -> Any:
     """What a comparison of a number for each key with one for each query allows."""
-    compare = _COMPARES[target]
+    compare = COMPARES[target]
     if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
         return _UNKNOWN
     dtype = torch.result_type(left, right)  # as they are compared
-    if dtype not in _INTEGERS or compare is operator.ne:
+    if dtype not in INTEGERS or compare is operator.ne:
         return _UNKNOWN
     left, right = (
         v.to(dtype).long().reshape((1,) * (len(shape) - v.dim()) + v.shape) for v in (left, right)

@@ -9,6 +9,9 @@ Casts to float32, slices and reshapes of leading dimensions between the two comm
 layer, row by row, and are made to its input. Whatever else happens to the logits, or needs them,
 leaves the graph as it is; `reasons` then says why. The new code stands where the loss stood and
 belongs to the module of the linear layer.
+
+Sizes may be symbols. The number of chunks is found when the operator runs. Whether logits are many
+enough is a condition on the symbols: a call on the other side of the limit gets another program.
 """
 
 from __future__ import annotations
@@ -19,32 +22,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import sympy
 import torch
 import torch.nn.functional as F
 from torch import fx
 
 from megacompile import compat
 from megacompile.ir.capture import Capture
-from megacompile.ir.head import linear_cross_entropy
+from megacompile.ir.head import ALIGNED_ROWS, equal_chunks
 from megacompile.ir.schedule import copy_graph
+from megacompile.ir.symbols import Number
 from megacompile.ir.tensors import TensorMeta
 from megacompile.options import Head, Lowering
+from megacompile.passes.capture.chunk_rewrite import RESHAPES, FoundHead, rewrite_head
 from megacompile.passes.capture.inline import inline_checkpoints
 from megacompile.passes.capture.propagate import Values, propagate
 from megacompile.text import format_bytes
 
 CHUNK_BYTES = 2**30  # of logits at a time; "auto" leaves a head of fewer as it is
-_ALIGNED_ROWS = 128  # a tile of the matrix kernels
 
 _CASTS = {"float", "to", "type"}
-_COPIES = {"contiguous", "clone", torch.clone}
-_RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", *_COPIES} | {
-    torch.reshape,
-    torch.flatten,
-    torch.unflatten,
-    torch.squeeze,
-    torch.unsqueeze,
-}
 _TRANSPOSES: dict[Any, str] = {
     **dict.fromkeys(("transpose", torch.transpose, "swapaxes", torch.swapaxes), "transpose"),
     **dict.fromkeys(("permute", torch.permute), "permute"),
@@ -78,14 +75,14 @@ def chunk_head(
     if head is Head.AUTO and lowering is Lowering.EAGER:
         why = "lowering='eager' is bitwise, and head='chunked' is equal up to rounding"
         return capture, (f"{STOOD_BACK}{why}",)
-    if capture.planned:
-        return capture, (f"{STOOD_BACK}its sizes change from call to call",)
     own = replace(own, module=fx.GraphModule(own.module, copy_graph(own.module.graph)))
     finder = _Finder(own, propagate(own))
-    heads, reasons = [], []
+    heads, reasons, conditions = [], [], []
     for loss in [n for n in own.module.graph.nodes if n.target in _LOSSES]:
         try:
             found = finder.find(loss)
+            if head is Head.AUTO:
+                conditions += _conditions(found)
             if head is Head.AUTO and found.logits_bytes <= CHUNK_BYTES:
                 size, least = format_bytes(found.logits_bytes), format_bytes(CHUNK_BYTES)
                 raise _Whole(f"its logits take {size}, no more than {least}")
@@ -93,55 +90,37 @@ def chunk_head(
             reasons.append(f"{STOOD_BACK}{why}")
             continue
         heads.append(found)
-        reasons.append(f"the head of {found} is computed in chunks of {found.chunk_rows} tokens")
+        reasons.append(f"the head of {found} is computed in chunks of {found.chunks}")
     if not heads:
-        return capture, tuple(reasons)
+        return capture.under(conditions), tuple(reasons)
     for found in heads:
-        _rewrite(own.module, found, finder)
+        rewrite_head(own, finder.values, found)
     own.module.recompile()
-    return own, tuple(reasons)
+    return own.under(conditions), tuple(reasons)
 
 
 class _Whole(Exception):
     """Why a head is left as it is."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A linear layer, what happens to its logits, and their loss."""
+def _conditions(found: FoundHead) -> list[Any]:
+    """That logits stay on their side of the limit of "auto"."""
+    if not found.is_symbolic:
+        return []
+    most = CHUNK_BYTES // found.row_bytes
+    side = sympy.Le if found.rows <= most else sympy.Gt
+    return [side(found.any_rows, most)]
 
-    linear: fx.Node
-    chain: tuple[fx.Node, ...]  # from the linear layer's user to the loss's input
-    loss: fx.Node
-    hidden: fx.Node
-    weight: fx.Node
-    bias: fx.Node | None
-    target: fx.Node
-    class_weight: fx.Node | None
-    mean: bool
-    ignore_index: int
-    label_smoothing: float
-    rows: int
-    classes: int
-    logits_bytes: int
 
-    @property
-    def chunk_rows(self) -> int:
-        """Rows of a chunk."""
-        return rows_of_a_chunk(self.rows, self.logits_bytes // self.rows, CHUNK_BYTES)
-
-    def __str__(self) -> str:
-        size = format_bytes(self.logits_bytes)
-        return f"{self.rows} tokens by {self.classes} classes ({size} of logits)"
+def most_rows(row_bytes: int, limit_bytes: int) -> int:
+    """Rows that the limit allows, in whole tiles if that is possible."""
+    at_most = max(1, limit_bytes // row_bytes)
+    return at_most - at_most % ALIGNED_ROWS if at_most > ALIGNED_ROWS else at_most
 
 
 def rows_of_a_chunk(rows: int, row_bytes: int, limit_bytes: int) -> int:
     """For as few chunks as the limit allows, of equal size and whole tiles if that is possible."""
-    at_most = max(1, limit_bytes // row_bytes)
-    if at_most > _ALIGNED_ROWS:
-        at_most -= at_most % _ALIGNED_ROWS
-    equal = math.ceil(rows / math.ceil(rows / at_most))
-    return min(at_most, -(-equal // _ALIGNED_ROWS) * _ALIGNED_ROWS)
+    return equal_chunks(rows, most_rows(row_bytes, limit_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +130,7 @@ class _Finder:
     capture: Capture
     values: Values
 
-    def find(self, loss: fx.Node) -> _Found:
+    def find(self, loss: fx.Node) -> FoundHead:
         """The head of a loss; `_Whole` where it is not one that can be in chunks."""
         of = self._bind(loss, _LOSSES[loss.target])  # type: ignore[index]
         if of.get("size_average") is not None or of.get("reduce") is not None:
@@ -162,8 +141,9 @@ class _Finder:
         chain, linear = self._walk(loss, of["input"])
         parts = self._bind(linear, _LINEAR)
         hidden, weight, bias = parts["input"], parts["weight"], parts.get("bias")
-        rows, classes = self._rows(chain, linear, of["target"])
-        found = _Found(
+        rows, any_rows, classes = self._rows(chain, linear, of["target"])
+        row_bytes = classes * self.meta(linear).dtype.itemsize
+        found = FoundHead(
             linear=linear,
             chain=chain,
             loss=loss,
@@ -176,8 +156,14 @@ class _Finder:
             ignore_index=int(self.literal(of.get("ignore_index", -100))),
             label_smoothing=float(self.literal(of.get("label_smoothing", 0.0))),
             rows=rows,
+            any_rows=any_rows,
             classes=classes,
-            logits_bytes=rows * classes * self.meta(linear).dtype.itemsize,
+            row_bytes=row_bytes,
+            chunk_rows=(
+                rows_of_a_chunk(rows, row_bytes, CHUNK_BYTES)
+                if any_rows == rows
+                else most_rows(row_bytes, CHUNK_BYTES)
+            ),
         )
         self._check_between(found)
         return found
@@ -187,6 +173,8 @@ class _Finder:
         return fx.map_arg(value, self._number)
 
     def _number(self, node: fx.Node) -> Any:
+        if self.values.is_number(node):
+            return self.values.of[node]
         if not self.values.is_constant(node):
             raise _Whole(f"{node} is a tensor where a number was expected")
         return self.values.of[node]
@@ -234,7 +222,7 @@ class _Finder:
         """Does a user of a tensor only look at what it is? What changes it has no value."""
         value = self.values.of[user]
         looks = value is not None and not self.values.mutates[user]
-        return looks and self.values.is_constant(user)
+        return looks and (self.values.is_constant(user) or self.values.is_number(user))
 
     def _check_step(self, node: fx.Node, *, last: bool) -> None:
         """Does a node between the head and its loss commute with the linear layer?"""
@@ -249,16 +237,17 @@ class _Finder:
         elif node.target in _TRANSPOSES:
             if not last or not self._is_class_first(node):
                 raise _Whole(f"{node} permutes the logits")
-        elif node.target not in _RESHAPES or meta.dtype != before.dtype:
+        elif node.target not in RESHAPES or meta.dtype != before.dtype:
             raise _Whole(f"its logits come from {_target(node)} ({node}), not from linear")
 
     def _check_index(self, node: fx.Node, dims: int) -> None:
         more = _Whole(f"{node} indexes the logits with more than slices")
-        if not all(map(self.values.is_constant, node.all_input_nodes[1:])):
+        of = self.values
+        if not all(of.is_constant(n) or of.is_number(n) for n in node.all_input_nodes[1:]):
             raise more
         index = self.literal(node.args[1])
         entries = index if isinstance(index, tuple) else (index,)
-        if not all(e is Ellipsis or type(e) in (int, slice) for e in entries):
+        if not all(e is Ellipsis or type(e) in (int, slice, Number) for e in entries):
             raise more
         count = sum(e is not Ellipsis for e in entries)
         reaches_last = entries[-1] is not Ellipsis and (count == dims or Ellipsis in entries)
@@ -277,14 +266,19 @@ class _Finder:
         return sorted(dims) == [1, 2]
 
     def _check_classes(self, node: fx.Node, classes: int) -> None:
-        shape = self.meta(node).shape
+        meta = self.meta(node)
+        shape = meta.shape if meta.symbolic is None else meta.symbolic.shape
         if node.target not in _TRANSPOSES and (not shape or shape[-1] != classes):
             raise _Whole(f"{node} does not keep the {classes} classes in the last dimension")
 
-    def _rows(self, chain: Sequence[fx.Node], linear: fx.Node, target: Any) -> tuple[int, int]:
-        """Rows and classes of the loss's input, whose classes come last or are transposed."""
+    def _rows(self, chain: Sequence[fx.Node], linear: fx.Node, target: Any) -> tuple[int, Any, int]:
+        """Rows and classes of the loss's input, whose classes come last or are transposed.
+
+        Rows are those that are planned for, and an expression of the symbols.
+        """
         classes = self.meta(linear).shape[-1]
-        shape = self.meta(chain[-1] if chain else linear).shape
+        given = self.meta(chain[-1] if chain else linear)
+        shape = given.shape
         class_first = bool(chain) and chain[-1].target in _TRANSPOSES
         if len(shape) > 2 and not class_first:
             raise _Whole(f"the second dimension of {list(shape)} is not that of the classes")
@@ -295,9 +289,11 @@ class _Finder:
         rows = math.prod(leading)
         if rows == 0 or self.meta(linear).device != self.capture.device:
             raise _Whole("there are no tokens, or they are on another device")
-        return rows, classes
+        if meta.symbolic is None:
+            return rows, rows, classes
+        return rows, sympy.prod(meta.symbolic.shape), classes
 
-    def _check_between(self, found: _Found) -> None:
+    def _check_between(self, found: FoundHead) -> None:
         """Moving the linear layer down to its loss must not change what it reads, or how."""
         nodes = list(self.capture.module.graph.nodes)
         read = [n for n in (found.hidden, found.weight, found.bias) if n is not None]
@@ -315,50 +311,3 @@ def _source(node: fx.Node) -> Any:
 
 def _target(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", node.target))
-
-
-def _rewrite(module: fx.GraphModule, found: _Found, finder: _Finder) -> None:
-    """Put the chunked loss in the place of the loss, and drop the logits."""
-    graph = module.graph
-    for node in (found.linear, *found.chain):  # sizes of the logits, as the numbers they are
-        for user in list(node.users):
-            if user not in found.chain and user is not found.loss:
-                _replace_by_number(user, finder.values.of[user])
-    with graph.inserting_before(found.loss):
-        hidden = found.hidden
-        width = finder.meta(hidden).shape[-1]
-        for node in found.chain:
-            if node.target is operator.getitem:
-                index = finder.literal(node.args[1])
-                hidden = _like(found.linear, graph.call_function(operator.getitem, (hidden, index)))
-            elif node.target in _RESHAPES - _COPIES:
-                shape = (*finder.meta(node).shape[:-1], width)
-                hidden = _like(found.linear, graph.call_method("reshape", (hidden, shape)))
-        loss = graph.call_function(
-            linear_cross_entropy,
-            (hidden, found.weight, found.bias, found.target, found.class_weight),
-            {
-                "ignore_index": found.ignore_index,
-                "label_smoothing": found.label_smoothing,
-                "mean": found.mean,
-                "chunk_rows": found.chunk_rows,
-                "dtype": finder.meta(found.loss).dtype,
-            },
-        )
-    found.loss.replace_all_uses_with(_like(found.linear, loss))
-    for node in (found.loss, *reversed(found.chain), found.linear):
-        graph.erase_node(node)
-
-
-def _like(linear: fx.Node, node: fx.Node) -> fx.Node:
-    """A new node in the modules of the linear layer."""
-    node.meta = {k: v for k, v in linear.meta.items() if k in ("nn_module_stack", "stack_trace")}
-    return node
-
-
-def _replace_by_number(node: fx.Node, value: Any) -> None:
-    value = tuple(value) if isinstance(value, tuple) else value  # torch.Size
-    for user in list(node.users):
-        user.args = fx.map_arg(user.args, lambda n: value if n is node else n)
-        user.kwargs = fx.map_arg(user.kwargs, lambda n: value if n is node else n)
-    node.graph.erase_node(node)

@@ -65,6 +65,8 @@ def propagate(capture: Capture) -> Values:
     values.symbols = interpreter.symbols
     try:
         with capture.ambient.apply(), compat.keeping_nesting(), interpreter.fakes:
+            if values.symbols is not None:
+                values.symbols.fakes.require(capture.conditions)
             inputs = [interpreter.fake_input(item) for item in capture.inputs]
             constants = interpreter.fake_constants()
             with compat.functional_mode():

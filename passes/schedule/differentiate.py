@@ -59,18 +59,17 @@ def differentiate(schedule: Schedule) -> Schedule:
     new = replace(new, backward=backward, gradients=tuple(n.name for n in wanted))
     names = [
         *saved_values,
-        *(name for stage in new.stages for name in _boundary(new.forward, stage)),
+        *(name for s in new.stages for name in _boundary(new.forward, calls[s.index], s)),
     ]
     return add_saved_values(new, list(dict.fromkeys(names)))
 
 
-def _boundary(graph: fx.Graph, stage: Stage) -> list[str]:
+def _boundary(graph: fx.Graph, call: fx.Node, stage: Stage) -> list[str]:
     """Everything that any backward of the stage could take: its arguments and its random state.
 
     Which outputs get a gradient is a guess until `backward()` is called. With all boundaries at
     hand, a backward for other outputs can be built then, recomputing every stage.
     """
-    call = ops.calls_by_stage(graph, ops.forward)[stage.index]
     metas = call.meta["value"][: len(stage.outputs) + len(stage.mutated)]
     if not any(meta.requires_grad for meta in metas):
         return []

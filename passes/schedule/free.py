@@ -60,6 +60,7 @@ def _insert(
 ) -> None:
     nodes = list(graph.nodes)
     position = {node: p for p, node in enumerate(nodes)}
+    ends = {node: _end_of_items(node, position) for node in nodes if ops.op_of(node) is not None}
     returned = set(graph.output_node().all_input_nodes)
     lives_on = {memory(node) for node in returned if ops.effects(node).fills is not None}
     steps = ops.nodes_of(graph, ops.backward) or ops.nodes_of(graph, ops.forward)
@@ -69,7 +70,7 @@ def _insert(
         if node in returned or memory(node) in lives_on or not _owns(node, owns_inputs):
             continue
         last = max((position[user] for user in _users(node)), default=position[node])
-        last = max(last, _end_of_items(node, position))
+        last = max(last, ends.get(_call_of(node), position[node]))
         readers = [u for u in node.users if node in reads(u)]  # `after=` needs only the name
         waits = tuple(u for u in readers if _unordered(u, position, last))
         waits += tuple(copied.get(node.name, ()))
@@ -82,7 +83,7 @@ def _insert(
                 last = len(nodes) - 2
             else:
                 behind = later[min(state_delay if state else delay, len(later)) - 1]
-                last = _end_of_items(nodes[behind], position)
+                last = ends[nodes[behind]]
         frees.append((last, node, waits, deferred))
     for last, node, waits, deferred in sorted(frees, key=lambda entry: entry[0], reverse=True):
         with graph.inserting_after(nodes[last]):
@@ -110,12 +111,16 @@ def _owns(node: fx.Node, owns_inputs: bool) -> bool:
     return owns(node)
 
 
-def _end_of_items(node: fx.Node, position: Mapping[fx.Node, int]) -> int:
-    """The position after which the results of the node's call have all been taken apart."""
-    call = node
+def _call_of(node: fx.Node) -> fx.Node:
+    """The call that a value is a result of; the node itself, if it is no item of one."""
     if ops.op_of(node) is None and node.op == "call_function" and isinstance(node.args[0], fx.Node):
-        call = node.args[0]
-    return max([position[node], *(position[item] for _, item in ops.items(call))])
+        return node.args[0]
+    return node
+
+
+def _end_of_items(call: fx.Node, position: Mapping[fx.Node, int]) -> int:
+    """The position after which the results of a call have all been taken apart."""
+    return max([position[call], *(position[item] for _, item in ops.items(call))])
 
 
 def _unordered(user: fx.Node, position: Mapping[fx.Node, int], last: int) -> bool:

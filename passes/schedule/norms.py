@@ -7,8 +7,8 @@ What is offloaded is what is measured, sums over several backwards included, so 
 no pass over host memory. Gradients that stay on the device for `optimizer.step()` are measured
 there, by whoever asks.
 
-Of gradients that an update in the backward consumes the L2 norm alone is taken. Nobody can clip
-by it any more, but loops log it.
+Of gradients that an update in the backward consumes, of resident buckets too, the L2 norm alone is
+taken. Nobody can clip by it any more, but loops log it.
 """
 
 from __future__ import annotations
@@ -41,6 +41,14 @@ def insert_norms(schedule: Schedule) -> Schedule:
             name = f"n{bucket.suffix}"
             norms = ops.call(new.backward, ops.norm_grad, bucket, gradients, False, name=name)
         node.args = (bucket, updated, norms)
+    for node in ops.nodes_of(new.backward, ops.update_in_place):
+        bucket, gradients = ops.arguments(node)
+        if not _have_norms(bucket):
+            continue
+        with new.backward.inserting_before(node):
+            name = f"n{bucket.suffix}"
+            norms = ops.call(new.backward, ops.norm_grad, bucket, gradients, False, name=name)
+        node.args = (bucket, gradients, norms)
     return new
 
 

@@ -8,6 +8,8 @@ recompute, so that both draw the same.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import fx
 
 from megacompile.ir import ops
@@ -25,68 +27,75 @@ def insert_recompute(schedule: Schedule) -> Schedule:
     assert new.backward is not None
     forwards = ops.calls_by_stage(new.forward, ops.forward)
     backwards = ops.calls_by_stage(new.backward, ops.backward)
-    saved_values = list(new.saved_values)
-    for stage in reversed(new.stages):
-        if stage.index in backwards and stage.index not in new.plan.keep:
-            call = forwards[stage.index]
-            dropped = _forget(new.forward, call, stage)
-            saved_values = [name for name in saved_values if name not in dropped]
-            if stage.traced.saved:
-                saved_values += _recompute(new, call, backwards[stage.index], stage)
+    again = [
+        stage
+        for stage in reversed(new.stages)
+        if stage.index in backwards and stage.index not in new.plan.keep
+    ]
+    dropped = _forget(new.forward, [(forwards[stage.index], stage) for stage in again])
+    saved_values = [name for name in new.saved_values if name not in dropped]
+    edit = _Edit(new.forward, new.backward)
+    for stage in again:
+        if stage.traced.saved:
+            saved_values += edit.recompute(forwards[stage.index], backwards[stage.index], stage)
     return add_saved_values(new, list(dict.fromkeys(saved_values)))
 
 
-def _forget(graph: fx.Graph, call: fx.Node, stage: Stage) -> set[str]:
-    """Stop a forward from returning saved tensors; gives the names they had."""
-    results = len(stage.outputs) + len(stage.mutated)
-    call.args = (*call.args[:3], False)
-    call.meta["value"] = call.meta["value"][:results]
-    dropped = [item for k, item in ops.items(call) if k >= results]
+def _forget(graph: fx.Graph, calls: Sequence[tuple[fx.Node, Stage]]) -> set[str]:
+    """Stop forwards from returning saved tensors; gives the names they had."""
+    dropped: dict[fx.Node, None] = {}
+    for call, stage in calls:
+        results = len(stage.outputs) + len(stage.mutated)
+        call.args = (*call.args[:3], False)
+        call.meta["value"] = call.meta["value"][:results]
+        dropped |= {item: None for k, item in ops.items(call) if k >= results}
     output = graph.output_node()
     outputs, kept = ops.returned(graph)
-    output.args = ((outputs, tuple(n for n in kept if n not in dropped)),)
+    output.args = ((outputs, tuple(n for n in kept if n not in dropped)),)  # once: it is long
     for item in dropped:
         graph.erase_node(item)
     return {item.name for item in dropped}
 
 
-def _recompute(new: Schedule, call: fx.Node, backward: fx.Node, stage: Stage) -> list[str]:
-    """Insert a recompute before a backward; gives the saved values it takes."""
-    graph = new.backward
-    assert graph is not None
-    args: list[fx.Node | None] = []
-    taken: list[str] = []
-    for arg in backward_args(call, stage, stage.traced.recompute_primals):
-        if arg is None:
-            args.append(None)
-            continue
-        source = saved_value(new.forward, arg)
-        taken.append(source.name)
-        args.append(_placeholder(graph, source))
-    rng = None
-    if stage.traced.random:
-        taken.append(f"rng{stage.index}")
-        state = next(n for n in new.forward.nodes if n.name == taken[-1])
-        rng = _placeholder(graph, state)
-    placeholders = ops.arguments(backward)[3]
-    with graph.inserting_before(backward):
-        name = f"rc{stage.index}"
-        again = ops.call(graph, ops.recompute, stage, (), tuple(args), rng, name=name)
-        again.meta["value"] = stage.traced.saved
-        for k, placeholder in enumerate(placeholders):
-            item = add_item(graph, again, k, f"{placeholder.name}_again")
-            placeholder.replace_all_uses_with(item)
-            graph.erase_node(placeholder)
-    return taken
+class _Edit:
+    """Inserts recomputes. It knows what is where by name: a graph has thousands of nodes."""
 
+    def __init__(self, forward: fx.Graph, backward: fx.Graph) -> None:
+        self.forward = forward
+        self.backward = backward
+        self.states = ops.calls_by_stage(forward, ops.save_rng)
+        existing: list[fx.Node] = backward.find_nodes(op="placeholder")
+        self.placeholders = {node.name: node for node in existing}
 
-def _placeholder(graph: fx.Graph, source: fx.Node) -> fx.Node:
-    """The backward's placeholder for a saved value, made where there is none; those come first."""
-    existing: list[fx.Node] = graph.find_nodes(op="placeholder")
-    for node in existing:
-        if node.name == source.name:
-            return node
-    with graph.inserting_before(existing[0]):
-        placeholder = graph.placeholder(source.name)
-    placeholder.meta["value"] = source.meta.get("value")
-    return placeholder
+    def recompute(self, call: fx.Node, backward: fx.Node, stage: Stage) -> list[str]:
+        """Insert a recompute before a backward; gives the saved values it takes."""
+        args: list[fx.Node | None] = []
+        taken: list[str] = []
+        for arg in backward_args(call, stage, stage.traced.recompute_primals):
+            source = None if arg is None else saved_value(self.forward, arg)
+            args.append(None if source is None else self._placeholder(source))
+            taken += [] if source is None else [source.name]
+        rng = None
+        if stage.traced.random:
+            rng = self._placeholder(self.states[stage.index])
+            taken.append(self.states[stage.index].name)
+        graph, saved = self.backward, ops.arguments(backward)[3]
+        with graph.inserting_before(backward):
+            name = f"rc{stage.index}"
+            again = ops.call(graph, ops.recompute, stage, (), tuple(args), rng, name=name)
+            again.meta["value"] = stage.traced.saved
+            for k, placeholder in enumerate(saved):
+                item = add_item(graph, again, k, f"{placeholder.name}_again")
+                placeholder.replace_all_uses_with(item)
+                graph.erase_node(placeholder)
+                del self.placeholders[placeholder.name]
+        return taken
+
+    def _placeholder(self, source: fx.Node) -> fx.Node:
+        """That for a saved value, made where there is none; those come first."""
+        if source.name not in self.placeholders:
+            with self.backward.inserting_before(next(iter(self.backward.nodes))):
+                placeholder: fx.Node = self.backward.placeholder(source.name)
+            placeholder.meta["value"] = source.meta.get("value")
+            self.placeholders[source.name] = placeholder
+        return self.placeholders[source.name]

@@ -4,8 +4,9 @@
 
 The first op of a forward or a backward that reads a part of a bucket in host memory takes the token
 of that part, and a backward or an update returns the ops that were the last to write one (see
-`megacompile.ir.tokens`). Whoever takes a resident bucket needs none: the compute stream is in order
-over all graphs. What an update reads is behind the gradients that it waits for.
+`megacompile.ir.tokens`). The compute stream is in order over all graphs, so its ops need no token
+of the weights and states of a resident bucket; the d2h stream brings the gradients of one. What an
+update reads is behind the gradients that it waits for.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from __future__ import annotations
 from torch import fx
 
 from megacompile.ir import ops
+from megacompile.ir.ops import Op, Part
 from megacompile.ir.schedule import Schedule
+from megacompile.ir.stream import Stream
 from megacompile.ir.tokens import Place, add, taken, written
 
 
@@ -35,12 +38,17 @@ def _wait(graph: fx.Graph) -> None:
         bucket = ops.arguments(node)[0]
         op = ops.effects(node)
         for part in op.reads:
-            if (bucket.key, part) in touched:
+            if (bucket.key, part) in touched or _in_order(op, part):
                 continue
             token = there.get((bucket.key, part)) or add(graph, bucket, part, body)
             after = node.kwargs.get("after", ())
             node.kwargs = {**node.kwargs, "after": (token, *after)}  # type: ignore[misc]
         touched |= {(bucket.key, part) for part in op.reads} | set(written(node))
+
+
+def _in_order(op: Op, part: Part) -> bool:
+    """Is an op behind the last write of a part of a resident bucket in any case?"""
+    return op.stream is Stream.COMPUTE and part is not Part.GRADIENTS
 
 
 def _return(graph: fx.Graph) -> None:

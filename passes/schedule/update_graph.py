@@ -21,7 +21,7 @@ from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Plan, Schedule
-from megacompile.ir.tokens import take
+from megacompile.ir.tokens import add
 from megacompile.ir.values import left_of
 from megacompile.passes.schedule.disk import insert_disk
 from megacompile.passes.schedule.tokens import insert_tokens
@@ -52,12 +52,14 @@ def update_of(buckets: list[Bucket], resident: frozenset[int], *, helps: bool) -
     graph = fx.Graph()
     graph.output(((),))
     made: list[fx.Node] = []
-    for bucket in buckets:
+    first = graph.output_node()
+    for k, bucket in enumerate(buckets):
         op = ops.update_resident if bucket.key in resident else ops.update_host
-        gradients = take(graph, bucket, Part.GRADIENTS)
+        gradients = add(graph, bucket, Part.GRADIENTS, first)
         with graph.inserting_before(graph.output_node()):
             name = f"u{bucket.suffix}"
             done = ops.call(graph, op, bucket, name=name, after=(gradients,))
+        first = first if k else done
         if op is ops.update_host:
             made.append(done)
     if helps and made:

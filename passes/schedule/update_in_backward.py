@@ -5,10 +5,14 @@
 
         0F 1F 2F             0F 1F DRAIN 2F
 
-An update comes behind the bucket's last gradient and its last reader in the backward. The optimizer
-states are fetched `lookahead` stages ahead, as the weights are, in the order of the updates; the
-new parameters and states go back while the next stages compute. With `accumulate`, what earlier
-backwards left on the host is added first, as in `offload_grad`.
+    of a resident bucket:    2B 2UPDATE
+
+An update comes behind the bucket's last gradient and its last reader in the backward. A bucket that
+lives on the device is updated there in place (`update_in_place`), which needs no copy and no memory
+beside its gradients. For the others, the optimizer states are fetched `lookahead` stages ahead, as
+the weights are, in the order of the updates; the new parameters and states go back while the next
+stages compute. With `accumulate`, what earlier backwards left in the bucket is added first, as in
+`offload_grad`.
 
 The last updates of a backward are deferred (see `free`), because the next forward should not begin
 with a wait for their copies. Its first half hides them; then `drain` gives their memory back,
@@ -25,6 +29,7 @@ import torch
 from torch import fx
 
 from megacompile.ir import ops
+from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.tensors import TensorMeta
 from megacompile.passes.schedule.drain import insert_drain
@@ -68,6 +73,11 @@ def insert_updates(
         last = max(call, readers.get(bucket.key, call))
         where = max(total if accumulate else last_item(call), last_item(last))
         suffix = bucket.suffix
+        if bucket.key in new.plan.resident:
+            with graph.inserting_after(where):
+                done = ops.call(graph, ops.update_in_place, bucket, total, name=f"u{suffix}")
+            done.meta["value"] = _updated(new, bucket, state_bytes)
+            continue
         with graph.inserting_after(where):
             updated = ops.call(graph, ops.update, bucket, None, total, None, name=f"new{suffix}")
         with graph.inserting_after(updated):
@@ -80,11 +90,16 @@ def insert_updates(
             buffer = ops.call(graph, ops.alloc_state, bucket, masters, name=f"buf_s{suffix}")
             state = ops.call(graph, ops.fetch_state, bucket, buffer, masters, name=f"s{suffix}")
         updated.args = (bucket, weights, total, state)
-        params = [bucket.params[i] for i in new.gradient_params[bucket.key]]
-        size = sum(param.numel * state_bytes(param.dtype.itemsize) for param in params)
-        meta = TensorMeta((int(size),), _BYTE, (1,))
+        meta = _updated(new, bucket, state_bytes)
         for node in (buffer, state, updated):
             node.meta["value"] = meta
     if made:
         insert_drain(new.forward, late=new.plan.state_delay > 1)
     return new
+
+
+def _updated(schedule: Schedule, bucket: Bucket, state_bytes: Callable[[int], float]) -> TensorMeta:
+    """The parameters and states that an update changes, as bytes."""
+    params = [bucket.params[i] for i in schedule.gradient_params[bucket.key]]
+    size = sum(param.numel * state_bytes(param.dtype.itemsize) for param in params)
+    return TensorMeta((int(size),), _BYTE, (1,))

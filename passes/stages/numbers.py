@@ -224,7 +224,9 @@ def _taken(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
 
 
 def _looks(value: Any) -> Any:
+    """What a value looks like; no element is reached by the stride of a dimension of size 1."""
     if isinstance(value, torch.Tensor):
         meta = TensorMeta.of(value)
-        return meta.shape, meta.stride, meta.dtype, meta.device
+        sizes = zip(meta.shape, meta.stride, strict=True)
+        return meta.shape, [0 if n == 1 else step for n, step in sizes], meta.dtype, meta.device
     return tuple(map(_looks, value)) if isinstance(value, (tuple, list)) else None

@@ -25,6 +25,7 @@ from megacompile.errors import HostMemoryError
 from megacompile.host_memory import MARGIN_BYTES, available_bytes
 from megacompile.ir.tensors import TensorMeta
 from megacompile.runtime.device.buffers import HostBuffer
+from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.text import format_bytes
 
 _SLACK = 2  # a buffer may be this many times larger than what it is lent to
@@ -131,6 +132,7 @@ class HostPool:
 
     def __init__(self, *, pin: bool) -> None:
         self.pin = pin
+        self.budget = HostBudget()  # makes its memory
         self.lent_bytes = 0
         self.peak_bytes = 0  # that were lent at once
         self._free: list[_Buffer] = []  # the longest unused first
@@ -182,7 +184,8 @@ class HostPool:
                 f"{format_bytes(max(free - MARGIN_BYTES, 0))} are available; use "
                 "activations='recompute', or a smaller batch"
             )
-        return _Buffer(HostBuffer(size_bytes, pin=self.pin), size_bytes)
+        made = self.budget.make(size_bytes, "what waits for its backward", pin=self.pin)
+        return _Buffer(made, size_bytes)
 
     def _collect(self) -> None:
         while self._returned:

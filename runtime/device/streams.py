@@ -98,6 +98,10 @@ class Streams:
                 self._catch_up(handle)
         return self._now(Handle(None, stream), waits, work)
 
+    def wait_on_compute(self, event: torch.cuda.Event) -> None:
+        """Let what comes next on the caller's stream wait."""
+        torch.cuda.current_stream(self.device).wait_event(event)
+
     def _now(self, handle: Handle, waits: Sequence[Handle], work: Callable[[], Any]) -> Handle:
         queue = self._queue(handle.stream)
         for earlier in waits:

@@ -277,7 +277,10 @@ class _Call:
                 it.
         """
         updates = self.machine.in_backward
-        if updates is None or updates.accumulating:
+        if updates is None:
+            return False
+        if updates.accumulating:
+            self.program.plans.say_accumulates()
             return False
         uses = self.machine.current_run().uses
         if uses.exceptions >= set(self.places):

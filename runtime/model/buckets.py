@@ -23,7 +23,9 @@ from megacompile.ir.placement import Placement
 from megacompile.options import Lowering, Options
 from megacompile.progress import bar
 from megacompile.runtime.checkpoint.contents import Contents
+from megacompile.runtime.device import freed
 from megacompile.runtime.device.disk_buffers import Disk
+from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.device.slots import DeviceSlots
 from megacompile.runtime.device.streams import Streams
 from megacompile.runtime.disk.scratch import ScratchFile
@@ -34,6 +36,7 @@ from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params import inputs
 from megacompile.runtime.params.aliases import AliasNotice
 from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.consumed import follow
 from megacompile.runtime.params.eager_notice import EagerNotice
 from megacompile.runtime.params.gradients import Gradients
 from megacompile.runtime.params.guards import unguarded
@@ -77,6 +80,7 @@ class ModelBuckets:
         self.check_memory: Callable[[], None] = lambda: None  # raises where it is given back
         self.data_parallel = DataParallel(model, options)
         self._places = _Places()
+        self._host_budget = HostBudget(options.host_memory)
         streams = Streams(options.device)
         self.machine = Machine(
             device=options.device,
@@ -89,6 +93,7 @@ class ModelBuckets:
             detect_anomaly=options.detect_anomaly,
             disk=_disk(options),
         )
+        self.machine.activations.budget = self._host_budget
         self.alone = threading.RLock()  # the swap and the slots serve one call at a time
         self.notice = EagerNotice()
         self._aliases = AliasNotice()
@@ -120,6 +125,7 @@ class ModelBuckets:
             self._fill(units, named, contents)
         total = sum(unit.bucket.size_bytes for unit in units)
         with bar("moving parameters to the host", total, self.options.progress, unit="B") as step:
+            kept = 0  # bytes freed since the last time that they were given back
             for unit in units:
                 params = [named[place.name] for place in unit.bucket.params]
                 key = unit.bucket.key
@@ -127,6 +133,10 @@ class ModelBuckets:
                     made = self._bucket(unit.bucket, params, key in resident)
                     self.machine.buckets[key] = made
                 step(unit.bucket.size_bytes)
+                kept += unit.bucket.size_bytes
+                if kept > freed.BETWEEN_BYTES or unit is units[-1]:
+                    freed.give_back()
+                    kept = 0
         if self.options.device.type == "cuda":
             torch.cuda.empty_cache()  # where the parameters were
         self.machine.gradients.bind(self.machine.buckets)
@@ -230,6 +240,8 @@ class ModelBuckets:
         gradients = self.machine.gradients.take(key)
         self.machine.buckets[key] = self._bucket(old.layout, old.params, resident)
         self.machine.gradients.put(self.machine.buckets[key], gradients)
+        for param in old.params:
+            follow(param)
 
     def _bucket(
         self,
@@ -249,6 +261,7 @@ class ModelBuckets:
             resident=self.options.device if resident else None,
             disk=self.machine.disk,
             empty=empty,
+            budget=self._host_budget,
         )
 
     def _source(self, param: torch.Tensor) -> Source:
@@ -302,6 +315,9 @@ class ModelBuckets:
     def follow_plans(self) -> None:
         """Move what the plans want elsewhere, unless something around the call forbids it."""
         self.plans.say_stays(self.data_parallel.around() or self.plans.placement.stays)
+        updates = self.machine.in_backward
+        if updates is not None and updates.accumulating:
+            self.plans.say_accumulates()
         self.move_if_wanted()
 
     def _adopt(self, fits: bool) -> None:

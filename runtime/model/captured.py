@@ -28,7 +28,7 @@ from megacompile.ir.capture import (
 )
 from megacompile.ir.tensors import TensorMeta
 from megacompile.packed import is_wrapper, taken_apart
-from megacompile.runtime.model.plans import Plans
+from megacompile.runtime.model.plans import MovesFirst, Plans
 from megacompile.runtime.model.program import Program
 from megacompile.runtime.model.symbolic import PROGRAMS_AT_ONCE, SymbolicInputs, covers, larger
 from megacompile.runtime.ops.machine import Machine
@@ -90,6 +90,7 @@ class CapturedGraph:
         evicted: Callable[[], None] = lambda: None,
         *,
         floats: bool = True,
+        begins_call: Callable[[], bool] = lambda: False,
     ) -> None:
         self.name = name
         self.module = module
@@ -98,6 +99,7 @@ class CapturedGraph:
         self.machine = machine
         self.run = run
         self.evicted = evicted  # called when programs were given up
+        self.begins_call = begins_call  # was nothing done yet in this call of the model?
         self.programs: dict[Hashable, Program | None] = {}
         self.stale = False  # are they to be made anew, because buckets have moved?
         self.changed: frozenset[int] = frozenset()  # the inputs that a program changes in place
@@ -195,7 +197,7 @@ class CapturedGraph:
             self.changed |= program.changed
             if self._overlaps(args):
                 return None
-            program.executor(program.variant())
+            self._plan(program)
         except _NOT_WITH_SYMBOLS as error:
             ours = isinstance(error, MegacompileError)
             if isinstance(error, torch.OutOfMemoryError) or (
@@ -285,7 +287,7 @@ class CapturedGraph:
                 overlaps = self._overlaps(args)
                 if overlaps != program.capture.overlaps:
                     program = self._divided(ambient, kinds, overlaps)
-            program.executor(program.variant())
+            self._plan(program)
         except UnsupportedGraphError as error:
             warnings.warn(
                 f"megacompile: {self.name} is not scheduled and runs in eager mode, fetching "
@@ -294,6 +296,20 @@ class CapturedGraph:
             )
             return None
         return program
+
+    def _plan(self, program: Program) -> None:
+        """Plan the schedule that will be needed, and give it code.
+
+        Raises:
+            MovesFirst: it is for buckets that are elsewhere, and nothing has been done yet that
+                would be done twice.
+        """
+        program.plan(program.variant())
+        plans = self.plans
+        moves = plans.wanted != plans.placement.resident and not self.machine.pending
+        if moves and self.begins_call():
+            raise MovesFirst
+        program.executor(program.variant())
 
     def _share(self, args: Sequence[Any]) -> str:
         """How much of the model the graph reads."""

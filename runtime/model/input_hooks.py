@@ -4,11 +4,16 @@ transformers and PEFT register one on the embedding of a model with frozen weigh
 checkpoints: `output.requires_grad_(True)`. Dynamo captures no such change, and the graph would
 break at each of its callers. During a call an addition of -0.0, which changes no bit, is in its
 place: its sum requires grad too.
+
+transformers adds another one each time that checkpoints are turned on again, as TRL does in every
+step, and never removes it. Right behind one another they do what one does, so during a call there
+is one: a model is captured anew when the number of its hooks changes.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import deque
 from typing import Any
 
 import torch
@@ -31,13 +36,17 @@ class InputHooks:
         """Until the undos run, what Dynamo captures is in the place of such hooks."""
         found = [
             (hooks, key, hook)
-            for module in model.modules()
+            for module in compat.modules_of(model)
             for hooks in (compat.forward_hooks_of(module),)
             for key, hook in hooks.items()
-            if getattr(hook, "__name__", "") in _NAMES
+            if _is_ours(hook)
         ]
         if not found:
             return
+        if len(found) > 1:
+            for hooks in {id(hooks): hooks for hooks, _, _ in found}.values():
+                _leave_out(hooks, undos)
+            found = [item for item in found if item[1] in item[0]]
         holders, keys, theirs = map(list, zip(*found, strict=True))
         ours = [self._made()] * len(found)
         undos.append(functools.partial(exchange, holders, keys, ours, theirs))
@@ -54,3 +63,25 @@ class InputHooks:
 
             self._hook = require_grad
         return self._hook
+
+
+def _is_ours(hook: Any) -> bool:
+    return getattr(hook, "__name__", "") in _NAMES
+
+
+def _leave_out(hooks: dict[int, Any], undos: Undos) -> None:
+    """Until the undos run, a module has no such hook right behind another one."""
+    keys = list(hooks)
+    pairs = zip(keys, keys[1:], strict=False)
+    again = [key for before, key in pairs if _is_ours(hooks[before]) and _is_ours(hooks[key])]
+    if again:
+        undos.append(functools.partial(_put_back, hooks, keys, {k: hooks[k] for k in again}))
+        deque(map(hooks.pop, again), maxlen=0)
+
+
+def _put_back(hooks: dict[int, Any], order: list[int], again: dict[int, Any]) -> None:
+    """The hooks that were left out are there again, and all are in their order."""
+    hooks.update(again)
+    later = [key for key in hooks if key not in order]
+    for key in [*(key for key in order if key in hooks), *later]:
+        hooks[key] = hooks.pop(key)

@@ -22,10 +22,13 @@ class Compiler(Protocol):
     def resized(self, stages: Schedule, values: Values) -> Schedule:
         """The stages, planned for other values of their symbols."""
 
-    def build(
+    def plan(
         self, stages: Schedule, capture: Capture, variant: Variant, placement: Placement
     ) -> Schedule:
-        """Everything else, verified, with the buckets where they are."""
+        """The verified schedule without code, with the buckets where they are."""
+
+    def lower(self, schedule: Schedule) -> Schedule:
+        """What `plan` gave, with code."""
 
     def wants(self, placement: Placement) -> Placement:
         """Where the plans made so far want the buckets, which are as `placement` says."""
@@ -46,6 +49,13 @@ class Compiler(Protocol):
         """A schedule that is an update alone: of these buckets, where they lie."""
 
 
+class MovesFirst(BaseException):
+    """Buckets move before a captured graph runs for the first time, and the call begins again.
+
+    User code between the two that catches `Exception` must not see it.
+    """
+
+
 class Plans:
     """The plans of a model for one layout of its buckets.
 
@@ -58,9 +68,9 @@ class Plans:
         self.compiler = compiler
         self.placement = placement
 
-    def build(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
-        """A schedule for the buckets where they are."""
-        return self.compiler.build(stages, capture, variant, self.placement)
+    def plan(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
+        """A schedule without code, for the buckets where they are."""
+        return self.compiler.plan(stages, capture, variant, self.placement)
 
     def rest(self, buckets: Sequence[Bucket]) -> Schedule:
         """A schedule whose update is that of these buckets, where they are."""
@@ -79,6 +89,11 @@ class Plans:
         """From now on plans say why buckets stay where they are."""
         if why != self.placement.stays:
             self.placement = replace(self.placement, stays=why)
+
+    def say_accumulates(self) -> None:
+        """From now on plans count the gradients of micro-batches."""
+        if not self.placement.accumulates:
+            self.placement = replace(self.placement, accumulates=True)
 
     def stay(self, why: str) -> None:
         """Plan anew with the buckets where they are, for good. No backward may be to come."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,13 @@ from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 
 VARIANTS = 256  # schedules of a program; those that were built first go
+
+
+@contextlib.contextmanager
+def _stages_own_ambient() -> Iterator[None]:
+    """Saved tensors hooks around the call are not the stages'."""
+    with compat.without_saved_tensors_hooks(), compat.without_sources(), compat.on_host():
+        yield
 
 
 class Program:
@@ -48,6 +56,7 @@ class Program:
             self.inputs[str(node.args[0])] for node in changes
         )
         self.executors: dict[Variant, Executor] = {}
+        self._planned: dict[Variant, Schedule] = {}  # without code yet
         self._fakes: dict[compat.SymbolicFakes, tuple[int, ...]] = {}  # and of which symbols
         if stages.symbols is not None:
             self._note(stages.symbols)
@@ -62,6 +71,7 @@ class Program:
         """Forget the schedules, and what they were planned from."""
         self.stages = replace(self.stages)
         self.executors.clear()
+        self._planned.clear()
 
     def tensor_outputs(self) -> list[int]:
         """Positions of the outputs that stages compute, each value once."""
@@ -79,18 +89,20 @@ class Program:
         update = self.machine.in_backward is not None
         return replace(Variant(self.tangents, keep_last=True, update=update), **changes)
 
+    def plan(self, variant: Variant) -> None:
+        """Plan the schedule of a variant, which `executor` then gives code."""
+        with _stages_own_ambient():
+            self._planned[variant] = self.plans.plan(self.stages, self.capture, variant)
+
     def executor(self, variant: Variant) -> Executor:
         """The executor of a variant, built at first use."""
         if variant not in self.executors:
             while len(self.executors) >= VARIANTS:
                 self.executors.pop(next(iter(self.executors)))
-            # saved tensors hooks around the call are not the stages'
-            with (
-                compat.without_saved_tensors_hooks(),
-                compat.without_sources(),
-                compat.on_host(),
-            ):
-                schedule = self.plans.build(self.stages, self.capture, variant)
+            if variant not in self._planned:
+                self.plan(variant)
+            with _stages_own_ambient():
+                schedule = self.plans.compiler.lower(self._planned.pop(variant))
             self.executors[variant] = Executor(schedule, self.machine)
             self._note_code(schedule)
         return self.executors[variant]

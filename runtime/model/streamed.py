@@ -24,14 +24,14 @@ from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Lowering, Options
 from megacompile.runtime.checkpoint.contents import Contents
-from megacompile.runtime.model import autograd, shortage
+from megacompile.runtime.model import autograd, four_bit, shortage
 from megacompile.runtime.model.buckets import ModelBuckets
 from megacompile.runtime.model.captured import CapturedGraph
 from megacompile.runtime.model.input_hooks import InputHooks
 from megacompile.runtime.model.outside import OutsideNotice
 from megacompile.runtime.model.owners import register
 from megacompile.runtime.model.parts import Part, Parts
-from megacompile.runtime.model.plans import Compiler
+from megacompile.runtime.model.plans import Compiler, MovesFirst
 from megacompile.runtime.model.released import Released
 from megacompile.runtime.model.weakly import weakly, while_it_lives
 from megacompile.runtime.ops.head import bind_operators
@@ -70,6 +70,7 @@ class StreamedModel:
             compat.use_expandable_segments()  # a plan is about bytes, not about fragments
         compat.note_backward_calls()
         compat.note_uncaptured()
+        compat.convert_in_place(StreamedParameter)
         self.graphs: list[CapturedGraph] = []
         self.buckets = ModelBuckets(
             model, options, divide, compiler, while_it_lives(self._plan_anew), contents
@@ -153,7 +154,14 @@ class StreamedModel:
                 return result
             except torch.OutOfMemoryError as error:
                 ran_out = shortage.first_line(error)  # not the error: its frames hold memory
-            self._step_down(before, ran_out)
+            except MovesFirst:
+                ran_out = ""
+            if ran_out:
+                self._step_down(before, ran_out)
+            else:
+                before.restore(self.model, "no memory")
+                self.buckets.move_if_wanted()
+                self._plan_anew()
 
     def _run(
         self,
@@ -166,6 +174,7 @@ class StreamedModel:
         undos.append(functools.partial(compat.set_dynamo_options, compat.dynamo_options()))
         compat.set_dynamo_options(compat.CALL_OPTIONS)
         self._input_hooks.swap_in(self.model, undos)
+        four_bit.swap_in(undos)
         stand_ins.put_in(self._stand_in, undos)
         self.parts.take_out(undos)
         self.buckets.proxies.swap_in(undos)
@@ -179,6 +188,11 @@ class StreamedModel:
         proxy = self.buckets.proxies.of(tensor)
         result: torch.Tensor = self._to_device(tensor) if proxy is None else proxy
         return result
+
+    def _begins_call(self) -> bool:
+        """Is a captured graph what a call of the model begins with? Then it can begin again: no
+        line of a user has run."""
+        return compat.is_called_first(StreamedModel._run.__code__)
 
     def _is_in_a_call(self) -> bool:
         """Does the model call itself? Then its parameters are proxies rightly."""
@@ -297,6 +311,7 @@ class StreamedModel:
             autograd.run,
             while_it_lives(self._forget),
             floats=self.options.lowering is Lowering.EAGER,  # Inductor compiles ints alone
+            begins_call=weakly(self._begins_call),
         )
         self.graphs.append(graph)
         return weakly(graph.__call__)

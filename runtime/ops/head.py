@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacompile.ir.head import OPERATOR, SCALE, empty_gradients, sum_dtype
+from megacompile.ir.head import OPERATOR, SCALE, empty_gradients, equal_chunks, sum_dtype
 from megacompile.runtime.ops.cross_entropy import rows
 from megacompile.runtime.ops.rows import Rows
 
@@ -48,6 +48,7 @@ def _linear_cross_entropy(
         gradient.zero_()
     d_hidden, d_weight, d_bias = gradients
     total = hidden.new_zeros((), dtype=sum_dtype(hidden.dtype))
+    chunk_rows = equal_chunks(hidden.shape[0], chunk_rows)
     buffer = hidden.new_empty(min(chunk_rows, hidden.shape[0]), weight.shape[0])
     for start in range(0, hidden.shape[0], chunk_rows):
         x = hidden[start : start + chunk_rows]

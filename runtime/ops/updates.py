@@ -40,6 +40,28 @@ class UpdateOps(OpGroup):
         note_changes(update.bucket, [step.index for step in update.steps])
         return handle
 
+    def update_in_place(
+        self,
+        bucket: Bucket,
+        gradients: Handle,
+        norms: Handle | None = None,
+        *,
+        after: tuple[Any, ...] = (),
+    ) -> Handle:
+        machine = self.machine
+        host, updates, run = machine.buckets[bucket.key], machine.in_backward, machine.current_run()
+        assert updates is not None, "a schedule with updates, and no optimizer"
+
+        def step() -> None:
+            _, group = gradients.value
+            if norms is not None:
+                taken = run.update_norms(bucket.key, self.gradient_params[bucket.key])
+                taken.keep(norms.value, norms.event)
+            updates.update_in_place(host, group)
+
+        waits = (gradients, after) if norms is None else (gradients, norms, after)
+        return self._issue(Stream.COMPUTE, waits, step)
+
     def help_host(self, updates: tuple[Handle, ...]) -> Handle:
         flights = [handle.value for handle in updates if isinstance(handle.value, Flight)]
         self.machine.host_updates.help(flights)

@@ -45,7 +45,7 @@ class BackwardPass:
             if self.buckets[key].resident is None:
                 event.synchronize()
             else:  # who reads them does so on the compute stream
-                torch.cuda.current_stream(self.streams.device).wait_event(event)
+                self.streams.wait_on_compute(event)
 
     def give_up(self) -> None:
         """It has failed: what was taken out of `p.grad` and not accumulated goes back, and what was
@@ -135,7 +135,7 @@ class BackwardPass:
 
 
 class Norms:
-    """The norms of a bucket's gradients, on their way to the host.
+    """The norms of a bucket's gradients, on their way to the host or on the device.
 
     Args:
         indices: of the parameters.
@@ -143,7 +143,7 @@ class Norms:
 
     def __init__(self, indices: tuple[int, ...]) -> None:
         self.indices = indices
-        self._copied: torch.cuda.Event | None = None  # behind the copy
+        self._copied: torch.cuda.Event | None = None  # behind the copy, or behind the norms
         self._buffer: torch.Tensor | None = None
         self._values: list[list[float]] = []
 
@@ -158,6 +158,14 @@ class Norms:
         self._buffer.copy_(norms, non_blocking=True)
         if queue is not None:
             self._copied = queue.record_event()
+
+    def keep(
+        self,
+        norms: torch.Tensor,  # as `fill` takes them
+        made: torch.cuda.Event | None,
+    ) -> None:
+        """Leave them on the device until somebody asks; `made` is behind them."""
+        self._buffer, self._copied = norms, made
 
     def get(self, k: int) -> tuple[float, float]:
         """The L2 norm and the largest absolute value of the k-th gradient."""
@@ -174,6 +182,7 @@ class Norms:
             if self._copied is not None:
                 self._copied.synchronize()
             self._values = self._buffer.tolist()
+            self._buffer = None
         return self._values
 
 

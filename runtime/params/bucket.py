@@ -17,6 +17,7 @@ from megacompile import compat
 from megacompile.ir.buckets import Bucket, Param
 from megacompile.runtime.device.buffers import DeviceBuffer, HostBuffer, mirrored
 from megacompile.runtime.device.disk_buffers import Disk
+from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.params.guards import release
 from megacompile.runtime.params.pending import Pending
 from megacompile.runtime.params.state_memory import Made, StateMemory
@@ -40,6 +41,7 @@ class HostBucket:
         disk: where the states of a streamed bucket lie, if not in host memory.
         empty: on the host, with memory that nobody has touched. Who fills it lets the parameters
             have it, and calls `filled`.
+        budget: makes its buffers on the host. Default: one without a limit.
     """
 
     said_moved = False
@@ -55,7 +57,9 @@ class HostBucket:
         resident: torch.device | None = None,
         disk: Disk | None = None,
         empty: bool = False,
+        budget: HostBudget | None = None,
     ) -> None:
+        self._budget = budget or HostBudget()
         self.resident = resident
         self.disk = None if resident is not None else disk
         self._empty = empty
@@ -102,10 +106,14 @@ class HostBucket:
                 buffer.lock()
 
     def new_buffer(self, size_bytes: int, *, pin: bool) -> HostBuffer | DeviceBuffer:
-        """Memory where the bucket lies."""
+        """Memory where the bucket lies.
+
+        Raises:
+            HostMemoryError: there is too little of it, or it is over the budget.
+        """
         if self.resident is not None:
             return DeviceBuffer(self.resident)
-        return HostBuffer(size_bytes, pin=pin, touch=not self._empty)
+        return self._budget.make(size_bytes, self.layout.name, pin=pin, touch=not self._empty)
 
     def state_buffer(self, size_bytes: int, *, pin: bool) -> HostBuffer | DeviceBuffer:
         """Memory where the states lie."""

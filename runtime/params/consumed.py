@@ -8,6 +8,7 @@ an error.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -83,9 +84,30 @@ def consumed(gradient: torch.Tensor | None) -> bool:
 def consume(param: nn.Parameter, name: str, norm: Callable[[], float] | None = None) -> None:
     """Let `p.grad` say that it is gone; it takes no memory."""
     dtype = param.grad_dtype or param.dtype
-    gradient = torch.zeros((), dtype=dtype).expand(param.shape)
+    gradient = _zero(dtype, param.device).expand(param.shape)
     guard(gradient, Consumed(name, norm))
     param.grad = gradient
+
+
+def follow(param: nn.Parameter) -> None:
+    """Let a `p.grad` that is gone be where its parameter has moved."""
+    gradient = param.grad
+    who = None if gradient is None else guard_of(gradient)
+    if gradient is not None and isinstance(who, Consumed) and gradient.device != param.device:
+        param.grad = None
+        consume(param, who.name, who.norm)
+
+
+def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A zero, 0-d; of a GPU one for all."""
+    if device.type == "cpu":
+        return torch.zeros((), dtype=dtype)
+    return _zero_there(dtype, device)
+
+
+@functools.cache
+def _zero_there(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros((), dtype=dtype, device=device)
 
 
 # What is called on a list of gradients may meet others among them.

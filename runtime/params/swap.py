@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from megacompile import compat
-from megacompile.packed import is_wrapper, members
+from megacompile.packed import any_packed, is_wrapper, members
 from megacompile.runtime.params.eager_notice import EagerNotice
 from megacompile.runtime.params.proxies import (
     Link,
@@ -57,6 +59,7 @@ class Proxies:
         self.device = device
         self.source = source
         self.notice = notice or EagerNotice()
+        self._found: tuple[list[Any], ...] = ()
         self.sites: list[Site] = []
         self._made: dict[int, StreamedParameter] = {}  # by the leaf's id
         self._stand_ins: dict[int, torch.Tensor] = {}  # for wrappers, by their id
@@ -65,7 +68,7 @@ class Proxies:
         self._shared = {id(leaf) for _, _, param, leaf in places if param is not leaf}
         for holder, name, param, leaf in places:
             self.sites.append(Site(holder, name, param, self._in_place_of(param, leaf)))
-        self._keys = list(_keys(model))
+        self._found = _found(model)
         self._columns = self._by_column()
 
     def _by_column(self) -> tuple[tuple[Any, ...], ...]:
@@ -98,7 +101,7 @@ class Proxies:
         Not so behind a rename (pruning, a parametrization), or where another module has a parameter
         now (an adapter around its layer, a conversion): its old holder is not called any more.
         """
-        return list(_keys(model)) == self._keys
+        return _same(_found(model), self._found)
 
     def of(self, param: torch.Tensor) -> StreamedParameter | None:
         """The proxy of a parameter; None for any other tensor."""
@@ -112,7 +115,7 @@ class Proxies:
         self.sites.clear()
         self._made.clear()
         self._stand_ins.clear()
-        self._keys.clear()
+        self._found = ()
         self._columns = ((),) * len(Site._fields)
 
     def swap_in(self, undos: Undos) -> None:
@@ -191,10 +194,29 @@ def _places(
                         yield member.attributes, member.key, member.tensor, member.leaf
 
 
-def _keys(model: nn.Module) -> Iterator[tuple[int, ...]]:
-    """Equal for a model that has the same tensors in the same places."""
+def _found(model: nn.Module) -> tuple[list[Any], ...]:
+    """Where tensors are: holders, how many each has, their names, what packed ones have; and they.
+
+    In as little time as may be: a call of a model asks for it.
+    """
+    holders = [holder for m in compat.modules_of(model) if (holder := compat.parameters_of(m))]
+    names = [*chain.from_iterable(holders)]
+    params = [*chain.from_iterable(map(dict.values, holders))]
+    packed = list(_packed(model)) if any_packed(params) else []
+    return holders, [*map(len, holders)], names, packed, params
+
+
+def _packed(model: nn.Module) -> Iterator[tuple[int, ...]]:
+    """Equal for a model whose packed parameters have the same tensors in the same places."""
     for holder, name, param, leaf in _places(model):
         yield id(holder), hash(name), id(param), id(leaf), *map(id, parts_of(param))
+
+
+def _same(a: tuple[list[Any], ...], b: tuple[list[Any], ...]) -> bool:
+    """The very same holders and parameters? Both are alive, so each is itself alone."""
+    if not a or not b or a[1:4] != b[1:4] or len(a[0]) != len(b[0]):
+        return False
+    return all(map(operator.is_, a[0], b[0])) and all(map(operator.is_, a[4], b[4]))
 
 
 def _make(

@@ -177,22 +177,32 @@ class Updates:
         for group in optimizer.param_groups:
             for param in group["params"]:
                 place = self.machine.gradients.place(param)
-                if place is None or param.grad is None or self._left_to(optimizer, param, place):
+                if place is None or param.grad is None or self._is_elsewhere(param, place):
                     continue
                 state = dict(optimizer.state.get(param, {}))
                 found.setdefault(place[0], []).append(Trained(param, place[1], group, state))
+        for key in [
+            key for key, trained in found.items() if self._left_to(optimizer, key, trained)
+        ]:
+            for each in found.pop(key):
+                move_loaded(optimizer, each.param)
         return found
 
-    def _left_to(self, optimizer: Optimizer, param: nn.Parameter, place: ParamId) -> bool:
-        """Does the optimizer's own step update a parameter: one on the device, or not in place?"""
-        bucket = self.machine.buckets[place[0]]
-        if param.data_ptr() != bucket.values[place[1]].data_ptr():
+    def _is_elsewhere(self, param: nn.Parameter, place: ParamId) -> bool:
+        """Is a parameter not in its place? Then the optimizer's own step updates it."""
+        return param.data_ptr() != self.machine.buckets[place[0]].values[place[1]].data_ptr()
+
+    def _left_to(self, optimizer: Optimizer, key: int, trained: Iterable[Trained]) -> bool:
+        """Does the optimizer's own step update a bucket, which lives on the device?
+
+        It is asked of all of it, as of a bucket on the host, so that both round alike.
+        """
+        if self.machine.buckets[key].resident is None:
+            return False
+        if rule_of(optimizer) is None:
             return True
-        eager = self.options.lowering is Lowering.EAGER and self._parts.is_plain(param)
-        left = bucket.resident is not None and (eager or rule_of(optimizer) is None)
-        if left:
-            move_loaded(optimizer, param)
-        return left
+        eager = self.options.lowering is Lowering.EAGER
+        return eager and all(self._parts.is_plain(each.param) for each in trained)
 
     def _say(self, text: str) -> None:
         if text not in self._said:

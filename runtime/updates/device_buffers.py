@@ -95,6 +95,18 @@ def make_buffers(
     return buffers
 
 
+def buffers_in_place(host: HostBucket, sources: Sources) -> UpdateBuffers:
+    """The parameters and states of a bucket that lives on the device, as they lie there."""
+    return {
+        i: Buffer(
+            new=flat(host.values[i]),
+            copy=flat(host.streamed[i]) if host.has_copy else None,
+            states=tuple(flat(s) if isinstance(s, torch.Tensor) else s for s in states),
+        )
+        for i, states in sources.items()
+    }
+
+
 def fetch(host: HostBucket, buffers: UpdateBuffers, sources: Sources, *, masters: bool) -> None:
     """States, and with `masters` the parameters, to the device."""
     for i, buffer in buffers.items():

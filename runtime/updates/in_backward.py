@@ -1,8 +1,9 @@
 """The optimizer's update inside of the backward: `megacompile(model, optimizer=...)`.
 
-Behind the backward of each stage the bucket's optimizer states are on the device; the update takes
-the gradients there, so these never reach the host. `optimizer.step()` only commits: it counts the
-step. The hyperparameters are those of the optimizer when `backward()` is called.
+Behind the backward of each stage the bucket's optimizer states are on the device: fetched, or
+because the bucket lives there. The update takes the gradients there, so these never reach the host.
+`optimizer.step()` only commits: it counts the step. The hyperparameters are those of the optimizer
+when `backward()` is called.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ from megacompile.runtime.updates.device_buffers import (
     Landing,
     Sources,
     UpdateBuffers,
+    buffers_in_place,
     fetch,
     make_buffers,
+    note_changes,
+    update,
     write_back,
 )
 from megacompile.runtime.updates.micro_steps import more_to_come
@@ -201,12 +205,25 @@ class InBackward:
         landing = write_back(
             host, buffers, self._sources(host), self._visible(host, buffers), queue
         )
+        self._note_made(host, buffers)
+        return landing
+
+    def update_in_place(self, host: HostBucket, gradients: Mapping[int, torch.Tensor]) -> None:
+        """The step on a bucket that lives on the device."""
+        steps = self.running[host.layout.key]
+        buffers = buffers_in_place(host, self._sources(host))
+        with torch.no_grad():
+            update(host, buffers, steps, gradients, None)
+        note_changes(host, steps)
+        self._note_made(host, steps)
+
+    def _note_made(self, host: HostBucket, updated: Iterable[int]) -> None:
+        """Some parameters of a bucket have been updated."""
         key = host.layout.key
         with unguarded():
             self._made |= {
-                (key, i): (host.params[i], compat.version(host.params[i])) for i in buffers
+                (key, i): (host.params[i], compat.version(host.params[i])) for i in updated
             }
-        return landing
 
     def _sources(self, host: HostBucket) -> Sources:
         """The states of the parameters that are updated, in host memory."""

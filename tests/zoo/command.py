@@ -60,7 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     changed = table.changes(rows, text)
     for line in changed:
         print(f"docs/zoo.md: {line}")
-    print(f"{len(rows)} models compared, {len(failed)} failed, {len(changed)} differ from the page")
+    spent_s = sum(result.time_s for result in results.values())
+    print(
+        f"{len(rows)} models compared in {spent_s:.0f} s of processor time, {len(failed)} failed, "
+        f"{len(changed)} differ from the page"
+    )
     return 1 if failed or changed else 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.zoo.entry import BATCH, Call, Entry, Family, floats, ids
+from tests.zoo.entry import BATCH, Call, Entry, Family, Rounding, floats, ids
 from tests.zoo.hugging_face import GROUPED, TINY, of_transformers
 
 SIGHT = {
@@ -71,6 +71,12 @@ QWEN = {
 }
 ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
 TEXT_AND_IMAGE = "AutoModelForImageTextToText"
+COUNTS = "transformers compares the number of an image's tokens with its features, by `item()`"
+GROUPS = Rounding(
+    1e-6,
+    "where it is captured, transformers makes a mask that masks nothing: gradients of keys and "
+    "values of grouped heads are added in another order",
+)
 ENTRIES: list[Entry] = [
     *of_transformers(
         Family.MULTIMODAL,
@@ -98,6 +104,8 @@ ENTRIES: list[Entry] = [
             "vision_feature_layer": -1,
         },
         _prompt,
+        note=COUNTS,
+        rounding={"sdpa": GROUPS},
     ),
     *of_transformers(
         Family.MULTIMODAL,
@@ -111,6 +119,7 @@ ENTRIES: list[Entry] = [
             "projection_dim": 32,
         },
         _typed_prompt,
+        note=COUNTS,
     ),
     *of_transformers(
         Family.MULTIMODAL,

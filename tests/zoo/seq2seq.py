@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tests.zoo.entry import BATCH, Call, Entry, Family, floats, ids
@@ -60,6 +61,21 @@ ENTRIES: list[Entry] = [
     *texts("marian", BART),
     *texts("pegasus", BART),
     *texts("m2m_100", BART, note=DROPS, rounding={"eager": TURNS, "sdpa": TURNS}),
+    *texts(
+        "switch_transformers",
+        {
+            **T5,
+            "num_layers": 1,
+            "num_decoder_layers": 1,
+            "num_experts": 2,
+            "expert_capacity": 8,
+            "num_sparse_encoder_layers": 1,
+            "num_sparse_decoder_layers": 1,
+        },
+        note="the chosen experts are called in a loop over data",
+        rounding={"eager": replace(TURNS, tolerance=1e-5)},  # of small differences in a softmax
+        **ALONE,
+    ),
     *of_transformers(
         Family.SEQ2SEQ,
         "AutoModelForSpeechSeq2Seq",

@@ -34,6 +34,7 @@ their effects (`megacompile.ir.ops.op`): `megacompile.runtime.ops.bound` holds w
     update_resident compute 3UPDATE           bucket -> done; of a bucket that lives on the device
     read_state     read     3READ_STATE       bucket -> done; its states are in host memory
     write_state    write    3WRITE_STATE      bucket -> done; its states are on the disk
+    update_in_place compute 3UPDATE           bucket, gradients, norms -> done; in the backward
     help_host      device   HELP_HOST         updates -> nothing; the device makes the last of them
     defer_free     compute  DEFER_FREE        value, after -> nothing; kept until `after` is done
     drain          compute  DRAIN             () -> nothing; what was deferred before goes
@@ -55,7 +56,7 @@ from megacompile.ir.ops.gradients import add_grad, alloc_grad, fetch_grad, norm_
 from megacompile.ir.ops.lifetimes import defer_free, drain, free
 from megacompile.ir.ops.op import NO_OP, OPS, Op, Part, Show, Takes, Value
 from megacompile.ir.ops.saved_tensors import alloc_saved, fetch_saved, offload_saved
-from megacompile.ir.ops.updates import help_host, update_host, update_resident
+from megacompile.ir.ops.updates import help_host, update_host, update_in_place, update_resident
 from megacompile.ir.ops.weights import begin, prefetch, resident, reuse
 from megacompile.ir.stream import Stream
 
@@ -108,6 +109,7 @@ __all__ = [
     "stream_of",
     "update",
     "update_host",
+    "update_in_place",
     "update_resident",
     "write_state",
 ]
@@ -120,9 +122,16 @@ def call(
     name: str | None = None,
     after: tuple[fx.Node, ...] | None = None,
 ) -> fx.Node:
-    """Add a node that calls an op, where the graph inserts now."""
-    kwargs: dict[str, Any] = {} if after is None else {"after": after}
-    return graph.create_node("call_function", op, args, kwargs, name)
+    """Add a node that calls an op, where the graph inserts now.
+
+    The arguments are set afterwards: `create_node` would look into each for symbols, and a search
+    makes a million nodes.
+    """
+    node = graph.create_node("call_function", op, name=name)
+    node.args = args
+    if after is not None:
+        node.kwargs = {"after": after}
+    return node
 
 
 def arguments(node: fx.Node) -> tuple[Any, ...]:

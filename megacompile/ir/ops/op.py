@@ -91,6 +91,7 @@ class Op:
     fills_slot: bool = False
     reads: tuple[Part, ...] = ()  # of its bucket, where that lies
     writes: tuple[Part, ...] = ()  # in this order
+    lends: Part | None = None  # what it gives is that part of its bucket itself, where that lies
     once: bool = False  # there is one for each bucket
     to_backward: bool = False  # the forward returns what it gives
 

@@ -1,15 +1,18 @@
-"""Ops of `optimizer.step()` on what lies where it is: in host memory, or resident on the device.
+"""Ops that update a bucket where it lies: in host memory, or resident on the device.
 
-Of a bucket that a step does not update (it is another optimizer's, or got no gradient) these ops
-do nothing.
+Of a bucket that a step does not update (it is another optimizer's, or got no gradient) those of
+`optimizer.step()` do nothing.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from torch import fx
+
 from megacompile.ir.buckets import Bucket
-from megacompile.ir.ops.op import Part, Show, Value, named, op, short, unbound
+from megacompile.ir.ops.op import Part, Show, Takes, Value, named, op, short, unbound
+from megacompile.ir.ops.sizes import value_bytes
 from megacompile.ir.stream import Stream
 
 _READ = (Part.GRADIENTS, Part.WEIGHTS, Part.STATES)
@@ -42,6 +45,36 @@ def update_host(bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Any:
 def update_resident(bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Any:
     """The optimizer's step on a bucket that lives on the device."""
     unbound(update_resident)
+
+
+def _in_place_traffic(node: fx.Node) -> int:
+    """Parameters and states, read and written; gradients."""
+    return 2 * value_bytes(node) + value_bytes(node.args[1])
+
+
+@op(
+    Stream.COMPUTE,
+    short("UPDATE"),
+    gives=Value.DONE,
+    takes=(
+        Takes(1, Value.GRADIENTS, ends=True),
+        Takes(2, Value.NORMS, optional=True, like=1),
+    ),
+    reads=_WRITTEN,
+    writes=_WRITTEN,
+    once=True,
+    show=Show.STEP,
+    traffic=_in_place_traffic,
+)
+def update_in_place(
+    bucket: Bucket, gradients: Any, norms: Any = None, *, after: tuple[Any, ...] = ()
+) -> Any:
+    """The optimizer's step in the backward on a bucket that lives on the device.
+
+    It takes the gradients that the backward has made; parameters and states change where they lie.
+    The norms of the gradients stay on the device until somebody asks for them.
+    """
+    unbound(update_in_place)
 
 
 @op(Stream.DEVICE, named, waits=False, helps=True)

@@ -37,7 +37,7 @@ def reuse(bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Any:
     unbound(reuse)
 
 
-@op(Stream.COMPUTE, by_subject, gives=Value.WEIGHTS, show=Show.QUIET)
+@op(Stream.COMPUTE, by_subject, gives=Value.WEIGHTS, lends=Part.WEIGHTS, show=Show.QUIET)
 def resident(bucket: Bucket) -> Any:
     """Take the weights of a bucket that lives on the device."""
     unbound(resident)

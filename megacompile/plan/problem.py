@@ -1,0 +1,278 @@
+"""What a plan is sought for: a captured graph, a machine, budgets; and what a choice costs there.
+
+Memory is found by walking the schedule of a choice, time by simulating it. Both are remembered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from megacompile.cost.hardware import Hardware
+from megacompile.cost.memory import (
+    DeviceMemory,
+    Kind,
+    device_memory,
+    host_memory,
+    streamed_bytes,
+)
+from megacompile.cost.optimizer import OptimizerCost
+from megacompile.cost.simulate import simulate
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.schedule import Schedule
+
+_SLOWER = 0.65  # of the host's rates: what it gets on another day
+_STRAIGHT = 0.01  # by so much may the slopes differ of what is taken for a straight line
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a plan is made from."""
+
+    keep: int = 1  # stages, counted from the last, whose saved tensors are kept
+    resident: frozenset[int] = frozenset()  # bucket keys
+    device_update: float = 0.0  # the share of the streamed parameters that the device updates
+    more_slots: int = 0  # than were asked for
+    offload: bool = False  # what recomputes take from the forward waits on the host
+    state_lookahead: int | None = None  # stages that states are fetched ahead; None: as weights
+    state_delay: int = 1  # backwards that are issued before one waits for states to leave
+    stay: int = 0  # streamed buckets that keep their slots between forwards without a backward
+
+    def __str__(self) -> str:
+        return f"{self.keep} stages kept, {len(self.resident)} buckets resident"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a plan is sought for.
+
+    Args:
+        build: the schedule of a choice.
+        buckets: in forward order.
+        stages: how many have a backward.
+        hardware: rates of the machine.
+        optimizer: what updates between two steps.
+        budget_bytes: device memory.
+        host_budget_bytes: host memory, for all buckets; None: not known.
+        elsewhere_bytes: host memory of the buckets that this graph does not read.
+        fused: elementwise operations are fused.
+        resident: keys of the buckets that live on the device already.
+        trained: the parameters that get a gradient: bucket key -> indices.
+        others: schedules of other captured graphs of the model, whose memory counts too.
+        undecided: the buckets that may become resident; None: all of them.
+        disk: states of streamed buckets lie on a disk.
+    """
+
+    build: Callable[[Choice], Schedule]
+    buckets: Sequence[Bucket]
+    stages: int
+    hardware: Hardware
+    optimizer: OptimizerCost
+    budget_bytes: int
+    host_budget_bytes: int | None = None
+    elsewhere_bytes: int = 0
+    fused: bool = True
+    resident: frozenset[int] = frozenset()
+    trained: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    others: Sequence[Schedule] = ()
+    undecided: Sequence[Bucket] | None = None
+    disk: bool = False
+    # What is known of choices.
+    _peaks: dict[Choice, dict[int, int]] = field(default_factory=dict, init=False)  # by the kept
+    _steps_s: dict[Choice, float] = field(default_factory=dict, init=False)
+    _built: dict[Choice, Schedule] = field(default_factory=dict, init=False)  # the last one
+    _of_buckets: dict[int, float] = field(default_factory=dict, init=False)
+    _waiting: dict[Choice, int] = field(default_factory=dict, init=False)
+    _staged: dict[Choice, int] = field(default_factory=dict, init=False)
+
+    @property
+    def candidates(self) -> Sequence[Bucket]:
+        """The buckets that may become resident."""
+        return self.buckets if self.undecided is None else self.undecided
+
+    def schedule(self, choice: Choice) -> Schedule:
+        """The draft of a choice."""
+        if choice not in self._built:
+            self._built.clear()
+            self._built[choice] = self.build(choice)
+        return self._built[choice]
+
+    def memory(self, choice: Choice) -> DeviceMemory:
+        """Device memory of a choice over a step."""
+        together = [*self.others, self.schedule(choice)]
+        return device_memory(together, optimizer=self.optimizer, fused=self.fused)
+
+    def step_s(self, choice: Choice) -> float:
+        """Seconds of a step in the middle of training."""
+        if choice not in self._steps_s:
+            self._steps_s[choice] = self._simulated_s(choice, self.hardware)
+        return self._steps_s[choice]
+
+    def expected_s(self, choice: Choice) -> float:
+        """The same, the mean over the host as it was measured and a slower one."""
+        slower = replace(
+            self.hardware,
+            update_gb_s=_SLOWER * self.hardware.update_gb_s,
+            host_memory_gb_s=_SLOWER * self.hardware.host_memory_gb_s,
+        )
+        return (self.step_s(choice) + self._simulated_s(choice, slower)) / 2
+
+    def _simulated_s(self, choice: Choice, hardware: Hardware) -> float:
+        schedule = self.schedule(choice)
+        timeline = simulate(schedule, hardware, optimizer=self.optimizer, steps=3, fused=self.fused)
+        return timeline.step_s
+
+    def fits(self, choice: Choice) -> bool:
+        """Does it stay within the budgets? Mostly a little pessimistic of the device, and quick.
+
+        Resident buckets are added to the peak without them; that they need no slot is left out, and
+        that of fewer streamed buckets others are updated on the device.
+        """
+        if not self.fits_host(choice):
+            return False
+        return self.peak_bytes(self._streamed(choice)) <= self._buffer_bytes(choice)
+
+    def fits_host(self, choice: Choice) -> bool:
+        """Does it stay within the budget of host memory, where that is known?"""
+        budget = self.host_budget_bytes
+        return budget is None or self.host_bytes(choice) <= budget
+
+    def host_bytes(self, choice: Choice) -> int:
+        """Host memory once training runs, with the gradients and states that are made by then."""
+        size = float(self.elsewhere_bytes)
+        for bucket in self.buckets:
+            if bucket.key not in choice.resident:
+                size += self._host_bytes_of[bucket.key]
+        size += self._staged_bytes() if self.disk else 0
+        return int(size) + (self._waiting_bytes(choice) if choice.offload else 0)
+
+    @property
+    def _host_bytes_of(self) -> dict[int, float]:
+        """Of each bucket, where it is streamed."""
+        if not self._of_buckets:
+            for bucket in self.buckets:
+                trained = self.trained.get(bucket.key, ())
+                kinds = streamed_bytes(bucket, trained, self.optimizer)
+                states = kinds[Kind.STATES] if self.disk else 0.0
+                self._of_buckets[bucket.key] = sum(kinds.values()) - states
+        return self._of_buckets
+
+    def _staged_bytes(self) -> int:
+        """Of the sets of buffers that states from a disk come to, with every bucket streamed."""
+        streamed = Choice(0, self.resident)
+        if streamed not in self._staged:
+            found = host_memory(self.schedule(streamed), self.optimizer)
+            self._staged[streamed] = found.get(Kind.STATES, 0)
+        return self._staged[streamed]
+
+    def _waiting_bytes(self, choice: Choice) -> int:
+        """Saved tensors that wait on the host."""
+        streamed = self._streamed(choice)
+        if streamed not in self._waiting:
+            found = host_memory(self.schedule(streamed))
+            self._waiting[streamed] = found.get(Kind.ACTIVATIONS, 0)
+        return self._waiting[streamed]
+
+    def _streamed(self, choice: Choice) -> Choice:
+        return replace(choice, resident=self.resident)
+
+    def _buffer_bytes(self, choice: Choice) -> float:
+        """The budget less what new resident buckets take."""
+        return self.budget_bytes - sum(
+            self.optimizer.resident_bytes(bucket, self.trained.get(bucket.key, ()))
+            for bucket in self.buckets
+            if bucket.key in choice.resident - self.resident
+        )
+
+    def fits_exactly(self, choice: Choice) -> bool:
+        """As `fits`, and not pessimistic: without buffers that residents do not need."""
+        if self._buffer_bytes(choice) < 0 or not self.fits_host(choice):
+            return False
+        return self.peak_bytes(choice) <= self.budget_bytes
+
+    def with_residents(self, count: int, *, keep: int = 1) -> Choice:
+        """The first `count` buckets that may live on the device do, beside those that do."""
+        keys = self.resident | {bucket.key for bucket in self.candidates[:count]}
+        return Choice(keep, keys)
+
+    def fewest_residents(self, like: Choice | None = None) -> int | None:
+        """How many of the first buckets must live on the device for the others to fit on the host.
+
+        Args:
+            like: what is chosen otherwise.
+
+        Returns:
+            None where even all of them are too few.
+        """
+        for count in range(len(self.candidates) + 1):
+            resident = self.with_residents(count).resident
+            if self.fits_host(replace(like or Choice(), resident=resident)):
+                return count
+        return None
+
+    def tightest(self) -> Choice:
+        """What leaves the host as little as can be: as many residents as fit on the device."""
+        for count in range(len(self.candidates), -1, -1):
+            choice = replace(self.with_residents(count, keep=0), state_lookahead=1)
+            if self.peak_bytes(self._streamed(choice)) <= self._buffer_bytes(choice):
+                return choice
+        return Choice(0, self.resident, state_lookahead=1)
+
+    def floor(self) -> DeviceMemory:
+        """Memory of a plan that keeps nothing on the device that need not be there."""
+        streamed = Choice(0, self.resident, state_lookahead=1)
+        both = [self.memory(streamed), self.memory(replace(streamed, offload=True))]
+        return min(both, key=lambda memory: memory.peak.total_bytes)
+
+    def floor_bytes(self) -> int:
+        """Its peak."""
+        return self.floor().peak.total_bytes
+
+    def most_kept(self, choice: Choice, least: int, most: int) -> int:
+        """How many stages can be kept, from `least`, which fits, to `most`; about so many.
+
+        The peak rises by more and more with each: it is flat as long as it is somewhere else, then
+        it rises by a stage's saved tensors. So it is below a chord between two known peaks, and on
+        the chord where the next interval is as steep.
+        """
+        streamed, buffer = self._streamed(choice), self._buffer_bytes(choice)
+        by_chord = True
+        while True:
+            known = self._known(streamed)
+            low = max(k for k, peak in known.items() if peak <= buffer and k <= most)
+            high = min((k for k, peak in known.items() if peak > buffer), default=most + 1)
+            if high - low <= 1:
+                return max(low, least)
+            if high > most:
+                self.peak_bytes(replace(streamed, keep=most))
+                continue
+            share = (buffer - known[low]) / (known[high] - known[low])
+            on_chord = min(low + math.floor(share * (high - low)), high - 1)
+            if _is_straight(known, low, high):
+                return max(on_chord, least)
+            middle = max(on_chord, low + 1) if by_chord else (low + high) // 2
+            by_chord = not by_chord
+            self.peak_bytes(replace(streamed, keep=middle))
+
+    def peak_bytes(self, choice: Choice) -> int:
+        """The peak of its device memory."""
+        known = self._known(choice)
+        if choice.keep not in known:
+            known[choice.keep] = self.memory(choice).peak.total_bytes
+        return known[choice.keep]
+
+    def _known(self, choice: Choice) -> dict[int, int]:
+        """The peaks that are known, by how many stages are kept; a choice as this otherwise."""
+        return self._peaks.setdefault(replace(choice, keep=0), {})
+
+
+def _is_straight(known: Mapping[int, int], low: int, high: int) -> bool:
+    """Does what is known beside an interval say that a convex function is straight in it?"""
+    at = sorted(known)
+    i, k = at.index(low), at.index(high)
+    steep = (known[high] - known[low]) / (high - low)
+    beside = [(at[i - 1], low)] if i else []
+    beside += [(high, at[k + 1])] if k + 1 < len(at) else []
+    slopes = [(known[right] - known[left]) / (right - left) for left, right in beside]
+    return any(abs(slope - steep) <= _STRAIGHT * steep for slope in slopes)

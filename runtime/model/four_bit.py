@@ -1,0 +1,129 @@
+"""Products with 4-bit weights of bitsandbytes, in a form that Dynamo captures quickly.
+
+    before: autograd_function_apply(forward body, backward body, x, w, absmax, ...)
+    after:  matmul_4bit(x, w, absmax, ...)
+
+Dynamo captures the forward and the backward of an `autograd.Function` at each of its uses. That is
+half of the time that it takes for a layer with adapters, and a model has hundreds of products.
+During a call one operator is in the place of `bitsandbytes.matmul_4bit`. It runs that function
+itself, so tracing a stage sees what bitsandbytes does: once for each template.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacompile.runtime.params.undo import Undos, exchange
+
+OPERATOR = "matmul_4bit"
+_NAME = "matmul_4bit"  # of the function, in the package's namespace
+_SCHEMA = (
+    "(Tensor x, Tensor weight, Tensor? bias, int[] shape, ScalarType dtype, str quant_type, "
+    "int blocksize, Tensor absmax, Tensor code, Tensor? offset, "
+    "int nested_blocksize, ScalarType? nested_dtype, Tensor? nested_absmax, Tensor? nested_code)"
+    " -> Tensor"
+)
+
+
+def swap_in(undos: Undos) -> None:
+    """Until the undos run, Dynamo captures the operator where bitsandbytes is used."""
+    package = sys.modules.get("bitsandbytes")
+    theirs = getattr(package, _NAME, None)
+    state = getattr(getattr(package, "functional", None), "QuantState", None)
+    if theirs is None or state is None or theirs in _OURS:
+        return
+    ours = _made(theirs, state)
+    holders, names = [vars(package)], [_NAME]
+    undos.append(functools.partial(exchange, holders, names, [ours], [theirs]))
+    exchange(holders, names, [theirs], [ours])
+
+
+_OURS: set[Callable[..., Any]] = set()
+_LIBRARY: list[torch.library.Library] = []  # what it defines lives as long as it does
+
+
+@functools.cache
+def _made(theirs: Callable[..., Tensor], state_class: type) -> Callable[..., Tensor]:
+    """What is in the place of `theirs`, which it runs."""
+    operator = _defined(theirs, state_class)
+
+    def matmul_4bit(
+        A: Tensor,  # the names that theirs has
+        B: Tensor,
+        quant_state: Any,
+        out: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        if not torch.compiler.is_compiling() or out is not None or not _plain(quant_state):
+            return theirs(A, B, quant_state, out=out, bias=bias)
+        state, nested = quant_state, quant_state.state2
+        result: Tensor = operator(
+            *(A, B, bias, state.shape, state.dtype, state.quant_type),
+            *(state.blocksize, state.absmax, state.code, state.offset),
+            *(0 if nested is None else nested.blocksize, None if nested is None else nested.dtype),
+            *(None if nested is None else nested.absmax, None if nested is None else nested.code),
+        )
+        return result
+
+    _OURS.add(matmul_4bit)
+    return matmul_4bit
+
+
+def _plain(state: Any) -> bool:
+    """Is a state what the operator can be given: none, or not as bitsandbytes packs it on CPUs?"""
+    return state is not None and not getattr(state, "packing_format_for_cpu", False)
+
+
+def _defined(theirs: Callable[..., Tensor], state_class: type) -> Callable[..., Tensor]:
+    """The operator. It has no kernel of its own: tracing looks through it."""
+
+    def run(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        shape: list[int],
+        dtype: torch.dtype,
+        quant_type: str,
+        blocksize: int,
+        absmax: Tensor,
+        code: Tensor,
+        offset: Tensor | None,
+        nested_blocksize: int,
+        nested_dtype: torch.dtype | None,
+        nested_absmax: Tensor | None,
+        nested_code: Tensor | None,
+    ) -> Tensor:
+        nested = None
+        if nested_absmax is not None:
+            nested = state_class(
+                absmax=nested_absmax,
+                code=nested_code,
+                blocksize=nested_blocksize,
+                dtype=nested_dtype,
+            )
+        state = state_class(
+            absmax=absmax,
+            shape=torch.Size(shape),
+            code=code,
+            blocksize=blocksize,
+            quant_type=quant_type,
+            dtype=dtype,
+            offset=offset,
+            state2=nested,
+        )
+        return theirs(x, weight, state, bias=bias)
+
+    name = OPERATOR + (f"_{len(_LIBRARY)}" if _LIBRARY else "")  # bitsandbytes, imported again
+    library = torch.library.Library("megacompile", "FRAGMENT")
+    library.define(name + _SCHEMA)
+    library.impl(name, run, "CompositeImplicitAutograd")
+    _LIBRARY.append(library)
+    packet = getattr(torch.ops.megacompile, name)
+    result: Callable[..., Tensor] = packet.default
+    return result

@@ -1,0 +1,191 @@
+"""Device and host memory together: what one has no memory for goes to the other, or is refused."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megacompile import DeviceMemoryError, HostMemoryError, explain, host_memory, megacompile
+from megacompile.cost.hardware import H200
+from megacompile.cost.memory import Kind
+from megacompile.cost.memory import host_memory as host_bytes_of
+from megacompile.host_memory import budget_bytes
+from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
+from megacompile.plan.planner import search
+from megacompile.plan.problem import Choice, Problem
+from megacompile.plan.settled import SettledPlans
+from megacompile.runtime.device.buffers import HostBuffer
+
+GIB = 2**30
+
+
+class Tower(nn.Module):
+    """Layers of different sizes behind one another, the first by far the largest."""
+
+    def __init__(self, *sizes: int, width: int = 2048) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, 4 * width)
+        self.second = nn.Linear(4 * width, width)
+        blocks = (nn.Sequential(nn.Linear(width, n), nn.Linear(n, width)) for n in sizes)
+        self.layers = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.first(x).relu())
+        for layer in self.layers:
+            x = x + layer(x).relu()
+        return x.square().mean()
+
+
+@cache
+def program(optimizer: bool = False) -> AbstractProgram:
+    model = Tower(*([2048, 4096] * 4)).to("meta", torch.bfloat16)
+    given: dict[str, Any] = {"state_dtype": torch.float32}
+    if optimizer:
+        given["optimizer"] = torch.optim.AdamW(model.parameters())
+    x = torch.empty(4096, 2048, device="meta", dtype=torch.bfloat16)
+    options = abstract_options(device="cpu", **given)
+    (found,) = abstract_programs(model, (x,), options=options, hardware=H200)
+    return found
+
+
+def problem(**changes: Any) -> Problem:
+    planned = program().planned()
+    compiler = program().compiler
+    found = compiler.chooser.problem_of(compiler.pipeline.differentiated(*planned), planned.variant)
+    return replace(found, budget_bytes=4 * GIB, **changes)
+
+
+def test_the_sum_is_that_of_the_cost_model() -> None:
+    tower = problem()
+    for count in (0, 3, len(tower.buckets)):
+        for offload in (False, True):
+            choice = replace(tower.with_residents(count), offload=offload)
+            kinds = host_bytes_of(tower.schedule(choice), tower.optimizer)
+            assert bool(kinds.get(Kind.ACTIVATIONS)) == offload
+            assert tower.host_bytes(choice) == pytest.approx(sum(kinds.values()), abs=8)
+    assert replace(tower, elsewhere_bytes=5).host_bytes(Choice()) == tower.host_bytes(Choice()) + 5
+
+
+@pytest.mark.parametrize("share", [1.0, 0.7, 0.4, 0.1, 0.0])
+def test_less_host_memory_means_more_residents(share: float) -> None:
+    everything = problem().host_bytes(Choice())
+    tower = problem(host_budget_bytes=int(share * everything))
+    found = search(tower)
+    assert found is not None
+    assert tower.host_bytes(found.choice) <= share * everything
+    assert tower.memory(found.choice).peak.total_bytes <= tower.budget_bytes
+    least = tower.fewest_residents()
+    assert least is not None and len(found.choice.resident) >= least
+    if least:
+        assert not tower.fits_host(tower.with_residents(least - 1))
+
+
+def test_a_budget_that_is_no_limit_changes_nothing() -> None:
+    plenty, unknown = (search(problem(host_budget_bytes=n)) for n in (1000 * GIB, None))
+    assert plenty is not None and unknown is not None and plenty.choice == unknown.choice
+
+
+def test_offloaded_activations_are_host_memory_too() -> None:
+    """The device is so small that stages' inputs wait on the host."""
+    tower = problem()
+    floor = tower.floor_bytes()
+    tight = replace(tower, budget_bytes=floor)
+    found = search(tight, resident=False)
+    assert found is not None and found.choice.offload
+    exact = tower.host_bytes(found.choice)
+    assert search(replace(tight, host_budget_bytes=exact), resident=False) is not None
+    assert search(replace(tight, host_budget_bytes=exact - 1), resident=False) is None
+
+
+def test_what_fits_nowhere_is_refused_with_the_table() -> None:
+    planned, compiler = program().planned(), program().compiler
+    needed = problem().host_bytes(Choice())
+    small = H200.replace(host_bytes=needed // 40)
+    other = compiler.other(compiler.setting.options, hardware=small, budget_bytes=GIB)
+    with pytest.raises(HostMemoryError) as raised:
+        SettledPlans(other).schedule(*planned)
+    lines = str(raised.value).splitlines()
+    assert lines[0].startswith("megacompile(): host memory: ") and lines[0].endswith(" there")
+    assert [line.split()[0] for line in lines[1:4]] == ["parameters", "gradients", "optimizer"]
+    assert any("buckets live on the device: no more fit there" in line for line in lines)
+    assert lines[-1].endswith("more of host memory it would fit")
+
+
+def test_an_optimizer_that_nobody_knows_yet_may_have_fewer_states() -> None:
+    planned, compiler = program().planned(), program().compiler
+    tower = problem()
+    params = sum(bucket.size_bytes for bucket in tower.buckets)
+    small = H200.replace(host_bytes=int(2.2 * params))  # SGD fits, AdamW does not
+    options = replace(compiler.setting.options, resident=0)
+    other = compiler.other(options, hardware=small, budget_bytes=4 * GIB)
+    with pytest.warns(UserWarning, match="does not hold 2 optimizer states"):
+        SettledPlans(other).schedule(*planned)
+
+
+def test_the_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 10 * GIB)
+    assert budget_bytes() == 10 * GIB - int(0.04 * 10 * GIB)
+    assert budget_bytes(990 * GIB) == 994 * GIB
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 100)
+    assert budget_bytes() == 0
+
+
+# --- each runs or is refused
+
+
+class Meter:
+    """Counts what host buffers take, and refuses what is over the limit, as a cgroup would."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, limit_bytes: int) -> None:
+        self.live = self.peak = 0
+        self.killed = False
+        stock = HostBuffer.__new__
+        meter = self
+
+        def made(cls: type[HostBuffer], size_bytes: int, **given: Any) -> HostBuffer:
+            buffer = stock(cls, size_bytes, **given)
+            meter.live += size_bytes
+            meter.peak = max(meter.peak, meter.live)
+            meter.killed |= meter.live > limit_bytes
+            weakref.finalize(buffer, meter.gone, size_bytes)
+            return buffer
+
+        monkeypatch.setattr(HostBuffer, "__new__", staticmethod(made))
+
+    def gone(self, size_bytes: int) -> None:
+        self.live -= size_bytes
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_runs_or_is_refused(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten models and budgets a seed; three steps of AdamW stay within what was allowed."""
+    rng = random.Random(seed)
+    ran = 0
+    for _ in range(10):
+        sizes = [rng.choice((16, 32, 64)) for _ in range(rng.randint(1, 5))]
+        model = Tower(*sizes, width=16)
+        params = sum(p.nbytes for p in model.parameters())
+        host = int(params * rng.uniform(0.5, 5.0)) + 4096
+        device = int(params * rng.uniform(0.5, 6.0)) + 8192
+        with monkeypatch.context() as patch:
+            meter = Meter(patch, host)
+            try:
+                megacompile(model, device="cpu", gpu_memory=device, host_memory=host)
+                optimizer = torch.optim.AdamW(model.parameters())
+                for _ in range(3):
+                    model(torch.ones(4, 16)).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            except (HostMemoryError, DeviceMemoryError):
+                continue
+            ran += 1
+            assert not meter.killed, (sizes, host, device, meter.peak)
+            assert explain(model).host.needed_bytes <= host
+    assert ran
