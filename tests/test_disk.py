@@ -439,6 +439,15 @@ def test_a_child_that_ends_gives_nothing_back(disk: Memory) -> None:
 # --- interrupts
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell lets what it runs in the background ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_while_it_waits(disk: Memory) -> None:
     gate = threading.Event()
     buffer, source = disk.buffer(SIZE), memory(value=5)

@@ -65,10 +65,10 @@ def problem(**changes: Any) -> Problem:
 def test_the_sum_is_that_of_the_cost_model() -> None:
     tower = problem()
     for count in (0, 3, len(tower.buckets)):
-        for offload in (False, True):
+        for offload in (0, 2, tower.stages):
             choice = replace(tower.with_residents(count), offload=offload)
             kinds = host_bytes_of(tower.schedule(choice), tower.optimizer)
-            assert bool(kinds.get(Kind.ACTIVATIONS)) == offload
+            assert bool(kinds.get(Kind.ACTIVATIONS)) == bool(offload)
             assert tower.host_bytes(choice) == pytest.approx(sum(kinds.values()), abs=8)
     assert replace(tower, elsewhere_bytes=5).host_bytes(Choice()) == tower.host_bytes(Choice()) + 5
 
@@ -101,7 +101,24 @@ def test_offloaded_activations_are_host_memory_too() -> None:
     assert found is not None and found.choice.offload
     exact = tower.host_bytes(found.choice)
     assert search(replace(tight, host_budget_bytes=exact), resident=False) is not None
-    assert search(replace(tight, host_budget_bytes=exact - 1), resident=False) is None
+    few = tight.fewest_offloaded(Choice(0))
+    assert few is not None and few <= found.choice.offload
+    least = tower.host_bytes(Choice(0, offload=few))
+    assert search(replace(tight, host_budget_bytes=least), resident=False) is not None
+    assert search(replace(tight, host_budget_bytes=least - 1), resident=False) is None
+
+
+def test_no_more_inputs_wait_on_the_host_than_must() -> None:
+    tower = problem()
+    all_here = tower.memory(Choice(0)).peak.total_bytes
+    none_here = tower.memory(Choice(0, offload=tower.stages)).peak.total_bytes
+    assert none_here < all_here
+    between = replace(tower, budget_bytes=(all_here + none_here) // 2)
+    few = between.fewest_offloaded(Choice(0))
+    assert few is not None and 0 < few < tower.stages
+    assert between.memory(Choice(0, offload=few)).peak.total_bytes <= between.budget_bytes
+    assert between.memory(Choice(0, offload=few - 1)).peak.total_bytes > between.budget_bytes
+    assert replace(tower, budget_bytes=none_here - 1).fewest_offloaded(Choice(0)) is None
 
 
 def test_what_fits_nowhere_is_refused_with_the_table() -> None:

@@ -172,7 +172,8 @@ class Pipeline:
         return functools.partial(
             make_plan,
             keep=choice.keep,
-            activations="offload" if choice.offload else options.activations.value,
+            activations=options.activations.value,
+            offload=choice.offload,
             lookahead=options.lookahead,
             device_update=share,
             resident=choice.resident,

@@ -91,10 +91,8 @@ def search(
             if not tries.add(late):
                 tries.add(replace(late, state_lookahead=1))
     if not tries.times and not pinned:
-        waiting = replace(streamed, offload=True, state_lookahead=1 if in_backward else None)
-        most = problem.fewest_residents(waiting) if resident else least
-        if most is not None:
-            tries.add(replace(waiting, resident=problem.with_residents(most).resident))
+        late = replace(streamed, keep=0, state_lookahead=1 if in_backward else None)
+        tries.add_offloaded(late, resident=resident)
     if not tries.times:
         return None
     best = tries.surest()
@@ -170,6 +168,24 @@ class _Tries:
         fitting = range(low, lowest - 1, -1)
         return any(self._simulate(replace(least, keep=keep)) for keep in fitting)
 
+    def add_offloaded(self, choice: Choice, *, resident: bool) -> None:
+        """Simulate a choice with inputs of stages on the host: of as few as it takes, and of more,
+        which may leave memory to keep stages.
+
+        Args:
+            resident: more buckets may live on the device, if the host has too little memory.
+        """
+        problem = self.problem
+        few = problem.fewest_offloaded(choice)
+        if few is None:
+            return
+        for count in sorted({few, (few + problem.stages) // 2, problem.stages}):
+            waiting = replace(choice, offload=count)
+            more = problem.fewest_residents(waiting) if resident else 0
+            if more is not None:
+                keys = problem.with_residents(more).resident if resident else choice.resident
+                self.add(replace(waiting, resident=keys))
+
     def _with(self, count: int, share: float, *, keep: int = 1) -> Choice:
         """The first `count` buckets that may become resident do."""
         choice = self.problem.with_residents(count, keep=keep)
@@ -233,7 +249,9 @@ def _reasons(
     ]
     floor = {choice: s for choice, s in tried.items() if not choice.resident}
     if best.offload:
-        lines.append("nothing else fits but to let the stages' inputs wait on the host")
+        lines.append(
+            f"the inputs of the first {best.offload} stages wait on the host: nothing else fits"
+        )
     if best.state_lookahead is not None:
         lines.append(
             f"optimizer states are fetched {best.state_lookahead} stage ahead, later than weights: "

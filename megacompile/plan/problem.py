@@ -34,7 +34,7 @@ class Choice:
     resident: frozenset[int] = frozenset()  # bucket keys
     device_update: float = 0.0  # the share of the streamed parameters that the device updates
     more_slots: int = 0  # than were asked for
-    offload: bool = False  # what recomputes take from the forward waits on the host
+    offload: int = 0  # of the first stages: what their recomputes take waits on the host
     state_lookahead: int | None = None  # stages that states are fetched ahead; None: as weights
     state_delay: int = 1  # backwards that are issued before one waits for states to leave
     stay: int = 0  # streamed buckets that keep their slots between forwards without a backward
@@ -129,8 +129,9 @@ class Problem:
         Resident buckets are added to the peak without them; that they need no slot is left out, and
         that of fewer streamed buckets others are updated on the device.
         """
-        if not self.fits_host(choice):
-            return False
+        return self.fits_host(choice) and self._fits_device(choice)
+
+    def _fits_device(self, choice: Choice) -> bool:
         return self.peak_bytes(self._streamed(choice)) <= self._buffer_bytes(choice)
 
     def fits_host(self, choice: Choice) -> bool:
@@ -211,18 +212,32 @@ class Problem:
                 return count
         return None
 
+    def fewest_offloaded(self, choice: Choice) -> int | None:
+        """Of how many of the first stages inputs must wait on the host for a choice to fit on the
+        device; None where not even all of them are enough."""
+        low, high = -1, self.stages  # low does not fit, as far as is known; high does
+        if not self._fits_device(replace(choice, offload=high)):
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._fits_device(replace(choice, offload=middle)):
+                high = middle
+            else:
+                low = middle
+        return high
+
     def tightest(self) -> Choice:
         """What leaves the host as little as can be: as many residents as fit on the device."""
         for count in range(len(self.candidates), -1, -1):
             choice = replace(self.with_residents(count, keep=0), state_lookahead=1)
-            if self.peak_bytes(self._streamed(choice)) <= self._buffer_bytes(choice):
+            if self._fits_device(choice):
                 return choice
         return Choice(0, self.resident, state_lookahead=1)
 
     def floor(self) -> DeviceMemory:
         """Memory of a plan that keeps nothing on the device that need not be there."""
         streamed = Choice(0, self.resident, state_lookahead=1)
-        both = [self.memory(streamed), self.memory(replace(streamed, offload=True))]
+        both = [self.memory(streamed), self.memory(replace(streamed, offload=self.stages))]
         return min(both, key=lambda memory: memory.peak.total_bytes)
 
     def floor_bytes(self) -> int:

@@ -25,6 +25,7 @@ def make_plan(
     resident: frozenset[int] = frozenset(),
     state_delay: int = 1,
     stay: int = 0,
+    offload: int = 0,
 ) -> Schedule:
     """The schedule with its plan.
 
@@ -40,6 +41,8 @@ def make_plan(
         state_delay: see `Plan`.
         stay: how many of the streamed buckets keep their slots from one forward to the next, where
             there is no backward.
+        offload: of how many of the first stages what is recomputed from waits on the host;
+            with `activations="offload"` of all.
     """
     so_far = schedule.plan.reasons
     here = resident & {bucket.key for bucket in schedule.buckets}
@@ -49,11 +52,12 @@ def make_plan(
         plan = Plan(frozenset(), reasons, here, stay=keys)
         return replace(schedule, plan=plan)
     kept, reason = _keep(schedule, keep, activations)
-    offload, waits = _offload(schedule, activations, lookahead)
+    count = len(schedule.stages) if activations == "offload" else offload
+    waiting, waits = _offload(schedule, count, lookahead)
     saved_fractions, within = _saved_fractions(schedule, kept, activations)
     chosen, why = _device_update(schedule, here, device_update)
     reasons = (*so_far, reason, *within, *waits, *_residents(schedule, here), *why)
-    plan = Plan(kept, reasons, here, chosen, offload, saved_fractions, state_delay)
+    plan = Plan(kept, reasons, here, chosen, waiting, saved_fractions, state_delay)
     return replace(schedule, plan=plan)
 
 
@@ -107,15 +111,16 @@ def _keep(schedule: Schedule, count: int, activations: str) -> tuple[frozenset[i
 
 
 def _offload(
-    schedule: Schedule, activations: str, lookahead: int
+    schedule: Schedule, count: int, lookahead: int
 ) -> tuple[frozenset[int], tuple[str, ...]]:
-    """All stages but the last ones: what these take is wanted back as soon as the backward begins.
+    """The first stages; at least the last ones stay: what these take is wanted back as soon as the
+    backward begins.
 
     The same for every backward of a forward, whatever outputs get a gradient.
     """
-    if activations != "offload":
+    if not count:
         return frozenset(), ()
-    stay = min(lookahead + 1, len(schedule.stages))
+    stay = len(schedule.stages) - min(count, max(0, len(schedule.stages) - lookahead - 1))
     chosen = frozenset(range(len(schedule.stages) - stay))
     if not chosen:
         return chosen, (f"nothing waits on the host: the backward begins with {stay} stages",)
