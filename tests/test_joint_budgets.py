@@ -18,6 +18,7 @@ from megacompile.cost.memory import Kind
 from megacompile.cost.memory import host_memory as host_bytes_of
 from megacompile.host_memory import budget_bytes
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
+from megacompile.plan.compiler import PassCompiler
 from megacompile.plan.planner import search
 from megacompile.plan.problem import Choice, Problem
 from megacompile.plan.settled import SettledPlans
@@ -139,9 +140,9 @@ def test_an_optimizer_that_nobody_knows_yet_may_have_fewer_states() -> None:
     planned, compiler = program().planned(), program().compiler
     tower = problem()
     params = sum(bucket.size_bytes for bucket in tower.buckets)
-    small = H200.replace(host_bytes=int(2.2 * params))  # SGD fits, AdamW does not
-    options = replace(compiler.setting.options, resident=0)
-    other = compiler.other(options, hardware=small, budget_bytes=4 * GIB)
+    options = replace(compiler.setting.options, resident=0, gpu_memory=4 * GIB)
+    size = int(2.2 * params)  # SGD fits, AdamW does not
+    other = PassCompiler(options, compiler.pipeline.units, host_bytes=size)
     with pytest.warns(UserWarning, match="does not hold 2 optimizer states"):
         SettledPlans(other).schedule(*planned)
 

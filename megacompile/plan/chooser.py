@@ -180,8 +180,10 @@ class Chooser:
         return tuple(planned.schedule for planned in latest.values())
 
     def _with_fewer_states(self, problem: Problem) -> SearchResult | None:
-        """Nobody knows the optimizer before its first step: one with fewer states may fit."""
-        if self.setting.options.optimizer is not None or problem.host_budget_bytes is None:
+        """Where a model runs, nobody knows the optimizer before its first step: one with fewer
+        states may fit."""
+        known = self.setting.options.optimizer is not None or self.setting.hardware is not None
+        if known or problem.host_budget_bytes is None:
             return None
         assumed = problem.optimizer.states
         for states in range(assumed - 1, -1, -1):
