@@ -163,7 +163,7 @@ def test_a_trace_stands_beside_the_prediction() -> None:
 
 
 def test_changes_are_tried() -> None:
-    model, _ = trained(gpu_memory="2MiB")
+    model, _ = trained(gpu_memory="2MiB", resident=0)
     found = mc.explain(model, hardware=H200.replace(launch_s=1e-9))
     by_name = {change.name: change for change in found.changes}
     assert "twice the batch" in by_name

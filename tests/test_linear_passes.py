@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -49,11 +50,13 @@ def calls(stages: int) -> dict[str, int]:
         def note(frame: Any, event: str, argument: Any, name: str = name) -> None:
             counts[name] += event in ("call", "c_call")
 
+        gc.disable()  # finalizers of other tests' objects are calls, too
         sys.setprofile(note)
         try:
             schedule = function(schedule)
         finally:
             sys.setprofile(None)
+            gc.enable()
     return counts
 
 

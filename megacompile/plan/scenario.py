@@ -167,7 +167,7 @@ def changes(
     if now.optimizer.states and not now.optimizer.in_backward:
         found.append(_faster(now, "a host with memory and CPU twice as fast", _HOST))
     found.append(_faster(now, "a link to the host twice as fast", ("h2d", "d2h")))
-    return tuple(sorted(found, key=lambda change: -(change.gain or -1.0)))
+    return tuple(sorted(found, key=lambda change: 1.0 if change.gain is None else -change.gain))
 
 
 _HOST = ("host memory bandwidth", "host update")
