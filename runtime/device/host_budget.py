@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 
 from megacompile.errors import HostMemoryError
@@ -19,7 +20,13 @@ class HostBudget:
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.limit_bytes = limit_bytes
-        self.held_bytes = 0
+        self._sizes: dict[int, int] = {}  # of what lives; a finalizer may come at any time
+        self._next = itertools.count()
+
+    @property
+    def held_bytes(self) -> int:
+        """Of all that live now."""
+        return sum(list(self._sizes.values()))
 
     def make(self, size_bytes: int, what: str, *, pin: bool, touch: bool = True) -> HostBuffer:
         """A buffer.
@@ -40,9 +47,7 @@ class HostBudget:
             )
         check_host_memory([(what, size_bytes)])
         buffer = HostBuffer(size_bytes, pin=pin, touch=touch)
-        self.held_bytes += size_bytes
-        weakref.finalize(buffer, self._gone, size_bytes).atexit = False
+        key = next(self._next)
+        self._sizes[key] = size_bytes
+        weakref.finalize(buffer, self._sizes.pop, key).atexit = False
         return buffer
-
-    def _gone(self, size_bytes: int) -> None:
-        self.held_bytes -= size_bytes
