@@ -55,15 +55,16 @@ def keep_state_dtypes(ours: Callable[[torch.Tensor], bool]) -> None:  # torch 2.
     It casts them to the parameter's: float32 moments of a bfloat16 parameter would lose bits.
     """
     _STATES_KEPT.append(ours)
-    if len(_STATES_KEPT) > 1:
-        return
     stock = torch.optim.Optimizer._process_value_according_to_param_policy
+    if hasattr(stock, "keeps_states"):
+        return
 
     def policy(param: Any, value: Any, param_id: Any, param_groups: Any, key: Any = None) -> Any:
         if key != "step" and any(mine(param) for mine in _STATES_KEPT):
             return value.to(device=param.device)
         return stock(param, value, param_id, param_groups, key)
 
+    policy.keeps_states = True  # type: ignore[attr-defined]
     torch.optim.Optimizer._process_value_according_to_param_policy = staticmethod(policy)  # type: ignore[method-assign]
 
 
