@@ -156,20 +156,24 @@ def host_rows(
         gradients: are there any?
         device_bytes: memory for buckets that may live on the device, with their gradients.
     """
-    params = list({id(leaf.tensor): leaf.tensor for leaf in leaves(model)}.values())
-    size = {id(p): p.numel() * p.dtype.itemsize for p in params}
-    moved = sum(size[id(p)] for p in params if p.device.type != "cpu")
-    largest = max(size.values())
-    trained = sum(size[id(p)] for p in params if p.requires_grad and gradients)
-    trained = max(0, trained - device_bytes)
+    sizes = _sizes(model)
+    trained = sum(size for leaf, size in sizes if leaf.requires_grad and gradients)
     return [
-        ("parameters to move to the host", moved),
-        ("one bucket, while moving", largest),
-        ("gradients", trained),
+        (
+            "parameters to move to the host",
+            sum(n for leaf, n in sizes if leaf.device.type != "cpu"),
+        ),
+        ("one bucket, while moving", max(size for _, size in sizes)),
+        ("gradients", max(0, trained - device_bytes)),
     ]
 
 
 def held_bytes(model: nn.Module) -> int:
     """Host memory of a model's parameters."""
-    params = {id(leaf.tensor): leaf.tensor for leaf in leaves(model)}.values()
-    return sum(p.numel() * p.dtype.itemsize for p in params if p.device.type == "cpu")
+    return sum(size for leaf, size in _sizes(model) if leaf.device.type == "cpu")
+
+
+def _sizes(model: nn.Module) -> list[tuple[torch.Tensor, int]]:
+    """What a model's parameters are made of, each once, and its bytes."""
+    tensors = {id(leaf.tensor): leaf.tensor for leaf in leaves(model)}.values()
+    return [(tensor, tensor.numel() * tensor.dtype.itemsize) for tensor in tensors]

@@ -371,3 +371,17 @@ def inner():
     assert names["outer"]()
     assert not names["outer"](lambda: names["inner"]()), "the lambda is a user's"
     assert not names["inner"](), "nobody has called it"
+
+
+def test_frames_of_users() -> None:
+    found: list[bool] = []
+
+    def note(module: object, args: object) -> None:
+        frame = sys._getframe()
+        assert frame.f_back is not None
+        found.extend(map(compat.is_of_user, (frame, frame.f_back)))
+
+    model = torch.nn.Linear(1, 1)
+    model.register_forward_pre_hook(note)
+    model(torch.ones(1))
+    assert found == [True, False], "the hook is a user's, and torch calls it"

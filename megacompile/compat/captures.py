@@ -91,6 +91,12 @@ def is_of_capture(frame: types.FrameType) -> bool:  # torch 2.11 to 2.15
     return generated or frame.f_globals.get("__name__") == "torch._dynamo.convert_frame"
 
 
+def is_of_user(frame: types.FrameType) -> bool:  # torch 2.11 to 2.15
+    """Is the code of a frame neither ours nor torch's?"""
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return package not in ("torch", "megacompile")
+
+
 def is_called_first(code: types.CodeType) -> bool:  # torch 2.11 to 2.15
     """Has a call of this code come here without a line of a user, but for captured ones?
 
@@ -98,9 +104,8 @@ def is_called_first(code: types.CodeType) -> bool:  # torch 2.11 to 2.15
     """
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not code:
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         resumed = frame.f_code.co_name.startswith("torch_dynamo_resume")
-        if package not in ("torch", "megacompile") or resumed:
+        if is_of_user(frame) or resumed:
             return False
         frame = frame.f_back
     return frame is not None

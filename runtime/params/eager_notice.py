@@ -82,8 +82,7 @@ def _frames_of_user_code() -> list[FrameType]:
     while frame is not None:
         if not found and compat.is_of_capture(frame):
             return []
-        module = str(frame.f_globals.get("__name__", ""))
-        if found or module.partition(".")[0] not in ("torch", "megacompile"):
+        if found or compat.is_of_user(frame):
             found.append(frame)
         frame = frame.f_back
     return found
