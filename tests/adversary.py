@@ -336,6 +336,10 @@ class LateOps(BoundOps):
         self._count = len(stage.traced.saved)
         return super().recompute(stage, weights, args, rng)
 
+    def rerun(self, stage: Stage, weights: Any, args: Any, rng: Any) -> tuple[Handle, ...]:
+        self._count = len(stage.outputs)
+        return super().rerun(stage, weights, args, rng)
+
     def backward(self, stage: Stage, *args: Any) -> tuple[Handle, ...]:
         params = stage.buckets_read(stage.traced.gradients)
         of_args = len(stage.traced.gradients) - sum(

@@ -41,6 +41,7 @@ from megacompile.passes.schedule.offload_saved import offload_saved_tensors
 from megacompile.passes.schedule.plan import make_plan
 from megacompile.passes.schedule.prefetch import insert_prefetch
 from megacompile.passes.schedule.recompute import insert_recompute
+from megacompile.passes.schedule.rerun import insert_reruns
 from megacompile.passes.schedule.slots import assign_slots
 from megacompile.passes.schedule.split import split_stages
 from megacompile.passes.schedule.tokens import insert_tokens
@@ -183,6 +184,7 @@ def after_templates(
     device_update: float = 0.0,
     helps: bool = False,
     state_delay: int = 1,
+    rerun: int = 0,
 ) -> dict[str, Pass]:
     """The passes that need nothing but a schedule whose stages have templates, in order.
 
@@ -218,9 +220,11 @@ def after_templates(
             resident=resident,
             device_update=device_update,
             state_delay=state_delay,
+            rerun=rerun,
         ),
         "split": functools.partial(split_stages, cache={} if cache is None else cache),
         "recompute": insert_recompute,
+        "rerun": insert_reruns,
         "offload_saved": functools.partial(offload_saved_tensors, lookahead=lookahead),
         **gradients,
         "prefetch": functools.partial(insert_prefetch, lookahead=lookahead),

@@ -221,7 +221,8 @@ def move_free(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
 
 def move_compute(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
     quiet = (ops.assign, ops.snapshot, ops.save_rng, ops.alloc_grad, ops.alloc_state, ops.begin)
-    computes = (ops.reuse, ops.add_grad, ops.norm_grad, ops.recompute, ops.update_in_place)
+    computes = (ops.reuse, ops.add_grad, ops.norm_grad, ops.recompute, ops.rerun)
+    computes += (ops.update_in_place,)
     found = ops.nodes_of(graph, *computes, *quiet)
     return _move(rng.choice(found), graph, rng) if found else ""
 
@@ -281,7 +282,7 @@ def change_value(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str
 def drop_value(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
     """A stage is not given something."""
     updates = (ops.update, ops.update_in_place)
-    found = ops.nodes_of(graph, ops.forward, ops.recompute, ops.backward, *updates)
+    found = ops.nodes_of(graph, ops.forward, ops.recompute, ops.rerun, ops.backward, *updates)
     if not found:
         return ""
     node = rng.choice(found)

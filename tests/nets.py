@@ -53,6 +53,7 @@ class Choice:
     state_delay: int = 1  # backwards before one waits for states to leave
     disk: bool = False  # the optimizer's states lie on a disk
     resident: int = 0  # buckets that live on the device: none (0), some (1), all (2)
+    rerun: int = 0  # stages that run again for their outputs, as bits
 
 
 class Layer(nn.Module):
@@ -213,6 +214,7 @@ def choices(draw: st.DrawFn) -> Choice:
         in_backward=in_backward,
         backwards=draw(st.integers(1, 2)),
         state_delay=draw(st.sampled_from((1, 1, 2, 9))),
+        rerun=draw(st.sampled_from((0, 0b10101010, 0b1001001, 255))),
         # an update in the backward works on the simulated streams, which no thread can wait for
         disk=bool(optimizer) and not in_backward and draw(st.booleans()),
         resident=draw(st.sampled_from((0, 0, 1, 2))),

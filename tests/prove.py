@@ -259,6 +259,7 @@ def _plan(rng: random.Random, buckets: int) -> dict[str, Any]:
         "resident": frozenset(resident),
         "helps": rng.random() < 0.5,
         "state_delay": rng.choice((1, 1, 2)),
+        "rerun": rng.choice((0, 0, 1, 9)),
     }
 
 

@@ -136,6 +136,24 @@ class Machine(Layout):
 
         return run, tuple(map(Tensor, saved))
 
+    def _rerun(
+        self, stage: Stage, weights: Any, args: Any, rng: Any
+    ) -> tuple[Run, tuple[Value, ...]]:
+        template = stage.traced
+        reads = _all(self._primals(stage, weights, args))
+        state = None if rng is None else self.tensor(rng)
+        outs = [self.cell() for _ in stage.outputs]
+
+        def run(cells: Cells) -> None:
+            drawn = 0
+            if template.random:
+                drawn = self._draw(cells) if state is None else cells[state]
+            given = _read(reads, cells)
+            for i, cell in enumerate(outs):
+                cells[cell] = _of("output", id(template), i, drawn, *given)
+
+        return run, tuple(map(Tensor, outs))
+
     def _backward(
         self,
         stage: Stage,

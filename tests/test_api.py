@@ -31,6 +31,7 @@ PASSES = [
     "plan",
     "split",
     "recompute",
+    "rerun",
     "offload_saved",
     "offload_grad",
     "update_graph",

@@ -15,7 +15,7 @@ from megacompile.cost.aten import flops_of
 from megacompile.cost.fusion import analyse
 from megacompile.cost.hardware import H200, Hardware
 from megacompile.cost.kernels import Analysis, Kernel, Kind
-from megacompile.cost.ops import analysis_of, code_of, compute_s, node_s, work_of
+from megacompile.cost.ops import analysis_of, compute_s, node_s, work_of
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code
@@ -269,7 +269,7 @@ def test_nodes_take_what_their_template_does(trained: Schedule) -> None:
     for graph in trained.graphs.values():
         for node in ops.nodes_of(graph, ops.forward, ops.recompute, ops.backward):
             template = ops.arguments(node)[0].traced
-            assert node_s(node, H200) == compute_s(template, code_of(node), H200)
+            assert node_s(node, H200) == compute_s(template, ops.code_of(node), H200)
         for node in ops.nodes_of(graph, ops.begin, ops.reuse, ops.free):
             assert node_s(node, H200) == 0.0
 

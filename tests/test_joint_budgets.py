@@ -105,8 +105,24 @@ def test_offloaded_activations_are_host_memory_too() -> None:
     few = tight.fewest_offloaded(Choice(0))
     assert few is not None and few <= found.choice.offload
     least = tower.host_bytes(Choice(0, offload=few))
-    assert search(replace(tight, host_budget_bytes=least), resident=False) is not None
-    assert search(replace(tight, host_budget_bytes=least - 1), resident=False) is None
+    enough = search(replace(tight, host_budget_bytes=least), resident=False)
+    assert enough is not None and not enough.choice.rerun
+
+
+def test_stages_run_again_where_the_host_has_too_little_for_their_outputs() -> None:
+    tower = problem()
+    tight = replace(tower, budget_bytes=tower.floor_bytes())
+    few = tight.fewest_offloaded(Choice(0))
+    assert few is not None
+    waiting = Choice(0, offload=few)
+    least = tower.host_bytes(waiting)
+    found = search(replace(tight, host_budget_bytes=least - 1), resident=False)
+    assert found is not None and found.choice.rerun == 1
+    assert tower.host_bytes(found.choice) < least
+    assert tower.memory(found.choice).peak.total_bytes <= tight.budget_bytes
+    most = tower.host_bytes(replace(waiting, rerun=tower.stages // 2))
+    assert replace(tight, host_budget_bytes=most - 1).fewest_reruns(waiting) is None
+    assert search(replace(tight, host_budget_bytes=most - 1), resident=False) is None
 
 
 def test_no_more_inputs_wait_on_the_host_than_must() -> None:

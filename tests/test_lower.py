@@ -14,7 +14,7 @@ from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code, Template
 from megacompile.options import Lowering
-from megacompile.passes.stages.lower import code_of, lower
+from megacompile.passes.stages.lower import lower
 from megacompile.passes.stages.templates import TemplateCache
 from tests.actions import parse, text
 from tests.capturing import Net, capture
@@ -78,7 +78,7 @@ def test_the_code_of_each_node() -> None:
         for graph in schedule.graphs.values()
         for node in ops.nodes_of(graph, ops.forward, ops.recompute, ops.backward)
     ]
-    assert [code_of(node) for node in nodes] == [
+    assert [ops.code_of(node) for node in nodes] == [
         Code.FORWARD,
         Code.FORWARD_SAVING,
         Code.BACKWARD,

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from megacompile import megacompile, schedules
 from megacompile.cost.memory import Kind, Moment, device_memory, host_memory
-from megacompile.cost.ops import analysis_of, code_of
+from megacompile.cost.ops import analysis_of
 from megacompile.cost.optimizer import OptimizerCost, host_updates
 from megacompile.ir import ops
 from megacompile.ir.schedule import Plan, Schedule
@@ -74,7 +74,7 @@ def replay(schedule: Schedule) -> list[int]:
                 items = list(ops.items(node))
                 extra = sum(_size(item) for _, item in items)
                 if template.graphs:
-                    extra = analysis_of(template, code_of(node)).peak_bytes
+                    extra = analysis_of(template, ops.code_of(node)).peak_bytes
                 totals.append(slots + inputs + before + sum(alive.values()) + extra)
                 for _, item in items:
                     own(item.name, item.name, _size(item))

@@ -18,7 +18,7 @@ from typing import Any
 from torch import fx
 
 from megacompile.cost.kernels import Returned
-from megacompile.cost.ops import analysis_of, code_of
+from megacompile.cost.ops import analysis_of
 from megacompile.cost.optimizer import OptimizerCost, chunks_bytes
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
@@ -261,7 +261,7 @@ class _Replay:
 
     def _compute(self, name: str, node: fx.Node) -> None:
         stage: Stage = ops.arguments(node)[0]
-        analysis = analysis_of(stage.traced, code_of(node), fused=self.fused)
+        analysis = analysis_of(stage.traced, ops.code_of(node), fused=self.fused)
         results = sum(tensors_bytes(item.meta.get("value")) for _, item in ops.items(node))
         peak = analysis.peak_bytes if analysis.kernels else results
         self._moment(name, node, peak)

@@ -39,13 +39,6 @@ def compute_s(template: Template, code: Code, hardware: Hardware, *, fused: bool
     return analysis_of(template, code, fused=fused).seconds(hardware)
 
 
-def code_of(node: fx.Node) -> Code:
-    """Which piece of its template a compute node runs."""
-    code = ops.effects(node).code
-    assert code is not None, f"{ops.label(node)} runs no template"
-    return code(node.args)
-
-
 def copies_of(node: fx.Node) -> int:
     """How many copies an op issues: a bucket's parameters are one, its gradients one each."""
     copies = ops.effects(node).copies
@@ -56,7 +49,7 @@ def node_s(node: fx.Node, hardware: Hardware, *, fused: bool = True) -> float:
     """Seconds that a compute node takes alone."""
     op = ops.effects(node)
     if op.code is not None:
-        return compute_s(ops.arguments(node)[0].traced, code_of(node), hardware, fused=fused)
+        return compute_s(ops.arguments(node)[0].traced, ops.code_of(node), hardware, fused=fused)
     if op.traffic is None:
         return 0.0
     return op.traffic(node) / (hardware.memory_gb_s * 1e9) + hardware.launch_s

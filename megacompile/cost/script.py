@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from megacompile.cost.hardware import Hardware
-from megacompile.cost.ops import code_of, copies_of, node_s
+from megacompile.cost.ops import copies_of, node_s
 from megacompile.cost.optimizer import OptimizerCost, UpdateCost, updates
 from megacompile.cost.queues import COMPUTE, D2H, H2D, HOST, STREAMS, Queues, Work
 from megacompile.ir import ops
@@ -202,7 +202,7 @@ class _Graph:
             return self._copy(self._moved_bytes(node), copies_of(node))
         if op.code is None:
             return node_s(node, self.hardware, fused=self.fused)
-        key = id(ops.arguments(node)[0].template), code_of(node)
+        key = id(ops.arguments(node)[0].template), ops.code_of(node)
         if key not in self._seconds:
             self._seconds[key] = node_s(node, self.hardware, fused=self.fused)
         return self._seconds[key]

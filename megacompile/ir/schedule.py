@@ -34,6 +34,7 @@ class Plan:
     resident: frozenset[int] = frozenset()  # buckets (keys) that live on the device
     device_update: frozenset[int] = frozenset()  # buckets (keys) that step() updates on the device
     offload: frozenset[int] = frozenset()  # stages whose saved values wait on the host
+    rerun: frozenset[int] = frozenset()  # stages whose outputs are not saved, but computed again
     saved_fractions: tuple[
         tuple[int, float], ...
     ] = ()  # (kept stage, share of its saved tensors, 0 to 1)

@@ -38,6 +38,7 @@ from megacompile.passes.schedule.offload_saved import offload_saved_tensors
 from megacompile.passes.schedule.plan import make_plan
 from megacompile.passes.schedule.prefetch import insert_prefetch
 from megacompile.passes.schedule.recompute import insert_recompute
+from megacompile.passes.schedule.rerun import insert_reruns
 from megacompile.passes.schedule.slots import assign_slots
 from megacompile.passes.schedule.split import split_stages
 from megacompile.passes.schedule.tokens import insert_tokens
@@ -155,6 +156,7 @@ class Pipeline:
                 ("plan", self._plan_pass(choice)),
                 ("split", functools.partial(split_stages, cache=self.templates)),
                 ("recompute", insert_recompute),
+                ("rerun", insert_reruns),
                 ("offload_saved", offload),
                 *self._gradient_passes(choice, variant),
                 *self._disk_passes(),
@@ -174,6 +176,7 @@ class Pipeline:
             keep=choice.keep,
             activations=options.activations.value,
             offload=choice.offload,
+            rerun=choice.rerun,
             lookahead=options.lookahead,
             device_update=share,
             resident=choice.resident,

@@ -172,8 +172,10 @@ class _Tries:
         """Simulate a choice with inputs of stages on the host: of as few as it takes, and of more,
         which may leave memory to keep stages.
 
+        If that is more than the host has, stages run again instead of having their outputs wait.
+
         Args:
-            resident: more buckets may live on the device, if the host has too little memory.
+            resident: more buckets may live on the device as well.
         """
         problem = self.problem
         few = problem.fewest_offloaded(choice)
@@ -185,6 +187,8 @@ class _Tries:
             if more is not None:
                 keys = problem.with_residents(more).resident if resident else choice.resident
                 self.add(replace(waiting, resident=keys))
+            if again := problem.fewest_reruns(waiting):
+                self.add(replace(waiting, rerun=again))
 
     def _with(self, count: int, share: float, *, keep: int = 1) -> Choice:
         """The first `count` buckets that may become resident do."""

@@ -35,6 +35,7 @@ class Choice:
     device_update: float = 0.0  # the share of the streamed parameters that the device updates
     more_slots: int = 0  # than were asked for
     offload: int = 0  # of the first stages: what their recomputes take waits on the host
+    rerun: int = 0  # stages whose outputs are computed again in the backward, not saved
     state_lookahead: int | None = None  # stages that states are fetched ahead; None: as weights
     state_delay: int = 1  # backwards that are issued before one waits for states to leave
     stay: int = 0  # streamed buckets that keep their slots between forwards without a backward
@@ -221,6 +222,20 @@ class Problem:
         while high - low > 1:
             middle = (low + high) // 2
             if self._fits_device(replace(choice, offload=middle)):
+                high = middle
+            else:
+                low = middle
+        return high
+
+    def fewest_reruns(self, choice: Choice) -> int | None:
+        """How many stages must run again for what waits on the host to fit there; None where even
+        every other one is too few."""
+        low, high = -1, self.stages // 2  # low does not fit, as far as is known; high does
+        if not self.fits_host(replace(choice, rerun=high)):
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.fits_host(replace(choice, rerun=middle)):
                 high = middle
             else:
                 low = middle

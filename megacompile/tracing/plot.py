@@ -26,6 +26,7 @@ _COLOURS = {  # distinct for readers with any kind of colour vision (Okabe and I
     "fetch_state": "#A6D8F5",
     "forward": "#009E73",
     "recompute": "#8FD3BD",
+    "rerun": "#C3E8DC",
     "backward": "#E69F00",
     "norm_grad": "#F0E442",
     "add_grad": "#B8A800",

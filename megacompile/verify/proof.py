@@ -156,7 +156,7 @@ def _arg_indices(primals: Sequence[Primal]) -> set[int]:
 
 def _primals_read(node: fx.Node) -> Sequence[int]:
     stage: Any = node.args[0]
-    if node.target is ops.forward:
+    if node.target in (ops.forward, ops.rerun):
         return range(len(stage.primals))
     primals = "recompute_primals" if node.target is ops.recompute else "backward_primals"
     read: tuple[int, ...] = getattr(stage.traced, primals)
@@ -219,9 +219,9 @@ def _saved_values(views: list[View]) -> Iterator[Hazard]:
 
 
 def _sees_the_forward(view: View) -> Iterator[Hazard]:
-    """Recomputes and backwards take the arguments and saved tensors of their stage's forward."""
+    """What runs in the backward takes the arguments and saved tensors of its stage's forward."""
     forwards = ops.calls_by_stage(view.schedule.forward, ops.forward)
-    for node in view.nodes(ops.recompute, ops.backward):
+    for node in view.nodes(ops.recompute, ops.rerun, ops.backward):
         stage: Any = node.args[0]
         forward = forwards.get(stage.index)
         if forward is None:
@@ -238,12 +238,22 @@ def _same_arguments(view: View, node: fx.Node, forward: fx.Node) -> Iterator[Haz
         if arg is None or source is None:
             continue
         copies = [user.name for user in source.users if ops.effects(user).gives is Value.COPY]
-        if fetched_from(view.schedule, arg).name not in (source.name, *copies):
+        given = fetched_from(view.schedule, arg).name
+        if given not in (source.name, *copies) and not _is_made_again(arg, source):
             message = (
                 f"{label(node)} takes {arg.name} as argument {i}, but {label(forward)} read "
                 f"{source.name}; pass {source.name}"
             )
             yield view.hazard(HazardKind.WRONG_ARGUMENT, node, None, message)
+
+
+def _is_made_again(arg: fx.Node, source: fx.Node) -> bool:
+    """Is `arg` of the backward the same output of a rerun as `source` is of the forward?"""
+    again, call = producer(arg), producer(source)
+    if again.target is not ops.rerun or call.target is not ops.forward:
+        return False
+    of, stage = ops.arguments(again)[0], ops.arguments(call)[0]
+    return of.index == stage.index and arg.args[1] == source.args[1]
 
 
 def _own_saved(view: View, node: fx.Node, forward: fx.Node) -> Iterator[Hazard]:
@@ -269,11 +279,11 @@ def _own_saved(view: View, node: fx.Node, forward: fx.Node) -> Iterator[Hazard]:
 
 
 def _random_numbers(view: View) -> Iterator[Hazard]:
-    """A recompute of a random stage starts from the state that was saved before its forward."""
+    """A stage that draws again starts from the state that was saved before its forward."""
     saved = {node.name: node for node in ops.nodes_that(view.schedule.forward, _saves_rng)}
     if view.name == "forward":
         yield from _states_saved(view)
-    for node in view.nodes(ops.recompute):
+    for node in view.nodes(ops.recompute, ops.rerun):
         stage: Any = node.args[0]
         if not stage.traced.random:
             continue

@@ -61,7 +61,7 @@ def _waiting(schedule: Schedule) -> dict[fx.Node, Stage]:
     """The saved values that go to the host, and the first stage whose backward needs each."""
     outputs, saved_values = ops.returned(schedule.forward)
     kept = {node for node in outputs if isinstance(node, fx.Node)}
-    takers = _takers(schedule, set(saved_values))
+    takers = takers_of(schedule, set(saved_values))
     return {
         value: max(takers[value], key=lambda stage: stage.index)
         for value in saved_values
@@ -73,7 +73,7 @@ def _waiting(schedule: Schedule) -> dict[fx.Node, Stage]:
     }
 
 
-def _takers(schedule: Schedule, saved_values: set[fx.Node]) -> dict[fx.Node, list[Stage]]:
+def takers_of(schedule: Schedule, saved_values: set[fx.Node]) -> dict[fx.Node, list[Stage]]:
     """For each saved value the stages whose backward, for whatever outputs, may take it."""
     graph = schedule.forward
     takers: dict[fx.Node, list[Stage]] = {}

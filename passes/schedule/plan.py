@@ -26,6 +26,7 @@ def make_plan(
     state_delay: int = 1,
     stay: int = 0,
     offload: int = 0,
+    rerun: int = 0,
 ) -> Schedule:
     """The schedule with its plan.
 
@@ -43,6 +44,8 @@ def make_plan(
             there is no backward.
         offload: of how many of the first stages what is recomputed from waits on the host;
             with `activations="offload"` of all.
+        rerun: how many stages run again in the backward for their outputs, which are then not
+            saved: of every two of the first ones the second.
     """
     so_far = schedule.plan.reasons
     here = resident & {bucket.key for bucket in schedule.buckets}
@@ -54,10 +57,13 @@ def make_plan(
     kept, reason = _keep(schedule, keep, activations)
     count = len(schedule.stages) if activations == "offload" else offload
     waiting, waits = _offload(schedule, count, lookahead)
+    again, runs = _rerun(schedule, rerun)
     saved_fractions, within = _saved_fractions(schedule, kept, activations)
     chosen, why = _device_update(schedule, here, device_update)
-    reasons = (*so_far, reason, *within, *waits, *_residents(schedule, here), *why)
-    plan = Plan(kept, reasons, here, chosen, waiting, saved_fractions, state_delay)
+    reasons = (*so_far, reason, *within, *waits, *runs, *_residents(schedule, here), *why)
+    plan = Plan(
+        kept, reasons, here, chosen, waiting, again, saved_fractions, state_delay=state_delay
+    )
     return replace(schedule, plan=plan)
 
 
@@ -129,6 +135,21 @@ def _offload(
         f"begins with the other {stay}"
     )
     return chosen, (reason,)
+
+
+def _rerun(schedule: Schedule, count: int) -> tuple[frozenset[int], tuple[str, ...]]:
+    """Stages 1, 3, 5, ...: the first of them all gives what all others read, in most models.
+
+    The same for every backward of a forward, as of those that wait on the host.
+    """
+    chosen = range(1, len(schedule.stages) - 1, 2)[:count]
+    if not chosen:
+        return frozenset(), ()
+    reason = (
+        f"stages {chosen[0]} to {chosen[-1]}, every other one, run again in the backward: what "
+        "they give to the next ones is not saved"
+    )
+    return frozenset(chosen), (reason,)
 
 
 _SELECTIVE = 0.5  # of the saved tensors of a 7B layer: 4 % of its time for half of the memory

@@ -37,13 +37,16 @@ def insert_prefetch(schedule: Schedule, *, lookahead: int = 1) -> Schedule:
     return new
 
 
+_COMPUTES = (ops.forward, ops.recompute, ops.rerun, ops.backward)
+
+
 def uses(graph: fx.Graph) -> list[Use]:
     """The computes of a graph, those of one stage together, in program order.
 
     An update is part of the use that it follows.
     """
     found: list[Use] = []
-    for node in ops.nodes_of(graph, ops.forward, ops.recompute, ops.backward, ops.update):
+    for node in ops.nodes_of(graph, *_COMPUTES, ops.update):
         if node.target is ops.update:
             both = tuple(dict.fromkeys((*found[-1].buckets, *buckets_read(node))))
             found[-1] = Use((*found[-1].nodes, node), both)
@@ -61,7 +64,7 @@ def uses(graph: fx.Graph) -> list[Use]:
 
 def last_readers(graph: fx.Graph) -> dict[int, fx.Node]:
     """The last compute of a backward that reads a bucket's weights, by the bucket's key."""
-    computes = ops.nodes_of(graph, ops.recompute, ops.backward)
+    computes = ops.nodes_of(graph, ops.recompute, ops.rerun, ops.backward)
     return {bucket.key: node for node in computes for bucket in buckets_read(node)}
 
 
@@ -72,7 +75,7 @@ def buckets_read(node: fx.Node) -> tuple[Bucket, ...]:
         masters = ops.arguments(state)[2]
         return () if masters else (bucket,)
     stage: Stage = ops.arguments(node)[0]
-    if node.target is ops.forward:
+    if node.target in (ops.forward, ops.rerun):
         return stage.buckets_read(range(len(stage.primals)))
     if node.target is ops.recompute:
         return stage.buckets_read(stage.traced.recompute_primals)

@@ -36,15 +36,8 @@ def lower(schedule: Schedule, *, lowering: Lowering, progress: Progress) -> Sche
 
 def _runs(schedule: Schedule) -> Iterable[tuple[Template, Code]]:
     for graph in schedule.graphs.values():
-        for node in ops.nodes_of(graph, ops.forward, ops.recompute, ops.backward):
-            yield ops.arguments(node)[0].traced, code_of(node)
-
-
-def code_of(node: fx.Node) -> Code:
-    """Which piece of its template a compute node runs."""
-    if node.target is ops.forward:
-        return Code.FORWARD_SAVING if node.args[3] else Code.FORWARD
-    return Code.RECOMPUTE if node.target is ops.recompute else Code.BACKWARD
+        for node in ops.nodes_that(graph, lambda op: op.code is not None):
+            yield ops.arguments(node)[0].traced, ops.code_of(node)
 
 
 def _lower(module: fx.GraphModule, lowering: Lowering) -> LoweredFn:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,17 +48,33 @@ class ComputeOps(OpGroup):
 
         def run() -> Sequence[Any]:
             primals = _primals(stage, weights, args)
-            primals = [primals[i] for i in template.recompute_primals]
-            if rng is None:
-                return code(primals)
-            now = random_state(self.machine.device)
-            set_random_state(self.machine.device, rng.value)
-            try:
-                return code(primals)[skip:]
-            finally:
-                set_random_state(self.machine.device, now)
+            with self._random_numbers_of(rng):
+                return code([primals[i] for i in template.recompute_primals])[skip:]
 
         return self._issue_many((weights, args), run)
+
+    def rerun(self, stage: Stage, weights: Any, args: Any, rng: Any) -> tuple[Handle, ...]:
+        code = stage.traced.code[Code.FORWARD]
+        count = len(stage.outputs)
+
+        def run() -> Sequence[Any]:
+            with self._random_numbers_of(rng):
+                return code(_primals(stage, weights, args))[:count]
+
+        return self._issue_many((weights, args), run)
+
+    @contextmanager
+    def _random_numbers_of(self, rng: Any) -> Iterator[None]:
+        """Draw what was drawn from a state on; None: nothing is drawn."""
+        if rng is None:
+            yield
+            return
+        now = random_state(self.machine.device)
+        set_random_state(self.machine.device, rng.value)
+        try:
+            yield
+        finally:
+            set_random_state(self.machine.device, now)
 
     def backward(
         self,

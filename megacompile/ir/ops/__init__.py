@@ -17,6 +17,7 @@ their effects (`megacompile.ir.ops.op`): `megacompile.runtime.ops.bound` holds w
     forward        compute  3F                stage, weights, args -> outputs, new values, saved
     assign         compute  ASSIGN            tensor, new value -> the tensor, changed in place
     recompute      compute  3RECOMPUTE        stage, weights, args, rng -> saved
+    rerun          compute  3RERUN            stage, weights, args, rng -> outputs
     backward       compute  3B                stage, weights, args, saved, ... -> gradients
     offload_saved  d2h      3OFFLOAD_SAVED    stage, value -> its copy on the host
     alloc_saved    compute  3ALLOC_SAVED      stage, copy on the host -> a buffer for the value
@@ -49,7 +50,15 @@ from typing import Any
 
 from torch import fx
 
-from megacompile.ir.ops.compute import assign, backward, forward, recompute, save_rng, snapshot
+from megacompile.ir.ops.compute import (
+    assign,
+    backward,
+    forward,
+    recompute,
+    rerun,
+    save_rng,
+    snapshot,
+)
 from megacompile.ir.ops.device_updates import alloc_state, fetch_state, offload_state, update
 from megacompile.ir.ops.disk import read_state, write_state
 from megacompile.ir.ops.gradients import add_grad, alloc_grad, fetch_grad, norm_grad, offload_grad
@@ -58,6 +67,7 @@ from megacompile.ir.ops.op import NO_OP, OPS, Op, Part, Show, Takes, Value
 from megacompile.ir.ops.saved_tensors import alloc_saved, fetch_saved, offload_saved
 from megacompile.ir.ops.updates import help_host, update_host, update_in_place, update_resident
 from megacompile.ir.ops.weights import begin, prefetch, resident, reuse
+from megacompile.ir.stages import Code
 from megacompile.ir.stream import Stream
 
 __all__ = [
@@ -78,6 +88,7 @@ __all__ = [
     "begin",
     "call",
     "calls_by_stage",
+    "code_of",
     "copied_bytes",
     "defer_free",
     "drain",
@@ -100,6 +111,7 @@ __all__ = [
     "prefetch",
     "read_state",
     "recompute",
+    "rerun",
     "resident",
     "returned",
     "reuse",
@@ -196,6 +208,13 @@ def nodes_of(graph: fx.Graph, *targets: Callable[..., Any]) -> list[fx.Node]:
 def calls_by_stage(graph: fx.Graph, target: Callable[..., Any]) -> dict[int, fx.Node]:
     """The nodes that call `target`, by the index of their stage."""
     return {arguments(node)[0].index: node for node in nodes_of(graph, target)}
+
+
+def code_of(node: fx.Node) -> Code:
+    """Which code of its template a compute node runs."""
+    code = effects(node).code
+    assert code is not None, f"{label(node)} runs no template"
+    return code(node.args)
 
 
 def items(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:

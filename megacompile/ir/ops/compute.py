@@ -91,6 +91,20 @@ def recompute(stage: Stage, weights: tuple[Any, ...], args: tuple[Any, ...], rng
 
 @op(
     Stream.COMPUTE,
+    by_subject,
+    gives=Value.RESULTS,
+    owns=True,
+    code=lambda args: Code.FORWARD,
+    count=lambda args: _results(args[0]),
+    show=Show.STEP,
+)
+def rerun(stage: Stage, weights: tuple[Any, ...], args: tuple[Any, ...], rng: Any) -> Any:
+    """Run a stage's forward again for its outputs, with the random numbers it drew then."""
+    unbound(rerun)
+
+
+@op(
+    Stream.COMPUTE,
     short("B"),
     gives=Value.RESULTS,
     owns=True,

@@ -1,0 +1,117 @@
+"""Run a stage's forward again in the backward for its outputs, instead of saving them.
+
+    before: 0F 1F 2F | 2RECOMPUTE 2B 1RECOMPUTE 1B 0B
+    after:  0F 1F 2F | 1RERUN 2RECOMPUTE 2B 1RECOMPUTE 1B 0B
+
+A recompute makes what a stage computes inside from what it was given. What it was given is saved:
+one value for each stage. Here it is computed as well, from what the stage before was given. That
+takes a forward more, and no memory.
+
+What is not computed again:
+
+- outputs of a stage that changes something in place;
+- outputs that more than one stage's backward takes, which would be there for as long anyway;
+- outputs that the user gets;
+- outputs of a stage that is given what is not saved itself.
+
+As with `offload_saved`, which values these are depends on the plan and on the forward alone.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from megacompile.ir import ops
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stages import Stage
+from megacompile.ir.tensors import TensorMeta
+from megacompile.passes.edit import add_item, add_saved_values, saved_value
+from megacompile.passes.schedule.differentiate import backward_args
+from megacompile.passes.schedule.offload_saved import takers_of
+from megacompile.passes.schedule.prefetch import first_node, uses
+
+
+def insert_reruns(schedule: Schedule) -> Schedule:
+    """The schedule in which the outputs of the stages in `plan.rerun` are not saved.
+
+    Args:
+        schedule: with its recomputes.
+    """
+    if schedule.backward is None or not schedule.plan.rerun:
+        return schedule
+    new = schedule.copy()
+    assert new.backward is not None
+    dropped: set[str] = set()
+    calls = ops.calls_by_stage(new.forward, ops.forward)
+    for stage, outputs in _not_saved(new).items():
+        dropped |= {item.name for item in outputs}
+        _rerun(new.forward, new.backward, calls[stage.index], stage, outputs)
+    return add_saved_values(new, [name for name in new.saved_values if name not in dropped])
+
+
+def _not_saved(schedule: Schedule) -> dict[Stage, list[fx.Node]]:
+    """The stages that are run again, in forward order, and the outputs of each that it is for."""
+    graph = schedule.forward
+    returned, saved_values = ops.returned(graph)
+    saved = set(saved_values)
+    takers = takers_of(schedule, saved)
+    calls = ops.calls_by_stage(graph, ops.forward)
+    found: dict[Stage, list[fx.Node]] = {}
+    for stage in schedule.stages:
+        if stage.index not in schedule.plan.rerun or stage.mutated:
+            continue
+        given = {saved_value(graph, arg) for arg in ops.arguments(calls[stage.index])[2]}
+        if not given <= saved:
+            continue
+        outputs = [
+            item
+            for _, item in _outputs(calls[stage.index], stage)
+            if item in saved
+            and item not in returned
+            and isinstance(item.meta.get("value"), TensorMeta)
+            and len(takers.get(item, ())) == 1
+        ]
+        if outputs:
+            found[stage] = outputs
+            saved -= set(outputs)
+    return found
+
+
+def _rerun(
+    forward: fx.Graph, graph: fx.Graph, call: fx.Node, stage: Stage, outputs: list[fx.Node]
+) -> None:
+    """Insert a rerun ahead of the first use of its outputs in the backward."""
+    placeholders = {str(node.target): node for node in graph.find_nodes(op="placeholder")}
+    wanted = [item for item in outputs if item.name in placeholders]
+    if not wanted:
+        return
+    readers = {user for item in wanted for user in placeholders[item.name].users}
+    use = next(use for use in uses(graph) if readers & set(use.nodes))
+
+    def taken(source: fx.Node) -> fx.Node:
+        if source.name not in placeholders:
+            with graph.inserting_before(next(iter(graph.nodes))):
+                made: fx.Node = graph.placeholder(source.name)
+            made.meta["value"] = source.meta.get("value")
+            placeholders[source.name] = made
+        return placeholders[source.name]
+
+    args = backward_args(call, stage, tuple(range(len(stage.primals))))
+    given = tuple(None if arg is None else taken(saved_value(forward, arg)) for arg in args)
+    rng = taken(_state(forward, stage)) if stage.traced.random else None
+    with graph.inserting_before(first_node(use)):
+        again = ops.call(graph, ops.rerun, stage, (), given, rng, name=f"rr{stage.index}")
+        again.meta["value"] = call.meta["value"][: len(stage.outputs)]
+        for k, item in _outputs(call, stage):
+            made = add_item(graph, again, k, f"{item.name}_again")
+            if item in wanted:
+                placeholders[item.name].replace_all_uses_with(made)
+                graph.erase_node(placeholders.pop(item.name))
+
+
+def _outputs(call: fx.Node, stage: Stage) -> list[tuple[int, fx.Node]]:
+    return sorted((k, item) for k, item in ops.items(call) if k < len(stage.outputs))
+
+
+def _state(forward: fx.Graph, stage: Stage) -> fx.Node:
+    return ops.calls_by_stage(forward, ops.save_rng)[stage.index]
