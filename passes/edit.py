@@ -40,6 +40,34 @@ def saved_value(graph: fx.Graph, value: fx.Node) -> fx.Node:
     return copy
 
 
+class Placeholders:
+    """Those of a backward, found by name: a graph has thousands of nodes."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        existing: list[fx.Node] = graph.find_nodes(op="placeholder")
+        self._by_name = {str(node.target): node for node in existing}
+
+    def find(self, name: str) -> fx.Node | None:
+        """That of a name, if there is one."""
+        return self._by_name.get(name)
+
+    def of(self, source: fx.Node) -> fx.Node:
+        """That for a saved value, made where there is none; those come first."""
+        if source.name not in self._by_name:
+            with self.graph.inserting_before(next(iter(self.graph.nodes))):
+                made: fx.Node = self.graph.placeholder(source.name)
+            made.meta["value"] = source.meta.get("value")
+            self._by_name[source.name] = made
+        return self._by_name[source.name]
+
+    def replace(self, placeholder: fx.Node, value: fx.Node) -> None:
+        """Let `value` be used instead; the placeholder goes."""
+        placeholder.replace_all_uses_with(value)
+        self.graph.erase_node(placeholder)
+        del self._by_name[str(placeholder.target)]
+
+
 def add_saved_values(schedule: Schedule, names: Sequence[str]) -> Schedule:
     """Set what the forward hands to the backward; `schedule` is a copy that may be changed."""
     by_name = {node.name: node for node in schedule.forward.nodes}

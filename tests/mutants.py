@@ -221,9 +221,9 @@ def move_free(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
 
 def move_compute(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
     quiet = (ops.assign, ops.snapshot, ops.save_rng, ops.alloc_grad, ops.alloc_state, ops.begin)
-    computes = (ops.reuse, ops.add_grad, ops.norm_grad, ops.recompute, ops.rerun)
-    computes += (ops.update_in_place,)
-    found = ops.nodes_of(graph, *computes, *quiet)
+    runs = (ops.recompute, ops.rerun)
+    computes = (ops.reuse, ops.add_grad, ops.norm_grad, ops.update_in_place)
+    found = ops.nodes_of(graph, *runs, *computes, *quiet)
     return _move(rng.choice(found), graph, rng) if found else ""
 
 

@@ -15,7 +15,7 @@ from torch import fx
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
-from megacompile.passes.edit import add_item, add_saved_values, saved_value
+from megacompile.passes.edit import Placeholders, add_item, add_saved_values, saved_value
 from megacompile.passes.schedule.differentiate import backward_args
 
 
@@ -58,14 +58,13 @@ def _forget(graph: fx.Graph, calls: Sequence[tuple[fx.Node, Stage]]) -> set[str]
 
 
 class _Edit:
-    """Inserts recomputes. It knows what is where by name: a graph has thousands of nodes."""
+    """Inserts recomputes."""
 
     def __init__(self, forward: fx.Graph, backward: fx.Graph) -> None:
         self.forward = forward
         self.backward = backward
         self.states = ops.calls_by_stage(forward, ops.save_rng)
-        existing: list[fx.Node] = backward.find_nodes(op="placeholder")
-        self.placeholders = {node.name: node for node in existing}
+        self.placeholders = Placeholders(backward)
 
     def recompute(self, call: fx.Node, backward: fx.Node, stage: Stage) -> list[str]:
         """Insert a recompute before a backward; gives the saved values it takes."""
@@ -73,11 +72,11 @@ class _Edit:
         taken: list[str] = []
         for arg in backward_args(call, stage, stage.traced.recompute_primals):
             source = None if arg is None else saved_value(self.forward, arg)
-            args.append(None if source is None else self._placeholder(source))
+            args.append(None if source is None else self.placeholders.of(source))
             taken += [] if source is None else [source.name]
         rng = None
         if stage.traced.random:
-            rng = self._placeholder(self.states[stage.index])
+            rng = self.placeholders.of(self.states[stage.index])
             taken.append(self.states[stage.index].name)
         graph, saved = self.backward, ops.arguments(backward)[3]
         with graph.inserting_before(backward):
@@ -86,16 +85,5 @@ class _Edit:
             again.meta["value"] = stage.traced.saved
             for k, placeholder in enumerate(saved):
                 item = add_item(graph, again, k, f"{placeholder.name}_again")
-                placeholder.replace_all_uses_with(item)
-                graph.erase_node(placeholder)
-                del self.placeholders[placeholder.name]
+                self.placeholders.replace(placeholder, item)
         return taken
-
-    def _placeholder(self, source: fx.Node) -> fx.Node:
-        """That for a saved value, made where there is none; those come first."""
-        if source.name not in self.placeholders:
-            with self.backward.inserting_before(next(iter(self.backward.nodes))):
-                placeholder: fx.Node = self.backward.placeholder(source.name)
-            placeholder.meta["value"] = source.meta.get("value")
-            self.placeholders[source.name] = placeholder
-        return self.placeholders[source.name]

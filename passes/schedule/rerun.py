@@ -25,7 +25,7 @@ from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 from megacompile.ir.tensors import TensorMeta
-from megacompile.passes.edit import add_item, add_saved_values, saved_value
+from megacompile.passes.edit import Placeholders, add_item, add_saved_values, saved_value
 from megacompile.passes.schedule.differentiate import backward_args
 from megacompile.passes.schedule.offload_saved import takers_of
 from megacompile.passes.schedule.prefetch import first_node, uses
@@ -81,37 +81,25 @@ def _rerun(
     forward: fx.Graph, graph: fx.Graph, call: fx.Node, stage: Stage, outputs: list[fx.Node]
 ) -> None:
     """Insert a rerun ahead of the first use of its outputs in the backward."""
-    placeholders = {str(node.target): node for node in graph.find_nodes(op="placeholder")}
-    wanted = [item for item in outputs if item.name in placeholders]
-    if not wanted:
+    placeholders = Placeholders(graph)
+    wanted = {item: found for item in outputs if (found := placeholders.find(item.name))}
+    readers = {user for placeholder in wanted.values() for user in placeholder.users}
+    use = next((use for use in uses(graph) if readers & set(use.nodes)), None)
+    if use is None:
         return
-    readers = {user for item in wanted for user in placeholders[item.name].users}
-    use = next(use for use in uses(graph) if readers & set(use.nodes))
-
-    def taken(source: fx.Node) -> fx.Node:
-        if source.name not in placeholders:
-            with graph.inserting_before(next(iter(graph.nodes))):
-                made: fx.Node = graph.placeholder(source.name)
-            made.meta["value"] = source.meta.get("value")
-            placeholders[source.name] = made
-        return placeholders[source.name]
-
     args = backward_args(call, stage, tuple(range(len(stage.primals))))
-    given = tuple(None if arg is None else taken(saved_value(forward, arg)) for arg in args)
-    rng = taken(_state(forward, stage)) if stage.traced.random else None
+    given = tuple(None if a is None else placeholders.of(saved_value(forward, a)) for a in args)
+    rng = None
+    if stage.traced.random:
+        rng = placeholders.of(ops.calls_by_stage(forward, ops.save_rng)[stage.index])
     with graph.inserting_before(first_node(use)):
         again = ops.call(graph, ops.rerun, stage, (), given, rng, name=f"rr{stage.index}")
         again.meta["value"] = call.meta["value"][: len(stage.outputs)]
         for k, item in _outputs(call, stage):
             made = add_item(graph, again, k, f"{item.name}_again")
             if item in wanted:
-                placeholders[item.name].replace_all_uses_with(made)
-                graph.erase_node(placeholders.pop(item.name))
+                placeholders.replace(wanted[item], made)
 
 
 def _outputs(call: fx.Node, stage: Stage) -> list[tuple[int, fx.Node]]:
     return sorted((k, item) for k, item in ops.items(call) if k < len(stage.outputs))
-
-
-def _state(forward: fx.Graph, stage: Stage) -> fx.Node:
-    return ops.calls_by_stage(forward, ops.save_rng)[stage.index]
