@@ -385,3 +385,31 @@ def test_frames_of_users() -> None:
     model.register_forward_pre_hook(note)
     model(torch.ones(1))
     assert found == [True, False], "the hook is a user's, and torch calls it"
+
+
+def test_dropout_is_captured_with_its_rate() -> None:
+    wanted = [False]
+
+    def scaled(x: torch.Tensor, rate: float) -> torch.Tensor:
+        return x * rate
+
+    compat.capture_dropout_as(scaled, lambda: wanted[0])
+    handlers = torch._dynamo.variables.torch.TorchInGraphFunctionVariable._get_handlers()
+    try:
+        handlers.pop(torch.nn.functional.dropout)
+        compat.capture_dropout_as(scaled, lambda: wanted[0])
+        captured: list[str] = []
+
+        def backend(module: fx.GraphModule, examples: Sequence[Any]) -> Any:
+            captured.append(str(module.graph))
+            return module
+
+        function = torch.compile(
+            lambda x, rate: torch.nn.functional.dropout(x, rate), backend=backend
+        )
+        for wanted[0], rates in ((False, (0.1, 0.2, 0.3)), (True, (0.4, 0.5, 0.6))):
+            for rate in rates:
+                function(torch.ones(2), rate)
+    finally:
+        handlers.pop(torch.nn.functional.dropout, None)  # the next model puts ours there again
+    assert ["functional.dropout" in graph for graph in captured] == [True, True, True, False]

@@ -64,6 +64,7 @@ from megacompile.compat.devices import (
 )
 from megacompile.compat.dynamo import (
     CALL_OPTIONS,
+    capture_dropout_as,
     compiled_function,
     dynamo_options,
     forget_compiled,
@@ -215,6 +216,7 @@ __all__ = [
     "changes_metadata",
     "check_data_parallel",
     "compile_inductor",
+    "capture_dropout_as",
     "check",
     "compiled_call",
     "compiled_function",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures.process  # noqa: F401  torch does when it captures: late, as main ends
 import functools
+import inspect
 import re
 import types
 import weakref
@@ -13,11 +14,14 @@ from typing import Any
 import torch
 from torch._dynamo.eval_frame import cached_backends, skip_code
 from torch._dynamo.guards import CheckFunctionManager, DeletedGuardManagerWrapper
+from torch._dynamo.variables.builder import SourcelessBuilder
+from torch._dynamo.variables.tensor import SymNodeVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 # Dynamo captures anew when hooks are added to or removed from a module, and when two parameters
 # become one; by default it looks at neither. Nor does it split a graph at the buckets of a
 # DistributedDataParallel around: a schedule is for a whole graph. What it would leave to eager code
-# after 8 captures (an op that needs a number's value, such as a dropout's rate) is captured again.
+# after 8 captures (an op that needs a number's value) is captured again.
 # nn.LSTM and its like fit into no stage: cuDNN's kernels keep the state of their dropout, which a
 # recompute would draw anew, and oneDNN's leave nothing for a backward where gradients are off.
 CALL_OPTIONS = {  # torch 2.11 to 2.15
@@ -73,6 +77,40 @@ def forget_missing() -> None:  # torch 2.11 to 2.15
     table = torch._dynamo.guards._get_closure_vars()
     for name in [name for name in table if re.fullmatch(r"tmp\d*", name)]:
         del table[name]
+
+
+def capture_dropout_as(
+    instead: Callable[..., Any], wanted: Callable[[], bool]
+) -> None:  # torch 2.11 to 2.15
+    """Let Dynamo capture `instead(x, rate)` for `F.dropout` in training whose rate is a symbol.
+
+    Args:
+        wanted: asked at each capture, on its thread.
+    """
+    handlers: Any = TorchInGraphFunctionVariable._get_handlers()
+    stock = torch.nn.functional.dropout
+    if stock in handlers:
+        return
+    signature = inspect.signature(stock)
+
+    def handle(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        del variable
+        given = signature.bind(*args, **kwargs).arguments
+        rate, training, inplace = (given.get(name) for name in ("p", "training", "inplace"))
+        if not wanted() or not isinstance(rate, SymNodeVariable):
+            return None  # Dynamo goes on as ever
+        if _constant(training, True) is not True or _constant(inplace, False) is not False:
+            return None
+        made = SourcelessBuilder.create(tx, instead)
+        return made.call_function(tx, [given["input"], rate], {})
+
+    handlers[stock] = handle
+
+
+def _constant(variable: Any, default: bool) -> Any:
+    if variable is None:
+        return default
+    return variable.as_python_constant() if variable.is_python_constant() else None
 
 
 def tracer_around() -> str:  # torch 2.11 to 2.15
