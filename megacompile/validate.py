@@ -148,17 +148,18 @@ def warn_of_rounding(model: nn.Module) -> None:
 
 
 def host_rows(
-    model: nn.Module, *, gradients: bool = True, device_bytes: int = 0
+    model: nn.Module, *, gradients: bool = True, device_bytes: int = 0, on_disk: bool = False
 ) -> list[tuple[str, int]]:
     """What `megacompile()` will need of host memory beyond what the model holds there now.
 
     Args:
         gradients: are there any?
         device_bytes: memory for buckets that may live on the device, with their gradients.
+        on_disk: parameters go to a disk.
     """
     params = list({id(leaf.tensor): leaf.tensor for leaf in leaves(model)}.values())
     size = {id(p): p.numel() * p.dtype.itemsize for p in params}
-    moved = sum(size[id(p)] for p in params if p.device.type != "cpu")
+    moved = sum(size[id(p)] for p in params if p.device.type != "cpu" and not on_disk)
     largest = max(size.values())
     trained = sum(size[id(p)] for p in params if p.requires_grad and gradients)
     trained = max(0, trained - device_bytes)

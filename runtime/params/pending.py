@@ -77,11 +77,16 @@ class Pending:
         self._failed = False
         self.copy.changed()
         self.in_flight = work
-        self._guarded = [self.params[i] for i in updated] + list(states)
-        for i in updated:
-            guard(self.params[i], Wait(self, i))
-        for state in states:
-            guard(state, Wait(self, None))
+        self._guarded = []
+        self._guard(updated, states)
+
+    def _guard(self, updated: Sequence[int], states: Sequence[torch.Tensor]) -> None:
+        """Let whoever uses these wait for what is in flight, if they do not yet."""
+        tensors = [(self.params[i], i) for i in updated] + [(state, None) for state in states]
+        for tensor, i in tensors:
+            if not isinstance(guard_of(tensor), Wait):
+                self._guarded.append(tensor)
+                guard(tensor, Wait(self, i))
 
     def last_write(self, part: Part) -> Handle:
         """What a token of this bucket stands for (`megacompile.ir.tokens`)."""
@@ -104,8 +109,9 @@ class Pending:
         """Note work that goes on where what is in flight ends, and has it in it."""
         if self.in_flight is None:
             self.start(work, updated, states)
-        else:
-            self.in_flight = work
+            return
+        self.in_flight = work
+        self._guard(updated, states)
 
     def start_copies(
         self, work: InFlight, updated: Sequence[int], states: Sequence[torch.Tensor]
