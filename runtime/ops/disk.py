@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megacompile.ir.buckets import Bucket
+from megacompile.ir.ops import Part
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.disk.transfers import Request
@@ -82,11 +83,13 @@ class DiskOps(OpGroup):
         if loan.write is None:  # else it is the host's update, and in flight with it
             updates = self.machine.in_backward
             assert updates is not None, "new parameters that nobody has made"
-            events = [handle.event for handle in handles(after) if handle.event is not None]
+            first = host.pending.in_flight
+            there = None if first is None else first.event(Part.WEIGHTS)  # ahead of states
+            ends = [handle.event for handle in handles(after)] if there is None else [there]
+            before = functools.partial(_await, [event for event in ends if event is not None])
             params = list(updates.running[bucket.key])
             what = f"{bucket.label}WRITE_WEIGHTS of {host.layout.name!r}"
-            before = functools.partial(_await, events)
-            written = staging.write(loan, params, what, host.pending.in_flight, before)
+            written = staging.write(loan, params, what, first, before)
             host.pending.go_on(written, params, ())
             updates.note_writes(host)
         request = loan.write

@@ -106,24 +106,17 @@ class Loans:
     def require(self, count: int) -> None:
         """Have at least so many, as a schedule says."""
         while self.count < count:
-            self.count += 1
             self._free.append((None, None))
+            self.count += 1
 
     def lend(self, loan: Loan) -> None:
         """Lend one, when it is this one's turn."""
         self._live[id(loan)] = loan
-        self._waiting.append(loan)
-        self._thread.submit(self._lend)
+        self._thread.submit(functools.partial(self._enqueue, loan))
 
     def give_back(self, loan: Loan, event: torch.cuda.Event | None = None) -> None:
         """It is not used any more, behind an event."""
-        if loan.over:
-            return
-        loan.over = True
-        self._live.pop(id(loan), None)
-        if loan.memory is not None:
-            self._free.append((loan.memory, event))
-            self._thread.submit(self._lend)
+        self._thread.submit(functools.partial(self._take_back, loan, event))
 
     def give_up(self) -> None:
         """A run has failed: what it has asked for, and will not write, is not needed."""
@@ -138,6 +131,21 @@ class Loans:
         self._thread.submit(functools.partial(self._give_up, left, over))
         over.wait()
 
+    # By the thread alone, which no Ctrl-C cuts off.
+
+    def _enqueue(self, loan: Loan) -> None:
+        self._waiting.append(loan)
+        self._lend()
+
+    def _take_back(self, loan: Loan, event: torch.cuda.Event | None) -> None:
+        if loan.over:
+            return
+        loan.over = True
+        self._live.pop(id(loan), None)
+        if loan.memory is not None:
+            self._free.append((loan.memory, event))
+            self._lend()
+
     def _give_up(self, left: Sequence[Loan], over: threading.Event) -> None:
         for loan in left:
             loan.given_up = True
@@ -148,7 +156,7 @@ class Loans:
                     loan.read.call_off()
             elif loan.read is not None and loan.memory is not None:
                 loan.read.finish()
-            self.give_back(loan)
+            self._take_back(loan, None)
         over.set()
 
     def _lend(self) -> None:
