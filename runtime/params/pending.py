@@ -81,12 +81,12 @@ class Pending:
         self._guard(updated, states)
 
     def _guard(self, updated: Sequence[int], states: Sequence[torch.Tensor]) -> None:
-        """Let whoever uses these wait for what is in flight, if they do not yet."""
-        tensors = [(self.params[i], i) for i in updated] + [(state, None) for state in states]
-        for tensor, i in tensors:
-            if not isinstance(guard_of(tensor), Wait):
-                self._guarded.append(tensor)
-                guard(tensor, Wait(self, i))
+        """Let whoever uses these wait for what is in flight."""
+        self._guarded += [self.params[i] for i in updated] + list(states)
+        for i in updated:
+            guard(self.params[i], Wait(self, i))
+        for state in states:
+            guard(state, Wait(self, None))
 
     def last_write(self, part: Part) -> Handle:
         """What a token of this bucket stands for (`megacompile.ir.tokens`)."""
