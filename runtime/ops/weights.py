@@ -56,6 +56,8 @@ class WeightOps(OpGroup):
         taken = next((h.value for h in handles(after) if isinstance(h.value, Loan)), None)
 
         def copy() -> Any:
+            if taken is not None and taken.given_up:  # of a run that was cut off
+                return machine.slots.weights(slot, bucket)
             size, flat = bucket.size_bytes, host.flat if taken is None else taken.flat()
             machine.slots.flat(slot, bucket).copy_(flat[:size], non_blocking=True)
             if taken is not None and machine.weight_staging is not None:

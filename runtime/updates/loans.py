@@ -33,7 +33,8 @@ class Loan:
         host: the bucket.
         behind: the last writes of it.
         gaps: bytes that nobody writes before they go to the disk: they become zeros.
-        tells: whoever waits for it issues the ops, and not an update that is in flight itself.
+        tells: it is for a prefetch; whoever waits for it issues the ops, and is no update that is in
+            flight itself. Given up, it is for nobody: the run was cut off.
     """
 
     def __init__(
@@ -72,9 +73,9 @@ class Loan:
             if self.tells:
                 self.host.pending.settle()  # it fails as well: who is told here is told once
             raise self.error
-        if self.given_up:
+        if self.given_up and not self.tells:
             raise OptimizerError("the run that these parameters were read for has failed")
-        if self.read is not None:
+        if self.read is not None and not self.given_up:
             self.read.wait()
 
     def tensor(self, value: torch.Tensor) -> torch.Tensor:
