@@ -435,6 +435,20 @@ def test_an_error_in_the_middle_of_a_step(
     assert same((model, optimizer), trained(None, 8, **MODES[mode]))
 
 
+def test_a_run_that_is_cut_off_gives_its_buffers_back(tmp_path: Path) -> None:
+    model, optimizer = trained(tmp_path)
+    host = next(iter(inside.machine(model).buckets.values()))
+    for _ in range(5):  # more than there are
+        prefetched = staging(model).read(host, [], "a read")
+        updated = staging(model).read_trained(host, [0], [], "another")
+        staging(model).give_up()
+        prefetched.settle()  # a copy that was issued already, and is for nobody
+        with pytest.raises(OptimizerError, match="the run that these parameters were read for"):
+            updated.settle()
+    run(model, optimizer, 6, first=4)
+    assert same((model, optimizer), trained(None, 6))
+
+
 @pytest.mark.parametrize("which", ["adapters", "all"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", range(2))

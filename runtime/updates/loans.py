@@ -33,8 +33,8 @@ class Loan:
         host: the bucket.
         behind: the last writes of it.
         gaps: bytes that nobody writes before they go to the disk: they become zeros.
-        tells: it is for a prefetch; whoever waits for it issues the ops, and is no update that is in
-            flight itself. Given up, it is for nobody: the run was cut off.
+        tells: it is for a prefetch; whoever waits for it issues the ops, and is no update that is
+            in flight itself. Given up, it is for nobody: the run was cut off.
     """
 
     def __init__(
