@@ -68,6 +68,7 @@ def megacompile(
     host_memory: int | float | str | None = None,
     disk: str | os.PathLike[str] | None = None,
     disk_memory: int | float | str | None = None,
+    disk_weights: bool = False,
     resident: int | float | str = "auto",
     head: Head | str = "auto",
     detect_anomaly: bool = False,
@@ -119,6 +120,8 @@ def megacompile(
             instead of in host memory, in a file that is gone when the process is. Each step reads
             and writes all of them.
         disk_memory: what they may take there, in the same forms. Default: what is free.
+        disk_weights: the parameters of streamed buckets lie there too. Each forward reads them, and
+            each backward; trained ones are written with every update. Not with `compute_dtype`.
         resident: device memory for buckets that live there, with their gradients (none of them with
             `optimizer`) and optimizer states: a size, 0 or "all". Default: "auto", as much as makes
             the step fastest.
@@ -149,7 +152,7 @@ def megacompile(
         ModelError: the argument is no module, its parameters cannot be streamed, or another
             megacompiled model has one of them.
         OptionError: a bad option, or a second call with other options.
-        DiskError: no file can be made in `disk`.
+        DiskError: no file can be made in `disk`, or the parameters do not fit there.
         HostMemoryError: parameters and gradients do not fit into host memory. The first call
             raises it where they do not fit with optimizer states and what waits there.
         CheckpointError: the checkpoint is not whole, does not fit the model, or cannot be read. The
@@ -183,6 +186,7 @@ def megacompile(
         host_memory=host_memory,
         disk=disk,
         disk_memory=disk_memory,
+        disk_weights=disk_weights,
         resident=resident,
         head=head,
         detect_anomaly=detect_anomaly,
@@ -219,7 +223,12 @@ def megacompile(
         warn_of_rounding(model)
     contents = _contents(model, checkpoint)
     on_device = 0 if options.resident == 0 else _device_bytes(options)
-    rows = host_rows(model, gradients=optimizer is None, device_bytes=on_device)
+    rows = host_rows(
+        model,
+        gradients=optimizer is None,
+        device_bytes=on_device,
+        on_disk=options.disk_weights,
+    )
     check_host_memory(rows, options.host_memory)
     host_bytes = budget_bytes(held_bytes(model)) if options.device.type == "cuda" else None
     divide = functools.partial(find_units, compute_dtype=options.compute_dtype)

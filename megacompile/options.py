@@ -73,6 +73,7 @@ class Options:
         disk: the folder that the optimizer states of streamed buckets lie in. Default: none, they
             lie in host memory.
         disk_memory: bytes that they may take there. Default: what is free.
+        disk_weights: the parameters of streamed buckets lie there too.
         resident: bytes of device memory for buckets that live there. Default: the plan decides.
         head: whether the head and its loss are computed in chunks of tokens.
         detect_anomaly: raise if a stage's backward gives NaN or inf.
@@ -96,6 +97,7 @@ class Options:
     host_memory: int | None = None
     disk: str | None = None
     disk_memory: int | None = None
+    disk_weights: bool = False
     resident: int | None = None
     head: Head = Head.AUTO
     detect_anomaly: bool = False
@@ -156,6 +158,7 @@ class Options:
         host_memory: int | float | str | None = None,
         disk: str | os.PathLike[str] | None = None,
         disk_memory: int | float | str | None = None,
+        disk_weights: bool = False,
         resident: int | float | str = "auto",
         head: Head | str = "auto",
         detect_anomaly: bool = False,
@@ -198,6 +201,7 @@ class Options:
                 f"megacompile(): got disk_memory={disk_memory!r} without disk=; needed the folder "
                 "that it is about; name one, or leave disk_memory out"
             )
+        _check_disk_weights(_flag("disk_weights", disk_weights), folder, compute_dtype)
         if device_update and folder is not None:
             raise OptionError(
                 f"megacompile(): got device_update={device_update} with disk={folder!r}; states on "
@@ -219,6 +223,7 @@ class Options:
             host_memory=_size("host_memory", host_memory, torch.device("cpu")),
             disk=folder,
             disk_memory=_disk_bytes(disk_memory, folder),
+            disk_weights=disk_weights,
             resident=_resident(resident, resolved_device),
             head=_choice("head", head, Head),
             detect_anomaly=_flag("detect_anomaly", detect_anomaly),
@@ -314,6 +319,14 @@ def _folder(value: Any) -> str | None:
             "a local disk"
         )
     return path
+
+
+def _check_disk_weights(asked: bool, folder: str | None, compute_dtype: object) -> None:
+    wrong = "without disk=; needed the folder that they lie in; name one" if folder is None else ""
+    if not wrong and compute_dtype is not None:
+        wrong = f"with compute_dtype={compute_dtype}; masters do not go to a disk; leave that out"
+    if asked and wrong:
+        raise OptionError(f"megacompile(): got disk_weights=True {wrong}, or leave it out")
 
 
 def _disk_bytes(value: Any, folder: str | None) -> int | None:

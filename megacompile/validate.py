@@ -148,21 +148,20 @@ def warn_of_rounding(model: nn.Module) -> None:
 
 
 def host_rows(
-    model: nn.Module, *, gradients: bool = True, device_bytes: int = 0
+    model: nn.Module, *, gradients: bool = True, device_bytes: int = 0, on_disk: bool = False
 ) -> list[tuple[str, int]]:
     """What `megacompile()` will need of host memory beyond what the model holds there now.
 
     Args:
         gradients: are there any?
         device_bytes: memory for buckets that may live on the device, with their gradients.
+        on_disk: parameters go to a disk.
     """
     sizes = _sizes(model)
+    moved = [n for leaf, n in sizes if leaf.device.type != "cpu" and not on_disk]
     trained = sum(size for leaf, size in sizes if leaf.requires_grad and gradients)
     return [
-        (
-            "parameters to move to the host",
-            sum(n for leaf, n in sizes if leaf.device.type != "cpu"),
-        ),
+        ("parameters to move to the host", sum(moved)),
         ("one bucket, while moving", max(size for _, size in sizes)),
         ("gradients", max(0, trained - device_bytes)),
     ]

@@ -67,6 +67,8 @@ class Work:
 class Policy:
     """When and in which order work that is ready is carried out."""
 
+    disk = 0  # how a disk behaves, as a seed
+
     def after_issue(self) -> int:
         """How many ops run now, while the host issues the next."""
         return 0
@@ -80,6 +82,7 @@ class Random(Policy):
     """Each seed is a device of its own: how far the host is ahead, and who starves."""
 
     def __init__(self, seed: int) -> None:
+        self.disk = seed
         self.random = random.Random(seed)
         self.weights = {stream: self.random.choice((0, 1, 1, 20)) for stream in Stream}
         self.pace = self.random.choice((0, 0, 1, 2, 100))

@@ -52,6 +52,7 @@ class Choice:
     backwards: int = 2  # before a step: the second one accumulates
     state_delay: int = 1  # backwards before one waits for states to leave
     disk: bool = False  # the optimizer's states lie on a disk
+    disk_weights: bool = False  # parameters do too
     resident: int = 0  # buckets that live on the device: none (0), some (1), all (2)
     rerun: int = 0  # stages that run again for their outputs, as bits
 
@@ -206,6 +207,8 @@ def choices(draw: st.DrawFn) -> Choice:
     """Any `Choice`."""
     optimizer = draw(st.sampled_from(("", "", "adamw", "sgd")))
     in_backward = bool(optimizer) and draw(st.booleans())
+    # an update in the backward works on the simulated streams, which no thread can wait for
+    disk = not in_backward and draw(st.booleans())
     return Choice(
         lookahead=draw(st.integers(1, 4)),
         more_slots=draw(st.integers(0, 2)),
@@ -215,7 +218,7 @@ def choices(draw: st.DrawFn) -> Choice:
         backwards=draw(st.integers(1, 2)),
         state_delay=draw(st.sampled_from((1, 1, 2, 9))),
         rerun=draw(st.sampled_from((0, 0b10101010, 0b1001001, 255))),
-        # an update in the backward works on the simulated streams, which no thread can wait for
-        disk=bool(optimizer) and not in_backward and draw(st.booleans()),
+        disk=disk,
+        disk_weights=disk and draw(st.booleans()),
         resident=draw(st.sampled_from((0, 0, 1, 2))),
     )

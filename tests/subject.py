@@ -9,6 +9,7 @@ import io
 import random
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.passes.schedule.plan import make_plan
 from megacompile.plan import pipeline
 from megacompile.runtime.params.proxies import StreamedParameter
-from tests import adversary, loops, nets
+from tests import adversary, disks, loops, nets
 from tests.interrupts import Opcodes, traced
 from tests.loops import Loop, Result
 from tests.nets import Choice, Net
@@ -169,6 +170,7 @@ class Subject:
             slots=choice.lookahead + 1 + choice.more_slots,
             optimizer=self.optimizer if choice.in_backward else None,
             disk=tempfile.gettempdir() if choice.disk else None,
+            disk_weights=choice.disk_weights,
             resident=(0, f"{_param_bytes(self.model)}", "all")[choice.resident],
         )
         self.device = adversary.attach(self.model)
@@ -184,7 +186,11 @@ class Subject:
     def wrong(self, policy: adversary.Policy) -> list[str]:
         """What one interleaving gives that is not as it should be."""
         self.device.policy = policy
-        with adversary.adversarial(), kept(self.choice, self.counts):
+        rng = random.Random(policy.disk)
+        with adversary.adversarial(), kept(self.choice, self.counts), ExitStack() as stack:
+            if self.choice.disk:
+                stack.enter_context(disks.harsh(rng))
+                stack.enter_context(disks.few_buffers(rng))
             found = [] if self.loop.interrupt < 0 else self._interrupted()
             self._reset()
             try:

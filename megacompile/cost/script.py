@@ -27,6 +27,7 @@ from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code
+from megacompile.ir.stream import Stream
 from megacompile.ir.tokens import given, token_of, written
 from megacompile.ir.values import producer
 
@@ -100,14 +101,17 @@ class _Graph:
         It was made on the compute stream, behind which the forward begins.
         """
         for item in self.items:
-            if item.reads_weights in keys:
+            if item.reads_weights in keys - self.schedule.plan.weights_on_disk:
                 item.takes = []
                 if item.reads_weights not in self.schedule.plan.device_update:
                     item.amount = 0.0
 
     def _give(self, graph: fx.Graph) -> None:
         for place, node in given(graph).items():
-            self.gives[place] = self._lands.get(place, self._position[node])
+            at = self._position[node]
+            if ops.stream_of(node) is Stream.D2H:  # one half of it
+                at = self._lands.get(place, at)
+            self.gives[place] = at
         for name in self.schedule.left if self.name == "backward" else ():
             node = next(n for n in graph.nodes if n.name == name)
             self.gives[id(self.schedule), name] = self._position[producer(node)]

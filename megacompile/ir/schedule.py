@@ -42,6 +42,9 @@ class Plan:
     stay: frozenset[int] = frozenset()  # buckets (keys) that keep their slots between forwards
     on_disk: frozenset[int] = frozenset()  # buckets (keys) whose states lie on a disk
     state_sets: int = 0  # sets of host buffers that these states come to, one a bucket at a time
+    weights_on_disk: frozenset[int] = frozenset()  # buckets (keys) whose parameters lie on a disk
+    weight_sets: int = 0  # host buffers that prefetches copy these parameters from
+    new_weight_sets: int = 0  # host buffers in which updates leave them, until they are written
 
 
 @dataclass(frozen=True, slots=True)

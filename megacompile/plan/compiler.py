@@ -111,6 +111,7 @@ class PassCompiler:
             resident,
             helps=cost.helped,
             state_bytes=None if self.setting.options.disk is None else cost.states_of,
+            disk_weights=self.setting.options.disk_weights,
         )
         verify(schedule)
         return schedule

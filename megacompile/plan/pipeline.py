@@ -31,6 +31,7 @@ from megacompile.passes.capture.vmaps import fold_vmaps
 from megacompile.passes.schedule.device_update import insert_device_update
 from megacompile.passes.schedule.differentiate import differentiate
 from megacompile.passes.schedule.disk import insert_disk
+from megacompile.passes.schedule.disk_weights import insert_disk_weights
 from megacompile.passes.schedule.free import insert_free
 from megacompile.passes.schedule.norms import insert_norms
 from megacompile.passes.schedule.offload_grad import offload_gradients
@@ -162,6 +163,7 @@ class Pipeline:
                 *self._disk_passes(),
                 ("prefetch", functools.partial(insert_prefetch, lookahead=options.lookahead)),
                 ("slots", functools.partial(assign_slots, slots=slots, reuse=variant.reuse)),
+                *([("disk_weights", insert_disk_weights)] if options.disk_weights else []),
                 ("free", insert_free),
                 ("tokens", insert_tokens),
             ],

@@ -104,16 +104,18 @@ class _Cycle:
         resident = bucket.key in self.schedule.plan.resident
         before = self.streams.get(Stream.COMPUTE, 0) if resident else 0
         update, gradients = (Access(0, "", None, self._bit()) for _ in range(2))
-        states = update
-        if bucket.key in self.schedule.plan.on_disk:  # written behind the update
-            states = Access(0, "", None, self._bit())
+        plan = self.schedule.plan  # what lies on a disk is written behind the update
+        weights, states = (
+            Access(0, "", None, self._bit()) if bucket.key in keys else update
+            for keys in (plan.weights_on_disk, plan.on_disk)
+        )
         done = before | 1 << update.bit
         if resident:
             self.streams[Stream.COMPUTE] = done
         copied = done | 1 << gradients.bit  # in whatever order
         self.streams[Stream.D2H] = self.streams.get(Stream.D2H, 0) | copied
         for part in Part:
-            wrote = {Part.GRADIENTS: gradients, Part.STATES: states}.get(part, update)
+            wrote = {Part.GRADIENTS: gradients, Part.STATES: states, Part.WEIGHTS: weights}[part]
             self.tokens[bucket.key, part] = copied if part is Part.GRADIENTS else done
             self.tokens[bucket.key, part] |= 1 << wrote.bit
             self.writer[bucket.key, part] = wrote

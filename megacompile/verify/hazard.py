@@ -61,8 +61,8 @@ class HazardKind(enum.Enum):
     NOT_UPDATED = "not updated"  # a bucket gets gradients, and no op updates it
     WRONG_UPDATE = "wrong update"  # of a bucket without gradients, twice, or where it does not lie
     LEFT_BEHIND = "left behind"  # the backward leaves other values than the update takes
-    NOT_READ = "not read"  # states of a bucket on a disk are used where they are not
-    NOT_WRITTEN = "not written"  # new states of a bucket on a disk do not reach it
+    NOT_READ = "not read"  # states or parameters on a disk are used where they are not
+    NOT_WRITTEN = "not written"  # new states or parameters of a bucket on a disk do not reach it
     WRONG_HELP = "wrong help"  # the device helps with what the host does not do
 
 

@@ -6,8 +6,7 @@ What must hold:
 - the update takes what the backward leaves: of each bucket all of its gradients, and its states;
 - a graph returns, as tokens, the ops that were the last to write a part of a bucket, and takes
   tokens of parts that there are;
-- the device helps with updates of the host;
-- states on a disk are used between a read and a write of them.
+- the device helps with updates of the host.
 
 That graphs wait for one another is shown in `megacompile.verify.cycle`.
 """
@@ -167,38 +166,4 @@ def _helps(view: View) -> Iterator[Hazard]:
                 yield view.hazard(HazardKind.WRONG_HELP, node, update, message)
 
 
-def _on_disk(view: View) -> Iterator[Hazard]:
-    """States that lie on a disk are used between a read and a write of them, and no others are."""
-    on_disk = view.schedule.plan.on_disk
-    touching = view.that(lambda op: Part.STATES in (*op.reads, *op.writes))
-    reads_of: dict[int, list[fx.Node]] = defaultdict(list)
-    writes_of: dict[int, list[fx.Node]] = defaultdict(list)
-    for node in touching:
-        key = ops.arguments(node)[0].key
-        if effects(node).stored is None:
-            continue
-        (reads_of if ops.stream_of(node) is Stream.READ else writes_of)[key].append(node)
-        if key not in on_disk:
-            message = f"{label(node)} is of a bucket whose states lie on the host; drop it"
-            yield view.hazard(HazardKind.WRONG_UPDATE, node, None, message)
-    for node in touching:
-        bucket: Bucket = ops.arguments(node)[0]
-        if bucket.key not in on_disk or ops.stream_of(node) is Stream.READ:
-            continue
-        if not any(view.order.before(read, node) for read in reads_of[bucket.key]):
-            message = (
-                f"{label(node)} uses the states of bucket {bucket.label}, which lie on a disk, and "
-                f"no edge orders {bucket.label}READ_STATE before it; add after=(rs{bucket.suffix},)"
-            )
-            yield view.hazard(HazardKind.NOT_READ, node, None, message)
-        if ops.stream_of(node) is Stream.WRITE or Part.STATES not in effects(node).writes:
-            continue
-        if not any(view.order.before(node, write) for write in writes_of[bucket.key]):
-            message = (
-                f"{label(node)} makes new states of bucket {bucket.label}, which lie on a disk, "
-                f"and no {bucket.label}WRITE_STATE comes behind it; write them"
-            )
-            yield view.hazard(HazardKind.NOT_WRITTEN, node, None, message)
-
-
-CHECKS: tuple[Check, ...] = (_where_it_lies, _tokens, _helps, _on_disk)
+CHECKS: tuple[Check, ...] = (_where_it_lies, _tokens, _helps)

@@ -56,4 +56,5 @@ def _return(graph: fx.Graph) -> None:
     for node in ops.nodes_that(graph, lambda op: op.writes):
         last |= dict.fromkeys(written(node), node)
     *others, _ = ops.returned(graph)
-    graph.output_node().args = ((*others, tuple(dict.fromkeys(last.values()))),)
+    tokens = sorted(set(last.values()))  # in program order: of two, the later one wrote last
+    graph.output_node().args = ((*others, tuple(tokens)),)

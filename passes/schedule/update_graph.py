@@ -24,6 +24,7 @@ from megacompile.ir.schedule import Plan, Schedule
 from megacompile.ir.tokens import add
 from megacompile.ir.values import left_of
 from megacompile.passes.schedule.disk import insert_disk
+from megacompile.passes.schedule.disk_weights import insert_disk_weights
 from megacompile.passes.schedule.tokens import insert_tokens
 
 
@@ -74,11 +75,13 @@ def rest_of(
     *,
     helps: bool,
     state_bytes: Callable[[int], float] | None = None,
+    disk_weights: bool = False,
 ) -> Schedule:
     """A schedule that is an update alone: of buckets that no other schedule's update makes.
 
     Args:
         state_bytes: of one element's states, where they lie on a disk.
+        disk_weights: parameters do too.
     """
     forward = fx.Graph()
     forward.output(((), ()))
@@ -88,6 +91,8 @@ def rest_of(
     schedule = Schedule(name, forward, None, (), plan=plan, update=update, rest=rest)
     if state_bytes is not None:
         schedule = insert_disk(schedule, state_bytes=state_bytes)
+    if disk_weights:
+        schedule = insert_disk_weights(schedule)
     return insert_tokens(schedule)
 
 

@@ -83,6 +83,12 @@ class DiskBuffer(HostBuffer):
         assert self._place is not None
         return Span(self._place, memory)
 
+    def part(self, begin: int, end: int, memory: Memory) -> Span:
+        """The bytes from `begin` to `end` of it, and memory for all of it."""
+        assert self._place is not None and 0 <= begin < end <= len(self)
+        place = Place(self._place.at + begin, end - begin)
+        return Span(place, lambda: memory()[begin:end])
+
     @property
     def file(self) -> ScratchFile:
         """Where it lies."""
@@ -152,6 +158,12 @@ class Disk:
     ) -> Request | None:
         """The same for a write. Until it is over nobody may look at the buffers."""
         return self._start(Way.WRITE, buffers, memory, what, after, before)
+
+    def request(
+        self, way: Way, spans: Sequence[Span], what: str, *, before: Callable[[], None]
+    ) -> Request:
+        """A read or a write of parts of buffers that are ours, to `begin`."""
+        return self._transfers.request(way, self.file, spans, what, before=before)
 
     def _start(
         self,

@@ -126,6 +126,28 @@ class ScratchFile:
         """
         self._collect()
         size = self.round_up(size_bytes)
+        self._check_limit(size)
+        place = self._find(size)
+        try:
+            _allocate(self.fd, place)
+        except OSError as error:
+            self._free.append(place)
+            raise self._full(error.errno or errno.EIO, size) from error
+        self.used_bytes += size
+        return place
+
+    def check(self, size_bytes: int) -> None:
+        """Is there place for so many bytes? Nothing is taken.
+
+        Raises:
+            DiskError: there is not.
+        """
+        self._collect()
+        self._check_limit(size_bytes)
+        if size_bytes > shutil.disk_usage(self.folder).free:
+            raise self._full(errno.ENOSPC, size_bytes)
+
+    def _check_limit(self, size: int) -> None:
         if self.limit_bytes is not None and self.used_bytes + size > self.limit_bytes:
             raise DiskError(
                 errno.EDQUOT,
@@ -133,21 +155,15 @@ class ScratchFile:
                 f"{format_bytes(self.used_bytes)} lie in {self.folder}, and {format_bytes(size)} "
                 "more are needed; raise disk_memory=",
             )
-        place = self._find(size)
-        try:
-            _allocate(self.fd, place)
-        except OSError as error:
-            self._free.append(place)
-            raise DiskError(
-                error.errno or errno.EIO,
-                f"disk={str(self.folder)!r} has no place for {format_bytes(size)} more "
-                f"({os.strerror(error.errno or errno.EIO)}; "
-                f"{format_bytes(self.used_bytes)} of megacompile's lie there, and "
-                f"{format_bytes(shutil.disk_usage(self.folder).free)} are free); free space there, "
-                "or name a folder on a larger disk",
-            ) from error
-        self.used_bytes += size
-        return place
+
+    def _full(self, number: int, size: int) -> DiskError:
+        return DiskError(
+            number,
+            f"disk={str(self.folder)!r} has no place for {format_bytes(size)} more "
+            f"({os.strerror(number)}; {format_bytes(self.used_bytes)} of megacompile's lie there, "
+            f"and {format_bytes(shutil.disk_usage(self.folder).free)} are free); free space there, "
+            "or name a folder on a larger disk",
+        )
 
     def _find(self, size: int) -> Place:
         """A hole, or a place behind the end."""

@@ -52,8 +52,8 @@ class Span:
 
     place: Place
     memory: Callable[[], torch.Tensor]
-    """Gives it when it is there, to any thread: flat uint8, on the host. Address and size are
-    multiples of the alignment."""
+    """Gives it when it is there, to any thread: flat uint8, on the host. Where address, place and
+    size are not multiples of the alignment, it goes through the page cache."""
 
 
 class Request:
@@ -250,9 +250,9 @@ def _transfer(
     """Read or write one chunk, however many calls that takes."""
     address = whole.data_ptr() + start
     assert whole.dtype is torch.uint8 and start + size <= whole.numel()
-    assert address % file.alignment == 0 and size % file.alignment == 0
-    direct = file.direct_fd is not None
-    fd = file.fd if file.direct_fd is None else file.direct_fd
+    aligned = all(value % file.alignment == 0 for value in (address, at, size))
+    direct = file.direct_fd is not None and aligned
+    fd = file.direct_fd if direct and file.direct_fd is not None else file.fd
     memory = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
     call = os.preadv if way is Way.READ else os.pwritev
     done, tries = 0, 0

@@ -17,18 +17,16 @@ import torch
 from torch import nn
 
 from megacompile import compat, packed
-from megacompile.cost.optimizer import OptimizerCost
 from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.placement import Placement
 from megacompile.options import Lowering, Options
 from megacompile.progress import bar
 from megacompile.runtime.checkpoint.contents import Contents
 from megacompile.runtime.device import freed
-from megacompile.runtime.device.disk_buffers import Disk
 from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.device.slots import DeviceSlots
 from megacompile.runtime.device.streams import Streams
-from megacompile.runtime.disk.scratch import ScratchFile
+from megacompile.runtime.model import tiers
 from megacompile.runtime.model.data_parallel import DataParallel, refuse_moves
 from megacompile.runtime.model.owners import forget, refuse_shared
 from megacompile.runtime.model.plans import Compiler, Plans
@@ -91,7 +89,7 @@ class ModelBuckets:
             place=self._places.of_proxy,
             device_update=DeviceUpdates(streams),
             detect_anomaly=options.detect_anomaly,
-            disk=_disk(options),
+            disk=tiers.scratch_disk(options),
         )
         self.machine.activations.budget = self._host_budget
         self.alone = threading.RLock()  # the swap and the slots serve one call at a time
@@ -118,8 +116,10 @@ class ModelBuckets:
         self.machine.trained.clear()  # their updates are of buckets that are gone
         self.machine.labels.clear()
         if self.options.resident is not None:
-            resident = _first_that_fit(units, named, self.options)
+            resident = tiers.first_that_fit(units, named, self.options)
         if not before:
+            streamed = [unit.bucket for unit in units if unit.bucket.key not in resident]
+            tiers.check_disk(self.options, self.machine.disk, streamed)
             refuse_moves(self.model, self._goes_to(units, named, resident))
         if contents is not None:
             self._fill(units, named, contents)
@@ -260,6 +260,7 @@ class ModelBuckets:
             pin_masters=pin and self.options.updates_on_device,
             resident=self.options.device if resident else None,
             disk=self.machine.disk,
+            weights_on_disk=self.options.disk_weights,
             empty=empty,
             budget=self._host_budget,
         )
@@ -373,31 +374,6 @@ class _Places:
     def of_proxy(self, proxy: StreamedParameter) -> tuple[Bucket, int]:
         """The place of the parameter that a proxy stands for."""
         return self.of[id(proxy.param)]
-
-
-def _first_that_fit(
-    units: Sequence[Unit], named: Mapping[str, nn.Parameter], options: Options
-) -> frozenset[int]:
-    """The first buckets that fit, with gradients and states, into `options.resident` bytes."""
-    assert options.resident is not None
-    cost = OptimizerCost.of(options)
-    chosen: list[int] = []
-    left: float = options.resident
-    for unit in units:
-        places = enumerate(unit.bucket.params)
-        trained = [i for i, place in places if named[place.name].requires_grad]
-        left -= cost.resident_bytes(unit.bucket, trained)
-        if left < 0:
-            break
-        chosen.append(unit.bucket.key)
-    return frozenset(chosen)
-
-
-def _disk(options: Options) -> Disk | None:
-    """The scratch file of a model's states."""
-    if options.disk is None:
-        return None
-    return Disk(ScratchFile(options.disk, limit_bytes=options.disk_memory))
 
 
 def _show_again(gradients: Sequence[tuple[nn.Parameter, torch.Tensor | None]]) -> None:

@@ -85,6 +85,7 @@ class StreamedModel:
                 options.optimizer, self.updates.steps_in_backward()
             )
             self.machine.in_backward.staging = self.machine.staging
+            self.machine.in_backward.weight_staging = self.machine.weight_staging
         self._ends: list[Callable[[], object]] = []
         self._compiled = self._compile(model)
         self.parts = Parts(model, self)

@@ -1,4 +1,4 @@
-"""Carries out the ops that bring optimizer states from a disk to host memory, and back."""
+"""Carries out the ops that bring states and parameters from a disk to host memory, and back."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from megacompile.ir.buckets import Bucket
+from megacompile.ir.ops import Part
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.disk.transfers import Request
 from megacompile.runtime.ops.group import OpGroup, handles
+from megacompile.runtime.updates.loans import Loan
 
 
 class DiskOps(OpGroup):
@@ -47,6 +49,53 @@ class DiskOps(OpGroup):
             host.pending.go_on(written, (), visible)
         self._note(written.request)
         written.request.begin()
+        return Handle(None, Stream.WRITE, host=host.pending)
+
+    def read_weights(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
+        staging, host = self.machine.weight_staging, self.machine.buckets[bucket.key]
+        if staging is None:
+            return Handle(None, Stream.READ)
+        what = f"{bucket.label}READ_WEIGHTS of {host.layout.name!r}"
+        return self._lent(staging.read(host, list(handles(after)), what), after)
+
+    def read_trained(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
+        staging, part = self.machine.weight_staging, self.parts.get(bucket.key)
+        if staging is None or part is None:
+            return Handle(None, Stream.READ)
+        host, params = part.update.bucket, [step.index for step in part.update.steps]
+        what = f"{bucket.label}READ_TRAINED of {host.layout.name!r}"
+        return self._lent(staging.read_trained(host, params, list(handles(after)), what), after)
+
+    def _lent(self, loan: Loan | None, after: tuple[Any, ...]) -> Handle:
+        if loan is None:  # it is in memory: who takes it waits for this op, and not for its write
+            for handle in handles(after):
+                if handle.host is not None:
+                    handle.host.settle()
+        elif loan.read is not None:
+            self._note(loan.read)
+        return Handle(loan, Stream.READ, host=loan)
+
+    def write_weights(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
+        staging, host = self.machine.weight_staging, self.machine.buckets[bucket.key]
+        loan = None if staging is None else staging.of(host)
+        if staging is None or loan is None:
+            return Handle(None, Stream.WRITE)
+        if loan.write is None:  # else it is the host's update, and in flight with it
+            updates = self.machine.in_backward
+            assert updates is not None, "new parameters that nobody has made"
+            first = host.pending.in_flight
+            there = None if first is None else first.event(Part.WEIGHTS)  # ahead of states
+            ends = [handle.event for handle in handles(after)] if there is None else [there]
+            before = functools.partial(_await, [event for event in ends if event is not None])
+            params = list(updates.running[bucket.key])
+            what = f"{bucket.label}WRITE_WEIGHTS of {host.layout.name!r}"
+            written = staging.write(loan, params, what, first, before)
+            host.pending.go_on(written, params, ())
+            updates.note_writes(host)
+        request = loan.write
+        assert request is not None
+        self._note(request)
+        request.begin()
         return Handle(None, Stream.WRITE, host=host.pending)
 
     def _note(self, request: Request) -> None:

@@ -57,6 +57,9 @@ class Executor:
         self.updates = _updates(schedule)
         if machine.staging is not None:
             machine.staging.require(schedule.plan.state_sets)
+        if machine.weight_staging is not None:
+            machine.weight_staging.prefetches.require(schedule.plan.weight_sets)
+            machine.weight_staging.updates.require(schedule.plan.new_weight_sets)
         self._bound = {name: BoundOps(schedule, machine) for name in schedule.graphs}
         self._run = {name: self._compile(name) for name in schedule.graphs}
 

@@ -25,6 +25,7 @@ from megacompile.runtime.updates.host import HostUpdates
 from megacompile.runtime.updates.in_backward import InBackward
 from megacompile.runtime.updates.on_device import DeviceUpdates
 from megacompile.runtime.updates.staging import Staging
+from megacompile.runtime.updates.weight_staging import WeightStaging
 from megacompile.tracing.recorder import Tracer
 
 
@@ -51,6 +52,7 @@ class Machine:
     labels: dict[int, str] = field(default_factory=dict)  # of buckets by key, in some schedule
     deferred: DeferredFrees = field(default_factory=DeferredFrees)
     staging: Staging | None = field(init=False)  # of states that lie on a disk
+    weight_staging: WeightStaging | None = field(init=False)  # of parameters that lie there
     host_updates: HostUpdates = field(init=False)
     copies: Background = field(init=False)  # brings what a step made on the device to the host
     tracer: Tracer | None = None  # while a trace of the model is on
@@ -61,9 +63,10 @@ class Machine:
 
     def __post_init__(self) -> None:
         self.activations = HostPool(pin=self.device.type == "cuda")
-        self.staging = None
+        self.staging = self.weight_staging = None
         if self.disk is not None:
             self.staging = Staging(self.disk, self.device)
+            self.weight_staging = WeightStaging(self.disk, self.device)
         self.host_updates = HostUpdates(self.device)
         self.copies = Background("megacompile-offload")
 
@@ -81,6 +84,8 @@ class Machine:
 
     def give_up(self) -> None:
         """A run has failed."""
+        if self.weight_staging is not None:
+            self.weight_staging.give_up()
         if self.staging is not None:
             self.staging.give_up()
 

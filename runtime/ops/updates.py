@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from megacompile import log
@@ -10,9 +9,9 @@ from megacompile.ir.buckets import Bucket
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops.group import OpGroup, handles
+from megacompile.runtime.params.pending import InFlight
 from megacompile.runtime.updates.device_buffers import note_changes
 from megacompile.runtime.updates.flight import Flight
-from megacompile.runtime.updates.staging import Staged, Staging, Written
 
 
 class UpdateOps(OpGroup):
@@ -23,13 +22,25 @@ class UpdateOps(OpGroup):
         if part is None:
             return Handle(None, Stream.HOST)
         events = [handle.event for handle in handles(after) if handle.event is not None]
-        host, staging = part.update.bucket, self.machine.staging
-        staged = None if staging is None else staging.of(host)
-        written = None
-        if staging is not None and staged is not None:
-            written = functools.partial(_written, staging, staged, f"{bucket.label}WRITE_STATE")
-        flight = self.machine.host_updates.start(part, events, self.recording, written, staged)
-        return Handle(flight, Stream.HOST, host=part.update.bucket.pending)
+        host, machine = part.update.bucket, self.machine
+        states = None if machine.staging is None else machine.staging.of(host)
+        weights = None if machine.weight_staging is None else machine.weight_staging.of(host)
+
+        def written(flight: Flight) -> InFlight:
+            """What it makes that lies on a disk is written behind it."""
+            work: InFlight = flight
+            if machine.weight_staging is not None and weights is not None:
+                what = f"{bucket.label}WRITE_WEIGHTS of {flight.name!r}"
+                params = [step.index for step in part.update.steps]
+                work = machine.weight_staging.write(weights, params, what, work, flight.wait)
+            if machine.staging is not None and states is not None:
+                what = f"{bucket.label}WRITE_STATE of {flight.name!r}"
+                work = machine.staging.write(states, what, work, flight.wait)
+            return work
+
+        staged = [each for each in (states, weights) if each is not None]
+        flight = machine.host_updates.start(part, events, self.recording, written, staged)
+        return Handle(flight, Stream.HOST, host=host.pending)
 
     def update_resident(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
         part = self.parts.get(bucket.key)
@@ -67,8 +78,3 @@ class UpdateOps(OpGroup):
         self.machine.host_updates.help(flights)
         log.logger("update").debug("the device helps with %d updates", len(flights))
         return Handle(None, Stream.DEVICE)
-
-
-def _written(staging: Staging, staged: Staged, what: str, flight: Flight) -> Written:
-    """The write of the states that an update makes, which is part of what is in flight."""
-    return staging.write(staged, f"{what} of {flight.name!r}", flight, flight.wait)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from megacompile.ir.buckets import Bucket, Slot
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.streams import Handle
 from megacompile.runtime.ops.group import OpGroup, handles
+from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.updates.loans import Loan
 from megacompile.runtime.updates.update import flat
 
 
@@ -19,6 +23,8 @@ class WeightOps(OpGroup):
 
     def prefetch(self, bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Handle:
         slots, host = self.machine.slots, self.machine.buckets[bucket.key]
+        if host.on_disk is not None:
+            return self._from_disk(host, bucket, slot, after)
         work = host.pending.in_flight
         if work is not None and len(work.fresh) == len(host.values):  # they are on the device
             fresh = dict(work.fresh)
@@ -39,6 +45,27 @@ class WeightOps(OpGroup):
         def copy() -> Any:
             slots.flat(slot, bucket).copy_(host.flat, non_blocking=True)
             return slots.weights(slot, bucket)
+
+        return self._issue(Stream.H2D, (after,), copy)
+
+    def _from_disk(
+        self, host: HostBucket, bucket: Bucket, slot: Slot, after: tuple[Any, ...]
+    ) -> Handle:
+        """From the buffer that its `read_weights` has filled, which goes back behind the copy."""
+        machine = self.machine
+        taken = next((h.value for h in handles(after) if isinstance(h.value, Loan)), None)
+
+        def copy() -> Any:
+            if taken is not None and taken.given_up:  # of a run that was cut off
+                return machine.slots.weights(slot, bucket)
+            size, flat = bucket.size_bytes, host.flat if taken is None else taken.flat()
+            machine.slots.flat(slot, bucket).copy_(flat[:size], non_blocking=True)
+            if taken is not None and machine.weight_staging is not None:
+                copied = None
+                if machine.device.type == "cuda":
+                    copied = torch.cuda.current_stream(machine.device).record_event()
+                machine.weight_staging.prefetches.give_back(taken, copied)
+            return machine.slots.weights(slot, bucket)
 
         return self._issue(Stream.H2D, (after,), copy)
 

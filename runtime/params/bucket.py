@@ -16,7 +16,7 @@ import torch
 from megacompile import compat
 from megacompile.ir.buckets import Bucket, Param
 from megacompile.runtime.device.buffers import DeviceBuffer, HostBuffer, mirrored
-from megacompile.runtime.device.disk_buffers import Disk
+from megacompile.runtime.device.disk_buffers import Disk, DiskBuffer
 from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.params.guards import release
 from megacompile.runtime.params.pending import Pending
@@ -39,6 +39,7 @@ class HostBucket:
         pin_masters: page-lock parameters that are not streamed themselves.
         resident: the device that all of it lies on, if it does.
         disk: where the states of a streamed bucket lie, if not in host memory.
+        weights_on_disk: its parameters lie there too. They are what is streamed: no copy.
         empty: on the host, with memory that nobody has touched. Who fills it lets the parameters
             have it, and calls `filled`.
         budget: makes its buffers on the host. Default: one without a limit.
@@ -56,6 +57,7 @@ class HostBucket:
         pin_masters: bool = False,
         resident: torch.device | None = None,
         disk: Disk | None = None,
+        weights_on_disk: bool = False,
         empty: bool = False,
         budget: HostBudget | None = None,
     ) -> None:
@@ -68,7 +70,10 @@ class HostBucket:
         self.pin = pin
         self.pin_masters = pin_masters
         self.grad_dtype = grad_dtype
-        buffer = self._streamed_lie_in = self.new_buffer(layout.size_bytes, pin=pin)
+        self.on_disk: DiskBuffer | None = None  # where the parameters lie, if on the disk
+        if weights_on_disk and self.disk is not None:
+            self.on_disk = self.disk.buffer(layout.size_bytes)
+        buffer = self._streamed_lie_in = self.on_disk or self.new_buffer(layout.size_bytes, pin=pin)
         self.flat = buffer.bytes(layout.size_bytes)  # (size_bytes,) uint8
         self.streamed = tuple(buffer.tensor(place) for place in layout.params)
         self._memory: list[torch.Tensor] = []  # flat, uint8: of masters and gradients
@@ -82,13 +87,32 @@ class HostBucket:
         self.states = StateMemory(self)
         self.copy = StreamedCopy(self)
         self.pending = Pending(self.params, self.copy)
-        for param, value in zip(self.params, self.values, strict=True):
+        for param in self.params:
             release(param)
-            if not empty:
-                value.copy_(param.detach())
-                param.data = value
         if not empty:
+            self._take()
             self._settle_in()
+
+    def _take(self) -> None:
+        """Give the parameters, with their values, the bucket's memory."""
+        if self.on_disk is not None:
+            self._write(self.on_disk)
+        for param, value in zip(self.params, self.values, strict=True):
+            if self.on_disk is None:
+                value.copy_(param.detach())
+            param.data = value
+
+    def _write(self, place: DiskBuffer) -> None:
+        """Bring the parameters to the disk. Page faults would take ten times as long."""
+        assert self.disk is not None and not self.has_copy
+        memory = HostBuffer(len(place), pin=False)
+        for param, at in zip(self.params, self._places, strict=True):
+            memory.tensor(at).copy_(param.detach())
+        whole = functools.partial(memory.bytes, len(place))
+        request = self.disk.write([place], [whole], f"the parameters of {self.layout.name!r}")
+        if request is not None:
+            request.begin()
+            request.wait()
 
     def _settle_in(self) -> None:
         """The parameters are in their places."""

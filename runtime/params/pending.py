@@ -77,7 +77,12 @@ class Pending:
         self._failed = False
         self.copy.changed()
         self.in_flight = work
-        self._guarded = [self.params[i] for i in updated] + list(states)
+        self._guarded = []
+        self._guard(updated, states)
+
+    def _guard(self, updated: Sequence[int], states: Sequence[torch.Tensor]) -> None:
+        """Let whoever uses these wait for what is in flight."""
+        self._guarded += [self.params[i] for i in updated] + list(states)
         for i in updated:
             guard(self.params[i], Wait(self, i))
         for state in states:
@@ -104,8 +109,9 @@ class Pending:
         """Note work that goes on where what is in flight ends, and has it in it."""
         if self.in_flight is None:
             self.start(work, updated, states)
-        else:
-            self.in_flight = work
+            return
+        self.in_flight = work
+        self._guard(updated, states)
 
     def start_copies(
         self, work: InFlight, updated: Sequence[int], states: Sequence[torch.Tensor]

@@ -6,7 +6,7 @@ Both updates on the device use it: the one in the backward (`in_backward`) and t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from megacompile.runtime.optim.update import State, Update
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.updates.update import ParamUpdate, flat, laid_out_as
 
+Place = Callable[[torch.Tensor], torch.Tensor]  # the copy in memory of what lies on a disk
 Sources = Mapping[int, tuple[State | None, ...]]  # parameter's index -> its states on the host
 
 
@@ -150,16 +151,18 @@ def write_back(
     sources: Sources,
     visible: Sequence[torch.Tensor],
     queue: torch.cuda.Stream | None,
+    place: Place | None = None,
 ) -> Landing | None:
     """New parameters and states to the host; the parameters first, which are wanted next.
 
     Args:
         visible: the states that the user can see; they are guarded until the copies are done.
         queue: the stream that copies; None on the CPU, where nothing is under way afterwards.
+        place: where parameters go that lie on a disk.
     """
     landing = None
     try:
-        for there, here in params_back(host, buffers):
+        for there, here in params_back(host, buffers, place):
             here.copy_(there, non_blocking=True)
         params = None if queue is None else queue.record_event()
         for there, here in states_back(buffers, sources):
@@ -176,11 +179,11 @@ def write_back(
 
 
 def params_back(
-    host: HostBucket, buffers: UpdateBuffers
+    host: HostBucket, buffers: UpdateBuffers, place: Place | None = None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """New parameters on the device, and where they go, flat."""
     for i, buffer in buffers.items():
-        yield buffer.new, flat(host.values[i])
+        yield buffer.new, flat(host.values[i] if place is None else place(host.values[i]))
         if host.has_copy:
             yield buffer.streamed, flat(host.streamed[i])
 

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
+from megacompile.runtime.device.streams import Host
+from megacompile.runtime.params.pending import InFlight
 from megacompile.runtime.updates.flight import Flight
 from megacompile.runtime.updates.part import BucketPart
-from megacompile.runtime.updates.staging import Staged, Written
 from megacompile.runtime.updates.update import BucketUpdate
 from megacompile.runtime.updates.workers import Job, Workers
 from megacompile.tracing.recorder import Recording
+
+
+class Copies(Host, Protocol):
+    """What a disk has, in host memory."""
+
+    def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The copy of a tensor that lies on the disk; any other as it is."""
 
 
 class HostUpdates:
@@ -26,16 +35,16 @@ class HostUpdates:
         part: BucketPart,
         behind: Sequence[torch.cuda.Event],
         recording: Recording | None,
-        written: Callable[[Flight], Written] | None = None,
-        staged: Staged | None = None,
+        written: Callable[[Flight], InFlight],
+        staged: Sequence[Copies] = (),
     ) -> Flight:
         """Let an update wait for a worker; whoever needs its bucket waits for it.
 
         Args:
             behind: what must be done before it begins: gradients on their way to the host.
             recording: of the run that it belongs to, while a trace is on.
-            written: makes the write of the new states, where they lie on a disk.
-            staged: those states in memory, or on their way there.
+            written: gives what is in flight: the update, and the writes of what it makes on a disk.
+            staged: states and parameters that lie there in memory, or on their way to it.
         """
         update = part.update
         bucket = update.bucket
@@ -46,8 +55,7 @@ class HostUpdates:
             if recording is not None:
                 job.timed = recording.in_background()
             # the bucket knows of it before anybody can begin it
-            work = flight if written is None else written(flight)
-            bucket.pending.start(work, indices, part.visible)
+            bucket.pending.start(written(flight), indices, part.visible)
             for i in indices:
                 torch.autograd.graph.increment_version(bucket.params[i])
                 bucket.copy.mark_fresh(i)
@@ -62,9 +70,12 @@ class HostUpdates:
         self.workers.help({flight.future for flight in flights})
 
 
-def _await(events: Sequence[torch.cuda.Event], update: BucketUpdate, staged: Staged | None) -> None:
+def _await(
+    events: Sequence[torch.cuda.Event], update: BucketUpdate, staged: Sequence[Copies]
+) -> None:
     for event in events:
         event.synchronize()
-    if staged is not None:
-        staged.settle()
-        update.stage(staged.tensor)
+    for each in staged:
+        each.settle()
+    if staged:
+        update.stage(lambda tensor: functools.reduce(lambda t, s: s.tensor(t), staged, tensor))

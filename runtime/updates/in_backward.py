@@ -38,6 +38,7 @@ from megacompile.runtime.updates.micro_steps import more_to_come
 from megacompile.runtime.updates.refusals import check_backward
 from megacompile.runtime.updates.staging import Staging
 from megacompile.runtime.updates.update import ParamUpdate
+from megacompile.runtime.updates.weight_staging import WeightStaging
 
 
 class InBackward:
@@ -52,6 +53,7 @@ class InBackward:
         self.optimizer = optimizer
         self.prepare = steps
         self.staging: Staging | None = None  # of states that lie on a disk
+        self.weight_staging: WeightStaging | None = None  # of parameters that lie there
         self.marked = False  # inside of megacompile.accumulate()
         self.uncommitted: set[ParamId] = set()  # updated, and step() was not called yet
         self.committed: set[ParamId] = set()  # by the last step(), until the next backward
@@ -61,6 +63,7 @@ class InBackward:
         self._backward = -1  # its id
         self._made: dict[ParamId, tuple[nn.Parameter, int]] = {}  # updated, and its version then
         self._loaded = False  # the optimizer's states, since the backward began
+        self._shown: list[HostBucket] = []  # being written, and known by names that nobody guards
         optimizer.register_load_state_dict_post_hook(_weakly(self._note_load))
         compat.notice_scaled_losses()
 
@@ -108,6 +111,8 @@ class InBackward:
     def _end(self) -> None:
         """The backward is over, and did not fail."""
         self._ended = True
+        while self._shown:
+            self._shown.pop().pending.settle()
 
     def _note_load(self, optimizer: Optimizer) -> None:
         """`optimizer.load_state_dict()` was called."""
@@ -186,6 +191,11 @@ class InBackward:
         self.committed = set(done)
         return done
 
+    def note_writes(self, host: HostBucket) -> None:
+        """New parameters are on their way to a disk."""
+        if any(map(host.aliased, self.running[host.layout.key])):
+            self._shown.append(host)
+
     # The ops.
 
     def alloc(self, host: HostBucket, device: torch.device, *, masters: bool) -> UpdateBuffers:
@@ -202,8 +212,14 @@ class InBackward:
         self, host: HostBucket, buffers: UpdateBuffers, queue: torch.cuda.Stream | None
     ) -> Landing | None:
         """New parameters and states to the host."""
+        loan = None if self.weight_staging is None else self.weight_staging.take(host, buffers)
         landing = write_back(
-            host, buffers, self._sources(host), self._visible(host, buffers), queue
+            host,
+            buffers,
+            self._sources(host),
+            self._visible(host, buffers),
+            queue,
+            None if loan is None else loan.tensor,
         )
         self._note_made(host, buffers)
         return landing

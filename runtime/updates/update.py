@@ -136,6 +136,7 @@ class BucketUpdate:
     steps: list[ParamUpdate] = field(default_factory=list)
     runs: list[_Run] = field(default_factory=list)  # from `prepare` until the update runs
     on_device: bool = False  # may the device make it, of memory on the host?
+    _values: dict[int, torch.Tensor] = field(default_factory=dict)  # of parameters from a disk
 
     def makes_states(self) -> bool:
         """Will an optimizer's own first step make states? Ask before it runs."""
@@ -175,7 +176,7 @@ class BucketUpdate:
                     done.add(kind)
 
     def stage(self, staged: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Work on copies of the states, as those that came from a disk."""
+        """Work on copies of parameters and states, as those that came from a disk."""
         for step in self.steps:
             step.states = {
                 name: tuple(map(staged, value))
@@ -186,10 +187,15 @@ class BucketUpdate:
                 for name, value in step.states.items()
             }
 
-        def moved(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            return staged(tensor) if name in ("state", "codes", "absmax") else tensor
+        self._values = {s.index: staged(self.bucket.values[s.index]) for s in self.steps}
+        self.runs = [
+            replace(run, update=run.update.map(lambda _, tensor: staged(tensor)))
+            for run in self.runs
+        ]
 
-        self.runs = [replace(run, update=run.update.map(moved)) for run in self.runs]
+    def _value(self, index: int) -> torch.Tensor:
+        """A parameter where the update changes it."""
+        return self._values.get(index, self.bucket.values[index])
 
     def suits_chunks(self) -> bool:
         """Can the device make it in chunks, and is it worth the way? Ask when it is prepared.
@@ -261,7 +267,7 @@ class BucketUpdate:
     def _stock(self) -> None:
         bucket = self.bucket
         if self.way is not UpdatePath.STOCK_ON_DEVICE:
-            run_stock(self.kind, self.steps, {s.index: bucket.values[s.index] for s in self.steps})
+            run_stock(self.kind, self.steps, {s.index: self._value(s.index) for s in self.steps})
         else:
             for step in self.steps:
                 self._on_device(step)
@@ -270,7 +276,7 @@ class BucketUpdate:
                 bucket.streamed[step.index].copy_(bucket.values[step.index])
 
     def _on_device(self, step: ParamUpdate) -> None:
-        host = self.bucket.values[step.index]
+        host = self._value(step.index)
         with compat.side_stream(self.device):
             there = host.to(self.device, non_blocking=True)
             moved = ParamUpdate(

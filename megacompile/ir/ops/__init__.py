@@ -35,6 +35,9 @@ their effects (`megacompile.ir.ops.op`): `megacompile.runtime.ops.bound` holds w
     update_resident compute 3UPDATE           bucket -> done; of a bucket that lives on the device
     read_state     read     3READ_STATE       bucket -> done; its states are in host memory
     write_state    write    3WRITE_STATE      bucket -> done; its states are on the disk
+    read_weights   read     3READ_WEIGHTS     bucket -> done; its prefetch may copy from host memory
+    read_trained   read     3READ_TRAINED     bucket -> done; an update on the host may change them
+    write_weights  write    3WRITE_WEIGHTS    bucket -> done; its new parameters are on the disk
     update_in_place compute 3UPDATE           bucket, gradients, norms -> done; in the backward
     help_host      device   HELP_HOST         updates -> nothing; the device makes the last of them
     defer_free     compute  DEFER_FREE        value, after -> nothing; kept until `after` is done
@@ -60,7 +63,13 @@ from megacompile.ir.ops.compute import (
     snapshot,
 )
 from megacompile.ir.ops.device_updates import alloc_state, fetch_state, offload_state, update
-from megacompile.ir.ops.disk import read_state, write_state
+from megacompile.ir.ops.disk import (
+    read_state,
+    read_trained,
+    read_weights,
+    write_state,
+    write_weights,
+)
 from megacompile.ir.ops.gradients import add_grad, alloc_grad, fetch_grad, norm_grad, offload_grad
 from megacompile.ir.ops.lifetimes import defer_free, drain, free
 from megacompile.ir.ops.op import NO_OP, OPS, Op, Part, Show, Takes, Value
@@ -110,6 +119,8 @@ __all__ = [
     "op_of",
     "prefetch",
     "read_state",
+    "read_trained",
+    "read_weights",
     "recompute",
     "rerun",
     "resident",
@@ -124,6 +135,7 @@ __all__ = [
     "update_in_place",
     "update_resident",
     "write_state",
+    "write_weights",
 ]
 
 
