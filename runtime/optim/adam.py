@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megacompile.runtime.optim.exact import sqrt
 from megacompile.runtime.optim.rule import (
     Group,
     Moment,
@@ -76,7 +77,7 @@ def twin(
     m = states[0] + one_minus_beta1 * (g - states[0])
     v = states[1] * beta2 + one_minus_beta2 * g * g
     v_hat = v if len(states) == 2 else torch.maximum(states[2], v)
-    p = p + step_size * m / (v_hat.sqrt() + eps)
+    p = p + step_size * m / (sqrt(v_hat) + eps)
     return p, (m, v) if len(states) == 2 else (m, v, v_hat)
 
 
