@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megacompile import compat
+from megacompile import compat, log
 from megacompile.ir import ops
 from megacompile.ir.capture import Capture, NumberInput, Variant
 from megacompile.ir.growth import bytes_of
@@ -101,8 +102,13 @@ class Program:
                 self.executors.pop(next(iter(self.executors)))
             if variant not in self._planned:
                 self.plan(variant)
+            before, start = compat.cache_counts(), time.perf_counter()
             with _stages_own_ambient():
                 schedule = self.plans.compiler.lower(self._planned.pop(variant))
+            found, made = (
+                now - then for now, then in zip(compat.cache_counts(), before, strict=True)
+            )
+            log.compiled(schedule.name, found, made, time.perf_counter() - start)
             self.executors[variant] = Executor(schedule, self.machine)
             self._note_code(schedule)
         return self.executors[variant]
