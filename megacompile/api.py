@@ -290,8 +290,8 @@ def updates(model: nn.Module) -> dict[str, str]:
     """The update path of each unit in the last `optimizer.step()`, by module path, in model order.
 
     For example "compiled to C++", "torch.optim", "torch.optim, fused", "torch.optim on the device",
-    "torch" or "in the backward". Empty before the first step, and for an optimizer that runs as it
-    is.
+    "torch" (also until the C++ is compiled) or "in the backward". Empty before the first step, and
+    for an optimizer that runs as it is.
 
     Raises:
         ModelError: the model is not megacompiled.

@@ -53,7 +53,7 @@ def update_of(
     states: list[Any] = []
     for moment in rule.moments:
         value = values(1e-3) if moment.signed else values(1e-6).abs()
-        states.append(quantize(value, moment.signed) if state == "int8" else value.to(state))  # type: ignore[arg-type]
+        states.append(quantize(value, moment.signed) if state == "int8" else value.to(state))
     return Update(
         param=values(0.02, param),
         grad=values(1e-3, grad),

@@ -68,6 +68,7 @@ class StreamedModel:
         self.options = options
         if options.device.type == "cuda":
             compat.use_expandable_segments()  # a plan is about bytes, not about fragments
+        compat.settle_cache_keys()
         compat.note_backward_calls()
         compat.note_uncaptured()
         compat.convert_in_place(StreamedParameter)
@@ -78,6 +79,7 @@ class StreamedModel:
         self.machine = self.buckets.machine
         self._input_hooks = InputHooks(options.device)
         self.updates = Updates(self.machine, options, weakly(self._rest))
+        self.machine.foresee = weakly(self.updates.foresee)
         self.released = Released(self.buckets, self.updates)
         self.buckets.check_memory = while_it_lives(self.released.check)
         if options.optimizer is not None:

@@ -122,3 +122,12 @@ ADAM = OptimizerRule(
     twin=twin,
     kernel=adam_kernel,
 )
+
+USUAL = {  # the options of a parameter group of torch.optim.AdamW
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+    "amsgrad": False,
+    "decoupled_weight_decay": True,
+}

@@ -19,8 +19,7 @@ from megacompile.runtime.optim.rule import OptimizerRule
 from megacompile.runtime.optim.stochastic import round_stochastic
 from megacompile.runtime.optim.update import State, Update, math_dtype
 
-
-CHUNK = 2**20  # elements that a twin which is not compiled works on at once; whole blocks
+CHUNK = 2**18  # elements that a twin which is not compiled works on at once; whole blocks
 
 
 @functools.cache
