@@ -117,13 +117,13 @@ def changed_threads() -> Callable[[], None]:
     return lambda: setattr(torch._inductor.config.cpp, "threads", before)
 
 
-TAKE = f"""
+TAKE = """
 import sys
 from megacompile import compat
 mine = compat.compile_settings()
-with open(sys.argv[1], "rb") as file:
+with open({file!r}, "rb") as file:
     theirs = file.read()
-compat.{compat.use_compile_settings.__name__}(theirs)
+compat.{function}(theirs)
 print(mine != theirs, compat.compile_settings() == theirs)
 """
 
@@ -140,7 +140,8 @@ def test_settings_are_taken_over(tmp_path: Path) -> None:
             each()
     file = tmp_path / "settings"
     file.write_bytes(settings)
-    done = run(TAKE.replace("sys.argv[1]", repr(str(file))), tmp_path)
+    function = compat.use_compile_settings.__name__  # not here, where others go on
+    done = run(TAKE.format(file=str(file), function=function), tmp_path)
     assert done.stdout.split() == ["True", "True"]
 
 
