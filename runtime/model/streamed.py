@@ -23,6 +23,7 @@ from megacompile.errors import ModelError
 from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Lowering, Options
+from megacompile.progress import line
 from megacompile.runtime.checkpoint.contents import Contents
 from megacompile.runtime.model import autograd, four_bit, shortage
 from megacompile.runtime.model.buckets import ModelBuckets
@@ -149,9 +150,14 @@ class StreamedModel:
             self._refuse("torch.func")
         args, kwargs = inputs.moved(args, kwargs, self._to_device)
         before = shortage.Before.of(self.model, self.options.device)
+        run = functools.partial(self._run, compiled, stand_ins, args, kwargs)
         while True:
             try:
-                result = undone(functools.partial(self._run, compiled, stand_ins, args, kwargs))
+                if self.graphs:
+                    result = undone(run)
+                else:
+                    with line("capturing the model", self.options.progress):
+                        result = undone(run)
                 self.buckets.notice.say(self.model.parameters)
                 return result
             except torch.OutOfMemoryError as error:

@@ -28,6 +28,7 @@ from megacompile import compat, log
 from megacompile.ir.buckets import Bucket, ParamId
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Lowering, Options
+from megacompile.progress import line
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.optim.adam import ADAM, USUAL
@@ -167,7 +168,8 @@ class Updates:
             for key in self._in_order(found):
                 part = self._parts.part(optimizer, self.machine.buckets[key], found[key])
                 prepared.parts.append(part)
-                part.update.prepare(ready)
+                with line("compiling the update", self._shows):
+                    part.update.prepare(ready)
                 rehearse(where, optimizer, part.update, part.trained, rehearsed)
                 if self._parts.helps and part.update.suits_chunks():
                     part.update.on_device = True
@@ -230,6 +232,11 @@ class Updates:
             return True
         eager = self.options.lowering is Lowering.EAGER
         return eager and all(self._parts.is_plain(each.param) for each in trained)
+
+    @property
+    def _shows(self) -> bool | None:
+        """Is there a line that says what is waited for? In the first step."""
+        return False if self.ways else self.options.progress
 
     def _say(self, text: str) -> None:
         if text not in self._said:
