@@ -205,14 +205,18 @@ def test_where_no_process_starts_it_is_compiled_here(
     cold: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
+    executable = sys.executable
     monkeypatch.setattr(module, "compile_update", lambda *args: made.append(args))
     monkeypatch.setattr(sys, "executable", str(cold / "gone"))
     assert Compiled(ADAM).ready(update_of())
     monkeypatch.setattr(sys, "executable", "")
     assert Compiled(ADAM).ready(update_of())
+    monkeypatch.setattr(sys, "executable", executable)
+    with torch._inductor.config.patch({"custom_partitioner_fn": lambda: None}):
+        assert Compiled(ADAM).ready(update_of())
     monkeypatch.setattr(compat, "code_cache", lambda: None)
     assert Compiled(ADAM).ready(update_of())
-    assert len(made) == 3
+    assert len(made) == 4
 
 
 def test_one_that_was_killed_is_made_up_for(

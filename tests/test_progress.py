@@ -52,9 +52,8 @@ def test_the_first_step_says_what_it_waits_for(
     assert list(dict.fromkeys(text for text in said if text)) == [
         "capturing the model ...",
         "planning the step ...",
-        "compiling stages ...",
         "running the first step ...",
-        "compiling the update ...",
+        "preparing the update ...",
     ]
     assert said[-1] == "" and not progress._lines
     terminal.truncate(0)

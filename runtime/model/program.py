@@ -103,7 +103,6 @@ class Program:
                 self.executors.pop(next(iter(self.executors)))
             if variant not in self._planned:
                 self.plan(variant)
-            progress.now("compiling stages")
             before, start = compat.cache_counts(), time.perf_counter()
             with _stages_own_ambient():
                 schedule = self.plans.compiler.lower(self._planned.pop(variant))

@@ -168,7 +168,7 @@ class Updates:
             for key in self._in_order(found):
                 part = self._parts.part(optimizer, self.machine.buckets[key], found[key])
                 prepared.parts.append(part)
-                with line("compiling the update", self._shows):
+                with line("preparing the update", self._shows):
                     part.update.prepare(ready)
                 rehearse(where, optimizer, part.update, part.trained, rehearsed)
                 if self._parts.helps and part.update.suits_chunks():

@@ -14,6 +14,7 @@ thread that runs while another one compiles, or calls `torch.compiler.reset()`.
 from __future__ import annotations
 
 import functools
+import pickle
 import subprocess
 import sys
 import warnings
@@ -97,7 +98,12 @@ class Compiled:
         folder = compat.code_cache()
         if folder is None or not sys.executable:
             return None
-        return Request.of(self.rule, update, folder)
+        try:
+            return Request.of(self.rule, update, folder)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:  # functions are among it
+            text = "%s: Inductor's options cannot be sent to another process: %s"
+            log.logger("compile").info(text, self.rule.name, error)
+            return None
 
     def _begin(self, kind: Kind, request: Request) -> bool:
         try:
