@@ -91,7 +91,7 @@ def megacompile(
         lookahead: how many stages ahead a bucket is prefetched.
         slots: device buffers for prefetched buckets, at least `lookahead + 1`. Default: that
             many, and more if the plan finds that more make the step faster.
-        progress: show progress bars. Default: where stderr is a terminal.
+        progress: show bars, and what the first step waits for. Default: where stderr is a terminal.
         compute_dtype: torch.bfloat16 or torch.float16. Float32 parameters and floating inputs are
             computed in it. The host keeps the float32 masters and streams a copy.
         grad_dtype: the dtype of `p.grad`. Default: the parameter's.
@@ -299,8 +299,8 @@ def updates(model: nn.Module) -> dict[str, str]:
     """The update path of each unit in the last `optimizer.step()`, by module path, in model order.
 
     For example "compiled to C++", "torch.optim", "torch.optim, fused", "torch.optim on the device",
-    "torch" or "in the backward". Empty before the first step, and for an optimizer that runs as it
-    is.
+    "torch" (also until the C++ is compiled) or "in the backward". Empty before the first step, and
+    for an optimizer that runs as it is.
 
     Raises:
         ModelError: the model is not megacompiled.

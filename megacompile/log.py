@@ -29,6 +29,7 @@ SUBJECTS = {
     "plan": "what a schedule keeps and recomputes, and why",
     "passes": "each pass with its time and nodes; at DEBUG the actions before and after it",
     "schedule": "a schedule's table; at DEBUG the Python that runs",
+    "compile": "how much code was compiled, how long that took, and what came from caches",
     "memory": "what parameters take on the host and slots on the device",
     "update": "how optimizer.step() updates each bucket",
 }
@@ -166,3 +167,15 @@ def without_symbols(name: str, error: Exception) -> None:
     """Tell that each set of sizes gets code of its own."""
     why = str(error).strip().split("\n")[0]
     logger("capture").info("%s: each set of sizes gets its own code: %s", name, why)
+
+
+def compiled(name: str, found: int, made: int, time_s: float) -> None:
+    """A schedule has its code.
+
+    Args:
+        found: graphs whose code was in a cache.
+        made: graphs that were compiled.
+    """
+    if found or made:
+        text = "%s: compiled %d templates in %.1f s (%d from the cache)"
+        logger("compile").info(text, name, found + made, time_s, found)

@@ -22,6 +22,7 @@ from megacompile.options import Options
 from megacompile.runtime.optim.lion import LION
 from megacompile.runtime.optim.registry import rule_of
 from megacompile.runtime.optim.twin import function_of
+from megacompile.runtime.updates.compiled import compiled
 from tests.training import STEPS, assert_states_same, data, groups, net, schedulers, train
 from tests.zoo import assert_same, equal, twins
 
@@ -138,7 +139,10 @@ def test_ten_steps_are_the_packages_in_every_bit() -> None:
 def test_inductor_compiles_the_twin() -> None:
     plain, streamed = twins(net(), lowering="inductor")
     for model in (plain, streamed):
-        train(model, lion(model))
+        optimizers = lion(model)
+        train(model, optimizers, 2)
+        compiled(LION).wait()
+        train(model, optimizers)
     assert "compiled to C++" in set(updates(streamed).values())
     assert_models_near(plain, streamed)
 

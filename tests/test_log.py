@@ -133,7 +133,8 @@ def test_every_subject_is_logged(caplog: pytest.LogCaptureFixture) -> None:
         model = train()
     (schedule,) = schedules(model)
     ours = {r.name for r in caplog.records if r.name.startswith("megacompile")}
-    assert ours == {f"megacompile.{subject}" for subject in log.SUBJECTS}
+    subjects = set(log.SUBJECTS) - {"compile"}  # nothing is compiled in eager mode
+    assert ours == {f"megacompile.{subject}" for subject in subjects}
     nodes = 0
     for record in schedule.history:
         line = f"{record.name} {record.time_s * 1e3:.1f} ms, {nodes} -> {record.nodes} nodes"

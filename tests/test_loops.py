@@ -401,7 +401,7 @@ def test_a_part_cannot_be_prepared(make: Any, config: str, monkeypatch: pytest.M
     """As when the compiler of its code fails."""
     prepare, parts = BucketUpdate.prepare, []
 
-    def second_fails(update: BucketUpdate, done: set[object]) -> None:
+    def second_fails(update: BucketUpdate, done: dict[object, bool]) -> None:
         parts.append(update)
         if len(parts) == 2:
             raise Planted

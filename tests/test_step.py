@@ -14,7 +14,8 @@ from torch.optim import RMSprop
 from megacompile.runtime.optim.adam import ADAM
 from megacompile.runtime.optim.twin import apply
 from megacompile.runtime.optim.update import Update
-from megacompile.runtime.updates.update import UpdatePath, _Compiled
+from megacompile.runtime.updates.compiled import Compiled
+from megacompile.runtime.updates.update import UpdatePath
 from tests.inside import buckets, ways
 from tests.training import (
     OPTIMIZERS,
@@ -94,10 +95,16 @@ def test_a_state_is_a_view_of_the_buckets_flat_one() -> None:
     assert seen == 2 * sum(p.grad is not None for p in plain.parameters())
 
 
+def compile_now(rule: Compiled, update: Update) -> None:
+    if not rule.ready(update):
+        rule.wait()
+        assert rule.ready(update)
+
+
 def test_a_rule_in_the_background_is_out_of_the_compilers_hands() -> None:
     """Dynamo, while it compiles, changes and restores the random state of the whole process, and a
     reset frees what another thread runs: so the code runs without it."""
-    rule = _Compiled(ADAM)
+    rule = Compiled(ADAM)
     wants: dict[torch.dtype, Tensor] = {}
     updates = {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -109,9 +116,9 @@ def test_a_rule_in_the_background_is_out_of_the_compilers_hands() -> None:
         wanted = copy.deepcopy(updates[dtype])
         apply(ADAM, wanted)
         wants[dtype] = wanted.param
-        rule.prepare(updates[dtype])
-    other = _Compiled(ADAM)  # finds both in Dynamo's cache, the older one behind
-    other.prepare(updates[torch.float32])
+        compile_now(rule, updates[dtype])
+    other = Compiled(ADAM)  # finds both in Dynamo's cache, the older one behind
+    compile_now(other, updates[torch.float32])
     for made, dtype in ((other, torch.float32), (rule, torch.bfloat16)):
         before = torch.get_rng_state()
         torch.compiler.reset()

@@ -31,6 +31,14 @@ from megacompile.compat.breaks import (
     note_uncaptured,
     uncaptured,
 )
+from megacompile.compat.caches import (
+    CacheCounts,
+    cache_counts,
+    code_cache,
+    compile_settings,
+    settle_cache_keys,
+    use_compile_settings,
+)
 from megacompile.compat.captures import (
     CHECKPOINT,
     CHECKPOINT_OPTIONS,
@@ -174,6 +182,12 @@ from megacompile.compat.tracing import (
 )
 
 __all__ = [
+    "CacheCounts",
+    "cache_counts",
+    "code_cache",
+    "compile_settings",
+    "settle_cache_keys",
+    "use_compile_settings",
     "APPLY",
     "BackwardCall",
     "CALL",

@@ -9,8 +9,11 @@ import torch
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext, tracing
 from torch._inductor import cpp_builder
 from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -79,8 +82,16 @@ def mark_must_save(node: fx.Node) -> None:  # torch 2.11 to 2.15
 def compile_inductor(
     module: fx.GraphModule, inputs: Tensors
 ) -> Callable[..., Any]:  # torch 2.11 to 2.15
-    """Compile an ATen graph with Inductor; `inputs` are fake tensors."""
-    compiled: Callable[..., Any] = torch._inductor.compile(module, list(inputs))
+    """Compile an ATen graph with Inductor; `inputs` are fake tensors.
+
+    Its caches want an environment of symbols, be there symbols or not.
+    """
+    modes = [value.fake_mode for value in inputs if isinstance(value, FakeTensor)]
+    if modes and modes[0].shape_env is None:
+        modes[0].shape_env = ShapeEnv()
+    context = TracingContext(modes[0]) if modes else None
+    with tracing(context):
+        compiled: Callable[..., Any] = torch._inductor.compile(module, list(inputs))
     return compiled
 
 

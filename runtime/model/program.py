@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megacompile import compat
+from megacompile import compat, log, progress
 from megacompile.ir import ops
 from megacompile.ir.capture import Capture, NumberInput, Variant
 from megacompile.ir.growth import bytes_of
@@ -91,6 +92,7 @@ class Program:
 
     def plan(self, variant: Variant) -> None:
         """Plan the schedule of a variant, which `executor` then gives code."""
+        progress.now("planning the step")
         with _stages_own_ambient():
             self._planned[variant] = self.plans.plan(self.stages, self.capture, variant)
 
@@ -101,8 +103,12 @@ class Program:
                 self.executors.pop(next(iter(self.executors)))
             if variant not in self._planned:
                 self.plan(variant)
+            before, start = compat.cache_counts(), time.perf_counter()
             with _stages_own_ambient():
                 schedule = self.plans.compiler.lower(self._planned.pop(variant))
+            done = compat.cache_counts().since(before)
+            log.compiled(schedule.name, *done, time.perf_counter() - start)
+            progress.now("running the first step")
             self.executors[variant] = Executor(schedule, self.machine)
             self._note_code(schedule)
         return self.executors[variant]

@@ -23,6 +23,7 @@ from megacompile.errors import ModelError
 from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Lowering, Options
+from megacompile.progress import line
 from megacompile.runtime.checkpoint.contents import Contents
 from megacompile.runtime.model import autograd, dropout, four_bit, shortage
 from megacompile.runtime.model.buckets import ModelBuckets
@@ -68,6 +69,7 @@ class StreamedModel:
         self.options = options
         if options.device.type == "cuda":
             compat.use_expandable_segments()  # a plan is about bytes, not about fragments
+        compat.settle_cache_keys()
         compat.note_backward_calls()
         compat.note_uncaptured()
         compat.convert_in_place(StreamedParameter)
@@ -78,6 +80,7 @@ class StreamedModel:
         self.machine = self.buckets.machine
         self._input_hooks = InputHooks(options.device)
         self.updates = Updates(self.machine, options, weakly(self._rest))
+        self.machine.foresee = weakly(self.updates.foresee)
         self.released = Released(self.buckets, self.updates)
         self.buckets.check_memory = while_it_lives(self.released.check)
         if options.optimizer is not None:
@@ -148,9 +151,14 @@ class StreamedModel:
             self._refuse("torch.func")
         args, kwargs = inputs.moved(args, kwargs, self._to_device)
         before = shortage.Before.of(self.model, self.options.device)
+        run = functools.partial(self._run, compiled, stand_ins, args, kwargs)
         while True:
             try:
-                result = undone(functools.partial(self._run, compiled, stand_ins, args, kwargs))
+                if self.graphs:
+                    result = undone(run)
+                else:
+                    with line("capturing the model", self.options.progress):
+                        result = undone(run)
                 self.buckets.notice.say(self.model.parameters)
                 return result
             except torch.OutOfMemoryError as error:

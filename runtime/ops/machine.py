@@ -42,6 +42,7 @@ class Machine:
     device_update: DeviceUpdates  # where optimizer.step() updates on the device
     in_backward: InBackward | None = None  # where the backward updates
     before_step: Callable[[], None] = lambda: None  # called when an optimizer's step begins
+    foresee: Callable[[frozenset[int]], None] = lambda _: None  # steps will come; who is resident
     run: Run | None = None  # what becomes of the gradients of the backward that runs now
     pending: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # backwards to come
     alive: list[tuple[Any, Handle]] = field(default_factory=list)  # until a copy of it is done

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megacompile.runtime.optim.exact import sqrt
 from megacompile.runtime.optim.rule import (
     Group,
     Moment,
@@ -76,7 +77,7 @@ def twin(
     m = states[0] + one_minus_beta1 * (g - states[0])
     v = states[1] * beta2 + one_minus_beta2 * g * g
     v_hat = v if len(states) == 2 else torch.maximum(states[2], v)
-    p = p + step_size * m / (v_hat.sqrt() + eps)
+    p = p + step_size * m / (sqrt(v_hat) + eps)
     return p, (m, v) if len(states) == 2 else (m, v, v_hat)
 
 
@@ -121,3 +122,12 @@ ADAM = OptimizerRule(
     twin=twin,
     kernel=adam_kernel,
 )
+
+USUAL = {  # the options of a parameter group of torch.optim.AdamW
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+    "amsgrad": False,
+    "decoupled_weight_decay": True,
+}

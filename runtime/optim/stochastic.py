@@ -35,11 +35,12 @@ def seed_of(torch_seed: int, parameter: int, step: int) -> int:
 def round_stochastic(
     values: Tensor,  # (numel,) fp32
     seed: Tensor | int,  # 0-d int64
+    first: int = 0,  # the first value's place in the parameter
 ) -> Tensor:
     """bf16 neighbours of the values, the nearer the likelier; NaN and infinities stay."""
     bits = values.view(torch.int32)
     finite = (bits & 0x7F800000) != 0x7F800000
-    index = torch.arange(values.numel(), device=values.device)
+    index = torch.arange(first, first + values.numel(), device=values.device)
     noise = (philox(seed, index) & _LOW).to(torch.int32)
     rounded = (torch.where(finite, bits, 0) + noise) & ~_LOW
     return torch.where(finite, rounded.view(torch.float32), values).to(torch.bfloat16)

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacompile.runtime.optim.blockwise import dequantize, quantize, tables
+from megacompile.runtime.optim.blockwise import BLOCK, dequantize, quantize, tables
 from megacompile.runtime.optim.rule import OptimizerRule
 from megacompile.runtime.optim.stochastic import round_stochastic
 from megacompile.runtime.optim.update import State, Update, math_dtype
+
+CHUNK = 2**18  # elements that a twin which is not compiled works on at once; whole blocks
 
 
 @functools.cache
@@ -31,6 +33,7 @@ def function_of(rule: OptimizerRule) -> Callable[..., None]:
     hyper   (columns,) `OptimizerRule.hyper`, fp32; fp64 for an fp64 parameter
     seed    0-d int64, or None: rounds a bf16 parameter stochastically
     out     (numel,) like `param`, which stays as it is then, or None
+    first   the place of the first element in the whole parameter, for the seed
     """
     twin, signs = rule.twin, tuple(moment.signed for moment in rule.moments)
 
@@ -42,6 +45,7 @@ def function_of(rule: OptimizerRule) -> Callable[..., None]:
         hyper: Tensor,
         seed: Tensor | int | None = None,
         out: Tensor | None = None,
+        first: int = 0,
     ) -> None:
         math = math_dtype(param.dtype)
         scale, *scalars = hyper.to(math).unbind()
@@ -54,7 +58,7 @@ def function_of(rule: OptimizerRule) -> Callable[..., None]:
         p, new = twin(param.to(math), grad.to(math) * scale, old, scalars)
         for (state, sign), values in zip(there, new, strict=True):
             _store(state, values, table, signed=sign)
-        _store_param(p, param if out is None else out, copy, seed)
+        _store_param(p, param if out is None else out, copy, seed, first)
 
     # a code object of its own: Dynamo counts recompilations by it, and rules do not share them
     code = step.__code__.replace(co_name=f"{rule.name}_")
@@ -62,17 +66,33 @@ def function_of(rule: OptimizerRule) -> Callable[..., None]:
 
 
 def apply(rule: OptimizerRule, update: Update) -> None:
-    """Run the twin of a rule on one parameter of a bucket."""
-    param, grad, states, hyper, out, copy, seed = update
-    for moment, state in zip(rule.moments, states, strict=True):
+    """Run the twin of a rule on one parameter of a bucket, chunk by chunk.
+
+    What a chunk needs in between stays in the caches, and takes no memory worth counting. The
+    numbers are those of the compiled twin, in every bit.
+    """
+    for moment, state in zip(rule.moments, update.states, strict=True):
         if state is None and moment.option is None:
             raise ValueError(f"{rule.name}: the update got None for {moment.name}, needed a tensor")
-    param = param.detach().view(-1)
-    flat = tuple(s.view(-1) if isinstance(s, Tensor) else s for s in states)
-    out = None if out is None else out.detach().view(-1)
-    copy = None if copy is None else copy.detach().view(-1)
-    scalars = torch.tensor(tuple(hyper), dtype=math_dtype(param.dtype), device=param.device)
-    function_of(rule)(param, grad.view(-1), flat, copy, scalars, seed, out)
+    whole = update.map(lambda _, tensor: tensor.detach().view(-1))
+    numel = whole.param.numel()
+    dtype = math_dtype(whole.param.dtype)
+    scalars = torch.tensor(tuple(update.hyper), dtype=dtype, device=whole.param.device)
+    step = function_of(rule)
+    for first in range(0, numel, CHUNK):
+        part = whole if numel <= CHUNK else _part(whole, first, min(first + CHUNK, numel))
+        step(part.param, part.grad, part.states, part.copy, scalars, part.seed, part.out, first)
+
+
+def _part(whole: Update, first: int, end: int) -> Update:
+    """Some elements of an update, from the first of a block on."""
+
+    def part(name: str, tensor: Tensor) -> Tensor:
+        if name == "absmax":
+            return tensor[first // BLOCK : -(-end // BLOCK)]
+        return tensor[first:end]
+
+    return whole.map(part)
 
 
 def _load(state: State, dtype: torch.dtype, table: Tensor | None, *, signed: bool) -> Tensor:
@@ -90,9 +110,11 @@ def _store(state: State, values: Tensor, table: Tensor | None, *, signed: bool) 
         stored.copy_(new)
 
 
-def _store_param(p: Tensor, out: Tensor, copy: Tensor | None, seed: Tensor | int | None) -> None:
+def _store_param(
+    p: Tensor, out: Tensor, copy: Tensor | None, seed: Tensor | int | None, first: int
+) -> None:
     if seed is not None and out.dtype == torch.bfloat16:
-        new = round_stochastic(p, seed)
+        new = round_stochastic(p, seed, first)
     else:
         new = p.to(out.dtype)
     out.copy_(new)

@@ -17,6 +17,7 @@ gradients where they were, and may be called again. What a backward has updated 
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -64,6 +65,16 @@ def tell(model: Model) -> None:
 def optimizers_of(model: Model) -> list[Optimizer]:
     """The optimizers that have stepped over parameters of a model."""
     return [optimizer for optimizer in list(_ATTACHED) if _is_over(optimizer, model)]
+
+
+def constructed(model: Model) -> list[Optimizer]:
+    """The optimizers over parameters of a model, though they have not stepped yet.
+
+    Nobody is told of them before they step, so it looks at everything that there is: a tenth of a
+    second.
+    """
+    kinds = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
+    return [optimizer for optimizer in kinds if _is_over(optimizer, model)]
 
 
 def leave(model: Model, optimizers: Iterable[Optimizer]) -> None:

@@ -6,7 +6,7 @@ loaded are taken into it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,10 @@ from megacompile.options import Lowering, Options
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.optim.blockwise import quantizes
 from megacompile.runtime.optim.registry import rule_of
+from megacompile.runtime.optim.rule import Group, OptimizerRule
 from megacompile.runtime.optim.states import is_shared
 from megacompile.runtime.optim.stochastic import seed_of
+from megacompile.runtime.optim.update import Update
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.guards import guard_of
 from megacompile.runtime.params.lazy import lazy_of
@@ -33,6 +35,7 @@ from megacompile.runtime.params.optimizer_states import (
     visible,
 )
 from megacompile.runtime.step import hooks
+from megacompile.runtime.updates.cpp import kind_of
 from megacompile.runtime.updates.on_device import DeviceUpdate
 from megacompile.runtime.updates.part import BucketPart
 from megacompile.runtime.updates.update import BucketUpdate, ParamUpdate, UpdatePath
@@ -100,6 +103,50 @@ class Parts:
             )
             update.steps.append(step)
         return update
+
+    def foreseen(
+        self, rule: OptimizerRule, groups: Iterable[Group], resident: Collection[int]
+    ) -> list[Update]:
+        """The kinds of updates that the steps of an optimizer will have on the host, in C++.
+
+        Args:
+            rule: its rule.
+            groups: its parameter groups.
+            resident: keys of the buckets that will live on the device.
+        """
+        if self.options.lowering is Lowering.EAGER or not compat.has_cpp_compiler():
+            return []
+        found: dict[object, Update] = {}
+        for group in groups:
+            if not all(each.fits(group.get(each.name)) for each in rule.options):
+                continue  # the step refuses it
+            for param in group["params"]:
+                place = self.machine.gradients.place(param)
+                if place is not None and place[0] not in resident and param.numel() > 1:
+                    update = self._kind(rule, group, param, *place)
+                    found[kind_of(update)] = update
+        return list(found.values())
+
+    def _kind(
+        self, rule: OptimizerRule, group: Group, param: nn.Parameter, key: int, index: int
+    ) -> Update:
+        """An update of no elements, like those of a parameter."""
+
+        def empty(dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(0, dtype=dtype)
+
+        bucket, dtype = self.machine.buckets[key], self._state_dtype(param)
+        codes = (empty(torch.uint8), empty(torch.float32))
+        state = empty(dtype) if isinstance(dtype, torch.dtype) else codes
+        names = rule.state_names(group)
+        return Update(
+            param=empty(param.dtype),
+            grad=empty(bucket.grad_dtype or param.dtype),
+            states=tuple(state if m.name in names else None for m in rule.moments),
+            hyper=rule.hyper(group),
+            copy=empty(bucket.streamed[index].dtype) if bucket.has_copy else None,
+            seed=0 if self._rounds(param) else None,
+        )
 
     @property
     def cuda(self) -> bool:

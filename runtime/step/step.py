@@ -28,8 +28,10 @@ from megacompile import compat, log
 from megacompile.ir.buckets import Bucket, ParamId
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Lowering, Options
+from megacompile.progress import line
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
+from megacompile.runtime.optim.adam import ADAM, USUAL
 from megacompile.runtime.optim.registry import rule_of
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.optimizer_states import (
@@ -44,6 +46,7 @@ from megacompile.runtime.params.optimizer_states import (
 )
 from megacompile.runtime.step import hooks
 from megacompile.runtime.step.parts import Parts
+from megacompile.runtime.updates.compiled import compiled
 from megacompile.runtime.updates.part import BucketPart
 from megacompile.runtime.updates.refusals import check, rehearse
 from megacompile.runtime.updates.update import ParamUpdate, UpdatePath
@@ -90,6 +93,7 @@ class Updates:
         self._rests: dict[tuple[tuple[Bucket, bool], ...], Executor] = {}
         self._said: set[str] = set()
         self.ways: dict[str, UpdatePath] = {}  # by the bucket's name, of the last step
+        self._foreseen = False
         hooks.tell(self)
         if options.state_dtype is not None:
             reference = weakref.ref(self)
@@ -108,6 +112,30 @@ class Updates:
         """Wait for everything that is in flight; raise what failed."""
         for bucket in self.machine.buckets.values():
             bucket.pending.settle()
+
+    def foresee(self, resident: frozenset[int]) -> None:
+        """A backward will come, and steps: let the code of updates on the host be compiled.
+
+        Until an optimizer exists, it is taken for an AdamW.
+
+        Args:
+            resident: keys of the buckets that will live on the device.
+        """
+        if self._foreseen or self.machine.in_backward is not None:
+            return
+        self._foreseen = True
+        found = hooks.constructed(self)
+        rules = [(rule_of(each), each.param_groups) for each in found]
+        if not found:
+            rules = [(ADAM, [USUAL | {"params": self._trained()}])]
+        for rule, groups in rules:
+            if rule is not None:
+                for update in self._parts.foreseen(rule, groups, resident):
+                    compiled(rule).expect(update)
+
+    def _trained(self) -> list[nn.Parameter]:
+        buckets = self.machine.buckets.values()
+        return [param for bucket in buckets for param in bucket.params if param.requires_grad]
 
     # A step: what is to be done.
 
@@ -135,12 +163,13 @@ class Updates:
         check(where, optimizer, self.machine.buckets, found)
         prepared = PreparedStep(self, optimizer, [], [])
         try:
-            compiled: set[object] = set()
+            ready: dict[object, bool] = {}
             rehearsed: set[object] = set()
             for key in self._in_order(found):
                 part = self._parts.part(optimizer, self.machine.buckets[key], found[key])
                 prepared.parts.append(part)
-                part.update.prepare(compiled)
+                with line("preparing the update", self._shows):
+                    part.update.prepare(ready)
                 rehearse(where, optimizer, part.update, part.trained, rehearsed)
                 if self._parts.helps and part.update.suits_chunks():
                     part.update.on_device = True
@@ -204,6 +233,11 @@ class Updates:
         eager = self.options.lowering is Lowering.EAGER
         return eager and all(self._parts.is_plain(each.param) for each in trained)
 
+    @property
+    def _shows(self) -> bool | None:
+        """Is there a line that says what is waited for? In the first step."""
+        return False if self.ways else self.options.progress
+
     def _say(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
@@ -263,7 +297,7 @@ class Updates:
         for part in waiting.values():
             if part.left is not None:  # the schedule that left it is gone
                 part.drop()
-                part.update.prepare(set())
+                part.update.prepare({})
         if waiting:  # first: these are mostly what the next forward reads first
             chosen.insert(0, (self._rest(waiting.values()), waiting))
         return chosen

@@ -5,7 +5,8 @@
     COMPILED  the rule's twin (`optim.twin`), compiled by Inductor to C++: one pass over memory; on
               a GPU's host the device helps (see `workers`)
     FUSED     torch.optim's fused CPU kernels: one pass too, where there is no C++ compiler
-    TORCH     the rule's twin as it is: what FUSED cannot do, without a C++ compiler
+    TORCH     the rule's twin as it is: what FUSED cannot do, without a C++ compiler; and COMPILED
+              until it is compiled (see `compiled`)
     ON_DEVICE not here: by `on_device`, of what the backward left on the device
     RESIDENT  the rule's kernel, on a bucket that lives on the device
     BACKWARD  not here: by `in_backward` and its kernels, on the device
@@ -17,7 +18,6 @@ float32 moments reads 12 bytes a parameter and writes 10.
 from __future__ import annotations
 
 import enum
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,14 +27,15 @@ from torch.optim import Optimizer
 
 from megacompile import compat
 from megacompile.cost.optimizer import LEAST_HELPED
-from megacompile.runtime.optim.blockwise import absmax_numel
 from megacompile.runtime.optim.kernels.bucket import update_bucket
 from megacompile.runtime.optim.registry import known
 from megacompile.runtime.optim.rule import OptimizerRule
-from megacompile.runtime.optim.twin import apply, arguments, function_of
+from megacompile.runtime.optim.twin import apply
 from megacompile.runtime.optim.update import State, Update
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.updates.chunks import Chunks
+from megacompile.runtime.updates.compiled import compiled
+from megacompile.runtime.updates.cpp import kind_of
 
 
 class UpdatePath(enum.Enum):
@@ -159,21 +160,21 @@ class BucketUpdate:
 
     # By rule.
 
-    def prepare(self, done: set[object]) -> None:
-        """Find the runs, and compile what they need, in the thread that calls `optimizer.step()`.
+    def prepare(self, done: dict[object, bool]) -> None:
+        """Find the runs, and the code that they need, in the thread that calls `optimizer.step()`.
 
-        While Dynamo compiles it changes the state of the whole process and then restores it (the
-        random generators, how FX makes code), which must not happen behind the user's back. `done`
-        are the kinds of update that this step has seen.
+        What is not compiled yet is made by torch until it is. `done` are the kinds of update that
+        this step has asked for, and whether their code is there: it stays so for the whole step.
         """
         if self.way in (UpdatePath.COMPILED, UpdatePath.TORCH):
             self.runs = self._runs()
         if self.way is UpdatePath.COMPILED:
             for run in self.runs:
-                kind = (run.rule, _kind(run.update))
+                kind = (run.rule, kind_of(run.update))
                 if run.several and kind not in done:
-                    compiled(run.rule).prepare(run.update)
-                    done.add(kind)
+                    done[kind] = compiled(run.rule).ready(run.update)
+                if run.several and not done[kind]:
+                    self.way = UpdatePath.TORCH
 
     def stage(self, staged: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Work on copies of parameters and states, as those that came from a disk."""
@@ -320,62 +321,6 @@ def run_stock(
     for step in steps:
         params[step.index].grad = None
         step.states.update(shadow.state[params[step.index]])
-
-
-TYPICAL = 2**22  # elements of a parameter that Inductor should have in mind
-
-
-class _Compiled:
-    """A rule as C++; it runs without Python's lock, so the thread that issues work is not reused.
-
-    It leaves one core to that thread, which spins in many of CUDA's calls (`loss.item()`): a team
-    of threads is as fast as the slowest of them, and one that shared its core would halve it.
-
-    One code serves all sizes. It is compiled on a typical size, because Inductor decides by the
-    first size that it sees whether to use more than one thread. What runs in the background is that
-    code, without Dynamo in front of it: its caches are not made for a thread that runs while
-    another one compiles, or calls `torch.compiler.reset()`.
-    """
-
-    def __init__(self, rule: OptimizerRule) -> None:
-        self._function = function_of(rule)
-        self._codes: dict[tuple[object, ...], Callable[..., None]] = {}  # by kind
-
-    def prepare(self, update: Update) -> None:
-        """Compile for updates of this kind, if that has not been done."""
-        kind = _kind(update)
-        if kind not in self._codes:
-            self._codes[kind] = compat.compiled_function(
-                self._function,
-                arguments(_like(update, TYPICAL)),
-                {},
-                {"cpp_wrapper": True, "cpp.threads": max(1, torch.get_num_threads() - 1)},
-            )
-
-    def __call__(self, update: Update) -> None:
-        self._codes[_kind(update)](*arguments(update))
-
-
-compiled = functools.cache(_Compiled)
-
-
-def _kind(update: Update) -> tuple[object, ...]:
-    """What a rule is compiled for: the dtypes, and what is there."""
-    return tuple(str(compat.tree_map(_dtype_of, a)) for a in arguments(update))
-
-
-def _like(update: Update, numel: int) -> Update:
-    """An update of a parameter of another size, on zeros."""
-
-    def zeros(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        count = absmax_numel(numel) if name == "absmax" else numel
-        return torch.zeros(count, dtype=tensor.dtype)
-
-    return update.map(zeros)
-
-
-def _dtype_of(value: Any) -> Any:
-    return value.dtype if isinstance(value, torch.Tensor) else value
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

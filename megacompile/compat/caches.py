@@ -1,0 +1,119 @@
+"""Inductor's caches: where they are, what their keys depend on, and what was found in them."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
+from torch._inductor import codecache
+from torch._inductor import config as inductor_config
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+
+def code_cache() -> Path | None:  # torch 2.11 to 2.15
+    """The folder in which compiled code outlives a process; None where caches are off."""
+    if inductor_config.force_disable_caches or not inductor_config.fx_graph_cache:
+        return None
+    return Path(cache_dir())
+
+
+@functools.cache
+def settle_cache_keys() -> None:  # torch 2.11 to 2.15
+    """Let the keys of Inductor's caches not depend on what was imported first.
+
+    They are hashes of pickles. A `torch.memory_format` is pickled by its name, "in" the first of
+    `sys.modules` that has `torch` among its names.
+    """
+    pickler: Any = codecache.FxGraphCachePickler
+    stock = pickler.__init__
+
+    @functools.wraps(stock)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        self.dispatch_table[torch.memory_format] = _named
+
+    pickler.__init__ = init
+
+
+def _named(value: Any) -> tuple[Any, ...]:
+    return str, (str(value),)
+
+
+class CacheCounts(NamedTuple):  # torch 2.11 to 2.15
+    """Graphs that were compiled in this process."""
+
+    found: int  # in a cache
+    made: int
+
+    def since(self, before: CacheCounts) -> CacheCounts:
+        """Those that came after `before`."""
+        return CacheCounts(self.found - before.found, self.made - before.made)
+
+
+def cache_counts() -> CacheCounts:  # torch 2.11 to 2.15
+    """Of everything that Inductor compiled so far."""
+    of = counters["inductor"]
+    return CacheCounts(
+        of["fxgraph_cache_hit"], of["fxgraph_cache_miss"] + of["fxgraph_cache_bypass"]
+    )
+
+
+_MATMUL = (
+    "fp32_precision",
+    "allow_fp16_reduced_precision_reduction",
+    "allow_bf16_reduced_precision_reduction",
+)
+
+
+def compile_settings() -> bytes:  # torch 2.11 to 2.15
+    """What the keys of caches hold of this process, for one that is to find or fill them.
+
+    The system is among it: a process that sees no GPU would have keys of its own.
+    """
+    settle_cache_keys()
+    matmul = torch.backends.cuda.matmul
+    return pickle.dumps(
+        {
+            "inductor": inductor_config.save_config_portable(ignore_private_configs=False),
+            "functorch": functorch_config.save_config_portable(ignore_private_configs=False),
+            "system": codecache.CacheBase.get_system(),
+            "matmul": {name: getattr(matmul, name) for name in _MATMUL},
+            "deterministic": (
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+                torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+            ),
+            "dtype": torch.get_default_dtype(),
+        }
+    )
+
+
+def use_compile_settings(given: bytes) -> None:  # torch 2.11 to 2.15
+    """Do in this process as the one that `given` is of."""
+    settle_cache_keys()
+    settings = pickle.loads(given)
+    for config, name in ((inductor_config, "inductor"), (functorch_config, "functorch")):
+        for key, value in settings[name].items():
+            if _value(config, key) != value:
+                setattr(config, key, value)
+    system = settings["system"]
+    base: Any = codecache.CacheBase
+    base.get_system = staticmethod(lambda: system)
+    for name, value in settings["matmul"].items():
+        if getattr(torch.backends.cuda.matmul, name) != value:
+            setattr(torch.backends.cuda.matmul, name, value)
+    enabled, warn_only, fill = settings["deterministic"]
+    torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+    torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+    torch.set_default_dtype(settings["dtype"])
+
+
+def _value(config: Any, key: str) -> Any:
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config

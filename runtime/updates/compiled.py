@@ -1,0 +1,153 @@
+"""A rule compiled to C++: code that is there, or on its way.
+
+A process beside this one compiles it (`cpp_process`). Until it is done, the twin as it is serves
+(`optim.twin.apply`), whose numbers are the same in every bit. Nobody waits: `ready` is asked in the
+thread that calls `optimizer.step()`, once for each kind of update, and takes the code from
+Inductor's caches, which takes less than half a second and starts no compiler.
+
+Where no caches are kept, or no process can be started, that thread compiles.
+
+What runs in the background is the code without Dynamo in front of it: its caches are not made for a
+thread that runs while another one compiles, or calls `torch.compiler.reset()`.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import subprocess
+import sys
+import warnings
+
+from megacompile import compat, log
+from megacompile.runtime.device import forks
+from megacompile.runtime.optim.registry import RULES
+from megacompile.runtime.optim.rule import OptimizerRule
+from megacompile.runtime.optim.twin import arguments
+from megacompile.runtime.optim.update import Update
+from megacompile.runtime.updates.cpp import (
+    Code,
+    Kind,
+    Request,
+    compile_update,
+    kind_of,
+    options_now,
+)
+from megacompile.runtime.updates.cpp_process import REFUSED, CppProcess
+
+
+class Compiled:
+    """One rule."""
+
+    def __init__(self, rule: OptimizerRule) -> None:
+        self.rule = rule
+        self._codes: dict[Kind, Code] = {}
+        self._refused: set[Kind] = set()
+        self._beside: dict[Kind, tuple[Request, CppProcess]] = {}
+        forks.tell(self)
+
+    def expect(self, update: Update) -> None:
+        """Updates of this kind will come: let them be compiled, if nobody has done it."""
+        kind = kind_of(update)
+        if kind not in self._codes and kind not in self._refused and kind not in self._beside:
+            request = self._request(update)
+            if request is not None and not request.is_done:
+                self._begin(kind, request)
+
+    def ready(self, update: Update) -> bool:
+        """Is there code for this kind of update? If not, there will be, or never."""
+        kind = kind_of(update)
+        if kind in self._codes:
+            return True
+        if kind in self._refused:
+            return False
+        if kind in self._beside:
+            asked, process = self._beside[kind]
+            if process.status is None:
+                return False
+            del self._beside[kind]
+            refused, why = process.status == REFUSED, process.complaint()
+            process.stop()
+            if refused:
+                self._refuse(kind, why)
+                return False
+            return self._take(kind, update, asked)
+        request = self._request(update)
+        if request is not None and not request.is_done and self._begin(kind, request):
+            return False
+        return self._take(kind, update, request)
+
+    def __call__(self, update: Update) -> None:
+        self._codes[kind_of(update)](*arguments(update))
+
+    def wait(self) -> None:
+        """Until all that compiles is over."""
+        for _, process in list(self._beside.values()):
+            process.wait()
+
+    def before_fork(self) -> None:
+        """Nothing: what compiles is no thread."""
+
+    def after_fork(self, *, in_child: bool) -> None:
+        """The child compiles for itself, or finds it in the caches."""
+        if in_child:
+            self._beside.clear()
+
+    def _request(self, update: Update) -> Request | None:
+        """What another process is to compile; None where it could not hand it over."""
+        folder = compat.code_cache()
+        if folder is None or not sys.executable:
+            return None
+        try:
+            return Request.of(self.rule, update, folder)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:  # functions are among it
+            text = "%s: Inductor's options cannot be sent to another process: %s"
+            log.logger("compile").info(text, self.rule.name, error)
+            return None
+
+    def _begin(self, kind: Kind, request: Request) -> bool:
+        try:
+            self._beside[kind] = request, CppProcess(request)
+        except (OSError, subprocess.SubprocessError) as error:
+            log.logger("compile").info("%s: no process compiles it: %s", self.rule.name, error)
+            return False
+        log.logger("compile").info("%s: compiling to C++, beside the training", self.rule.name)
+        return True
+
+    def _take(self, kind: Kind, update: Update, request: Request | None) -> bool:
+        """Get the code, from the caches if they have it."""
+        before = compat.cache_counts()
+        try:
+            options = options_now() if request is None else request.options
+            self._codes[kind] = compile_update(self.rule, update, options)
+        except RuntimeError as error:
+            self._refuse(kind, str(error).strip().partition("\n")[0])
+            return False
+        where = " (from the cache)" if compat.cache_counts().found > before.found else ""
+        log.logger("compile").info("%s: compiled to C++%s", self.rule.name, where)
+        if request is not None and request.is_done and not request.agreed:
+            warnings.warn(
+                f"megacompile: the {self.rule.name} update that is compiled to C++ rounds "
+                "otherwise than the one that torch makes while it is compiled: the first steps of "
+                "a run without a warm cache differ in the last bits",
+                stacklevel=2,
+            )
+        return True
+
+    def _refuse(self, kind: Kind, why: str) -> None:
+        self._refused.add(kind)
+        warnings.warn(
+            f"megacompile: the {self.rule.name} update cannot be compiled to C++: {why}; torch "
+            "makes it, with the same numbers, and more slowly; install a C++ compiler that "
+            "torch.compile can use",
+            stacklevel=2,
+        )
+
+
+compiled = functools.cache(Compiled)
+
+
+def wait_until_compiled() -> None:
+    """Until every update that compiles beside this process is done; the next step takes it."""
+    for rule in RULES:
+        compiled(rule).wait()

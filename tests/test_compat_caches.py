@@ -1,0 +1,172 @@
+"""Inductor's caches hold what another process has compiled, whatever that had imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacompile import compat
+
+ROOT = Path(__file__).resolve().parent.parent
+
+needs_compiler = pytest.mark.skipif(not compat.has_cpp_compiler(), reason="needs a C++ compiler")
+
+
+def run(program: str, cache: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A new interpreter with these caches; what it leaves on stdout and stderr."""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(cache), str(ROOT)]),
+            "TORCHINDUCTOR_CACHE_DIR": str(cache / "caches"),
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+STEP = """
+import torch
+from megacompile import compat, megacompile
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)])
+model.append(torch.nn.Tanh())
+megacompile(model, device="cpu", lowering="inductor", progress=False)
+for rows in (4, 4, 6, 8):  # the third is captured with a symbol
+    model(torch.ones(rows, 8)).sum().backward()
+print(*compat.cache_counts())
+print(sum(p.grad.double().sum().item() for p in model.parameters()))
+"""
+
+
+@needs_compiler
+def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+    """Nor does a script that comes to torch by another way. The log says so."""
+    (tmp_path / "other.py").write_text("import torch\n")
+    first = run(STEP, tmp_path)
+    again = run(STEP, tmp_path, MEGACOMPILE_LOG="compile")
+    other = run("import other\n" + STEP, tmp_path)
+    printed = [done.stdout.splitlines() for done in (first, again, other)]
+    counts, gradients = zip(*printed, strict=True)
+    (found, made), *others = [tuple(map(int, count.split())) for count in counts]
+    assert made
+    assert others == 2 * [(found + made, 0)]
+    assert len(set(gradients)) == 1
+    lines = [line for line in again.stderr.splitlines() if "megacompile.compile" in line]
+    assert lines and all("compiled " in line and " templates in " in line for line in lines)
+    said = [line.partition("compiled ")[2].replace("(", "").split() for line in lines]
+    assert sum(int(words[0]) for words in said) == found + made
+    assert all(words[0] == words[5] for words in said), lines  # all of them from the cache
+
+
+def test_caches_that_are_off_are_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert compat.code_cache() == tmp_path
+    for option in ({"fx_graph_cache": False}, {"force_disable_caches": True}):
+        with torch._inductor.config.patch(option):
+            assert compat.code_cache() is None
+
+
+def test_what_is_compiled_is_counted() -> None:
+    assert isinstance(compat.cache_counts(), compat.CacheCounts)
+    from torch._dynamo.utils import counters
+
+    before = compat.cache_counts()
+    counters["inductor"]["fxgraph_cache_hit"] += 2
+    counters["inductor"]["fxgraph_cache_miss"] += 3
+    counters["inductor"]["fxgraph_cache_bypass"] += 4
+    after = compat.cache_counts()
+    assert after.since(before) == (2, 7)
+
+
+def changed_dtype() -> Callable[[], None]:
+    torch.set_default_dtype(torch.float64)
+    return lambda: torch.set_default_dtype(torch.float32)
+
+
+def changed_precision() -> Callable[[], None]:
+    before = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    return lambda: setattr(
+        torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", before
+    )
+
+
+def changed_determinism() -> Callable[[], None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    return lambda: torch.use_deterministic_algorithms(False)
+
+
+def changed_threads() -> Callable[[], None]:
+    before = torch._inductor.config.cpp.threads
+    torch._inductor.config.cpp.threads = 3
+    return lambda: setattr(torch._inductor.config.cpp, "threads", before)
+
+
+TAKE = """
+import sys
+from megacompile import compat
+mine = compat.compile_settings()
+with open({file!r}, "rb") as file:
+    theirs = file.read()
+compat.{function}(theirs)
+print(mine != theirs, compat.compile_settings() == theirs)
+"""
+
+
+def test_settings_are_taken_over(tmp_path: Path) -> None:
+    undo = [
+        change()
+        for change in (changed_dtype, changed_precision, changed_determinism, changed_threads)
+    ]
+    try:
+        settings = compat.compile_settings()
+    finally:
+        for each in undo:
+            each()
+    file = tmp_path / "settings"
+    file.write_bytes(settings)
+    function = compat.use_compile_settings.__name__  # not here, where others go on
+    done = run(TAKE.format(file=str(file), function=function), tmp_path)
+    assert done.stdout.split() == ["True", "True"]
+
+
+def test_settings_that_are_unlike_have_other_keys() -> None:
+    usual = compat.compile_settings()
+    assert usual == compat.compile_settings()
+    for change in (changed_dtype, changed_precision, changed_determinism, changed_threads):
+        undo = change()
+        try:
+            assert compat.compile_settings() != usual, change.__name__
+        finally:
+            undo()
+
+
+def test_the_key_of_a_memory_format_is_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not the module where it is found first."""
+    from torch._inductor.codecache import FxGraphCachePickler
+
+    compat.settle_cache_keys()
+    module = torch.fx.symbolic_trace(torch.nn.Identity())
+    dumped = FxGraphCachePickler(module).dumps(torch.contiguous_format)
+    assert b"torch.contiguous_format" in dumped
+    assert b"_utils" not in dumped and b"builtins" in dumped
+    other: Any = types.ModuleType("other")
+    other.torch = torch
+    with monkeypatch.context() as planted:
+        planted.setattr(sys, "modules", {"other": other, **sys.modules})
+        assert FxGraphCachePickler(module).dumps(torch.contiguous_format) == dumped

@@ -1,0 +1,122 @@
+"""The twin as it is, in chunks, gives what the compiled one gives, in every bit."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacompile import compat
+from megacompile.runtime.optim import twin
+from megacompile.runtime.optim.adam import ADAM
+from megacompile.runtime.optim.blockwise import BLOCK, quantize
+from megacompile.runtime.optim.exact import sqrt
+from megacompile.runtime.optim.registry import RULES
+from megacompile.runtime.optim.rule import OptimizerRule
+from megacompile.runtime.optim.twin import apply, arguments, function_of
+from megacompile.runtime.optim.update import Update
+from tests.zoo import equal
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+NUMEL = 5 * BLOCK + 37
+GROUP = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+    "amsgrad": True,
+    "decoupled_weight_decay": True,
+    "momentum": 0.9,
+    "dampening": 0.1,
+    "nesterov": True,
+}
+
+
+def update_of(
+    rule: OptimizerRule,
+    param: torch.dtype,
+    grad: torch.dtype,
+    state: torch.dtype | str,
+    *,
+    numel: int = NUMEL,
+    copy: torch.dtype | None = None,
+    seed: int | None = None,
+) -> Update:
+    generator = torch.Generator().manual_seed(0)
+
+    def values(scale: float, dtype: torch.dtype = FP32) -> Tensor:
+        return (torch.randn(numel, generator=generator) * scale).to(dtype)
+
+    states: list[Any] = []
+    for moment in rule.moments:
+        value = values(1e-3) if moment.signed else values(1e-6).abs()
+        states.append(quantize(value, moment.signed) if state == "int8" else value.to(state))
+    return Update(
+        param=values(0.02, param),
+        grad=values(1e-3, grad),
+        states=tuple(states),
+        hyper=rule.hyper(GROUP, step=7, scale=0.731),
+        copy=None if copy is None else torch.zeros(numel, dtype=copy),
+        seed=seed,
+    )
+
+
+def differing(mine: Update, its: Update) -> list[str]:
+    pairs = zip(mine.tensors(), its.tensors(), strict=True)
+    return [name for (name, a), (_, b) in pairs if not equal(a, b)]
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP64])
+def test_roots_are_those_of_the_processor(dtype: torch.dtype) -> None:
+    """Of numbers of every size; `math.sqrt` is rounded correctly."""
+    generator = torch.Generator().manual_seed(0)
+    most = 120 if dtype == FP32 else 1000
+    exponents = torch.randint(-most, most, (20_000,), generator=generator)
+    x = torch.ldexp(1 + torch.rand(20_000, dtype=dtype, generator=generator), exponents.to(dtype))
+    wanted = torch.tensor([math.sqrt(value) for value in x.tolist()], dtype=FP64).to(dtype)
+    assert equal(sqrt(x), wanted)
+    special = torch.tensor([0.0, math.inf, math.nan], dtype=dtype)
+    assert equal(sqrt(special), special)
+
+
+@pytest.mark.parametrize(
+    ("param", "grad", "state", "options"),
+    [
+        (FP32, FP32, FP32, {}),
+        (FP32, BF16, FP32, {"copy": BF16}),
+        (FP32, FP32, "int8", {}),
+        (BF16, BF16, BF16, {}),
+        (BF16, BF16, FP32, {"seed": 12345}),
+        (FP16, FP16, FP16, {}),
+        (FP64, FP64, FP64, {}),
+    ],
+    ids=str,
+)
+def test_chunks_are_the_whole(
+    param: Any, grad: Any, state: Any, options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rule in RULES:
+        whole, chunked = (update_of(rule, param, grad, state, **options) for _ in range(2))
+        apply(rule, whole)
+        with monkeypatch.context() as patch:
+            patch.setattr(twin, "CHUNK", 2 * BLOCK)
+            apply(rule, chunked)
+        assert differing(whole, chunked) == [], rule.name
+
+
+@pytest.mark.skipif(not compat.has_cpp_compiler(), reason="needs a C++ compiler")
+@pytest.mark.parametrize(("param", "state"), [(FP32, FP32), (FP64, FP64), (FP16, FP16)], ids=str)
+def test_compiled_adam_is_the_twin_in_every_bit(param: torch.dtype, state: torch.dtype) -> None:
+    """Its root is what torch rounds otherwise; the other rules have none."""
+    mine, its = (update_of(ADAM, param, param, state) for _ in range(2))
+    typical = update_of(ADAM, param, param, state, numel=2**16)
+    options = {"cpp_wrapper": True}
+    compiled = compat.compiled_function(function_of(ADAM), arguments(typical), {}, options)
+    for _ in range(3):
+        with torch.no_grad():
+            compiled(*arguments(mine))
+        apply(ADAM, its)
+    assert differing(mine, its) == []
