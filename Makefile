@@ -8,12 +8,14 @@
 #   make lint     ruff and mypy --strict
 #   make bench    the benchmarks (an NVIDIA GPU)
 #   make format   ruff's formatter and its safe fixes
-#   make clean    remove .venv, .matrix and every cache
+#   make clean    remove .venv, .zoo, .matrix and every cache
 #
 # Settings, each `make demo NAME=value`:
 #
 #   PYTHON   the interpreter that .venv is made from.
 #   VENV     where it is made.
+#   ZOO      where `make zoo` makes its own: torchvision is built for one torch, and where that is
+#            another one than ours, transformers cannot be imported beside it.
 #   TORCH    what pip installs when torch is missing, too old or too new. It goes in first and alone: left to
 #            the package's own requirement, pip takes the newest build, gigabytes of CUDA libraries
 #            on a machine that has no use for them. A path or URL of a wheel does as well.
@@ -28,6 +30,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+ZOO ?= .zoo
 TORCH ?= torch==2.13.0
 ARGS ?=
 
@@ -39,12 +42,14 @@ FAST := $(wildcard tests/test_compat*.py) $(patsubst %,tests/test_%.py, \
 
 ifdef PY
 INSTALLED :=
+ZOO_PY = $(PY)
 ZOO_INSTALLED :=
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
-ZOO_INSTALLED := $(VENV)/.zoo
+ZOO_PY := $(ZOO)/bin/python
+ZOO_INSTALLED := $(ZOO)/.zoo
 endif
 
 PYTHON_IS_NEW_ENOUGH = import sys; sys.version_info >= (3, 11) or sys.exit( \
@@ -85,7 +90,7 @@ matrix_python = $(or $(MATRIX_$(subst .,_,$1)),.matrix/$1)/bin/python
 	touch $@
 
 zoo: $(ZOO_INSTALLED)
-	$(PY) -m tests.zoo $(ARGS)
+	$(ZOO_PY) -m tests.zoo $(ARGS)
 
 lint: $(INSTALLED)
 	$(PY) -m ruff check .
@@ -104,7 +109,7 @@ format: $(INSTALLED)
 	$(PY) -m ruff format .
 
 clean:
-	rm -rf $(VENV) .matrix build megacompile.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ZOO) .matrix build megacompile.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find megacompile passes runtime tests examples benchmarks -name __pycache__ -exec rm -rf {} +
 
 $(VENV)/.installed: pyproject.toml
@@ -117,7 +122,8 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 # Each torchvision asks for one torch. Told to leave ours, pip finds the torchvision that goes with it.
-$(VENV)/.zoo: $(VENV)/.installed
-	$(VENV)/bin/python -m pip install "torch==$$($(VENV)/bin/python -c '$(TORCH_VERSION)')" \
+$(ZOO)/.zoo: pyproject.toml
+	$(MAKE) VENV=$(ZOO) $(ZOO)/.installed
+	$(ZOO)/bin/python -m pip install "torch==$$($(ZOO)/bin/python -c '$(TORCH_VERSION)')" \
 		--editable ".[zoo]"
 	touch $@

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from tests.zoo import table
 from tests.zoo.catalogue import ENTRIES
 from tests.zoo.command import faults
 from tests.zoo.compare import Result, Worst, compare, error
-from tests.zoo.entry import Entry, Family, Rounding
+from tests.zoo.entry import Entry, Family, Rounding, floats
 
 FAST = (
     "llama (eager)",
@@ -55,12 +56,11 @@ def test_same_numbers_on_the_gpu(name: str, lowering: str) -> None:
 
 
 def test_the_page_is_what_the_command_writes() -> None:
-    """Whether it has every model, and what is in the rows, `make zoo` compares."""
+    """And has a row of every model; what is in the rows, `make zoo` compares."""
     text = table.PAGE.read_text()
     rows = table.rows_of(text)
     assert text.startswith(table.INTRODUCTION)
-    assert len(rows) >= 60
-    assert list(rows) == [name for name in ENTRIES if name in rows]
+    assert list(rows) == list(ENTRIES)
     assert all(row.line() in text.splitlines() for row in rows.values())
 
 
@@ -129,6 +129,61 @@ def test_a_difference_is_found() -> None:
     assert 1e-7 < result.error < 1e-5
     assert "grad" in result.where or "output" in result.where
     assert (result.breaks, result.streamed) == (0, 1.0)
+
+
+class Breaking(nn.Module):
+    """A layer that breaks the graph: what lies on each side of it is a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x).relu()
+        torch._dynamo.graph_break()
+        x = self.after(x).relu()
+        return x
+
+
+def test_layers_that_share_a_graph_are_counted_each() -> None:
+    made = Entry(
+        "layers",
+        Family.TORCH,
+        lambda: nn.Sequential(*(Breaking() for _ in range(3))),
+        lambda: {"input": torch.ones(2, 4)},
+    )
+    result = compare(made)
+    assert (result.breaks, result.stages, result.streamed) == (5, 6, 1.0)
+
+
+class Normed(nn.Module):
+    """`x + RMSNorm(x)`, with the norm in a captured graph that neither makes x nor adds to it."""
+
+    def __init__(self, dtype: torch.dtype, *, grouped: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64, dtype=dtype)
+        self.grouped = grouped
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        read = x.view_as(x) if self.grouped else x
+        normed = read * read.pow(2).mean(-1, keepdim=True).rsqrt()
+        torch._dynamo.graph_break()
+        return x + normed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_turns_between_captured_and_eager_code_cost(dtype: torch.dtype) -> None:
+    """Rounding alone: the plain backward adds (x + a) + b, and the captured one x + (a + b)."""
+
+    def compared(*, grouped: bool) -> Result:
+        call = {"x": floats(8, 64).to(dtype)}
+        build = functools.partial(Normed, dtype, grouped=grouped)
+        return compare(Entry("normed", Family.TORCH, build, lambda: call))
+
+    assert 0 < compared(grouped=False).error < 20 * torch.finfo(dtype).eps
+    assert compared(grouped=True).error == 0  # the plain backward adds `a + b` first, too
 
 
 @pytest.mark.parametrize(

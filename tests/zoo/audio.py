@@ -36,14 +36,20 @@ def _spectrum() -> Call:
     return {"input_values": floats(BATCH, 32, 16), "labels": torch.tensor([0, 1])}
 
 
-def ctc(kind: str, **config: Any) -> list[Entry]:
-    return of_transformers(Family.AUDIO, "AutoModelForCTC", kind, {**WAVE, **config}, _wave)
+CTC = (
+    "transformers branches on the labels, sets `requires_grad` in the forward, and selects labels "
+    "by a mask for the loss"
+)
+
+
+def ctc(kind: str, **of_entry: Any) -> list[Entry]:
+    return of_transformers(Family.AUDIO, "AutoModelForCTC", kind, WAVE, _wave, note=CTC, **of_entry)
 
 
 ENTRIES: list[Entry] = [
     *ctc("wav2vec2"),
     *ctc("hubert"),
-    *of_transformers(Family.AUDIO, "AutoModelForCTC", "wavlm", WAVE, _wave, attention=("eager",)),
+    *ctc("wavlm", attention=("eager",)),
     *of_transformers(
         Family.AUDIO,
         "AutoModelForAudioClassification",

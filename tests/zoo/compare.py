@@ -19,6 +19,7 @@ from megacompile import megacompile
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ParamRef
 from megacompile.runtime.model.captured import CapturedGraph
+from megacompile.runtime.model.program import Program
 from tests.zoo import equal
 from tests.zoo.entry import Entry
 
@@ -30,8 +31,8 @@ class Result:
     """What came out of one entry."""
 
     name: str
-    breaks: int  # graph breaks in a training step; -1 where nothing is captured
-    stages: int  # in all graphs
+    breaks: int  # calls of captured graphs in a training step, less one
+    stages: int  # in the schedules of all these calls
     streamed: float  # the share of the parameters that a schedule streams, 0 to 1
     error: float  # the largest, relative; 0 is equal in every bit
     where: str  # what has this error
@@ -49,20 +50,20 @@ def compare(entry: Entry, *, device: str = "cpu", lowering: str = "eager") -> Re
     torch.manual_seed(0)
     plain = entry.build().train().to(device)
     worst = Worst()
-    with warnings.catch_warnings(record=True) as caught, calls() as called:
+    with warnings.catch_warnings(record=True) as caught, calls() as ran:
         warnings.simplefilter("always")
         streamed = megacompile(
             copy.deepcopy(plain), device=device, lowering=lowering, progress=False
         )
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (plain, streamed)]
         for i in range(STEPS):
-            called.clear()
+            ran.clear()
             pair = [_train(model, entry, i, device) for model in (plain, streamed)]
             worst.compare(f"step {i}", *pair)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        trained, breaks = schedules_of(called), len(called) - 1
+        trained, breaks = schedules_of(ran), len(ran) - 1
         pair = [_evaluate(model, entry, device) for model in (plain, streamed)]
         worst.compare("eval", *pair)
         pair = [{"parameters": dict(m.named_parameters())} for m in (plain, streamed)]
@@ -81,26 +82,28 @@ def compare(entry: Entry, *, device: str = "cpu", lowering: str = "eager") -> Re
 
 
 @contextlib.contextmanager
-def calls() -> Iterator[dict[CapturedGraph, None]]:
-    """The captured graphs that are called in the block.
+def calls() -> Iterator[list[Program | None]]:
+    """What each call of a captured graph in the block ran; None where it ran in eager mode.
 
-    Models must not outlive it: their graphs hold the method that counts.
+    Layers of one class share a graph, and run a program each. Models must not outlive the block:
+    their graphs hold the method that notes.
     """
-    called: dict[CapturedGraph, None] = {}
+    ran: list[Program | None] = []
     plain = CapturedGraph.__call__
 
     def noted(graph: CapturedGraph, *args: Any) -> Sequence[Any]:
-        called[graph] = None
-        return plain(graph, *args)
+        result = plain(graph, *args)
+        ran.append(graph.programs.get(next(reversed(graph._called), None)))
+        return result
 
     with mock.patch.object(CapturedGraph, "__call__", noted):
-        yield called
+        yield ran
 
 
-def schedules_of(graphs: Iterable[CapturedGraph]) -> list[Schedule]:
-    """What graphs ran in their last calls, those that are scheduled."""
-    programs = [graph.programs[next(reversed(graph._called))] for graph in graphs]
-    return [list(program.executors.values())[-1].schedule for program in programs if program]
+def schedules_of(programs: Iterable[Program | None]) -> list[Schedule]:
+    """What programs ran last, each program once."""
+    each = {id(program): program for program in programs if program}
+    return [list(program.executors.values())[-1].schedule for program in each.values()]
 
 
 def share_streamed(model: nn.Module, of: Sequence[Schedule]) -> float:

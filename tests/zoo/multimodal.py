@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.zoo.entry import BATCH, Call, Entry, Family, Rounding, floats, ids
-from tests.zoo.hugging_face import GROUPED, TINY, of_transformers
+from tests.zoo.hugging_face import GROUPED, TINY, TURNS, of_transformers
 
 SIGHT = {
     "hidden_size": 32,
@@ -71,6 +71,7 @@ QWEN = {
 }
 ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
 TEXT_AND_IMAGE = "AutoModelForImageTextToText"
+SIZES = "the sizes of the images are data: transformers loops over them and splits by them"
 COUNTS = "transformers compares the number of an image's tokens with its features, by `item()`"
 GROUPS = Rounding(
     1e-6,
@@ -138,6 +139,8 @@ ENTRIES: list[Entry] = [
             **QWEN,
         },
         _qwen,
+        note=SIZES,
+        rounding={"sdpa": GROUPS},
     ),
     *of_transformers(
         Family.MULTIMODAL,
@@ -158,5 +161,7 @@ ENTRIES: list[Entry] = [
             **QWEN,
         },
         _qwen,
+        note=SIZES,
+        rounding={"eager": TURNS, "sdpa": Rounding(1e-6, f"{GROUPS.why}; {TURNS.why}")},
     ),
 ]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from tests.zoo.entry import BATCH, Call, Entry, Family, floats, ids
+from tests.zoo.entry import BATCH, Call, Entry, Family, Rounding, floats, ids
 from tests.zoo.hugging_face import TURNS, of_transformers
 
 BART = {
@@ -51,6 +50,15 @@ def texts(kind: str, config: dict[str, Any], **of_entry: Any) -> list[Entry]:
     return of_transformers(Family.SEQ2SEQ, head, kind, config, _texts, **of_entry)
 
 
+# Each layer adds to `x` a branch that begins with RMSNorm(x), where `x` is used twice. The plain
+# backward adds the gradients of `x` as ((x + first) + second), and as (x + (first + second)) where
+# the norm is in a captured graph and the addition is not. A plain model whose norms read
+# `x.view_as(x)` adds as the latter, and is equal in every bit. After two steps the worst is off by
+# 10 units of the last place, in float32 (1.3e-6) as in float64 (2.1e-15): the gradient of the
+# router, which a softmax makes of differences.
+ROUTED = Rounding(
+    1e-5, "its norms are captured and its residuals are not: autograd adds in another order"
+)
 DROPS = "a random number decides whether a layer is left out"
 
 ENTRIES: list[Entry] = [
@@ -73,7 +81,7 @@ ENTRIES: list[Entry] = [
             "num_sparse_decoder_layers": 1,
         },
         note="the chosen experts are called in a loop over data",
-        rounding={"eager": replace(TURNS, tolerance=1e-5)},  # of small differences in a softmax
+        rounding={"eager": ROUTED},
         **ALONE,
     ),
     *of_transformers(

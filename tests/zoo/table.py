@@ -21,8 +21,8 @@ Losses, outputs, gradients, parameters and buffers are compared. `make zoo` does
 what comes out with this page; `make zoo ARGS=--write` writes the page. A part of it is in
 `make test`. On a GPU, `pytest tests/test_zoo.py -m gpu` compares all of them, with Inductor too.
 
-- **graph breaks**: in a training step. What lies between two captured graphs runs in eager mode,
-  on streamed copies.
+- **graph breaks**: the calls of captured graphs in a training step, less one. What lies between
+  two of them runs in eager mode, on streamed copies.
 - **stages**: in the schedules of a training step.
 - **streamed**: the share of the parameters that these schedules stream. The rest is fetched at
   each use, or is not used.
