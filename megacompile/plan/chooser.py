@@ -127,8 +127,9 @@ class Chooser:
             variant = replace(variant, accumulate=True)  # which needs the most
         wanted = placement.resident if self._wanted is None else self._wanted
         problem = replace(
-            self.problem_of(schedule, variant, resident=(placement.resident & own) - free),
-            elsewhere_bytes=self._elsewhere_bytes(schedule, wanted),
+            self.problem_of(
+                schedule, variant, resident=(placement.resident & own) - free, wanted=wanted
+            ),
             undecided=[bucket for bucket in schedule.buckets if bucket.key in free],
             others=self._others(stages, own),
         )
@@ -259,13 +260,19 @@ class Chooser:
         return count
 
     def problem_of(
-        self, schedule: Schedule, variant: Variant, *, resident: frozenset[int] = frozenset()
+        self,
+        schedule: Schedule,
+        variant: Variant,
+        *,
+        resident: frozenset[int] = frozenset(),
+        wanted: frozenset[int] = frozenset(),
     ) -> Problem:
         """What a plan is sought for.
 
         Args:
             schedule: what `Pipeline.differentiated` gives.
             resident: keys of the buckets that live on the device, whatever the plan.
+            wanted: keys of all buckets of the model that are to live there, as far as is decided.
         """
         return Problem(
             build=lambda choice: self.pipeline.planned(schedule, variant, choice, draft=True),
@@ -275,7 +282,7 @@ class Chooser:
             optimizer=self.setting.cost(),
             budget_bytes=self.budget.size_bytes(),
             host_budget_bytes=self.setting.host_budget_bytes(),
-            elsewhere_bytes=self._elsewhere_bytes(schedule, resident),
+            elsewhere_bytes=self._elsewhere_bytes(schedule, wanted),
             disk=self.setting.options.disk is not None,
             fused=self.setting.options.lowering is Lowering.INDUCTOR,
             resident=resident,

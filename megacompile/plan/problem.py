@@ -83,8 +83,7 @@ class Problem:
     _steps_s: dict[Choice, float] = field(default_factory=dict, init=False)
     _built: dict[Choice, Schedule] = field(default_factory=dict, init=False)  # the last one
     _of_buckets: dict[int, float] = field(default_factory=dict, init=False)
-    _waiting: dict[Choice, int] = field(default_factory=dict, init=False)
-    _staged: dict[Choice, int] = field(default_factory=dict, init=False)
+    _drafts_host: dict[Choice, Mapping[Kind, int]] = field(default_factory=dict, init=False)
 
     @property
     def candidates(self) -> Sequence[Bucket]:
@@ -145,8 +144,11 @@ class Problem:
         for bucket in self.buckets:
             if bucket.key not in choice.resident:
                 size += self._host_bytes_of[bucket.key]
-        size += self._staged_bytes() if self.disk else 0
-        return int(size) + (self._waiting_bytes(choice) if choice.offload else 0)
+        if self.disk:  # the sets of buffers, with every bucket streamed
+            size += self._drafted(Choice(0, self.resident)).get(Kind.STATES, 0)
+        if choice.offload:
+            size += self._drafted(self._streamed(choice)).get(Kind.ACTIVATIONS, 0)
+        return int(size)
 
     @property
     def _host_bytes_of(self) -> dict[int, float]:
@@ -159,21 +161,11 @@ class Problem:
                 self._of_buckets[bucket.key] = sum(kinds.values()) - states
         return self._of_buckets
 
-    def _staged_bytes(self) -> int:
-        """Of the sets of buffers that states from a disk come to, with every bucket streamed."""
-        streamed = Choice(0, self.resident)
-        if streamed not in self._staged:
-            found = host_memory(self.schedule(streamed), self.optimizer)
-            self._staged[streamed] = found.get(Kind.STATES, 0)
-        return self._staged[streamed]
-
-    def _waiting_bytes(self, choice: Choice) -> int:
-        """Saved tensors that wait on the host."""
-        streamed = self._streamed(choice)
-        if streamed not in self._waiting:
-            found = host_memory(self.schedule(streamed))
-            self._waiting[streamed] = found.get(Kind.ACTIVATIONS, 0)
-        return self._waiting[streamed]
+    def _drafted(self, choice: Choice) -> Mapping[Kind, int]:
+        """Host memory of a choice's draft by kind."""
+        if choice not in self._drafts_host:
+            self._drafts_host[choice] = host_memory(self.schedule(choice), self.optimizer)
+        return self._drafts_host[choice]
 
     def _streamed(self, choice: Choice) -> Choice:
         return replace(choice, resident=self.resident)
