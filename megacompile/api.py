@@ -389,7 +389,8 @@ def explain(
         compiler.setting.cost(),
         options.lowering is Lowering.INDUCTOR,
         there,
-        options.host_memory or machine.host_bytes,
+        compiler.setting.host_budget_bytes() or machine.host_bytes,
+        compiler.chooser.disk_budget_bytes(),
     )
     if trace is None and streamed in _TRACES:
         trace = _TRACES[streamed]()

@@ -18,9 +18,10 @@ from megacompile.cost.memory import Kind
 from megacompile.cost.memory import host_memory as host_bytes_of
 from megacompile.host_memory import budget_bytes
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
+from megacompile.plan.choice import Choice
 from megacompile.plan.compiler import PassCompiler
 from megacompile.plan.planner import search
-from megacompile.plan.problem import Choice, Problem
+from megacompile.plan.problem import Problem
 from megacompile.plan.settled import SettledPlans
 from megacompile.runtime.device.buffers import HostBuffer
 

@@ -18,9 +18,10 @@ from megacompile.ir import ops
 from megacompile.plan import planner
 from megacompile.plan import problem as problem_code
 from megacompile.plan.abstract import abstract_options, abstract_programs
+from megacompile.plan.choice import Choice
 from megacompile.plan.compiler import PassCompiler
 from megacompile.plan.planner import search
-from megacompile.plan.problem import Choice, Problem
+from megacompile.plan.problem import Problem
 from tests.inside import residents
 from tests.training import adamw, data, net, train
 from tests.zoo import assert_same, twins

@@ -98,19 +98,20 @@ class PassCompiler:
         choice, reasons = self.chooser.choose(stages, schedule, variant, placement)
         if not variant.keep_last:
             choice = replace(choice, keep=0)
-        choice = replace(choice, resident=placement.resident)
+        choice = replace(choice, resident=placement.resident, on_disk=placement.on_disk)
         schedule = self.pipeline.planned(schedule, variant, choice, reasons)
         verify(schedule)
         return schedule
 
-    def rest(self, buckets: Sequence[Bucket], resident: frozenset[int]) -> Schedule:
+    def rest(self, buckets: Sequence[Bucket], placement: Placement) -> Schedule:
         """A verified schedule that is an update alone: of these buckets, where they lie."""
         cost = self.setting.cost()
         schedule = rest_of(
             list(buckets),
-            resident,
+            placement.resident,
             helps=cost.helped,
-            state_bytes=None if self.setting.options.disk is None else cost.states_of,
+            on_disk=placement.on_disk,
+            state_bytes=cost.states_of,
         )
         verify(schedule)
         return schedule

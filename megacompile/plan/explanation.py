@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megacompile.cost.memory import Kind
 from megacompile.ir.stream import Stream
 from megacompile.plan.report import (
     Section,
@@ -27,6 +28,14 @@ from megacompile.tracing.critical_path import NONE, traced_steps
 from megacompile.tracing.timeline import Timeline as Traced
 
 _ROWS = 8  # groups of stages that are shown
+_PARTS: dict[str, tuple[Kind, ...]] = {  # rows of the table of memory
+    "parameters": (Kind.PARAMETERS,),
+    "masters": (Kind.MASTERS,),
+    "gradients": (Kind.GRADIENTS,),
+    "optimizer states": (Kind.STATES,),
+    "saved tensors": (Kind.ACTIVATIONS, Kind.SAVED),
+    "buffers": (Kind.SLOTS, Kind.INPUTS, Kind.WORKSPACE, Kind.STAGED),
+}
 _EXPLAINED = 0.02  # a resource that is responsible for less is left out
 
 
@@ -71,6 +80,7 @@ class Explanation:
     stages: tuple[StageGroup, ...]
     device: Memory
     host: Memory
+    disk: Memory | None  # None: there is none
     reasons: tuple[str, ...]
     step_s: float  # predicted
     traced_step_s: float | None
@@ -113,21 +123,24 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """Everything, in types that JSON has. Seconds and bytes."""
         found = asdict(self)
-        for memory, name in ((self.device, "device"), (self.host, "host")):
-            found[name]["fits"] = memory.fits
+        for memory, name in ((self.device, "device"), (self.host, "host"), (self.disk, "disk")):
+            if memory is not None:
+                found[name]["fits"] = memory.fits
         bounds = {"bound": self.bound, "traced_bound": self.traced_bound}
         return {**found, **bounds, "traced_waits": self.traced_waits}
 
     def memory_rows(self) -> list[list[str]]:
-        """Kind by kind, what the device needs and the host."""
-        kinds = dict.fromkeys([*self.host.kinds, *self.device.kinds])
-        rows = [["memory", "device", "host"]]
-        for kind in kinds:
-            sizes = (memory.kinds.get(kind) for memory in (self.device, self.host))
-            rows.append([kind, *(format_bytes(size) if size else "" for size in sizes)])
-        both = (self.device, self.host)
-        rows.append(["needed", *(format_bytes(memory.needed_bytes) for memory in both)])
-        there = [memory.there_bytes for memory in both]
+        """Where every part lies: bytes of the device, of the host and, with one, of the disk."""
+        tiers = {"device": self.device, "host": self.host}
+        if self.disk is not None:
+            tiers["disk"] = self.disk
+        rows = [["memory", *tiers]]
+        for part, kinds in _PARTS.items():
+            sizes = [sum(m.kinds.get(kind.value, 0) for kind in kinds) for m in tiers.values()]
+            if any(sizes):
+                rows.append([part, *(format_bytes(size) if size else "" for size in sizes)])
+        rows.append(["needed", *(format_bytes(m.needed_bytes) for m in tiers.values())])
+        there = [memory.there_bytes for memory in tiers.values()]
         rows.append(["there", *("?" if n is None else format_bytes(n) for n in there)])
         return rows
 
@@ -253,7 +266,7 @@ def explanation(
     timeline = now.timeline()
     peak = now.device.peak
     device = now.device_kinds()
-    host = now.host()
+    host, disk = now.host(), now.disk()
     steps = None if traced is None else traced_steps(traced, model)
     streams = [
         Busy(
@@ -279,6 +292,7 @@ def explanation(
             device, peak.total_bytes, now.device_bytes, f"{peak.graph} {peak.label}".strip()
         ),
         host=Memory(host, sum(host.values()), now.host_bytes),
+        disk=Memory(disk, sum(disk.values()), now.disk_bytes) if disk or now.disk_bytes else None,
         reasons=tuple(dict.fromkeys(reasons)),
         step_s=now.step_s,
         traced_step_s=None if steps is None else steps.step_s,

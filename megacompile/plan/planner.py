@@ -24,8 +24,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megacompile.cost.memory import Moment
+from megacompile.plan.choice import Choice
 from megacompile.plan.garbage import old_objects_left_out
-from megacompile.plan.problem import Choice, Problem
+from megacompile.plan.problem import Problem
 from megacompile.text import format_bytes
 
 _COUNTS = (0, 1 / 24, 1 / 12, 1 / 6, 1 / 3, 2 / 3, 1)  # of the buckets, to be resident
@@ -156,7 +157,7 @@ class _Tries:
         save: keeping less is tried as well.
         """
         problem, (lowest, most) = self.problem, self.keeps
-        least = replace(choice, keep=lowest)
+        least = problem.settled(replace(choice, keep=lowest))
         if not problem.fits(least):
             return False
         low = problem.most_kept(least, lowest, most)

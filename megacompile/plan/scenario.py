@@ -7,16 +7,21 @@ nothing, and host memory has no stream of its own.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megacompile.cost.hardware import Hardware
-from megacompile.cost.memory import DeviceMemory, Kind, host_memory
+from megacompile.cost.memory import DeviceMemory, Kind, host_memory, streamed_bytes
 from megacompile.cost.optimizer import EIGHT_BITS, OptimizerCost
 from megacompile.cost.simulate import Prediction, simulate
+from megacompile.cost.stored import disk_memory
 from megacompile.errors import MegacompileError
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
+from megacompile.passes.schedule.disk import SETS
+from megacompile.plan.choice import Choice
+from megacompile.plan.tiers import Tiers
 from megacompile.text import format_bytes
 
 _FASTER = 1.1
@@ -41,6 +46,7 @@ class Scenario:
         fused: elementwise operations are fused.
         device_bytes: device memory that may be used; None: not known.
         host_bytes: the same of the host.
+        disk_bytes: of the disk that states may lie on; None: there is none.
     """
 
     schedules: tuple[Schedule, ...]
@@ -49,6 +55,7 @@ class Scenario:
     fused: bool = True
     device_bytes: int | None = None
     host_bytes: int | None = None
+    disk_bytes: int | None = None
     _kept: dict[Hardware, Prediction] = field(default_factory=dict, init=False, repr=False)
 
     def timeline(self, hardware: Hardware | None = None) -> Prediction:
@@ -72,14 +79,11 @@ class Scenario:
     def device_kinds(self) -> dict[str, int]:
         """Bytes of device memory by kind where it is fullest; of resident buckets by what it is."""
         found = {kind.value: size for kind, size in self.device.peak.live_bytes.items()}
-        gradients = states = 0.0
         for bucket, trained in self._residents():
-            for param in (bucket.params[i] for i in trained):
-                gradients += param.numel * self.optimizer.kept_grad_of(param.dtype.itemsize)
-            states += self.optimizer.resident_bytes(bucket, trained) - bucket.size_bytes
-        found[Kind.PARAMETERS.value] -= int(states)
-        found[Kind.GRADIENTS.value] += int(gradients)
-        found[Kind.STATES.value] += int(states) - int(gradients)
+            for kind, size in streamed_bytes(bucket, trained, self.optimizer).items():
+                if kind is not Kind.PARAMETERS:
+                    found[Kind.PARAMETERS.value] -= int(size)
+                    found[kind.value] = found.get(kind.value, 0) + int(size)
         return {kind: size for kind, size in found.items() if size}
 
     def _residents(self) -> list[tuple[Bucket, tuple[int, ...]]]:
@@ -95,6 +99,37 @@ class Scenario:
     def host(self) -> dict[str, int]:
         """Bytes in host memory by kind, activations that wait there included."""
         return {kind.value: n for kind, n in host_memory(self.schedules, self.optimizer).items()}
+
+    def disk(self) -> dict[str, int]:
+        """Bytes on the disk by kind."""
+        size = disk_memory(self.schedules, self.optimizer)
+        return {Kind.STATES.value: size} if size else {}
+
+    def fewest_stored_bytes(self) -> int | None:
+        """Optimizer states that would have to lie on a disk, however large, for the rest to fit on
+        the host; None where even all of them are too few."""
+        buckets = {b.key: b for schedule in self.schedules for b in schedule.buckets}
+        resident = frozenset(k for schedule in self.schedules for k in schedule.plan.resident)
+        trained: dict[int, Sequence[int]] = {}
+        for schedule in self.schedules:
+            if schedule.backward is not None:
+                trained |= schedule.gradient_params
+        waiting = self.host().get(Kind.ACTIVATIONS.value, 0)
+        tiers = Tiers(
+            list(buckets.values()),
+            trained,
+            self.optimizer,
+            self.host_bytes,
+            sys.maxsize,
+            0,
+            frozenset(),
+            frozenset(buckets),
+            Kind.GRADIENTS.value in self.host(),
+            lambda choice: waiting,
+            lambda: SETS,
+        )
+        choice = tiers.settled(Choice(resident=resident, offload=1))
+        return tiers.of_disk(choice) if tiers.fit(choice) else None
 
     def host_with_less(self) -> dict[str, int]:
         """Bytes in host memory with options of the optimizer that need fewer; plan as it is."""

@@ -306,7 +306,7 @@ class CapturedGraph:
         """
         program.plan(program.variant())
         plans = self.plans
-        moves = plans.wanted != plans.placement.resident and not self.machine.pending
+        moves = plans.wanted != plans.placement and not self.machine.pending
         if moves and self.begins_call():
             raise MovesFirst
         program.executor(program.variant())
