@@ -22,7 +22,7 @@ from megacompile.host_memory import budget_bytes, check_host_memory
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Activations, Head, Lowering, Options
 from megacompile.passes.stages.units import find_units
-from megacompile.plan.alternatives import Planned, alternatives
+from megacompile.plan.alternatives import Planned, alternatives, more_memory
 from megacompile.plan.compiler import PassCompiler
 from megacompile.plan.explanation import Explanation, explanation
 from megacompile.plan.scenario import Scenario
@@ -401,6 +401,7 @@ def explain(
         parameters=sum(p.numel() for p in model.parameters()),
         traced=None if trace is None else trace.measured,
         rebuilt=alternatives(compiler, planned, now) if plans and changes else None,
+        more=more_memory(compiler, planned, now) if plans and changes else None,
         try_changes=changes,
     )
 

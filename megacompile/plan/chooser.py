@@ -87,6 +87,7 @@ class Chooser:
         self._wanted: Placement | None = None  # where buckets are to be; None: where they are
         self._disk_bytes: int | None = None  # that states may take there; None: not asked yet
         self._planned: dict[int, _Planned] = {}  # captured graphs: id(stages.stages) -> its plan
+        self._sought: dict[int, Problem] = {}  # the same -> the last that a search was made for
 
     def choose(
         self, stages: Schedule, schedule: Schedule, variant: Variant, placement: Placement
@@ -112,6 +113,10 @@ class Chooser:
             return self._chosen[stages]
         self._chosen[stages] = self._searched(stages, schedule, variant, placement)
         return self._chosen[stages]
+
+    def learn(self, other: Chooser) -> None:
+        """Take predictions from one whose options and machine differ in their budgets alone."""
+        self._sought |= other._sought
 
     def wants(self, placement: Placement) -> Placement:
         """Where plans want the buckets, which are as `placement` says."""
@@ -139,8 +144,11 @@ class Chooser:
             storable=storable,
             others=self._others(stages, own),
         )
+        if (known := self._sought.get(id(stages.stages))) is not None:
+            problem.learn(known)
         found = before = self._found_before(stages, problem)
         if found is None:
+            self._sought[id(stages.stages)] = problem
             found = self._search(problem)
         if found is None and problem.others:  # as if it were alone; no bucket can go there, too
             problem = replace(problem, others=(), undecided=())
@@ -240,6 +248,8 @@ class Chooser:
             f"{format_bytes(problem.budget_bytes)} there"
         )
         if peak.total_bytes > _TOLERANCE * problem.budget_bytes:
+            if self._wanted is None:
+                self._wanted = Placement(problem.resident, choice.on_disk)
             raise DeviceMemoryError(does_not_fit(problem, peak))
         reasons = (f"{text}: tried nevertheless",)
         return SearchResult(choice, math.inf, peak.total_bytes, 0, reasons)
@@ -358,3 +368,5 @@ class Chooser:
         kept = {id(each.stages) for each in stages}
         for each in [each for each in self._planned if each not in kept]:
             del self._planned[each]
+        for each in [each for each in self._sought if each not in kept]:
+            del self._sought[each]

@@ -56,16 +56,32 @@ class PassCompiler:
         self.budget = Budget(self.setting, budget_bytes)
         self.chooser = Chooser(self.setting, self.pipeline, self.budget)
 
-    def other(self, options: Options, *, hardware: Hardware, budget_bytes: int) -> PassCompiler:
-        """One that plans the same model with other options, from nothing, and knows its code."""
-        return PassCompiler(
+    def other(
+        self,
+        options: Options,
+        *,
+        hardware: Hardware,
+        budget_bytes: int,
+        host_bytes: int | None = None,
+        same: bool = False,
+    ) -> PassCompiler:
+        """One that plans the same model with other options, from nothing, and knows its code.
+
+        Args:
+            host_bytes: default: as here.
+            same: all is the same but for budgets, so that predictions hold there too.
+        """
+        made = PassCompiler(
             options,
             self.pipeline.units,
             hardware=hardware,
             budget_bytes=budget_bytes,
-            host_bytes=self.setting.host_bytes,
+            host_bytes=self.setting.host_bytes if host_bytes is None else host_bytes,
             templates=self.pipeline.templates,
         )
+        if same:
+            made.chooser.learn(self.chooser)
+        return made
 
     def partition(self, capture: Capture) -> Schedule:
         """Stages only."""

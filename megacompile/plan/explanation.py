@@ -21,7 +21,7 @@ from megacompile.plan.report import (
     percent,
     short_count,
 )
-from megacompile.plan.scenario import Change, Scenario, changes
+from megacompile.plan.scenario import Change, Scenario, budgets, changes
 from megacompile.plan.stage_groups import StageGroup, stage_groups
 from megacompile.text import format_bytes
 from megacompile.tracing.critical_path import NONE, traced_steps
@@ -36,6 +36,7 @@ _PARTS: dict[str, tuple[Kind, ...]] = {  # rows of the table of memory
     "saved tensors": (Kind.ACTIVATIONS, Kind.SAVED),
     "buffers": (Kind.SLOTS, Kind.INPUTS, Kind.WORKSPACE, Kind.STAGED),
 }
+_TENTH = "what a tenth more would buy"
 _EXPLAINED = 0.02  # a resource that is responsible for less is left out
 
 
@@ -88,6 +89,7 @@ class Explanation:
     streams: tuple[Busy, ...]
     bounds: dict[str, float]  # resource -> its share of the step's time, the largest first
     changes: tuple[Change, ...]
+    budgets: tuple[Change, ...]  # what a tenth more of each would buy
 
     @property
     def bound(self) -> str:
@@ -178,6 +180,8 @@ class Explanation:
         ]
         if self.traced_step_s is not None:
             sections.append(("the traced steps waited for", [self.traced_waits_text()]))
+        if self.budgets:
+            sections.append((_TENTH, self._budget_rows()))
         return sections + (self._change_sections() if self.changes else [])
 
     def _change_sections(self) -> list[Section]:
@@ -223,6 +227,17 @@ class Explanation:
         (title, rows), (_, notes) = self._change_sections()
         return [title, *as_lines(rows), *as_lines(notes)]
 
+    def budget_lines(self) -> list[str]:
+        """What a tenth more of each budget would buy, for a terminal; [] where nobody asked."""
+        return [_TENTH, *as_lines(self._budget_rows()), ""] if self.budgets else []
+
+    def _budget_rows(self) -> list[list[str]]:
+        rows = [["of", "work a second", "a step"]]
+        for change in self.budgets:
+            gain = "-" if change.gain is None else f"{change.gain:+.1%}"
+            rows.append([change.name, gain, duration(change.step_s) if change.step_s else "-"])
+        return rows
+
     def _change_rows(self) -> list[list[str]]:
         rows = [["change", "work a second", "a step", "device", "host"]]
         for change in self.changes:
@@ -251,6 +266,7 @@ def explanation(
     parameters: int,
     traced: Traced | None = None,
     rebuilt: Mapping[str, Callable[[], Scenario]] | None = None,
+    more: Mapping[str, Callable[[], Scenario]] | None = None,
     try_changes: bool = True,
 ) -> Explanation:
     """What there is to say of a planned step.
@@ -261,6 +277,7 @@ def explanation(
         parameters: how many it has.
         traced: what ran in a trace, of whole steps; from the second one on, where there are two.
         rebuilt: other plans of the same model; see `megacompile.plan.scenario.changes`.
+        more: the same plan with more of a memory; see `megacompile.plan.scenario.budgets`.
         try_changes: say what would help.
     """
     timeline = now.timeline()
@@ -300,4 +317,5 @@ def explanation(
         streams=tuple(s for s in streams if s.predicted_s or s.traced_s or s.stream != "host"),
         bounds=now.bounds(),
         changes=changes(now, rebuilt) if try_changes else (),
+        budgets=budgets(now, more) if try_changes or more else (),
     )

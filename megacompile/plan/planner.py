@@ -81,7 +81,7 @@ def search(
             tries.add_each(counts, likely)
             tries.add_each({tries.count(tries.best)}, shares)
             for _ in range(3):
-                between = _between(tries.counts, tries.count(tries.best))
+                between = _between(tries.known_counts, tries.count(tries.best))
                 tries.add_each(between, {handed, tries.best.device_update})
     streamed = problem.with_residents(least)
     in_backward = problem.optimizer.in_backward
@@ -123,6 +123,7 @@ class _Tries:
         self.problem = problem
         self.keeps = keeps
         self.times: dict[Choice, float] = {}
+        self.too_many: set[int] = set()  # of new resident buckets, where states may lie on a disk
 
     @property
     def best(self) -> Choice:
@@ -133,6 +134,12 @@ class _Tries:
     def counts(self) -> list[int]:
         """Of new resident buckets, that were tried."""
         return sorted({self.count(choice) for choice in (*self.times, self.best)})
+
+    @property
+    def known_counts(self) -> list[int]:
+        """The same, with those that do not fit: a disk is so slow that each resident bucket pays,
+        up to the last one."""
+        return sorted({*self.counts, *self.too_many})
 
     def count(self, choice: Choice) -> int:
         """How many buckets become resident."""
@@ -147,8 +154,9 @@ class _Tries:
     def add_each(self, counts: Iterable[int], shares: Iterable[float]) -> None:
         """Every combination of so many resident buckets and shares of device updates."""
         for count in counts:
-            for share in shares:
-                self.add(self._with(count, share))
+            fits = [self.add(self._with(count, share)) for share in shares]
+            if not any(fits) and self.problem.disk_budget_bytes is not None:
+                self.too_many.add(count)
 
     def add(self, choice: Choice) -> bool:
         """Simulate a choice with as many kept stages as fit; False where it does not fit at all.

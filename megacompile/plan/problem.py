@@ -66,6 +66,7 @@ class Problem:
     # What is known of choices.
     _peaks: dict[Choice, dict[int, int]] = field(default_factory=dict, init=False)  # by the kept
     _steps_s: dict[Choice, float] = field(default_factory=dict, init=False)
+    _slower_s: dict[Choice, float] = field(default_factory=dict, init=False)
     _built: dict[Choice, Schedule] = field(default_factory=dict, init=False)  # the last one
     _waiting: dict[Choice, int] = field(default_factory=dict, init=False)
     tiers: Tiers = field(init=False)  # host and disk
@@ -112,12 +113,25 @@ class Problem:
 
     def expected_s(self, choice: Choice) -> float:
         """The same, the mean over the host as it was measured and a slower one."""
-        slower = replace(
-            self.hardware,
-            update_gb_s=_SLOWER * self.hardware.update_gb_s,
-            host_memory_gb_s=_SLOWER * self.hardware.host_memory_gb_s,
-        )
-        return (self.step_s(choice) + self._simulated_s(choice, slower)) / 2
+        if choice not in self._slower_s:
+            slower = replace(
+                self.hardware,
+                update_gb_s=_SLOWER * self.hardware.update_gb_s,
+                host_memory_gb_s=_SLOWER * self.hardware.host_memory_gb_s,
+            )
+            self._slower_s[choice] = self._simulated_s(choice, slower)
+        return (self.step_s(choice) + self._slower_s[choice]) / 2
+
+    def learn(self, other: Problem) -> None:
+        """Take what is known of choices from a problem that differs in its budgets alone."""
+        mine = (self.resident, self.optimizer, self.fused, self.others, self.accumulates)
+        its = (other.resident, other.optimizer, other.fused, other.others, other.accumulates)
+        machines = (replace(each.hardware, host_bytes=None) for each in (self, other))
+        if mine == its and len(set(machines)) == 1:
+            for choice, peaks in other._peaks.items():
+                self._peaks.setdefault(choice, {}).update(peaks)
+            self._steps_s.update(other._steps_s)
+            self._slower_s.update(other._slower_s)
 
     def _simulated_s(self, choice: Choice, hardware: Hardware) -> float:
         schedule = self.schedule(choice)

@@ -31,6 +31,12 @@ _RATES = {  # what a resource's speed stands for in `Hardware`
     "d2h": ("d2h_gb_s", "d2h_both_gb_s"),
     "host memory bandwidth": ("host_memory_gb_s",),
     "host update": ("update_gb_s",),
+    "disk": (
+        "disk_read_gb_s",
+        "disk_write_gb_s",
+        "disk_read_both_gb_s",
+        "disk_write_both_gb_s",
+    ),
 }
 _OF_BATCH = (Kind.INPUTS, Kind.ACTIVATIONS, Kind.SAVED, Kind.WORKSPACE)
 
@@ -154,6 +160,8 @@ class Scenario:
         """
         found = {}
         for name in _RATES:
+            if name == "disk" and not self.disk():
+                continue
             less = self.step_s - self.timeline(faster(self.hardware, name, _FASTER)).step_s
             possible = self.step_s * (1 - 1 / _FASTER)
             found[name] = max(0.0, less / possible) if possible else 0.0
@@ -167,7 +175,8 @@ class Scenario:
 
 def faster(hardware: Hardware, resource: str, times: float) -> Hardware:
     """The same machine with one resource so many times as fast."""
-    changes = {name: getattr(hardware, name) * times for name in _RATES[resource]}
+    rates = {name: getattr(hardware, name) for name in _RATES[resource]}
+    changes = {name: rate * times for name, rate in rates.items() if rate is not None}
     if resource == "compute":
         changes["launch_s"] = hardware.launch_s / times
     if resource in ("h2d", "d2h"):
@@ -205,6 +214,16 @@ def changes(
     return tuple(sorted(found, key=lambda change: 1.0 if change.gain is None else -change.gain))
 
 
+def budgets(
+    now: Scenario, more: Mapping[str, Callable[[], Scenario]] | None = None
+) -> tuple[Change, ...]:
+    """What a tenth more would buy of each memory (`more`), and of the disk's rate."""
+    found = [_rebuilt(now, name, build) for name, build in (more or {}).items()]
+    if now.disk():
+        found.append(_faster(now, "rate of the disk", ("disk",), _FASTER))
+    return tuple(found)
+
+
 _HOST = ("host memory bandwidth", "host update")
 
 
@@ -218,10 +237,10 @@ def _rebuilt(now: Scenario, name: str, build: Callable[[], Scenario]) -> Change:
     return Change(name, gain, other.step_s, device, host)
 
 
-def _faster(now: Scenario, name: str, resources: Sequence[str]) -> Change:
+def _faster(now: Scenario, name: str, resources: Sequence[str], times: float = 2.0) -> Change:
     machine = now.hardware
     for resource in resources:
-        machine = faster(machine, resource, 2.0)
+        machine = faster(machine, resource, times)
     step_s = now.timeline(machine).step_s
     return Change(name, now.step_s / step_s - 1, step_s)
 
