@@ -114,10 +114,10 @@ def megacompile(
             Default: what is free when the plan is made, less 5 %, but 4 GiB at most.
         host_memory: host memory for parameters, gradients, optimizer states and what waits there,
             in the same forms. Default: what is free, less 4 %, but 6 GiB at most. What does not
-            fit lives on the device, as far as there is memory; else `HostMemoryError` is raised.
-        disk: a folder on a fast local disk, where the optimizer states of streamed buckets lie
-            instead of in host memory, in a file that is gone when the process is. Each step reads
-            and writes all of them.
+            fit lives on the device or, with `disk`, there; else `HostMemoryError` is raised.
+        disk: a folder on a fast local disk, where optimizer states lie that host memory does not
+            hold, in a file that is gone when the process is. Each step reads and writes all that
+            lie there. Without a plan (on the CPU) those of all streamed buckets do.
         disk_memory: what they may take there, in the same forms. Default: what is free.
         resident: device memory for buckets that live there, with their gradients (none of them with
             `optimizer`) and optimizer states: a size, 0 or "all". Default: "auto", as much as makes

@@ -51,7 +51,8 @@ class Choice:
     in_backward: bool = False  # the optimizer's step is made in the backward
     backwards: int = 2  # before a step: the second one accumulates
     state_delay: int = 1  # backwards before one waits for states to leave
-    disk: bool = False  # the optimizer's states lie on a disk
+    disk: bool = False  # the optimizer's states may lie on a disk
+    stored: int = -1  # buckets whose states lie there, as bits; -1: all
     resident: int = 0  # buckets that live on the device: none (0), some (1), all (2)
 
 
@@ -215,5 +216,6 @@ def choices(draw: st.DrawFn) -> Choice:
         state_delay=draw(st.sampled_from((1, 1, 2, 9))),
         # an update in the backward works on the simulated streams, which no thread can wait for
         disk=bool(optimizer) and not in_backward and draw(st.booleans()),
+        stored=draw(st.one_of(st.just(-1), st.integers(0, 255))),
         resident=draw(st.sampled_from((0, 0, 1, 2))),
     )

@@ -12,7 +12,7 @@ on when a step uses them.
                      it idle before and after.
 
 Buckets that are much larger than most (an embedding, a head) come last: each set of buffers has to
-be as large as the largest of them. Decision 30 has figures.
+be as large as the largest of them. Decision 28 has figures.
 """
 
 from __future__ import annotations
