@@ -66,10 +66,11 @@ def search(
         device_update: streamed buckets may be updated on the device.
         slots: there may be more than were asked for.
     """
-    tries = _Tries(problem, (1, 1) if pinned else (0, problem.stages))
     least = problem.fewest_residents() if resident else 0
     if least is None:
         return None
+    tries = _Tries(problem, (1, 1) if pinned else (0, problem.stages))
+    tries.short_of_host = least > 0 or problem.disk_budget_bytes is not None
     total = len(problem.candidates)
     counts = sorted({max(least, round(total * part)) for part in _COUNTS}) if resident else [0]
     shares = _SHARES if device_update else _SHARES[:1]
@@ -123,7 +124,8 @@ class _Tries:
         self.problem = problem
         self.keeps = keeps
         self.times: dict[Choice, float] = {}
-        self.too_many: set[int] = set()  # of new resident buckets, where states may lie on a disk
+        self.short_of_host = False
+        self.too_many: set[int] = set()  # counts of resident buckets that do not fit, where it is
 
     @property
     def best(self) -> Choice:
@@ -137,8 +139,7 @@ class _Tries:
 
     @property
     def known_counts(self) -> list[int]:
-        """The same, with those that do not fit: a disk is so slow that each resident bucket pays,
-        up to the last one."""
+        """The same, with those that do not fit, where every resident bucket may pay."""
         return sorted({*self.counts, *self.too_many})
 
     def count(self, choice: Choice) -> int:
@@ -155,7 +156,7 @@ class _Tries:
         """Every combination of so many resident buckets and shares of device updates."""
         for count in counts:
             fits = [self.add(self._with(count, share)) for share in shares]
-            if not any(fits) and self.problem.disk_budget_bytes is not None:
+            if not any(fits) and self.short_of_host:
                 self.too_many.add(count)
 
     def add(self, choice: Choice) -> bool:
