@@ -243,3 +243,17 @@ def test_some_lie_there_and_others_on_the_host(tmp_path: Path, mode: str) -> Non
     assert machine.disk is not None
     stored = explain(model).disk
     assert stored is not None and stored.needed_bytes >= machine.disk.file.used_bytes - 4096
+
+
+def test_a_disk_that_is_full_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    params = sum(p.nbytes for p in Tower(16, 64).parameters())
+    given = {"host_memory": int(3.5 * params), "gpu_memory": params // 2, "resident": 0}
+    model, optimizer = small(disk=tmp_path, disk_memory="64KiB", **given)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(HostMemoryError, match="more of the disk it would fit") as raised:
+        model(torch.ones(4, 64))
+    assert "of optimizer states on the disk, which holds 64 KiB" in str(raised.value)
+    assert not optimizer.state and all(p.grad is None for p in model.parameters())
+    assert all(map(torch.equal, before, model.parameters()))
+    machine = streamed_model(model, "test").machine
+    assert machine.disk is not None and machine.disk.file.used_bytes <= 4096
