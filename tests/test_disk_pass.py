@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,21 @@ def test_the_disk_takes_its_time(schedule: Schedule) -> None:
     assert found[1e-5].busy_s(Stream.WRITE) == pytest.approx(size / 1e4, rel=1e-6)
     assert found[1e-5].step_s > 5 * found[1e-4].step_s / 2
     assert found[1e-5].bound in (Stream.READ, Stream.WRITE)
+
+
+def test_a_read_waits_for_a_set_of_buffers(schedule: Schedule) -> None:
+    """And for the graph that it is in: the drive is idle in the forward."""
+    cost = OptimizerCost(in_backward=schedule.update is None)
+    rates = ("disk_read_gb_s", "disk_write_gb_s", "disk_read_both_gb_s", "disk_write_both_gb_s")
+    machine = H200.replace(**dict.fromkeys(rates, 1e-5))
+    found = {}
+    for sets in (1, 2, 4):
+        fewer = replace(schedule, plan=replace(schedule.plan, state_sets=sets))
+        found[sets] = simulate(fewer, machine, optimizer=cost, steps=3)
+    assert found[1].step_s > 1.5 * found[4].step_s and found[2].step_s >= found[4].step_s
+    events = [event for event in found[1].events if event.stream in (Stream.READ, Stream.WRITE)]
+    spans = sorted((event.start_s, event.stop_s) for event in events)
+    assert all(a[1] <= b[0] * (1 + 1e-9) for a, b in zip(spans, spans[1:], strict=False))
 
 
 def test_host_memory_and_what_a_step_writes(schedule: Schedule) -> None:

@@ -155,6 +155,18 @@ def test_it_is_faster_than_side_by_side() -> None:
         assert tower.step_s(picked) < 0.98 * tower.step_s(other)
 
 
+@pytest.mark.parametrize("device_gib", [1.6, 1.7, 1.9])
+def test_as_many_residents_as_fit_where_the_disk_is_slow(device_gib: float) -> None:
+    """No number between one that fits and one that does not is passed over."""
+    names = ("disk_read_gb_s", "disk_write_gb_s", "disk_read_both_gb_s", "disk_write_both_gb_s")
+    tower = problem(hardware=H200.replace(**dict.fromkeys(names, 0.1)))
+    host_bytes = int(0.5 * tower.host_bytes(Choice()))
+    tower = replace(tower, host_budget_bytes=host_bytes, budget_bytes=int(device_gib * GIB))
+    found = search(tower)
+    assert found is not None
+    assert not tower.fits(tower.with_residents(len(found.choice.resident) + 1, keep=0))
+
+
 def refused(host_bytes: int, disk_bytes: int | None, in_backward: bool = False) -> list[str]:
     made = program(in_backward)
     options = made.compiler.setting.options
