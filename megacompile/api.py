@@ -22,7 +22,7 @@ from megacompile.host_memory import budget_bytes, check_host_memory
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Activations, Head, Lowering, Options
 from megacompile.passes.stages.units import find_units
-from megacompile.plan.alternatives import Planned, alternatives
+from megacompile.plan.alternatives import Planned, alternatives, more_memory
 from megacompile.plan.compiler import PassCompiler
 from megacompile.plan.explanation import Explanation, explanation
 from megacompile.plan.scenario import Scenario
@@ -115,10 +115,10 @@ def megacompile(
             Default: what is free when the plan is made, less 5 %, but 4 GiB at most.
         host_memory: host memory for parameters, gradients, optimizer states and what waits there,
             in the same forms. Default: what is free, less 4 %, but 6 GiB at most. What does not
-            fit lives on the device, as far as there is memory; else `HostMemoryError` is raised.
-        disk: a folder on a fast local disk, where the optimizer states of streamed buckets lie
-            instead of in host memory, in a file that is gone when the process is. Each step reads
-            and writes all of them.
+            fit lives on the device or, with `disk`, there; else `HostMemoryError` is raised.
+        disk: a folder on a fast local disk, where optimizer states lie that host memory does not
+            hold, in a file that is gone when the process is. Each step reads and writes all that
+            lie there. Without a plan (on the CPU) those of all streamed buckets do.
         disk_memory: what they may take there, in the same forms. Default: what is free.
         disk_weights: the parameters of streamed buckets lie there too. Each forward reads them, and
             each backward; trained ones are written with every update. Not with `compute_dtype`.
@@ -398,7 +398,8 @@ def explain(
         compiler.setting.cost(),
         options.lowering is Lowering.INDUCTOR,
         there,
-        options.host_memory or machine.host_bytes,
+        compiler.setting.host_budget_bytes() or machine.host_bytes,
+        compiler.chooser.disk_budget_bytes(),
     )
     if trace is None and streamed in _TRACES:
         trace = _TRACES[streamed]()
@@ -409,6 +410,7 @@ def explain(
         parameters=sum(p.numel() for p in model.parameters()),
         traced=None if trace is None else trace.measured,
         rebuilt=alternatives(compiler, planned, now) if plans and changes else None,
+        more=more_memory(compiler, planned, now) if plans and changes else None,
         try_changes=changes,
     )
 

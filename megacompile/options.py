@@ -70,7 +70,7 @@ class Options:
             `compute_dtype`; otherwise none.
         gpu_memory: bytes of device memory that the plan may use. Default: what is free.
         host_memory: bytes of host memory that the model may take. Default: what is free.
-        disk: the folder that the optimizer states of streamed buckets lie in. Default: none, they
+        disk: the folder that optimizer states of streamed buckets may lie in. Default: none, they
             lie in host memory.
         disk_memory: bytes that they may take there. Default: what is free.
         disk_weights: the parameters of streamed buckets lie there too.

@@ -51,8 +51,9 @@ class Choice:
     in_backward: bool = False  # the optimizer's step is made in the backward
     backwards: int = 2  # before a step: the second one accumulates
     state_delay: int = 1  # backwards before one waits for states to leave
-    disk: bool = False  # the optimizer's states lie on a disk
+    disk: bool = False  # the optimizer's states may lie on a disk
     disk_weights: bool = False  # parameters do too
+    stored: int = -1  # buckets whose states lie there, as bits; -1: all
     resident: int = 0  # buckets that live on the device: none (0), some (1), all (2)
     rerun: int = 0  # stages that run again for their outputs, as bits
 
@@ -220,5 +221,6 @@ def choices(draw: st.DrawFn) -> Choice:
         rerun=draw(st.sampled_from((0, 0b10101010, 0b1001001, 255))),
         disk=disk,
         disk_weights=disk and draw(st.booleans()),
+        stored=draw(st.one_of(st.just(-1), st.integers(0, 255))),
         resident=draw(st.sampled_from((0, 0, 1, 2))),
     )

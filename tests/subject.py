@@ -20,6 +20,7 @@ from megacompile.errors import BackwardError, OptimizerError
 from megacompile.ir.schedule import Schedule
 from megacompile.passes.schedule.plan import make_plan
 from megacompile.plan import pipeline
+from megacompile.runtime.model.lookup import streamed_model
 from megacompile.runtime.params.proxies import StreamedParameter
 from tests import adversary, disks, loops, nets
 from tests.interrupts import Opcodes, traced
@@ -149,6 +150,13 @@ def differences(wanted: Result, got: Result, *, rtol: float = 0.0) -> list[str]:
     return sorted(found)
 
 
+def _store(model: Any, bits: int) -> None:
+    """Let the states of these buckets lie on the disk, as a plan would, and others on the host."""
+    buckets = streamed_model(model, "tests").buckets
+    keys = (key for i, key in enumerate(buckets.machine.buckets) if bits >> i & 1)
+    buckets._move(dataclasses.replace(buckets.plans.placement, on_disk=frozenset(keys)))
+
+
 class Subject:
     """A model with a plan: the plain run, and the megacompiled one on an adversarial device."""
 
@@ -173,6 +181,8 @@ class Subject:
             disk_weights=choice.disk_weights,
             resident=(0, f"{_param_bytes(self.model)}", "all")[choice.resident],
         )
+        if choice.disk and choice.stored >= 0:
+            _store(self.model, choice.stored)
         self.device = adversary.attach(self.model)
         self.rtol = 0.0
         self._opcodes: Opcodes | None = None  # of a loop that is not interrupted

@@ -191,9 +191,9 @@ def test_buckets_of_every_graph_move_once(
     moves: list[frozenset[int]] = []
     move = ModelBuckets._move
 
-    def counted(self: ModelBuckets, resident: frozenset[int]) -> None:
-        moves.append(resident)
-        move(self, resident)
+    def counted(self: ModelBuckets, wanted: Placement) -> None:
+        moves.append(wanted.resident)
+        move(self, wanted)
 
     monkeypatch.setattr(ModelBuckets, "_move", counted)
     found, places = [], []

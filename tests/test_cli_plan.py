@@ -306,3 +306,73 @@ def test_the_configs_of_the_examples_are_the_models_they_are_named_for() -> None
 )
 def test_long_times_are_readable(seconds: float, text: str) -> None:
     assert _long(seconds) == text
+
+
+DISK = ("--disk", "/absent/scratch", "--disk-memory", "1GiB", "--disk-rates", "0.1/0.1")
+SHORT = ("--host-memory", "3MiB", "--gpu-memory", "1800KiB")
+
+
+@pytest.mark.usefixtures("streamed")
+def test_a_disk(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without it the host is too small, and the answer says how much of a disk would do."""
+    layers = {**CONFIG, "num_hidden_layers": 12, "vocab_size": 64}
+    Path(config).write_text(json.dumps(layers))
+    argv = (config, *SMALL, *SHORT, "--dtype", "bfloat16", "--update-in-backward")
+    without = answer(capsys, *argv, code=1)
+    assert any(line.startswith("with disk= it would fit: ") for line in without["why_not"])
+    found = answer(capsys, *argv, *DISK)["plan"]
+    needed = found["disk"]["needed_bytes"]
+    assert 0 < needed <= found["disk"]["there_bytes"] == 2**30 and found["disk"]["fits"]
+    assert found["host"]["needed_bytes"] <= found["host"]["there_bytes"] == 3 * 2**20
+    assert any(stream["stream"] == "read" for stream in found["streams"])
+    names = [change["name"].split(" (")[0] for change in found["budgets"]]
+    assert names == ["device memory", "host memory", "rate of the disk"]
+    assert found["budgets"][2]["gain"] > 0.01
+    small = (*DISK[:3], "8KiB", *DISK[4:])
+    refused = answer(capsys, *argv, *small, code=1)
+    assert any("more of the disk it would fit" in line for line in refused["why_not"])
+
+
+@pytest.mark.usefixtures("streamed")
+def test_where_every_part_lies_is_one_table(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layers = {**CONFIG, "num_hidden_layers": 12, "vocab_size": 64}
+    Path(config).write_text(json.dumps(layers))
+    out = _printed(capsys, config, *SMALL, *SHORT, *DISK, "--update-in-backward")
+    table = out[out.index("memory  ") :].split("\n\n")[0].splitlines()
+    assert table[0].split() == ["memory", "device", "host", "disk"]
+    parts = [line[:18].strip() for line in table[1:]]
+    states = ("gradients", "optimizer states")  # gradients: what the backward has at the peak
+    assert parts == ["parameters", *states, "saved tensors", "buffers", *ENDS]
+    assert "what a tenth more would buy" in out and len(out.splitlines()) <= 45
+
+
+ENDS = ("needed", "there")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--disk-memory", "1GiB"), "--disk-memory 1GiB: of what? name the disk's folder"),
+        (("--disk-rates", "2/2"), "--disk-rates 2/2: of what? name the disk's folder"),
+        (("--disk", "/absent"), "no such folder; needed one, or, for a disk that is elsewhere"),
+        ((*DISK[:4], "--disk-rates", "fast"), "--disk-rates fast: needed GB/s of reads and"),
+        ((*DISK[:4], "--disk-rates", "2/-1"), "--disk-rates 2/-1: needed GB/s"),
+        ((*DISK[:2], "--disk-memory", "0.5", *DISK[4:]), "--disk-memory 0.5: of what?"),
+    ],
+)
+def test_disks_that_are_refused(
+    config: str, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], words: str
+) -> None:
+    assert main(["plan", config, *SMALL, *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_disk_that_nobody_has_measured(
+    config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert main(["plan", config, *SMALL, "--disk", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "nobody has measured how fast it is" in said and "hardware --disk" in said

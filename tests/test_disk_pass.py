@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,11 +142,26 @@ def test_the_disk_takes_its_time(schedule: Schedule) -> None:
     assert found[1e-5].bound in (Stream.READ, Stream.WRITE)
 
 
+def test_a_read_waits_for_a_set_of_buffers(schedule: Schedule) -> None:
+    """And for the graph that it is in: the drive is idle in the forward."""
+    cost = OptimizerCost(in_backward=schedule.update is None)
+    rates = ("disk_read_gb_s", "disk_write_gb_s", "disk_read_both_gb_s", "disk_write_both_gb_s")
+    machine = H200.replace(**dict.fromkeys(rates, 1e-5))
+    found = {}
+    for sets in (1, 2, 4):
+        fewer = replace(schedule, plan=replace(schedule.plan, state_sets=sets))
+        found[sets] = simulate(fewer, machine, optimizer=cost, steps=3)
+    assert found[1].step_s > 1.5 * found[4].step_s and found[2].step_s >= found[4].step_s
+    events = [event for event in found[1].events if event.stream in (Stream.READ, Stream.WRITE)]
+    spans = sorted((event.start_s, event.stop_s) for event in events)
+    assert all(a[1] <= b[0] * (1 + 1e-9) for a, b in zip(spans, spans[1:], strict=False))
+
+
 def test_host_memory_and_what_a_step_writes(schedule: Schedule) -> None:
     cost = OptimizerCost(in_backward=schedule.update is None)
     size = 2 * 4 * 72  # two moments of one layer
     sets = schedule.plan.state_sets
-    assert sets >= 4 and host_memory(schedule, cost)[Kind.STATES] == sets * size
+    assert sets >= 4 and host_memory(schedule, cost)[Kind.STAGED] == sets * size
     text = f"each step reads {format_bytes(4 * size)} there and writes as much"
     assert any(text in reason for reason in schedule.plan.reasons)
     assert text in str(schedule)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import sys
 import weakref
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +20,14 @@ from megacompile.cost.memory import Kind
 from megacompile.cost.memory import host_memory as host_bytes_of
 from megacompile.host_memory import budget_bytes
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
+from megacompile.plan.choice import Choice
 from megacompile.plan.compiler import PassCompiler
 from megacompile.plan.planner import search
-from megacompile.plan.problem import Choice, Problem
+from megacompile.plan.problem import Problem
 from megacompile.plan.settled import SettledPlans
 from megacompile.runtime.device.buffers import HostBuffer
+from megacompile.runtime.device.disk_buffers import DiskBuffer
+from megacompile.runtime.model.lookup import streamed_model
 
 GIB = 2**30
 
@@ -185,6 +190,8 @@ class Meter:
 
         def made(cls: type[HostBuffer], size_bytes: int, **given: Any) -> HostBuffer:
             buffer = stock(cls, size_bytes, **given)
+            if issubclass(cls, DiskBuffer):
+                return buffer
             meter.live += size_bytes
             meter.peak = max(meter.peak, meter.live)
             meter.killed |= meter.live > limit_bytes
@@ -198,7 +205,10 @@ class Meter:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_each_runs_or_is_refused(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore:megacompile. disk=.* has no direct I/O")
+def test_each_runs_or_is_refused(
+    seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Ten models and budgets a seed; three steps of AdamW stay within what was allowed."""
     rng = random.Random(seed)
     ran = 0
@@ -208,11 +218,18 @@ def test_each_runs_or_is_refused(seed: int, monkeypatch: pytest.MonkeyPatch) -> 
         params = sum(p.nbytes for p in model.parameters())
         host = int(params * rng.uniform(0.5, 5.0)) + 4096
         device = int(params * rng.uniform(0.5, 6.0)) + 8192
+        stored = int(params * rng.uniform(0.1, 4.0)) + 8192
+        given: dict[str, Any] = {}
+        if sys.platform == "linux" and rng.random() < 0.5:
+            given = {"disk": tmp_path, "disk_memory": stored}
+        in_backward = rng.random() < 0.5
         with monkeypatch.context() as patch:
             meter = Meter(patch, host)
             try:
-                megacompile(model, device="cpu", gpu_memory=device, host_memory=host)
                 optimizer = torch.optim.AdamW(model.parameters())
+                if in_backward:
+                    given["optimizer"] = optimizer
+                megacompile(model, device="cpu", gpu_memory=device, host_memory=host, **given)
                 for _ in range(3):
                     model(torch.ones(4, 16)).backward()
                     optimizer.step()
@@ -221,5 +238,9 @@ def test_each_runs_or_is_refused(seed: int, monkeypatch: pytest.MonkeyPatch) -> 
                 continue
             ran += 1
             assert not meter.killed, (sizes, host, device, meter.peak)
-            assert explain(model).host.needed_bytes <= host
+            found = explain(model, changes=False)
+            assert found.host.needed_bytes <= host
+            disk = streamed_model(model, "test").machine.disk
+            assert disk is None or disk.file.used_bytes <= stored
+            assert found.disk is None or found.disk.needed_bytes <= stored
     assert ran

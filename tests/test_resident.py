@@ -13,6 +13,7 @@ from torch.optim import SGD, AdamW
 
 from megacompile import megacompile, schedules, updates
 from megacompile.ir import ops
+from megacompile.ir.placement import Placement
 from tests import inside
 from tests.cases import CASES, build
 from tests.inside import residents
@@ -177,7 +178,7 @@ def want(model: Any, *names: str) -> None:
     streamed = inside.streamed(model)
     keys = [b.layout.key for b in streamed.machine.buckets.values() if b.layout.name in names]
     compiler: Any = streamed.buckets.plans.compiler
-    compiler.chooser._wanted = frozenset(keys)
+    compiler.chooser._wanted = Placement(frozenset(keys))
 
 
 PLACES = [(), ("embed", "layers.0"), ("embed", "layers.0", "layers.1"), ("layers.1",), ()]

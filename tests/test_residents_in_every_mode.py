@@ -22,6 +22,7 @@ from megacompile.cost.memory import Kind, device_memory
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.errors import OptimizerError
 from megacompile.ir import ops
+from megacompile.ir.placement import Placement
 from megacompile.verify.proof import HazardKind, hazards
 from tests import inside
 from tests.inside import residents
@@ -351,7 +352,7 @@ def want(model: Any, *names: str) -> None:
     streamed = inside.streamed(model)
     keys = [b.layout.key for b in streamed.machine.buckets.values() if b.layout.name in names]
     compiler: Any = streamed.buckets.plans.compiler
-    compiler.chooser._wanted = frozenset(keys)
+    compiler.chooser._wanted = Placement(frozenset(keys))
 
 
 @pytest.mark.parametrize("dtypes", DTYPES)

@@ -13,6 +13,10 @@ Exit code: 0 if it fits, 1 if it does not, 2 if it cannot be planned.
 from __future__ import annotations
 
 import argparse
+import math
+import os
+import shutil
+from dataclasses import dataclass
 
 from megacompile.cli import source
 from megacompile.cost.sheets import NAMES, of_sheet
@@ -38,6 +42,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     default = "default: the GPU's, less 5 %% (4 GiB at most)"
     add("--gpu-memory", metavar="SIZE", help=f"20GiB, or 0.5 of it; {default}")
     add("--host-memory", metavar="SIZE", help="1.5TB, 128GiB; default: not known, or this one's")
+    add("--disk", metavar="PATH", help="optimizer states may lie on the disk of this folder")
+    add("--disk-memory", metavar="SIZE", help="200GiB, what they may take there; default: its free")
+    add(
+        "--disk-rates",
+        metavar="R/W",
+        help="2.2/2.2: GB/s of reads and of writes, each alone; half of it each where both run; "
+        "default: those that `hardware --disk PATH` has measured",
+    )
     add("--batch", type=int, default=16, metavar="N", help="sequences a step; default: 16")
     add("--seq", type=int, default=1024, metavar="N", help="tokens a sequence; default: 1024")
     add("--sweep", choices=["batch"], help="find the batch with the most tokens/s: 1, 2, 4, ...")
@@ -72,6 +84,7 @@ def check(args: argparse.Namespace) -> None:
     hardware = of_sheet(gpu)  # None: this machine, which torch is asked for
     host_memory(args, 2**40 if hardware is None else hardware.host_bytes)
     device_memory(args, 2**40 if hardware is None else hardware.device_bytes)
+    disk(args)
     source.parse(args.target)
 
 
@@ -97,6 +110,54 @@ def device_memory(args: argparse.Namespace, there_bytes: int | None) -> int | No
     if args.gpu_memory is None:
         return None
     return _size("--gpu-memory", args.gpu_memory, there_bytes or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """What is said of a disk."""
+
+    folder: str
+    free_bytes: int
+    rates: tuple[float, float] | None  # GB/s read and written; None: those that were measured
+
+
+def disk(args: argparse.Namespace) -> Disk | None:
+    """The disk that the options name; None without one.
+
+    Raises:
+        OptionError: there is no such folder and not everything is said of it, or no size or rate.
+    """
+    given = {"--disk-memory": args.disk_memory, "--disk-rates": args.disk_rates}
+    if args.disk is None:
+        for name, value in given.items():
+            if value is not None:
+                raise OptionError(f"{name} {value}: of what? name the disk's folder: --disk PATH")
+        return None
+    there = os.path.isdir(args.disk)
+    missing = [name for name, value in given.items() if value is None]
+    if not there and missing:
+        raise OptionError(
+            f"--disk {args.disk}: no such folder; needed one, or, for a disk that is elsewhere, "
+            f"{' and '.join(missing)}"
+        )
+    free = shutil.disk_usage(args.disk).free if there else 0
+    if args.disk_memory is not None:
+        if not there and _is_fraction(args.disk_memory):
+            raise OptionError(f"--disk-memory {args.disk_memory}: of what? give a size: 200GiB")
+        free = _size("--disk-memory", args.disk_memory, free)
+    return Disk(os.path.abspath(args.disk), free, _rates(args.disk_rates))
+
+
+def _rates(text: str | None) -> tuple[float, float] | None:
+    if text is None:
+        return None
+    try:
+        read, write = (float(part) for part in text.split("/"))
+    except ValueError:
+        read = write = 0.0
+    if not (0 < read < math.inf and 0 < write < math.inf):
+        raise OptionError(f"--disk-rates {text}: needed GB/s of reads and of writes, such as 2.2/2")
+    return read, write
 
 
 def _size(name: str, text: str, total_bytes: int) -> int:

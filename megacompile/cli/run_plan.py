@@ -5,21 +5,23 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from megacompile.cli import outputs, plan, target
 from megacompile.cli.target import Target
+from megacompile.cost.disk import DiskRates
 from megacompile.cost.experts import active_parameters
 from megacompile.cost.hardware import Hardware
 from megacompile.cost.known import known
+from megacompile.cost.rates import disk_on_file
 from megacompile.errors import DeviceMemoryError, HostMemoryError, MegacompileError, OptionError
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Options
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
-from megacompile.plan.alternatives import alternatives
+from megacompile.plan.alternatives import alternatives, more_memory
 from megacompile.plan.explanation import Explanation, explanation
 from megacompile.plan.fit import why_not
 from megacompile.plan.report import as_lines, duration
@@ -81,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
     hardware = known(args.gpu)
     if (host_bytes := plan.host_memory(args, hardware.host_bytes)) is not None:
         hardware = hardware.replace(host_bytes=host_bytes)
+    hardware = _with_disk(hardware, plan.disk(args))
     answers = _sweep(args, hardware) if args.sweep else [_answer(args, hardware, args.batch)]
     fitting = [answer for answer in answers if not answer.why_not]
     best = max(fitting or answers[:1], key=lambda answer: answer.tokens_s or 0.0)
@@ -92,6 +95,21 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(_text(best, args) + (f"\n\n{_sweep_table(answers)}" if args.sweep else ""))
     return 1 if best.why_not else 0
+
+
+def _with_disk(hardware: Hardware, disk: plan.Disk | None) -> Hardware:
+    if disk is None:
+        return hardware
+    if disk.rates is not None:
+        read, write = disk.rates
+        return DiskRates(read, write, read / 2, write / 2).on(hardware)
+    rates = disk_on_file(disk.folder)
+    if rates is None:
+        raise OptionError(
+            f"--disk {disk.folder}: nobody has measured how fast it is; say so (--disk-rates "
+            f"2.2/2.2), or measure it: python -m megacompile hardware --disk {disk.folder}"
+        )
+    return rates.on(hardware)
 
 
 def _sweep(args: argparse.Namespace, hardware: Hardware) -> list[Answer]:
@@ -128,6 +146,7 @@ def _answer(args: argparse.Namespace, hardware: Hardware, batch: int) -> Answer:
         compiler.setting.cost(states=plan.OPTIMIZERS[args.optimizer]),
         device_bytes=compiler.budget.size_bytes(),
         host_bytes=hardware.host_bytes,
+        disk_bytes=compiler.chooser.disk_budget_bytes(),
     )
     planned = [program.planned(reuse=program is programs[-1]) for program in programs]
     explained = explanation(
@@ -135,6 +154,7 @@ def _answer(args: argparse.Namespace, hardware: Hardware, batch: int) -> Answer:
         model=made.name,
         parameters=made.parameters,
         rebuilt=alternatives(compiler, planned, now) if args.changes else None,
+        more={} if args.sweep or why_not(now) else more_memory(compiler, planned, now),
         try_changes=args.changes,
     )
     active = made.parameters
@@ -151,13 +171,17 @@ def _options(args: argparse.Namespace, made: Target, hardware: Hardware) -> Opti
             optimizer = torch.optim.AdamW(params)
         else:
             optimizer = torch.optim.SGD(params, momentum=0.9 * plan.OPTIMIZERS[args.optimizer])
-    return abstract_options(
+    options = abstract_options(
         gpu_memory=plan.device_memory(args, hardware.device_bytes),
         state_dtype=_STATE_DTYPES[args.state_dtype],
         compute_dtype=_DTYPES.get(args.compute_dtype),
         optimizer=optimizer,
         activations=args.activations,
     )
+    disk = plan.disk(args)
+    if disk is None:
+        return options
+    return replace(options, disk=disk.folder, disk_memory=disk.free_bytes)  # it may be elsewhere
 
 
 def _programs(made: Target, options: Options, hardware: Hardware) -> list[AbstractProgram]:
@@ -206,6 +230,7 @@ def _text(answer: Answer, args: argparse.Namespace) -> str:
         "",
         *_speed(answer, args.tokens),
         "",
+        *explained.budget_lines(),
         "the plan",
         *as_lines(explained.reasons),
     ]

@@ -42,6 +42,7 @@ class Kind(enum.Enum):
     WORKSPACE = "workspace"  # inside of a compute, its results included
     PARAMETERS = "parameters"
     MASTERS = "masters"
+    STAGED = "buffers"  # that states from a disk come to
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,17 +134,22 @@ def _micro_batch_bytes(schedules: Sequence[Schedule], cost: OptimizerCost) -> in
         return 0  # they are among the resident bytes
     found: dict[int, int] = {}
     for schedule in schedules:
-        if schedule.backward is None:
-            continue
-        for node in ops.nodes_that(
-            schedule.backward, lambda op: Part.GRADIENTS in (*op.reads, *op.writes)
-        ):
-            bucket: Bucket = ops.arguments(node)[0]
+        for bucket in _accumulated(schedule):
             if bucket.key in schedule.plan.resident:
                 params = [bucket.params[i] for i in schedule.gradient_params[bucket.key]]
                 size = sum(param.numel * cost.grad_of(param.dtype.itemsize) for param in params)
                 found[bucket.key] = max(int(size), found.get(bucket.key, 0))
     return sum(found.values())
+
+
+def _accumulated(schedule: Schedule) -> list[Bucket]:
+    """Those that a backward adds gradients to, or leaves them in."""
+    if schedule.backward is None:
+        return []
+    touching = ops.nodes_that(
+        schedule.backward, lambda op: Part.GRADIENTS in (*op.reads, *op.writes)
+    )
+    return [ops.arguments(node)[0] for node in touching]
 
 
 @dataclass(slots=True)
@@ -384,34 +390,37 @@ def host_memory(
     cost = optimizer or OptimizerCost(states=0)
     resident = {key for schedule in each for key in schedule.plan.resident}
     on_disk = {key for schedule in each for key in schedule.plan.on_disk}
+    accumulated = {bucket.key for schedule in each for bucket in _accumulated(schedule)}
     staged = 0.0  # of the largest bucket on a disk
     for key, bucket in buckets.items():
         if key in resident:
             continue
-        sizes = streamed_bytes(bucket, trained.get(key, ()), cost)
+        sizes = streamed_bytes(bucket, trained.get(key, ()), cost, accumulates=key in accumulated)
         if key in on_disk:
             staged = max(staged, sizes.pop(Kind.STATES))
         for kind, size in sizes.items():
             found[kind] += size
-    found[Kind.STATES] += staged * max((schedule.plan.state_sets for schedule in each), default=0)
+    found[Kind.STAGED] = staged * max((schedule.plan.state_sets for schedule in each), default=0)
     found[Kind.ACTIVATIONS] = sum(map(_waiting_bytes, each))
     return {kind: int(size) for kind, size in found.items() if size}
 
 
 def streamed_bytes(
-    bucket: Bucket, trained: Iterable[int], cost: OptimizerCost
+    bucket: Bucket, trained: Iterable[int], cost: OptimizerCost, *, accumulates: bool = False
 ) -> dict[Kind, float]:
     """Host memory of a bucket that is streamed, by kind.
 
     Args:
         trained: indices of the parameters that get a gradient.
+        accumulates: gradients of micro-batches wait for an update in a later backward.
     """
     found = {Kind.PARAMETERS: float(bucket.size_bytes)}
     if cost.master_bytes is not None:
         found[Kind.MASTERS] = cost.master_bytes * sum(param.numel for param in bucket.params)
     params = [bucket.params[i] for i in trained]
     found[Kind.STATES] = sum(p.numel * cost.states_of(p.dtype.itemsize) for p in params)
-    found[Kind.GRADIENTS] = sum(p.numel * cost.kept_grad_of(p.dtype.itemsize) for p in params)
+    grad_of = cost.grad_of if accumulates else cost.kept_grad_of
+    found[Kind.GRADIENTS] = sum(p.numel * grad_of(p.dtype.itemsize) for p in params)
     return found
 
 

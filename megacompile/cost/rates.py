@@ -75,16 +75,18 @@ def load_disk(folder: str | os.PathLike[str], *, again: bool = False) -> DiskRat
         DiskError: no file can be made there, or it cannot be read or written.
     """
     path = _disk_file(Path(folder))
-    found = None if again or path is None else _disk_rates(path)
+    found = None if again else disk_on_file(folder)
     if found is None:
         found = measure_disk(folder)
         _keep(path, json.dumps(asdict(found), indent=2))
     return found
 
 
-def _disk_rates(path: Path) -> DiskRates | None:
+def disk_on_file(folder: str | os.PathLike[str]) -> DiskRates | None:
+    """What was measured of the disk that a folder is on; None: nothing that can be used."""
+    path = _disk_file(Path(folder))
     try:
-        found = DiskRates(**json.loads(path.read_text())) if path.is_file() else None
+        found = DiskRates(**json.loads(path.read_text())) if path and path.is_file() else None
     except (OSError, ValueError, TypeError):
         return None
     if found is None:

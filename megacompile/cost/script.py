@@ -4,11 +4,12 @@ An op waits for what it names. What a graph takes of an earlier one is a placeho
 (`megacompile.ir.tokens`), or what a backward left for the update (`schedule.left`). A placeholder
 that nobody has given yet stands for nothing.
 
-Three things are waited for that no edge shows, because the host issues the ops:
+Four things are waited for that no edge shows, because the host issues the ops:
 
     a forward returns when its prefetches are done, and the next graph begins then
     a backward returns when gradients are on the host; `optimizer.step()` comes then
     a forward's drain waits for the copies of what was deferred before it
+    a read of states from a disk waits for a set of buffers that is free
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import fx
 from megacompile.cost.hardware import Hardware
 from megacompile.cost.ops import copies_of, node_s
 from megacompile.cost.optimizer import OptimizerCost, UpdateCost, updates
-from megacompile.cost.queues import COMPUTE, D2H, H2D, HOST, STREAMS, Queues, Work
+from megacompile.cost.queues import COMPUTE, D2H, H2D, HOST, READ, STREAMS, Queues, Work
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Part
@@ -48,6 +49,7 @@ class _Item:
     drains: bool = False  # waits for the copies of what was deferred
     helped: float = 0.0  # its amount where the device makes it
     reads_weights: int | None = None  # the key of the bucket that it copies to the device
+    stages: bool = False  # brings states from a disk to a set of buffers, or back
 
 
 class _Graph:
@@ -133,6 +135,7 @@ class _Graph:
             self._add_halves(node, item)
         else:
             item.amount = self._amount(node, queue)
+            item.stages = op.stored is not None and Part.STATES in (*op.reads, *op.writes)
             if Part.WEIGHTS in op.reads and queue == H2D:
                 item.reads_weights = ops.arguments(node)[0].key
         self._position[node] = len(self.items)
@@ -279,6 +282,9 @@ class Script:
         self.given: dict[Hashable, int] = {}  # by earlier graphs: what -> the work that makes it
         self.returned: list[int] = []  # work that is done when the graph before has returned
         self.deferred: list[int] = []  # the copies that the next drain waits for
+        self.sets = max((schedule.plan.state_sets for schedule in schedules), default=0)
+        self.read: list[int] = []  # states from a disk, in order
+        self.written: list[int] = []  # the same back to it
 
     def add(self, queues: Queues, step: int) -> int:
         """Add a step. Gives the work that ends it: the last compute, with gradients on the host."""
@@ -289,6 +295,7 @@ class Script:
             for item in graph.items:
                 queues.add(self._work(graph, item, first, issued, step))
             added = range(first, len(queues.works))
+            self._stage(queues, graph, first)
             self.given |= {what: first + at for what, at in graph.gives.items()}
             self.deferred += [first + at for at in graph.deferred]
             self.deferred += [self.given[what] for what in graph.awaited if what in self.given]
@@ -299,6 +306,18 @@ class Script:
                 last_compute = computes[-1:] or last_compute
         end = Work("update", "", COMPUTE, 0.0, list(self.returned), step)
         return queues.add(end)
+
+    def _stage(self, queues: Queues, graph: _Graph, first: int) -> None:
+        """A read of states begins when its graph does, and when a write has left a set free."""
+        before = len(self.read)
+        for at, item in enumerate(graph.items, first):
+            if item.stages:
+                (self.read if item.queue == READ else self.written).append(at)
+        for k in range(before, len(self.read)):
+            waits = queues.works[self.read[k]].waits
+            waits += self.returned
+            if 0 <= k - self.sets < len(self.written):
+                waits.append(self.written[k - self.sets])
 
     def _work(self, graph: _Graph, item: _Item, first: int, issued: list[int], step: int) -> Work:
         waits = [first + wait for wait in item.waits]

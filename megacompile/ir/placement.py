@@ -10,5 +10,6 @@ class Placement:
     """Which buckets are on the device, with what, and whether that may change."""
 
     resident: frozenset[int] = frozenset()  # keys of the buckets that live on the device
+    on_disk: frozenset[int] = frozenset()  # of those whose states lie on the disk, if streamed
     accumulates: bool = False  # do gradients wait there, for an update in a later backward?
     stays: str = ""  # why no bucket may go elsewhere; "": they may

@@ -15,6 +15,7 @@ from megacompile.options import Options
 from megacompile.plan.compiler import PassCompiler
 from megacompile.plan.scenario import Scenario
 from megacompile.plan.settled import SettledPlans
+from megacompile.text import format_bytes
 
 
 class Planned(NamedTuple):
@@ -55,6 +56,40 @@ def alternatives(
     further = replace(options, lookahead=options.lookahead + 1, slots=options.least_slots + 1)
     found["one slot and one lookahead more"] = lambda: plan(further)
     found["twice the device memory"] = lambda: plan(options, 2 * budget)
+    return found
+
+
+def more_memory(
+    compiler: PassCompiler, planned: Sequence[Planned], now: Scenario
+) -> dict[str, Callable[[], Scenario]]:
+    """By name, the same with a tenth more of the device's memory, and of the host's.
+
+    What was simulated for the plan that there is need not be simulated again.
+    """
+    options = compiler.setting.options
+
+    def plan(device_bytes: int, host_bytes: int | None) -> Scenario:
+        changed = options
+        if options.host_memory is not None and host_bytes is not None:
+            changed = replace(options, host_memory=max(options.host_memory, host_bytes))
+        other = compiler.other(
+            changed,
+            hardware=replace(now.hardware, host_bytes=host_bytes),
+            budget_bytes=device_bytes,
+            host_bytes=host_bytes,
+            same=True,
+        )
+        plans = SettledPlans(other)
+        schedules = tuple(plans.schedule(*each) for each in planned)
+        return replace(now, schedules=schedules, device_bytes=device_bytes, host_bytes=host_bytes)
+
+    device, host = compiler.budget.size_bytes(), compiler.setting.host_budget_bytes()
+    found = {
+        f"device memory (+{format_bytes(device // 10)})": lambda: plan(device * 11 // 10, host)
+    }
+    if host is not None:
+        more = f"host memory (+{format_bytes(host // 10)})"
+        found[more] = lambda: plan(device, host * 11 // 10)
     return found
 
 

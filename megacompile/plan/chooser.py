@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megacompile.cost.memory import Kind, streamed_bytes
+from megacompile.cost.stored import stored_bytes
 from megacompile.errors import DeviceMemoryError, HostMemoryError
 from megacompile.ir.capture import Variant
 from megacompile.ir.placement import Placement
@@ -23,10 +24,11 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 from megacompile.options import Activations, Lowering
 from megacompile.plan.budget import Budget
+from megacompile.plan.choice import Choice
 from megacompile.plan.fit import refusal
 from megacompile.plan.pipeline import Pipeline
 from megacompile.plan.planner import SearchResult, does_not_fit, search
-from megacompile.plan.problem import Choice, Problem
+from megacompile.plan.problem import Problem
 from megacompile.plan.scenario import Scenario
 from megacompile.plan.setting import Setting
 from megacompile.plan.stay import stay_that_fit
@@ -81,8 +83,11 @@ class Chooser:
         self._stay_now = False  # do buckets stay in slots, because there is memory for them?
         self._no_stay = False  # was memory too short for that?
         self._decided: frozenset[int] = frozenset()  # buckets that some plan has decided about
-        self._wanted: frozenset[int] | None = None  # which are to be resident; None: as they are
+        self._stored: frozenset[int] = frozenset()  # the same, whether their states are on the disk
+        self._wanted: Placement | None = None  # where buckets are to be; None: where they are
+        self._disk_bytes: int | None = None  # that states may take there; None: not asked yet
         self._planned: dict[int, _Planned] = {}  # captured graphs: id(stages.stages) -> its plan
+        self._sought: dict[int, Problem] = {}  # the same -> the last that a search was made for
 
     def choose(
         self, stages: Schedule, schedule: Schedule, variant: Variant, placement: Placement
@@ -109,11 +114,15 @@ class Chooser:
         self._chosen[stages] = self._searched(stages, schedule, variant, placement)
         return self._chosen[stages]
 
+    def learn(self, other: Chooser) -> None:
+        """Take predictions from one whose options and machine differ in their budgets alone."""
+        self._sought |= other._sought
+
     def wants(self, placement: Placement) -> Placement:
         """Where plans want the buckets, which are as `placement` says."""
         if self._wanted is None:
             return placement
-        return replace(placement, resident=self._wanted)
+        return replace(placement, resident=self._wanted.resident, on_disk=self._wanted.on_disk)
 
     def _searched(
         self, stages: Schedule, schedule: Schedule, variant: Variant, placement: Placement
@@ -123,17 +132,23 @@ class Chooser:
         free = own - self._decided
         if options.resident is not None or placement.stays:
             free = frozenset()
+        storable = frozenset() if options.disk is None else own - self._stored
         if placement.accumulates and variant.update:
             variant = replace(variant, accumulate=True)  # which needs the most
-        wanted = placement.resident if self._wanted is None else self._wanted
+        wanted = placement if self._wanted is None else self._wanted
+        here = replace(placement, resident=(placement.resident & own) - free)
         problem = replace(
-            self.problem_of(schedule, variant, resident=(placement.resident & own) - free),
-            elsewhere_bytes=self._elsewhere_bytes(schedule, wanted),
+            self.problem_of(schedule, variant, here, wanted),
             undecided=[bucket for bucket in schedule.buckets if bucket.key in free],
+            on_disk=(placement.on_disk & own) - storable,
+            storable=storable,
             others=self._others(stages, own),
         )
+        if (known := self._sought.get(id(stages.stages))) is not None:
+            problem.learn(known)
         found = before = self._found_before(stages, problem)
         if found is None:
+            self._sought[id(stages.stages)] = problem
             found = self._search(problem)
         if found is None and problem.others:  # as if it were alone; no bucket can go there, too
             problem = replace(problem, others=(), undecided=())
@@ -144,14 +159,19 @@ class Chooser:
             found = self._too_small(problem)
         self._trained |= schedule.gradient_params
         self.budget.note(problem, found.peak_bytes)
-        decides = bool(free) or found is before
+        decides = bool(free or storable) or found is before
         self._planned[id(stages.stages)] = _Planned(stages.stages, problem, found, decides)
         reasons = found.reasons
         if placement.stays and options.resident is None:
             reasons = (*reasons, f"buckets stay where they are: {placement.stays}")
-        if free:
+        if free or storable:
             self._decided |= free
-            self._wanted = (wanted - free) | (found.choice.resident & free)
+            self._stored |= storable
+            self._wanted = replace(
+                wanted,
+                resident=(wanted.resident - free) | (found.choice.resident & free),
+                on_disk=(wanted.on_disk - storable) | (found.choice.on_disk & storable),
+            )
         return PlanChoice(found.choice, reasons)
 
     def _search(self, problem: Problem) -> SearchResult | None:
@@ -207,7 +227,7 @@ class Chooser:
         """
         choice = problem.tightest()
         if not problem.fits_host(choice):
-            self._wanted = choice.resident
+            self._wanted = Placement(choice.resident, choice.on_disk)
             assert problem.host_budget_bytes is not None
             raise HostMemoryError(
                 refusal(
@@ -218,6 +238,7 @@ class Chooser:
                         problem.fused,
                         problem.budget_bytes,
                         problem.host_budget_bytes - problem.elsewhere_bytes,
+                        problem.disk_budget_bytes,
                     )
                 )
             )
@@ -227,21 +248,35 @@ class Chooser:
             f"{format_bytes(problem.budget_bytes)} there"
         )
         if peak.total_bytes > _TOLERANCE * problem.budget_bytes:
+            if self._wanted is None:
+                self._wanted = Placement(problem.resident, choice.on_disk)
             raise DeviceMemoryError(does_not_fit(problem, peak))
         reasons = (f"{text}: tried nevertheless",)
         return SearchResult(choice, math.inf, peak.total_bytes, 0, reasons)
 
-    def _elsewhere_bytes(self, schedule: Schedule, resident: frozenset[int]) -> int:
-        """Host memory of the buckets that a captured graph does not read, as far as is known."""
-        here = {bucket.key for bucket in schedule.buckets} | resident
+    def _elsewhere_bytes(
+        self, schedule: Schedule, wanted: Placement, accumulates: bool
+    ) -> tuple[int, int]:
+        """Host memory, and memory on the disk, of the buckets that a captured graph does not read,
+        as far as is known."""
+        here = {bucket.key for bucket in schedule.buckets} | wanted.resident
         others = (unit.bucket for unit in self.pipeline.units if unit.bucket.key not in here)
         cost = self.setting.cost()
-        found = 0.0
+        on_host, on_disk = 0.0, 0
         for bucket in others:
-            kinds = streamed_bytes(bucket, self._trained.get(bucket.key, ()), cost)
-            found += sum(kinds.values())
-            found -= kinds[Kind.STATES] if self.setting.options.disk is not None else 0.0
-        return int(found)
+            trained = self._trained.get(bucket.key, ())
+            kinds = streamed_bytes(bucket, trained, cost, accumulates=accumulates)
+            if bucket.key in wanted.on_disk:
+                on_disk += stored_bytes(bucket, trained, cost)
+                kinds.pop(Kind.STATES)
+            on_host += sum(kinds.values())
+        return int(on_host), on_disk
+
+    def disk_budget_bytes(self) -> int | None:
+        """Of the whole model, as it was when it was first asked for."""
+        if self._disk_bytes is None:
+            self._disk_bytes = self.setting.disk_budget_bytes()
+        return self._disk_bytes
 
     def _stay(self, schedule: Schedule, placement: Placement) -> int:
         """How many streamed buckets stay in slots between forwards without a backward."""
@@ -259,35 +294,46 @@ class Chooser:
         return count
 
     def problem_of(
-        self, schedule: Schedule, variant: Variant, *, resident: frozenset[int] = frozenset()
+        self,
+        schedule: Schedule,
+        variant: Variant,
+        here: Placement | None = None,
+        wanted: Placement | None = None,
     ) -> Problem:
         """What a plan is sought for.
 
         Args:
             schedule: what `Pipeline.differentiated` gives.
-            resident: keys of the buckets that live on the device, whatever the plan.
+            here: where its buckets lie, whatever the plan.
+            wanted: where all buckets of the model are to lie, as far as is decided.
         """
+        cost = self.setting.cost()
+        accumulates = cost.in_backward and (variant.accumulate or not variant.update)
+        on_host, on_disk = self._elsewhere_bytes(schedule, wanted or Placement(), accumulates)
+        disk_bytes = self.disk_budget_bytes()
         return Problem(
             build=lambda choice: self.pipeline.planned(schedule, variant, choice, draft=True),
             buckets=schedule.buckets,
             stages=sum(stage.traced.has_backward for stage in schedule.stages),
             hardware=self.setting.rates(),
-            optimizer=self.setting.cost(),
+            optimizer=cost,
+            accumulates=accumulates,
             budget_bytes=self.budget.size_bytes(),
             host_budget_bytes=self.setting.host_budget_bytes(),
-            elsewhere_bytes=self._elsewhere_bytes(schedule, resident),
-            disk=self.setting.options.disk is not None,
+            elsewhere_bytes=on_host,
+            disk_budget_bytes=None if disk_bytes is None else max(0, disk_bytes - on_disk),
             fused=self.setting.options.lowering is Lowering.INDUCTOR,
-            resident=resident,
+            resident=frozenset() if here is None else here.resident,
             trained=schedule.gradient_params,
         )
 
     def _found_before(self, stages: Schedule, problem: Problem) -> SearchResult | None:
         """What the same was planned with before its buckets were moved to where that wants them."""
         before = self._planned.get(id(stages.stages))
-        if before is None or not before.decided or problem.undecided:
+        if before is None or not before.decided or problem.undecided or problem.storable:
             return None
-        if before.found.choice.resident != problem.resident:
+        choice = before.found.choice
+        if (choice.resident, choice.on_disk) != (problem.resident, problem.on_disk):
             return None
         return before.found if problem.fits(before.found.choice) else None
 
@@ -303,7 +349,7 @@ class Chooser:
         """
         how = self.budget.step_down()
         if how:
-            self._decided = frozenset()
+            self._decided = self._stored = frozenset()
         elif self._stay_now:
             how = "no bucket stays in a slot from one forward to the next"
         self._no_stay |= self._stay_now
@@ -322,3 +368,5 @@ class Chooser:
         kept = {id(each.stages) for each in stages}
         for each in [each for each in self._planned if each not in kept]:
             del self._planned[each]
+        for each in [each for each in self._sought if each not in kept]:
+            del self._sought[each]

@@ -56,16 +56,32 @@ class PassCompiler:
         self.budget = Budget(self.setting, budget_bytes)
         self.chooser = Chooser(self.setting, self.pipeline, self.budget)
 
-    def other(self, options: Options, *, hardware: Hardware, budget_bytes: int) -> PassCompiler:
-        """One that plans the same model with other options, from nothing, and knows its code."""
-        return PassCompiler(
+    def other(
+        self,
+        options: Options,
+        *,
+        hardware: Hardware,
+        budget_bytes: int,
+        host_bytes: int | None = None,
+        same: bool = False,
+    ) -> PassCompiler:
+        """One that plans the same model with other options, from nothing, and knows its code.
+
+        Args:
+            host_bytes: default: as here.
+            same: all is the same but for budgets, so that predictions hold there too.
+        """
+        made = PassCompiler(
             options,
             self.pipeline.units,
             hardware=hardware,
             budget_bytes=budget_bytes,
-            host_bytes=self.setting.host_bytes,
+            host_bytes=self.setting.host_bytes if host_bytes is None else host_bytes,
             templates=self.pipeline.templates,
         )
+        if same:
+            made.chooser.learn(self.chooser)
+        return made
 
     def partition(self, capture: Capture) -> Schedule:
         """Stages only."""
@@ -98,19 +114,20 @@ class PassCompiler:
         choice, reasons = self.chooser.choose(stages, schedule, variant, placement)
         if not variant.keep_last:
             choice = replace(choice, keep=0)
-        choice = replace(choice, resident=placement.resident)
+        choice = replace(choice, resident=placement.resident, on_disk=placement.on_disk)
         schedule = self.pipeline.planned(schedule, variant, choice, reasons)
         verify(schedule)
         return schedule
 
-    def rest(self, buckets: Sequence[Bucket], resident: frozenset[int]) -> Schedule:
+    def rest(self, buckets: Sequence[Bucket], placement: Placement) -> Schedule:
         """A verified schedule that is an update alone: of these buckets, where they lie."""
         cost = self.setting.cost()
         schedule = rest_of(
             list(buckets),
-            resident,
+            placement.resident,
             helps=cost.helped,
-            state_bytes=None if self.setting.options.disk is None else cost.states_of,
+            on_disk=placement.on_disk,
+            state_bytes=cost.states_of,
             disk_weights=self.setting.options.disk_weights,
         )
         verify(schedule)

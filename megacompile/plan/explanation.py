@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megacompile.cost.memory import Kind
 from megacompile.ir.stream import Stream
 from megacompile.plan.report import (
     Section,
@@ -20,13 +21,22 @@ from megacompile.plan.report import (
     percent,
     short_count,
 )
-from megacompile.plan.scenario import Change, Scenario, changes
+from megacompile.plan.scenario import Change, Scenario, budgets, changes
 from megacompile.plan.stage_groups import StageGroup, stage_groups
 from megacompile.text import format_bytes
 from megacompile.tracing.critical_path import NONE, traced_steps
 from megacompile.tracing.timeline import Timeline as Traced
 
 _ROWS = 8  # groups of stages that are shown
+_PARTS: dict[str, tuple[Kind, ...]] = {  # rows of the table of memory
+    "parameters": (Kind.PARAMETERS,),
+    "masters": (Kind.MASTERS,),
+    "gradients": (Kind.GRADIENTS,),
+    "optimizer states": (Kind.STATES,),
+    "saved tensors": (Kind.ACTIVATIONS, Kind.SAVED),
+    "buffers": (Kind.SLOTS, Kind.INPUTS, Kind.WORKSPACE, Kind.STAGED),
+}
+_TENTH = "what a tenth more would buy"
 _EXPLAINED = 0.02  # a resource that is responsible for less is left out
 
 
@@ -71,6 +81,7 @@ class Explanation:
     stages: tuple[StageGroup, ...]
     device: Memory
     host: Memory
+    disk: Memory | None  # None: there is none
     reasons: tuple[str, ...]
     step_s: float  # predicted
     traced_step_s: float | None
@@ -78,6 +89,7 @@ class Explanation:
     streams: tuple[Busy, ...]
     bounds: dict[str, float]  # resource -> its share of the step's time, the largest first
     changes: tuple[Change, ...]
+    budgets: tuple[Change, ...]  # what a tenth more of each would buy
 
     @property
     def bound(self) -> str:
@@ -113,21 +125,24 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """Everything, in types that JSON has. Seconds and bytes."""
         found = asdict(self)
-        for memory, name in ((self.device, "device"), (self.host, "host")):
-            found[name]["fits"] = memory.fits
+        for memory, name in ((self.device, "device"), (self.host, "host"), (self.disk, "disk")):
+            if memory is not None:
+                found[name]["fits"] = memory.fits
         bounds = {"bound": self.bound, "traced_bound": self.traced_bound}
         return {**found, **bounds, "traced_waits": self.traced_waits}
 
     def memory_rows(self) -> list[list[str]]:
-        """Kind by kind, what the device needs and the host."""
-        kinds = dict.fromkeys([*self.host.kinds, *self.device.kinds])
-        rows = [["memory", "device", "host"]]
-        for kind in kinds:
-            sizes = (memory.kinds.get(kind) for memory in (self.device, self.host))
-            rows.append([kind, *(format_bytes(size) if size else "" for size in sizes)])
-        both = (self.device, self.host)
-        rows.append(["needed", *(format_bytes(memory.needed_bytes) for memory in both)])
-        there = [memory.there_bytes for memory in both]
+        """Where every part lies: bytes of the device, of the host and, with one, of the disk."""
+        tiers = {"device": self.device, "host": self.host}
+        if self.disk is not None:
+            tiers["disk"] = self.disk
+        rows = [["memory", *tiers]]
+        for part, kinds in _PARTS.items():
+            sizes = [sum(m.kinds.get(kind.value, 0) for kind in kinds) for m in tiers.values()]
+            if any(sizes):
+                rows.append([part, *(format_bytes(size) if size else "" for size in sizes)])
+        rows.append(["needed", *(format_bytes(m.needed_bytes) for m in tiers.values())])
+        there = [memory.there_bytes for memory in tiers.values()]
         rows.append(["there", *("?" if n is None else format_bytes(n) for n in there)])
         return rows
 
@@ -165,6 +180,8 @@ class Explanation:
         ]
         if self.traced_step_s is not None:
             sections.append(("the traced steps waited for", [self.traced_waits_text()]))
+        if self.budgets:
+            sections.append((_TENTH, self._budget_rows()))
         return sections + (self._change_sections() if self.changes else [])
 
     def _change_sections(self) -> list[Section]:
@@ -210,6 +227,17 @@ class Explanation:
         (title, rows), (_, notes) = self._change_sections()
         return [title, *as_lines(rows), *as_lines(notes)]
 
+    def budget_lines(self) -> list[str]:
+        """What a tenth more of each budget would buy, for a terminal; [] where nobody asked."""
+        return [_TENTH, *as_lines(self._budget_rows()), ""] if self.budgets else []
+
+    def _budget_rows(self) -> list[list[str]]:
+        rows = [["of", "work a second", "a step"]]
+        for change in self.budgets:
+            gain = "-" if change.gain is None else f"{change.gain:+.1%}"
+            rows.append([change.name, gain, duration(change.step_s) if change.step_s else "-"])
+        return rows
+
     def _change_rows(self) -> list[list[str]]:
         rows = [["change", "work a second", "a step", "device", "host"]]
         for change in self.changes:
@@ -238,6 +266,7 @@ def explanation(
     parameters: int,
     traced: Traced | None = None,
     rebuilt: Mapping[str, Callable[[], Scenario]] | None = None,
+    more: Mapping[str, Callable[[], Scenario]] | None = None,
     try_changes: bool = True,
 ) -> Explanation:
     """What there is to say of a planned step.
@@ -248,12 +277,13 @@ def explanation(
         parameters: how many it has.
         traced: what ran in a trace, of whole steps; from the second one on, where there are two.
         rebuilt: other plans of the same model; see `megacompile.plan.scenario.changes`.
+        more: the same plan with more of a memory; see `megacompile.plan.scenario.budgets`.
         try_changes: say what would help.
     """
     timeline = now.timeline()
     peak = now.device.peak
     device = now.device_kinds()
-    host = now.host()
+    host, disk = now.host(), now.disk()
     steps = None if traced is None else traced_steps(traced, model)
     streams = [
         Busy(
@@ -279,6 +309,7 @@ def explanation(
             device, peak.total_bytes, now.device_bytes, f"{peak.graph} {peak.label}".strip()
         ),
         host=Memory(host, sum(host.values()), now.host_bytes),
+        disk=Memory(disk, sum(disk.values()), now.disk_bytes) if disk or now.disk_bytes else None,
         reasons=tuple(dict.fromkeys(reasons)),
         step_s=now.step_s,
         traced_step_s=None if steps is None else steps.step_s,
@@ -286,4 +317,5 @@ def explanation(
         streams=tuple(s for s in streams if s.predicted_s or s.traced_s or s.stream != "host"),
         bounds=now.bounds(),
         changes=changes(now, rebuilt) if try_changes else (),
+        budgets=budgets(now, more) if try_changes or more else (),
     )

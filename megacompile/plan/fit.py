@@ -23,6 +23,8 @@ def refusal(now: Scenario) -> str:
     first, *others = _host_too_small(now)
     rows = [*now.host().items(), ("needed", sum(now.host().values()))]
     rows.append(("there", now.host_bytes or 0))
+    if now.disk_bytes is not None:
+        rows += [("on the disk", sum(now.disk().values())), ("there", now.disk_bytes)]
     width = max(len(kind) for kind, _ in rows)
     lines = [f"  {kind:<{width}}  {format_bytes(size):>10}" for kind, size in rows]
     resident = {key for schedule in now.schedules for key in schedule.plan.resident}
@@ -41,9 +43,20 @@ def _host_too_small(now: Scenario) -> tuple[str, ...]:
     if there is None or needed <= there:
         return ()
     lines = [f"host memory: {format_bytes(needed)} needed, {format_bytes(there)} there"]
+    if now.disk_bytes is not None:
+        lines[0] += (
+            f" (with {format_bytes(sum(now.disk().values()))} of optimizer states on the disk, "
+            f"which holds {format_bytes(now.disk_bytes)})"
+        )
     for name, size in now.host_with_less().items():
         fits = "would fit" if size <= there else "would not fit either"
         lines.append(f"with {name} it {fits}: {format_bytes(size)}")
         if size <= there:
             break
+    stored = now.fewest_stored_bytes()
+    if stored is not None and now.disk_bytes is None:
+        lines.append(f"with disk= it would fit: {format_bytes(stored)} there")
+    elif stored is not None and stored > (now.disk_bytes or 0):
+        more = format_bytes(stored - (now.disk_bytes or 0))
+        lines.append(f"with {more} more of the disk it would fit (disk_memory=, or a larger disk)")
     return (*lines, f"with {format_bytes(needed - there)} more of host memory it would fit")

@@ -49,8 +49,8 @@ from megacompile.passes.stages.lower import lower
 from megacompile.passes.stages.partition import partition
 from megacompile.passes.stages.strides import settle_strides
 from megacompile.passes.stages.templates import TemplateCache, trace_templates
+from megacompile.plan.choice import Choice
 from megacompile.plan.history import CapturePass, SchedulePass, run, run_on_capture, timed
-from megacompile.plan.problem import Choice
 from megacompile.plan.setting import Setting
 from megacompile.progress import bar
 
@@ -160,7 +160,7 @@ class Pipeline:
                 ("rerun", insert_reruns),
                 ("offload_saved", offload),
                 *self._gradient_passes(choice, variant),
-                *self._disk_passes(),
+                *self._disk_passes(choice),
                 ("prefetch", functools.partial(insert_prefetch, lookahead=options.lookahead)),
                 ("slots", functools.partial(assign_slots, slots=slots, reuse=variant.reuse)),
                 *([("disk_weights", insert_disk_weights)] if options.disk_weights else []),
@@ -211,11 +211,13 @@ class Pipeline:
             ("update_graph", step),
         ]
 
-    def _disk_passes(self) -> list[SchedulePass]:
+    def _disk_passes(self, choice: Choice) -> list[SchedulePass]:
         """States that lie on a disk come from there, and go back."""
-        if self.setting.options.disk is None:
+        if not choice.on_disk:
             return []
-        return [("disk", functools.partial(insert_disk, state_bytes=self.setting.cost().states_of))]
+        state_bytes = self.setting.cost().states_of
+        insert = functools.partial(insert_disk, on_disk=choice.on_disk, state_bytes=state_bytes)
+        return [("disk", insert)]
 
     def lowered(self, schedule: Schedule) -> Schedule:
         """With code for its templates."""

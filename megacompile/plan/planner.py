@@ -24,8 +24,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megacompile.cost.memory import Moment
+from megacompile.plan.choice import Choice
 from megacompile.plan.garbage import old_objects_left_out
-from megacompile.plan.problem import Choice, Problem
+from megacompile.plan.problem import Problem
 from megacompile.text import format_bytes
 
 _COUNTS = (0, 1 / 24, 1 / 12, 1 / 6, 1 / 3, 2 / 3, 1)  # of the buckets, to be resident
@@ -65,10 +66,11 @@ def search(
         device_update: streamed buckets may be updated on the device.
         slots: there may be more than were asked for.
     """
-    tries = _Tries(problem, (1, 1) if pinned else (0, problem.stages))
     least = problem.fewest_residents() if resident else 0
     if least is None:
         return None
+    tries = _Tries(problem, (1, 1) if pinned else (0, problem.stages))
+    tries.short_of_host = least > 0 or problem.disk_budget_bytes is not None
     total = len(problem.candidates)
     counts = sorted({max(least, round(total * part)) for part in _COUNTS}) if resident else [0]
     shares = _SHARES if device_update else _SHARES[:1]
@@ -80,7 +82,7 @@ def search(
             tries.add_each(counts, likely)
             tries.add_each({tries.count(tries.best)}, shares)
             for _ in range(3):
-                between = _between(tries.counts, tries.count(tries.best))
+                between = _between(tries.known_counts, tries.count(tries.best))
                 tries.add_each(between, {handed, tries.best.device_update})
     streamed = problem.with_residents(least)
     in_backward = problem.optimizer.in_backward
@@ -122,6 +124,8 @@ class _Tries:
         self.problem = problem
         self.keeps = keeps
         self.times: dict[Choice, float] = {}
+        self.short_of_host = False
+        self.too_many: set[int] = set()  # counts of resident buckets that do not fit, where it is
 
     @property
     def best(self) -> Choice:
@@ -132,6 +136,11 @@ class _Tries:
     def counts(self) -> list[int]:
         """Of new resident buckets, that were tried."""
         return sorted({self.count(choice) for choice in (*self.times, self.best)})
+
+    @property
+    def known_counts(self) -> list[int]:
+        """The same, with those that do not fit, where every resident bucket may pay."""
+        return sorted({*self.counts, *self.too_many})
 
     def count(self, choice: Choice) -> int:
         """How many buckets become resident."""
@@ -146,8 +155,9 @@ class _Tries:
     def add_each(self, counts: Iterable[int], shares: Iterable[float]) -> None:
         """Every combination of so many resident buckets and shares of device updates."""
         for count in counts:
-            for share in shares:
-                self.add(self._with(count, share))
+            fits = [self.add(self._with(count, share)) for share in shares]
+            if not any(fits) and self.short_of_host:
+                self.too_many.add(count)
 
     def add(self, choice: Choice) -> bool:
         """Simulate a choice with as many kept stages as fit; False where it does not fit at all.
@@ -156,7 +166,7 @@ class _Tries:
         save: keeping less is tried as well.
         """
         problem, (lowest, most) = self.problem, self.keeps
-        least = replace(choice, keep=lowest)
+        least = problem.settled(replace(choice, keep=lowest))
         if not problem.fits(least):
             return False
         low = problem.most_kept(least, lowest, most)

@@ -10,38 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megacompile.cost.hardware import Hardware
-from megacompile.cost.memory import (
-    DeviceMemory,
-    Kind,
-    device_memory,
-    host_memory,
-    streamed_bytes,
-)
+from megacompile.cost.memory import DeviceMemory, Kind, device_memory, host_memory
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.simulate import simulate
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
+from megacompile.plan.choice import Choice
+from megacompile.plan.tiers import Tiers
 
 _SLOWER = 0.65  # of the host's rates: what it gets on another day
 _STRAIGHT = 0.01  # by so much may the slopes differ of what is taken for a straight line
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What a plan is made from."""
-
-    keep: int = 1  # stages, counted from the last, whose saved tensors are kept
-    resident: frozenset[int] = frozenset()  # bucket keys
-    device_update: float = 0.0  # the share of the streamed parameters that the device updates
-    more_slots: int = 0  # than were asked for
-    offload: int = 0  # of the first stages: what their recomputes take waits on the host
-    rerun: int = 0  # stages whose outputs are computed again in the backward, not saved
-    state_lookahead: int | None = None  # stages that states are fetched ahead; None: as weights
-    state_delay: int = 1  # backwards that are issued before one waits for states to leave
-    stay: int = 0  # streamed buckets that keep their slots between forwards without a backward
-
-    def __str__(self) -> str:
-        return f"{self.keep} stages kept, {len(self.resident)} buckets resident"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +40,10 @@ class Problem:
         trained: the parameters that get a gradient: bucket key -> indices.
         others: schedules of other captured graphs of the model, whose memory counts too.
         undecided: the buckets that may become resident; None: all of them.
-        disk: states of streamed buckets lie on a disk.
+        disk_budget_bytes: of the disk that states may lie on; None: there is none.
+        on_disk: keys of the streamed buckets whose states lie there already.
+        storable: keys of those whose states may go there; None: all of them.
+        accumulates: gradients of micro-batches wait for an update in a later backward.
     """
 
     build: Callable[[Choice], Schedule]
@@ -78,14 +59,34 @@ class Problem:
     trained: Mapping[int, Sequence[int]] = field(default_factory=dict)
     others: Sequence[Schedule] = ()
     undecided: Sequence[Bucket] | None = None
-    disk: bool = False
+    disk_budget_bytes: int | None = None
+    on_disk: frozenset[int] = frozenset()
+    storable: frozenset[int] | None = None
+    accumulates: bool = False
     # What is known of choices.
     _peaks: dict[Choice, dict[int, int]] = field(default_factory=dict, init=False)  # by the kept
     _steps_s: dict[Choice, float] = field(default_factory=dict, init=False)
+    _slower_s: dict[Choice, float] = field(default_factory=dict, init=False)
     _built: dict[Choice, Schedule] = field(default_factory=dict, init=False)  # the last one
-    _of_buckets: dict[int, float] = field(default_factory=dict, init=False)
     _waiting: dict[Choice, int] = field(default_factory=dict, init=False)
-    _staged: dict[Choice, int] = field(default_factory=dict, init=False)
+    tiers: Tiers = field(init=False)  # host and disk
+
+    def __post_init__(self) -> None:
+        every = frozenset(bucket.key for bucket in self.buckets)
+        tiers = Tiers(
+            self.buckets,
+            self.trained,
+            self.optimizer,
+            self.host_budget_bytes,
+            self.disk_budget_bytes,
+            self.elsewhere_bytes,
+            self.on_disk,
+            every if self.storable is None else self.storable,
+            self.accumulates,
+            self._waiting_bytes,
+            lambda: self.schedule(Choice(0, self.resident, every)).plan.state_sets,
+        )
+        object.__setattr__(self, "tiers", tiers)
 
     @property
     def candidates(self) -> Sequence[Bucket]:
@@ -112,12 +113,25 @@ class Problem:
 
     def expected_s(self, choice: Choice) -> float:
         """The same, the mean over the host as it was measured and a slower one."""
-        slower = replace(
-            self.hardware,
-            update_gb_s=_SLOWER * self.hardware.update_gb_s,
-            host_memory_gb_s=_SLOWER * self.hardware.host_memory_gb_s,
-        )
-        return (self.step_s(choice) + self._simulated_s(choice, slower)) / 2
+        if choice not in self._slower_s:
+            slower = replace(
+                self.hardware,
+                update_gb_s=_SLOWER * self.hardware.update_gb_s,
+                host_memory_gb_s=_SLOWER * self.hardware.host_memory_gb_s,
+            )
+            self._slower_s[choice] = self._simulated_s(choice, slower)
+        return (self.step_s(choice) + self._slower_s[choice]) / 2
+
+    def learn(self, other: Problem) -> None:
+        """Take what is known of choices from a problem that differs in its budgets alone."""
+        mine = (self.resident, self.optimizer, self.fused, self.others, self.accumulates)
+        its = (other.resident, other.optimizer, other.fused, other.others, other.accumulates)
+        machines = (replace(each.hardware, host_bytes=None) for each in (self, other))
+        if mine == its and len(set(machines)) == 1:
+            for choice, peaks in other._peaks.items():
+                self._peaks.setdefault(choice, {}).update(peaks)
+            self._steps_s.update(other._steps_s)
+            self._slower_s.update(other._slower_s)
 
     def _simulated_s(self, choice: Choice, hardware: Hardware) -> float:
         schedule = self.schedule(choice)
@@ -136,48 +150,27 @@ class Problem:
         return self.peak_bytes(self._streamed(choice)) <= self._buffer_bytes(choice)
 
     def fits_host(self, choice: Choice) -> bool:
-        """Does it stay within the budget of host memory, where that is known?"""
-        budget = self.host_budget_bytes
-        return budget is None or self.host_bytes(choice) <= budget
+        """Does it stay within the budgets of host memory and of the disk, where they are known?"""
+        return self.tiers.fit(choice)
 
     def host_bytes(self, choice: Choice) -> int:
         """Host memory once training runs, with the gradients and states that are made by then."""
-        size = float(self.elsewhere_bytes)
-        for bucket in self.buckets:
-            if bucket.key not in choice.resident:
-                size += self._host_bytes_of[bucket.key]
-        size += self._staged_bytes() if self.disk else 0
-        return int(size) + (self._waiting_bytes(choice) if choice.offload else 0)
+        return self.tiers.of_host(choice)
 
-    @property
-    def _host_bytes_of(self) -> dict[int, float]:
-        """Of each bucket, where it is streamed."""
-        if not self._of_buckets:
-            for bucket in self.buckets:
-                trained = self.trained.get(bucket.key, ())
-                kinds = streamed_bytes(bucket, trained, self.optimizer)
-                states = kinds[Kind.STATES] if self.disk else 0.0
-                self._of_buckets[bucket.key] = sum(kinds.values()) - states
-        return self._of_buckets
-
-    def _staged_bytes(self) -> int:
-        """Of the sets of buffers that states from a disk come to, with every bucket streamed."""
-        streamed = Choice(0, self.resident)
-        if streamed not in self._staged:
-            found = host_memory(self.schedule(streamed), self.optimizer)
-            self._staged[streamed] = found.get(Kind.STATES, 0)
-        return self._staged[streamed]
+    def settled(self, choice: Choice) -> Choice:
+        """With the states of as few buckets on the disk as can be; see `Tiers.settled`."""
+        return self.tiers.settled(choice)
 
     def _waiting_bytes(self, choice: Choice) -> int:
         """Saved tensors that wait on the host."""
         streamed = self._streamed(choice)
         if streamed not in self._waiting:
-            found = host_memory(self.schedule(streamed))
-            self._waiting[streamed] = found.get(Kind.ACTIVATIONS, 0)
+            kinds = host_memory(self.schedule(streamed))
+            self._waiting[streamed] = kinds.get(Kind.ACTIVATIONS, 0)
         return self._waiting[streamed]
 
     def _streamed(self, choice: Choice) -> Choice:
-        return replace(choice, resident=self.resident)
+        return replace(choice, resident=self.resident, on_disk=frozenset())
 
     def _buffer_bytes(self, choice: Choice) -> float:
         """The budget less what new resident buckets take."""
@@ -196,10 +189,10 @@ class Problem:
     def with_residents(self, count: int, *, keep: int = 1) -> Choice:
         """The first `count` buckets that may live on the device do, beside those that do."""
         keys = self.resident | {bucket.key for bucket in self.candidates[:count]}
-        return Choice(keep, keys)
+        return self.settled(Choice(keep, keys))
 
     def fewest_residents(self, like: Choice | None = None) -> int | None:
-        """How many of the first buckets must live on the device for the others to fit on the host.
+        """How many of the first buckets must live on the device for the others to fit elsewhere.
 
         Args:
             like: what is chosen otherwise.
@@ -209,7 +202,7 @@ class Problem:
         """
         for count in range(len(self.candidates) + 1):
             resident = self.with_residents(count).resident
-            if self.fits_host(replace(like or Choice(), resident=resident)):
+            if self.fits_host(self.settled(replace(like or Choice(), resident=resident))):
                 return count
         return None
 
@@ -247,7 +240,7 @@ class Problem:
             choice = replace(self.with_residents(count, keep=0), state_lookahead=1)
             if self._fits_device(choice):
                 return choice
-        return Choice(0, self.resident, state_lookahead=1)
+        return self.settled(Choice(0, self.resident, state_lookahead=1))
 
     def floor(self) -> DeviceMemory:
         """Memory of a plan that keeps nothing on the device that need not be there."""
@@ -293,8 +286,11 @@ class Problem:
         return known[choice.keep]
 
     def _known(self, choice: Choice) -> dict[int, int]:
-        """The peaks that are known, by how many stages are kept; a choice as this otherwise."""
-        return self._peaks.setdefault(replace(choice, keep=0), {})
+        """The peaks that are known, by how many stages are kept; a choice as this otherwise.
+
+        Where states lie outside of the device makes no difference to it.
+        """
+        return self._peaks.setdefault(replace(choice, keep=0, on_disk=frozenset()), {})
 
 
 def _is_straight(known: Mapping[int, int], low: int, high: int) -> bool:

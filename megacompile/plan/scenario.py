@@ -7,16 +7,21 @@ nothing, and host memory has no stream of its own.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megacompile.cost.hardware import Hardware
-from megacompile.cost.memory import DeviceMemory, Kind, host_memory
+from megacompile.cost.memory import DeviceMemory, Kind, host_memory, streamed_bytes
 from megacompile.cost.optimizer import EIGHT_BITS, OptimizerCost
 from megacompile.cost.simulate import Prediction, simulate
+from megacompile.cost.stored import disk_memory
 from megacompile.errors import MegacompileError
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
+from megacompile.passes.schedule.disk import SETS
+from megacompile.plan.choice import Choice
+from megacompile.plan.tiers import Tiers
 from megacompile.text import format_bytes
 
 _FASTER = 1.1
@@ -26,6 +31,12 @@ _RATES = {  # what a resource's speed stands for in `Hardware`
     "d2h": ("d2h_gb_s", "d2h_both_gb_s"),
     "host memory bandwidth": ("host_memory_gb_s",),
     "host update": ("update_gb_s",),
+    "disk": (
+        "disk_read_gb_s",
+        "disk_write_gb_s",
+        "disk_read_both_gb_s",
+        "disk_write_both_gb_s",
+    ),
 }
 _OF_BATCH = (Kind.INPUTS, Kind.ACTIVATIONS, Kind.SAVED, Kind.WORKSPACE)
 
@@ -41,6 +52,7 @@ class Scenario:
         fused: elementwise operations are fused.
         device_bytes: device memory that may be used; None: not known.
         host_bytes: the same of the host.
+        disk_bytes: of the disk that states may lie on; None: there is none.
     """
 
     schedules: tuple[Schedule, ...]
@@ -49,6 +61,7 @@ class Scenario:
     fused: bool = True
     device_bytes: int | None = None
     host_bytes: int | None = None
+    disk_bytes: int | None = None
     _kept: dict[Hardware, Prediction] = field(default_factory=dict, init=False, repr=False)
 
     def timeline(self, hardware: Hardware | None = None) -> Prediction:
@@ -72,14 +85,11 @@ class Scenario:
     def device_kinds(self) -> dict[str, int]:
         """Bytes of device memory by kind where it is fullest; of resident buckets by what it is."""
         found = {kind.value: size for kind, size in self.device.peak.live_bytes.items()}
-        gradients = states = 0.0
         for bucket, trained in self._residents():
-            for param in (bucket.params[i] for i in trained):
-                gradients += param.numel * self.optimizer.kept_grad_of(param.dtype.itemsize)
-            states += self.optimizer.resident_bytes(bucket, trained) - bucket.size_bytes
-        found[Kind.PARAMETERS.value] -= int(states)
-        found[Kind.GRADIENTS.value] += int(gradients)
-        found[Kind.STATES.value] += int(states) - int(gradients)
+            for kind, size in streamed_bytes(bucket, trained, self.optimizer).items():
+                if kind is not Kind.PARAMETERS:
+                    found[Kind.PARAMETERS.value] -= int(size)
+                    found[kind.value] = found.get(kind.value, 0) + int(size)
         return {kind: size for kind, size in found.items() if size}
 
     def _residents(self) -> list[tuple[Bucket, tuple[int, ...]]]:
@@ -95,6 +105,37 @@ class Scenario:
     def host(self) -> dict[str, int]:
         """Bytes in host memory by kind, activations that wait there included."""
         return {kind.value: n for kind, n in host_memory(self.schedules, self.optimizer).items()}
+
+    def disk(self) -> dict[str, int]:
+        """Bytes on the disk by kind."""
+        size = disk_memory(self.schedules, self.optimizer)
+        return {Kind.STATES.value: size} if size else {}
+
+    def fewest_stored_bytes(self) -> int | None:
+        """Optimizer states that would have to lie on a disk, however large, for the rest to fit on
+        the host; None where even all of them are too few."""
+        buckets = {b.key: b for schedule in self.schedules for b in schedule.buckets}
+        resident = frozenset(k for schedule in self.schedules for k in schedule.plan.resident)
+        trained: dict[int, Sequence[int]] = {}
+        for schedule in self.schedules:
+            if schedule.backward is not None:
+                trained |= schedule.gradient_params
+        waiting = self.host().get(Kind.ACTIVATIONS.value, 0)
+        tiers = Tiers(
+            list(buckets.values()),
+            trained,
+            self.optimizer,
+            self.host_bytes,
+            sys.maxsize,
+            0,
+            frozenset(),
+            frozenset(buckets),
+            Kind.GRADIENTS.value in self.host(),
+            lambda choice: waiting,
+            lambda: SETS,
+        )
+        choice = tiers.settled(Choice(resident=resident, offload=1))
+        return tiers.of_disk(choice) if tiers.fit(choice) else None
 
     def host_with_less(self) -> dict[str, int]:
         """Bytes in host memory with options of the optimizer that need fewer; plan as it is."""
@@ -119,6 +160,8 @@ class Scenario:
         """
         found = {}
         for name in _RATES:
+            if name == "disk" and not self.disk():
+                continue
             less = self.step_s - self.timeline(faster(self.hardware, name, _FASTER)).step_s
             possible = self.step_s * (1 - 1 / _FASTER)
             found[name] = max(0.0, less / possible) if possible else 0.0
@@ -132,7 +175,8 @@ class Scenario:
 
 def faster(hardware: Hardware, resource: str, times: float) -> Hardware:
     """The same machine with one resource so many times as fast."""
-    changes = {name: getattr(hardware, name) * times for name in _RATES[resource]}
+    rates = {name: getattr(hardware, name) for name in _RATES[resource]}
+    changes = {name: rate * times for name, rate in rates.items() if rate is not None}
     if resource == "compute":
         changes["launch_s"] = hardware.launch_s / times
     if resource in ("h2d", "d2h"):
@@ -170,6 +214,16 @@ def changes(
     return tuple(sorted(found, key=lambda change: 1.0 if change.gain is None else -change.gain))
 
 
+def budgets(
+    now: Scenario, more: Mapping[str, Callable[[], Scenario]] | None = None
+) -> tuple[Change, ...]:
+    """What a tenth more would buy of each memory (`more`), and of the disk's rate."""
+    found = [_rebuilt(now, name, build) for name, build in (more or {}).items()]
+    if now.disk():
+        found.append(_faster(now, "rate of the disk", ("disk",), _FASTER))
+    return tuple(found)
+
+
 _HOST = ("host memory bandwidth", "host update")
 
 
@@ -183,10 +237,10 @@ def _rebuilt(now: Scenario, name: str, build: Callable[[], Scenario]) -> Change:
     return Change(name, gain, other.step_s, device, host)
 
 
-def _faster(now: Scenario, name: str, resources: Sequence[str]) -> Change:
+def _faster(now: Scenario, name: str, resources: Sequence[str], times: float = 2.0) -> Change:
     machine = now.hardware
     for resource in resources:
-        machine = faster(machine, resource, 2.0)
+        machine = faster(machine, resource, times)
     step_s = now.timeline(machine).step_s
     return Change(name, now.step_s / step_s - 1, step_s)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 
 from megacompile import compat
@@ -55,6 +56,17 @@ class Setting:
             found = self.hardware.host_bytes
         limit = self.options.host_memory
         return found if limit is None else min(limit, found or limit)
+
+    def disk_budget_bytes(self) -> int | None:
+        """What optimizer states may take on the disk: what the user said, and what is free; None:
+        there is no disk."""
+        folder, limit = self.options.disk, self.options.disk_memory
+        if folder is None:
+            return None
+        if self.hardware is not None and limit is not None:
+            return limit  # it need not be a disk of this machine
+        free = shutil.disk_usage(folder).free
+        return free if limit is None else min(limit, free)
 
     def free_bytes(self) -> int:
         """Device memory that plans may use: what is free, or what the GPU has, less a margin."""

@@ -11,8 +11,8 @@ from megacompile.ir.placement import Placement
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Lowering
 from megacompile.passes.schedule.plan import staying
+from megacompile.plan.choice import Choice
 from megacompile.plan.pipeline import Pipeline
-from megacompile.plan.problem import Choice
 from megacompile.plan.setting import Setting
 
 

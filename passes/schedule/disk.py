@@ -34,28 +34,35 @@ SETS = 4  # at least: one is updated, one is written, and two are read ahead
 
 
 def insert_disk(
-    schedule: Schedule, *, state_bytes: Callable[[int], float], ahead: int = AHEAD
+    schedule: Schedule,
+    *,
+    on_disk: frozenset[int],
+    state_bytes: Callable[[int], float],
+    ahead: int = AHEAD,
 ) -> Schedule:
-    """The schedule whose streamed buckets have their states on a disk.
+    """The schedule in which some of the streamed buckets have their states on a disk.
 
     Args:
+        on_disk: their keys; those of other buckets are ignored.
         state_bytes: of one element's states, by its bytes as streamed; for the cost model.
         ahead: how many uses of states ahead of its own a read comes.
     """
     trained = schedule.gradient_params if schedule.backward is not None or schedule.rest else {}
-    keys = frozenset(trained) - schedule.plan.resident
+    streamed = frozenset(trained) - schedule.plan.resident
+    keys = streamed & on_disk
     new = replace(schedule.copy(), plan=replace(schedule.plan, on_disk=keys))
     for name in ("backward", "update"):
         if name in new.graphs and keys:
             _insert(new, new.graphs[name], name, state_bytes, ahead)
     if not keys:
         return new
-    sets = max(SETS, 1 + max(map(_in_use, new.graphs.values())))
+    sets = min(len(keys), max(SETS, 1 + max(_in_use(graph, keys) for graph in new.graphs.values())))
     sizes = [
         _meta(new, bucket, state_bytes).size_bytes for bucket in new.buckets if bucket.key in keys
     ]
     reason = (
-        f"the optimizer states of {len(keys)} buckets lie on a disk: each step reads "
+        f"the optimizer states of {len(keys)} of {len(streamed)} streamed buckets lie on a disk: "
+        "each step reads "
         f"{format_bytes(sum(sizes))} there and writes as much, by way of {sets} sets of buffers "
         f"({format_bytes(sets * max(sizes))} of host memory)"
     )
@@ -63,8 +70,8 @@ def insert_disk(
     return replace(new, plan=plan)
 
 
-def _in_use(graph: fx.Graph) -> int:
-    """Of how many buckets, at most, states are used before they are written, as it is issued.
+def _in_use(graph: fx.Graph, on_disk: frozenset[int]) -> int:
+    """Of how many buckets on a disk, at most, states are used before they are written, as issued.
 
     A host that waits for the states of one must not wait for the write of another that it has not
     issued yet.
@@ -72,6 +79,8 @@ def _in_use(graph: fx.Graph) -> int:
     used: set[int] = set()
     most = 0
     for node in ops.nodes_that(graph, lambda op: Part.STATES in (*op.reads, *op.writes)):
+        if _bucket(node).key not in on_disk:
+            continue
         if ops.effects(node).stored is None:
             used.add(_bucket(node).key)
         elif ops.stream_of(node) is Stream.WRITE:

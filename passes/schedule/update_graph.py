@@ -74,14 +74,17 @@ def rest_of(
     resident: frozenset[int],
     *,
     helps: bool,
-    state_bytes: Callable[[int], float] | None = None,
+    on_disk: frozenset[int] = frozenset(),
+    state_bytes: Callable[[int], float] = float,
     disk_weights: bool = False,
 ) -> Schedule:
     """A schedule that is an update alone: of buckets that no other schedule's update makes.
 
     Args:
-        state_bytes: of one element's states, where they lie on a disk.
-        disk_weights: parameters do too.
+        resident: keys of those that live on the device.
+        on_disk: keys of those whose states lie on a disk.
+        state_bytes: of one element's states, by its bytes as streamed.
+        disk_weights: parameters of streamed buckets lie there too.
     """
     forward = fx.Graph()
     forward.output(((), ()))
@@ -89,8 +92,8 @@ def rest_of(
     plan = Plan(resident=resident & {bucket.key for bucket in buckets})
     name, rest = "the rest of a step", tuple(buckets)
     schedule = Schedule(name, forward, None, (), plan=plan, update=update, rest=rest)
-    if state_bytes is not None:
-        schedule = insert_disk(schedule, state_bytes=state_bytes)
+    if on_disk:
+        schedule = insert_disk(schedule, on_disk=on_disk, state_bytes=state_bytes)
     if disk_weights:
         schedule = insert_disk_weights(schedule)
     return insert_tokens(schedule)

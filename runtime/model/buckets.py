@@ -39,6 +39,7 @@ from megacompile.runtime.params.eager_notice import EagerNotice
 from megacompile.runtime.params.gradients import Gradients
 from megacompile.runtime.params.guards import unguarded
 from megacompile.runtime.params.proxies import StreamedParameter
+from megacompile.runtime.params.state_memory import StateMemory
 from megacompile.runtime.params.swap import Proxies, Source
 from megacompile.runtime.params.undo import Undos, undone
 from megacompile.runtime.params.wrappers import follow_parts, parts_of
@@ -141,7 +142,8 @@ class ModelBuckets:
             torch.cuda.empty_cache()  # where the parameters were
         self.machine.gradients.bind(self.machine.buckets)
         self.machine.slots.forget()
-        self.plans = Plans(self.make_compiler(units), Placement(resident))
+        on_disk = frozenset(self.machine.buckets if self.machine.disk is not None else ())
+        self.plans = Plans(self.make_compiler(units), Placement(resident, on_disk))
         self._places.note(self.machine.buckets.values())
         self.buffers_to(self.options.device)
         self._make_proxies()
@@ -192,15 +194,16 @@ class ModelBuckets:
         self.move_if_wanted()
 
     def move_if_wanted(self) -> None:
-        """Carry out what the plans say of resident buckets, unless a backward is to come."""
-        resident = self.plans.placement.resident
-        if self.plans.wanted == resident or self.machine.pending:
+        """Carry out what the plans say of buckets and states, unless a backward is to come."""
+        now = self.plans.placement
+        if self.plans.wanted == now or self.machine.pending:
             return
         with self.alone:
             wanted = self.plans.wanted
-            params = [p for key in wanted ^ resident for p in self.machine.buckets[key].params]
-            why = self.plans.placement.stays or self.data_parallel.holds(params)
-            if why:
+            moving = wanted.resident ^ now.resident
+            params = [p for key in moving for p in self.machine.buckets[key].params]
+            why = now.stays or self.data_parallel.holds(params)
+            if moving and why:
                 self._stay(why)
             else:
                 self._move(wanted)
@@ -212,17 +215,27 @@ class ModelBuckets:
         self.planned_anew()
 
     @torch.inference_mode(False)
-    def _move(self, resident: frozenset[int]) -> None:
-        """Let these buckets live on the device, and all others on the host.
+    def _move(self, wanted: Placement) -> None:
+        """Let the buckets be where they are wanted.
 
         Gradients move along; optimizer states when the next step finds them elsewhere.
         """
         self.machine.slots.forget()  # its memory is for buckets that come to the device
         for key in list(self.machine.buckets):
-            undone(functools.partial(self.move_bucket, key, key in resident))
+            undone(functools.partial(self.move_bucket, key, key in wanted.resident))
+            self._place_states(self.machine.buckets[key], key in wanted.on_disk)
         self.moved()
         self.planned_anew()
-        self.plans.moved(resident)  # until here an interrupt leaves a move that begins again
+        self.plans.moved(wanted)  # until here an interrupt leaves a move that begins again
+
+    def _place_states(self, bucket: HostBucket, on_disk: bool) -> None:
+        """Let the states of a streamed bucket lie on the disk, or on the host, from now on."""
+        disk = self.machine.disk if on_disk and bucket.resident is None else None
+        if disk is not bucket.disk:
+            bucket.pending.settle()
+            bucket.pending.withdraw()
+            bucket.disk = disk
+            bucket.states = StateMemory(bucket)
 
     def moved(self) -> None:
         """Buckets lie elsewhere."""

@@ -307,8 +307,8 @@ class CapturedGraph:
         program.plan(program.variant())
         plans = self.plans
         if program.tangents:
-            self.machine.foresee(plans.wanted)
-        moves = plans.wanted != plans.placement.resident and not self.machine.pending
+            self.machine.foresee(plans.wanted.resident)
+        moves = plans.wanted != plans.placement and not self.machine.pending
         if moves and self.begins_call():
             raise MovesFirst
         program.executor(program.variant())

@@ -45,7 +45,7 @@ class Compiler(Protocol):
     def retain(self, stages: Collection[Schedule], schedules: Collection[Schedule]) -> None:
         """Forget what was made for all but these results of `partition` and `build`."""
 
-    def rest(self, buckets: Sequence[Bucket], resident: frozenset[int]) -> Schedule:
+    def rest(self, buckets: Sequence[Bucket], placement: Placement) -> Schedule:
         """A schedule that is an update alone: of these buckets, where they lie."""
 
 
@@ -74,16 +74,16 @@ class Plans:
 
     def rest(self, buckets: Sequence[Bucket]) -> Schedule:
         """A schedule whose update is that of these buckets, where they are."""
-        return self.compiler.rest(buckets, self.placement.resident)
+        return self.compiler.rest(buckets, self.placement)
 
     @property
-    def wanted(self) -> frozenset[int]:
-        """Keys of the buckets that should live on the device, from the next call on."""
-        return self.compiler.wants(self.placement).resident
+    def wanted(self) -> Placement:
+        """Where the buckets and their states should be, from the next call on."""
+        return self.compiler.wants(self.placement)
 
-    def moved(self, resident: frozenset[int]) -> None:
-        """These buckets live on the device now, and all others on the host."""
-        self.placement = replace(self.placement, resident=resident)
+    def moved(self, placement: Placement) -> None:
+        """The buckets are there now."""
+        self.placement = placement
 
     def say_stays(self, why: str) -> None:
         """From now on plans say why buckets stay where they are."""

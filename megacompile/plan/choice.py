@@ -1,0 +1,24 @@
+"""What a plan is made from: what the search chooses, and the passes carry out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a plan is made from."""
+
+    keep: int = 1  # stages, counted from the last, whose saved tensors are kept
+    resident: frozenset[int] = frozenset()  # bucket keys
+    on_disk: frozenset[int] = frozenset()  # of those streamed, whose states lie on the disk: keys
+    device_update: float = 0.0  # the share of the streamed parameters that the device updates
+    more_slots: int = 0  # than were asked for
+    offload: int = 0  # of the first stages: what their recomputes take waits on the host
+    rerun: int = 0  # stages whose outputs are computed again in the backward, not saved
+    state_lookahead: int | None = None  # stages that states are fetched ahead; None: as weights
+    state_delay: int = 1  # backwards that are issued before one waits for states to leave
+    stay: int = 0  # streamed buckets that keep their slots between forwards without a backward
+
+    def __str__(self) -> str:
+        return f"{self.keep} stages kept, {len(self.resident)} buckets resident"

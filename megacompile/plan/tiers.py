@@ -1,0 +1,171 @@
+"""What of a choice lies on the host and on the disk, and which states go to the disk.
+
+States are faster on the host. So as few buckets as it takes have theirs on the disk: which, depends
+on when a step uses them.
+
+    exact            the last ones in forward order. Reads begin with `optimizer.step()`, and the
+                     next forward waits for updates in its order: the drive has until the end of
+                     that forward for the last ones, and no other update waits behind theirs.
+    in the backward  as far from one another as can be, but for the end of the forward, where the
+                     backward begins. A read comes a few uses ahead of its own, so the drive works
+                     all through the backward; beside one another they would wait for it, and leave
+                     it idle before and after.
+
+Buckets that are much larger than most (an embedding, a head) come last: each set of buffers has to
+be as large as the largest of them. Decision 28 has figures.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from megacompile.cost.memory import Kind, streamed_bytes
+from megacompile.cost.optimizer import OptimizerCost
+from megacompile.cost.stored import stored_bytes
+from megacompile.ir.buckets import Bucket
+from megacompile.plan.choice import Choice
+
+_LARGE = 1.5  # times the median: what goes to the disk last
+_SPREAD = 0.9  # of the buckets, in forward order
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Of one bucket that is streamed, bytes."""
+
+    rest: float  # on the host, wherever its states lie
+    states: float
+    stored: int  # of the states, on the disk
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """Host and disk of a problem.
+
+    Args:
+        buckets: in forward order.
+        trained: the parameters that get a gradient: bucket key -> indices.
+        optimizer: what updates between two steps.
+        host_bytes: the budget of host memory; None: not known.
+        disk_bytes: the budget of the disk; None: there is no disk.
+        elsewhere_bytes: host memory of the buckets that this graph does not read.
+        on_disk: keys of the buckets whose states lie on the disk already.
+        undecided: keys of those whose states may go there.
+        accumulates: gradients of micro-batches wait on the host, whatever updates.
+        waiting_bytes: saved tensors of a choice that wait on the host.
+        sets_of_all: how many sets of buffers states from the disk need, where all lie there.
+    """
+
+    buckets: Sequence[Bucket]
+    trained: Mapping[int, Sequence[int]]
+    optimizer: OptimizerCost
+    host_bytes: int | None
+    disk_bytes: int | None
+    elsewhere_bytes: int
+    on_disk: frozenset[int]
+    undecided: frozenset[int]
+    accumulates: bool
+    waiting_bytes: Callable[[Choice], int]
+    sets_of_all: Callable[[], int]
+    _sizes: dict[int, _Sizes] = field(default_factory=dict, init=False)
+    _settled: dict[tuple[frozenset[int], int], frozenset[int]] = field(
+        default_factory=dict, init=False
+    )
+
+    def of_host(self, choice: Choice) -> int:
+        """Host memory once training runs, with the gradients and states that are made by then."""
+        size = float(self.elsewhere_bytes)
+        on_disk = choice.on_disk - choice.resident
+        for bucket in self.buckets:
+            if bucket.key not in choice.resident:
+                sizes = self._of(bucket)
+                size += sizes.rest + (0.0 if bucket.key in on_disk else sizes.states)
+        size += self._staged(on_disk)
+        return int(size) + (self.waiting_bytes(choice) if choice.offload else 0)
+
+    def of_disk(self, choice: Choice) -> int:
+        """Bytes on the disk."""
+        keys = choice.on_disk - choice.resident
+        return sum(self._of(bucket).stored for bucket in self.buckets if bucket.key in keys)
+
+    def fit(self, choice: Choice) -> bool:
+        """Does it stay within both budgets, as far as they are known?"""
+        if self.host_bytes is not None and self.of_host(choice) > self.host_bytes:
+            return False
+        return not choice.on_disk or self.of_disk(choice) <= (self.disk_bytes or 0)
+
+    def settled(self, choice: Choice) -> Choice:
+        """The choice with the states of as few buckets on the disk as it takes for the others to
+        fit on the host; where that is not known or not enough, of as many as the disk holds."""
+        if self.disk_bytes is None:
+            return replace(choice, on_disk=frozenset()) if choice.on_disk else choice
+        place = (choice.resident, choice.offload)
+        if place not in self._settled:
+            self._settled[place] = self._fewest(choice)
+        return replace(choice, on_disk=self._settled[place])
+
+    def _fewest(self, choice: Choice) -> frozenset[int]:
+        already = self.on_disk - choice.resident
+        order = [b for b in self.buckets if b.key in self.undecided - choice.resident]
+        order = [bucket for bucket in order if self._of(bucket).stored]
+        places = itertools.accumulate(sorted(self._of(bucket).stored for bucket in order))
+        left = (self.disk_bytes or 0) - self.of_disk(replace(choice, on_disk=already))
+        most = sum(place <= left for place in places)  # that the disk holds, were they the smallest
+
+        def chosen(count: int) -> Choice:
+            keys = {bucket.key for bucket in self._picked(order, count)}
+            return replace(choice, on_disk=already | keys)
+
+        if self.host_bytes is not None:
+            gains = sorted((self._of(bucket).states for bucket in order), reverse=True)
+            over = self.of_host(chosen(0)) - self.host_bytes
+            saved = list(itertools.accumulate(gains[:most], initial=0.0))
+            for count in range(bisect.bisect_left(saved, over), most + 1):
+                if self.fit(chosen(count)):
+                    return chosen(count).on_disk
+        while most and self.of_disk(chosen(most)) > (self.disk_bytes or 0):
+            most -= 1
+        return chosen(most).on_disk
+
+    def _picked(self, order: Sequence[Bucket], count: int) -> Sequence[Bucket]:
+        """`count` of them; see above."""
+        if not count:
+            return ()
+        usual = _LARGE * statistics.median(self._of(bucket).states for bucket in order)
+        pool = [bucket for bucket in order if self._of(bucket).states <= usual]
+        if count >= len(pool):
+            larger = sorted(
+                (bucket for bucket in order if bucket not in pool),
+                key=lambda bucket: self._of(bucket).states,
+            )
+            return [*pool, *larger[: count - len(pool)]]
+        if not self.optimizer.in_backward:
+            return pool[len(pool) - count :]
+        pool = pool[: max(count, math.ceil(_SPREAD * len(pool)))]
+        return [pool[(2 * i + 1) * len(pool) // (2 * count)] for i in range(count)]
+
+    def _staged(self, on_disk: frozenset[int]) -> float:
+        """Of the sets of buffers that states from the disk come to."""
+        if not on_disk:
+            return 0.0
+        largest = max((self._of(b).states for b in self.buckets if b.key in on_disk), default=0.0)
+        return largest * min(len(on_disk), self._sets)
+
+    @functools.cached_property
+    def _sets(self) -> int:
+        return self.sets_of_all()
+
+    def _of(self, bucket: Bucket) -> _Sizes:
+        if bucket.key not in self._sizes:
+            trained = self.trained.get(bucket.key, ())
+            kinds = streamed_bytes(bucket, trained, self.optimizer, accumulates=self.accumulates)
+            states = kinds[Kind.STATES]
+            stored = stored_bytes(bucket, trained, self.optimizer)
+            self._sizes[bucket.key] = _Sizes(sum(kinds.values()) - states, states, stored)
+        return self._sizes[bucket.key]
