@@ -70,7 +70,6 @@ def search(
     if least is None:
         return None
     tries = _Tries(problem, (1, 1) if pinned else (0, problem.stages))
-    tries.short_of_host = least > 0 or problem.disk_budget_bytes is not None
     total = len(problem.candidates)
     counts = sorted({max(least, round(total * part)) for part in _COUNTS}) if resident else [0]
     shares = _SHARES if device_update else _SHARES[:1]
@@ -82,7 +81,7 @@ def search(
             tries.add_each(counts, likely)
             tries.add_each({tries.count(tries.best)}, shares)
             for _ in range(3):
-                between = _between(tries.known_counts, tries.count(tries.best))
+                between = _between(tries.counts, tries.count(tries.best))
                 tries.add_each(between, {handed, tries.best.device_update})
     streamed = problem.with_residents(least)
     in_backward = problem.optimizer.in_backward
@@ -124,8 +123,7 @@ class _Tries:
         self.problem = problem
         self.keeps = keeps
         self.times: dict[Choice, float] = {}
-        self.short_of_host = False
-        self.too_many: set[int] = set()  # counts of resident buckets that do not fit, where it is
+        self.too_many: set[int] = set()  # counts of resident buckets that do not fit
 
     @property
     def best(self) -> Choice:
@@ -134,13 +132,9 @@ class _Tries:
 
     @property
     def counts(self) -> list[int]:
-        """Of new resident buckets, that were tried."""
-        return sorted({self.count(choice) for choice in (*self.times, self.best)})
-
-    @property
-    def known_counts(self) -> list[int]:
-        """The same, with those that do not fit, where every resident bucket may pay."""
-        return sorted({*self.counts, *self.too_many})
+        """Of new resident buckets, that were tried, those that do not fit among them."""
+        tried = {self.count(choice) for choice in (*self.times, self.best)}
+        return sorted(tried | self.too_many)
 
     def count(self, choice: Choice) -> int:
         """How many buckets become resident."""
@@ -156,7 +150,7 @@ class _Tries:
         """Every combination of so many resident buckets and shares of device updates."""
         for count in counts:
             fits = [self.add(self._with(count, share)) for share in shares]
-            if not any(fits) and self.short_of_host:
+            if not any(fits):
                 self.too_many.add(count)
 
     def add(self, choice: Choice) -> bool:

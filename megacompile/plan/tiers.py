@@ -74,7 +74,7 @@ class Tiers:
     waiting_bytes: Callable[[Choice], int]
     sets_of_all: Callable[[], int]
     _sizes: dict[int, _Sizes] = field(default_factory=dict, init=False)
-    _settled: dict[tuple[frozenset[int], int], frozenset[int]] = field(
+    _settled: dict[tuple[frozenset[int], int, int], frozenset[int]] = field(
         default_factory=dict, init=False
     )
 
@@ -105,7 +105,7 @@ class Tiers:
         fit on the host; where that is not known or not enough, of as many as the disk holds."""
         if self.disk_bytes is None:
             return replace(choice, on_disk=frozenset()) if choice.on_disk else choice
-        place = (choice.resident, choice.offload)
+        place = (choice.resident, choice.offload, choice.rerun)
         if place not in self._settled:
             self._settled[place] = self._fewest(choice)
         return replace(choice, on_disk=self._settled[place])
