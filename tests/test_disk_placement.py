@@ -52,19 +52,29 @@ class Tower(nn.Module):
 
 
 @cache
-def program(in_backward: bool, state_dtype: Any = torch.float32) -> AbstractProgram:
+def program(
+    in_backward: bool, state_dtype: Any = torch.float32, disk_weights: bool = False
+) -> AbstractProgram:
     model = Tower(16, 2048).to("meta", torch.bfloat16)
     given: dict[str, Any] = {"state_dtype": state_dtype}
     if in_backward:
         given["optimizer"] = torch.optim.AdamW(model.parameters())
     x = torch.empty(4096, 2048, device="meta", dtype=torch.bfloat16)
     options = abstract_options(device="cpu", **given)
+    if disk_weights:
+        options = replace(options, disk="/absent", disk_memory=100 * GIB, disk_weights=True)
     (found,) = abstract_programs(model, (x,), options=options, hardware=DISK)
     return found
 
 
-def problem(in_backward: bool = False, state_dtype: Any = torch.float32, **changes: Any) -> Problem:
-    made = program(in_backward, state_dtype)
+def problem(
+    in_backward: bool = False,
+    state_dtype: Any = torch.float32,
+    *,
+    disk_weights: bool = False,
+    **changes: Any,
+) -> Problem:
+    made = program(in_backward, state_dtype, disk_weights)
     planned, compiler = made.planned(), made.compiler
     graphs = compiler.pipeline.differentiated(*planned)
     found = compiler.chooser.problem_of(graphs, planned.variant)
@@ -75,16 +85,19 @@ def problem(in_backward: bool = False, state_dtype: Any = torch.float32, **chang
 MODES = [(False, torch.float32), (True, torch.float32), (False, "int8"), (True, "int8")]
 
 
+@pytest.mark.parametrize("disk_weights", [False, True])
 @pytest.mark.parametrize(("in_backward", "dtype"), MODES)
-def test_the_sums_are_those_of_the_cost_model(in_backward: bool, dtype: Any) -> None:
-    tower = problem(in_backward, dtype)
+def test_the_sums_are_those_of_the_cost_model(
+    in_backward: bool, dtype: Any, disk_weights: bool
+) -> None:
+    tower = problem(in_backward, dtype, disk_weights=disk_weights)
     keys = [bucket.key for bucket in tower.buckets]
     for resident, on_disk in ((0, 1), (2, 3), (3, 9), (0, len(keys))):
         choice = Choice(0, frozenset(keys[:resident]), frozenset(keys[len(keys) - on_disk :]))
         schedule = tower.schedule(choice)
         exact = sum(host_memory(schedule, tower.optimizer).values())
         assert tower.host_bytes(choice) == pytest.approx(exact, abs=8)
-        assert tower.tiers.of_disk(choice) == disk_memory([schedule], tower.optimizer)
+        assert tower.tiers.of_disk(choice) == sum(disk_memory([schedule], tower.optimizer).values())
         assert len(schedule.plan.on_disk) == on_disk
 
 
@@ -103,6 +116,17 @@ def test_as_few_as_it_takes(in_backward: bool, dtype: Any, share: float) -> None
     assert tower.memory(choice).peak.total_bytes <= tower.budget_bytes
     for key in choice.on_disk:
         assert not tower.fits_host(replace(choice, on_disk=choice.on_disk - {key}))
+
+
+def test_parameters_on_a_disk_need_no_host_memory_but_for_buffers() -> None:
+    here, there = problem(), problem(disk_weights=True)
+    every = replace(Choice(), on_disk=frozenset(bucket.key for bucket in here.buckets))
+    parameters = sum(bucket.size_bytes for bucket in here.buckets)
+    buffers = 7 * max(bucket.size_bytes for bucket in here.buckets)
+    assert here.host_bytes(every) - there.host_bytes(every) == parameters - buffers
+    assert there.tiers.of_disk(every) - here.tiers.of_disk(every) == parameters
+    small = replace(there, disk_budget_bytes=parameters // 2)
+    assert not small.fits_host(Choice()), "the disk is a budget of theirs too"
 
 
 @pytest.mark.parametrize("in_backward", [False, True])

@@ -390,17 +390,23 @@ def host_memory(
     cost = optimizer or OptimizerCost(states=0)
     resident = {key for schedule in each for key in schedule.plan.resident}
     on_disk = {key for schedule in each for key in schedule.plan.on_disk}
+    read = {key for schedule in each for key in schedule.plan.weights_on_disk}
     accumulated = {bucket.key for schedule in each for bucket in _accumulated(schedule)}
-    staged = 0.0  # of the largest bucket on a disk
+    staged = weights = 0.0  # of the largest bucket on a disk
     for key, bucket in buckets.items():
         if key in resident:
             continue
         sizes = streamed_bytes(bucket, trained.get(key, ()), cost, accumulates=key in accumulated)
         if key in on_disk:
             staged = max(staged, sizes.pop(Kind.STATES))
+        if key in read:
+            weights = max(weights, sizes.pop(Kind.PARAMETERS))
         for kind, size in sizes.items():
             found[kind] += size
-    found[Kind.STAGED] = staged * max((schedule.plan.state_sets for schedule in each), default=0)
+    plans = [schedule.plan for schedule in each]
+    found[Kind.STAGED] = staged * max((plan.state_sets for plan in plans), default=0)
+    sets = (plan.weight_sets + plan.new_weight_sets for plan in plans)
+    found[Kind.STAGED] += weights * max(sets, default=0)
     found[Kind.ACTIVATIONS] = sum(map(_waiting_bytes, each))
     return {kind: int(size) for kind, size in found.items() if size}
 

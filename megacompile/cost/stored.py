@@ -1,10 +1,11 @@
-"""What optimizer states take on a disk."""
+"""What optimizer states and parameters take on a disk."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 
+from megacompile.cost.memory import Kind
 from megacompile.cost.optimizer import EIGHT_BITS, OptimizerCost
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
@@ -29,12 +30,21 @@ def stored_bytes(bucket: Bucket, trained: Iterable[int], cost: OptimizerCost) ->
     return size
 
 
-def disk_memory(schedules: Sequence[Schedule], cost: OptimizerCost) -> int:
-    """Bytes on a disk, of the buckets whose states lie there."""
-    found: dict[int, int] = {}
+def stored_weights_bytes(bucket: Bucket) -> int:
+    """Bytes that the parameters of a bucket take there, which have one place together."""
+    return -(-bucket.size_bytes // _PAGE) * _PAGE
+
+
+def disk_memory(schedules: Sequence[Schedule], cost: OptimizerCost) -> dict[Kind, int]:
+    """Bytes on a disk by kind, of the buckets of which something lies there."""
+    states: dict[int, int] = {}
+    weights: dict[int, int] = {}
     for schedule in schedules:
         for bucket in schedule.buckets:
             if bucket.key in schedule.plan.on_disk:
                 trained = schedule.gradient_params.get(bucket.key, ())
-                found[bucket.key] = stored_bytes(bucket, trained, cost)
-    return sum(found.values())
+                states[bucket.key] = stored_bytes(bucket, trained, cost)
+            if bucket.key in schedule.plan.weights_on_disk:
+                weights[bucket.key] = stored_weights_bytes(bucket)
+    found = {Kind.PARAMETERS: sum(weights.values()), Kind.STATES: sum(states.values())}
+    return {kind: size for kind, size in found.items() if size}

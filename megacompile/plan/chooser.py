@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megacompile.cost.memory import Kind, streamed_bytes
-from megacompile.cost.stored import stored_bytes
+from megacompile.cost.stored import stored_bytes, stored_weights_bytes
 from megacompile.errors import DeviceMemoryError, HostMemoryError
 from megacompile.ir.capture import Variant
 from megacompile.ir.placement import Placement
@@ -269,6 +269,9 @@ class Chooser:
             if bucket.key in wanted.on_disk:
                 on_disk += stored_bytes(bucket, trained, cost)
                 kinds.pop(Kind.STATES)
+            if self.setting.options.disk_weights:
+                on_disk += stored_weights_bytes(bucket)
+                kinds.pop(Kind.PARAMETERS)
             on_host += sum(kinds.values())
         return int(on_host), on_disk
 
@@ -318,6 +321,7 @@ class Chooser:
             hardware=self.setting.rates(),
             optimizer=cost,
             accumulates=accumulates,
+            disk_weights=self.setting.options.disk_weights,
             budget_bytes=self.budget.size_bytes(),
             host_budget_bytes=self.setting.host_budget_bytes(),
             elsewhere_bytes=on_host,

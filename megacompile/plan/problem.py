@@ -44,6 +44,7 @@ class Problem:
         on_disk: keys of the streamed buckets whose states lie there already.
         storable: keys of those whose states may go there; None: all of them.
         accumulates: gradients of micro-batches wait for an update in a later backward.
+        disk_weights: the parameters of streamed buckets lie on the disk.
     """
 
     build: Callable[[Choice], Schedule]
@@ -63,6 +64,7 @@ class Problem:
     on_disk: frozenset[int] = frozenset()
     storable: frozenset[int] | None = None
     accumulates: bool = False
+    disk_weights: bool = False
     # What is known of choices.
     _peaks: dict[Choice, dict[int, int]] = field(default_factory=dict, init=False)  # by the kept
     _steps_s: dict[Choice, float] = field(default_factory=dict, init=False)
@@ -84,7 +86,8 @@ class Problem:
             every if self.storable is None else self.storable,
             self.accumulates,
             self._waiting_bytes,
-            lambda: self.schedule(Choice(0, self.resident, every)).plan.state_sets,
+            lambda: self.schedule(Choice(0, self.resident, every)).plan,
+            self.disk_weights,
         )
         object.__setattr__(self, "tiers", tiers)
 

@@ -18,7 +18,7 @@ from megacompile.cost.simulate import Prediction, simulate
 from megacompile.cost.stored import disk_memory
 from megacompile.errors import MegacompileError
 from megacompile.ir.buckets import Bucket
-from megacompile.ir.schedule import Schedule
+from megacompile.ir.schedule import Plan, Schedule
 from megacompile.passes.schedule.disk import SETS
 from megacompile.plan.choice import Choice
 from megacompile.plan.tiers import Tiers
@@ -108,8 +108,7 @@ class Scenario:
 
     def disk(self) -> dict[str, int]:
         """Bytes on the disk by kind."""
-        size = disk_memory(self.schedules, self.optimizer)
-        return {Kind.STATES.value: size} if size else {}
+        return {kind.value: n for kind, n in disk_memory(self.schedules, self.optimizer).items()}
 
     def fewest_stored_bytes(self) -> int | None:
         """Optimizer states that would have to lie on a disk, however large, for the rest to fit on
@@ -132,7 +131,8 @@ class Scenario:
             frozenset(buckets),
             Kind.GRADIENTS.value in self.host(),
             lambda choice: waiting,
-            lambda: SETS,
+            lambda: Plan(state_sets=SETS),
+            any(schedule.plan.weights_on_disk for schedule in self.schedules),
         )
         choice = tiers.settled(Choice(resident=resident, offload=1))
         return tiers.of_disk(choice) if tiers.fit(choice) else None

@@ -27,8 +27,9 @@ from dataclasses import dataclass, field, replace
 
 from megacompile.cost.memory import Kind, streamed_bytes
 from megacompile.cost.optimizer import OptimizerCost
-from megacompile.cost.stored import stored_bytes
+from megacompile.cost.stored import stored_bytes, stored_weights_bytes
 from megacompile.ir.buckets import Bucket
+from megacompile.ir.schedule import Plan
 from megacompile.plan.choice import Choice
 
 _LARGE = 1.5  # times the median: what goes to the disk last
@@ -42,6 +43,7 @@ class _Sizes:
     rest: float  # on the host, wherever its states lie
     states: float
     stored: int  # of the states, on the disk
+    weights: int  # of the parameters, there
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,9 @@ class Tiers:
         undecided: keys of those whose states may go there.
         accumulates: gradients of micro-batches wait on the host, whatever updates.
         waiting_bytes: saved tensors of a choice that wait on the host.
-        sets_of_all: how many sets of buffers states from the disk need, where all lie there.
+        plan_of_all: the plan of a draft where all states lie on the disk: it says how many sets of
+            buffers they need, and parameters.
+        disk_weights: the parameters of streamed buckets lie on the disk too.
     """
 
     buckets: Sequence[Bucket]
@@ -72,7 +76,8 @@ class Tiers:
     undecided: frozenset[int]
     accumulates: bool
     waiting_bytes: Callable[[Choice], int]
-    sets_of_all: Callable[[], int]
+    plan_of_all: Callable[[], Plan]
+    disk_weights: bool = False
     _sizes: dict[int, _Sizes] = field(default_factory=dict, init=False)
     _settled: dict[tuple[frozenset[int], int, int], frozenset[int]] = field(
         default_factory=dict, init=False
@@ -86,19 +91,21 @@ class Tiers:
             if bucket.key not in choice.resident:
                 sizes = self._of(bucket)
                 size += sizes.rest + (0.0 if bucket.key in on_disk else sizes.states)
-        size += self._staged(on_disk)
+        size += self._staged(on_disk) + self._staged_weights(choice)
         return int(size) + (self.waiting_bytes(choice) if choice.offload else 0)
 
     def of_disk(self, choice: Choice) -> int:
         """Bytes on the disk."""
         keys = choice.on_disk - choice.resident
-        return sum(self._of(bucket).stored for bucket in self.buckets if bucket.key in keys)
+        streamed = (b for b in self.buckets if b.key not in choice.resident)
+        weights = sum(self._of(bucket).weights for bucket in streamed)
+        return weights + sum(self._of(b).stored for b in self.buckets if b.key in keys)
 
     def fit(self, choice: Choice) -> bool:
         """Does it stay within both budgets, as far as they are known?"""
         if self.host_bytes is not None and self.of_host(choice) > self.host_bytes:
             return False
-        return not choice.on_disk or self.of_disk(choice) <= (self.disk_bytes or 0)
+        return self.of_disk(choice) <= (self.disk_bytes or 0)
 
     def settled(self, choice: Choice) -> Choice:
         """The choice with the states of as few buckets on the disk as it takes for the others to
@@ -155,17 +162,27 @@ class Tiers:
         if not on_disk:
             return 0.0
         largest = max((self._of(b).states for b in self.buckets if b.key in on_disk), default=0.0)
-        return largest * min(len(on_disk), self._sets)
+        return largest * min(len(on_disk), self._plan.state_sets)
+
+    def _staged_weights(self, choice: Choice) -> float:
+        """Of the buffers that parameters from the disk come to, and go there from."""
+        if not self.disk_weights:
+            return 0.0
+        streamed = (b.size_bytes for b in self.buckets if b.key not in choice.resident)
+        return max(streamed, default=0) * (self._plan.weight_sets + self._plan.new_weight_sets)
 
     @functools.cached_property
-    def _sets(self) -> int:
-        return self.sets_of_all()
+    def _plan(self) -> Plan:
+        return self.plan_of_all()
 
     def _of(self, bucket: Bucket) -> _Sizes:
         if bucket.key not in self._sizes:
             trained = self.trained.get(bucket.key, ())
             kinds = streamed_bytes(bucket, trained, self.optimizer, accumulates=self.accumulates)
             states = kinds[Kind.STATES]
+            rest, weights = sum(kinds.values()) - states, 0
+            if self.disk_weights:
+                rest, weights = rest - kinds[Kind.PARAMETERS], stored_weights_bytes(bucket)
             stored = stored_bytes(bucket, trained, self.optimizer)
-            self._sizes[bucket.key] = _Sizes(sum(kinds.values()) - states, states, stored)
+            self._sizes[bucket.key] = _Sizes(rest, states, stored, weights)
         return self._sizes[bucket.key]
