@@ -22,8 +22,8 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 # become one; by default it looks at neither. Nor does it split a graph at the buckets of a
 # DistributedDataParallel around: a schedule is for a whole graph. What it would leave to eager code
 # after 8 captures (an op that needs a number's value) is captured again.
-# nn.LSTM and its like fit into no stage: cuDNN's kernels keep the state of their dropout, which a
-# recompute would draw anew, and oneDNN's leave nothing for a backward where gradients are off.
+# nn.LSTM fits into no stage: oneDNN's kernel leaves nothing for a backward where gradients are off,
+# and cuDNN's keep the state of their dropout (docs/limits.md).
 CALL_OPTIONS = {  # torch 2.11 to 2.15
     "skip_nnmodule_hook_guards": False,
     "skip_no_tensor_aliasing_guards_on_parameters": False,
