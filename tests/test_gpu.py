@@ -438,6 +438,24 @@ def test_training_equals_the_plain_loop(
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=2e-4)
 
 
+def test_another_name_of_a_parameter_has_the_new_value_when_the_backward_returns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody can make its reader wait: the update in the backward is on its way for a while."""
+    model = stack()[0]
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    model = megacompile(model, optimizer=optimizer, **STREAMED)
+    aliases = {name: p.detach() for name, p in model.named_parameters()}
+    for k in range(3):
+        step(model, on_gpu(batch(k)))
+        seen = {name: alias.clone() for name, alias in aliases.items()}
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_equal({n: p.detach() for n, p in model.named_parameters()}, seen, k)
+        if not k:  # everything is compiled
+            delay(monkeypatch, cycles_on(Stream.D2H))
+
+
 def test_norms_of_the_device_serve_clipping() -> None:
     model = megacompile(stack()[0], lowering="inductor", **STREAMED)
     step(model, {name: x.cuda() for name, x in batch().items()})

@@ -91,7 +91,6 @@ class DiskOps(OpGroup):
             what = f"{bucket.label}WRITE_WEIGHTS of {host.layout.name!r}"
             written = staging.write(loan, params, what, first, before)
             host.pending.go_on(written, params, ())
-            updates.note_writes(host)
         request = loan.write
         assert request is not None
         self._note(request)

@@ -20,6 +20,7 @@ from megacompile import compat
 from megacompile.errors import OptimizerError
 from megacompile.ir.buckets import ParamId
 from megacompile.runtime.optim.registry import known
+from megacompile.runtime.optim.states import is_shared
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.consumed import consumed
 from megacompile.runtime.params.guards import unguarded
@@ -63,7 +64,7 @@ class InBackward:
         self._backward = -1  # its id
         self._made: dict[ParamId, tuple[nn.Parameter, int]] = {}  # updated, and its version then
         self._loaded = False  # the optimizer's states, since the backward began
-        self._shown: list[HostBucket] = []  # being written, and known by names that nobody guards
+        self._shown: list[HostBucket] = []  # on their way, and known by names that nobody guards
         optimizer.register_load_state_dict_post_hook(_weakly(self._note_load))
         compat.notice_scaled_losses()
 
@@ -191,11 +192,6 @@ class InBackward:
         self.committed = set(done)
         return done
 
-    def note_writes(self, host: HostBucket) -> None:
-        """New parameters are on their way to a disk."""
-        if any(map(host.aliased, self.running[host.layout.key])):
-            self._shown.append(host)
-
     # The ops.
 
     def alloc(self, host: HostBucket, device: torch.device, *, masters: bool) -> UpdateBuffers:
@@ -213,11 +209,14 @@ class InBackward:
     ) -> Landing | None:
         """New parameters and states to the host."""
         loan = None if self.weight_staging is None else self.weight_staging.take(host, buffers)
+        visible = self._visible(host, buffers)
+        if any(map(host.aliased, buffers)) or any(map(is_shared, visible)):
+            self._shown.append(host)
         landing = write_back(
             host,
             buffers,
             self._sources(host),
-            self._visible(host, buffers),
+            visible,
             queue,
             None if loan is None else loan.tensor,
         )
