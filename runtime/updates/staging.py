@@ -92,23 +92,13 @@ class Staged:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """New states on their way to a disk, behind what makes them: an `InFlight`."""
+class Writing:
+    """New values on their way to a disk, behind what makes them."""
 
     request: Request
     name: str  # of the bucket
     first: InFlight | None  # what makes them; None: that is done
     fresh: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def event(self, part: Part) -> torch.cuda.Event | None:
-        """That of the copies to the host, of the parameters."""
-        if self.first is None or part is not Part.WEIGHTS:
-            return None
-        return self.first.event(part)
-
-    def ahead(self, part: Part) -> Host | None:
-        """The parameters are there when they are made."""
-        return Made(self.first) if part is Part.WEIGHTS else None
 
     def done(self) -> bool:
         return self.request.done() and (self.first is None or self.first.done())
@@ -123,10 +113,32 @@ class Written:
         try:
             self.request.wait()
         except DiskError as error:
-            raise OptimizerError(
-                f"optimizer.step(): the new states of {self.name!r} did not reach the disk whole "
-                f"({error}); its parameters are updated and its states are torn: load a checkpoint"
-            ) from error
+            raise OptimizerError(self._torn(error)) from error
+
+    def _torn(self, error: DiskError) -> str:
+        """What is said where the write has failed."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Written(Writing):
+    """New states on their way to a disk: an `InFlight`."""
+
+    def event(self, part: Part) -> torch.cuda.Event | None:
+        """That of the copies to the host, of the parameters."""
+        if self.first is None or part is not Part.WEIGHTS:
+            return None
+        return self.first.event(part)
+
+    def ahead(self, part: Part) -> Host | None:
+        """The parameters are there when they are made."""
+        return Made(self.first) if part is Part.WEIGHTS else None
+
+    def _torn(self, error: DiskError) -> str:
+        return (
+            f"optimizer.step(): the new states of {self.name!r} did not reach the disk whole "
+            f"({error}); its parameters are updated and its states are torn: load a checkpoint"
+        )
 
 
 @dataclass(frozen=True, slots=True)

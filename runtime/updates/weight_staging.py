@@ -17,30 +17,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from megacompile.errors import DiskError, OptimizerError
+from megacompile.errors import DiskError
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Part
 from megacompile.runtime.device.disk_buffers import Disk
 from megacompile.runtime.device.streams import Handle, Host
-from megacompile.runtime.disk.transfers import Request, Span, Way
+from megacompile.runtime.disk.transfers import Span, Way
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.pending import InFlight
 from megacompile.runtime.updates.loans import Loan, Loans, Parts, place_of
-from megacompile.runtime.updates.staging import Made
+from megacompile.runtime.updates.staging import Made, Writing
 
 
 @dataclass(frozen=True, slots=True)
-class WrittenWeights:
-    """New parameters on their way to a disk, behind what makes them: an `InFlight`."""
-
-    request: Request
-    name: str  # of the bucket
-    first: InFlight | None  # what makes them; None: that is done
-    fresh: dict[int, torch.Tensor] = field(default_factory=dict)
+class WrittenWeights(Writing):
+    """New parameters on their way to a disk: an `InFlight`."""
 
     def event(self, part: Part) -> torch.cuda.Event | None:
         """That of the copies of states to the host; parameters are there when they are written."""
@@ -50,23 +45,11 @@ class WrittenWeights:
         """States that lie in host memory are there when they are made."""
         return Made(self.first) if part is Part.STATES else Made(self)
 
-    def done(self) -> bool:
-        return self.request.done() and (self.first is None or self.first.done())
-
-    def wait(self) -> None:
-        if self.first is not None:
-            try:
-                self.first.wait()
-            except OptimizerError:
-                self.request.finish()  # it fails too: then all of this is over
-                raise
-        try:
-            self.request.wait()
-        except DiskError as error:
-            raise OptimizerError(
-                f"the new parameters of {self.name!r} did not reach the disk whole ({error}); they "
-                "are torn: load a checkpoint"
-            ) from error
+    def _torn(self, error: DiskError) -> str:
+        return (
+            f"the new parameters of {self.name!r} did not reach the disk whole ({error}); they "
+            "are torn: load a checkpoint"
+        )
 
 
 class WeightStaging:
