@@ -1,7 +1,7 @@
 """Graph in, graph out: one pass a file.
 
 rebase -> causal -> chunk -> partition -> templates -> differentiate -> plan -> split ->
-recompute -> offload_saved -> offload_grad -> norms -> device_update -> update_graph (or
+recompute -> rerun -> offload_saved -> offload_grad -> norms -> device_update -> update_graph (or
 update_in_backward, instead of these four) -> disk -> prefetch -> slots -> disk_weights -> free ->
 tokens -> lower
 

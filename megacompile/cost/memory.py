@@ -42,7 +42,7 @@ class Kind(enum.Enum):
     WORKSPACE = "workspace"  # inside of a compute, its results included
     PARAMETERS = "parameters"
     MASTERS = "masters"
-    STAGED = "buffers"  # that states from a disk come to
+    STAGED = "buffers"  # that states and parameters from a disk come to
 
 
 @dataclass(frozen=True, slots=True)

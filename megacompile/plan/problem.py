@@ -212,30 +212,12 @@ class Problem:
     def fewest_offloaded(self, choice: Choice) -> int | None:
         """Of how many of the first stages inputs must wait on the host for a choice to fit on the
         device; None where not even all of them are enough."""
-        low, high = -1, self.stages  # low does not fit, as far as is known; high does
-        if not self._fits_device(replace(choice, offload=high)):
-            return None
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self._fits_device(replace(choice, offload=middle)):
-                high = middle
-            else:
-                low = middle
-        return high
+        return _fewest(self.stages, lambda n: self._fits_device(replace(choice, offload=n)))
 
     def fewest_reruns(self, choice: Choice) -> int | None:
         """How many stages must run again for what waits on the host to fit there; None where even
         every other one is too few."""
-        low, high = -1, self.stages // 2  # low does not fit, as far as is known; high does
-        if not self.fits_host(replace(choice, rerun=high)):
-            return None
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.fits_host(replace(choice, rerun=middle)):
-                high = middle
-            else:
-                low = middle
-        return high
+        return _fewest(self.stages // 2, lambda n: self.fits_host(replace(choice, rerun=n)))
 
     def tightest(self) -> Choice:
         """What leaves the host as little as can be: as many residents as fit on the device."""
@@ -294,6 +276,17 @@ class Problem:
         Where states lie outside of the device makes no difference to it.
         """
         return self._peaks.setdefault(replace(choice, keep=0, on_disk=frozenset()), {})
+
+
+def _fewest(most: int, fits: Callable[[int], bool]) -> int | None:
+    """The smallest number that fits, where all larger ones do; None: not even `most` fits."""
+    if not fits(most):
+        return None
+    low, high = -1, most  # low does not fit, as far as is known; high does
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
 
 
 def _is_straight(known: Mapping[int, int], low: int, high: int) -> bool:
