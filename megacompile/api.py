@@ -69,6 +69,7 @@ def megacompile(
     disk: str | os.PathLike[str] | None = None,
     disk_memory: int | float | str | None = None,
     disk_weights: bool = False,
+    disk_saved: bool | None = None,
     resident: int | float | str = "auto",
     head: Head | str = "auto",
     detect_anomaly: bool = False,
@@ -122,6 +123,9 @@ def megacompile(
         disk_memory: what they may take there, in the same forms. Default: what is free.
         disk_weights: the parameters of streamed buckets lie there too. Each forward reads them, and
             each backward; trained ones are written with every update. Not with `compute_dtype`.
+        disk_saved: what waits on the host between forward and backward goes on to the disk, and
+            back, in each step: with `activations="offload"` the inputs of stages. Default: as
+            little of it as host memory asks for, where a plan is made; False: none.
         resident: device memory for buckets that live there, with their gradients (none of them with
             `optimizer`) and optimizer states: a size, 0 or "all". Default: "auto", as much as makes
             the step fastest.
@@ -187,6 +191,7 @@ def megacompile(
         disk=disk,
         disk_memory=disk_memory,
         disk_weights=disk_weights,
+        disk_saved=disk_saved,
         resident=resident,
         head=head,
         detect_anomaly=detect_anomaly,
@@ -403,6 +408,7 @@ def explain(
     )
     if trace is None and streamed in _TRACES:
         trace = _TRACES[streamed]()
+    on_gpu = options.device.type == "cuda"
     plans = options.plans and any(schedule.backward is not None for schedule in made)
     return explanation(
         now,
@@ -412,6 +418,7 @@ def explain(
         rebuilt=alternatives(compiler, planned, now) if plans and changes else None,
         more=more_memory(compiler, planned, now) if plans and changes else None,
         try_changes=changes,
+        locked_bytes=streamed.machine.host_budget.locked_bytes if on_gpu else None,
     )
 
 

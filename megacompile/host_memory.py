@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from types import ModuleType
 
 import psutil
 
 from megacompile.errors import HostMemoryError
 from megacompile.text import format_bytes
+
+resource: ModuleType | None
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None
 
 MARGIN_BYTES = 256 * 2**20  # left free for everything else in the process
 _SHARE = 0.04  # of what is free, left to what a plan does not know: compilers, data loaders
@@ -55,25 +61,79 @@ def budget_bytes(held_bytes: int = 0) -> int:
 
 
 def total_bytes() -> int:
-    """Host memory that this process may have in all: the machine's, within its cgroup's limit."""
-    return min(psutil.virtual_memory().total, _cgroup().get("max", sys.maxsize))
+    """Host memory that this process may have in all: the machine's, within its limits."""
+    limits = [each["max"] for each in _cgroups() if "max" in each]
+    total: int = psutil.virtual_memory().total
+    return min([total, *limits, *(limit for limit, _ in _rlimits())])
 
 
 def available_bytes() -> int:
-    """Host memory that this process can still get: what is free, within its cgroup's limit."""
+    """Host memory that this process can still get: what is free, within its limits: those of its
+    cgroup, of those that this one is in, and of the process itself."""
     free: int = psutil.virtual_memory().available
-    cgroup = _cgroup()
-    if "max" in cgroup and "current" in cgroup:
-        return min(free, cgroup["max"] - cgroup["current"] + cgroup.get("inactive_file", 0))
-    return free
+    left = [
+        each["max"] - each["current"] + each.get("inactive_file", 0)
+        for each in _cgroups()
+        if "max" in each and "current" in each
+    ]
+    return min([free, *left, *(limit - used for limit, used in _rlimits())])
 
 
-def _cgroup() -> dict[str, int]:
-    """What the cgroup (v2) says of memory: "max" (a limit), "current", "inactive_file"; bytes."""
+_V2 = {"memory.max": "max", "memory.current": "current"}
+_V1 = {"memory.limit_in_bytes": "max", "memory.usage_in_bytes": "current"}
+_FILES = {"inactive_file": "inactive_file", "total_inactive_file": "inactive_file"}  # of .stat
+
+
+def _cgroups() -> list[dict[str, int]]:
+    """What each cgroup around this process says of memory: "max" (a limit), "current",
+    "inactive_file"; bytes. A container sees its own at the root; a job of SLURM or a systemd unit
+    is further down."""
+    found = []
+    for root, path, names in _places():
+        for folder in (path, *path.parents):
+            place = Path("/sys/fs/cgroup", root, *folder.parts[1:])
+            if says := _said(place, names):
+                found.append(says)
+    return found
+
+
+def _places() -> Iterator[tuple[str, PurePosixPath, dict[str, str]]]:
+    """Where the cgroup of this process is: below which folder, its path, and the names of files."""
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    paths = {"": PurePosixPath("/"), "memory": PurePosixPath("/")}
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, place = rest.partition(":")
+        if not controllers or "memory" in controllers.split(","):
+            paths["memory" if controllers else ""] = PurePosixPath(place)
+    for root, path in paths.items():
+        yield root, path if ".." not in path.parts else PurePosixPath("/"), _V1 if root else _V2
+
+
+def _said(place: Path, names: dict[str, str]) -> dict[str, int]:
     found: dict[str, int] = {}
-    for name in ("max", "current", "stat"):
+    for name in (*names, "memory.stat"):
         with contextlib.suppress(OSError):
-            lines = Path("/sys/fs/cgroup", f"memory.{name}").read_text().splitlines()
-            pairs = (f"{name} {line}" if name != "stat" else line for line in lines)
-            found |= {k: int(v) for k, v in map(str.split, pairs) if v != "max"}
+            for line in (place / name).read_text().splitlines():
+                key, _, value = line.rpartition(" ")
+                if (known := names.get(name) or _FILES.get(key)) and value != "max":
+                    found[known] = int(value)
+    return found
+
+
+def _rlimits() -> list[tuple[int, int]]:
+    """What the system lets this process have (`ulimit -v`, `ulimit -d`), and what it has of it."""
+    if resource is None:
+        return []
+    try:
+        pages = Path("/proc/self/statm").read_text().split()
+    except OSError:
+        return []
+    found = []
+    for kind, at in ((resource.RLIMIT_AS, 0), (resource.RLIMIT_DATA, 5)):
+        limit, _ = resource.getrlimit(kind)
+        if limit != resource.RLIM_INFINITY:
+            found.append((limit, int(pages[at]) * resource.getpagesize()))
     return found

@@ -163,10 +163,10 @@ def buckets_placed(name: str, buckets: Sequence[Bucket]) -> None:
         logger("memory").debug("%s: %d bytes", bucket.name, bucket.size_bytes)
 
 
-def without_symbols(name: str, error: Exception) -> None:
-    """Tell that each set of sizes gets code of its own."""
+def without_symbols(name: str, error: Exception, what: str = "set of sizes") -> None:
+    """Tell that each set of sizes, or each value of a float, gets code of its own."""
     why = str(error).strip().split("\n")[0]
-    logger("capture").info("%s: each set of sizes gets its own code: %s", name, why)
+    logger("capture").info("%s: each %s gets its own code: %s", name, what, why)
 
 
 def compiled(name: str, found: int, made: int, time_s: float) -> None:

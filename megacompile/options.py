@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -12,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from megacompile import host_memory
+from megacompile import disk_options, host_memory
 from megacompile.errors import OptionError, OptionTypeError
 from megacompile.runtime.optim.registry import RULES, listed, rule_of
 from megacompile.sizes import parse_bytes
@@ -74,6 +73,8 @@ class Options:
             lie in host memory.
         disk_memory: bytes that they may take there. Default: what is free.
         disk_weights: the parameters of streamed buckets lie there too.
+        disk_saved: what waits on the host between forward and backward goes on to the disk.
+            Default: as little of it as host memory asks for.
         resident: bytes of device memory for buckets that live there. Default: the plan decides.
         head: whether the head and its loss are computed in chunks of tokens.
         detect_anomaly: raise if a stage's backward gives NaN or inf.
@@ -98,6 +99,7 @@ class Options:
     disk: str | None = None
     disk_memory: int | None = None
     disk_weights: bool = False
+    disk_saved: bool | None = None
     resident: int | None = None
     head: Head = Head.AUTO
     detect_anomaly: bool = False
@@ -159,6 +161,7 @@ class Options:
         disk: str | os.PathLike[str] | None = None,
         disk_memory: int | float | str | None = None,
         disk_weights: bool = False,
+        disk_saved: bool | None = None,
         resident: int | float | str = "auto",
         head: Head | str = "auto",
         detect_anomaly: bool = False,
@@ -180,7 +183,8 @@ class Options:
                 f"{lookahead} stages ahead needs at least {lookahead + 1} slots; "
                 "raise slots or lower lookahead"
             )
-        for name, value in (("progress", progress), ("dynamic", dynamic)):
+        flags = (("progress", progress), ("dynamic", dynamic), ("disk_saved", disk_saved))
+        for name, value in flags:
             if value is not None and not isinstance(value, bool):
                 raise OptionTypeError(_wrong_type(name, value, "True, False or None"))
         resolved_lowering = _lowering(lowering, resolved_device)
@@ -195,13 +199,11 @@ class Options:
                 f"megacompile(): got device_update={device_update} with lowering='eager', whose "
                 "updates are torch.optim's own; leave it out, or use lowering='inductor'"
             )
-        folder = _folder(disk)
-        if disk_memory is not None and folder is None:
-            raise OptionError(
-                f"megacompile(): got disk_memory={disk_memory!r} without disk=; needed the folder "
-                "that it is about; name one, or leave disk_memory out"
-            )
-        _check_disk_weights(_flag("disk_weights", disk_weights), folder, compute_dtype)
+        folder = disk_options.folder(disk)
+        waits = _choice("activations", activations, Activations)
+        disk_options.check_weights(_flag("disk_weights", disk_weights), folder, compute_dtype)
+        may_wait = waits in (Activations.OFFLOAD, Activations.AUTO)
+        disk_options.check_saved(disk_saved, folder, "" if may_wait else waits.value)
         if device_update and folder is not None:
             raise OptionError(
                 f"megacompile(): got device_update={device_update} with disk={folder!r}; states on "
@@ -222,12 +224,13 @@ class Options:
             gpu_memory=_size("gpu_memory", gpu_memory, resolved_device),
             host_memory=_size("host_memory", host_memory, torch.device("cpu")),
             disk=folder,
-            disk_memory=_disk_bytes(disk_memory, folder),
+            disk_memory=disk_options.size_bytes(disk_memory, folder),
             disk_weights=disk_weights,
+            disk_saved=disk_saved,
             resident=_resident(resident, resolved_device),
             head=_choice("head", head, Head),
             detect_anomaly=_flag("detect_anomaly", detect_anomaly),
-            activations=_choice("activations", activations, Activations),
+            activations=waits,
             dynamic=dynamic,
         )
 
@@ -301,38 +304,6 @@ def _share(name: str, value: Any) -> float | None:
 def _size(name: str, value: Any, device: torch.device) -> int | None:
     total_bytes = _device_bytes(device) if isinstance(value, float) else 0
     return None if value is None else parse_bytes(name, value, total_bytes)
-
-
-def _folder(value: Any) -> str | None:
-    if value is None:
-        return None
-    if not isinstance(value, (str, os.PathLike)):
-        raise OptionTypeError(_wrong_type("disk", value, "None or the path of a folder"))
-    path = os.path.abspath(os.fsdecode(value))
-    if sys.platform != "linux":
-        raise OptionError(
-            f"megacompile(): got disk={path!r}; scratch files need Linux; leave it out"
-        )
-    if not (os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)):
-        raise OptionError(
-            f"megacompile(): got disk={path!r}; needed a folder that this process can write to, on "
-            "a local disk"
-        )
-    return path
-
-
-def _check_disk_weights(asked: bool, folder: str | None, compute_dtype: object) -> None:
-    wrong = "without disk=; needed the folder that they lie in; name one" if folder is None else ""
-    if not wrong and compute_dtype is not None:
-        wrong = f"with compute_dtype={compute_dtype}; masters do not go to a disk; leave that out"
-    if asked and wrong:
-        raise OptionError(f"megacompile(): got disk_weights=True {wrong}, or leave it out")
-
-
-def _disk_bytes(value: Any, folder: str | None) -> int | None:
-    if value is None or folder is None:
-        return None
-    return parse_bytes("disk_memory", value, shutil.disk_usage(folder).free)
 
 
 def _device_bytes(device: torch.device) -> int:

@@ -9,13 +9,14 @@ from dataclasses import replace
 from torch import fx
 
 from megacompile.ir import ops
+from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
 
 
 def add_item(graph: fx.Graph, call: fx.Node, index: int, name: str) -> fx.Node:
     """`call[index]`, named; its meta is that part of the call's."""
     item = graph.create_node("call_function", operator.getitem, name=name)
-    item.args = (call, index)  # here, as in `ops.call`
+    set_args(item, (call, index))  # here, as in `ops.call`
     value = call.meta.get("value")
     item.meta["value"] = value[index] if isinstance(value, tuple) and index < len(value) else None
     return item

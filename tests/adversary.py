@@ -176,6 +176,19 @@ class Adversary(Streams):
                     break
         return handle
 
+    def hand(
+        self, stream: Stream, waits: Iterable[Handle], value: Any, begin: Callable[[], None]
+    ) -> Handle:
+        """Threads begin when the events have come: they cannot wait for these themselves."""
+
+        def run() -> Any:
+            begin()
+            return value
+
+        handle = self.issue(stream, waits, run)
+        handle.value = handle.host = value
+        return handle
+
     def synchronize(self, stream: Stream) -> None:
         with self._alone:
             while self.queues[stream]:

@@ -34,6 +34,7 @@ from megacompile.ir.tensors import TensorMeta
 from megacompile.options import Lowering
 from megacompile.passes.schedule.device_update import insert_device_update
 from megacompile.passes.schedule.differentiate import differentiate
+from megacompile.passes.schedule.disk_saved import insert_disk_saved
 from megacompile.passes.schedule.free import insert_free
 from megacompile.passes.schedule.norms import insert_norms
 from megacompile.passes.schedule.offload_grad import offload_gradients
@@ -185,6 +186,7 @@ def after_templates(
     helps: bool = False,
     state_delay: int = 1,
     rerun: int = 0,
+    disk_saved: bool = False,
 ) -> dict[str, Pass]:
     """The passes that need nothing but a schedule whose stages have templates, in order.
 
@@ -226,6 +228,7 @@ def after_templates(
         "recompute": insert_recompute,
         "rerun": insert_reruns,
         "offload_saved": functools.partial(offload_saved_tensors, lookahead=lookahead),
+        **({"disk_saved": insert_disk_saved} if disk_saved else {}),
         **gradients,
         "prefetch": functools.partial(insert_prefetch, lookahead=lookahead),
         "slots": functools.partial(assign_slots, slots=slots, reuse=reuse),

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest import mock
 
 from torch import Tensor
 
-from megacompile.passes.schedule import disk, disk_weights
+from megacompile.errors import HostMemoryError, OptimizerError
+from megacompile.passes.schedule import disk, disk_saved, disk_weights
+from megacompile.runtime.device import activations
 from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.disk import transfers
 from megacompile.runtime.disk.transfers import Way
+from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.updates import loans, staging
 
 
@@ -42,9 +45,15 @@ def harsh(rng: random.Random) -> Iterator[None]:
         give_back(self, loan, event)
 
     def poison_states(self: staging.Staging, staged: staging.Staged) -> None:
-        for memory in staged.memory:
-            memory.bytes(len(memory)).fill_(255)
+        if staged.memory is not None:
+            staged.memory.bytes(len(staged.memory)).fill_(255)
         release(self, staged)
+
+    free = activations.HostPool.give_back
+
+    def poison_saved(self: activations.HostPool, piece: activations.Buffer) -> None:
+        piece.memory.bytes(piece.size_bytes).fill_(255)
+        free(self, piece)
 
     with ExitStack() as stack:
         for module, name, value in (
@@ -52,9 +61,24 @@ def harsh(rng: random.Random) -> Iterator[None]:
             (transfers, "CHUNK_BYTES", 4096),
             (loans.Loans, "give_back", poison_loan),
             (staging.Staging, "_release", poison_states),
+            (activations.HostPool, "give_back", poison_saved),
         ):
             stack.enter_context(mock.patch.object(module, name, value))
         yield
+
+
+@contextmanager
+def no_host_memory(machine: Machine) -> Iterator[None]:
+    """For its duration no host buffer can be made; then all who waited for one are told."""
+    machine.host_budget.limit_bytes = machine.host_budget.held_bytes
+    try:
+        yield
+    finally:
+        for bucket in machine.buckets.values():
+            for _ in bucket.params:
+                with suppress(OptimizerError, HostMemoryError):
+                    bucket.pending.settle()
+        machine.host_budget.limit_bytes = None
 
 
 @contextmanager
@@ -63,6 +87,7 @@ def few_buffers(rng: random.Random) -> Iterator[None]:
     with ExitStack() as stack:
         for module, name in (
             (disk, "SETS"),
+            (disk_saved, "SETS"),
             (disk_weights, "SETS"),
             (disk_weights, "NEW_SETS"),
             (disk_weights, "LANDING_SETS"),

@@ -53,6 +53,8 @@ class Choice:
     state_delay: int = 1  # backwards before one waits for states to leave
     disk: bool = False  # the optimizer's states may lie on a disk
     disk_weights: bool = False  # parameters do too
+    offload: bool = False  # what recomputes take waits on the host
+    disk_saved: bool = False  # and goes on to the disk
     stored: int = -1  # buckets whose states lie there, as bits; -1: all
     resident: int = 0  # buckets that live on the device: none (0), some (1), all (2)
     rerun: int = 0  # stages that run again for their outputs, as bits
@@ -210,6 +212,7 @@ def choices(draw: st.DrawFn) -> Choice:
     in_backward = bool(optimizer) and draw(st.booleans())
     # an update in the backward works on the simulated streams, which no thread can wait for
     disk = not in_backward and draw(st.booleans())
+    offload = draw(st.booleans())
     return Choice(
         lookahead=draw(st.integers(1, 4)),
         more_slots=draw(st.integers(0, 2)),
@@ -221,6 +224,8 @@ def choices(draw: st.DrawFn) -> Choice:
         rerun=draw(st.sampled_from((0, 0b10101010, 0b1001001, 255))),
         disk=disk,
         disk_weights=disk and draw(st.booleans()),
+        offload=offload,
+        disk_saved=disk and offload and draw(st.booleans()),
         stored=draw(st.one_of(st.just(-1), st.integers(0, 255))),
         resident=draw(st.sampled_from((0, 0, 1, 2))),
     )

@@ -197,7 +197,9 @@ def real_schedules(count: int, seed: int) -> list[Schedule]:
     def one(net: Net, choice: Choice) -> None:
         if len(found) >= count or plain_refuses(net, choice):
             return
-        choice = dataclasses.replace(choice, disk=False, disk_weights=False)  # test_disk_*pass.py
+        # see tests/test_disk_*pass.py
+        choice = dataclasses.replace(choice, disk=False, disk_weights=False, disk_saved=False)
+        choice = dataclasses.replace(choice, offload=False)
         subject = Subject(net, choice, Counts())
         subject.wrong(InOrder())
         graphs = inside.streamed(subject.model).graphs
@@ -261,6 +263,8 @@ def _plan(rng: random.Random, buckets: int) -> dict[str, Any]:
         "helps": rng.random() < 0.5,
         "state_delay": rng.choice((1, 1, 2)),
         "rerun": rng.choice((0, 0, 1, 9)),
+        "activations": rng.choice(("auto", "offload")),
+        "disk_saved": rng.random() < 0.5,
     }
 
 

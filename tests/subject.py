@@ -179,6 +179,8 @@ class Subject:
             optimizer=self.optimizer if choice.in_backward else None,
             disk=tempfile.gettempdir() if choice.disk else None,
             disk_weights=choice.disk_weights,
+            activations="offload" if choice.offload else "auto",
+            disk_saved=choice.disk_saved,
             resident=(0, f"{_param_bytes(self.model)}", "all")[choice.resident],
         )
         if choice.disk and choice.stored >= 0:

@@ -57,6 +57,18 @@ class Tensor:
 
 
 @dataclass(frozen=True)
+class Copy:
+    """A saved tensor's copy on the host, or on a disk."""
+
+    cell: int
+    on_disk: bool = False
+    once: bool = False  # its buffer is free behind the fetch
+
+    def cells(self) -> tuple[int, ...]:
+        return (self.cell,)
+
+
+@dataclass(frozen=True)
 class Weights:
     """Views of a slot."""
 
@@ -99,7 +111,7 @@ class Update:
         return ()
 
 
-Value = Tensor | Weights | Group | States | Update | None
+Value = Tensor | Copy | Weights | Group | States | Update | None
 Lane = Stream | int  # what runs in order: a stream, or one op of a stream that is not in order
 Done = tuple[Lane, int]  # a lane has come so far
 
@@ -294,7 +306,11 @@ class Layout:
                 raise Crash(f"nobody gives {node.name}")
             content = term("input", node.name, self.runs)
         cell = self.cell(content)
-        self._bind(node, Tensor(cell))
+        copies = {n.name: n for n in ops.nodes_that(self.schedule.forward, lambda o: o.to_backward)}
+        if self.name == "backward" and node.name in copies:
+            self._bind(node, Copy(cell, copies[node.name].target is ops.write_saved))
+        else:
+            self._bind(node, Tensor(cell))
         if self.name == "forward":
             self.persistent["input", node.name, self.runs, ""] = cell
             self.owners[cell] = {self.graph.output_node()}  # the user keeps it
@@ -317,6 +333,13 @@ class Layout:
         if not isinstance(value, Tensor):
             raise Crash(f"{node} is no tensor")
         return value.cell
+
+    def copied(self, node: Any, *, on_disk: bool | None = False) -> Copy:
+        """A copy on the host (False), on a disk (True), or either."""
+        value = self.get(node)
+        if not isinstance(value, Copy) or on_disk not in (None, value.on_disk):
+            raise Crash(f"{node} is no such copy")
+        return value
 
     def group(self, node: Any) -> Group:
         value = self.get(node)
@@ -418,7 +441,9 @@ class Layout:
 
     def _drop(self, node: fx.Node) -> list[int]:
         """The cells that a name was the last one of."""
-        lost = []
+        lost: list[int] = []
+        if isinstance(self.values[node], Copy):
+            return lost  # who works on it has it too
         for cell in self._cells(node):
             names = self.owners[cell]
             if node in names:

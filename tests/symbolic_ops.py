@@ -9,7 +9,9 @@ from typing import Any
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.stages import ArgRef, ParamRef, SavedRef, Stage
 from tests.symbolic import (
+    POISON,
     Cells,
+    Copy,
     Crash,
     Group,
     Layout,
@@ -221,6 +223,40 @@ class Machine(Layout):
 
         groups = [Group(key, tuple(of.items())) for key, of in merged.items()]
         return run, (*of_args, *groups)
+
+    # Saved tensors that wait elsewhere.
+
+    def _offload_saved(self, stage: Stage, value: Any) -> tuple[Run, Value]:
+        made = self.cell()
+        return self._copies([(made, self.tensor(value))]), Copy(made)
+
+    def _write_saved(self, stage: Stage, on_host: Any) -> tuple[Run, Value]:
+        buffer, made = self.copied(on_host).cell, self.cell()
+        return self._moved(made, buffer), Copy(made, on_disk=True)
+
+    def _read_saved(self, stage: Stage, on_disk: Any) -> tuple[Run, Value]:
+        source, made = self.copied(on_disk, on_disk=True).cell, self.cell()
+        return self._copies([(made, source)]), Copy(made, once=True)
+
+    def _moved(self, into: int, buffer: int) -> Run:
+        """Copied from a buffer that somebody else gets then."""
+
+        def run(cells: Cells) -> None:
+            self._put(cells, into, cells[buffer])
+            cells[buffer] = POISON
+
+        return run
+
+    def _alloc_saved(self, stage: Stage, copy: Any) -> tuple[Run, Value]:
+        self.copied(copy, on_disk=None)
+        made = self.cell()
+        return poisons([made]), Tensor(made)
+
+    def _fetch_saved(self, stage: Stage, on_host: Any, buffer: Any) -> tuple[Run, Value]:
+        source, into = self.copied(on_host), self.tensor(buffer)
+        if source.once:
+            return self._moved(into, source.cell), Tensor(into)
+        return self._copies([(into, source.cell)]), Tensor(into)
 
     # Gradients on the host.
 

@@ -56,7 +56,7 @@ def test_the_figures_are_those_of_the_model(
     assert plan["device"]["there_bytes"] == 4 * 2**20
     assert plan["host"]["there_bytes"] == 2**30
     held = {k: plan["device"]["kinds"].get(k, 0) + plan["host"]["kinds"].get(k, 0) for k in STATES}
-    assert held["optimizer states"] == 8 * numel
+    assert about(held["optimizer states"], 8 * numel)
     assert found["tokens_a_step"] == 32
     assert found["tokens_per_s"] == pytest.approx(32 / found["step_s"])
     assert found["tflop_s"] == pytest.approx(6 * numel * found["tokens_per_s"] / 1e12)
@@ -104,6 +104,11 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "_COUNTS", (0,))
 
 
+def about(size: int, wanted: float) -> bool:
+    """As much, and the gaps between what is aligned."""
+    return wanted <= size <= 1.01 * wanted
+
+
 @pytest.mark.usefixtures("streamed")
 def test_options_of_the_optimizer(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     def host(*options: str) -> dict[str, int]:
@@ -113,13 +118,14 @@ def test_options_of_the_optimizer(config: str, capsys: pytest.CaptureFixture[str
 
     numel = target.build(config, batch=2, seq=16, dtype=None).parameters
     exact = host()
-    assert exact["optimizer states"] == 8 * numel and "gradients" not in exact
-    assert host("--state-dtype", "int8")["optimizer states"] == int(2 * numel * (1 + 4 / 256))
-    assert host("--state-dtype", "same")["optimizer states"] == 4 * numel
-    assert host("--optimizer", "momentum")["optimizer states"] == 4 * numel
+    assert about(exact["optimizer states"], 8 * numel) and "gradients" not in exact
+    in_8_bits = host("--state-dtype", "int8")["optimizer states"]
+    assert 2 * numel * (1 + 4 / 256) <= in_8_bits < 2.5 * numel  # small ones have float32 states
+    assert about(host("--state-dtype", "same")["optimizer states"], 4 * numel)
+    assert about(host("--optimizer", "momentum")["optimizer states"], 4 * numel)
     assert "optimizer states" not in host("--optimizer", "sgd")
     masters = host("--dtype", "float32", "--compute-dtype", "bfloat16")
-    assert masters["masters"] == 4 * numel and masters["parameters"] < 2.1 * numel
+    assert about(masters["masters"], 4 * numel) and masters["parameters"] < 2.1 * numel
 
 
 @pytest.mark.usefixtures("streamed")

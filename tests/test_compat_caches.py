@@ -128,6 +128,23 @@ print(mine != theirs, compat.compile_settings() == theirs)
 """
 
 
+def test_settings_are_used_for_a_while() -> None:
+    """Those of another moment of this process: then those of now again."""
+    settings = compat.compile_settings()
+    changes = (changed_dtype, changed_precision, changed_determinism, changed_threads)
+    undo = [change() for change in changes]
+    try:
+        changed = compat.compile_settings()
+        with pytest.raises(KeyError), compat.compile_settings_in_use(settings):
+            assert compat.compile_settings() == settings != changed
+            raise KeyError
+        assert compat.compile_settings() == changed
+    finally:
+        for each in undo:
+            each()
+    assert compat.compile_settings() == settings
+
+
 def test_settings_are_taken_over(tmp_path: Path) -> None:
     undo = [
         change()

@@ -331,3 +331,22 @@ def test_the_default_device_is_left() -> None:
 def test_no_side_stream_on_the_host() -> None:
     with compat.side_stream(torch.device("cpu")):
         assert torch.zeros(1).item() == 0
+
+
+def test_an_operator_that_takes_tensors_for_numbers() -> None:
+    made = compat.taking_tensors(aten.addcmul.default, ("value",))
+    x, half = torch.arange(4.0), torch.tensor(0.5, dtype=torch.float64)
+    assert torch.equal(made(x, x, x, half), torch.addcmul(x, x, x, value=0.5))
+    assert made is compat.taking_tensors(aten.addcmul.default, ("value",))
+    with compat.fake_mode():
+        fake = torch.empty(4)
+        shape = made(fake, fake, fake, torch.empty((), dtype=torch.float64)).shape
+    assert shape == (4,)
+    random = compat.taking_tensors(aten.bernoulli.p, ("p",))
+    assert torch.Tag.nondeterministic_seeded in random.tags
+    assert compat.taking_tensors(aten.mul_.Tensor, ("other",)) is None  # changes its argument
+    assert compat.taking_tensors(torch.relu, ()) is None
+
+
+def test_leaves() -> None:
+    assert compat.leaves([1, (2, {"a": 3})]) == [1, 2, 3]

@@ -41,6 +41,17 @@ def test_products_with_packed_weights_are_counted() -> None:
     assert flops_of(node) == 2 * 8 * 2 * N * N
 
 
+def test_products_with_packed_weights_unpack_them_first() -> None:
+    """bf16, whole, for as long as the product runs; those with whole weights need nothing."""
+    packed = found(packed_mm, (8, N), (N, N))
+    (kernel,) = [each for each in packed.kernels if each.kind is Kind.PRODUCT]
+    taken, given, unpacked = 8 * N * 2, 8 * 2 * N * 2, N * 2 * N * 2
+    assert packed.peak_bytes == unpacked + given
+    assert kernel.size_bytes == taken + SQUARE + given + 2 * unpacked
+    whole = found(packed_mm, (8, N), (N, 2 * N))  # as many numbers as weights
+    assert whole.peak_bytes == given
+
+
 def traced(function: Callable[..., Any], *shapes: tuple[int, ...], dtype: Any = HALF) -> fx.Graph:
     """The ATen graph of a function, as the passes trace it for Inductor."""
     with compat.fake_mode():

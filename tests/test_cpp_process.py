@@ -107,6 +107,22 @@ def test_it_is_compiled_elsewhere_and_found_here(
 
 
 @needs_compiler
+def test_it_is_found_though_settings_have_changed(
+    cold: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor's settings, and what depends on whether a process sees a GPU."""
+    update, rule = update_of(), Compiled(ADAM)
+    rule.expect(update)
+    rule.wait()
+    monkeypatch.setattr("torch._inductor.compile_fx.has_triton", lambda: True)  # on a GPU
+    before = compat.cache_counts()
+    with torch._inductor.config.patch({"triton.unique_kernel_names": False}):
+        assert rule.ready(update)
+        assert not torch._inductor.config.triton.unique_kernel_names
+    assert compat.cache_counts().since(before) == (1, 0)
+
+
+@needs_compiler
 def test_a_run_that_switches_is_one_that_does_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -223,7 +223,7 @@ def test_a_disk_that_is_too_small_is_refused_with_the_table() -> None:
 
 def small(**options: Any) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = Tower(16, 64)
+    model = Tower(16, 96)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
     if options.pop("optimizer", False):
         options["optimizer"] = optimizer
@@ -235,7 +235,7 @@ def trained(*, micro: int = 1, **options: Any) -> tuple[Any, torch.optim.Optimiz
     model, optimizer = small(**options)
     for k in range(4):
         optimizer.zero_grad()
-        xs = torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(k))
+        xs = torch.randn(2, 4, 96, generator=torch.Generator().manual_seed(k))
         if micro == 2:
             with accumulate(model) if "optimizer" in options else nullcontext():
                 model(xs[0]).backward()
@@ -258,7 +258,7 @@ STATES = {"exact": 2.0, "8 bits": 0.51}
 @pytest.mark.parametrize("mode", RUNS)
 def test_some_lie_there_and_others_on_the_host(tmp_path: Path, mode: str) -> None:
     given = RUNS[mode]
-    params = sum(p.nbytes for p in Tower(16, 64).parameters())
+    params = sum(p.nbytes for p in Tower(16, 96).parameters())
     rest = 1.0 if given.get("optimizer") and "micro" not in given else 2.0
     states = 0.51 if given.get("state_dtype") else 2.0
     host = int(params * (rest + 0.75 * states)) + 8192
@@ -282,12 +282,12 @@ def test_some_lie_there_and_others_on_the_host(tmp_path: Path, mode: str) -> Non
 
 
 def test_a_disk_that_is_full_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    params = sum(p.nbytes for p in Tower(16, 64).parameters())
+    params = sum(p.nbytes for p in Tower(16, 96).parameters())
     given = {"host_memory": int(3.5 * params), "gpu_memory": params // 2, "resident": 0}
     model, optimizer = small(disk=tmp_path, disk_memory="64KiB", **given)
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(HostMemoryError, match="more of the disk it would fit") as raised:
-        model(torch.ones(4, 64))
+        model(torch.ones(4, 96))
     assert "of optimizer states on the disk, which holds 64 KiB" in str(raised.value)
     assert not optimizer.state and all(p.grad is None for p in model.parameters())
     assert all(map(torch.equal, before, model.parameters()))

@@ -9,6 +9,7 @@ import itertools
 import os
 import random
 import sys
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,13 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
 from megacompile import megacompile
-from megacompile.errors import DiskError, OptimizerError, OptionError, OptionTypeError
+from megacompile.errors import (
+    DiskError,
+    HostMemoryError,
+    OptimizerError,
+    OptionError,
+    OptionTypeError,
+)
 from megacompile.options import Options
 from megacompile.passes.schedule import disk
 from megacompile.runtime.device.buffers import HostBuffer
@@ -27,6 +34,7 @@ from megacompile.runtime.disk import transfers
 from megacompile.runtime.disk.transfers import Way
 from megacompile.runtime.model.lookup import streamed_model
 from megacompile.runtime.updates import staging
+from tests.disks import no_host_memory
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="scratch files are for Linux"),
@@ -178,6 +186,41 @@ def test_an_error_in_the_middle_of_a_step(
     assert same((model, optimizer), trained(None, 8, **MODES[mode]))
 
 
+@pytest.mark.parametrize("mode", ["exact", "in the backward"])
+def test_no_host_memory_for_what_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Found by the thread that gives buffers: whoever waits for one is told, and nobody hangs."""
+    model, optimizer = trained(tmp_path, **MODES[mode])
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    machine = streamed_model(model, "test").machine
+    assert machine.staging is not None
+    for bucket in machine.buckets.values():
+        bucket.pending.settle()
+    machine.staging._sets = deque(None for _ in machine.staging._sets)
+    wanted = "a buffer for the states of .* which lie on a disk, needs .* more; raise host_memory="
+    errors = (OptimizerError, HostMemoryError)
+    with no_host_memory(machine), pytest.raises(errors, match=wanted):
+        run(model, optimizer, 6, first=4)
+    optimizer.zero_grad()
+    weights, loaded = copy.deepcopy(before)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(loaded)
+    run(model, optimizer, 8, first=4)
+    assert same((model, optimizer), trained(None, 8, **MODES[mode]))
+
+
+def test_a_set_is_as_large_as_the_largest_bucket_needs_from_the_start(tmp_path: Path) -> None:
+    """To let one grow would take the memory of both for a while, over the budget."""
+    model, _ = trained(tmp_path)
+    staging = streamed_model(model, "test").machine.staging
+    assert staging is not None and staging.sets
+    for bucket in streamed_model(model, "test").machine.buckets.values():
+        bucket.pending.settle()  # a set comes back behind its write
+    sizes = {len(memory) for memory in staging._sets if memory is not None}
+    assert sizes == {staging.set_bytes}
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", range(3))
 def test_delays_torn_writes_and_memory_that_is_used_again(
@@ -201,8 +244,8 @@ def test_delays_torn_writes_and_memory_that_is_used_again(
         real(file, way, at, whole, start, size)
 
     def poison(self: staging.Staging, staged: staging.Staged) -> None:
-        for memory in staged.memory:
-            memory.bytes(len(memory)).fill_(255)
+        if staged.memory is not None:
+            staged.memory.bytes(len(staged.memory)).fill_(255)
         release(self, staged)
 
     expected = trained(None, 6, **MODES[mode])

@@ -8,6 +8,7 @@ import itertools
 import os
 import random
 import sys
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -19,12 +20,18 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from megacompile import accumulate, full_parameters, megacompile, released, unmegacompile
-from megacompile.errors import DiskError, OptimizerError, OptionError, OptionTypeError
+from megacompile.errors import (
+    DiskError,
+    HostMemoryError,
+    OptimizerError,
+    OptionError,
+    OptionTypeError,
+)
 from megacompile.options import Options
 from megacompile.runtime.disk import transfers
 from megacompile.runtime.disk.transfers import Way
 from tests import inside, quantized
-from tests.disks import few_buffers, harsh
+from tests.disks import few_buffers, harsh, no_host_memory
 from tests.test_fork import in_child
 
 pytestmark = [
@@ -429,6 +436,28 @@ def test_an_error_in_the_middle_of_a_step(
                     each.pending.settle()
     optimizer.zero_grad()
     weights, loaded = copy.deepcopy(before)  # whose tensors the optimizer takes
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(loaded)
+    run(model, optimizer, 8, first=4)
+    assert same((model, optimizer), trained(None, 8, **MODES[mode]))
+
+
+@pytest.mark.parametrize("mode", ["exact", "in the backward"])
+@pytest.mark.parametrize("kind", ["prefetches", "updates"])
+def test_no_host_memory_for_what_is_read(tmp_path: Path, mode: str, kind: str) -> None:
+    """Found by the thread that lends: whoever waits for a buffer is told, and nobody hangs."""
+    model, optimizer = trained(tmp_path, **MODES[mode])
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    machine = inside.machine(model)
+    for bucket in machine.buckets.values():
+        bucket.pending.settle()
+    loans = getattr(staging(model), kind)
+    loans._free = deque((None, None) for _ in loans._free)
+    errors, wanted = (OptimizerError, HostMemoryError), "which lies on a disk, needs .* more"
+    with no_host_memory(machine), pytest.raises(errors, match=f"a buffer for .* {wanted}"):
+        run(model, optimizer, 6, first=4)
+    optimizer.zero_grad()
+    weights, loaded = copy.deepcopy(before)
     model.load_state_dict(weights)
     optimizer.load_state_dict(loaded)
     run(model, optimizer, 8, first=4)

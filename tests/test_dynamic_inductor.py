@@ -48,7 +48,11 @@ def test_lengths_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_close(plain, streamed)
     assert counts[1:] == [counts[1]] * 4
     assert [schedule.symbols is None for schedule in schedules(streamed)] == [True, False]
-    for scale in (0.5, 0.25):  # each value of a float is compiled, and the sizes stay symbols
-        x = torch.arange(56.0).reshape(7, 8).sin()
+    counts = []
+    for scale, rows in ((0.5, 7), (0.25, 7), (0.7, 9), (0.1, 6)):  # a float and a size
+        x = torch.arange(8.0 * rows).reshape(rows, 8).sin()
         assert torch.allclose(plain(x, scale), streamed(x, scale))
-    assert schedules(streamed)[-1].symbols is not None
+        counts.append(len(compiled))
+    assert counts[1:] == [counts[1]] * 3  # the first value is captured as it is
+    symbols = schedules(streamed)[-1].symbols
+    assert symbols is not None and len(symbols.planned) == 2

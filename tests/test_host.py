@@ -20,6 +20,8 @@ from torch.optim import SGD
 from megacompile import HostMemoryError, host_memory
 from megacompile.host_memory import available_bytes, check_host_memory, total_bytes
 from megacompile.ir.buckets import Bucket
+from megacompile.page_locks import PageLocks
+from megacompile.runtime.device import buffers
 from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.params.bucket import HostBucket
 from tests.layouts import layout_of, odd_tensors
@@ -267,7 +269,7 @@ def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: made.calls.append("synchronize"))
-    monkeypatch.setattr(HostBuffer, "_warned", False)
+    monkeypatch.setattr(buffers, "PAGE_LOCKS", PageLocks())
     return made
 
 
@@ -306,12 +308,13 @@ def test_what_cannot_be_locked_stays_pageable_and_is_said_once(cudart: Cudart) -
     with pytest.warns(UserWarning, match="cudaHostRegister of .* failed with error 2") as said:
         buckets = [bucket_of(params, pin=True)]
     assert len(said) == 1
-    assert "ulimit -l" in str(said[0].message)
+    assert "plans count with that" in str(said[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         buckets.append(bucket_of(parameters(), pin=True))
         buckets[0].make_grads()
-    assert len(cudart.locked) == 3
+    size = buckets[0].layout.size_bytes
+    assert len(cudart.locked) == 1 + (len(buckets[0]._memory[0]) < size), "what is as large"
     for param, value in zip(params, before, strict=True):
         assert torch.equal(param.detach(), value)
     buckets.clear()
@@ -422,6 +425,63 @@ def test_available_memory(
 ) -> None:
     machine(available, **cgroup)
     assert available_bytes() == wanted
+
+
+@pytest.mark.parametrize(
+    ("line", "files", "wanted"),
+    [
+        ("0::/job/step", {"job/memory.max": 8, "job/memory.current": 2}, 6),  # SLURM
+        ("0::/job/step", {"job/memory.max": 8, "job/memory.current": 7, "memory.max": 20}, 1),
+        ("0::/job", {"other/memory.max": 8, "other/memory.current": 7}, 10),
+        (
+            "0::/../job",
+            {"job/memory.max": 8, "job/memory.current": 2},
+            10,
+        ),  # outside of what we see
+        (
+            "4:cpu,memory:/a\n0::/",
+            {"memory/a/memory.limit_in_bytes": 5, "memory/a/memory.usage_in_bytes": 2},
+            3,
+        ),
+        (
+            "4:memory:/unseen",  # a container that sees its own at the root
+            {"memory/memory.limit_in_bytes": 5, "memory/memory.usage_in_bytes": 1},
+            4,
+        ),
+    ],
+)
+def test_limits_of_the_cgroups_around_it(
+    machine: Callable[..., None], tmp_path: Path, line: str, files: dict[str, int], wanted: int
+) -> None:
+    machine(10 * GIB)
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "self" / "cgroup").write_text(line + "\n")
+    for name, size in files.items():
+        place = tmp_path / "sys" / "fs" / "cgroup" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(f"{size * GIB}\n")
+    assert available_bytes() == wanted * GIB
+
+
+@pytest.mark.parametrize(("limits", "wanted"), [((9, -1), 8), ((9, 3), 1), ((-1, -1), 10)])
+def test_limits_of_the_process(
+    machine: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    limits: tuple[int, int],
+    wanted: int,
+) -> None:
+    """`ulimit -v` and `ulimit -d`; -1: none."""
+    resource = pytest.importorskip("resource")
+    machine(10 * GIB)
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    pages = GIB // resource.getpagesize()
+    (tmp_path / "proc" / "self" / "statm").write_text(f"{pages} 1 1 1 0 {2 * pages} 0\n")
+    of = dict(zip((resource.RLIMIT_AS, resource.RLIMIT_DATA), limits, strict=True))
+    infinity = resource.RLIM_INFINITY
+    limit = {kind: n * GIB if n >= 0 else infinity for kind, n in of.items()}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit[kind], infinity))
+    assert available_bytes() == wanted * GIB
 
 
 @pytest.mark.parametrize(("limit", "wanted"), [("max", 99 * GIB), (8 * GIB, 8 * GIB)])

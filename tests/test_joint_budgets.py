@@ -127,7 +127,24 @@ def test_stages_run_again_where_the_host_has_too_little_for_their_outputs() -> N
     assert tower.memory(found.choice).peak.total_bytes <= tight.budget_bytes
     most = tower.host_bytes(replace(waiting, rerun=tower.stages // 2))
     assert replace(tight, host_budget_bytes=most - 1).fewest_reruns(waiting) is None
-    assert search(replace(tight, host_budget_bytes=most - 1), resident=False) is None
+    again = Choice(0, rerun=tower.stages // 2)
+    fewer = tight.fewest_offloaded(again)
+    assert fewer is not None
+    none = tower.host_bytes(replace(again, offload=fewer)) - 1
+    assert search(replace(tight, host_budget_bytes=none), resident=False) is None
+
+
+def test_where_every_other_stage_runs_again_fewer_wait() -> None:
+    """Their outputs are not on the device, so that others can be there."""
+    tower = problem()
+    again = Choice(0, rerun=tower.stages // 2)
+    tight = replace(tower, budget_bytes=tower.peak_bytes(again))
+    few, least = tight.fewest_offloaded(Choice(0)), tower.host_bytes(again)
+    assert few and tower.host_bytes(replace(again, offload=few)) > least
+    found = search(replace(tight, host_budget_bytes=least), resident=False)
+    assert found is not None
+    assert (found.choice.offload, found.choice.rerun) == (0, tower.stages // 2)
+    assert search(replace(tight, host_budget_bytes=least - 1), resident=False) is None
 
 
 def test_no_more_inputs_wait_on_the_host_than_must() -> None:

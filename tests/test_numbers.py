@@ -114,7 +114,7 @@ def _within_rounding(name: str, device: torch.device) -> None:
     want, got = step(plain, case, 0, device), step(streamed, case, 0, device)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
     pairs = {
-        label: (p.grad.cpu(), q.grad)
+        label: (p.grad.cpu(), q.grad.cpu())
         for (label, p), q in zip(plain.named_parameters(), streamed.parameters(), strict=True)
         if p.grad is not None and q.grad is not None
     }

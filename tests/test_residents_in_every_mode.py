@@ -287,8 +287,12 @@ def test_plans_know_of_micro_batches() -> None:
 @pytest.mark.parametrize("dtypes", ["as it is", "8-bit states", "masters", "masters, 8-bit states"])
 @pytest.mark.parametrize("micro", [1, 3])
 def test_on_a_gpu(dtypes: str, micro: int) -> None:
-    """The kernel of the streamed update, on the bucket's own memory; norms are of the device."""
+    """The kernel of the streamed update, on the bucket's own memory; norms are of the device.
+
+    Inductor rounds a stage that is kept otherwise than one that is recomputed, and plans differ.
+    """
     options = {**DTYPES[dtypes], "device": "cuda", "lowering": "inductor"}
+    options["activations"] = "recompute"
     streamed, there = (
         train(made(resident, in_backward=True, **options), micro=micro) for resident in (0, "half")
     )

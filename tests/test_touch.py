@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megacompile.page_locks import PageLocks
+from megacompile.runtime.device import buffers
 from megacompile.runtime.device import touch as module
 from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.device.touch import CHUNK_BYTES, touch
@@ -118,6 +120,7 @@ def test_an_interrupt_ends_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @linux
 @pytest.mark.parametrize("pin", [True, False])
+@pytest.mark.filterwarnings("ignore:megacompile. cudaHostRegister")
 def test_pages_are_there_before_they_are_locked(pin: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is locked when it is made, and states that are locked at their first step."""
     found: list[tuple[int, int]] = []
@@ -128,7 +131,7 @@ def test_pages_are_there_before_they_are_locked(pin: bool, monkeypatch: pytest.M
 
     fake = SimpleNamespace(cudaHostRegister=register)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
-    monkeypatch.setattr(HostBuffer, "_warned", True)
+    monkeypatch.setattr(buffers, "PAGE_LOCKS", PageLocks())
     buffer = HostBuffer(SIZE, pin=pin)
     if not pin:
         assert not found

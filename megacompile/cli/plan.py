@@ -42,7 +42,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     default = "default: the GPU's, less 5 %% (4 GiB at most)"
     add("--gpu-memory", metavar="SIZE", help=f"20GiB, or 0.5 of it; {default}")
     add("--host-memory", metavar="SIZE", help="1.5TB, 128GiB; default: not known, or this one's")
-    add("--disk", metavar="PATH", help="optimizer states may lie on the disk of this folder")
+    add("--disk", metavar="PATH", help="states and saved tensors may lie on this folder's disk")
     add("--disk-memory", metavar="SIZE", help="200GiB, what they may take there; default: its free")
     add(
         "--disk-rates",

@@ -36,6 +36,7 @@ from megacompile.compat.caches import (
     cache_counts,
     code_cache,
     compile_settings,
+    compile_settings_in_use,
     settle_cache_keys,
     use_compile_settings,
 )
@@ -115,7 +116,9 @@ from megacompile.compat.operators import (
     is_mutable,
     is_random,
     kernel_of,
+    leaves,
     operator_name,
+    taking_tensors,
     tree_map,
     written,
 )
@@ -132,6 +135,14 @@ from megacompile.compat.processes import (
     ddp_parameters,
 )
 from megacompile.compat.real_strides import real_strides
+from megacompile.compat.regions import (
+    INVOKE,
+    REUSES_REGIONS,
+    as_region,
+    body_of,
+    has_hooks,
+    with_module_stack,
+)
 from megacompile.compat.symbols import (
     SymbolicFakes,
     UntraceableSymbols,
@@ -174,6 +185,7 @@ from megacompile.compat.tracing import (
     flatten_signature,
     from_functional,
     functional_mode,
+    has_known_data,
     is_described,
     symbolic_decompositions,
     to_functional,
@@ -182,10 +194,17 @@ from megacompile.compat.tracing import (
 )
 
 __all__ = [
+    "INVOKE",
+    "REUSES_REGIONS",
+    "as_region",
+    "body_of",
+    "has_hooks",
+    "with_module_stack",
     "CacheCounts",
     "cache_counts",
     "code_cache",
     "compile_settings",
+    "compile_settings_in_use",
     "settle_cache_keys",
     "use_compile_settings",
     "APPLY",
@@ -261,6 +280,7 @@ __all__ = [
     "gradient_hooks",
     "graph_breaks",
     "has_cpp_compiler",
+    "has_known_data",
     "hooks_of",
     "in_compiled_autograd",
     "in_transform",
@@ -276,6 +296,7 @@ __all__ = [
     "is_wrapper_class",
     "keep_dynamic_marks",
     "kernel_of",
+    "leaves",
     "keep_state_dtypes",
     "keeping_nesting",
     "keeps_graph",
@@ -311,6 +332,7 @@ __all__ = [
     "storage_users",
     "symbolic_decompositions",
     "symbols_now",
+    "taking_tensors",
     "to_functional",
     "torch_function_state",
     "trace",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,13 +99,27 @@ def use_compile_settings(given: bytes) -> None:  # torch 2.11 to 2.15
     """Do in this process as the one that `given` is of."""
     settle_cache_keys()
     settings = pickle.loads(given)
+    _use(settings)
+    base: Any = codecache.CacheBase
+    base.get_system = staticmethod(lambda: settings["system"])
+
+
+@contextmanager
+def compile_settings_in_use(given: bytes) -> Iterator[None]:  # torch 2.11 to 2.15
+    """Do as this process did when `given` was taken, whatever has been set since."""
+    before = pickle.loads(compile_settings())
+    _use(pickle.loads(given))
+    try:
+        yield
+    finally:
+        _use(before)
+
+
+def _use(settings: dict[str, Any]) -> None:
     for config, name in ((inductor_config, "inductor"), (functorch_config, "functorch")):
         for key, value in settings[name].items():
             if _value(config, key) != value:
                 setattr(config, key, value)
-    system = settings["system"]
-    base: Any = codecache.CacheBase
-    base.get_system = staticmethod(lambda: system)
     for name, value in settings["matmul"].items():
         if getattr(torch.backends.cuda.matmul, name) != value:
             setattr(torch.backends.cuda.matmul, name, value)

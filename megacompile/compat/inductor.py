@@ -24,7 +24,16 @@ Tensors = Sequence[torch.Tensor]
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:  # torch 2.11 to 2.15
     """The decompositions that Inductor is written for."""
-    return dict(select_decomp_table())
+    table = dict(select_decomp_table())
+    clamp = table[torch.ops.aten.clamp.default]
+
+    def clamped(x: torch.Tensor, *bounds: Any, **named: Any) -> Any:
+        """Theirs gives ints for ints, where a float bound is a symbol."""
+        symbolic = any(isinstance(n, torch.SymFloat) for n in (*bounds, *named.values()))
+        exact = x.is_floating_point() or not symbolic
+        return clamp(x, *bounds, **named) if exact else NotImplemented
+
+    return {**table, torch.ops.aten.clamp.default: clamped}
 
 
 def split_joint(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -45,6 +47,11 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:  # torch 2.11 to
     return _pytree.tree_map(function, tree)
 
 
+def leaves(tree: Any) -> list[Any]:  # torch 2.11 to 2.15
+    """The leaves of nested containers."""
+    return _pytree.tree_leaves(tree)
+
+
 def gives_views(func: Any) -> bool:  # torch 2.11 to 2.15
     """Is an ATen operator's result a view of its input, that shares memory with it?"""
     aliases = [result.alias_info for result in func._schema.returns]
@@ -74,6 +81,42 @@ def written(
         and (argument.name in kwargs or i < len(args))
     }
     return _pytree.tree_leaves(list(given.values()))
+
+
+@functools.cache
+def taking_tensors(target: Any, names: tuple[str, ...]) -> Any:  # torch 2.11 to 2.15
+    """An operator that does what an ATen operator does, with tensors of one element in the place
+    of these numbers; None where there can be none.
+
+    Its arguments are the operator's, all by position.
+    """
+    schema = getattr(target, "_schema", None)
+    if schema is None or any(item.alias_info for item in (*schema.arguments, *schema.returns)):
+        return None
+    _, text = str(schema).split("(", 1)
+    text = _DEFAULT.sub("", text).replace("*, ", "")
+    for name in names:
+        text, found = re.subn(rf"\b(Scalar|float)\??( {name}[,)])", r"Tensor\2", text)
+        if not found:
+            return None
+    own = re.sub(r"\W+", "_", f"{target}_of_{'_and_'.join(names)}")
+    seeded = torch.Tag.nondeterministic_seeded
+    _LIBRARY.define(f"{own}({text}", tags=[seeded] if seeded in target.tags else [])
+    items = [(item.name, item.name in names, item.kwarg_only) for item in schema.arguments]
+
+    def run(number: Callable[[Any], Any], *given: Any) -> Any:
+        values = [number(v) if k else v for v, (_, k, _) in zip(given, items, strict=True)]
+        named = {name: v for v, (name, _, k) in zip(values, items, strict=True) if k}
+        return target(*values[: len(values) - len(named)], **named)
+
+    _LIBRARY.impl(own, functools.partial(run, torch.Tensor.item), "CompositeExplicitAutograd")
+    fake = functools.partial(run, lambda tensor: 0.5)  # no shape is made of it
+    torch.library.register_fake(f"megacompile::{own}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.megacompile, own).default
+
+
+_LIBRARY = torch.library.Library("megacompile", "FRAGMENT")
+_DEFAULT = re.compile(r"=(\[[^]]*\]|[^,)]+)")
 
 
 # What clip_grad_norm_ calls on a list of gradients, GradScaler.unscale_, and zero_grad.

@@ -115,6 +115,15 @@ class SymbolicFakes:  # torch 2.11 to 2.15
             if not self.env.evaluate_expr(condition.xreplace(self._theirs)):
                 raise AssertionError(f"{condition} is not true for {self.hints}")
 
+    def require_of(self, other: SymbolicFakes) -> None:
+        """Let what is traced be right only where what was traced in the other mode is."""
+        conditions = [guard.expr.xreplace(other._ours) for guard in other.env.guards]
+        self.require(condition for condition in conditions if condition.free_symbols)
+
+    def without_floats(self) -> SymbolicFakes:
+        """Another mode, of the symbols that are ints."""
+        return SymbolicFakes({s: hint for s, hint in self.hints.items() if s.is_integer})
+
     def expression(self, number: Any) -> Any:
         """What a SymInt or SymFloat is, in our symbols; a number where it is none of them."""
         found = number.node.expr.xreplace(self._ours)

@@ -62,6 +62,11 @@ def from_functional(tensor: Any) -> Any:  # torch 2.11 to 2.15
     return from_fun(tensor) if isinstance(tensor, FunctionalTensor) else tensor
 
 
+def has_known_data(tensor: torch.Tensor) -> bool:  # torch 2.11 to 2.15
+    """Does a fake tensor remember its elements, as one made of numbers does?"""
+    return getattr(from_functional(tensor), "constant", None) is not None
+
+
 def trace(
     function: Callable[..., Any],
     primals: Tensors,

@@ -102,11 +102,17 @@ def _grouped_flops(node: fx.Node) -> int:
 def _unregistered_flops(node: fx.Node) -> int:
     """Of a product that the registry does not know, such as one with packed weights: each number
     that it gives is a sum over the last dimension of what it takes first."""
-    sources, results = node.all_input_nodes, tensors_of(node)
-    if not is_product(node) or not results or not sources or not tensors_of(sources[0]):
-        return 0
-    first = tensors_of(sources[0])[0]
-    return 2 * results[0].numel() * first.shape[-1] if first.dim() else 0
+    found = _operands(node)
+    return 2 * found[-1].numel() * found[0].shape[-1] if found else 0
+
+
+def _operands(node: fx.Node) -> list[torch.Tensor]:
+    """All that a product takes, (.., k) first, and what it gives, (.., n); empty for no product."""
+    each = [tensors_of(source) for source in node.all_input_nodes]
+    given = tensors_of(node)[:1]
+    if not is_product(node) or not given or not each or not each[0] or not each[0][0].dim():
+        return []
+    return [*(tensor for tensors in each for tensor in tensors), *given]
 
 
 def _attention_flops(node: fx.Node) -> int:
@@ -136,8 +142,25 @@ def reached_rate(node: fx.Node) -> float:
 
 def workspace_bytes(node: fx.Node) -> int:
     """Memory inside of a library call."""
-    backward = is_attention(node) and _is_backward(node)
-    return 4 * math.prod(_attended(node)[0].shape) if backward else 0
+    if is_attention(node):
+        return 4 * math.prod(_attended(node)[0].shape) if _is_backward(node) else 0
+    return unpacked_bytes(node)
+
+
+def unpacked_bytes(node: fx.Node) -> int:
+    """Of the weights that a product with packed ones makes of them, whole, before it begins.
+
+    It is a product (.., k) to (.., n) that the registry does not know, none of whose inputs has the
+    n x k numbers of its weights: that of bitsandbytes, with more than 1536 rows.
+    """
+    found = _operands(node)
+    known = getattr(node.target, "overloadpacket", None) in flop_registry or is_grouped(node)
+    if known or not found or not found[-1].dim():
+        return 0
+    first, *others, result = found
+    numel = first.shape[-1] * result.shape[-1]
+    whole = any(math.prod(tensor.shape) == numel for tensor in others)
+    return 0 if whole else numel * result.dtype.itemsize
 
 
 def _attended(node: fx.Node) -> list[torch.Tensor]:

@@ -35,6 +35,7 @@ from megacompile.cost.aten import (
     reduces_columns,
     scatters,
     tensors_of,
+    unpacked_bytes,
     workspace_bytes,
 )
 from megacompile.cost.kernels import Analysis, Kernel, Kind, Returned
@@ -112,8 +113,14 @@ class _Walk:
             size = bytes_of(tensors_of(node))
             self.of[node] = {buffer: min(size, read) for buffer, read in reads.items()}
         elif is_product(node) or is_attention(node) or name_of(node) in LIBRARY:
-            inside = workspace_bytes(node)
-            self._realize(node, reads, library=True, flops=flops_of(node), inside_bytes=inside)
+            self._realize(
+                node,
+                reads,
+                library=True,
+                flops=flops_of(node),
+                extra_bytes=2 * unpacked_bytes(node),
+                inside_bytes=workspace_bytes(node),
+            )
         elif scatters(node):
             values = node.args[-1] if isinstance(node.args[-1], fx.Node) else None
             extra = 2 * bytes_of(tensors_of(values)) if values is not None else 0

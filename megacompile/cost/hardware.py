@@ -34,6 +34,7 @@ class Hardware:
     update_gb_s: float = math.inf  # read plus written by the optimizer's update on the CPU
     device_bytes: int | None = None  # None: not known
     host_bytes: int | None = None
+    locked_bytes: int | None = None  # of host memory, page-locked at most; None: all of it
     disk_read_gb_s: float | None = None  # direct I/O of a scratch file; None: no disk
     disk_write_gb_s: float | None = None
     disk_read_both_gb_s: float | None = None  # while it is written too
@@ -60,7 +61,7 @@ class Hardware:
 
 def least(name: str) -> float:
     """The smallest figure of this name that there can be."""
-    return 0.0 if name in ("launch_s", "copy_s") else 1e-12
+    return 0.0 if name in ("launch_s", "copy_s", "locked_bytes") else 1e-12
 
 
 H200 = Hardware(

@@ -20,8 +20,10 @@ from torch import fx
 from megacompile.cost.kernels import Returned
 from megacompile.cost.ops import analysis_of
 from megacompile.cost.optimizer import OptimizerCost, chunks_bytes
+from megacompile.cost.places import flat_bytes, state_bytes, stored_bytes, stored_weights_bytes
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
+from megacompile.ir.inputs import elsewhere
 from megacompile.ir.ops import Part, Value
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, Stage
@@ -211,10 +213,9 @@ class _Replay:
     def backward(self, schedule: Schedule, saved_values: dict[str, _Block]) -> dict[str, _Block]:
         """Gives what it leaves for the update, by name."""
         assert schedule.backward is not None
-        waiting = ops.nodes_that(schedule.forward, lambda op: op.gives is Value.SAVED_ON_HOST)
-        on_host = {node.name for node in waiting}
+        waiting = elsewhere(schedule.forward)
         for node in schedule.backward.find_nodes(op="placeholder"):
-            if node.name in on_host:
+            if node.name in waiting:
                 continue
             if node.name in saved_values:
                 self.blocks[node] = saved_values[node.name]
@@ -268,8 +269,9 @@ class _Replay:
     def _compute(self, name: str, node: fx.Node) -> None:
         stage: Stage = ops.arguments(node)[0]
         analysis = analysis_of(stage.traced, ops.code_of(node), fused=self.fused)
-        results = sum(tensors_bytes(item.meta.get("value")) for _, item in ops.items(node))
-        peak = analysis.peak_bytes if analysis.kernels else results
+        peak = analysis.peak_bytes
+        if not analysis.kernels:
+            peak = sum(tensors_bytes(item.meta.get("value")) for _, item in ops.items(node))
         self._moment(name, node, peak)
         blocks: dict[Any, _Block] = {}
         for k, item in ops.items(node):
@@ -289,14 +291,14 @@ class _Replay:
         stage: Stage = ops.arguments(call)[0]
         kind = _kind_of(call, stage, k)
         key: Any = k
-        size = tensors_bytes(item.meta.get("value"))
         position = _position(call, stage, k)
         found = returned[position] if position is not None and position < len(returned) else None
         if found is not None:
             if found.memory < 0:
                 return self._input_block(call, stage, -1 - found.memory)
-            key, size = ("memory", found.memory), found.size_bytes
+            key = ("memory", found.memory)
         if key not in blocks:
+            size = tensors_bytes(item.meta.get("value")) if found is None else found.size_bytes
             blocks[key] = _Block(kind, size, owned=True)
         return blocks[key]
 
@@ -386,54 +388,72 @@ def host_memory(
             for key, params in schedule.gradient_params.items():
                 trained.setdefault(key, set()).update(params)
     kinds = (Kind.PARAMETERS, Kind.MASTERS, Kind.GRADIENTS, Kind.STATES)
-    found: dict[Kind, float] = dict.fromkeys(kinds, 0.0)
+    found = dict.fromkeys(kinds, 0)
     cost = optimizer or OptimizerCost(states=0)
     resident = {key for schedule in each for key in schedule.plan.resident}
     on_disk = {key for schedule in each for key in schedule.plan.on_disk}
     read = {key for schedule in each for key in schedule.plan.weights_on_disk}
     accumulated = {bucket.key for schedule in each for bucket in _accumulated(schedule)}
-    staged = weights = 0.0  # of the largest bucket on a disk
+    staged = weights = 0  # of the largest bucket on a disk
     for key, bucket in buckets.items():
         if key in resident:
             continue
         sizes = streamed_bytes(bucket, trained.get(key, ()), cost, accumulates=key in accumulated)
         if key in on_disk:
-            staged = max(staged, sizes.pop(Kind.STATES))
+            sizes.pop(Kind.STATES)
+            staged = max(staged, stored_bytes(bucket, trained.get(key, ()), cost))
         if key in read:
-            weights = max(weights, sizes.pop(Kind.PARAMETERS))
+            sizes.pop(Kind.PARAMETERS)
+            weights = max(weights, stored_weights_bytes(bucket))
         for kind, size in sizes.items():
             found[kind] += size
     plans = [schedule.plan for schedule in each]
     found[Kind.STAGED] = staged * max((plan.state_sets for plan in plans), default=0)
     sets = (plan.weight_sets + plan.new_weight_sets for plan in plans)
     found[Kind.STAGED] += weights * max(sets, default=0)
-    found[Kind.ACTIVATIONS] = sum(map(_waiting_bytes, each))
-    return {kind: int(size) for kind, size in found.items() if size}
+    found[Kind.STAGED] += max(map(_passing_bytes, each), default=0)
+    found[Kind.ACTIVATIONS] = sum(size for one in each for size in _waiting_bytes(one))
+    return {kind: size for kind, size in found.items() if size}
 
 
 def streamed_bytes(
     bucket: Bucket, trained: Iterable[int], cost: OptimizerCost, *, accumulates: bool = False
-) -> dict[Kind, float]:
+) -> dict[Kind, int]:
     """Host memory of a bucket that is streamed, by kind.
 
     Args:
         trained: indices of the parameters that get a gradient.
         accumulates: gradients of micro-batches wait for an update in a later backward.
     """
-    found = {Kind.PARAMETERS: float(bucket.size_bytes)}
-    if cost.master_bytes is not None:
-        found[Kind.MASTERS] = cost.master_bytes * sum(param.numel for param in bucket.params)
-    params = [bucket.params[i] for i in trained]
-    found[Kind.STATES] = sum(p.numel * cost.states_of(p.dtype.itemsize) for p in params)
+    found = {Kind.PARAMETERS: bucket.size_bytes}
+    masters = cost.master_bytes
+    if masters is not None:
+        found[Kind.MASTERS] = flat_bytes(bucket, range(len(bucket.params)), lambda _: masters)
+    indices = list(trained)
+    found[Kind.STATES] = cost.states * sum(state_bytes(bucket, indices, cost))
     grad_of = cost.grad_of if accumulates else cost.kept_grad_of
-    found[Kind.GRADIENTS] = sum(p.numel * grad_of(p.dtype.itemsize) for p in params)
+    found[Kind.GRADIENTS] = flat_bytes(bucket, indices, grad_of)
     return found
 
 
-def _waiting_bytes(schedule: Schedule) -> int:
-    """Saved tensors that wait on the host."""
-    return sum(
-        tensors_bytes(source.meta.get("value"))
-        for node in ops.nodes_that(schedule.forward, lambda op: op.to_backward)
-        for source in node.all_input_nodes
-    )
+def saved_elsewhere(schedule: Schedule) -> list[tuple[int, int]]:
+    """The saved tensors that wait on the host or on a disk: the index of a stage, bytes."""
+    if schedule.backward is None:
+        return []
+    copies = ops.nodes_that(schedule.forward, lambda op: op.gives is Value.SAVED_ON_HOST)
+    return [(ops.arguments(c)[0].index, tensors_bytes(c.meta.get("value"))) for c in copies]
+
+
+def stored_saved_bytes(schedule: Schedule) -> list[int]:
+    """Those that wait on a disk."""
+    return [size for i, size in saved_elsewhere(schedule) if i in schedule.plan.saved_on_disk]
+
+
+def _waiting_bytes(schedule: Schedule) -> list[int]:
+    """Those that wait on the host."""
+    return [size for i, size in saved_elsewhere(schedule) if i not in schedule.plan.saved_on_disk]
+
+
+def _passing_bytes(schedule: Schedule) -> int:
+    """Of the host buffers that saved tensors are in on their way to the disk and back."""
+    return 2 * schedule.plan.saved_sets * max(stored_saved_bytes(schedule), default=0)

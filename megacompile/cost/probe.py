@@ -10,6 +10,7 @@ import torch
 
 from megacompile.cost.hardware import H200, Hardware
 from megacompile.host_memory import total_bytes
+from megacompile.page_locks import pinned_empty
 
 _COPY_BYTES = 256 * 2**20
 _REPEATS = 5
@@ -78,7 +79,8 @@ class _Probe:
         self.streams = [torch.cuda.Stream(device) for _ in range(2)] if self.cuda else []
 
     def _host(self) -> torch.Tensor:
-        return torch.ones(_COPY_BYTES, dtype=torch.uint8, pin_memory=self.cuda)
+        make = pinned_empty if self.cuda else torch.empty
+        return make((_COPY_BYTES,), dtype=torch.uint8).fill_(1)
 
     def _device(self) -> torch.Tensor:
         return torch.ones(_COPY_BYTES, dtype=torch.uint8, device=self.device)

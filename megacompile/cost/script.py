@@ -1,8 +1,8 @@
 """The graphs of a schedule as work on queues: what each op waits for, and how much it is.
 
 An op waits for what it names. What a graph takes of an earlier one is a placeholder: a token
-(`megacompile.ir.tokens`), or what a backward left for the update (`schedule.left`). A placeholder
-that nobody has given yet stands for nothing.
+(`megacompile.ir.tokens`), what a backward left for the update (`schedule.left`), or a saved value
+that a forward has written to a disk. A placeholder that nobody has given yet stands for nothing.
 
 Four things are waited for that no edge shows, because the host issues the ops:
 
@@ -25,6 +25,7 @@ from megacompile.cost.optimizer import OptimizerCost, UpdateCost, updates
 from megacompile.cost.queues import COMPUTE, D2H, H2D, HOST, READ, STREAMS, Queues, Work
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
+from megacompile.ir.inputs import on_disk
 from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code
@@ -80,11 +81,14 @@ class _Graph:
         self._position: dict[fx.Node, int] = {}
         self._lands: dict[tuple[int, Part], int] = {}
         self._seconds: dict[tuple[int, Code], float] = {}
+        self._stored = on_disk(schedule.forward)  # names of saved values
         graph = schedule.graphs[name]
         for node in graph.nodes:
             if ops.op_of(node) is not None:
                 self._add(node)
-        if name != "forward":
+        if name == "forward":
+            self._give_stored(graph)
+        else:
             self._give(graph)
 
     @property
@@ -107,6 +111,12 @@ class _Graph:
                 item.takes = []
                 if item.reads_weights not in self.schedule.plan.device_update:
                     item.amount = 0.0
+
+    def _give_stored(self, graph: fx.Graph) -> None:
+        """What is on its way to a disk when the forward returns."""
+        for node in graph.nodes:
+            if node.name in self._stored:
+                self.gives[id(self.schedule), node.name] = self._position[node]
 
     def _give(self, graph: fx.Graph) -> None:
         for place, node in given(graph).items():
@@ -159,7 +169,8 @@ class _Graph:
             return None
         if (token := token_of(source)) is not None:
             return token.place
-        return (id(self.schedule), source.name) if self.name == "update" else None
+        left = self.name == "update" or source.name in self._stored
+        return (id(self.schedule), source.name) if left else None
 
     def _add_halves(self, node: fx.Node, item: _Item) -> None:
         """New parameters reach the host ahead of the states; `item` becomes the second half."""

@@ -11,6 +11,7 @@ import torch
 ParamId = tuple[int, int]  # a parameter: the key of its bucket, and its index there
 
 ALIGNMENT_BYTES = 256  # of each parameter in its bucket, as the CUDA allocator gives
+PADDED_NUMEL = 256  # elements that places of what mirrors no neighbours are rounded up to
 
 
 @dataclass(frozen=True, slots=True)

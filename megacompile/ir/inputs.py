@@ -41,10 +41,16 @@ def tangents(backward: fx.Graph) -> dict[int, str]:
     return {node.meta["tangent"]: node.name for node in nodes if "tangent" in node.meta}
 
 
-def on_host(forward: fx.Graph) -> dict[str, str]:
-    """The saved values that wait on the host, by the name of the copy there."""
-    found = {}
-    for node in ops.nodes_that(forward, lambda op: op.gives is Value.SAVED_ON_HOST):
+def elsewhere(forward: fx.Graph) -> dict[str, str]:
+    """The saved values that wait on the host or on a disk, by the name of the copy there."""
+    found: dict[str, str] = {}
+    for node in ops.nodes_that(forward, lambda op: op.to_backward):  # a disk's behind the host's
         value: Any = node.args[1]
-        found[node.name] = value.name
+        found[node.name] = found.get(value.name, value.name)
     return found
+
+
+def on_disk(forward: fx.Graph) -> frozenset[str]:
+    """The names of those copies that are on a disk."""
+    nodes = ops.nodes_that(forward, lambda op: op.gives is Value.SAVED_ON_DISK)
+    return frozenset(node.name for node in nodes)

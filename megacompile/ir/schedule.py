@@ -19,6 +19,7 @@ from typing import Any
 from torch import fx
 
 from megacompile.ir.buckets import Bucket, Slot
+from megacompile.ir.nodes import set_args, set_kwargs
 from megacompile.ir.stages import ParamRef, Stage, Template
 from megacompile.ir.symbols import Symbols
 
@@ -42,6 +43,9 @@ class Plan:
     stay: frozenset[int] = frozenset()  # buckets (keys) that keep their slots between forwards
     on_disk: frozenset[int] = frozenset()  # buckets (keys) whose states lie on a disk
     state_sets: int = 0  # sets of host buffers that these states come to, one a bucket at a time
+    state_set_bytes: int = 0  # of each, as far as is known
+    saved_on_disk: frozenset[int] = frozenset()  # stages whose saved values go on to a disk
+    saved_sets: int = 0  # host buffers on their way there, and as many on the way back
     weights_on_disk: frozenset[int] = frozenset()  # buckets (keys) whose parameters lie on a disk
     weight_sets: int = 0  # host buffers that prefetches copy these parameters from
     new_weight_sets: int = 0  # host buffers in which updates leave them, until they are written
@@ -166,10 +170,10 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     nodes: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         new = copied.create_node(node.op, node.target, name=node.name)
-        new.args = fx.map_arg(node.args, nodes.__getitem__)  # here, as in `ops.call`
+        set_args(new, fx.map_arg(node.args, nodes.__getitem__))  # here, as in `ops.call`
         if node.kwargs:
-            new.kwargs = fx.map_arg(node.kwargs, nodes.__getitem__)
+            set_kwargs(new, fx.map_arg(node.kwargs, nodes.__getitem__))
         assert new.name == node.name, f"{node.name} was renamed {new.name} in a copy"
-        new.meta = dict(node.meta)
+        new.meta.update(node.meta)
         nodes[node] = new
     return copied

@@ -61,9 +61,14 @@ def fetched_from(schedule: Schedule, value: fx.Node) -> fx.Node:
     on_host = taken(value, Value.SAVED_ON_HOST)
     if effects(value).gives is not Value.SAVED or on_host is None:
         return value
-    for node in ops.nodes_that(schedule.forward, lambda op: op.gives is Value.SAVED_ON_HOST):
-        if on_host.op == "placeholder" and node.name == on_host.name:
+    on_disk = taken(on_host, Value.SAVED_ON_DISK)
+    kind = Value.SAVED_ON_HOST if on_disk is None else Value.SAVED_ON_DISK
+    copy = on_disk or on_host
+    for node in ops.nodes_that(schedule.forward, lambda op: op.gives is kind):
+        if copy.op == "placeholder" and node.name == copy.name:
             source: Any = node.args[1]
+            if kind is Value.SAVED_ON_DISK and isinstance(source, fx.Node) and len(source.args) > 1:
+                source = source.args[1]
             assert isinstance(source, fx.Node)
             return source
     return value

@@ -11,6 +11,7 @@ CPU's flash attention, which saves and computes what CUDA's does.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,14 @@ from megacompile.packed import is_wrapper, leaves, members, on_device, taken_apa
 from megacompile.passes.stages.units import find_units
 from megacompile.plan.alternatives import Planned
 from megacompile.plan.compiler import PassCompiler
+from megacompile.plan.equal_layers import (
+    NotEqualError,
+    as_regions,
+    equal_layers,
+    inlined,
+    stand_ins,
+)
+from megacompile.plan.garbage import old_objects_left_out
 from megacompile.plan.packed_shapes import shape_class
 from megacompile.plan.settled import SettledPlans
 from megacompile.text import printable
@@ -159,7 +168,7 @@ class _Capturing:
         self.fakes = compat.fake_mode()
         units = find_units(model, compute_dtype=options.compute_dtype)
         self.plans = SettledPlans(PassCompiler(options, units, hardware=hardware))
-        self.programs: list[AbstractProgram] = []
+        self.captures: list[Capture] = []
         self.inputs: dict[int, torch.Tensor] = {}  # fake, by the id of what was given
         self.places: dict[int, tuple[Bucket, int]] = {}  # by the id of a fake leaf
         self.made: dict[int, torch.Tensor] = {}  # fake, by the id of a parameter or buffer
@@ -170,38 +179,62 @@ class _Capturing:
         }
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[AbstractProgram]:
-        fake_args, fake_kwargs = compat.tree_map(self._fake_input, (tuple(args), dict(kwargs)))
-        model = self.model
-        call = compat.frame_of(model, f"abstract_{type(model).__name__}")
+        given = compat.tree_map(self._fake_input, (tuple(args), dict(kwargs)))
         with self._swapped_in():
-            torch.compile(call, backend=self._backend)(*fake_args, **fake_kwargs)
-        if not self.programs:
+            groups = equal_layers(self.model) if compat.REUSES_REGIONS else []
+            if not groups or not self._call_in_regions(given, groups):
+                self._call(given, self._backend)
+        if not self.captures:
             raise ModelError(
-                f"abstract_schedules(): Dynamo captured nothing of {type(model).__name__}; "
+                f"abstract_schedules(): Dynamo captured nothing of {type(self.model).__name__}; "
                 "TORCH_LOGS=graph_breaks says why"
             )
-        return self.programs
+        partition = self.plans.compiler.partition
+        return [AbstractProgram(each, partition(each), self.plans) for each in self.captures]
+
+    def _call(self, given: tuple[Any, Any], backend: Callable[..., Any]) -> None:
+        call = compat.frame_of(self.model, f"abstract_{type(self.model).__name__}")
+        with old_objects_left_out():
+            torch.compile(call, backend=backend)(*given[0], **given[1])
+
+    def _call_in_regions(self, given: tuple[Any, Any], groups: Sequence[Any]) -> bool:
+        """Capture with one of equal layers traced; False where that is not what comes out."""
+
+        def backend(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+            del examples
+
+            def run(*args: Any) -> Any:
+                if self.captures:
+                    raise NotEqualError("it was captured in several graphs")
+                self.captures.append(self._captured(inlined(module, args, groups), args))
+                with self.fakes:
+                    return stand_ins(module)
+
+            return run
+
+        try:
+            with as_regions(groups):
+                self._call(given, backend)
+        except Exception:  # what is wrong with the model itself, the plain capture says
+            self.captures.clear()
+        return bool(self.captures)
 
     def _backend(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         del examples
-        done: list[AbstractProgram] = []
+        return functools.partial(self._run, module)
 
-        def run(*args: Any) -> Any:
-            if not done:
-                done.append(self._program(module, args))
-                self.programs.append(done[0])
-            with self.fakes:
-                return module(*args)
+    def _run(self, module: fx.GraphModule, *args: Any) -> Any:
+        if all(module is not capture.module for capture in self.captures):
+            self.captures.append(self._captured(module, args))
+        with self.fakes:
+            return module(*args)
 
-        return run
-
-    def _program(self, module: fx.GraphModule, args: Sequence[Any]) -> AbstractProgram:
+    def _captured(self, module: fx.GraphModule, args: Sequence[Any]) -> Capture:
         name = printable(type(self.model).__name__)
-        name += f".{len(self.programs)}" if self.programs else ""
+        name += f".{len(self.captures)}" if self.captures else ""
         device = self.options.device
         inputs = tuple(self._input(arg) for arg in args)
-        capture = Capture(name, module, inputs, device, Ambient.current(device))
-        return AbstractProgram(capture, self.plans.compiler.partition(capture), self.plans)
+        return Capture(name, module, inputs, device, Ambient.current(device))
 
     def _input(self, arg: Any) -> GraphInput:
         if is_wrapper(arg) and type(arg) in self.packed:

@@ -15,6 +15,7 @@ class Choice:
     device_update: float = 0.0  # the share of the streamed parameters that the device updates
     more_slots: int = 0  # than were asked for
     offload: int = 0  # of the first stages: what their recomputes take waits on the host
+    saved_on_disk: int = 0  # of these, the first ones: it goes on from there to the disk
     rerun: int = 0  # stages whose outputs are computed again in the backward, not saved
     state_lookahead: int | None = None  # stages that states are fetched ahead; None: as weights
     state_delay: int = 1  # backwards that are issued before one waits for states to leave

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megacompile.cost.memory import Kind, streamed_bytes
-from megacompile.cost.stored import stored_bytes, stored_weights_bytes
+from megacompile.cost.places import stored_bytes, stored_weights_bytes
 from megacompile.errors import DeviceMemoryError, HostMemoryError
 from megacompile.ir.capture import Variant
 from megacompile.ir.placement import Placement
@@ -322,6 +322,8 @@ class Chooser:
             optimizer=cost,
             accumulates=accumulates,
             disk_weights=self.setting.options.disk_weights,
+            disk_saved=self.setting.options.disk_saved,
+            offloads=self.setting.options.activations is Activations.OFFLOAD,
             budget_bytes=self.budget.size_bytes(),
             host_budget_bytes=self.setting.host_budget_bytes(),
             elsewhere_bytes=on_host,

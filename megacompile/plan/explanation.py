@@ -90,6 +90,7 @@ class Explanation:
     bounds: dict[str, float]  # resource -> its share of the step's time, the largest first
     changes: tuple[Change, ...]
     budgets: tuple[Change, ...]  # what a tenth more of each would buy
+    locked_bytes: int | None = None  # of host memory, page-locked; None: nothing has to be
 
     @property
     def bound(self) -> str:
@@ -144,6 +145,9 @@ class Explanation:
         rows.append(["needed", *(format_bytes(m.needed_bytes) for m in tiers.values())])
         there = [memory.there_bytes for memory in tiers.values()]
         rows.append(["there", *("?" if n is None else format_bytes(n) for n in there)])
+        if self.locked_bytes is not None:
+            locked = format_bytes(self.locked_bytes)
+            rows.append(["page-locked", *(locked if name == "host" else "" for name in tiers)])
         return rows
 
     def bounds_text(self) -> str:
@@ -268,6 +272,7 @@ def explanation(
     rebuilt: Mapping[str, Callable[[], Scenario]] | None = None,
     more: Mapping[str, Callable[[], Scenario]] | None = None,
     try_changes: bool = True,
+    locked_bytes: int | None = None,
 ) -> Explanation:
     """What there is to say of a planned step.
 
@@ -279,11 +284,14 @@ def explanation(
         rebuilt: other plans of the same model; see `megacompile.plan.scenario.changes`.
         more: the same plan with more of a memory; see `megacompile.plan.scenario.budgets`.
         try_changes: say what would help.
+        locked_bytes: of host memory that is page-locked. Default: what can be, where that is known.
     """
     timeline = now.timeline()
     peak = now.device.peak
     device = now.device_kinds()
     host, disk = now.host(), now.disk()
+    if locked_bytes is None and now.hardware.locked_bytes is not None:
+        locked_bytes = min(now.hardware.locked_bytes, sum(host.values()))
     steps = None if traced is None else traced_steps(traced, model)
     streams = [
         Busy(
@@ -318,4 +326,5 @@ def explanation(
         bounds=now.bounds(),
         changes=changes(now, rebuilt) if try_changes else (),
         budgets=budgets(now, more) if try_changes or more else (),
+        locked_bytes=locked_bytes,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megacompile.cost.memory import Kind
 from megacompile.plan.scenario import Scenario
 from megacompile.text import format_bytes
 
@@ -44,8 +45,10 @@ def _host_too_small(now: Scenario) -> tuple[str, ...]:
         return ()
     lines = [f"host memory: {format_bytes(needed)} needed, {format_bytes(there)} there"]
     if now.disk_bytes is not None:
+        there_now = now.disk()
+        what = " and ".join(there_now) or Kind.STATES.value
         lines[0] += (
-            f" (with {format_bytes(sum(now.disk().values()))} of optimizer states on the disk, "
+            f" (with {format_bytes(sum(there_now.values()))} of {what} on the disk, "
             f"which holds {format_bytes(now.disk_bytes)})"
         )
     for name, size in now.host_with_less().items():

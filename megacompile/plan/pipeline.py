@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 from megacompile import log
+from megacompile.cost.places import stored_bytes
 from megacompile.ir.buckets import Unit
 from megacompile.ir.capture import Capture, Variant
 from megacompile.ir.schedule import Plan, Schedule
@@ -31,6 +32,7 @@ from megacompile.passes.capture.vmaps import fold_vmaps
 from megacompile.passes.schedule.device_update import insert_device_update
 from megacompile.passes.schedule.differentiate import differentiate
 from megacompile.passes.schedule.disk import insert_disk
+from megacompile.passes.schedule.disk_saved import insert_disk_saved
 from megacompile.passes.schedule.disk_weights import insert_disk_weights
 from megacompile.passes.schedule.free import insert_free
 from megacompile.passes.schedule.norms import insert_norms
@@ -159,6 +161,7 @@ class Pipeline:
                 ("recompute", insert_recompute),
                 ("rerun", insert_reruns),
                 ("offload_saved", offload),
+                *self._saved_passes(choice),
                 *self._gradient_passes(choice, variant),
                 *self._disk_passes(choice),
                 ("prefetch", functools.partial(insert_prefetch, lookahead=options.lookahead)),
@@ -211,12 +214,25 @@ class Pipeline:
             ("update_graph", step),
         ]
 
+    def _saved_passes(self, choice: Choice) -> list[SchedulePass]:
+        """What waits on the host goes on to a disk: all of it, or as much as is chosen."""
+        every = bool(self.setting.options.disk_saved)
+        if not every and not choice.saved_on_disk:
+            return []
+        count = None if every else choice.saved_on_disk
+        return [("disk_saved", functools.partial(insert_disk_saved, count=count))]
+
     def _disk_passes(self, choice: Choice) -> list[SchedulePass]:
         """States that lie on a disk come from there, and go back."""
         if not choice.on_disk:
             return []
-        state_bytes = self.setting.cost().states_of
-        insert = functools.partial(insert_disk, on_disk=choice.on_disk, state_bytes=state_bytes)
+        cost = self.setting.cost()
+        insert = functools.partial(
+            insert_disk,
+            on_disk=choice.on_disk,
+            state_bytes=cost.states_of,
+            set_bytes=lambda bucket, trained: stored_bytes(bucket, trained, cost),
+        )
         return [("disk", insert)]
 
     def lowered(self, schedule: Schedule) -> Schedule:

@@ -176,7 +176,9 @@ class _Tries:
         """Simulate a choice with inputs of stages on the host: of as few as it takes, and of more,
         which may leave memory to keep stages.
 
-        If that is more than the host has, stages run again instead of having their outputs wait.
+        If that is more than the host has, stages run again instead of having their outputs wait,
+        or what waits goes on to a disk (`Tiers.settled`). If it still is, every other stage does,
+        and as few wait as that leaves to the device.
 
         Args:
             resident: more buckets may live on the device as well.
@@ -191,8 +193,16 @@ class _Tries:
             if more is not None:
                 keys = problem.with_residents(more).resident if resident else choice.resident
                 self.add(replace(waiting, resident=keys))
-            if again := problem.fewest_reruns(waiting):
+            again = problem.fewest_reruns(waiting)
+            if again is None:  # with a disk for the rest of it
+                again = problem.stages // 2
+            if again:
                 self.add(replace(waiting, rerun=again))
+        if not self.times:
+            rerun = replace(choice, rerun=problem.stages // 2)
+            fewer = problem.fewest_offloaded(rerun)
+            if fewer is not None and fewer < few:
+                self.add(replace(rerun, offload=fewer))
 
     def _with(self, count: int, share: float, *, keep: int = 1) -> Choice:
         """The first `count` buckets that may become resident do."""

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megacompile.cost.hardware import Hardware
-from megacompile.cost.memory import DeviceMemory, Kind, device_memory, host_memory
+from megacompile.cost.memory import DeviceMemory, device_memory, saved_elsewhere
 from megacompile.cost.optimizer import OptimizerCost
+from megacompile.cost.pageable import with_pageable
 from megacompile.cost.simulate import simulate
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
@@ -45,6 +46,8 @@ class Problem:
         storable: keys of those whose states may go there; None: all of them.
         accumulates: gradients of micro-batches wait for an update in a later backward.
         disk_weights: the parameters of streamed buckets lie on the disk.
+        disk_saved: what waits on the host goes on to the disk; None: as little as it takes.
+        offloads: saved tensors wait elsewhere, whatever is chosen.
     """
 
     build: Callable[[Choice], Schedule]
@@ -65,12 +68,14 @@ class Problem:
     storable: frozenset[int] | None = None
     accumulates: bool = False
     disk_weights: bool = False
+    disk_saved: bool | None = None
+    offloads: bool = False
     # What is known of choices.
     _peaks: dict[Choice, dict[int, int]] = field(default_factory=dict, init=False)  # by the kept
     _steps_s: dict[Choice, float] = field(default_factory=dict, init=False)
     _slower_s: dict[Choice, float] = field(default_factory=dict, init=False)
     _built: dict[Choice, Schedule] = field(default_factory=dict, init=False)  # the last one
-    _waiting: dict[Choice, int] = field(default_factory=dict, init=False)
+    _saved: dict[Choice, list[tuple[int, int]]] = field(default_factory=dict, init=False)
     tiers: Tiers = field(init=False)  # host and disk
 
     def __post_init__(self) -> None:
@@ -85,9 +90,11 @@ class Problem:
             self.on_disk,
             every if self.storable is None else self.storable,
             self.accumulates,
-            self._waiting_bytes,
+            self._waiting,
             lambda: self.schedule(Choice(0, self.resident, every)).plan,
             self.disk_weights,
+            self.disk_saved,
+            self.offloads,
         )
         object.__setattr__(self, "tiers", tiers)
 
@@ -138,6 +145,8 @@ class Problem:
 
     def _simulated_s(self, choice: Choice, hardware: Hardware) -> float:
         schedule = self.schedule(choice)
+        if hardware.locked_bytes is not None:
+            hardware = with_pageable(hardware, self.host_bytes(choice))
         timeline = simulate(schedule, hardware, optimizer=self.optimizer, steps=3, fused=self.fused)
         return timeline.step_s
 
@@ -164,16 +173,15 @@ class Problem:
         """With the states of as few buckets on the disk as can be; see `Tiers.settled`."""
         return self.tiers.settled(choice)
 
-    def _waiting_bytes(self, choice: Choice) -> int:
-        """Saved tensors that wait on the host."""
+    def _waiting(self, choice: Choice) -> list[tuple[int, int]]:
+        """Saved tensors that wait on the host or on the disk: stage, bytes."""
         streamed = self._streamed(choice)
-        if streamed not in self._waiting:
-            kinds = host_memory(self.schedule(streamed))
-            self._waiting[streamed] = kinds.get(Kind.ACTIVATIONS, 0)
-        return self._waiting[streamed]
+        if streamed not in self._saved:
+            self._saved[streamed] = saved_elsewhere(self.schedule(streamed))
+        return self._saved[streamed]
 
     def _streamed(self, choice: Choice) -> Choice:
-        return replace(choice, resident=self.resident, on_disk=frozenset())
+        return replace(choice, resident=self.resident, on_disk=frozenset(), saved_on_disk=0)
 
     def _buffer_bytes(self, choice: Choice) -> float:
         """The budget less what new resident buckets take."""
@@ -273,9 +281,10 @@ class Problem:
     def _known(self, choice: Choice) -> dict[int, int]:
         """The peaks that are known, by how many stages are kept; a choice as this otherwise.
 
-        Where states lie outside of the device makes no difference to it.
+        Where states and saved tensors lie outside of the device makes no difference to it.
         """
-        return self._peaks.setdefault(replace(choice, keep=0, on_disk=frozenset()), {})
+        place = replace(choice, keep=0, on_disk=frozenset(), saved_on_disk=0)
+        return self._peaks.setdefault(place, {})
 
 
 def _fewest(most: int, fits: Callable[[int], bool]) -> int | None:

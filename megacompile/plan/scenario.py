@@ -12,8 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megacompile.cost.hardware import Hardware
-from megacompile.cost.memory import DeviceMemory, Kind, host_memory, streamed_bytes
+from megacompile.cost.memory import (
+    DeviceMemory,
+    Kind,
+    host_memory,
+    saved_elsewhere,
+    streamed_bytes,
+)
 from megacompile.cost.optimizer import EIGHT_BITS, OptimizerCost
+from megacompile.cost.pageable import with_pageable
 from megacompile.cost.simulate import Prediction, simulate
 from megacompile.cost.stored import disk_memory
 from megacompile.errors import MegacompileError
@@ -68,8 +75,9 @@ class Scenario:
         """Three steps; the last one's period is that of training."""
         machine = hardware or self.hardware
         if machine not in self._kept:
+            rates = with_pageable(machine, sum(self.host().values()))
             self._kept[machine] = simulate(
-                self.schedules, machine, optimizer=self.optimizer, steps=3, fused=self.fused
+                self.schedules, rates, optimizer=self.optimizer, steps=3, fused=self.fused
             )
         return self._kept[machine]
 
@@ -111,15 +119,15 @@ class Scenario:
         return {kind.value: n for kind, n in disk_memory(self.schedules, self.optimizer).items()}
 
     def fewest_stored_bytes(self) -> int | None:
-        """Optimizer states that would have to lie on a disk, however large, for the rest to fit on
-        the host; None where even all of them are too few."""
+        """What would have to lie on a disk, however large, for the rest to fit on the host:
+        optimizer states, and saved tensors; None where even all of them are too few."""
         buckets = {b.key: b for schedule in self.schedules for b in schedule.buckets}
         resident = frozenset(k for schedule in self.schedules for k in schedule.plan.resident)
         trained: dict[int, Sequence[int]] = {}
         for schedule in self.schedules:
             if schedule.backward is not None:
                 trained |= schedule.gradient_params
-        waiting = self.host().get(Kind.ACTIVATIONS.value, 0)
+        waiting = [saved for each in self.schedules for saved in saved_elsewhere(each)]
         tiers = Tiers(
             list(buckets.values()),
             trained,

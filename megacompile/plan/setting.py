@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megacompile import compat
 from megacompile.cost.hardware import H200, Hardware
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.rates import cached, load, load_disk
 from megacompile.options import Options
+from megacompile.page_locks import PAGE_LOCKS
 
 _MARGIN = 0.05  # of free device memory, for what is not planned: fragmentation, cuBLAS, NCCL
 _MARGIN_BYTES = 4 * 2**30  # at most: most of that does not grow with the memory
@@ -46,6 +47,7 @@ class Setting:
             return self.hardware
         if self.options.device.type == "cuda":
             found, folder = load(self.options.device), self.options.disk
+            found = replace(found, locked_bytes=PAGE_LOCKS.limit_bytes)
             return found if folder is None else load_disk(folder).on(found)
         return cached(self.options.device) or _ASSUMED  # nobody measures for a plan on the CPU
 

@@ -1,4 +1,4 @@
-"""What of a choice lies on the host and on the disk, and which states go to the disk.
+"""What of a choice lies on the host and on the disk: which states and saved tensors go there.
 
 States are faster on the host. So as few buckets as it takes have theirs on the disk: which, depends
 on when a step uses them.
@@ -10,6 +10,10 @@ on when a step uses them.
                      backward begins. A read comes a few uses ahead of its own, so the drive works
                      all through the backward; beside one another they would wait for it, and leave
                      it idle before and after.
+
+Saved tensors that wait on the host go there where all states are not enough, of as few stages as it
+takes: the first ones, whose tensors wait the longest. They are written and read in each step, as
+states are, and those of a stage are mostly larger than its states in 8 bits.
 
 Buckets that are much larger than most (an embedding, a head) come last: each set of buffers has to
 be as large as the largest of them. Decision 28 has figures.
@@ -27,9 +31,10 @@ from dataclasses import dataclass, field, replace
 
 from megacompile.cost.memory import Kind, streamed_bytes
 from megacompile.cost.optimizer import OptimizerCost
-from megacompile.cost.stored import stored_bytes, stored_weights_bytes
+from megacompile.cost.places import stored_bytes, stored_weights_bytes, whole_pages
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Plan
+from megacompile.passes.schedule.disk_saved import SETS
 from megacompile.plan.choice import Choice
 
 _LARGE = 1.5  # times the median: what goes to the disk last
@@ -40,8 +45,8 @@ _SPREAD = 0.9  # of the buckets, in forward order
 class _Sizes:
     """Of one bucket that is streamed, bytes."""
 
-    rest: float  # on the host, wherever its states lie
-    states: float
+    rest: int  # on the host, wherever its states lie
+    states: int
     stored: int  # of the states, on the disk
     weights: int  # of the parameters, there
 
@@ -60,10 +65,12 @@ class Tiers:
         on_disk: keys of the buckets whose states lie on the disk already.
         undecided: keys of those whose states may go there.
         accumulates: gradients of micro-batches wait on the host, whatever updates.
-        waiting_bytes: saved tensors of a choice that wait on the host.
+        waiting: saved tensors of a choice that wait on the host or on the disk: stage, bytes.
         plan_of_all: the plan of a draft where all states lie on the disk: it says how many sets of
             buffers they need, and parameters.
         disk_weights: the parameters of streamed buckets lie on the disk too.
+        disk_saved: what waits on the host goes on to the disk; None: as little as it takes.
+        offloads: saved tensors wait elsewhere, whatever is chosen.
     """
 
     buckets: Sequence[Bucket]
@@ -75,31 +82,40 @@ class Tiers:
     on_disk: frozenset[int]
     undecided: frozenset[int]
     accumulates: bool
-    waiting_bytes: Callable[[Choice], int]
+    waiting: Callable[[Choice], Sequence[tuple[int, int]]]
     plan_of_all: Callable[[], Plan]
     disk_weights: bool = False
+    disk_saved: bool | None = None
+    offloads: bool = False
     _sizes: dict[int, _Sizes] = field(default_factory=dict, init=False)
-    _settled: dict[tuple[frozenset[int], int, int], frozenset[int]] = field(
-        default_factory=dict, init=False
-    )
+    _settled: dict[Choice, Choice] = field(default_factory=dict, init=False)
 
     def of_host(self, choice: Choice) -> int:
         """Host memory once training runs, with the gradients and states that are made by then."""
-        size = float(self.elsewhere_bytes)
+        size = self.elsewhere_bytes
         on_disk = choice.on_disk - choice.resident
         for bucket in self.buckets:
             if bucket.key not in choice.resident:
                 sizes = self._of(bucket)
-                size += sizes.rest + (0.0 if bucket.key in on_disk else sizes.states)
+                size += sizes.rest + (0 if bucket.key in on_disk else sizes.states)
         size += self._staged(on_disk) + self._staged_weights(choice)
-        return int(size) + (self.waiting_bytes(choice) if choice.offload else 0)
+        on_host, stored = self._saved(choice)
+        return size + sum(on_host) + 2 * SETS * max(stored, default=0)
 
     def of_disk(self, choice: Choice) -> int:
         """Bytes on the disk."""
         keys = choice.on_disk - choice.resident
         streamed = (b for b in self.buckets if b.key not in choice.resident)
         weights = sum(self._of(bucket).weights for bucket in streamed)
-        return weights + sum(self._of(b).stored for b in self.buckets if b.key in keys)
+        states = sum(self._of(b).stored for b in self.buckets if b.key in keys)
+        return weights + states + sum(map(whole_pages, self._saved(choice)[1]))
+
+    def _saved(self, choice: Choice) -> tuple[list[int], list[int]]:
+        """Bytes of the saved tensors that wait on the host, and of those on the disk."""
+        each = self.waiting(choice) if choice.offload or self.offloads else ()
+        count = math.inf if self.disk_saved else choice.saved_on_disk
+        on_host = [size for index, size in each if index >= count]
+        return on_host, [size for index, size in each if index < count]
 
     def fit(self, choice: Choice) -> bool:
         """Does it stay within both budgets, as far as they are known?"""
@@ -109,13 +125,27 @@ class Tiers:
 
     def settled(self, choice: Choice) -> Choice:
         """The choice with the states of as few buckets on the disk as it takes for the others to
-        fit on the host; where that is not known or not enough, of as many as the disk holds."""
+        fit on the host; where that is not known or not enough, of as many as the disk holds. Where
+        it is not enough, with saved tensors of as few stages there as it takes."""
         if self.disk_bytes is None:
-            return replace(choice, on_disk=frozenset()) if choice.on_disk else choice
-        place = (choice.resident, choice.offload, choice.rerun)
+            return replace(choice, on_disk=frozenset(), saved_on_disk=0)
+        place = Choice(0, choice.resident, offload=choice.offload, rerun=choice.rerun)
         if place not in self._settled:
-            self._settled[place] = self._fewest(choice)
-        return replace(choice, on_disk=self._settled[place])
+            states = replace(choice, saved_on_disk=0)
+            states = replace(states, on_disk=self._fewest(states))
+            self._settled[place] = self._with_saved(states)
+        found = self._settled[place]
+        return replace(choice, on_disk=found.on_disk, saved_on_disk=found.saved_on_disk)
+
+    def _with_saved(self, choice: Choice) -> Choice:
+        """With saved tensors on the disk, where that makes it fit."""
+        if self.disk_saved is not None or self.host_bytes is None or self.fit(choice):
+            return choice
+        each = self.waiting(choice) if choice.offload or self.offloads else ()
+        for last in sorted({index for index, _ in each}):
+            if self.fit(more := replace(choice, saved_on_disk=last + 1)):
+                return more
+        return choice
 
     def _fewest(self, choice: Choice) -> frozenset[int]:
         already = self.on_disk - choice.resident
@@ -132,7 +162,7 @@ class Tiers:
         if self.host_bytes is not None:
             gains = sorted((self._of(bucket).states for bucket in order), reverse=True)
             over = self.of_host(chosen(0)) - self.host_bytes
-            saved = list(itertools.accumulate(gains[:most], initial=0.0))
+            saved = list(itertools.accumulate(gains[:most], initial=0))
             for count in range(bisect.bisect_left(saved, over), most + 1):
                 if self.fit(chosen(count)):
                     return chosen(count).on_disk
@@ -157,18 +187,18 @@ class Tiers:
         pool = pool[: max(count, math.ceil(_SPREAD * len(pool)))]
         return [pool[(2 * i + 1) * len(pool) // (2 * count)] for i in range(count)]
 
-    def _staged(self, on_disk: frozenset[int]) -> float:
+    def _staged(self, on_disk: frozenset[int]) -> int:
         """Of the sets of buffers that states from the disk come to."""
         if not on_disk:
-            return 0.0
-        largest = max((self._of(b).states for b in self.buckets if b.key in on_disk), default=0.0)
+            return 0
+        largest = max((self._of(b).stored for b in self.buckets if b.key in on_disk), default=0)
         return largest * min(len(on_disk), self._plan.state_sets)
 
-    def _staged_weights(self, choice: Choice) -> float:
+    def _staged_weights(self, choice: Choice) -> int:
         """Of the buffers that parameters from the disk come to, and go there from."""
         if not self.disk_weights:
-            return 0.0
-        streamed = (b.size_bytes for b in self.buckets if b.key not in choice.resident)
+            return 0
+        streamed = (self._of(b).weights for b in self.buckets if b.key not in choice.resident)
         return max(streamed, default=0) * (self._plan.weight_sets + self._plan.new_weight_sets)
 
     @functools.cached_property

@@ -35,6 +35,9 @@ _WRONG = {  # what the wrong value is called, by what was needed
 }
 
 
+_PLACEHOLDERS = (Value.SAVED_ON_HOST, Value.SAVED_ON_DISK)  # in a backward
+
+
 def _arguments_match(view: View) -> Iterator[Hazard]:
     """What an op takes is of the kind that it declares, of its own bucket, for it alone."""
     for node in view.that(lambda op: op.takes):
@@ -61,23 +64,26 @@ def _arguments_match(view: View) -> Iterator[Hazard]:
 
 
 def _matches(node: fx.Node, takes: Takes, value: fx.Node) -> bool:
-    if takes.kind is Value.SAVED_ON_HOST:  # the backward's is a placeholder
+    if takes.kind in _PLACEHOLDERS:
         return True
     if kind_of(value) is not takes.kind:
         return False
     if takes.like is not None:
-        return value.args[1] is _gradients_of(node.args[takes.like])
+        return value.args[1] is _made_of(node.args[takes.like])
     subject: Any = node.args[0]
     bucket = bucket_of(value)
     return bucket is not None and bucket.key == subject.key
 
 
-def _gradients_of(value: Any) -> Any:
-    """The gradients that a value was made of; themselves, if it is some."""
+def _made_of(value: Any) -> Any:
+    """The gradients, or the copy on a disk, that a value was made of; itself, if it is that."""
     for takes in effects(value).takes if isinstance(value, fx.Node) else ():
-        if takes.kind is Value.GRADIENTS and effects(value).gives is not Value.GRADIENTS:
+        if takes.kind in _SOURCES and effects(value).gives is not takes.kind:
             return value.args[takes.at]
     return value
+
+
+_SOURCES = (Value.GRADIENTS, Value.SAVED_ON_DISK)
 
 
 def _of(node: fx.Node) -> str:

@@ -1,192 +1,51 @@
 """What every value of a captured graph is: its meta, whom it shares memory with, who changes it.
 
 The captured graph runs once on fake tensors under functionalization, so nothing is computed and
-nothing of the user's is changed.
+nothing of the user's is changed. What equal layers do is run once, and recalled for the others
+(`megacompile.passes.capture.recall`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-from torch import fx
-
 from megacompile import compat
 from megacompile.errors import UnsupportedGraphError
-from megacompile.ir.capture import Capture, ConstantInput, NumberInput, ParamInput
-from megacompile.ir.symbols import Number, Symbols, has_numbers, symbols_in
-from megacompile.ir.tensors import TensorMeta
-from megacompile.packed import is_wrapper, taken_apart
+from megacompile.ir.capture import Capture
+from megacompile.passes.capture.interpret import Interpreter, Values
+from megacompile.passes.capture.recall import Recalling
 
-_CONSTANTS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, slice)
-
-
-@dataclass(slots=True)
-class Values:
-    """What `propagate` learned of each node of a captured graph."""
-
-    of: dict[fx.Node, Any] = field(default_factory=dict)  # TensorMeta, constants, tuples of them
-    storages: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
-    mutates: dict[fx.Node, frozenset[int]] = field(default_factory=dict)  # storages it changes
-    same_as: dict[fx.Node, fx.Node] = field(default_factory=dict)  # what is changed in place -> it
-    wrappers: set[fx.Node] = field(default_factory=set)  # tensors that are made of others
-    # what did not require grad when it was made -> the change in place after which it does
-    requires_grad_after: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    symbols: Symbols | None = None  # of the captured graph, where it has any
-
-    def is_constant(self, node: fx.Node) -> bool:
-        """Can the node's value stand in the code as a literal?"""
-        return _is_constant(self.of[node])
-
-    def is_number(self, node: fx.Node) -> bool:
-        """Is the node's value a number that changes from call to call, or does it hold one?"""
-        value = self.of[node]
-        return has_numbers(value) and _is_constant(value, numbers=True)
-
-    def origin(self, node: fx.Node) -> fx.Node:
-        """The node that gave the very tensor that `node` gives: `x` for `x.add_(1)`."""
-        while node in self.same_as:
-            node = self.same_as[node]
-        return node
-
-    def is_tensor(self, node: fx.Node) -> bool:
-        return isinstance(self.of[node], TensorMeta)
+__all__ = ["Values", "propagate"]
 
 
-def propagate(capture: Capture) -> Values:
+def propagate(capture: Capture, *, recall: bool = True) -> Values:
     """Run `capture` on fake tensors.
+
+    Args:
+        recall: what is known of an operation is taken for others that are equal.
 
     Raises:
         UnsupportedGraphError: an operator has no fake kernel, or a shape that depends on data.
     """
-    values = Values()
-    interpreter = _Interpreter(capture, values)
-    values.symbols = interpreter.symbols
+    if recall and not capture.planned:
+        try:
+            return _run(Recalling(capture, Values()))
+        except Exception:  # whatever needs the tensors themselves: the plain run says what is wrong
+            pass
     try:
-        with capture.ambient.apply(), compat.keeping_nesting(), interpreter.fakes:
-            if values.symbols is not None:
-                values.symbols.fakes.require(capture.conditions)
-            inputs = [interpreter.fake_input(item) for item in capture.inputs]
-            constants = interpreter.fake_constants()
-            with compat.functional_mode():
-                interpreter.constants = {k: compat.to_functional(v) for k, v in constants.items()}
-                wrapped = [compat.to_functional(value) for value in inputs]
-                interpreter.run(*wrapped, enable_io_processing=False)
+        return _run(Interpreter(capture, Values()))
     except compat.UNTRACEABLE as error:
         raise UnsupportedGraphError(f"{capture.name}: {error}") from error
+
+
+def _run(interpreter: Interpreter) -> Values:
+    capture, values = interpreter.capture, interpreter.values
+    values.symbols = interpreter.symbols
+    with capture.ambient.apply(), compat.keeping_nesting(), interpreter.fakes:
+        if values.symbols is not None:
+            values.symbols.fakes.require(capture.conditions)
+        inputs = [interpreter.fake_input(item) for item in capture.inputs]
+        constants = interpreter.fake_constants()
+        with compat.functional_mode():
+            interpreter.constants = {k: compat.to_functional(v) for k, v in constants.items()}
+            wrapped = [compat.to_functional(value) for value in inputs]
+            interpreter.run(*wrapped, enable_io_processing=False)
     return values
-
-
-class _Interpreter(fx.Interpreter):
-    def __init__(self, capture: Capture, values: Values) -> None:
-        super().__init__(capture.module, garbage_collect_values=False)
-        planned = capture.planned
-        self.symbols = Symbols(planned, compat.SymbolicFakes(planned)) if planned else None
-        self.fakes = compat.fake_mode() if self.symbols is None else self.symbols.fakes
-        self.capture = capture
-        self.values = values
-        self.constants: dict[str, torch.Tensor] = {}
-
-    def fake_constants(self) -> dict[str, torch.Tensor]:
-        """Fake tensors for the tensors that the captured graph holds itself."""
-        nodes = self.capture.module.graph.find_nodes(op="get_attr")
-        held = {node.target: self.fetch_attr(node.target) for node in nodes}
-        return {k: TensorMeta.of(v).empty() for k, v in held.items() if isinstance(v, torch.Tensor)}
-
-    def fake_input(self, item: Any) -> Any:
-        if isinstance(item, ConstantInput):
-            return item.value
-        if isinstance(item, NumberInput):
-            return item.number.zeros()
-        if isinstance(item, ParamInput):
-            param = item.bucket.params[item.param]
-            meta = TensorMeta(
-                param.shape, param.dtype, param.stride, item.requires_grad, self.capture.device
-            )
-        else:
-            meta = item.meta
-        return meta.empty()
-
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target in self.constants:
-            return self.constants[target]
-        return super().get_attr(target, args, kwargs)
-
-    def run_node(self, n: fx.Node) -> Any:
-        before = self._inputs(n)
-        value = super().run_node(n)
-        self.values.of[n] = _describe(value)
-        if is_wrapper(value):
-            self.values.wrappers.add(n)
-        for source in n.all_input_nodes if isinstance(value, torch.Tensor) else ():
-            if self.env[source] is value:
-                self.values.same_as[n] = source
-        self.values.storages[n] = frozenset(compat.storage_key(t) for t in _tensors(value))
-        self.values.mutates[n] = frozenset(
-            compat.storage_key(tensor)
-            for tensor, old in before
-            if compat.from_functional(tensor) is not old
-        )
-        self._note_requires_grad(n)
-        return value
-
-    def _note_requires_grad(self, n: fx.Node) -> None:
-        """A tensor made by `torch.zeros` requires grad once a part of it is set to what does."""
-        if not self.values.mutates[n]:
-            return  # most nodes; else time would grow with the square of the graph
-        for holder, value in self.env.items():
-            if holder in self.values.requires_grad_after or not isinstance(value, torch.Tensor):
-                continue
-            if self.values.storages[holder] & self.values.mutates[n]:
-                before, now = self.values.of[holder], TensorMeta.of(value)
-                if now.requires_grad and not before.requires_grad:
-                    self.values.requires_grad_after[holder] = n
-
-    def _inputs(self, n: fx.Node) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The tensors that a node takes, with their values: another one once they were changed."""
-        taken = [tensor for source in n.all_input_nodes for tensor in _tensors(self.env[source])]
-        return [(tensor, compat.from_functional(tensor)) for tensor in taken]
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if is_wrapper(value):
-        return taken_apart(value)[1]
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in _tensors(item)]
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in _tensors(item)]
-    return []
-
-
-def _describe(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return TensorMeta.of(value)
-    if isinstance(value, (tuple, list)):
-        return (
-            type(value)(map(_describe, value))
-            if type(value) in (tuple, list)
-            else tuple(map(_describe, value))
-        )
-    if isinstance(value, torch.SymBool):
-        return bool(value)  # decided, under a condition on the symbols
-    if compat.is_number(value):
-        planned, expression = compat.expression_of(value)
-        return Number(expression, planned) if symbols_in(expression) else planned
-    if isinstance(value, slice):
-        return slice(*map(_describe, (value.start, value.stop, value.step)))
-    return value
-
-
-def _is_constant(value: Any, *, numbers: bool = False) -> bool:
-    """Can a value stand in the code as a literal? With `numbers`, but for numbers that change."""
-    if isinstance(value, (tuple, list)):
-        return all(_is_constant(item, numbers=numbers) for item in value)
-    if isinstance(value, Number):
-        return numbers
-    if isinstance(value, slice):
-        parts = (value.start, value.stop, value.step)
-        return all(_is_constant(part, numbers=numbers) for part in parts)
-    return isinstance(value, _CONSTANTS) and not isinstance(value, TensorMeta)

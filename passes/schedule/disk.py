@@ -14,7 +14,7 @@ read waits until a buffer is free, so there are as many of them on their way as 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -38,6 +38,7 @@ def insert_disk(
     *,
     on_disk: frozenset[int],
     state_bytes: Callable[[int], float],
+    set_bytes: Callable[[Bucket, Sequence[int]], int] | None = None,
     ahead: int = AHEAD,
 ) -> Schedule:
     """The schedule in which some of the streamed buckets have their states on a disk.
@@ -45,6 +46,7 @@ def insert_disk(
     Args:
         on_disk: their keys; those of other buckets are ignored.
         state_bytes: of one element's states, by its bytes as streamed; for the cost model.
+        set_bytes: of a buffer that all states of a bucket come to, with the trained parameters.
         ahead: how many uses of states ahead of its own a read comes.
     """
     trained = schedule.gradient_params if schedule.backward is not None or schedule.rest else {}
@@ -66,7 +68,12 @@ def insert_disk(
         f"{format_bytes(sum(sizes))} there and writes as much, by way of {sets} sets of buffers "
         f"({format_bytes(sets * max(sizes))} of host memory)"
     )
-    plan = replace(new.plan, state_sets=sets, reasons=(*new.plan.reasons, reason))
+    largest = 0
+    if set_bytes is not None:
+        largest = max(set_bytes(b, trained[b.key]) for b in new.buckets if b.key in keys)
+    plan = replace(
+        new.plan, state_sets=sets, state_set_bytes=largest, reasons=(*new.plan.reasons, reason)
+    )
     return replace(new, plan=plan)
 
 

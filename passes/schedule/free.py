@@ -19,11 +19,11 @@ from collections.abc import Mapping
 from torch import fx
 
 from megacompile.ir import ops
-from megacompile.ir.ops import Part
+from megacompile.ir.ops import Part, Value
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.ir.tokens import take, token_of, written
-from megacompile.ir.values import memory, owns, reads
+from megacompile.ir.values import memory, owns, reads, taken
 
 
 def insert_free(schedule: Schedule, *, delay: int = 1) -> Schedule:
@@ -71,8 +71,8 @@ def _insert(
             continue
         last = max((position[user] for user in _users(node)), default=position[node])
         last = max(last, ends.get(_call_of(node), position[node]))
-        readers = [u for u in node.users if node in reads(u)]  # `after=` needs only the name
-        waits = tuple(u for u in readers if _unordered(u, position, last))
+        unordered = [u for u in node.users if _unordered(u, position, last)]
+        waits = tuple(u for u in unordered if node in reads(u))  # `after=` needs only the name
         waits += tuple(copied.get(node.name, ()))
         deferred = False
         if waits:
@@ -94,9 +94,12 @@ def _insert(
 def _users(node: fx.Node) -> list[fx.Node]:
     """The readers of a value; those of a buffer read it as what was fetched into it.
 
-    What waits on the host is done with when what was fetched from it is: no wait is needed then.
+    What waits on the host, or on a disk, is done with when what was fetched from it is: no wait is
+    needed then.
     """
     users = list(node.users)
+    reads_of = [user for user in users if taken(user, Value.SAVED_ON_DISK) is node]
+    users += [fetch for read in reads_of for fetch in read.users]
     fetches = [
         u for u in users if ops.effects(u).stream is Stream.H2D and ops.effects(u).fills is not None
     ]
@@ -127,6 +130,8 @@ def _unordered(user: fx.Node, position: Mapping[fx.Node, int], last: int) -> boo
     """Is the user on another stream, with no compute that waits for it by then?"""
     if ops.stream_of(user) is Stream.COMPUTE:
         return False
+    if taken(user, Value.SAVED_ON_DISK) is not None:
+        return all(_unordered(fetch, position, last) for fetch in user.users)
     return not any(
         ops.stream_of(reader) is Stream.COMPUTE and position[reader] <= last
         for reader in user.users

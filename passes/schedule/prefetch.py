@@ -123,7 +123,8 @@ def _insert(
 
 
 _PREPARES = (
-    *(ops.save_rng, ops.alloc_saved, ops.fetch_saved, ops.alloc_grad, ops.fetch_grad),
+    *(ops.save_rng, ops.alloc_saved, ops.read_saved, ops.fetch_saved),
+    *(ops.alloc_grad, ops.fetch_grad),
     *(ops.alloc_state, ops.fetch_state),
 )
 

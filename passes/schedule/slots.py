@@ -108,6 +108,7 @@ def _place(
     at = {bucket.key: slot for slot, bucket in (own or {}).items()}
     position = {node: p for p, node in enumerate(graph.nodes)}
     fetches = ops.nodes_of(graph, ops.prefetch)
+    keys = [_bucket(n).key for n in fetches]
     readers = {n: sorted(n.users, key=lambda user: position[user]) for n in fetches}
     places = _Places(dict(initial), dict(sizes))
     typical = statistics.median_low([_bucket(n).size_bytes for n in fetches] or [0])
@@ -130,7 +131,7 @@ def _place(
             free = [i for i in range(count) if _is_free(occupant.get(i), readers, position, node)]
             if not free:
                 return None
-            upcoming = [_bucket(later).key for later in fetches[k + 1 :]]
+            upcoming = keys[k + 1 :]
             slot = max(
                 free,
                 key=lambda i: (

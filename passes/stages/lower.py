@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import fx
 
-from megacompile import compat
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code, LoweredFn, Template
 from megacompile.options import Lowering
 from megacompile.passes.stages.direct import direct
-from megacompile.passes.stages.numbers import SYMBOLIC
+from megacompile.passes.stages.floats import compiled
 
 Progress = Callable[[Iterable[tuple[Template, Code]], int], Iterable[tuple[Template, Code]]]
 
@@ -46,7 +45,5 @@ def _lower(module: fx.GraphModule, lowering: Lowering) -> LoweredFn:
     if lowering is Lowering.EAGER:
         function = direct(module)
     elif computes:
-        placeholders = module.graph.find_nodes(op="placeholder")
-        given = [node.meta.get(SYMBOLIC, node.meta["val"]) for node in placeholders]
-        function = compat.compile_inductor(module, given)
+        function = compiled(module)
     return lambda inputs: function(*inputs)

@@ -32,6 +32,7 @@ from megacompile.ir.symbols import Values
 from megacompile.ir.tensors import TensorMeta, any_size
 from megacompile.options import Lowering
 from megacompile.passes.stages.canonical import graph_key
+from megacompile.passes.stages.floats import PowersOfTensors, check_floats
 from megacompile.passes.stages.indices import computes_indices
 from megacompile.passes.stages.joint import Takes, as_gradient, split
 from megacompile.passes.stages.numbers import (
@@ -202,8 +203,10 @@ class _Tracer:
         with contextlib.ExitStack() as modes:
             modes.enter_context(fakes)
             if self.lowering is not Lowering.EAGER:
-                joint = self._traced(contextlib.nullcontext(), compat.inductor_decompositions())
-                return compute_ints(joint, self.stage.metas)
+                joint = self._traced(PowersOfTensors(), compat.inductor_decompositions())
+                joint = compute_ints(joint, self.stage.metas)
+                check_floats(joint)
+                return joint
             modes.enter_context(real_tensors(self.stage))
             modes.enter_context(compat.real_strides())
             joint = self._traced(contextlib.nullcontext(), compat.symbolic_decompositions())

@@ -22,26 +22,25 @@ import ctypes
 import functools
 import mmap
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from megacompile.ir.buckets import Bucket, Param
+from megacompile.ir.buckets import PADDED_NUMEL, Bucket, Param
+from megacompile.page_locks import PAGE_LOCKS
 from megacompile.runtime.device import forks
 from megacompile.runtime.device.touch import touch as touch_pages
-from megacompile.text import format_bytes
 
 
 class HostBuffer(mmap.mmap):
-    """Anonymous memory, page-locked for a CUDA device where that works.
+    """Anonymous memory, page-locked for a CUDA device where that works (`locked`).
 
     It is unmapped, and unlocked before, when the last tensor on it is gone.
     """
 
-    _address: int = 0
-    _warned: bool = False
+    _address: int = 0  # where it was asked to be page-locked
+    locked: bool = False
     _at: int | None = None  # its place in the file of shared memory
 
     def __new__(cls, size_bytes: int, *, pin: bool, touch: bool = True) -> HostBuffer:
@@ -85,30 +84,22 @@ class HostBuffer(mmap.mmap):
             self.lock()
 
     def lock(self) -> None:
-        """Page-lock it, where that was not done when it was made."""
+        """Page-lock it, where that was not done when it was made, and where the system allows it.
+
+        What is refused stays pageable; see `megacompile.page_locks`.
+        """
         if self._address:
             return
         if self.private and hasattr(mmap, "MADV_DONTFORK"):
             self.madvise(mmap.MADV_DONTFORK)  # its pages would be copied on write, under the DMA
         if self.private:  # what is shared was touched when it was made, or filled
             touch_pages(torch.frombuffer(self, dtype=torch.uint8))
-        address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
-        error = torch.cuda.cudart().cudaHostRegister(address, len(self), 0)
-        if int(error) == 0:
-            self._address = address
-        elif not HostBuffer._warned:
-            HostBuffer._warned = True
-            warnings.warn(
-                f"megacompile: cudaHostRegister of {format_bytes(len(self))} failed with error "
-                f"{int(error)}; parameters stay pageable, and copies run at about half the speed "
-                "(raise the limit on locked memory: ulimit -l)",
-                stacklevel=2,
-            )
+        self._address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
+        self.locked = PAGE_LOCKS.lock(self._address, len(self))
 
     def __del__(self) -> None:
-        if self._address and torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # a copy may be under way
-            torch.cuda.cudart().cudaHostUnregister(self._address)
+        if self._address:
+            PAGE_LOCKS.unlock(self._address)
         if self._at is not None and self._process == os.getpid():
             self.madvise(mmap.MADV_REMOVE)  # of the file, which would keep it
 
@@ -196,9 +187,6 @@ _MAP_FIXED = 0x10  # on Linux
 _OFFSET = ctypes.c_int64  # off_t
 
 
-_PADDED = 256  # elements that places are rounded up to, where they mirror no others
-
-
 def mirrored(layout: Bucket, dtypes: Mapping[int, torch.dtype]) -> Sequence[Param]:
     """Places for tensors like some of a bucket's parameters, in other dtypes.
 
@@ -220,7 +208,7 @@ def mirrored(layout: Bucket, dtypes: Mapping[int, torch.dtype]) -> Sequence[Para
             gap_bytes = param.offset_bytes - layout.params[last].offset_bytes
             offset += gap_bytes // param.dtype.itemsize
         elif places:
-            offset += -(-places[-1].numel // _PADDED) * _PADDED
+            offset += -(-places[-1].numel // PADDED_NUMEL) * PADDED_NUMEL
         places.append(replace(param, dtype=dtype, offset_bytes=offset * dtype.itemsize))
         last = i
     return places

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import weakref
 
@@ -12,7 +13,7 @@ from megacompile.text import format_bytes
 
 
 class HostBudget:
-    """Makes host buffers.
+    """Makes host buffers, in any thread.
 
     Args:
         limit_bytes: of all that live at a time; None: what the machine has.
@@ -21,12 +22,19 @@ class HostBudget:
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.limit_bytes = limit_bytes
         self._sizes: dict[int, int] = {}  # of what lives; a finalizer may come at any time
+        self._buffers: weakref.WeakValueDictionary[int, HostBuffer] = weakref.WeakValueDictionary()
         self._next = itertools.count()
 
     @property
     def held_bytes(self) -> int:
         """Of all that live now."""
         return sum(list(self._sizes.values()))
+
+    @property
+    def locked_bytes(self) -> int:
+        """Of those of them that are page-locked."""
+        live = [reference() for reference in self._buffers.valuerefs()]
+        return sum(len(buffer) for buffer in live if buffer is not None and buffer.locked)
 
     def make(self, size_bytes: int, what: str, *, pin: bool, touch: bool = True) -> HostBuffer:
         """A buffer.
@@ -38,16 +46,38 @@ class HostBudget:
             HostMemoryError: there is too little, or the limit is reached. The kernel would kill the
                 process later, when the memory is touched.
         """
-        if self.limit_bytes is not None and self.held_bytes + size_bytes > self.limit_bytes:
+        key = next(self._next)
+        self._sizes[key] = size_bytes  # before it is checked: other threads make buffers too
+        try:
+            self._check(size_bytes, what)
+            buffer = _made(size_bytes, what, pin=pin, touch=touch)
+        except BaseException:
+            del self._sizes[key]
+            raise
+        weakref.finalize(buffer, self._sizes.pop, key).atexit = False
+        self._buffers[key] = buffer
+        return buffer
+
+    def _check(self, size_bytes: int, what: str) -> None:
+        held = self.held_bytes
+        if self.limit_bytes is not None and held > self.limit_bytes:
             raise HostMemoryError(
                 f"megacompile(): host_memory is {format_bytes(self.limit_bytes)}; "
-                f"{format_bytes(self.held_bytes)} of it are taken, and {what} needs "
+                f"{format_bytes(held - size_bytes)} of it are taken, and {what} needs "
                 f"{format_bytes(size_bytes)} more; raise host_memory=, or use fewer or smaller "
                 "optimizer states (state_dtype='int8')"
             )
         check_host_memory([(what, size_bytes)])
-        buffer = HostBuffer(size_bytes, pin=pin, touch=touch)
-        key = next(self._next)
-        self._sizes[key] = size_bytes
-        weakref.finalize(buffer, self._sizes.pop, key).atexit = False
-        return buffer
+
+
+def _made(size_bytes: int, what: str, *, pin: bool, touch: bool) -> HostBuffer:
+    try:
+        return HostBuffer(size_bytes, pin=pin, touch=touch)
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        raise HostMemoryError(
+            f"megacompile(): the system refuses {format_bytes(size_bytes)} of host memory for "
+            f"{what} ({error}); raise the limit on the memory of a process (ulimit -d, ulimit -v), "
+            "or use less: host_memory= says how much a plan may use"
+        ) from error

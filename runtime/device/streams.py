@@ -98,6 +98,20 @@ class Streams:
                 self._catch_up(handle)
         return self._now(Handle(None, stream), waits, work)
 
+    def hand(
+        self, stream: Stream, waits: Iterable[Handle], value: Host, begin: Callable[[], None]
+    ) -> Handle:
+        """Let threads of the host `begin` work, which wait for the events of `waits` themselves.
+
+        Args:
+            value: what they work on; who takes the handle waits for that.
+        """
+        for handle in waits:
+            if handle.deferred:
+                self._catch_up(handle)
+        begin()
+        return Handle(value, stream, host=value)
+
     def wait_on_compute(self, event: torch.cuda.Event) -> None:
         """Let what comes next on the caller's stream wait."""
         torch.cuda.current_stream(self.device).wait_event(event)

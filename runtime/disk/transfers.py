@@ -59,6 +59,8 @@ class Span:
 class Request:
     """A read or a write that goes on behind the caller: an `InFlight`, and a `Host`.
 
+    When it is over it holds no memory any more.
+
     Args:
         what: for errors: "3READ_STATE of 'layers.3'".
         before: is called by each thread before it begins: it waits for what must be over.
@@ -79,6 +81,7 @@ class Request:
         self.file = file
         self.size_bytes = sum(span.place.size_bytes for span in spans)
         self._chunks = [chunk for span in spans for chunk in _chunks(span, file.alignment)]
+        self._count = len(self._chunks)
         self._before = before
         self._next = itertools.count()  # both are advanced by threads, without a lock
         self._done = itertools.count(1)
@@ -96,7 +99,7 @@ class Request:
 
     def work(self) -> None:
         """Take chunks until there is none left; called by each thread."""
-        while (i := next(self._next)) < len(self._chunks):
+        while (i := next(self._next)) < self._count:
             if self._error is None:
                 try:
                     self._before()
@@ -105,8 +108,9 @@ class Request:
                     _transfer(self.file, self.way, span.place.at + at, span.memory(), at, size)
                 except BaseException as error:
                     self._error = self._error or self._failed(error, self._chunks[i])
-            if next(self._done) == len(self._chunks):
+            if next(self._done) == self._count:
                 self.ended_s = time.perf_counter()
+                self._forget()
                 if self._error is None:
                     self._over.set_result(None)
                 else:
@@ -126,6 +130,9 @@ class Request:
             f"offset {chunk[0].place.at + chunk[1]} of the scratch file in {self.file.folder} with "
             f"errno {number} ({os.strerror(number)}); {advice}, or name another folder as disk=",
         )
+
+    def _forget(self) -> None:
+        self._chunks, self._before = [], lambda: None
 
     def done(self) -> bool:
         """Is it over, well or not?"""
@@ -164,6 +171,7 @@ class Request:
         """It was not begun, and will not be."""
         if not self._over.done():
             self.began_s = self.ended_s = time.perf_counter()
+            self._forget()
             self._over.set_exception(DiskError(errno.ECANCELED, f"{self.what} was called off"))
 
     def finish(self) -> None:

@@ -228,11 +228,11 @@ class _Call:
         queue = torch.cuda.current_stream(device) if device.type == "cuda" else None
         named = executor.tangents
         inputs = {named[k]: gradient for k, gradient in tangents.items() if k in named}
-        on_host = self.program.executor(self.variant).on_host | executor.on_host
+        elsewhere = self.program.executor(self.variant).elsewhere | executor.elsewhere
         for name in executor.inputs("backward"):
             if name not in inputs:
                 pool = self.machine.activations
-                inputs[name] = taken(saved_values, name, on_host, pool, queue)
+                inputs[name] = taken(saved_values, name, elsewhere, pool, queue)
         del tangents, saved_values
         return executor.backward(inputs)
 

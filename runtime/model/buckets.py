@@ -91,8 +91,8 @@ class ModelBuckets:
             device_update=DeviceUpdates(streams),
             detect_anomaly=options.detect_anomaly,
             disk=tiers.scratch_disk(options),
+            host_budget=self._host_budget,
         )
-        self.machine.activations.budget = self._host_budget
         self.alone = threading.RLock()  # the swap and the slots serve one call at a time
         self.notice = EagerNotice()
         self._aliases = AliasNotice()

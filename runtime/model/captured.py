@@ -30,7 +30,13 @@ from megacompile.ir.tensors import TensorMeta
 from megacompile.packed import is_wrapper, taken_apart
 from megacompile.runtime.model.plans import MovesFirst, Plans
 from megacompile.runtime.model.program import Program
-from megacompile.runtime.model.symbolic import PROGRAMS_AT_ONCE, SymbolicInputs, covers, larger
+from megacompile.runtime.model.symbolic import (
+    PROGRAMS_AT_ONCE,
+    SymbolicInputs,
+    covers,
+    larger,
+    symbolic_inputs,
+)
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params import inputs
 from megacompile.runtime.params.eager_notice import share
@@ -89,7 +95,6 @@ class CapturedGraph:
         run: Callable[[Program, Sequence[Any]], Sequence[Any]],
         evicted: Callable[[], None] = lambda: None,
         *,
-        floats: bool = True,
         begins_call: Callable[[], bool] = lambda: False,
     ) -> None:
         self.name = name
@@ -106,7 +111,7 @@ class CapturedGraph:
         self._met: set[Hashable] = set()
         self._called: dict[Hashable, None] = {}  # keys of the programs, the last one called last
         described = compat.described_inputs(module)
-        self.symbolic = None if described is None else SymbolicInputs(described, floats=floats)
+        self.symbolic = () if described is None else symbolic_inputs(described)
         self._kinds: dict[Hashable, list[Hashable]] = {}  # keys of programs with symbols, by kind
         self._built = 0  # programs with symbols
 
@@ -120,13 +125,13 @@ class CapturedGraph:
             self._kinds.clear()
             self.stale = False
         given = whole = tuple(map(_fetched, args))
-        if self.symbolic is not None:
-            whole = self.symbolic.plain(whole)
+        if self.symbolic:
+            whole = self.symbolic[0].plain(whole)
         args = _taken_apart(whole)
         ambient = Ambient.current(self.machine.device)
         program = None
-        if self.symbolic is not None and self.symbolic.any:
-            program = self._program_with_symbols(self.symbolic, ambient, args, whole)
+        for symbolic in self.symbolic:
+            program = program or self._program_with_symbols(symbolic, ambient, args, whole)
         program = program or self._program(ambient, args, whole)
         if program is None:
             result: Sequence[Any] = self.module(*given)
@@ -204,7 +209,8 @@ class CapturedGraph:
                 ours and not isinstance(error, UnsupportedGraphError)
             ):
                 raise
-            log.without_symbols(self.name, error)
+            last = symbolic is self.symbolic[-1]
+            log.without_symbols(self.name, error, "set of sizes" if last else "value of a float")
             keys.append(_REFUSED)
             return None
         self._built += 1

@@ -125,17 +125,21 @@ class Released:
 
     def _give(self) -> None:
         machine = self.buckets.machine
-        for bucket in machine.buckets.values():
-            bucket.pending.settle()
-            bucket.pending.withdraw()
+        self._settle()
         machine.give_back()
         self._note_residents()
         self._move(sorted(self.away), resident=False)
         gc.collect()
         compat.give_cache_back(machine.device)
 
+    # These hold no bucket afterwards: a tensor of each kind would keep its segment of the cache.
+
+    def _settle(self) -> None:
+        for bucket in self.buckets.machine.buckets.values():
+            bucket.pending.settle()
+            bucket.pending.withdraw()
+
     def _note_residents(self) -> None:
-        """Which buckets go. It holds none of them afterwards: the cache is given back without."""
         buckets = self.buckets.machine.buckets
         residents = {k: b for k, b in buckets.items() if b.resident is not None}
         why = self._stays(residents.values())

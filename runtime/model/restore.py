@@ -47,6 +47,8 @@ def restore(streamed: StreamedModel, device: torch.device) -> None:
         machine.give_back()
         machine.device_update.forget()
         machine.activations.forget()
+        if machine.saved_disk is not None:
+            machine.saved_disk.places.forget()
         optimizers = hooks.optimizers_of(streamed.updates)
         if streamed.options.optimizer is not None:
             optimizers.append(streamed.options.optimizer)

@@ -22,7 +22,7 @@ from megacompile import compat
 from megacompile.errors import ModelError
 from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.schedule import Schedule
-from megacompile.options import Lowering, Options
+from megacompile.options import Options
 from megacompile.progress import line
 from megacompile.runtime.checkpoint.contents import Contents
 from megacompile.runtime.model import autograd, dropout, four_bit, shortage
@@ -320,7 +320,6 @@ class StreamedModel:
             self.machine,
             autograd.run,
             while_it_lives(self._forget),
-            floats=self.options.lowering is Lowering.EAGER,  # Inductor compiles ints alone
             begins_call=weakly(self._begins_call),
         )
         self.graphs.append(graph)

@@ -59,6 +59,11 @@ class SymbolicInputs:
         return tuple(given)
 
     @property
+    def has_floats(self) -> bool:
+        """Does a number come in a tensor?"""
+        return bool(self._in_tensors)
+
+    @property
     def any(self) -> bool:
         """Is there a symbol?"""
         return bool(self._numbers)
@@ -103,6 +108,12 @@ class SymbolicInputs:
                 made = TensorInput(replace(made.meta, symbolic=sizes))
             found.append(made)
         return tuple(found)
+
+
+def symbolic_inputs(described: Sequence[compat.DescribedInput]) -> tuple[SymbolicInputs, ...]:
+    """What is tried for a graph: every number a symbol; then sizes and ints alone."""
+    found = SymbolicInputs(described), SymbolicInputs(described, floats=False)
+    return found if found[0].has_floats and found[1].any else found[:1]
 
 
 def _has_symbols(item: compat.DescribedInput) -> bool:

@@ -12,7 +12,6 @@ from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Part
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.streams import Handle
-from megacompile.runtime.disk.transfers import Request
 from megacompile.runtime.ops.group import OpGroup, handles
 from megacompile.runtime.updates.loans import Loan
 
@@ -96,12 +95,6 @@ class DiskOps(OpGroup):
         self._note(request)
         request.begin()
         return Handle(None, Stream.WRITE, host=host.pending)
-
-    def _note(self, request: Request) -> None:
-        """Let a trace have its times."""
-        if self.recording is not None:
-            note, lane = self.recording.noted_later(), request.way.value
-            request.when_done(lambda: note(lane, request.began_s, request.ended_s))
 
 
 def _await(events: Sequence[torch.cuda.Event]) -> None:

@@ -19,7 +19,7 @@ from torch import fx
 from megacompile import compat
 from megacompile.errors import BackwardError
 from megacompile.ir import ops
-from megacompile.ir.inputs import on_host, tangents
+from megacompile.ir.inputs import elsewhere, tangents
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.ir.tokens import Token, token_of
@@ -47,7 +47,7 @@ class Executor:
             name: [(node.name, token_of(node)) for node in graph.find_nodes(op="placeholder")]
             for name, graph in schedule.graphs.items()
         }
-        self.on_host = on_host(schedule.forward)
+        self.elsewhere = elsewhere(schedule.forward)
         self.tangents = {} if schedule.backward is None else tangents(schedule.backward)
         self._left = list(left_of(schedule))
         self._fills = {name: _filled(graph) for name, graph in schedule.graphs.items()}
@@ -56,10 +56,12 @@ class Executor:
         self._stays = [(i, b.key) for i, b in stay if i in self._fills["forward"]]
         self.updates = _updates(schedule)
         if machine.staging is not None:
-            machine.staging.require(schedule.plan.state_sets)
+            machine.staging.require(schedule.plan.state_sets, schedule.plan.state_set_bytes)
         if machine.weight_staging is not None:
-            machine.weight_staging.prefetches.require(schedule.plan.weight_sets)
-            machine.weight_staging.updates.require(schedule.plan.new_weight_sets)
+            plan, places = schedule.plan, [b.on_disk for b in machine.buckets.values()]
+            size = max((len(place) for place in places if place is not None), default=0)
+            machine.weight_staging.prefetches.require(plan.weight_sets, size)
+            machine.weight_staging.updates.require(plan.new_weight_sets, size)
         self._bound = {name: BoundOps(schedule, machine) for name in schedule.graphs}
         self._run = {name: self._compile(name) for name in schedule.graphs}
 

@@ -10,6 +10,7 @@ import torch
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device.streams import Handle
+from megacompile.runtime.disk.transfers import Request
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.updates.part import BucketPart
 from megacompile.tracing.recorder import Recording
@@ -31,6 +32,12 @@ class OpGroup:
         if self.recording is not None:
             work = self.recording.timed(work)
         return self.machine.streams.issue(stream, handles(waits), work)
+
+    def _note(self, request: Request | None) -> None:
+        """Let a trace have the times of a read or a write."""
+        if self.recording is not None and request is not None:
+            note, lane = self.recording.noted_later(), request.way.value
+            request.when_done(lambda: note(lane, request.began_s, request.ended_s))
 
     def _issue_many(self, waits: Any, work: Callable[[], Sequence[Any]]) -> tuple[Handle, ...]:
         whole = self._issue(Stream.COMPUTE, waits, work)

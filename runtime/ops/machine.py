@@ -14,6 +14,8 @@ from megacompile.ir.buckets import Bucket
 from megacompile.runtime.device.activations import HostPool
 from megacompile.runtime.device.background import Background
 from megacompile.runtime.device.disk_buffers import Disk
+from megacompile.runtime.device.host_budget import HostBudget
+from megacompile.runtime.device.saved_on_disk import SavedDisk
 from megacompile.runtime.device.slots import DeviceSlots
 from megacompile.runtime.device.streams import Handle, Streams
 from megacompile.runtime.params.bucket import HostBucket
@@ -58,16 +60,19 @@ class Machine:
     copies: Background = field(init=False)  # brings what a step made on the device to the host
     tracer: Tracer | None = None  # while a trace of the model is on
     disk: Disk | None = None  # where the states of streamed buckets lie, if not on the host
+    host_budget: HostBudget = field(default_factory=HostBudget)  # makes all host buffers
     detect_anomaly: bool = False  # is NaN or inf in a gradient an error?
     running: threading.RLock = field(default_factory=threading.RLock)  # one schedule at a time
     activations: HostPool = field(init=False)  # host memory of what waits for its backward
+    saved_disk: SavedDisk | None = field(init=False)  # where that goes on to
 
     def __post_init__(self) -> None:
-        self.activations = HostPool(pin=self.device.type == "cuda")
-        self.staging = self.weight_staging = None
+        self.activations = HostPool(pin=self.device.type == "cuda", budget=self.host_budget)
+        self.staging = self.weight_staging = self.saved_disk = None
         if self.disk is not None:
-            self.staging = Staging(self.disk, self.device)
-            self.weight_staging = WeightStaging(self.disk, self.device)
+            self.saved_disk = SavedDisk(self.disk, self.activations)
+            self.staging = Staging(self.disk, self.device, self.host_budget)
+            self.weight_staging = WeightStaging(self.disk, self.device, self.host_budget)
         self.host_updates = HostUpdates(self.device)
         self.copies = Background("megacompile-offload")
 

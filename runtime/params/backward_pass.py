@@ -15,6 +15,7 @@ import torch
 
 from megacompile import compat
 from megacompile.ir.buckets import ParamId
+from megacompile.page_locks import pinned_empty
 from megacompile.runtime.device.streams import Streams
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.consumed import consume
@@ -153,8 +154,8 @@ class Norms:
         queue: torch.cuda.Stream | None,
     ) -> None:
         """Copy them on a stream."""
-        pin = queue is not None
-        self._buffer = torch.empty(norms.shape, dtype=norms.dtype, pin_memory=pin)
+        make = torch.empty if queue is None else pinned_empty
+        self._buffer = make(tuple(norms.shape), dtype=norms.dtype)
         self._buffer.copy_(norms, non_blocking=True)
         if queue is not None:
             self._copied = queue.record_event()

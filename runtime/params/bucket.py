@@ -105,7 +105,9 @@ class HostBucket:
     def _write(self, place: DiskBuffer) -> None:
         """Bring the parameters to the disk. Page faults would take ten times as long."""
         assert self.disk is not None and not self.has_copy
-        memory = HostBuffer(len(place), pin=False)
+        memory = self._budget.make(
+            len(place), f"{self.layout.name}, on its way to a disk,", pin=False
+        )
         for param, at in zip(self.params, self._places, strict=True):
             memory.tensor(at).copy_(param.detach())
         whole = functools.partial(memory.bytes, len(place))

@@ -132,8 +132,9 @@ def adopt(
         elif given is None or given.data_ptr() != buffer.data_ptr() or buffer.numel() == 0:
             bucket.pending.withdraw()
             if given is None:
-                buffer.zero_()
+                bucket.states.clear(optimizer, name, i)
             else:
+                bucket.states.filled(optimizer, name, i)
                 buffer.copy_(to_plain(given))
             state[name] = buffer.detach()
 

@@ -47,6 +47,7 @@ class _Owned:
     by_name: dict[str, dict[int, State]] = field(default_factory=dict)
     buffers: list[ref[HostBuffer]] = field(default_factory=list)
     memory: list[torch.Tensor] = field(default_factory=list)  # flat, uint8: of those not in 8 bits
+    blank: set[tuple[str, int]] = field(default_factory=set)  # zeros that nobody has seen
 
 
 class StateMemory:
@@ -99,8 +100,24 @@ class StateMemory:
         if missing:
             made = self._home.states_like(missing, pin=pin)
             self._owned[owner].memory.append(made.whole)
+            if isinstance(made.buffer, HostBuffer):  # the system gives zeros
+                self._owned[owner].blank |= {(name, i) for i in missing}
             self._note(owner, made.buffer)
             there |= made.tensors
+
+    def filled(self, owner: object, name: str, index: int) -> None:
+        """Somebody writes to a state."""
+        self._owned[owner].blank.discard((name, index))
+
+    def clear(self, owner: object, name: str, index: int) -> None:
+        """Let a state that is not in 8 bits be zeros. New memory is: no page of it is touched."""
+        owned = self._owned[owner]
+        if (name, index) in owned.blank:
+            owned.blank.remove((name, index))
+            return
+        state = owned.by_name[name][index]
+        assert isinstance(state, torch.Tensor)
+        state.zero_()
 
     def make_codes(self, owner: object, name: str, params: Sequence[int], *, pin: bool) -> None:
         """The same for states in 8 bits: codes and a largest magnitude for each block."""

@@ -118,8 +118,11 @@ class Compiled:
         """Get the code, from the caches if they have it."""
         before = compat.cache_counts()
         try:
-            options = options_now() if request is None else request.options
-            self._codes[kind] = compile_update(self.rule, update, options)
+            if request is None:
+                self._codes[kind] = compile_update(self.rule, update, options_now())
+            else:
+                with compat.compile_settings_in_use(request.settings):
+                    self._codes[kind] = compile_update(self.rule, update, request.options)
         except RuntimeError as error:
             self._refuse(kind, str(error).strip().partition("\n")[0])
             return False

@@ -54,8 +54,16 @@ def like(
 
 
 def options_now() -> dict[str, Any]:
-    """How Inductor compiles it. The C++ wrapper runs without Python's lock."""
-    return {"cpp_wrapper": True, "cpp.threads": max(1, torch.get_num_threads() - 1)}
+    """How Inductor compiles it. The C++ wrapper runs without Python's lock.
+
+    Whether Triton is tuned with it is said, though there is none: by itself that depends on whether
+    the process sees a GPU, and is part of the keys of caches (torch 2.11).
+    """
+    return {
+        "cpp_wrapper": True,
+        "cpp.threads": max(1, torch.get_num_threads() - 1),
+        "triton.autotune_at_compile_time": False,
+    }
 
 
 def compile_update(rule: OptimizerRule, update: Update, options: dict[str, Any]) -> Code:

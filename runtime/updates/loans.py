@@ -19,6 +19,7 @@ from megacompile.errors import OptimizerError
 from megacompile.runtime.device.background import Background
 from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.device.disk_buffers import DiskBuffer
+from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.device.streams import Host
 from megacompile.runtime.disk.transfers import Request
 from megacompile.runtime.params.bucket import HostBucket
@@ -47,7 +48,7 @@ class Loan:
         self.memory: HostBuffer | None = None  # when it is lent
         self.begun = threading.Event()  # it is lent, or never will be
         self.read: Request | None = None
-        self.error: BaseException | None = None  # of what it is behind
+        self.error: BaseException | None = None  # of what it is behind, or of its memory
         self.write: Request | None = None  # which it is free behind
         self.given_up = self.over = False
         self._start, self._size = host.flat.data_ptr(), len(place_of(host))
@@ -66,6 +67,7 @@ class Loan:
 
         Raises:
             OptimizerError: the update before, or its write, has failed.
+            HostMemoryError: there is no memory for it.
             DiskError: the read has failed.
         """
         self.begun.wait()
@@ -94,18 +96,23 @@ class Loans:
     Args:
         device: that copies to and from them; they are page-locked for a GPU.
         name: of the thread that lends.
+        budget: makes them.
     """
 
-    def __init__(self, device: torch.device, name: str) -> None:
+    def __init__(self, device: torch.device, name: str, budget: HostBudget) -> None:
         self.device = device
-        self.count = 0
+        self.budget = budget
+        self.count = self.size_bytes = 0
         self._free: deque[tuple[HostBuffer | None, torch.cuda.Event | None]] = deque()
         self._waiting: deque[Loan] = deque()
         self._live: dict[int, Loan] = {}
         self._thread = Background(name)  # who alone lends
 
-    def require(self, count: int) -> None:
-        """Have at least so many, as a schedule says."""
+    def require(self, count: int, size_bytes: int = 0) -> None:
+        """Have at least so many, as a schedule says, as large as the largest bucket needs."""
+        if size_bytes < self.size_bytes:
+            self._thread.submit(functools.partial(self._shrink, size_bytes))
+        self.size_bytes = size_bytes or self.size_bytes
         while self.count < count:
             self._free.append((None, None))
             self.count += 1
@@ -143,9 +150,20 @@ class Loans:
             return
         loan.over = True
         self._live.pop(id(loan), None)
-        if loan.memory is not None:
-            self._free.append((loan.memory, event))
+        memory, loan.memory = loan.memory, None  # whoever has the loan must not keep it
+        if memory is not None:
+            self._free.append((memory, event))
+            del memory
+            self._shrink(self.size_bytes)
             self._lend()
+
+    def _shrink(self, size_bytes: int) -> None:
+        """Buffers that are larger than any bucket now are given up: larger ones have moved."""
+        for at, (memory, event) in enumerate(self._free):
+            if memory is not None and len(memory) > size_bytes:
+                if event is not None:
+                    event.synchronize()
+                self._free[at] = (None, None)
 
     def _give_up(self, left: Sequence[Loan], over: threading.Event) -> None:
         for loan in left:
@@ -166,7 +184,7 @@ class Loans:
             try:
                 for work in loan.behind:
                     work.settle()
-                loan.memory = self._take(len(place_of(loan.host)))
+                loan.memory = self._take(loan.host)
                 for begin, end in loan.gaps:
                     loan.flat()[begin:end].zero_()
             except BaseException as error:
@@ -177,8 +195,10 @@ class Loans:
                 loan.read.begin()
             loan.begun.set()
 
-    def _take(self, size: int) -> HostBuffer:
-        """A free one: if there is any that no copy reads, that. They grow to the largest bucket."""
+    def _take(self, host: HostBucket) -> HostBuffer:
+        """A free one: if there is any that no copy reads, that."""
+        size = len(place_of(host))
+        what = f"a buffer for {host.layout.name!r}, which lies on a disk,"
         at = next((i for i, (_, event) in enumerate(self._free) if event and event.query()), 0)
         at = next((i for i, (_, event) in enumerate(self._free) if event is None), at)
         memory, event = self._free[at]
@@ -189,7 +209,7 @@ class Loans:
             memory = None
             self._free[at] = (None, None)
             with torch.cuda.device(self.device) if pin else nullcontext():
-                memory = HostBuffer(size, pin=pin)
+                memory = self.budget.make(max(size, self.size_bytes), what, pin=pin)
         del self._free[at]
         return memory
 

@@ -10,6 +10,7 @@ Each schedule says how many sets it needs.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from megacompile.ir.ops import Part
 from megacompile.runtime.device.background import Background
 from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.device.disk_buffers import Disk, DiskBuffer
+from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.device.streams import Host
 from megacompile.runtime.disk.transfers import Request
 from megacompile.runtime.optim.update import State
@@ -31,7 +33,7 @@ from megacompile.runtime.params.pending import InFlight
 
 
 class Staged:
-    """The states of one bucket, in a set of buffers.
+    """The states of one bucket, in a buffer that has a place for each of theirs on the disk.
 
     Args:
         host: the bucket.
@@ -41,11 +43,13 @@ class Staged:
     def __init__(self, host: HostBucket, buffers: Sequence[DiskBuffer]) -> None:
         self.host = host
         self.buffers = tuple(buffers)
-        self.memory: tuple[HostBuffer, ...] = ()  # one for each, when it has a set
+        self.memory: HostBuffer | None = None  # for all of them, when it has one
+        self._places = list(itertools.accumulate(map(len, buffers), initial=0))  # in it
         self.begun = threading.Event()  # it has a set, or never will
         self.read: Request | None = None
         self.written: Written | None = None
         self.given_up = False
+        self.error: BaseException | None = None  # there is no memory for it
         self._starts = [buffer.bytes(len(buffer)).data_ptr() for buffer in buffers]
 
     def flat(self) -> list[Callable[[], torch.Tensor]]:
@@ -53,15 +57,24 @@ class Staged:
         return [functools.partial(self._flat, i) for i in range(len(self.buffers))]
 
     def _flat(self, i: int) -> torch.Tensor:
-        return self.memory[i].bytes(len(self.memory[i]))
+        assert self.memory is not None, "states that are not in memory"
+        return self.memory.bytes(self._places[-1])[self._places[i] : self._places[i + 1]]
 
     def busy(self) -> bool:
         """Is it still being read?"""
         return not self.begun.is_set() or (self.read is not None and self.read.busy())
 
     def settle(self) -> None:
-        """Wait until it is there."""
+        """Wait until it is there.
+
+        Raises:
+            HostMemoryError: there is no memory for it.
+            DiskError: the read has failed.
+            OptimizerError: the run that it was for has.
+        """
         self.begun.wait()
+        if self.error is not None:
+            raise self.error
         if self.given_up:
             raise OptimizerError("the step that these states were read for has failed")
         if self.read is not None:
@@ -70,12 +83,13 @@ class Staged:
     def tensor(self, state: torch.Tensor) -> torch.Tensor:
         """The copy in memory of a tensor that lies on the disk; any other as it is."""
         address = state.data_ptr()
-        for start, buffer, memory in zip(self._starts, self.buffers, self.memory, strict=True):
+        for i, (start, buffer) in enumerate(zip(self._starts, self.buffers, strict=True)):
             at = address - start
             if state.numel() and 0 <= at < len(buffer):
+                assert self.memory is not None, "states that are not in memory"
                 whole = torch.empty(0, dtype=state.dtype)
-                storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-                place = at // state.itemsize
+                storage = torch.frombuffer(self.memory, dtype=torch.uint8).untyped_storage()
+                place = (self._places[i] + at) // state.itemsize
                 return whole.set_(storage, place, state.shape, state.stride())
         return state
 
@@ -161,23 +175,30 @@ class Staging:
     Args:
         disk: where states lie.
         device: that copies to and from the buffers, which are page-locked for a GPU.
+        budget: makes them.
     """
 
-    def __init__(self, disk: Disk, device: torch.device) -> None:
+    def __init__(self, disk: Disk, device: torch.device, budget: HostBudget) -> None:
         self.disk = disk
         self.device = device
+        self.budget = budget
         self.read_bytes = self.written_bytes = 0  # so far
         self._staged: dict[int, Staged] = {}  # by the bucket's key
         self._waiting: deque[Staged] = deque()  # for a set, in the order of their updates
-        self._sets: deque[tuple[HostBuffer, ...]] = deque()  # free ones
-        self.sets = 0
+        self._sets: deque[HostBuffer | None] = deque()  # free ones
+        self.sets = self.set_bytes = 0
         self._thread = Background("megacompile-staging")  # who alone gives sets
 
-    def require(self, count: int) -> None:
-        """Have at least so many sets, as a schedule says (`Plan.state_sets`)."""
+    def require(self, count: int, size_bytes: int = 0) -> None:
+        """Have at least so many sets of that size, as a schedule says (`Plan.state_sets`).
+
+        They are as large as the largest bucket needs from the start: to let one grow would take the
+        memory of both, because what was in it may be in use yet.
+        """
+        self.set_bytes = max(self.set_bytes, size_bytes)
         while self.sets < count:
             self.sets += 1
-            self._sets.append(())
+            self._sets.append(None)
 
     def of(self, host: HostBucket) -> Staged | None:
         """What is in memory of a bucket's states."""
@@ -255,24 +276,32 @@ class Staging:
         key = staged.host.layout.key
         if self._staged.get(key) is staged:
             del self._staged[key]
-        if staged.memory:
-            self._sets.append(staged.memory)
+        memory, staged.memory = staged.memory, None  # whoever has what was staged must not keep it
+        if memory is not None:
+            self._sets.append(memory)
             self._thread.submit(self._give_sets)
 
     def _give_sets(self) -> None:
         """Let those read that wait, as far as there are sets."""
         while self._waiting and self._sets:
             staged, free = self._waiting.popleft(), self._sets.popleft()
-            sizes = [len(buffer) for buffer in staged.buffers]
-            if [len(memory) for memory in free] != sizes:
-                del free
-                free = self._new(sizes)
-            staged.memory = free
+            size = sum(len(buffer) for buffer in staged.buffers)
             assert staged.read is not None
-            staged.read.begin()
+            try:
+                if free is None or len(free) < size:
+                    free = None
+                    free = self._new(max(size, self.set_bytes), staged.host.layout.name)
+            except BaseException as error:  # whoever waits for it is told
+                staged.error = error
+                self._sets.append(None)
+                staged.read.call_off()
+            else:
+                staged.memory = free
+                staged.read.begin()
             staged.begun.set()
 
-    def _new(self, sizes: Sequence[int]) -> tuple[HostBuffer, ...]:
+    def _new(self, size: int, name: str) -> HostBuffer:
         pin = self.device.type == "cuda"
+        what = f"a buffer for the states of {name!r}, which lie on a disk,"
         with torch.cuda.device(self.device) if pin else nullcontext():
-            return tuple(HostBuffer(size, pin=pin) for size in sizes)
+            return self.budget.make(size, what, pin=pin)

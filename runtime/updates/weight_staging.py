@@ -25,6 +25,7 @@ from megacompile.errors import DiskError
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Part
 from megacompile.runtime.device.disk_buffers import Disk
+from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.device.streams import Handle, Host
 from megacompile.runtime.disk.transfers import Span, Way
 from megacompile.runtime.params.bucket import HostBucket
@@ -58,13 +59,14 @@ class WeightStaging:
     Args:
         disk: where parameters lie.
         device: that copies to and from the buffers.
+        budget: makes them.
     """
 
-    def __init__(self, disk: Disk, device: torch.device) -> None:
+    def __init__(self, disk: Disk, device: torch.device, budget: HostBudget) -> None:
         self.disk = disk
         self.read_bytes = self.written_bytes = 0  # so far
-        self.prefetches = Loans(device, "megacompile-weights")
-        self.updates = Loans(device, "megacompile-new-weights")
+        self.prefetches = Loans(device, "megacompile-weights", budget)
+        self.updates = Loans(device, "megacompile-new-weights", budget)
         self._updated: dict[int, Loan] = {}  # by the bucket's key
 
     def of(self, host: HostBucket) -> Loan | None:

@@ -20,6 +20,8 @@ their effects (`megacompile.ir.ops.op`): `megacompile.runtime.ops.bound` holds w
     rerun          compute  3RERUN            stage, weights, args, rng -> outputs
     backward       compute  3B                stage, weights, args, saved, ... -> gradients
     offload_saved  d2h      3OFFLOAD_SAVED    stage, value -> its copy on the host
+    write_saved    write    3WRITE_SAVED      stage, copy on the host -> its copy on a disk
+    read_saved     read     3READ_SAVED       stage, copy on a disk -> a copy on the host
     alloc_saved    compute  3ALLOC_SAVED      stage, copy on the host -> a buffer for the value
     fetch_saved    h2d      3FETCH_SAVED      stage, copy on the host, buffer -> the value again
     alloc_grad     compute  3ALLOC_GRAD       bucket -> a buffer for its gradients
@@ -53,6 +55,7 @@ from typing import Any
 
 from torch import fx
 
+from megacompile.ir.nodes import set_args, set_kwargs
 from megacompile.ir.ops.compute import (
     assign,
     backward,
@@ -73,7 +76,13 @@ from megacompile.ir.ops.disk import (
 from megacompile.ir.ops.gradients import add_grad, alloc_grad, fetch_grad, norm_grad, offload_grad
 from megacompile.ir.ops.lifetimes import defer_free, drain, free
 from megacompile.ir.ops.op import NO_OP, OPS, Op, Part, Show, Takes, Value
-from megacompile.ir.ops.saved_tensors import alloc_saved, fetch_saved, offload_saved
+from megacompile.ir.ops.saved_tensors import (
+    alloc_saved,
+    fetch_saved,
+    offload_saved,
+    read_saved,
+    write_saved,
+)
 from megacompile.ir.ops.updates import help_host, update_host, update_in_place, update_resident
 from megacompile.ir.ops.weights import begin, prefetch, resident, reuse
 from megacompile.ir.stages import Code
@@ -118,6 +127,7 @@ __all__ = [
     "offload_state",
     "op_of",
     "prefetch",
+    "read_saved",
     "read_state",
     "read_trained",
     "read_weights",
@@ -134,6 +144,7 @@ __all__ = [
     "update_host",
     "update_in_place",
     "update_resident",
+    "write_saved",
     "write_state",
     "write_weights",
 ]
@@ -152,9 +163,9 @@ def call(
     makes a million nodes.
     """
     node = graph.create_node("call_function", op, name=name)
-    node.args = args
+    set_args(node, args)
     if after is not None:
-        node.kwargs = {"after": after}
+        set_kwargs(node, {"after": after})
     return node
 
 
@@ -171,10 +182,11 @@ def returned(graph: fx.Graph) -> Any:
 
 def op_of(node: fx.Node) -> Op | None:
     """The op that a node calls; None for placeholders, outputs and `getitem`."""
-    if node.op != "call_function" or node.target is operator.getitem:
-        return None
-    assert callable(node.target)
-    return OPS[node.target]
+    target: Any = node.target
+    op = OPS.get(target)
+    if op is None and node.op == "call_function" and target is not operator.getitem:
+        raise KeyError(target)
+    return op
 
 
 def effects(node: fx.Node) -> Op:

@@ -39,6 +39,7 @@ class Value(enum.Enum):
     CHANGED = "a changed input"
     RESULTS = "results of a stage"  # a tuple
     SAVED_ON_HOST = "a saved tensor on the host"
+    SAVED_ON_DISK = "a saved tensor on a disk"
     SAVED_BUFFER = "a buffer for a saved tensor"
     SAVED = "a saved tensor"
     GRADIENT_BUFFER = "a buffer for gradients"

@@ -1,11 +1,15 @@
-"""Ops on saved tensors that wait on the host between a forward and its backward."""
+"""Ops on saved tensors that wait on the host, or on a disk, between a forward and its backward.
+
+One that goes on to a disk is in a buffer of host memory from its `offload_saved` to the end of its
+`write_saved`, and in another one from its `read_saved` until its `fetch_saved` has copied it.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from megacompile.ir.ops.op import Show, Takes, Value, by_subject, op, unbound
-from megacompile.ir.ops.sizes import of_arguments, of_value
+from megacompile.ir.ops.sizes import of_argument, of_arguments, of_value
 from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
 
@@ -18,9 +22,34 @@ from megacompile.ir.stream import Stream
     to_backward=True,
     copied=of_arguments,
 )
-def offload_saved(stage: Stage, value: Any) -> Any:
+def offload_saved(stage: Stage, value: Any, *, after: tuple[Any, ...] = ()) -> Any:
     """Copy what a stage's backward takes from the forward to the host, where it waits."""
     unbound(offload_saved)
+
+
+@op(
+    Stream.WRITE,
+    by_subject,
+    gives=Value.SAVED_ON_DISK,
+    takes=(Takes(1, Value.SAVED_ON_HOST),),
+    to_backward=True,
+    stored=of_argument(1),
+)
+def write_saved(stage: Stage, on_host: Any) -> Any:
+    """Write a copy on the host to a disk, where it waits; then its buffer is free."""
+    unbound(write_saved)
+
+
+@op(
+    Stream.READ,
+    by_subject,
+    gives=Value.SAVED_ON_HOST,
+    takes=(Takes(1, Value.SAVED_ON_DISK),),
+    stored=of_value(),
+)
+def read_saved(stage: Stage, on_disk: Any, *, after: tuple[Any, ...] = ()) -> Any:
+    """Read it into a buffer on the host once it is written, for the one fetch that takes it."""
+    unbound(read_saved)
 
 
 @op(
@@ -32,7 +61,7 @@ def offload_saved(stage: Stage, value: Any) -> Any:
     show=Show.QUIET,
 )
 def alloc_saved(stage: Stage, on_host: Any) -> Any:
-    """Device memory for a value that waits on the host."""
+    """Device memory for a value that waits on the host, or on a disk."""
     unbound(alloc_saved)
 
 
@@ -46,5 +75,5 @@ def alloc_saved(stage: Stage, on_host: Any) -> Any:
     copied=of_value(),
 )
 def fetch_saved(stage: Stage, on_host: Any, buffer: Any) -> Any:
-    """Copy a value back to the device, once its `offload_saved` is done."""
+    """Copy a value back to the device, once its `offload_saved`, or `read_saved`, is done."""
     unbound(fetch_saved)

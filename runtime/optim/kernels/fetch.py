@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from megacompile.page_locks import pinned_empty
+
 _BLOCK = 1024
 
 _in_use: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()  # until the kernel has read them
@@ -24,8 +26,10 @@ def fetch(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy of `host` (numel,) int64 on a CUDA device, on its current stream."""
     while _in_use and _in_use[0][1].query():
         _in_use.popleft()
-    pinned = host.pin_memory()
+    pinned = pinned_empty((host.numel(),), torch.int64).copy_(host)
     target = torch.empty(host.numel(), dtype=torch.int64, device=device)
+    if not pinned.is_pinned():  # the system has no page-locked memory left
+        return target.copy_(host)
     grid = (triton.cdiv(host.numel(), _BLOCK),)
     _fetch[grid](pinned.data_ptr(), target, host.numel(), BLOCK=_BLOCK)
     event = torch.cuda.Event()

@@ -1,0 +1,96 @@
+"""Bytes that parts of a bucket take where they lie: in flat buffers on the host, and on a disk.
+
+On the host the tensors of a part lie in one buffer, neighbours as far apart as the parameters are
+(`mirrored` in `runtime/device/buffers.py`). On a disk buffers begin and end at pages, and so do the
+buffers of host memory that they come to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+from megacompile.cost.optimizer import EIGHT_BITS, OptimizerCost
+from megacompile.ir.buckets import ALIGNMENT_BYTES, PADDED_NUMEL, Bucket
+from megacompile.runtime.optim.blockwise import absmax_numel, quantizes
+
+_PAGE = 4096  # places in a scratch file begin and end at pages
+_FLOAT32 = 4.0  # bytes, of the states of small parameters, which are never in 8 bits
+
+
+def flat_bytes(bucket: Bucket, indices: Iterable[int], item_of: Callable[[int], float]) -> int:
+    """Of a buffer with a tensor like each of some parameters.
+
+    Args:
+        item_of: the bytes of an element, by those of the parameter's as it is streamed.
+    """
+    order, size = sorted(indices), 0
+    for k, i in enumerate(order):
+        param = bucket.params[i]
+        each = item_of(param.dtype.itemsize)
+        numel = param.numel
+        if k + 1 == len(order):
+            return size + math.ceil(numel * each)
+        if order[k + 1] == i + 1:
+            numel = (bucket.params[i + 1].offset_bytes - param.offset_bytes) // param.dtype.itemsize
+        else:
+            numel = _rounded(numel, PADDED_NUMEL)
+        size += max(math.ceil(numel * each), _rounded(param.numel * each, ALIGNMENT_BYTES))
+    return size
+
+
+def state_bytes(bucket: Bucket, trained: Iterable[int], cost: OptimizerCost) -> list[int]:
+    """Of the buffers of each optimizer state, which there is one of for each parameter.
+
+    Args:
+        trained: indices of the parameters that get a gradient.
+    """
+    if not cost.states or not (indices := list(trained)):
+        return []
+    if cost.state_bytes != EIGHT_BITS:
+        return [flat_bytes(bucket, indices, lambda item: cost.states_of(item) / cost.states)]
+    small = [i for i in indices if not quantizes(bucket.params[i].numel)]
+    codes = 0
+    for i in sorted(set(indices) - set(small)):
+        codes += _codes_bytes(bucket.params[i].numel)
+    found = [codes, flat_bytes(bucket, small, lambda item: _FLOAT32)]
+    return [size for size in found if size]
+
+
+def stored_bytes(bucket: Bucket, trained: Iterable[int], cost: OptimizerCost) -> int:
+    """Bytes that the states of a bucket take on a disk, where each parameter's has a place.
+
+    The set of buffers that they come to in host memory is as large.
+
+    Args:
+        trained: indices of the parameters that get a gradient.
+    """
+    size = 0
+    for param in (bucket.params[i] for i in trained if cost.states):
+        if cost.state_bytes != EIGHT_BITS:
+            each = math.ceil(param.numel * cost.states_of(param.dtype.itemsize) / cost.states)
+        elif quantizes(param.numel):
+            each = _codes_bytes(param.numel)
+        else:
+            each = math.ceil(param.numel * _FLOAT32)
+        size += cost.states * whole_pages(each)
+    return size
+
+
+def stored_weights_bytes(bucket: Bucket) -> int:
+    """Bytes that the parameters of a bucket take there, which have one place together."""
+    return whole_pages(bucket.size_bytes)
+
+
+def whole_pages(size_bytes: int) -> int:
+    """Bytes of the place on a disk that so many take."""
+    return _rounded(size_bytes, _PAGE)
+
+
+def _codes_bytes(numel: int) -> int:
+    """Of the codes and largest magnitudes of a parameter."""
+    return _rounded(numel, ALIGNMENT_BYTES) + _rounded(4 * absmax_numel(numel), ALIGNMENT_BYTES)
+
+
+def _rounded(size: float, unit: int) -> int:
+    return -(-math.ceil(size) // unit) * unit

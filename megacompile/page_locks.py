@@ -1,0 +1,96 @@
+"""Page-locked memory of this process: how much there is, and where the system has refused more.
+
+Nobody says in advance how much can be locked. `ulimit -l` is not asked by NVIDIA's driver. Under
+WSL 2 it is what Windows lends, which can be as little as 0.5 GiB; some containers allow none. So
+the limit is found by trying: what was refused once is not asked for again, and buffers that are
+not locked are pageable. The numbers are the same. Their copies are slower, and plans count with
+that (`megacompile.cost.pageable`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+
+import torch
+
+from megacompile.text import format_bytes
+
+
+class PageLocks:
+    """What is locked, and what is not because the system refused it. By the address of buffers."""
+
+    def __init__(self) -> None:
+        self._locked: dict[int, int] = {}  # dictionaries, because several threads lock
+        self._pageable: dict[int, int] = {}
+        self._refused_bytes: int | None = None  # in all, with the smallest that was refused
+        self._said = False
+
+    @property
+    def locked_bytes(self) -> int:
+        """Of all buffers of this process that are locked now."""
+        return sum(list(self._locked.values()))
+
+    @property
+    def pageable_bytes(self) -> int:
+        """Of those that should be, and are not."""
+        return sum(list(self._pageable.values()))
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """How much can be locked in all, as far as is known; None: nothing was refused yet."""
+        return None if self._refused_bytes is None else self.locked_bytes
+
+    def lock(self, address: int, size_bytes: int) -> bool:
+        """Lock whole pages for CUDA; False where they stay pageable."""
+        if address in self._locked:
+            return True
+        now = self.locked_bytes + size_bytes
+        if self._refused_bytes is None or now < self._refused_bytes:
+            error = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
+            if not error:
+                self._locked[address] = size_bytes
+                self._pageable.pop(address, None)
+                return True
+            self._refused_bytes = now
+            _forget_error()
+            self._say(size_bytes, error)
+        self._pageable[address] = size_bytes
+        return False
+
+    def unlock(self, address: int) -> None:
+        """The memory goes. A copy may be under way: it is waited for."""
+        self._pageable.pop(address, None)
+        if self._locked.pop(address, None) is not None and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(address)
+
+    def _say(self, size_bytes: int, error: int) -> None:
+        if self._said:
+            return
+        self._said = True
+        warnings.warn(
+            f"megacompile: cudaHostRegister of {format_bytes(size_bytes)} failed with error "
+            f"{error}, with {format_bytes(self.locked_bytes)} locked: what the system does not "
+            "lock stays pageable, its copies run at about half the speed, and plans count with "
+            "that (said once)",
+            stacklevel=4,
+        )
+
+
+PAGE_LOCKS = PageLocks()  # of this process, as the limit is
+
+
+def pinned_empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A small host tensor for a copy: page-locked, where the system allows it."""
+    try:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    except RuntimeError:  # torch has forgotten the error
+        return torch.empty(shape, dtype=dtype)
+
+
+def _forget_error() -> None:
+    """CUDA keeps the last error of a thread. The next kernel would raise it in torch's name, and
+    does so here, where nobody minds."""
+    with contextlib.suppress(RuntimeError, AssertionError):  # or torch has no CUDA
+        torch.ones(1, device="cuda")

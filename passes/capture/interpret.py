@@ -1,0 +1,175 @@
+"""Run a captured graph on fake tensors, a node at a time, and note what each of them is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from megacompile import compat
+from megacompile.ir.capture import Capture, ConstantInput, NumberInput, ParamInput
+from megacompile.ir.symbols import Number, Symbols, has_numbers, symbols_in
+from megacompile.ir.tensors import TensorMeta
+from megacompile.packed import is_wrapper, taken_apart
+
+_CONSTANTS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, slice)
+
+
+@dataclass(slots=True)
+class Values:
+    """What `propagate` learned of each node of a captured graph."""
+
+    of: dict[fx.Node, Any] = field(default_factory=dict)  # TensorMeta, constants, tuples of them
+    storages: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
+    mutates: dict[fx.Node, frozenset[int]] = field(default_factory=dict)  # storages it changes
+    same_as: dict[fx.Node, fx.Node] = field(default_factory=dict)  # what is changed in place -> it
+    wrappers: set[fx.Node] = field(default_factory=set)  # tensors that are made of others
+    # what did not require grad when it was made -> the change in place after which it does
+    requires_grad_after: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    symbols: Symbols | None = None  # of the captured graph, where it has any
+
+    def is_constant(self, node: fx.Node) -> bool:
+        """Can the node's value stand in the code as a literal?"""
+        return _is_constant(self.of[node])
+
+    def is_number(self, node: fx.Node) -> bool:
+        """Is the node's value a number that changes from call to call, or does it hold one?"""
+        value = self.of[node]
+        return has_numbers(value) and _is_constant(value, numbers=True)
+
+    def origin(self, node: fx.Node) -> fx.Node:
+        """The node that gave the very tensor that `node` gives: `x` for `x.add_(1)`."""
+        while node in self.same_as:
+            node = self.same_as[node]
+        return node
+
+    def is_tensor(self, node: fx.Node) -> bool:
+        return isinstance(self.of[node], TensorMeta)
+
+
+class Interpreter(fx.Interpreter):
+    def __init__(self, capture: Capture, values: Values) -> None:
+        super().__init__(capture.module, garbage_collect_values=False)
+        planned = capture.planned
+        self.symbols = Symbols(planned, compat.SymbolicFakes(planned)) if planned else None
+        self.fakes = compat.fake_mode() if self.symbols is None else self.symbols.fakes
+        self.capture = capture
+        self.values = values
+        self.constants: dict[str, torch.Tensor] = {}
+
+    def fake_constants(self) -> dict[str, torch.Tensor]:
+        """Fake tensors for the tensors that the captured graph holds itself."""
+        nodes = self.capture.module.graph.find_nodes(op="get_attr")
+        held = {node.target: self.fetch_attr(node.target) for node in nodes}
+        return {k: TensorMeta.of(v).empty() for k, v in held.items() if isinstance(v, torch.Tensor)}
+
+    def fake_input(self, item: Any) -> Any:
+        if isinstance(item, ConstantInput):
+            return item.value
+        if isinstance(item, NumberInput):
+            return item.number.zeros()
+        if isinstance(item, ParamInput):
+            param = item.bucket.params[item.param]
+            meta = TensorMeta(
+                param.shape, param.dtype, param.stride, item.requires_grad, self.capture.device
+            )
+        else:
+            meta = item.meta
+        return meta.empty()
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target in self.constants:
+            return self.constants[target]
+        return super().get_attr(target, args, kwargs)
+
+    def value_of(self, node: fx.Node) -> Any:
+        """What a node gave."""
+        return self.env[node]
+
+    def storage_of(self, tensor: torch.Tensor) -> int:
+        """Equal for tensors that share memory."""
+        return compat.storage_key(tensor)
+
+    def run_node(self, n: fx.Node) -> Any:
+        before = self._inputs(n)
+        value = super().run_node(n)
+        self.values.of[n] = _describe(value)
+        if is_wrapper(value):
+            self.values.wrappers.add(n)
+        for source in n.all_input_nodes if isinstance(value, torch.Tensor) else ():
+            if self.value_of(source) is value:
+                self.values.same_as[n] = source
+        self.values.storages[n] = frozenset(map(self.storage_of, tensors_in(value)))
+        self.values.mutates[n] = frozenset(
+            self.storage_of(tensor)
+            for tensor, old in before
+            if compat.from_functional(tensor) is not old
+        )
+        self._note_requires_grad(n)
+        return value
+
+    def _note_requires_grad(self, n: fx.Node) -> None:
+        """A tensor made by `torch.zeros` requires grad once a part of it is set to what does."""
+        if not self.values.mutates[n]:
+            return  # most nodes; else time would grow with the square of the graph
+        for holder in self.env:
+            if holder in self.values.requires_grad_after:
+                continue
+            before = self.values.of[holder]
+            shared = self.values.storages[holder] & self.values.mutates[n]
+            if shared and isinstance(before, TensorMeta) and not before.requires_grad:
+                if TensorMeta.of(self.value_of(holder)).requires_grad:
+                    self.values.requires_grad_after[holder] = n
+
+    def _inputs(self, n: fx.Node) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The tensors that a node takes, with their values: another one once they were changed."""
+        taken = [
+            tensor for source in n.all_input_nodes for tensor in tensors_in(self.value_of(source))
+        ]
+        return [(tensor, compat.from_functional(tensor)) for tensor in taken]
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of a value, wrappers taken apart."""
+    if is_wrapper(value):
+        return taken_apart(value)[1]
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in tensors_in(item)]
+    return []
+
+
+def _describe(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return TensorMeta.of(value)
+    if isinstance(value, (tuple, list)):
+        return (
+            type(value)(map(_describe, value))
+            if type(value) in (tuple, list)
+            else tuple(map(_describe, value))
+        )
+    if isinstance(value, torch.SymBool):
+        return bool(value)  # decided, under a condition on the symbols
+    if compat.is_number(value):
+        planned, expression = compat.expression_of(value)
+        return Number(expression, planned) if symbols_in(expression) else planned
+    if isinstance(value, slice):
+        return slice(*map(_describe, (value.start, value.stop, value.step)))
+    return value
+
+
+def _is_constant(value: Any, *, numbers: bool = False) -> bool:
+    """Can a value stand in the code as a literal? With `numbers`, but for numbers that change."""
+    if isinstance(value, (tuple, list)):
+        return all(_is_constant(item, numbers=numbers) for item in value)
+    if isinstance(value, Number):
+        return numbers
+    if isinstance(value, slice):
+        parts = (value.start, value.stop, value.step)
+        return all(_is_constant(part, numbers=numbers) for part in parts)
+    return isinstance(value, _CONSTANTS) and not isinstance(value, TensorMeta)

@@ -1,0 +1,289 @@
+"""Floats that change from call to call, for Inductor, which takes tensors and ints alone.
+
+    before: x, t (a float) -> h = t / 2; y = x * h
+    after:  numbers:   x, t -> h = t / 2                   in Python, before each call
+            the graph: x, h (a tensor without dimensions) -> y = x * h
+
+[Note: as a number promotes] A tensor without dimensions may decide a dtype where a Python float
+does not: beside ints, or beside another tensor without dimensions. So an operator's operands are
+cast to what it computes in beside a number, and its result to what it gives there. An operator
+that has no form with a tensor in the number's place is called by one that asks the tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.overrides import TorchFunctionMode
+
+from megacompile import compat
+from megacompile.ir.symbols import symbols_in
+from megacompile.ir.tensors import TensorMeta
+from megacompile.passes.stages.numbers import SYMBOLIC
+
+aten = torch.ops.aten
+
+_SUMS = {
+    aten.add.Tensor: aten.add.Tensor,
+    aten.add.Scalar: aten.add.Tensor,
+    aten.sub.Tensor: aten.sub.Tensor,
+    aten.sub.Scalar: aten.sub.Tensor,
+}
+_ARITHMETIC = {
+    aten.mul.Tensor: aten.mul.Tensor,
+    aten.mul.Scalar: aten.mul.Tensor,
+    aten.div.Tensor: aten.div.Tensor,
+    aten.div.Scalar: aten.div.Tensor,
+    aten.div.Tensor_mode: aten.div.Tensor_mode,
+    aten.div.Scalar_mode: aten.div.Tensor_mode,
+    aten.pow.Tensor_Scalar: aten.pow.Tensor_Tensor,
+    aten.pow.Scalar: aten.pow.Tensor_Tensor,
+    aten.remainder.Scalar: aten.remainder.Tensor,
+    aten.remainder.Scalar_Tensor: aten.remainder.Tensor,
+    aten.fmod.Scalar: aten.fmod.Tensor,
+    aten.clamp_min.default: aten.maximum.default,
+    aten.clamp_max.default: aten.minimum.default,
+    aten.copysign.Scalar: aten.copysign.Tensor,
+}
+_COMPARISONS = {
+    getattr(aten, name).Scalar: getattr(aten, name).Tensor
+    for name in ("eq", "ne", "lt", "le", "gt", "ge")
+}
+_FILLS = (aten.full.default, aten.scalar_tensor.default)
+
+_ASK_THE_NUMBER: dict[str, Callable[..., torch.Tensor]] = {
+    "pow": torch.pow,
+    "__pow__": torch.pow,
+    "__rpow__": torch.pow,
+    "lerp": torch.lerp,
+}
+_COMPUTED_IN = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+
+
+def check_floats(joint: fx.GraphModule) -> None:
+    """Raise where a traced graph does with a float what `compiled` knows no form for.
+
+    Raises:
+        UntraceableSymbols: a float makes a size, or an operator wants it in a list.
+    """
+    for node in joint.graph.nodes:
+        sizes = [v for v in compat.leaves(_value(node)) if isinstance(v, torch.Tensor)]
+        if any(_of_floats(TensorMeta.of(size).symbolic) for size in sizes):
+            raise compat.UntraceableSymbols("a float that changes makes a size")
+        for source in _numbers_taken(node):
+            if not _is_float(source) and _of_floats(compat.expression_of(_value(source))[1]):
+                raise compat.UntraceableSymbols("a float that changes makes an int or a bool")
+        if any(map(_is_float, _numbers_taken(node))) and not _is_known(node):
+            raise compat.UntraceableSymbols(f"{node.target} takes a float that changes")
+
+
+class PowersOfTensors(TorchFunctionMode):
+    """Powers and `lerp` by a float that changes, traced as those by a tensor.
+
+    Their backward asks what the number is, so the trace would be right for that number alone.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        symbolic = any(isinstance(arg, torch.SymFloat) for arg in args)
+        if kwargs or not symbolic or name not in _ASK_THE_NUMBER:
+            return func(*args, **(kwargs or {}))
+        tensor = next(arg for arg in args if isinstance(arg, torch.Tensor))
+        dtype = torch.result_type(tensor, 1.0)
+        compute = _computed_in(dtype)
+        scalar: Any = functools.partial(torch.scalar_tensor, dtype=compute, device=tensor.device)
+        operands = [
+            scalar(arg) if isinstance(arg, torch.SymFloat) else arg.to(compute)
+            for arg in (reversed(args) if name == "__rpow__" else args)
+        ]
+        made: torch.Tensor = _ASK_THE_NUMBER[name](*operands)
+        return made.to(dtype)
+
+
+def compiled(module: fx.GraphModule) -> Callable[..., Any]:
+    """The code of a traced graph, by Inductor."""
+    inputs = module.graph.find_nodes(op="placeholder")
+    floats = list(filter(_is_float, module.graph.nodes))
+    if not floats:
+        return compat.compile_inductor(module, list(map(_value, inputs)))
+    kept = [k for k, node in enumerate(inputs) if not _is_float(node)]
+    taking = _Taking(module.graph)
+    numbers = _numbers(module.graph, [node for node, _ in taking.floats])
+    dtypes = [dtype for _, dtype in taking.floats]
+    traced = compat.fakes_of(_value(floats[0]))
+    fakes = traced.without_floats()  # torch looks at those that are there
+    with fakes:
+        values = [_in(fakes, _value(inputs[k])) for k in kept]
+        values += [torch.empty((), dtype=dtype, device="cpu") for _, dtype in taking.floats]
+    function = compat.compile_inductor(fx.GraphModule(module, taking.graph), values)
+    traced.require_of(fakes)
+
+    def run(*given: Any) -> Any:
+        pairs = zip(numbers(*given), dtypes, strict=True)
+        made = (torch.tensor(number, dtype=dtype, device="cpu") for number, dtype in pairs)
+        return function(*(given[k] for k in kept), *made)
+
+    return run
+
+
+def _in(fakes: compat.SymbolicFakes, value: Any) -> Any:
+    """A value with symbols, in another mode."""
+    if isinstance(value, torch.Tensor):
+        return replace(TensorMeta.of(value), requires_grad=False).empty()
+    return fakes.number(compat.expression_of(value)[1])
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get(SYMBOLIC, node.meta.get("val"))
+
+
+def _is_float(node: fx.Node) -> bool:
+    return isinstance(_value(node), torch.SymFloat)
+
+
+def _numbers_taken(node: fx.Node) -> Iterable[fx.Node]:
+    """The numbers that are operands of a node that computes tensors."""
+    if node.op != "call_function" or compat.is_number(_value(node)):
+        return []
+    return [source for source in node.all_input_nodes if compat.is_number(_value(source))]
+
+
+def _floats_taken(node: fx.Node) -> Iterable[fx.Node]:
+    return filter(_is_float, _numbers_taken(node))
+
+
+def _of_floats(expression: Any) -> bool:
+    return any(not symbol.is_integer for symbol in symbols_in(expression))
+
+
+def _is_known(node: fx.Node) -> bool:
+    known = (*_SUMS, *_ARITHMETIC, *_COMPARISONS, *_FILLS)
+    return node.target in known or _by_tensors(node) is not None
+
+
+def _by_tensors(node: fx.Node) -> Any:
+    """The operator that takes tensors where this node takes floats; None where there is none."""
+    floats = [name for name, value in compat.arguments_of(node) if _is_a_float(value)]
+    return compat.taking_tensors(node.target, tuple(floats)) if floats else None
+
+
+def _is_a_float(value: Any) -> bool:
+    return isinstance(value, fx.Node) and _is_float(value)
+
+
+def _numbers(graph: fx.Graph, taken: Sequence[fx.Node]) -> Callable[..., Sequence[float]]:
+    """The part of a graph that computes these floats, of all its inputs."""
+    part = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        of_numbers = compat.is_number(_value(node)) and copied.keys() >= set(node.all_input_nodes)
+        if node.op == "placeholder" or (node.op == "call_function" and of_numbers):
+            copied[node] = part.node_copy(node, copied.__getitem__)
+    part.output(tuple(copied[node] for node in taken))
+    part.eliminate_dead_code()
+    function: Callable[..., Sequence[float]] = fx.GraphModule({}, part).forward
+    return function
+
+
+class _Taking:
+    """Copies a graph, with tensors for the floats that are taken."""
+
+    def __init__(self, old: fx.Graph) -> None:
+        self.graph = fx.Graph()
+        self.new: dict[fx.Node, fx.Node] = {}
+        self.floats: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}  # its last inputs
+        for node in old.nodes:
+            if any(_floats_taken(node)):
+                self.new[node] = self._with_tensors(node)
+            elif not _is_float(node):
+                self._copy(node)
+                if node.op == "placeholder":
+                    self.last = self.new[node]
+
+    def _copy(self, node: fx.Node) -> None:
+        self.new[node] = self.graph.node_copy(node, self.new.__getitem__)
+        self.new[node].meta.clear()  # of the mode that it was traced in, and of the partitioner
+
+    def _with_tensors(self, node: fx.Node) -> fx.Node:
+        if node.target in _FILLS:
+            return self._filled(node)
+        if node.target in _COMPARISONS:
+            return self._compared(node)
+        if node.target in _SUMS:
+            return self._summed(node)
+        if node.target in _ARITHMETIC:
+            compute = _computed_in(_value(node).dtype)
+            operands = [self._operand(arg, compute) for arg in node.args]
+            made = self._call(_target(_ARITHMETIC, node), *operands, **node.kwargs)
+            return self._cast(made, compute, _value(node).dtype)
+        given = [fx.map_arg(value, self._as_it_is) for _, value in compat.arguments_of(node)]
+        return self._call(_by_tensors(node), *given)
+
+    def _summed(self, node: fx.Node) -> fx.Node:
+        compute = _computed_in(_value(node).dtype)
+        left, right = (self._operand(arg, compute) for arg in node.args[:2])
+        alpha = self._operand(
+            node.args[2] if len(node.args) > 2 else node.kwargs.get("alpha", 1), compute
+        )
+        if alpha != 1:
+            right = self._call(aten.mul.Tensor, right, alpha)
+        made = self._call(_target(_SUMS, node), left, right)
+        return self._cast(made, compute, _value(node).dtype)
+
+    def _compared(self, node: fx.Node) -> fx.Node:
+        """A number is rounded to the dtype of what it is compared with; ints are made floats."""
+        compared: Any = node.args[0]
+        common = torch.result_type(_value(compared), 1.0)
+        operands = [self._operand(arg, common) for arg in node.args]
+        return self._call(_target(_COMPARISONS, node), *operands)
+
+    def _filled(self, node: fx.Node) -> fx.Node:
+        """`torch.full` on the device: a tensor of the host spreads beside one only."""
+        value = _value(node)
+        size, number = node.args if node.target is aten.full.default else ((), node.args[0])
+        compute = torch.promote_types(_computed_in(value.dtype), torch.float32)
+        sizes = fx.map_arg(size, self.new.__getitem__)
+        ones = self._call(aten.full.default, sizes, 1, dtype=compute, device=value.device)
+        made = self._call(aten.mul.Tensor, ones, self._operand(number, compute))
+        return self._cast(made, compute, value.dtype)
+
+    def _operand(self, old: Any, dtype: torch.dtype) -> Any:
+        if not isinstance(old, fx.Node):
+            return old
+        if _is_float(old):
+            return self._float(old, dtype)
+        if compat.is_number(_value(old)):
+            return self.new[old]
+        return self._cast(self.new[old], _value(old).dtype, dtype)
+
+    def _as_it_is(self, old: fx.Node) -> fx.Node:
+        return self._float(old, torch.float64) if _is_float(old) else self.new[old]
+
+    def _float(self, old: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """An input for a float: rounded to a dtype as a number is that meets such a tensor."""
+        if (old, dtype) not in self.floats:
+            with self.graph.inserting_after(self.last):
+                self.last = self.graph.placeholder(f"float_{len(self.floats)}")
+            self.floats[old, dtype] = self.last
+        return self.floats[old, dtype]
+
+    def _cast(self, new: fx.Node, given: torch.dtype, wanted: torch.dtype) -> fx.Node:
+        if given == wanted:
+            return new
+        return self._call(torch.ops.prims.convert_element_type.default, new, wanted)
+
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return self.graph.call_function(target, args, kwargs)
+
+
+def _target(table: dict[Any, Any], node: fx.Node) -> Any:
+    return table[node.target]
+
+
+def _computed_in(dtype: torch.dtype) -> torch.dtype:
+    return _COMPUTED_IN.get(dtype, dtype)

@@ -1,0 +1,432 @@
+"""`python -m tests.budgets`: random models and budgets, each of which runs or is refused.
+
+Each case is a process of its own, forked from this one, under a limit of memory (RLIMIT_DATA): what
+the budgets allow, and a little for Python. It trains for three steps. It must end well, with host
+buffers within `host_memory=` and within what the plan said, or be refused before there is any
+gradient or state. Whatever else it does is a fault: an error, a signal, a hang, memory over a
+budget, a refusal in the middle of training.
+
+On the CPU the device's memory is the process's own, so that it is limited as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from megacompile import accumulate, explain, host_memory, megacompile
+from megacompile.errors import DeviceMemoryError, DiskError, HostMemoryError
+from megacompile.runtime.device.buffers import HostBuffer
+from megacompile.runtime.device.disk_buffers import DiskBuffer
+from megacompile.runtime.model.lookup import streamed_model
+
+SLACK_BYTES = 96 * 2**20  # of Python, of threads' stacks, and of what kernels need inside
+TIME_LIMIT_S = 180
+MIB = 2**20
+BATCH = 4
+
+
+class Block(nn.Module):
+    """A layer with an adapter, a norm and odd sizes."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width, bias=False)
+        self.adapter = nn.Linear(width, 3, bias=False)
+        self.back = nn.Linear(3, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        changed: Tensor = x + self.down(torch.relu(self.up(y))) + self.back(self.adapter(y))
+        return changed
+
+
+class Net(nn.Module):
+    """An embedding, blocks of several sizes, and a head that may be tied to the embedding."""
+
+    def __init__(self, width: int, inner: Sequence[int], words: int, tied: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(Block(width, size) for size in inner)
+        self.head = nn.Linear(width, words, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x).float()
+        loss: Tensor = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+        return loss
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": torch.optim.AdamW,
+    "SGD": lambda params, **given: torch.optim.SGD(params, momentum=0.9, **given),
+    "plain SGD": torch.optim.SGD,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and budgets. Sizes of budgets are shares of the parameters' bytes."""
+
+    seed: int
+    width: int
+    inner: tuple[int, ...]
+    words: int
+    tied: bool
+    frozen: str  # "", "base" (all but the adapters), "half" (every other block)
+    dtype: str
+    optimizer: str
+    options: dict[str, Any] = field(default_factory=dict)
+    in_backward: bool = False
+    micro_batches: int = 1
+    host: float | None = None  # None: what the process may have
+    exact: bool = False  # to the byte what a plan with all the memory there is says
+    device: float = 4.0
+    disk: float | None = None  # None: there is no disk
+    disk_weights: bool = False
+
+    @staticmethod
+    def draw(seed: int, scale: int = 1) -> Case:
+        """A case; `scale` divides the width."""
+        rng = random.Random(seed)
+        width = rng.choice((192, 256, 320)) // scale
+        inner = tuple(rng.choice((1, 2, 3, 4)) * width + 1 for _ in range(rng.randint(2, 6)))
+        options: dict[str, Any] = {}
+        if rng.random() < 0.35:
+            options["state_dtype"] = "int8"
+        if rng.random() < 0.2:
+            options["activations"] = rng.choice(("keep", "recompute", "offload"))
+        disk = rng.uniform(0.1, 4.0) if rng.random() < 0.5 else None
+        disk_weights = disk is not None and rng.random() < 0.4
+        dtype = rng.choice(("float32", "float32", "bfloat16", "computed"))
+        if dtype == "computed" and not disk_weights:
+            options["compute_dtype"] = "bfloat16"
+        if rng.random() < 0.2:
+            options["grad_dtype"] = "float32"
+        return Case(
+            seed,
+            width,
+            inner,
+            words=rng.choice((1000, 4001)) // scale,
+            tied=rng.random() < 0.3,
+            frozen=rng.choice(("", "", "", "base", "half")),
+            dtype="bfloat16" if dtype == "bfloat16" else "float32",
+            optimizer=rng.choice(("AdamW", "AdamW", "SGD", "plain SGD")),
+            options=options,
+            in_backward=rng.random() < 0.5,
+            micro_batches=rng.choice((1, 1, 2)),
+            host=None if rng.random() < 0.1 else rng.uniform(0.3, 5.0),
+            exact=rng.random() < 0.3,
+            device=rng.uniform(0.3, 6.0),
+            disk=disk,
+            disk_weights=disk_weights,
+        )
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(self.seed)
+        made = Net(self.width, self.inner, self.words, self.tied).to(getattr(torch, self.dtype))
+        for name, param in made.named_parameters():
+            adapter = "adapter" in name or "back" in name
+            odd = name.startswith("blocks.") and int(name.split(".")[1]) % 2 == 1
+            frozen = {"": False, "base": not adapter, "half": odd}[self.frozen]
+            param.requires_grad_(not frozen)
+        return made
+
+    def param_bytes(self) -> int:
+        with torch.device("meta"):
+            made = Net(self.width, self.inner, self.words, self.tied)
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return sum(p.numel() for p in made.parameters()) * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a case."""
+
+    end: str  # "ran", "refused", "refused as warned" or "fault"
+    what: str = ""  # of an error, the type and the first line
+    host_bytes: int = 0  # of buffers, at most
+    trained_bytes: int = 0  # the same behind the first step
+    planned_bytes: int = 0
+    budget_bytes: int | None = None
+    peak_bytes: int = 0  # private memory of the process, beyond what it began with
+    limit_bytes: int = 0  # of it
+
+
+class Meter:
+    """What host buffers take, in whatever way they were made."""
+
+    def __init__(self) -> None:
+        self.live = 0
+        self.peaks = [0]  # at the beginning and in the first step; in each other
+        stock, meter = HostBuffer.__new__, self
+
+        def made(cls: type[HostBuffer], size_bytes: int, **given: Any) -> HostBuffer:
+            buffer = stock(cls, size_bytes, **given)
+            if not issubclass(cls, DiskBuffer):
+                meter.live += size_bytes
+                meter.peaks[-1] = max(meter.peaks[-1], meter.live)
+                weakref.finalize(buffer, meter.gone, size_bytes)
+            return buffer
+
+        self.patch = mock.patch.object(HostBuffer, "__new__", staticmethod(made))
+
+    def next(self) -> None:
+        """A step is over."""
+        self.peaks.append(self.live)
+
+    def gone(self, size_bytes: int) -> None:
+        self.live -= size_bytes
+
+
+def train(
+    case: Case,
+    folder: Path,
+    given: dict[str, Any],
+    steps: int,
+    stepped: Callable[[], None] = lambda: None,
+) -> nn.Module:
+    """Train for so many steps; with 0, only the first forward.
+
+    Args:
+        stepped: is called behind each step.
+
+    Raises:
+        RefusedLate: a refusal with gradients or states there already.
+    """
+    model = case.model()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = OPTIMIZERS[case.optimizer](trained, lr=0.001)
+    options = {
+        k: getattr(torch, v) if k.endswith("_dtype") and v != "int8" else v
+        for k, v in case.options.items()
+    }
+    if case.in_backward:
+        options["optimizer"] = optimizer
+    if case.disk is not None:
+        options |= {"disk": folder, "disk_weights": case.disk_weights}
+    try:
+        megacompile(model, device="cpu", lowering="eager", progress=False, **options, **given)
+        tokens = torch.arange(BATCH * 16).view(BATCH, 16) % case.words
+        if not steps:
+            model(tokens)
+        for _ in range(steps):
+            for k in range(case.micro_batches):
+                last = k + 1 == case.micro_batches
+                marked = case.in_backward and not last
+                with accumulate(model) if marked else nullcontext():
+                    model(tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            stepped()
+        for param in trained:
+            assert param.isfinite().all()
+    except (HostMemoryError, DeviceMemoryError, DiskError) as error:
+        if optimizer.state or any(p.grad is not None for p in trained):
+            raise RefusedLate(f"{type(error).__name__}: {error}") from error
+        raise
+    return model
+
+
+class RefusedLate(Exception):
+    """A refusal in the middle of training.
+
+    It is right where a plan that did not know the optimizer has warned of it: host memory does not
+    hold the states of AdamW, and the first step is one that has them.
+    """
+
+
+_FEWER_STATES = "A step that needs more is refused"
+
+
+def budgets_of(case: Case, folder: Path) -> dict[str, Any]:
+    """`host_memory=` and the like, in bytes."""
+    params = case.param_bytes()
+    given: dict[str, Any] = {"gpu_memory": int(case.device * params)}
+    if case.disk is not None:
+        given["disk_memory"] = int(case.disk * params) + 65536
+    if case.host is None:
+        return given
+    given["host_memory"] = int(case.host * params)
+    if case.exact:
+        try:
+            model = train(case, folder, given | {"host_memory": 64 * params}, 0)
+            given["host_memory"] = explain(model, changes=False).host.needed_bytes
+        except (HostMemoryError, DeviceMemoryError, DiskError):
+            pass
+    return given
+
+
+def trial(case: Case, folder: Path) -> Outcome:
+    """Run a case in this process, which ends with it."""
+    warnings.simplefilter("ignore")
+    threading.stack_size(MIB)
+    given = budgets_of(case, folder)
+    host, device = given.get("host_memory"), given["gpu_memory"]
+    started = _private_bytes()
+    within = max(case.param_bytes(), host or 8 * case.param_bytes())
+    limit = within + device + SLACK_BYTES
+    host_memory.MARGIN_BYTES = 0  # it is in the slack, of which there is less here
+    resource.setrlimit(resource.RLIMIT_DATA, (started + limit, resource.RLIM_INFINITY))
+    meter = Meter()
+    sampler = _Sampler()
+    end, what, planned = "ran", "", 0
+    with meter.patch, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            model = train(case, folder, given, 3, meter.next)
+            planned = explain(model, changes=False).host.needed_bytes
+            end, what = _within(model, meter.peaks, planned, given)
+        except (HostMemoryError, DeviceMemoryError, DiskError) as error:
+            end, what = "refused", _line(error)
+        except RefusedLate as error:
+            warned = any(_FEWER_STATES in str(each.message) for each in said)
+            end, what = "refused as warned" if warned else "fault", _line(error)
+        except BaseException as error:
+            end, what = "fault", _line(error) + "\n" + traceback.format_exc(limit=-6)
+    peak = sampler.stop() - started
+    return Outcome(
+        end, what, max(meter.peaks), max(meter.peaks[1:], default=0), planned, host, peak, limit
+    )
+
+
+def _within(
+    model: nn.Module, peaks: Sequence[int], planned: int, given: dict[str, Any]
+) -> tuple[str, str]:
+    host, stored = given.get("host_memory"), given.get("disk_memory")
+    disk = streamed_model(model, "test").machine.disk
+    if host is not None and max(peaks) > host:
+        return "fault", f"{max(peaks)} bytes of host buffers, and the budget is {host}"
+    if max(peaks[1:]) > planned:
+        return "fault", f"{max(peaks[1:])} bytes of host buffers, and the plan said {planned}"
+    if disk is not None and stored is not None and disk.file.used_bytes > stored:
+        return "fault", f"{disk.file.used_bytes} bytes on the disk, and the budget is {stored}"
+    return "ran", ""
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _private_bytes() -> int:
+    """What RLIMIT_DATA limits: memory of this process's own, touched or not."""
+    pages = int(Path("/proc/self/statm").read_text().split()[5])
+    return pages * resource.getpagesize()
+
+
+class _Sampler:
+    """The most private memory that this process had; looked at where it is asked for too."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+        signal.signal(signal.SIGALRM, lambda *_: self._look())
+        signal.setitimer(signal.ITIMER_REAL, 0.005, 0.005)
+
+    def _look(self) -> None:
+        self.peak = max(self.peak, _private_bytes())
+
+    def stop(self) -> int:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        self._look()
+        return self.peak
+
+
+def in_child(case: Case, folder: Path) -> Outcome:
+    """Run a case in a child of this process."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            os.close(reading)
+            outcome = trial(case, folder)
+            os.write(writing, json.dumps(vars_of(outcome)).encode()[-60000:])
+        finally:
+            os._exit(0)
+    os.close(writing)
+    deadline, data = time.monotonic() + TIME_LIMIT_S, b""
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(pid, signal.SIGKILL))
+    signal.alarm(TIME_LIMIT_S)
+    with os.fdopen(reading, "rb") as pipe:
+        data = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    signal.alarm(0)
+    if not data:
+        hung = time.monotonic() >= deadline - 1
+        what = "it hung" if hung else f"killed: wait status {status}"
+        return Outcome("fault", what)
+    return Outcome(**json.loads(data))
+
+
+def vars_of(outcome: Outcome) -> dict[str, Any]:
+    return {name: getattr(outcome, name) for name in Outcome.__dataclass_fields__}
+
+
+def warm_up(folder: Path) -> None:
+    """What the first model of a process loads and compiles is in all children."""
+    for disk in (None, 1.0):
+        case = Case(0, 16, (16,), 64, False, "", "float32", "AdamW", host=8.0, disk=disk)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            explain(train(case, folder, {"gpu_memory": 2**26, "host_memory": 2**26}, 2))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.budgets", description=__doc__)
+    parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0, help="of the first case")
+    parser.add_argument("--scale", type=int, default=1, help="models are as much narrower")
+    parser.add_argument("--folder", default=None, help="of the disk; default: a temporary one")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    ends: Counter[str] = Counter()
+    shares, used = [], []
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        warm_up(folder)
+        for seed in range(options.seed, options.seed + options.cases):
+            case = Case.draw(seed, options.scale)
+            outcome = in_child(case, folder)
+            ends[outcome.end] += 1
+            if outcome.end == "fault":
+                print(f"FAULT in {case}\n  {outcome.what}", flush=True)
+            if outcome.end == "ran":
+                if outcome.planned_bytes:
+                    shares.append(outcome.trained_bytes / outcome.planned_bytes)
+                used.append(outcome.peak_bytes / outcome.limit_bytes)
+    print(f"{options.cases} cases:", ", ".join(f"{n} {end}" for end, n in ends.items()))
+    if shares:
+        print(f"host buffers: {min(shares):.3f} to {max(shares):.3f} of what the plan said")
+    if used:
+        print(f"memory of the process: at most {max(used):.2f} of its limit")
+    return 1 if ends["fault"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

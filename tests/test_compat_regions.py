@@ -1,0 +1,92 @@
+"""What compat takes for granted of compile regions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from megacompile import compat
+
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = region(self, x)
+        return result
+
+
+def twice(layer: Layer, x: Tensor) -> Tensor:
+    result: Tensor = layer.linear(x).relu()
+    return result
+
+
+def marked() -> Callable[..., Any]:
+    return compat.as_region(twice)
+
+
+region = marked()
+
+
+def captured(model: nn.Module) -> fx.GraphModule:
+    found: list[fx.GraphModule] = []
+
+    def backend(module: fx.GraphModule, examples: Any) -> Any:
+        del examples
+        found.append(module)
+        return module.forward
+
+    torch.compile(model, backend=backend)(torch.ones(2, 4, requires_grad=True))
+    return found[0]
+
+
+def test_a_region_is_a_call_of_a_body() -> None:
+    layers = [Layer() for _ in range(3)]
+    module = captured(nn.Sequential(*layers))
+    calls = module.graph.find_nodes(op="call_function", target=compat.INVOKE)
+    assert len(calls) == 3 and all(len(node.args) == 2 + 3 for node in calls)
+    bodies = {id(compat.body_of(module, node)) for node in calls}
+    assert len(bodies) == 1
+    ran_in = [[key for key, _ in compat.module_calls(node)] for node in calls]
+    assert [keys[-1] for keys in ran_in] == [id(layer) for layer in layers]
+
+
+@pytest.mark.skipif(VERSION < (2, 13), reason="Dynamo traces every region")
+def test_dynamo_reuses_what_it_traced() -> None:
+    assert compat.REUSES_REGIONS
+
+
+def test_modules_of_a_stack_can_be_others() -> None:
+    meta = {"nn_module_stack": {"12@1": ("a", int), "34": ("b", int)}, "val": 1}
+    moved = compat.with_module_stack(meta, {12: 56})
+    assert moved == {"nn_module_stack": {"56@1": ("a", int), "34": ("b", int)}}
+    assert compat.with_module_stack({}, {12: 56}) == {}
+
+
+def test_hooks_are_seen() -> None:
+    linear = nn.Linear(2, 2)
+    assert not compat.has_hooks(linear)
+    registers: list[Any] = [linear.register_forward_hook, linear.register_forward_pre_hook]
+    registers += [linear.register_full_backward_hook, linear.register_full_backward_pre_hook]
+    for register in registers:
+        handle = register(lambda *args: None)
+        assert compat.has_hooks(linear)
+        handle.remove()
+    assert not compat.has_hooks(linear)
+    compat.set_compiled_call(linear, print)
+    assert compat.has_hooks(linear)
+
+
+def test_fake_tensors_that_remember_their_data() -> None:
+    with compat.fake_mode(), compat.functional_mode():
+        assert compat.has_known_data(torch.tensor(3))
+        assert not compat.has_known_data(torch.ones(3))
+        assert not compat.has_known_data(compat.to_functional(torch.ones(3)))

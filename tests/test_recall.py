@@ -1,0 +1,231 @@
+"""What is recalled of a captured graph is what running all of it finds."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from megacompile.ir.capture import Ambient, Capture, TensorInput
+from megacompile.ir.tensors import TensorMeta
+from megacompile.passes.capture import propagate as propagating
+from megacompile.passes.capture.interpret import Interpreter, Values
+from megacompile.passes.capture.propagate import propagate
+from megacompile.passes.capture.recall import NotRecallableError, Recalling
+
+CPU = torch.device("cpu")
+X = TensorMeta((4, 6), torch.float32, (6, 1), requires_grad=True)
+
+
+def traced(function: Callable[..., Any], *metas: TensorMeta) -> Capture:
+    module = fx.GraphModule(torch.nn.Module(), fx.Tracer().trace(function))
+    return Capture("f", module, tuple(map(TensorInput, metas)), CPU, Ambient.current(CPU))
+
+
+def told(values: Values) -> dict[str, Any]:
+    """All of it, storages by who has them."""
+    holders: dict[int, set[str]] = defaultdict(set)
+    for node, keys in values.storages.items():
+        for key in keys:
+            holders[key].add(node.name)
+    shared = {key: tuple(sorted(names)) for key, names in holders.items()}
+    return {
+        "of": {n.name: value for n, value in values.of.items()},
+        "storages": sorted(shared.values()),
+        "mutates": {n.name: {shared[k] for k in keys} for n, keys in values.mutates.items()},
+        "same": {n.name: other.name for n, other in values.same_as.items()},
+        "grad": {n.name: m.name for n, m in values.requires_grad_after.items()},
+    }
+
+
+def run(interpreter: Interpreter) -> tuple[dict[str, Any], int]:
+    """What it found, and how many calls it ran."""
+    ran: list[fx.Node] = []
+    base = fx.Interpreter.run_node
+
+    def counted(self: fx.Interpreter, n: fx.Node) -> Any:
+        if n.op.startswith("call_"):
+            ran.append(n)
+        return base(self, n)
+
+    with mock.patch.object(fx.Interpreter, "run_node", counted):
+        return told(propagating._run(interpreter)), len(ran)
+
+
+def layers(x: Tensor) -> Any:
+    for _ in range(5):
+        y = x.transpose(0, 1).contiguous()
+        x = x + (y @ x).mean() + torch.relu(x)
+    return x
+
+
+def views(x: Tensor) -> Any:
+    found = []
+    for _ in range(3):
+        a, b = (x * 2).chunk(2, 1)
+        x = torch.cat([b.view(4, 3), a.reshape(4, 3)], 1)
+        found += [a, x.view(-1), x.expand(2, 4, 6)]
+    return found
+
+
+def same(x: Tensor) -> Any:
+    for _ in range(3):
+        x = x.contiguous().to(torch.float32).contiguous() + 1
+    return x
+
+
+def in_place(x: Tensor) -> Any:
+    total = torch.zeros_like(x)
+    for _ in range(3):
+        x = x * 2
+        total.add_(x)
+        x.mul_(3)
+    return x + total
+
+
+def view_of_changed(x: Tensor) -> Any:
+    """The second view is known of the first, and its base is written to."""
+    out = []
+    for _ in range(3):
+        y = x * 1
+        flat = y.view(-1)
+        y.add_(1)
+        out.append(flat + 1)
+    return out
+
+
+def modes(x: Tensor) -> Any:
+    out = []
+    for on in (True, False, True, False):
+        torch._C._set_grad_enabled(on)
+        y = torch.relu(x)
+        out += [y, y.view(-1), x.view(-1)]
+    torch._C._set_grad_enabled(True)
+    return out
+
+
+def autocast(x: Tensor) -> Any:
+    out = []
+    for on in (True, False, True):
+        context = torch.amp.autocast_mode._enter_autocast("cpu", torch.bfloat16, on, False)
+        out.append(x @ x.t())
+        torch.amp.autocast_mode._exit_autocast(context)
+    return out
+
+
+def twice(x: Tensor) -> Any:
+    a, b = x * 1, x * 2
+    return [torch.add(a, b), torch.add(a, a), torch.add(b, b), torch.stack([a, a]), a.view_as(a)]
+
+
+def sizes(x: Tensor) -> Any:
+    out = []
+    for width in (2, 3, 2):
+        part = x[:, :width]
+        out.append(part.reshape(part.size(0) * part.size(1)))
+    return out
+
+
+def constants(x: Tensor) -> Any:
+    return [x + k for k in (1, 1.0, True, 2)]
+
+
+def late_grad(x: Tensor) -> Any:
+    """What is made of zeros requires grad after a part of it was set."""
+    out = []
+    for _ in range(2):
+        y = torch.zeros_like(x)
+        part = y[0]
+        part.copy_(x[0])
+        out.append(y * 2)
+    return out
+
+
+FUNCTIONS = [layers, views, same, in_place, view_of_changed, modes, autocast, twice, sizes]
+FUNCTIONS += [constants, late_grad]
+
+
+def in_graph(function: Callable[..., Any]) -> Capture:
+    """Captured by Dynamo's rules where tracing would carry out what changes the mode."""
+    if function not in (modes, autocast):
+        return traced(function, X)
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    out = []
+    for on in (True, False, True, False):
+        if function is modes:
+            graph.call_function(torch._C._set_grad_enabled, (on,))
+        else:
+            enter = torch.amp.autocast_mode._enter_autocast
+            context = graph.call_function(enter, ("cpu", torch.bfloat16, on, False))
+        y = graph.call_function(torch.mm, (x, graph.call_method("t", (x,))))
+        out += [y, graph.call_method("view", (y, -1)), graph.call_method("view", (x, -1))]
+        if function is autocast:
+            graph.call_function(torch.amp.autocast_mode._exit_autocast, (context,))
+    graph.call_function(torch._C._set_grad_enabled, (True,))
+    graph.output(out)
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    return Capture("f", module, (TensorInput(X),), CPU, Ambient.current(CPU))
+
+
+def plainly(values: dict[str, Any]) -> dict[str, Any]:
+    """Without what an autocast region is, which is a new object in each run."""
+    known = {n: v for n, v in values["of"].items() if "autocast" not in n}
+    return {**values, "of": known}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_what_is_recalled_is_what_runs(function: Callable[..., Any]) -> None:
+    capture = in_graph(function)
+    plain, _ = run(Interpreter(capture, Values()))
+    assert plainly(told(propagate(capture))) == plainly(plain)
+    if function in (view_of_changed, late_grad):
+        with pytest.raises(NotRecallableError, match="changes what a view"):
+            run(Recalling(capture, Values()))
+    else:
+        recalled, _ = run(Recalling(capture, Values()))
+        assert plainly(recalled) == plainly(plain)
+
+
+def test_equal_layers_run_once() -> None:
+    capture = traced(layers, X)
+    _, plain = run(Interpreter(capture, Values()))
+    _, recalled = run(Recalling(capture, Values()))
+    assert plain == 35 and recalled == 7, "the first layer"
+
+
+def test_data_that_fake_tensors_remember_is_not_recalled() -> None:
+    graph = fx.Graph()
+    made = [graph.call_function(torch.tensor, (k,)) for k in (1, 2)]
+    graph.output([graph.call_method("item", (tensor,)) for tensor in made])
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    capture = Capture("f", module, (), CPU, Ambient.current(CPU))
+    items = [value for n, value in propagate(capture).of.items() if n.target == "item"]
+    assert items == [1, 2]
+
+
+def test_what_recall_cannot_do_is_run() -> None:
+    capture = traced(layers, X)
+    plain = told(propagate(capture, recall=False))
+    with mock.patch.object(Recalling, "_recalled", side_effect=RuntimeError):
+        assert told(propagate(capture)) == plain
+
+
+def test_a_view_that_is_cut_off_is_not_like_one_without_grad() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.call_function(torch._C._set_grad_enabled, (False,))
+    cut = graph.call_method("view", (x, -1))
+    graph.call_function(torch._C._set_grad_enabled, (True,))
+    without = graph.call_method("view", (graph.call_method("detach", (x,)), -1))
+    graph.output([graph.call_function(torch.relu, (each,)) for each in (without, cut)])
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    capture = Capture("f", module, (TensorInput(X),), CPU, Ambient.current(CPU))
+    plain, _ = run(Interpreter(capture, Values()))
+    recalled, _ = run(Recalling(capture, Values()))
+    assert recalled == plain
