@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import os
 import re
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing import get_context
 
 import torch
@@ -17,24 +20,34 @@ from tests.zoo.compare import Result, compare
 from tests.zoo.entry import Entry, Family
 from tests.zoo.packages import PACKAGES, is_installed, version
 
+INDUCTOR = 1e-3  # of the largest value: fused kernels add in another order
 PER_PROCESS = 12  # models; what a compiler keeps of them goes with the process
 
 
-def run(name: str) -> tuple[str, Result | str]:
-    """Compare one entry; gives its name, and the traceback where it fails."""
+def run(name: str, *, gpu: bool = False) -> tuple[str, Result | str]:
+    """Compare one entry, bitwise on the CPU or with Inductor on a GPU; gives its name, and the
+    traceback where it fails."""
     torch.set_num_threads(1)
     try:
+        if gpu:
+            return name, compare(ENTRIES[name], device="cuda", lowering="inductor")
         return name, compare(ENTRIES[name])
     except Exception:
         return name, traceback.format_exc()
 
 
-def faults(entry: Entry, result: Result) -> list[str]:
+def tolerance(entry: Entry, *, inductor: bool) -> float:
+    """The largest error that is none."""
+    rounds = entry.rounding.tolerance if entry.rounding else 0.0
+    return INDUCTOR if inductor else rounds
+
+
+def faults(entry: Entry, result: Result, *, gpu: bool = False) -> list[str]:
     """What is wrong with an entry's result."""
     found = []
-    tolerance = entry.rounding.tolerance if entry.rounding else 0.0
-    if result.error > tolerance:
-        found.append(f"{result.where} is off by {result.error:.1e}; may be {tolerance:.0e}")
+    may_be = tolerance(entry, inductor=gpu)
+    if result.error > may_be:
+        found.append(f"{result.where} is off by {result.error:.1e}; may be {may_be:.0e}")
     if (result.breaks or result.streamed < 1) and not entry.note:
         share = table.percent(result.streamed)
         found.append(f"{result.breaks} graph breaks, {share} streamed, and no `note` says why")
@@ -46,16 +59,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="a regular expression: the models to compare")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--write", action="store_true", help="write docs/zoo.md")
+    parser.add_argument("--gpu", action="store_true", help="with Inductor on a GPU: that column")
     options = parser.parse_args(arguments)
     for package in PACKAGES:
         if not is_installed(package):
             print(f"{package} is not installed: its models are skipped")
     chosen = {n: e for n, e in ENTRIES.items() if e.is_there and re.search(options.only, n)}
-    results, failed = _compare_all(chosen, options.jobs)
-    rows = {name: table.Row.of(chosen[name], results[name]) for name in chosen if name in results}
+    results, failed = _compare_all(chosen, options.jobs, gpu=options.gpu)
     text = table.PAGE.read_text() if table.PAGE.exists() else ""
+    written = table.rows_of(text)
+    rows = {}
+    for name, result in results.items():
+        row, before = table.Row.of(chosen[name], result), written.get(name)
+        if options.gpu and before is not None:
+            rows[name] = replace(before, inductor=row.error)
+        elif not options.gpu:
+            rows[name] = replace(row, inductor=before.inductor if before else "")
     if options.write:
-        text = _page(rows, table.rows_of(text))
+        text = _page(rows, written)
         table.PAGE.write_text(text)
     changed = table.changes(rows, text)
     for line in changed:
@@ -68,19 +89,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed or changed else 0
 
 
-def _compare_all(chosen: dict[str, Entry], jobs: int) -> tuple[dict[str, Result], list[str]]:
-    """Results by name, in any order, and the names of those that failed."""
+def _compare_all(
+    chosen: dict[str, Entry], jobs: int, *, gpu: bool = False
+) -> tuple[dict[str, Result], list[str]]:
+    """Results by name, in any order, and the names of those that failed. Ctrl-C ends it early."""
     results: dict[str, Result] = {}
     failed = []
     context = get_context("spawn")
-    with context.Pool(jobs, maxtasksperchild=PER_PROCESS) as pool:
-        for name, result in pool.imap_unordered(run, chosen, chunksize=1):
+    one = functools.partial(run, gpu=gpu)
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        context.Pool(jobs, maxtasksperchild=PER_PROCESS) as pool,
+    ):
+        for name, result in pool.imap_unordered(one, chosen, chunksize=1):
             if isinstance(result, str):
                 failed.append(name)
                 print(f"{name}: FAILED\n{result}", flush=True)
                 continue
             results[name] = result
-            wrong = faults(chosen[name], result)
+            wrong = faults(chosen[name], result, gpu=gpu)
             print(
                 f"{name:32} {result.breaks:3} breaks {result.stages:4} stages "
                 f"{table.percent(result.streamed):>6} streamed  error {result.error:.1e} "
