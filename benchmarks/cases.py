@@ -6,12 +6,14 @@ Unless said otherwise 3.89 B parameters (12 layers of Qwen2.5-7B's width and voc
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+_DISK = tempfile.gettempdir()
 _STREAMED: dict[str, Any] = {"resident": 0, "activations": "recompute"}
 
 
@@ -27,6 +29,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)  # of `megacompile()`
     state_dtype: torch.dtype | str | None = torch.float32
     dtype: torch.dtype = torch.bfloat16  # of the parameters
+    shape: Mapping[str, int] = field(default_factory=dict)  # of `qwen2()`, beside its layers
     in_backward: bool = False  # is the update made there?
     warm: int = 2  # steps between the first one and those
     steps: int = 5  # that are timed
@@ -36,6 +39,11 @@ class Case:
         """ "12 layers, 16x1024, 24 GiB"."""
         cap = "" if self.cap_gib is None else f", {self.cap_gib:g} GiB"
         return f"{self.layers} layers, {self.batch}x{self.length}{cap}"
+
+
+# Qwen2.5-14B's and 32B's.
+_SHAPE_14B = {"width": 5120, "intermediate": 13824, "kv_heads": 8}
+_SHAPE_32B = {"width": 5120, "intermediate": 27648, "kv_heads": 8}
 
 
 def _streamed(name: str, **other: Any) -> Case:
@@ -85,5 +93,24 @@ GROUPS: dict[str, tuple[Case, ...]] = {
     "context": (
         Case("planned", layers=28, batch=1, length=131072, cap_gib=80, warm=1, steps=1),
         Case("planned", layers=12, batch=1, length=131072, cap_gib=80, warm=1, steps=1),
+    ),
+    "tiers": (
+        Case("planned", layers=48, shape=_SHAPE_14B, steps=3),
+        Case("planned, 8-bit", layers=64, shape=_SHAPE_32B, state_dtype="int8", steps=3),
+        Case(
+            "in the backward, 8-bit",
+            layers=64,
+            shape=_SHAPE_32B,
+            in_backward=True,
+            state_dtype="int8",
+            steps=3,
+        ),
+        Case(
+            "planned, 40 GiB of host memory and a disk",
+            layers=28,
+            batch=64,
+            options={"host_memory": "40GiB", "disk": _DISK},
+            steps=2,
+        ),
     ),
 }

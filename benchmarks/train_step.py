@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
     parser.add_argument("--trace", help="write a chrome trace of two steps here")
     parser.add_argument("--timelines", help="write a Perfetto file of each case into this folder")
     parser.add_argument("--explain", help="write what explain() says of each case here")
+    parser.add_argument("--cold", action="store_true", help="train no small model before")
     parser.add_argument("--out", help="write the table here")
     args = parser.parse_args(argv)
     cases = [case for name in args.group or GROUPS for case in _group(name)]
@@ -61,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
     if args.timelines:
         Path(args.timelines).mkdir(parents=True, exist_ok=True)
     rows = []
-    _warm_up()
+    if not args.cold:
+        _warm_up()
     for case in cases:
         given = ("layers", "batch", "length", "cap_gib", "steps")
         case = replace(case, **{k: getattr(args, k) for k in given if getattr(args, k)})
@@ -129,8 +131,9 @@ def _row(case: Case, args: argparse.Namespace) -> dict[str, object]:
 
 def _measure(case: Case, args: argparse.Namespace) -> dict[str, object]:
     before = _resident_bytes()
+    _forget_peak()
     print(f"{case.name}, {case.text}; {before / 2**30:.1f} GiB are used before", flush=True)
-    model = qwen2(case.layers, dtype=case.dtype, device="cuda")
+    model = qwen2(case.layers, dtype=case.dtype, device="cuda", **case.shape)
     count = parameters(model)
     ids = tokens(case.batch, case.length)
     start = time.perf_counter()
@@ -139,6 +142,9 @@ def _measure(case: Case, args: argparse.Namespace) -> dict[str, object]:
     torch.cuda.empty_cache()
     first = training.step(ids).item()
     first_s = time.perf_counter() - start
+    start = time.perf_counter()
+    training.step(ids).item()
+    second_s = time.perf_counter() - start
     wait_until_compiled()
     for _ in range(case.warm):  # buckets have moved, the second plan is compiled, states are there
         training.step(ids).item()
@@ -160,7 +166,7 @@ def _measure(case: Case, args: argparse.Namespace) -> dict[str, object]:
         for _ in range(3):
             training.step(ids, idle_before_clip=True)
     training.wait()
-    held = _resident_bytes() - before
+    held, most = _resident_bytes() - before, _peak_bytes() - before
     found = explain(training.model, changes=False)
     if args.explain:
         with trace(training.model) as traced:
@@ -189,9 +195,11 @@ def _measure(case: Case, args: argparse.Namespace) -> dict[str, object]:
         "host GiB": f"{held / 2**30:.1f}",
         "predicted host GiB": f"{host / 2**30:.1f}",
         "error of that": _error(host, held),
+        "host peak GiB": f"{most / 2**30:.1f}",
         "host bytes/parameter": f"{held / count:.2f}",
         "clip ms": f"{statistics.median(training.clip_s) * 1e3:.0f}" if training.clip_s else "",
         "first step s": f"{first_s:.1f}",
+        "second step s": f"{second_s:.1f}",
         "bound by": found.bound,
         "losses": f"{first:.4f} .. {last:.4f}",
     }
@@ -225,6 +233,16 @@ def _resident_bytes() -> int:
     """Memory of this process in RAM, page-locked and shared mappings included."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Rss:")) * 1024
+
+
+def _peak_bytes() -> int:
+    """The most memory that this process had in RAM since `_forget_peak`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
+
+
+def _forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def _trace(training: Training, ids: torch.Tensor, path: str) -> None:
