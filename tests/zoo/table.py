@@ -29,8 +29,8 @@ what comes out with this page; `make zoo ARGS=--write` writes the page. A part o
 - **largest error**: of a tensor, relative to its largest value, rounded up to a power of ten. 0 is
   equal in every bit.
 - **Inductor**: the largest error on a GPU with the default lowering, against plain PyTorch in eager
-  mode. `python -m tests.zoo --gpu --write` fills it. Empty: it was not run there. Models above 1e-3
-  have dropout or stochastic depth; Inductor draws other random numbers than PyTorch in eager mode.
+  mode. `python -m tests.zoo --gpu --write` fills it. Empty: it was not run there. Inductor draws
+  random numbers as PyTorch does there (`fallback_random`): it has numbers of its own otherwise.
 - *(eager)* and *(sdpa)* are the implementations of attention in transformers.
 """
 
