@@ -33,6 +33,7 @@ _COUNTS = (0, 1 / 24, 1 / 12, 1 / 6, 1 / 3, 2 / 3, 1)  # of the buckets, to be r
 _SHARES = (0.0, 0.1, 0.2, 0.4, 0.7, 1.0)  # of the parameters, to be updated on the device
 _SLOTS = (1, 2, 4, 8, 16)  # more than asked for
 _DELAYS = (1, 2, 4, 8)  # backwards, of states on their way to the host
+_ROWS = (1, 2, 3, 5)  # stages that run again for each whose output is saved
 _EQUAL = 0.002  # predictions this close are as good as one another; what is resident is then surer
 _PAYS = 0.01  # of a step's time: what slots must save
 _IN_VAIN = 3  # tries in a row that save less
@@ -178,31 +179,39 @@ class _Tries:
 
         If that is more than the host has, stages run again instead of having their outputs wait,
         or what waits goes on to a disk (`Tiers.settled`). If it still is, every other stage does,
-        and as few wait as that leaves to the device.
+        then two of three and so on. They leave device memory to more buckets, and as few wait as
+        can be.
 
         Args:
             resident: more buckets may live on the device as well.
         """
         problem = self.problem
         few = problem.fewest_offloaded(choice)
-        if few is None:
-            return
-        for count in sorted({few, (few + problem.stages) // 2, problem.stages}):
+        some = () if few is None else (few, (few + problem.stages) // 2, problem.stages)
+        for count in sorted(set(some)):
             waiting = replace(choice, offload=count)
-            more = problem.fewest_residents(waiting) if resident else 0
-            if more is not None:
-                keys = problem.with_residents(more).resident if resident else choice.resident
-                self.add(replace(waiting, resident=keys))
+            self._add_with_residents(waiting, resident=resident)
             again = problem.fewest_reruns(waiting)
             if again is None:  # with a disk for the rest of it
                 again = problem.stages // 2
             if again:
                 self.add(replace(waiting, rerun=again))
-        if not self.times:
-            rerun = replace(choice, rerun=problem.stages // 2)
+        for row in () if self.times else _ROWS:
+            rerun = replace(choice, rerun=problem.stages * row // (row + 1))
             fewer = problem.fewest_offloaded(rerun)
-            if fewer is not None and fewer < few:
-                self.add(replace(rerun, offload=fewer))
+            for count in sorted({0, fewer or 0}):
+                self._add_with_residents(replace(rerun, offload=count), resident=resident)
+
+    def _add_with_residents(self, choice: Choice, *, resident: bool) -> None:
+        """A choice with as few residents as it takes for the others to fit elsewhere, and with as
+        many as fit: a disk has less to do then."""
+        problem = self.problem
+        if not resident:
+            self.add(choice)
+            return
+        counts = (problem.fewest_residents(choice), problem.most_residents(choice))
+        for count in sorted({count for count in counts if count is not None}):
+            self.add(replace(choice, resident=problem.with_residents(count).resident))
 
     def _with(self, count: int, share: float, *, keep: int = 1) -> Choice:
         """The first `count` buckets that may become resident do."""

@@ -227,13 +227,20 @@ class Problem:
         every other one is too few."""
         return _fewest(self.stages // 2, lambda n: self.fits_host(replace(choice, rerun=n)))
 
+    def most_residents(self, like: Choice) -> int | None:
+        """How many of the first buckets fit on the device, all else being as in `like`; None where
+        it does not fit with none of them either."""
+        for count in range(len(self.candidates), -1, -1):
+            resident = self.with_residents(count).resident
+            if self._fits_device(replace(like, resident=resident)):
+                return count
+        return None
+
     def tightest(self) -> Choice:
         """What leaves the host as little as can be: as many residents as fit on the device."""
-        for count in range(len(self.candidates), -1, -1):
-            choice = replace(self.with_residents(count, keep=0), state_lookahead=1)
-            if self._fits_device(choice):
-                return choice
-        return self.settled(Choice(0, self.resident, state_lookahead=1))
+        least = Choice(0, self.resident, state_lookahead=1)
+        resident = self.with_residents(self.most_residents(least) or 0).resident
+        return self.settled(replace(least, resident=resident))
 
     def floor(self) -> DeviceMemory:
         """Memory of a plan that keeps nothing on the device that need not be there."""

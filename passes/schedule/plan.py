@@ -45,7 +45,8 @@ def make_plan(
         offload: of how many of the first stages what is recomputed from waits on the host;
             with `activations="offload"` of all.
         rerun: how many stages run again in the backward for their outputs, which are then not
-            saved: of every two of the first ones the second.
+            saved: of every two of the first ones the second; where these are too few, rows of
+            stages as long as one another.
     """
     so_far = schedule.plan.reasons
     here = resident & {bucket.key for bucket in schedule.buckets}
@@ -138,15 +139,25 @@ def _offload(
 
 
 def _rerun(schedule: Schedule, count: int) -> tuple[frozenset[int], tuple[str, ...]]:
-    """Stages 1, 3, 5, ...: the first of them all gives what all others read, in most models.
+    """Stages 1, 3, 5, ...: the first of them all gives what all others read, in most models. Where
+    that is too few, all but some that are as far from one another as can be.
 
     The same for every backward of a forward, as of those that wait on the host.
     """
-    chosen = range(1, len(schedule.stages) - 1, 2)[:count]
+    able = range(1, len(schedule.stages) - 1)
+    chosen: Sequence[int] = able[::2][:count]
+    which = "every other one"
+    if count > len(chosen) and len(able) > count:
+        saved = len(able) - count
+        between = {able[(i + 1) * len(able) // (saved + 1)] for i in range(saved)}
+        chosen = [index for index in able if index not in between]
+        which = f"but for {saved} in between"
+    elif count > len(chosen):
+        chosen, which = able, "all of them"
     if not chosen:
         return frozenset(), ()
     reason = (
-        f"stages {chosen[0]} to {chosen[-1]}, every other one, run again in the backward: what "
+        f"stages {chosen[0]} to {chosen[-1]}, {which}, run again in the backward: what "
         "they give to the next ones is not saved"
     )
     return frozenset(chosen), (reason,)

@@ -7,12 +7,18 @@ A recompute makes what a stage computes inside from what it was given. What it w
 one value for each stage. Here it is computed as well, from what the stage before was given. That
 takes a forward more, and no memory.
 
+Of stages in a row each takes what the one before gives, so a row saves what its first is given:
+
+    1RERUN 2RERUN 3RECOMPUTE 3B 2RECOMPUTE 2B 1RECOMPUTE 1B
+
+What a row gives is on the device until its backwards have read it.
+
 What is not computed again:
 
 - outputs of a stage that changes something in place;
 - outputs that more than one stage's backward takes, which would be there for as long anyway;
 - outputs that the user gets;
-- outputs of a stage that is given what is not saved itself.
+- outputs of a stage that is given what is neither saved nor computed again.
 
 As with `offload_saved`, which values these are depends on the plan and on the forward alone.
 """
@@ -43,7 +49,7 @@ def insert_reruns(schedule: Schedule) -> Schedule:
     assert new.backward is not None
     dropped: set[str] = set()
     calls = ops.calls_by_stage(new.forward, ops.forward)
-    for stage, outputs in _not_saved(new).items():
+    for stage, outputs in reversed(_not_saved(new).items()):  # the last of a row asks for the rest
         dropped |= {item.name for item in outputs}
         _rerun(new.forward, new.backward, calls[stage.index], stage, outputs)
     return add_saved_values(new, [name for name in new.saved_values if name not in dropped])
@@ -53,27 +59,26 @@ def _not_saved(schedule: Schedule) -> dict[Stage, list[fx.Node]]:
     """The stages that are run again, in forward order, and the outputs of each that it is for."""
     graph = schedule.forward
     returned, saved_values = ops.returned(graph)
-    saved = set(saved_values)
-    takers = takers_of(schedule, saved)
+    takers = takers_of(schedule, set(saved_values))
     calls = ops.calls_by_stage(graph, ops.forward)
     found: dict[Stage, list[fx.Node]] = {}
+    there = set(saved_values)  # when a stage runs again: saved, or made again ahead of it
     for stage in schedule.stages:
         if stage.index not in schedule.plan.rerun or stage.mutated:
             continue
         given = {saved_value(graph, arg) for arg in ops.arguments(calls[stage.index])[2]}
-        if not given <= saved:
+        if not given <= there:
             continue
         outputs = [
             item
             for _, item in _outputs(calls[stage.index], stage)
-            if item in saved
+            if item in there
             and item not in returned
             and isinstance(item.meta.get("value"), TensorMeta)
             and len(takers.get(item, ())) == 1
         ]
         if outputs:
             found[stage] = outputs
-            saved -= set(outputs)
     return found
 
 
