@@ -71,9 +71,9 @@ class PageLocks:
         self._said = True
         warnings.warn(
             f"megacompile: cudaHostRegister of {format_bytes(size_bytes)} failed with error "
-            f"{error}, with {format_bytes(self.locked_bytes)} locked: what the system does not "
-            "lock stays pageable, its copies run at about half the speed, and plans count with "
-            "that (said once)",
+            f"{error}, with {format_bytes(self.locked_bytes)} locked: memory that the "
+            "system will not lock stays pageable, copies from and to it run at about half the "
+            "speed, and plans allow for that (said once)",
             stacklevel=4,
         )
 
@@ -90,7 +90,7 @@ def pinned_empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _forget_error() -> None:
-    """CUDA keeps the last error of a thread. The next kernel would raise it in torch's name, and
-    does so here, where nobody minds."""
+    """CUDA keeps the last error of a thread, and the next kernel would raise it in torch's name.
+    Launch one here, which consumes it."""
     with contextlib.suppress(RuntimeError, AssertionError):  # or torch has no CUDA
         torch.ones(1, device="cuda")

@@ -381,4 +381,4 @@ def test_a_disk_that_nobody_has_measured(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert main(["plan", config, *SMALL, "--disk", str(tmp_path)]) == 2
     said = capsys.readouterr().err
-    assert "nobody has measured how fast it is" in said and "hardware --disk" in said
+    assert "its speed is not known" in said and "hardware --disk" in said

@@ -106,7 +106,7 @@ def _with_disk(hardware: Hardware, disk: plan.Disk | None) -> Hardware:
     rates = disk_on_file(disk.folder)
     if rates is None:
         raise OptionError(
-            f"--disk {disk.folder}: nobody has measured how fast it is; say so (--disk-rates "
+            f"--disk {disk.folder}: its speed is not known; give it (--disk-rates "
             f"2.2/2.2), or measure it: python -m megacompile hardware --disk {disk.folder}"
         )
     return rates.on(hardware)

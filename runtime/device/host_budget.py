@@ -13,7 +13,7 @@ from megacompile.text import format_bytes
 
 
 class HostBudget:
-    """Makes host buffers, in any thread.
+    """Makes a model's host buffers, in any thread, and keeps their total within a limit.
 
     Args:
         limit_bytes: of all that live at a time; None: what the machine has.
@@ -40,7 +40,7 @@ class HostBudget:
         """A buffer.
 
         Args:
-            what: it is for.
+            what: names the purpose of the buffer in errors.
 
         Raises:
             HostMemoryError: there is too little, or the limit is reached. The kernel would kill the
@@ -64,8 +64,8 @@ class HostBudget:
             raise HostMemoryError(
                 f"megacompile(): host_memory is {format_bytes(self.limit_bytes)}; "
                 f"{format_bytes(held - size_bytes)} of it are taken, and {what} needs "
-                f"{format_bytes(size_bytes)} more; raise host_memory=, or use fewer or smaller "
-                "optimizer states (state_dtype='int8')"
+                f"{format_bytes(size_bytes)} more; raise host_memory=, or need less: "
+                "state_dtype='int8', a smaller batch, or disk="
             )
         check_host_memory([(what, size_bytes)])
 

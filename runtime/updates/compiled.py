@@ -131,8 +131,8 @@ class Compiled:
         if request is not None and request.is_done and not request.agreed:
             warnings.warn(
                 f"megacompile: the {self.rule.name} update that is compiled to C++ rounds "
-                "otherwise than the one that torch makes while it is compiled: the first steps of "
-                "a run without a warm cache differ in the last bits",
+                "differently from the one that torch runs until it is ready: the first steps of a "
+                "run without a warm cache differ in the last bits",
                 stacklevel=2,
             )
         return True

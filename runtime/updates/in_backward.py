@@ -132,9 +132,9 @@ class InBackward:
         self.uncommitted, self._made, self._ended = set(), {}, True
         if not restored:
             raise OptimizerError(
-                "the last backward failed after it had updated some parameters, and others not: "
-                "load a checkpoint of the model and the optimizer, and go on from there (this is "
-                "said once)"
+                "the last backward failed after it had updated some parameters but not others: "
+                "load a checkpoint of the model and the optimizer, and continue from there (said "
+                "once)"
             )
 
     def _is_restored(self, buckets: Mapping[int, HostBucket]) -> bool:

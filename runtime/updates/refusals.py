@@ -188,7 +188,7 @@ def check_state(where: str, optimizer: Optimizer, name: str, trained: Trained) -
 def _refuse_state(where: str, param: str, state: str, wrong: str) -> None:
     raise OptimizerError(
         f"{where}: the state {state!r} of parameter {param!r} {wrong}; nothing was updated: load a "
-        "checkpoint of this model and optimizer, or let the state of this parameter begin anew: "
+        "checkpoint of this model and optimizer, or reset the state of this parameter: "
         "del optimizer.state[param]"
     )
 
@@ -238,7 +238,7 @@ def rehearse(
             name = update.bucket.layout.params[step.index].name
             raise OptimizerError(
                 f"{where}: torch.optim's own step refuses parameter {name!r} with "
-                f"{type(error).__name__}: {error}; nothing was updated: mend the options of its "
+                f"{type(error).__name__}: {error}; nothing was updated: correct the options of its "
                 "parameter group, or its state, and call it again"
             ) from error
 
