@@ -57,7 +57,7 @@ class Released:
         if self.depth:
             raise ModelError(
                 f"{self._name}: used inside of `with megacompile.released(model):`, where its "
-                "device memory is given back; call it, and optimizer.step(), behind the block "
+                "device memory is given back; call it, and optimizer.step(), after the block "
                 "(megacompile.full_parameters(model) gives its parameters inside)"
             )
         if self.away:
