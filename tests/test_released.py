@@ -135,9 +135,9 @@ def test_what_is_an_error_inside() -> None:
     train(model, optimizer, range(1))
     step(model, batch())
     with released(model):
-        with pytest.raises(ModelError, match=r"Stack: used inside of .* behind the block"):
+        with pytest.raises(ModelError, match=r"Stack: used inside of .* after the block"):
             model(**batch())
-        with pytest.raises(ModelError, match=r"optimizer.step\(\), behind the block"):
+        with pytest.raises(ModelError, match=r"optimizer.step\(\), after the block"):
             optimizer.step()
         with pytest.raises(ModelError, match="used inside of"):
             unmegacompile(model)
