@@ -34,6 +34,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _guards_are_not_timed() -> Iterator[None]:
+    """Dynamo says in its log how long guards take; for that it empties the CPU's caches, which
+    takes 17 ms for each frame that it captures."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _fresh_dynamo() -> None:
     """Captured graphs of one test do not count towards another's recompilations."""
