@@ -88,9 +88,7 @@ def trace(
         # it reads values, which are not there yet
         modes.enter_context(torch.autograd.set_detect_anomaly(False))
         if detect_fake_mode((*primals, *tangents)) is None:
-            modes.enter_context(
-                tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True)))
-            )
+            modes.enter_context(tracing(TracingContext(fake_mode())))
         traced = make_fx(joint, decomposition_table=decompositions)(list(primals), list(tangents))
     return flatten_signature(traced)
 
