@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 # What asserts for the tests says why, as they do.
 pytest.register_assert_rewrite("tests.faults", "tests.gate", "tests.training", "tests.zoo")
 torch.set_num_threads(1)  # the models are small: threads cost more than they gain
+# Where this logger has a handler, torch makes a trace of each capture. It takes its own one away;
+# pytest gives its handlers to every logger that does not propagate.
+logging.getLogger("torch.__trace").handlers.clear()
+logging.getLogger("torch.__trace").propagate = True
 gc.set_threshold(20_000, 20, 20)  # a million objects live; a capture makes as many, for a moment
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads it when it is first imported
