@@ -82,7 +82,8 @@ def constructed(model: Model) -> list[Optimizer]:
 def _kinds(base: type) -> Iterator[type]:
     """A class and all that are made of it."""
     yield base
-    for kind in type.__subclasses__(base):
+    made: list[type] = type.__subclasses__(base)
+    for kind in made:
         yield from _kinds(kind)
 
 
