@@ -113,13 +113,16 @@ def _places() -> Iterator[tuple[str, PurePosixPath, dict[str, str]]]:
 
 
 def _said(place: Path, names: dict[str, str]) -> dict[str, int]:
+    """Of one cgroup; {} if it has no limit. Each new buffer asks, so no more files are read."""
     found: dict[str, int] = {}
-    for name in (*names, "memory.stat"):
+    for name in (*names, "memory.stat"):  # the limit comes first
         with contextlib.suppress(OSError):
             for line in (place / name).read_text().splitlines():
                 key, _, value = line.rpartition(" ")
                 if (known := names.get(name) or _FILES.get(key)) and value != "max":
                     found[known] = int(value)
+        if "max" not in found:
+            break
     return found
 
 

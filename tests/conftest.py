@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -15,6 +17,11 @@ if TYPE_CHECKING:
 # What asserts for the tests says why, as they do.
 pytest.register_assert_rewrite("tests.faults", "tests.gate", "tests.training", "tests.zoo")
 torch.set_num_threads(1)  # the models are small: threads cost more than they gain
+# Where this logger has a handler, torch makes a trace of each capture. It takes its own one away;
+# pytest gives its handlers to every logger that does not propagate.
+logging.getLogger("torch.__trace").handlers.clear()
+logging.getLogger("torch.__trace").propagate = True
+gc.set_threshold(20_000, 20, 20)  # a million objects live; a capture makes as many, for a moment
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads it when it is first imported
 else:
@@ -30,6 +37,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _guards_are_not_timed() -> Iterator[None]:
+    """Dynamo says in its log how long guards take; for that it empties the CPU's caches, which
+    takes 17 ms for each frame that it captures."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import pathlib
 import random
 import sys
 from collections.abc import Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import megacompile
@@ -33,6 +33,7 @@ class Opcodes:
         self.counts: collections.Counter[str] = collections.Counter()
         self.stop_at = stop_at
         self.stopped = ""
+        self._names: dict[CodeType, str] = {}
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
         del arg
@@ -42,7 +43,10 @@ class Opcodes:
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
         elif event == "opcode":
             code = frame.f_code
-            name = f"{code.co_filename}:{code.co_firstlineno} {code.co_qualname}"
+            name = self._names.get(code)
+            if name is None:
+                name = f"{code.co_filename}:{code.co_firstlineno} {code.co_qualname}"
+                self._names[code] = name
             self.counts[name] += 1
             if self.stop_at == (name, self.counts[name]):
                 self.stopped = f"{name}, line {frame.f_lineno}, opcode {frame.f_lasti}"

@@ -109,12 +109,14 @@ class Cycle:
         kept = [len(needed) for needed, _ in self.needed]
         ready = [n for n, count in enumerate(missing) if not count]
         ready.sort(key=ranks)
+        releases = sum(self.ops[n].step.release for n in ready)
         count = 0
         while ready:
-            n = next((n for n in ready if self.ops[n].step.release), -1)
-            if n < 0:
-                n = ready[0]
-            ready.remove(n)
+            at = 0
+            if releases:
+                at = next(i for i, n in enumerate(ready) if self.ops[n].step.release)
+                releases -= 1
+            n = ready.pop(at)
             self.ops[n].step.run(cells)
             count += 1
             for k in self._keeps.get(n, ()):
@@ -130,6 +132,7 @@ class Cycle:
                     while at < len(ready) and ranks(ready[at]) <= rank:
                         at += 1
                     ready.insert(at, later)
+                    releases += self.ops[later].step.release
         assert count == len(self.ops)
         return {key: cells[cell] for key, cell in self.seen_cells}
 

@@ -67,6 +67,14 @@ def test_a_trace_has_flat_names() -> None:
     assert isinstance(again(ones, ones, ones), tuple)
 
 
+def test_a_trace_on_real_tensors_has_one_fake_mode() -> None:
+    ones = torch.ones(2)
+    module = compat.trace(lambda p, t: [(p[0] * 2).sin().max(0)], [ones], [], {})
+    vals = [node.meta["val"] for node in module.graph.nodes if "val" in node.meta]
+    fakes = [val for val in torch.utils._pytree.tree_leaves(vals) if isinstance(val, FakeTensor)]
+    assert len(fakes) > 5 and len({id(fake.fake_mode) for fake in fakes}) == 1
+
+
 def test_dropout_masks_are_drawn_in_the_order_of_memory() -> None:
     like = torch.empty(3, 4).t()
     table = compat.eager_decompositions()

@@ -19,6 +19,7 @@ from megacompile import compat, megacompile
 from megacompile.runtime.optim.adam import ADAM
 from megacompile.runtime.optim.twin import apply
 from megacompile.runtime.optim.update import Update
+from megacompile.runtime.step import hooks
 from megacompile.runtime.updates import compiled as module
 from megacompile.runtime.updates import cpp, cpp_process
 from megacompile.runtime.updates.compiled import Compiled, compiled
@@ -190,6 +191,22 @@ def test_it_begins_when_the_first_backward_is_planned(
         optimizer.step()
     if states and optimizer is not None:
         assert {kind_of(update) for update in asked} == {kind_of(update) for update in expected}
+
+
+def test_where_nothing_is_compiled_nobody_looks_for_optimizers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That goes through every object of the process."""
+    monkeypatch.setattr(hooks, "constructed", None)
+    model = net()
+    megacompile(model, device="cpu", lowering="eager")
+    model(**data(0)).backward()
+    with monkeypatch.context() as without:
+        without.setattr(compat, "has_cpp_compiler", lambda: False)
+        without.setattr(compat, "compile_inductor", lambda stage, _: stage)  # not the subject
+        model = net()
+        megacompile(model, device="cpu", lowering="inductor")
+        model(**data(0)).backward()
 
 
 def test_where_the_backward_updates_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,7 @@ from torch._inductor import cpp_builder
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils import _pytree
 from torch.utils.checkpoint import CheckpointPolicy
-
-from megacompile.compat.tracing import fake_mode
 
 Tensors = Sequence[torch.Tensor]
 
@@ -47,33 +44,10 @@ def split_joint(
 
     With a budget below 1 it runs nodes on their fake values, to count what they cost.
     """
-    if memory_budget < 1:
-        _share_fake_mode(joint)
     with functorch_config.patch(activation_memory_budget=memory_budget):
         return min_cut_rematerialization_partition(
             joint, None, num_fwd_outputs=outputs, static_lifetime_input_indices=list(static_primals)
         )
-
-
-def _share_fake_mode(module: fx.GraphModule) -> None:
-    """Give a graph that was traced on real tensors fake values of one mode.
-
-    Each has a mode of its own, and no operator takes two.
-    """
-    values = [node.meta.get("val") for node in module.graph.nodes]
-    fakes = [v for v in _pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
-    if len({id(getattr(value, "fake_mode", None)) for value in fakes}) <= 1:
-        return
-    with fake_mode():
-        for node, value in zip(module.graph.nodes, values, strict=True):
-            if value is not None:
-                node.meta["val"] = _pytree.tree_map_only(torch.Tensor, _same_looks, value)
-
-
-def _same_looks(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
 
 
 def mark_must_recompute(node: fx.Node) -> None:  # torch 2.11 to 2.15

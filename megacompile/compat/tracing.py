@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._functorch._aot_autograd.functional_utils import from_fun, to_fun
+from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -73,12 +75,20 @@ def trace(
     tangents: Tensors,
     decompositions: dict[Any, Callable[..., Any]],
 ) -> fx.GraphModule:  # torch 2.11 to 2.15
-    """Trace `function(primals, tangents)` to ATen; placeholders are primals_1.., tangents_1.."""
+    """Trace `function(primals, tangents)` to ATen; placeholders are primals_1.., tangents_1..
+
+    Each value's description is a fake tensor. Where the tensors are real, torch would make a mode
+    for each of them, and each mode keeps the stack that it was made on.
+    """
 
     def joint(primals: Tensors, tangents: Tensors) -> Any:  # the partitioner reads these names
         return function(primals, tangents)
 
-    with torch.autograd.set_detect_anomaly(False):  # it reads values, which are not there yet
+    with contextlib.ExitStack() as modes:
+        # it reads values, which are not there yet
+        modes.enter_context(torch.autograd.set_detect_anomaly(False))
+        if detect_fake_mode((*primals, *tangents)) is None:
+            modes.enter_context(tracing(TracingContext(fake_mode())))
         traced = make_fx(joint, decomposition_table=decompositions)(list(primals), list(tangents))
     return flatten_signature(traced)
 

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import compress
 from typing import Any, Protocol
 
 import torch
@@ -70,11 +71,20 @@ def optimizers_of(model: Model) -> list[Optimizer]:
 def constructed(model: Model) -> list[Optimizer]:
     """The optimizers over parameters of a model, though they have not stepped yet.
 
-    Nobody is told of them before they step, so it looks at everything that there is: a tenth of a
-    second.
+    Nobody is told of them before they step, so it looks at everything that there is: some tens of
+    milliseconds, without a loop in Python.
     """
-    kinds = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
-    return [optimizer for optimizer in kinds if _is_over(optimizer, model)]
+    everything, kinds = gc.get_objects(), set(_kinds(Optimizer))
+    found = compress(everything, map(kinds.__contains__, map(type, everything)))
+    return [optimizer for optimizer in found if _is_over(optimizer, model)]
+
+
+def _kinds(base: type) -> Iterator[type]:
+    """A class and all that are made of it."""
+    yield base
+    made: list[type] = type.__subclasses__(base)
+    for kind in made:
+        yield from _kinds(kind)
 
 
 def leave(model: Model, optimizers: Iterable[Optimizer]) -> None:

@@ -114,8 +114,6 @@ class Parts:
             groups: its parameter groups.
             resident: keys of the buckets that will live on the device.
         """
-        if self.options.lowering is Lowering.EAGER or not compat.has_cpp_compiler():
-            return []
         found: dict[object, Update] = {}
         for group in groups:
             if not all(each.fits(group.get(each.name)) for each in rule.options):
@@ -147,6 +145,11 @@ class Parts:
             copy=empty(bucket.streamed[index].dtype) if bucket.has_copy else None,
             seed=0 if self._rounds(param) else None,
         )
+
+    @property
+    def compiles(self) -> bool:
+        """Are updates on the host compiled to C++?"""
+        return self.options.lowering is not Lowering.EAGER and compat.has_cpp_compiler()
 
     @property
     def cuda(self) -> bool:

@@ -124,6 +124,8 @@ class Updates:
         if self._foreseen or self.machine.in_backward is not None:
             return
         self._foreseen = True
+        if not self._parts.compiles:
+            return
         found = hooks.constructed(self)
         rules = [(rule_of(each), each.param_groups) for each in found]
         if not found:
