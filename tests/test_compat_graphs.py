@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import pytest
 import torch
@@ -54,11 +55,14 @@ def test_the_python_of_a_module_is_written_when_it_is_called(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     graph = fx.Graph()
-    written: list[fx.Graph] = []
+    written: list[int] = []
     write = fx.Graph.python_code
-    monkeypatch.setattr(
-        fx.Graph, "python_code", lambda *args, **named: written.append(1) or write(*args, **named)
-    )
+
+    def noting(self: fx.Graph, *args: Any, **named: Any) -> Any:
+        written.append(1)
+        return write(self, *args, **named)
+
+    monkeypatch.setattr(fx.Graph, "python_code", noting)
     graph.output(graph.call_function(operator.neg, (graph.placeholder("x"),)))
     module = compat.graph_module(nn.Module(), graph)
     assert isinstance(module, fx.GraphModule) and not written

@@ -5,8 +5,13 @@ from __future__ import annotations
 import gc
 
 import pytest
+import torch
+from torch import nn
 
-from megacompile.plan.garbage import old_objects_left_out
+from megacompile import megacompile
+from megacompile.garbage import old_objects_left_out
+from megacompile.runtime.model import autograd, streamed
+from megacompile.runtime.model.captured import CapturedGraph
 
 
 def test_the_collector_is_as_before_afterwards_whatever_happens() -> None:
@@ -39,3 +44,28 @@ def test_where_somebody_has_frozen_objects_they_stay_so() -> None:
         assert gc.get_freeze_count() == count
     finally:
         gc.unfreeze()
+
+
+def test_a_capture_and_what_is_made_of_it_are_quiet_and_runs_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    frozen: dict[str, bool] = {}
+
+    def note(what: str, owner: object, name: str) -> None:
+        original = getattr(owner, name)
+
+        def noting(*args: object) -> object:
+            frozen[what] = gc.get_freeze_count() > 0
+            return original(*args)
+
+        monkeypatch.setattr(owner, name, noting)
+
+    note("captured", streamed.StreamedModel, "_capture")  # at the end of Dynamo's work
+    note("planned", CapturedGraph, "_plan")
+    note("run", autograd, "run")
+    model = megacompile(nn.Linear(4, 4), device="cpu", lowering="eager")
+    for size in (2, 3):
+        model(torch.ones(size, 4)).sum().backward()
+        assert frozen.pop("planned") is True and frozen.pop("run") is False
+        assert frozen.pop("captured") is (size == 2)
+    assert not gc.get_freeze_count()

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from megacompile.cli import demo, hardware, plan, trace
 from megacompile.errors import MegacompileError
-from megacompile.plan.garbage import old_objects_left_out
+from megacompile.garbage import old_objects_left_out
 
 COMMANDS: tuple[ModuleType, ...] = (demo, plan, trace, hardware)
 

@@ -59,10 +59,14 @@ def node_s(node: fx.Node, hardware: Hardware, *, fused: bool = True) -> float:
 
 
 def computes_s(schedule: Schedule, hardware: Hardware, *, fused: bool = True) -> float:
-    """Seconds that the templates of a step take one after another, as they run."""
-    runs = Counter(
-        (ops.arguments(node)[0].traced, ops.code_of(node))
-        for graph in schedule.graphs.values()
-        for node in ops.nodes_that(graph, lambda op: op.code is not None)
-    )
-    return sum(n * compute_s(*run, hardware, fused=fused) for run, n in runs.items())
+    """Seconds that what a step computes takes, wherever its buckets lie: the templates, one after
+    another as they run, and updates in the backward with what else there is."""
+    runs: Counter[tuple[Template, Code]] = Counter()
+    others_s = 0.0
+    for graph in schedule.graphs.values():
+        for node in ops.nodes_that(graph, lambda op: op.code or op.traffic):
+            if ops.effects(node).code is not None:
+                runs[ops.arguments(node)[0].traced, ops.code_of(node)] += 1
+            elif schedule.update is None:
+                others_s += node_s(node, hardware, fused=fused)
+    return others_s + sum(n * compute_s(*run, hardware, fused=fused) for run, n in runs.items())

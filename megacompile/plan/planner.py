@@ -25,8 +25,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megacompile.cost.memory import Moment
+from megacompile.garbage import old_objects_left_out
 from megacompile.plan.choice import Choice
-from megacompile.plan.garbage import old_objects_left_out
 from megacompile.plan.problem import Problem
 from megacompile.text import format_bytes
 

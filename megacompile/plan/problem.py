@@ -21,7 +21,7 @@ from megacompile.plan.choice import Choice
 from megacompile.plan.tiers import Tiers
 
 _SLOWER = 0.65  # of the host's rates: what it gets on another day
-_BUILT = 5  # drafts that are kept: what memory was asked of is often simulated next
+_BUILT = 2  # drafts that are kept: what memory was asked of is often simulated next
 _STRAIGHT = 0.01  # by so much may the slopes differ of what is taken for a straight line
 
 
