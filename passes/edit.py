@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from torch import fx
 
+from megacompile import compat
 from megacompile.ir import ops
 from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
@@ -15,7 +16,7 @@ from megacompile.ir.schedule import Schedule
 
 def add_item(graph: fx.Graph, call: fx.Node, index: int, name: str) -> fx.Node:
     """`call[index]`, named; its meta is that part of the call's."""
-    item = graph.create_node("call_function", operator.getitem, name=name)
+    item = compat.new_node(graph, "call_function", operator.getitem, name)
     set_args(item, (call, index))  # here, as in `ops.call`
     value = call.meta.get("value")
     item.meta["value"] = value[index] if isinstance(value, tuple) and index < len(value) else None
@@ -74,5 +75,5 @@ def add_saved_values(schedule: Schedule, names: Sequence[str]) -> Schedule:
     by_name = {node.name: node for node in schedule.forward.nodes}
     output = schedule.forward.output_node()
     outputs, _ = ops.returned(schedule.forward)
-    output.args = ((outputs, tuple(by_name[name] for name in names)),)
+    set_args(output, ((outputs, tuple(by_name[name] for name in names)),))
     return replace(schedule, saved_values=tuple(names))

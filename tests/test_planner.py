@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from megacompile import megacompile, schedules
 from megacompile.cost.hardware import H200
 from megacompile.cost.memory import device_memory
 from megacompile.cost.optimizer import CHUNK_BYTES, CHUNKS, OptimizerCost
+from megacompile.cost.simulate import simulate
 from megacompile.errors import DeviceMemoryError
 from megacompile.ir import ops
 from megacompile.plan import planner
@@ -95,6 +97,34 @@ def test_nor_where_it_hardly_fits_or_the_host_is_slow(tokens: int, host: dict[st
         times.append(roomier.expected_s(found.choice))
     for less, more in zip(times, times[1:], strict=False):
         assert more <= less * 1.011
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_passing_over_what_computes_too_long_changes_nothing(in_backward: bool) -> None:
+    tower = problem(GIB, in_backward=in_backward)
+    least, simulated = tower.memory(Choice(0)).peak.total_bytes, [0, 0]
+    for factor in FACTORS:
+        roomier = [replace(tower, budget_bytes=int(factor * least)) for _ in range(2)]
+        found = search(roomier[0])
+        with mock.patch.object(planner._Tries, "_is_in_vain", return_value=False):
+            every = search(roomier[1])
+        assert found is not None and every is not None
+        assert (found.choice, found.step_s) == (every.choice, every.step_s)
+        assert found.reasons[1:] == every.reasons[1:]
+        for choice, step_s in roomier[1]._steps_s.items():
+            assert 0 < roomier[1].least_s(choice) <= step_s * (1 + 1e-9)
+        simulated = [n + one.tried for n, one in zip(simulated, (found, every), strict=True)]
+    assert simulated[0] < simulated[1] or not in_backward
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_slower_host_is_simulated_where_it_updates(in_backward: bool) -> None:
+    tower = problem(64 * GIB, in_backward=in_backward)
+    slower = replace(tower, hardware=H200.replace(update_gb_s=1.0, host_memory_gb_s=1.0))
+    with mock.patch.object(problem_code, "simulate", wraps=simulate) as simulated:
+        assert (tower.expected_s(Choice()) == tower.step_s(Choice())) is in_backward
+    assert simulated.call_count == (1 if in_backward else 2)
+    assert (tower.step_s(Choice()) == slower.step_s(Choice())) is in_backward
 
 
 def test_rates_may_be_very_small() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -11,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from megacompile.ir.capture import Ambient, Capture, TensorInput
+from megacompile.ir.buckets import Bucket
+from megacompile.ir.capture import Ambient, Capture, ParamInput, TensorInput
 from megacompile.ir.tensors import TensorMeta
 from megacompile.passes.capture import propagate as propagating
 from megacompile.passes.capture.interpret import Interpreter, Values
@@ -179,9 +181,19 @@ def plainly(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "of": known}
 
 
+def of_params(capture: Capture) -> Capture:
+    """The same, with parameters for inputs."""
+    metas = [item.meta for item in capture.inputs if isinstance(item, TensorInput)]
+    named = [(f"p{k}", meta.empty()) for k, meta in enumerate(metas)]
+    bucket = Bucket.layout(0, "layer", named)
+    inputs = [ParamInput(bucket, k, meta.requires_grad) for k, meta in enumerate(metas)]
+    return replace(capture, inputs=tuple(inputs))
+
+
+@pytest.mark.parametrize("params", [False, True])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_what_is_recalled_is_what_runs(function: Callable[..., Any]) -> None:
-    capture = in_graph(function)
+def test_what_is_recalled_is_what_runs(function: Callable[..., Any], params: bool) -> None:
+    capture = of_params(in_graph(function)) if params else in_graph(function)
     plain, _ = run(Interpreter(capture, Values()))
     assert plainly(told(propagate(capture))) == plainly(plain)
     if function in (view_of_changed, late_grad):
@@ -197,6 +209,22 @@ def test_equal_layers_run_once() -> None:
     _, plain = run(Interpreter(capture, Values()))
     _, recalled = run(Recalling(capture, Values()))
     assert plain == 35 and recalled == 7, "the first layer"
+
+
+def test_parameters_are_made_for_the_layers_that_run() -> None:
+    graph = fx.Graph()
+    x, *weights = (graph.placeholder(f"x{k}") for k in range(6))
+    for weight in weights:
+        x = graph.call_function(torch.relu, (graph.call_function(torch.mm, (x, weight)),))
+    graph.output(x)
+    square = TensorInput(TensorMeta((6, 6), torch.float32, (6, 1), requires_grad=True))
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    capture = of_params(Capture("f", module, (square,) * 6, CPU, Ambient.current(CPU)))
+    with mock.patch.object(
+        TensorMeta, "empty", autospec=True, side_effect=TensorMeta.empty
+    ) as made:
+        _, ran = run(Recalling(capture, Values()))
+    assert ran == 2 and made.call_count == 3, "what the first layer takes, and the result"
 
 
 def test_data_that_fake_tensors_remember_is_not_recalled() -> None:

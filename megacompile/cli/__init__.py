@@ -9,6 +9,7 @@ what a library says of it in full.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from typing import Any, NoReturn
 
 from megacompile.cli import demo, hardware, plan, trace
 from megacompile.errors import MegacompileError
+from megacompile.garbage import old_objects_left_out
 
 COMMANDS: tuple[ModuleType, ...] = (demo, plan, trace, hardware)
 
@@ -56,8 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     module = next(module for module in COMMANDS if args.command == module.NAME)
     try:
         module.check(args)
-        work = importlib.import_module(f"{__name__}.run_{module.NAME}")
-        return int(work.run(args))
+        with old_objects_left_out() if module is plan else contextlib.nullcontext():
+            work = importlib.import_module(f"{__name__}.run_{module.NAME}")
+            return int(work.run(args))
     except (MegacompileError, OSError) as error:
         print(f"megacompile {module.NAME}: {error}", file=sys.stderr)
         return 2

@@ -82,6 +82,7 @@ from megacompile.compat.dynamo import (
     set_dynamo_options,
     tracer_around,
 )
+from megacompile.compat.graphs import graph_module, new_node
 from megacompile.compat.inductor import (
     compile_inductor,
     has_cpp_compiler,
@@ -194,6 +195,8 @@ from megacompile.compat.tracing import (
 )
 
 __all__ = [
+    "graph_module",
+    "new_node",
     "INVOKE",
     "REUSES_REGIONS",
     "as_region",

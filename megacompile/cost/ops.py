@@ -6,12 +6,15 @@ made once and kept with its graph, so that many schedules of one model can be si
 
 from __future__ import annotations
 
+from collections import Counter
+
 from torch import fx
 
 from megacompile.cost.fusion import analyse
 from megacompile.cost.hardware import Hardware
 from megacompile.cost.kernels import Analysis, Work
 from megacompile.ir import ops
+from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code, Template
 
 _EMPTY = Analysis((), 0, ())
@@ -53,3 +56,17 @@ def node_s(node: fx.Node, hardware: Hardware, *, fused: bool = True) -> float:
     if op.traffic is None:
         return 0.0
     return op.traffic(node) / (hardware.memory_gb_s * 1e9) + hardware.launch_s
+
+
+def computes_s(schedule: Schedule, hardware: Hardware, *, fused: bool = True) -> float:
+    """Seconds that what a step computes takes, wherever its buckets lie: the templates, one after
+    another as they run, and updates in the backward with what else there is."""
+    runs: Counter[tuple[Template, Code]] = Counter()
+    others_s = 0.0
+    for graph in schedule.graphs.values():
+        for node in ops.nodes_that(graph, lambda op: op.code or op.traffic):
+            if ops.effects(node).code is not None:
+                runs[ops.arguments(node)[0].traced, ops.code_of(node)] += 1
+            elif schedule.update is None:
+                others_s += node_s(node, hardware, fused=fused)
+    return others_s + sum(n * compute_s(*run, hardware, fused=fused) for run, n in runs.items())

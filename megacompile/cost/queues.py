@@ -50,6 +50,11 @@ class Queues:
         self.works.append(work)
         return len(self.works) - 1
 
+    @property
+    def uses_host(self) -> bool:
+        """Is there work for the host, or for who helps it?"""
+        return any(work.queue in (HOST, DEVICE) for work in self.works)
+
     def go(self) -> None:
         """Run everything."""
         count = len(self.works)

@@ -57,6 +57,11 @@ class Prediction:
         return self._memory()
 
     @property
+    def uses_host(self) -> bool:
+        """Is anything updated in host memory? Else its rates make no difference."""
+        return self._run.uses_host
+
+    @property
     def stop_s(self) -> float:
         """Where the last step's period ends."""
         return self.start_s + self.step_s

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import fx
 
+from megacompile import compat
 from megacompile.ir.buckets import Bucket, Slot
 from megacompile.ir.nodes import set_args, set_kwargs
 from megacompile.ir.stages import ParamRef, Stage, Template
@@ -169,7 +170,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     copied = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        new = copied.create_node(node.op, node.target, name=node.name)
+        new = compat.new_node(copied, node.op, node.target, node.name)
         set_args(new, fx.map_arg(node.args, nodes.__getitem__))  # here, as in `ops.call`
         if node.kwargs:
             set_kwargs(new, fx.map_arg(node.kwargs, nodes.__getitem__))

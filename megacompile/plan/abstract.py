@@ -22,6 +22,7 @@ from torch import fx, nn
 from megacompile import compat
 from megacompile.cost.hardware import Hardware
 from megacompile.errors import ModelError
+from megacompile.garbage import old_objects_left_out
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.capture import (
     Ambient,
@@ -48,7 +49,6 @@ from megacompile.plan.equal_layers import (
     inlined,
     stand_ins,
 )
-from megacompile.plan.garbage import old_objects_left_out
 from megacompile.plan.packed_shapes import shape_class
 from megacompile.plan.settled import SettledPlans
 from megacompile.text import printable

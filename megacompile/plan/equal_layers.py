@@ -148,8 +148,7 @@ def _region_of(forward: Callable[..., Any]) -> Callable[..., Any]:
         tensors: list[Any] = []
         constants: list[Any] = []
         spec = [_MODE, str(torch.is_grad_enabled()), str(torch.is_autocast_enabled())]
-        _take_apart(args, spec, tensors, constants)
-        _take_apart(kwargs, spec, tensors, constants)
+        _take_apart((args, kwargs), spec, tensors, constants)
         if _OTHER in spec:
             return forward(self, *args, **kwargs)
         return region(self, ",".join(spec), *tensors, *constants)
@@ -160,31 +159,38 @@ def _region_of(forward: Callable[..., Any]) -> Callable[..., Any]:
 _MODE, _OTHER = "mode", "?"
 
 
-def _take_apart(value: Any, spec: list[str], tensors: list[Any], constants: list[Any]) -> None:
-    """Write how a value is made of tensors, each once, and of constants. Dynamo traces this."""
-    if isinstance(value, torch.Tensor):
-        for k, other in enumerate(tensors):
-            if other is value:
-                spec.append(f"t{k}")
-                return
-        spec.append(f"t{len(tensors)}")
-        tensors.append(value)
-    elif value is None or type(value) in (bool, int, float, str):
-        spec.append("c" + ("" if value is None else type(value).__name__))
-        constants.append(value)
-    elif type(value) is tuple or type(value) is list:
-        spec.append("(" if type(value) is tuple else "[")
-        for item in value:
-            _take_apart(item, spec, tensors, constants)
-        spec.append(")")
-    elif type(value) is dict:
-        spec.append("{")
-        for name, item in value.items():
-            spec.append(str(name))
-            _take_apart(item, spec, tensors, constants)
-        spec.append(")")
-    else:
-        spec.append(_OTHER)
+def _take_apart(values: Any, spec: list[str], tensors: list[Any], constants: list[Any]) -> None:
+    """Write how values are made of tensors, each once, and of constants. Dynamo traces this, for
+    each layer: it calls as little as can be."""
+    for value in values:
+        if value is None:
+            spec.append("c")
+            constants.append(None)
+        elif isinstance(value, torch.Tensor):
+            place = 0
+            for other in tensors:
+                if other is value:
+                    break
+                place += 1
+            if place == len(tensors):
+                tensors.append(value)
+            spec.append(f"t{place}")
+        elif type(value) in (bool, int, float, str):
+            spec.append("c" + type(value).__name__)
+            constants.append(value)
+        elif type(value) is tuple or type(value) is list:
+            spec.append("(" if type(value) is tuple else "[")
+            _take_apart(value, spec, tensors, constants)
+            spec.append(")")
+        elif type(value) is dict:
+            for name in value:
+                if type(name) is not str:
+                    spec.append(_OTHER)
+            spec.append("{" + "|".join(value))
+            _take_apart(value.values(), spec, tensors, constants)
+            spec.append(")")
+        else:
+            spec.append(_OTHER)
 
 
 def _put_together(spec: list[str], leaves: list[Any]) -> tuple[Any, Any]:
@@ -204,15 +210,11 @@ def _next(spec: list[str], leaves: list[Any], places: list[int]) -> Any:
         places[1] += 1
         return leaves[places[1] - 1]
     items = []
-    names = []
     while spec[places[0]] != ")":
-        if part == "{":
-            names.append(spec[places[0]])
-            places[0] += 1
         items.append(_next(spec, leaves, places))
     places[0] += 1
-    if part == "{":
-        return dict(zip(names, items, strict=True))
+    if part[0] == "{":
+        return dict(zip(part[1:].split("|") if part[1:] else [], items, strict=True))
     return tuple(items) if part == "(" else items
 
 
@@ -231,7 +233,7 @@ def inlined(
     writer = _Inliner(module, args, groups)
     graph = fx.Graph()
     graph.output(writer.copy(module, graph, None, "", {}))
-    return fx.GraphModule(module, graph)
+    return compat.graph_module(module, graph)
 
 
 def stand_ins(module: fx.GraphModule) -> Any:

@@ -20,12 +20,13 @@ needs them, so plans are compared by their mean over that host and a slower one.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megacompile.cost.memory import Moment
+from megacompile.garbage import old_objects_left_out
 from megacompile.plan.choice import Choice
-from megacompile.plan.garbage import old_objects_left_out
 from megacompile.plan.problem import Problem
 from megacompile.text import format_bytes
 
@@ -125,6 +126,7 @@ class _Tries:
         self.keeps = keeps
         self.times: dict[Choice, float] = {}
         self.too_many: set[int] = set()  # counts of resident buckets that do not fit
+        self.passed_over: set[int] = set()  # the same, of choices that are too slow in any case
 
     @property
     def best(self) -> Choice:
@@ -135,7 +137,7 @@ class _Tries:
     def counts(self) -> list[int]:
         """Of new resident buckets, that were tried, those that do not fit among them."""
         tried = {self.count(choice) for choice in (*self.times, self.best)}
-        return sorted(tried | self.too_many)
+        return sorted(tried | self.too_many | self.passed_over)
 
     def count(self, choice: Choice) -> int:
         """How many buckets become resident."""
@@ -168,10 +170,14 @@ class _Tries:
         fewer = {lowest} if problem.optimizer.in_backward else set()
         if choice.offload:
             fewer |= {lowest + (low - lowest) * k // 4 for k in range(4)}
+        known = set(self.times)
+        fitting = (replace(least, keep=keep) for keep in range(low, lowest - 1, -1))
+        most_kept = next(filter(self._simulate, fitting), None)
         for keep in sorted(fewer - {low}):
             self._simulate(replace(least, keep=keep))
-        fitting = range(low, lowest - 1, -1)
-        return any(self._simulate(replace(least, keep=keep)) for keep in fitting)
+        if most_kept is not None and most_kept in self.times.keys() - known:
+            self.times[most_kept] = self.times.pop(most_kept)  # of equals, that which keeps less
+        return most_kept is not None
 
     def add_offloaded(self, choice: Choice, *, resident: bool) -> None:
         """Simulate a choice with inputs of stages on the host: of as few as it takes, and of more,
@@ -222,11 +228,21 @@ class _Tries:
     def _simulate(self, choice: Choice) -> bool:
         """Note a choice's time; False where it does not fit after all: `fits` knows it about."""
         if choice not in self.times:
+            if self._is_in_vain(choice):
+                self.passed_over.add(self.count(choice))
+                return True
             expected_s = self._expected_s(choice)
             if expected_s is None:
                 return False
             self.times[choice] = expected_s
         return True
+
+    def _is_in_vain(self, choice: Choice) -> bool:
+        """Do its computes alone take longer than a choice that is known, beside which it would not
+        be told of either?"""
+        known = self.times.items()
+        likes = (s for other, s in known if choice.resident or not other.resident)
+        return self.problem.least_s(choice) > min(likes, default=math.inf) * (1 + _EQUAL)
 
     def _expected_s(self, choice: Choice) -> float | None:
         """A choice's time; None where its peak is more than there is."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from megacompile.cost.hardware import Hardware
 from megacompile.cost.memory import DeviceMemory, device_memory, saved_elsewhere
+from megacompile.cost.ops import computes_s
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.pageable import with_pageable
 from megacompile.cost.simulate import simulate
@@ -20,6 +21,7 @@ from megacompile.plan.choice import Choice
 from megacompile.plan.tiers import Tiers
 
 _SLOWER = 0.65  # of the host's rates: what it gets on another day
+_BUILT = 2  # drafts that are kept: what memory was asked of is often simulated next
 _STRAIGHT = 0.01  # by so much may the slopes differ of what is taken for a straight line
 
 
@@ -74,7 +76,8 @@ class Problem:
     _peaks: dict[Choice, dict[int, int]] = field(default_factory=dict, init=False)  # by the kept
     _steps_s: dict[Choice, float] = field(default_factory=dict, init=False)
     _slower_s: dict[Choice, float] = field(default_factory=dict, init=False)
-    _built: dict[Choice, Schedule] = field(default_factory=dict, init=False)  # the last one
+    _computes_s: dict[Choice, float] = field(default_factory=dict, init=False)
+    _built: dict[Choice, Schedule] = field(default_factory=dict, init=False)  # the last ones
     _saved: dict[Choice, list[tuple[int, int]]] = field(default_factory=dict, init=False)
     tiers: Tiers = field(init=False)  # host and disk
 
@@ -106,9 +109,17 @@ class Problem:
     def schedule(self, choice: Choice) -> Schedule:
         """The draft of a choice."""
         if choice not in self._built:
-            self._built.clear()
-            self._built[choice] = self.build(choice)
+            if len(self._built) == _BUILT:
+                del self._built[next(iter(self._built))]
+            self._built[choice] = draft = self.build(choice)
+            if (key := _computed(choice)) not in self._computes_s:
+                self._computes_s[key] = computes_s(draft, self.hardware, fused=self.fused)
         return self._built[choice]
+
+    def least_s(self, choice: Choice) -> float:
+        """Seconds that no step of a choice is shorter than: those of its computes. They are the
+        same wherever buckets lie; 0.0 where none that computes the same has been built yet."""
+        return self._computes_s.get(_computed(choice), 0.0)
 
     def memory(self, choice: Choice) -> DeviceMemory:
         """Device memory of a choice over a step."""
@@ -118,19 +129,22 @@ class Problem:
     def step_s(self, choice: Choice) -> float:
         """Seconds of a step in the middle of training."""
         if choice not in self._steps_s:
-            self._steps_s[choice] = self._simulated_s(choice, self.hardware)
+            self._steps_s[choice], on_host = self._simulated(choice, self.hardware)
+            if not on_host:
+                self._slower_s[choice] = self._steps_s[choice]
         return self._steps_s[choice]
 
     def expected_s(self, choice: Choice) -> float:
         """The same, the mean over the host as it was measured and a slower one."""
+        step_s = self.step_s(choice)
         if choice not in self._slower_s:
             slower = replace(
                 self.hardware,
                 update_gb_s=_SLOWER * self.hardware.update_gb_s,
                 host_memory_gb_s=_SLOWER * self.hardware.host_memory_gb_s,
             )
-            self._slower_s[choice] = self._simulated_s(choice, slower)
-        return (self.step_s(choice) + self._slower_s[choice]) / 2
+            self._slower_s[choice], _ = self._simulated(choice, slower)
+        return (step_s + self._slower_s[choice]) / 2
 
     def learn(self, other: Problem) -> None:
         """Take what is known of choices from a problem that differs in its budgets alone."""
@@ -142,13 +156,15 @@ class Problem:
                 self._peaks.setdefault(choice, {}).update(peaks)
             self._steps_s.update(other._steps_s)
             self._slower_s.update(other._slower_s)
+            self._computes_s.update(other._computes_s)
 
-    def _simulated_s(self, choice: Choice, hardware: Hardware) -> float:
+    def _simulated(self, choice: Choice, hardware: Hardware) -> tuple[float, bool]:
+        """Seconds of a step, and whether the rates of the host made a difference to it."""
         schedule = self.schedule(choice)
         if hardware.locked_bytes is not None:
             hardware = with_pageable(hardware, self.host_bytes(choice))
         timeline = simulate(schedule, hardware, optimizer=self.optimizer, steps=3, fused=self.fused)
-        return timeline.step_s
+        return timeline.step_s, timeline.uses_host
 
     def fits(self, choice: Choice) -> bool:
         """Does it stay within the budgets? Mostly a little pessimistic of the device, and quick.
@@ -292,6 +308,21 @@ class Problem:
         """
         place = replace(choice, keep=0, on_disk=frozenset(), saved_on_disk=0)
         return self._peaks.setdefault(place, {})
+
+
+def _computed(choice: Choice) -> Choice:
+    """What of a choice makes a difference to which stages are computed again."""
+    where = Choice()
+    return replace(
+        choice,
+        resident=where.resident,
+        on_disk=where.on_disk,
+        saved_on_disk=where.saved_on_disk,
+        device_update=where.device_update,
+        more_slots=where.more_slots,
+        state_lookahead=where.state_lookahead,
+        state_delay=where.state_delay,
+    )
 
 
 def _fewest(most: int, fits: Callable[[int], bool]) -> int | None:

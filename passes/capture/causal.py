@@ -25,6 +25,7 @@ import sympy
 import torch
 from torch import fx
 
+from megacompile import compat
 from megacompile.ir.capture import Capture, ConstantInput
 from megacompile.ir.schedule import copy_graph
 from megacompile.ir.symbols import Number, symbols_in
@@ -79,7 +80,7 @@ def use_causal_attention(
     own = inline_checkpoints(capture)
     if not any(map(mask_of, own.module.graph.nodes)):
         return capture, ()
-    own = replace(own, module=fx.GraphModule(own.module, copy_graph(own.module.graph)))
+    own = replace(own, module=compat.graph_module(own.module, copy_graph(own.module.graph)))
     known = _Known(own, propagate(own))
     sizes: dict[fx.Node, int] = {}
     count = 0

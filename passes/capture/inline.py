@@ -25,7 +25,7 @@ def inline_checkpoints(capture: Capture) -> Capture:
         return capture
     graph = fx.Graph()
     graph.output(_copy(capture.module, graph, None, ""))
-    return replace(capture, module=fx.GraphModule(capture.module, graph))
+    return replace(capture, module=compat.graph_module(capture.module, graph))
 
 
 def _is_checkpoint(node: fx.Node) -> bool:

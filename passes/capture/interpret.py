@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from megacompile import compat
-from megacompile.ir.capture import Capture, ConstantInput, NumberInput, ParamInput
+from megacompile.ir.capture import Capture, ConstantInput, NumberInput, ParamInput, TensorInput
 from megacompile.ir.symbols import Number, Symbols, has_numbers, symbols_in
 from megacompile.ir.tensors import TensorMeta
 from megacompile.packed import is_wrapper, taken_apart
@@ -70,14 +70,16 @@ class Interpreter(fx.Interpreter):
             return item.value
         if isinstance(item, NumberInput):
             return item.number.zeros()
-        if isinstance(item, ParamInput):
-            param = item.bucket.params[item.param]
-            meta = TensorMeta(
-                param.shape, param.dtype, param.stride, item.requires_grad, self.capture.device
-            )
-        else:
-            meta = item.meta
-        return meta.empty()
+        return self.meta_of(item).empty()
+
+    def meta_of(self, item: ParamInput | TensorInput) -> TensorMeta:
+        """What an input that is a tensor looks like."""
+        if isinstance(item, TensorInput):
+            return item.meta
+        param = item.bucket.params[item.param]
+        return TensorMeta(
+            param.shape, param.dtype, param.stride, item.requires_grad, self.capture.device
+        )
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target in self.constants:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from megacompile import compat
 from megacompile.ir.capture import Capture
 from megacompile.ir.schedule import copy_graph
 from megacompile.ir.tensors import TensorMeta
@@ -41,7 +42,7 @@ def widen_losses(
     own = inline_checkpoints(capture)
     if not any(_is_loss(node, names) for node in own.module.graph.nodes):
         return capture, ()
-    own = replace(own, module=fx.GraphModule(own.module, copy_graph(own.module.graph)))
+    own = replace(own, module=compat.graph_module(own.module, copy_graph(own.module.graph)))
     values = propagate(own)
     for node in [n for n in own.module.graph.nodes if _is_loss(n, names)]:
         for given in dict.fromkeys(node.all_input_nodes):

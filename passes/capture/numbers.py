@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from torch import fx
 
+from megacompile import compat
 from megacompile.ir.capture import Capture, ConstantInput, NumberInput
 from megacompile.ir.schedule import copy_graph
 
@@ -19,7 +20,9 @@ def take_numbers(capture: Capture) -> Capture:
     """The capture whose numbers are taken as they are; itself where none comes as a tensor."""
     if not any(_items(capture)):
         return capture
-    own = replace(capture, module=fx.GraphModule(capture.module, copy_graph(capture.module.graph)))
+    own = replace(
+        capture, module=compat.graph_module(capture.module, copy_graph(capture.module.graph))
+    )
     for node, source in _items(own):
         node.replace_all_uses_with(source)
         own.module.graph.erase_node(node)

@@ -47,7 +47,7 @@ def rebase_overlaps(capture: Capture) -> Capture:
             assert isinstance(item, TensorInput)
             layout = (item.meta.shape, item.meta.stride, offset)
             _use_views(graph, placeholders[position], base, layout)
-    module = fx.GraphModule(capture.module, graph)
+    module = compat.graph_module(capture.module, graph)
     return replace(capture, module=module, inputs=tuple(inputs), overlaps=())
 
 

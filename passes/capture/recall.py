@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from megacompile import compat
-from megacompile.ir.capture import Ambient, Capture
+from megacompile.ir.capture import Ambient, Capture, ParamInput
 from megacompile.ir.tensors import TensorMeta
 from megacompile.packed import is_wrapper
 from megacompile.passes.capture.interpret import Interpreter, Values, tensors_in
@@ -104,6 +104,14 @@ class Recalling(Interpreter):
         self._mode: Hashable = None
         self._set_mode()
 
+    def fake_input(self, item: Any) -> Any:
+        """Parameters are made for those layers that are run."""
+        if not isinstance(item, ParamInput):
+            return super().fake_input(item)
+        meta = self.meta_of(item)
+        self._fresh += 1
+        return _Later(meta, -self._fresh, meta.empty)
+
     def value_of(self, node: fx.Node) -> Any:
         return _each(self.env[node], self._made)
 
@@ -119,6 +127,9 @@ class Recalling(Interpreter):
         if call.key in self._known:
             return self._recalled(n, call)
         value = super().run_node(n)
+        if isinstance(value, _Later):  # a parameter
+            self.values.of[n] = value.meta
+            self.values.storages[n] = frozenset((value.storage,))
         self._note_changes(n, value)
         if call.key is not None and self._holds(n, call):
             outcome = self._outcome(n, value, call, ())

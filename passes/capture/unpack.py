@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from torch import fx
 
+from megacompile import compat
 from megacompile.errors import UnsupportedGraphError
 from megacompile.ir.capture import Capture, GraphInput, PackedInput
 from megacompile.passes.capture.inline import inline_checkpoints
@@ -39,7 +40,7 @@ def unpack(capture: Capture) -> Capture:
             inputs += item.parts
         else:
             inputs.append(item)
-    return replace(capture, module=fx.GraphModule(capture.module, graph), inputs=tuple(inputs))
+    return replace(capture, module=compat.graph_module(capture.module, graph), inputs=tuple(inputs))
 
 
 def _take_apart(graph: fx.Graph, node: fx.Node, item: PackedInput) -> None:

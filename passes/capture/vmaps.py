@@ -27,7 +27,7 @@ def fold_vmaps(capture: Capture) -> Capture:
     if not own.module.graph.find_nodes(op="call_function", target=compat.VMAP_BEGIN):
         return capture
     compat.VMAP_LOAD()
-    module = fx.GraphModule(own.module, copy_graph(own.module.graph))
+    module = compat.graph_module(own.module, copy_graph(own.module.graph))
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=compat.VMAP_LOAD):
         graph.erase_node(node)
@@ -63,7 +63,7 @@ def _fold(module: fx.GraphModule, region: Sequence[fx.Node], name: str) -> None:
     for node in region:
         env[node] = body.node_copy(node, lambda n: env[n])
     body.output(tuple(env[node] for node in outputs))
-    module.add_submodule(name, fx.GraphModule(module, body))
+    module.add_submodule(name, compat.graph_module(module, body))
     graph = module.graph
     with graph.inserting_before(region[0]):
         for node in inputs:

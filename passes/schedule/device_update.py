@@ -24,6 +24,7 @@ from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
+from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.tensors import TensorMeta
 from megacompile.passes.schedule.drain import insert_drain
@@ -64,7 +65,7 @@ def insert_device_update(schedule: Schedule, *, state_bytes: Callable[[int], flo
         meta = TensorMeta((int(size),), torch.uint8, (1,))
         buffer.meta["value"] = state.meta["value"] = meta
     gradients_of_inputs, _, tokens = ops.returned(graph)
-    graph.output_node().args = ((gradients_of_inputs, tuple(left), tokens),)
+    set_args(graph.output_node(), ((gradients_of_inputs, tuple(left), tokens),))
     if chosen:
         reads = (buckets_read(node) for node in ops.nodes_of(new.forward, ops.forward))
         last = [i for i, read in enumerate(reads) if {b.key for b in read} & new.plan.device_update]

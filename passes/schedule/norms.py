@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, Param
+from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
 
 
@@ -31,7 +32,7 @@ def insert_norms(schedule: Schedule) -> Schedule:
         with new.backward.inserting_before(node):
             name = f"n{bucket.suffix}"
             norms = ops.call(new.backward, ops.norm_grad, bucket, gradients, name=name)
-        node.args = (bucket, gradients, norms)
+        set_args(node, (bucket, gradients, norms))
     for node in ops.nodes_of(new.backward, ops.offload_state):
         bucket, updated = ops.arguments(node)
         if not _have_norms(bucket):
@@ -40,7 +41,7 @@ def insert_norms(schedule: Schedule) -> Schedule:
         with new.backward.inserting_before(updated):
             name = f"n{bucket.suffix}"
             norms = ops.call(new.backward, ops.norm_grad, bucket, gradients, False, name=name)
-        node.args = (bucket, updated, norms)
+        set_args(node, (bucket, updated, norms))
     for node in ops.nodes_of(new.backward, ops.update_in_place):
         bucket, gradients = ops.arguments(node)
         if not _have_norms(bucket):
@@ -48,7 +49,7 @@ def insert_norms(schedule: Schedule) -> Schedule:
         with new.backward.inserting_before(node):
             name = f"n{bucket.suffix}"
             norms = ops.call(new.backward, ops.norm_grad, bucket, gradients, False, name=name)
-        node.args = (bucket, gradients, norms)
+        set_args(node, (bucket, gradients, norms))
     return new
 
 

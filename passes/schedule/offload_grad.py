@@ -16,6 +16,7 @@ from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
+from megacompile.ir.nodes import set_kwargs
 from megacompile.ir.schedule import Schedule
 from megacompile.passes.schedule.prefetch import last_readers
 
@@ -37,7 +38,7 @@ def offload_gradients(schedule: Schedule, *, accumulate: bool) -> Schedule:
             name = f"o{bucket.suffix}"
             node = ops.call(graph, ops.offload_grad, bucket, total, name=name)
         if late:
-            node.kwargs = {"after": (reader,)}
+            set_kwargs(node, {"after": (reader,)})
     return new
 
 

@@ -16,6 +16,7 @@ from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
+from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 
@@ -114,12 +115,12 @@ def _insert(
             if node.target is ops.update:
                 (bucket, _, *others) = ops.arguments(node)
                 taken_here = weights[i, bucket.key] if buckets_read(node) else None
-                node.args = (bucket, taken_here, *others)
+                set_args(node, (bucket, taken_here, *others))
                 continue
             stage = ops.arguments(node)[0]
             read = {bucket.key for bucket in buckets_read(node)}
             taken = tuple(weights[i, b.key] if b.key in read else None for b in stage.buckets)
-            node.args = (stage, taken, *node.args[2:])
+            set_args(node, (stage, taken, *node.args[2:]))
 
 
 _PREPARES = (

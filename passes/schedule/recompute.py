@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from megacompile.ir import ops
+from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 from megacompile.passes.edit import Placeholders, add_item, add_saved_values, saved_value
@@ -46,12 +47,12 @@ def _forget(graph: fx.Graph, calls: Sequence[tuple[fx.Node, Stage]]) -> set[str]
     dropped: dict[fx.Node, None] = {}
     for call, stage in calls:
         results = len(stage.outputs) + len(stage.mutated)
-        call.args = (*call.args[:3], False)
+        set_args(call, (*call.args[:3], False))
         call.meta["value"] = call.meta["value"][:results]
         dropped |= {item: None for k, item in ops.items(call) if k >= results}
     output = graph.output_node()
     outputs, kept = ops.returned(graph)
-    output.args = ((outputs, tuple(n for n in kept if n not in dropped)),)  # once: it is long
+    set_args(output, ((outputs, tuple(n for n in kept if n not in dropped)),))  # once: it is long
     for item in dropped:
         graph.erase_node(item)
     return {item.name for item in dropped}

@@ -14,6 +14,7 @@ from __future__ import annotations
 from torch import fx
 
 from megacompile.ir import ops
+from megacompile.ir.nodes import set_args, set_kwargs
 from megacompile.ir.ops import Op, Part
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
@@ -42,7 +43,7 @@ def _wait(graph: fx.Graph) -> None:
                 continue
             token = there.get((bucket.key, part)) or add(graph, bucket, part, body)
             after = node.kwargs.get("after", ())
-            node.kwargs = {**node.kwargs, "after": (token, *after)}  # type: ignore[misc]
+            set_kwargs(node, {**node.kwargs, "after": (token, *after)})  # type: ignore[misc]
         touched |= {(bucket.key, part) for part in op.reads} | set(written(node))
 
 
@@ -57,4 +58,4 @@ def _return(graph: fx.Graph) -> None:
         last |= dict.fromkeys(written(node), node)
     *others, _ = ops.returned(graph)
     tokens = sorted(set(last.values()))  # in program order: of two, the later one wrote last
-    graph.output_node().args = ((*others, tuple(tokens)),)
+    set_args(graph.output_node(), ((*others, tuple(tokens)),))

@@ -30,6 +30,7 @@ from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
+from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.tensors import TensorMeta
 from megacompile.passes.schedule.drain import insert_drain
@@ -89,7 +90,7 @@ def insert_updates(
         with graph.inserting_before(steps[max(0, at - lookahead)].nodes[0]):
             buffer = ops.call(graph, ops.alloc_state, bucket, masters, name=f"buf_s{suffix}")
             state = ops.call(graph, ops.fetch_state, bucket, buffer, masters, name=f"s{suffix}")
-        updated.args = (bucket, weights, total, state)
+        set_args(updated, (bucket, weights, total, state))
         meta = _updated(new, bucket, state_bytes)
         for node in (buffer, state, updated):
             node.meta["value"] = meta

@@ -247,7 +247,7 @@ class _Builder:
         result = tuple(env[node] for node in outputs)
         self._close_regions(graph, segment, env)
         graph.output(result)
-        return fx.GraphModule(self.capture.module, graph)
+        return compat.graph_module(self.capture.module, graph)
 
     def _number(
         self,

@@ -16,6 +16,7 @@ from torch import fx
 
 from megacompile import compat, log
 from megacompile.errors import MegacompileError, UnsupportedGraphError
+from megacompile.garbage import old_objects_left_out
 from megacompile.ir.capture import (
     Ambient,
     Capture,
@@ -96,6 +97,7 @@ class CapturedGraph:
         evicted: Callable[[], None] = lambda: None,
         *,
         begins_call: Callable[[], bool] = lambda: False,
+        runs: Callable[[], None] = lambda: None,
     ) -> None:
         self.name = name
         self.module = module
@@ -105,6 +107,7 @@ class CapturedGraph:
         self.run = run
         self.evicted = evicted  # called when programs were given up
         self.begins_call = begins_call  # was nothing done yet in this call of the model?
+        self.runs = runs  # called before it runs
         self.programs: dict[Hashable, Program | None] = {}
         self.stale = False  # are they to be made anew, because buckets have moved?
         self.changed: frozenset[int] = frozenset()  # the inputs that a program changes in place
@@ -133,6 +136,7 @@ class CapturedGraph:
         for symbolic in self.symbolic:
             program = program or self._program_with_symbols(symbolic, ambient, args, whole)
         program = program or self._program(ambient, args, whole)
+        self.runs()
         if program is None:
             result: Sequence[Any] = self.module(*given)
             return result
@@ -188,6 +192,7 @@ class CapturedGraph:
             return None
         return self._build_with_symbols(symbolic, ambient, args, whole, kind)
 
+    @old_objects_left_out()
     def _build_with_symbols(
         self,
         symbolic: SymbolicInputs,
@@ -282,6 +287,7 @@ class CapturedGraph:
         assert isinstance(proxy, StreamedParameter)
         return ParamInput(*self.machine.place(proxy), proxy.requires_grad)
 
+    @old_objects_left_out()
     def _build(self, ambient: Ambient, args: Sequence[Any], whole: Sequence[Any]) -> Program | None:
         def kinds() -> tuple[GraphInput, ...]:
             return tuple(map(self._input, whole))

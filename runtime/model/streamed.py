@@ -7,11 +7,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import fx, nn
 
 from megacompile import compat
 from megacompile.errors import ModelError
+from megacompile.garbage import old_objects_left_out
 from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Options
@@ -90,6 +92,7 @@ class StreamedModel:
             self.machine.in_backward.staging = self.machine.staging
             self.machine.in_backward.weight_staging = self.machine.weight_staging
         self._ends: list[Callable[[], object]] = []
+        self._quiet = contextlib.ExitStack()  # of a capture that is being made
         self._compiled = self._compile(model)
         self.parts = Parts(model, self)
         self.outside = OutsideNotice(self.machine)
@@ -157,7 +160,10 @@ class StreamedModel:
                 if self.graphs:
                     result = undone(run)
                 else:
-                    with line("capturing the model", self.options.progress):
+                    with (
+                        line("capturing the model", self.options.progress),
+                        self._few_collections(),
+                    ):
                         result = undone(run)
                 self.buckets.notice.say(self.model.parameters)
                 return result
@@ -171,6 +177,16 @@ class StreamedModel:
                 before.restore(self.model, "no memory")
                 self.buckets.move_if_wanted()
                 self._plan_anew()
+
+    @contextlib.contextmanager
+    def _few_collections(self) -> Iterator[None]:
+        """Until a captured graph runs, the garbage collector leaves out what there was."""
+        with contextlib.ExitStack() as self._quiet:
+            self._quiet.enter_context(old_objects_left_out())
+            yield
+
+    def _collect_as_ever(self) -> None:
+        self._quiet.close()
 
     def _run(
         self,
@@ -321,6 +337,7 @@ class StreamedModel:
             autograd.run,
             while_it_lives(self._forget),
             begins_call=weakly(self._begins_call),
+            runs=while_it_lives(self._collect_as_ever),
         )
         self.graphs.append(graph)
         return weakly(graph.__call__)

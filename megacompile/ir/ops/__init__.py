@@ -55,6 +55,7 @@ from typing import Any
 
 from torch import fx
 
+from megacompile import compat
 from megacompile.ir.nodes import set_args, set_kwargs
 from megacompile.ir.ops.compute import (
     assign,
@@ -162,7 +163,10 @@ def call(
     The arguments are set afterwards: `create_node` would look into each for symbols, and a search
     makes a million nodes.
     """
-    node = graph.create_node("call_function", op, name=name)
+    if name is None:
+        node = graph.create_node("call_function", op)
+    else:
+        node = compat.new_node(graph, "call_function", op, name)
     set_args(node, args)
     if after is not None:
         set_kwargs(node, {"after": after})

@@ -1,0 +1,70 @@
+"""What compat takes for granted of FX graphs."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from megacompile import compat
+
+NAMES = ("x3", "x3", "x3_1", "x", "x_1", "x_2", "input", "input_1", "class", "3x", "a.b1", "é1")
+
+
+def made(new: bool) -> fx.Graph:
+    graph = fx.Graph()
+    first = graph.placeholder("first")
+    for name in NAMES:
+        with graph.inserting_after(first):
+            if new:
+                node = compat.new_node(graph, "call_function", operator.neg, name)
+            else:
+                node = graph.create_node("call_function", operator.neg, name=name)
+        node.args = (first,)
+    graph.output(node)
+    return graph
+
+
+def test_a_new_node_is_as_one_that_the_graph_creates() -> None:
+    ours, theirs = made(True), made(False)
+    ours.lint()
+    assert [n.name for n in ours.nodes] == [n.name for n in theirs.nodes]
+    assert len(ours.nodes) == len(theirs.nodes)
+    assert str(ours) == str(theirs)
+    found = [g.find_nodes(op="call_function", target=operator.neg) for g in (ours, theirs)]
+    assert [n.name for n in found[0]] == [n.name for n in found[1]]
+    kinds = {type(n.args) for n in ours.nodes} | {type(n.kwargs) for n in ours.nodes}
+    assert kinds == {type(n.args) for n in theirs.nodes} | {type(n.kwargs) for n in theirs.nodes}
+
+
+def test_a_new_node_can_be_renamed_copied_and_erased() -> None:
+    graph = fx.Graph()
+    node = compat.new_node(graph, "call_function", torch.zeros, "x1")
+    node.args = (2,)
+    node.kwargs = {"dtype": torch.float64}
+    other = fx.Graph()
+    assert other.node_copy(node).name == "x1"
+    graph.erase_node(node)
+    assert not len(graph.nodes) and compat.new_node(graph, "placeholder", "x1", "x1").name == "x1_1"
+
+
+def test_the_python_of_a_module_is_written_when_it_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph = fx.Graph()
+    written: list[int] = []
+    write = fx.Graph.python_code
+
+    def noting(self: fx.Graph, *args: Any, **named: Any) -> Any:
+        written.append(1)
+        return write(self, *args, **named)
+
+    monkeypatch.setattr(fx.Graph, "python_code", noting)
+    graph.output(graph.call_function(operator.neg, (graph.placeholder("x"),)))
+    module = compat.graph_module(nn.Module(), graph)
+    assert isinstance(module, fx.GraphModule) and not written
+    assert torch.equal(module(torch.ones(2)), -torch.ones(2)) and written
+    assert "neg" in module.code
