@@ -110,8 +110,9 @@ def megacompile(
             the device: the first in forward order. Their states come in during the backward and
             take device memory until the middle of the next forward. Meanwhile the host updates the
             others, and the device helps it from the other end, in chunks. With 0 the host updates
-            alone. Default: what the plan finds best; none on the CPU, with `lowering="eager"` or
-            with `compute_dtype`.
+            alone. With `disk`, it is a share of those whose states lie on the host. Default: what
+            the plan finds best; none on the CPU, with `lowering="eager"`, with `compute_dtype` or
+            with `disk_weights`.
         gpu_memory: device memory that may be used: bytes, "20GiB" or a fraction of the device's.
             Default: what is free when the plan is made, less 5 %, but 4 GiB at most.
         host_memory: host memory for parameters, gradients, optimizer states and what waits there,

@@ -73,8 +73,10 @@ def search(
     total = len(problem.candidates)
     counts = sorted({max(least, round(total * part)) for part in _COUNTS}) if resident else [0]
     shares = _SHARES if device_update else _SHARES[:1]
+    # without the disk: of what lies there the device updates nothing, whatever the share
+    first = problem.fewest_residents(disk=False) if resident and device_update else least
     if not tries.add_everything(counts[-1]):
-        tries.add_each(counts[:1], shares)
+        tries.add_each(sorted({least, least if first is None else first}), shares)
         if resident:
             handed = tries.best.device_update  # with residents less will do
             likely = {0.0, handed, max((share for share in shares if share < handed), default=0.0)}
@@ -207,8 +209,8 @@ class _Tries:
     def _with(self, count: int, share: float, *, keep: int = 1) -> Choice:
         """The first `count` buckets that may become resident do."""
         choice = self.problem.with_residents(count, keep=keep)
-        streams = len(choice.resident) < len(self.problem.buckets)
-        return replace(choice, device_update=share if streams else 0.0)
+        others = len(choice.resident | choice.on_disk) < len(self.problem.buckets)
+        return replace(choice, device_update=share if others else 0.0)
 
     def _simulate(self, choice: Choice) -> bool:
         """Note a choice's time; False where it does not fit after all: `fits` knows it about."""
