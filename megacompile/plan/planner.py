@@ -292,12 +292,29 @@ def table(problem: Problem, peak: Moment) -> str:
     return "\n".join(f"  {what:<{width}}  {format_bytes(size):>10}" for what, size in rows)
 
 
-def does_not_fit(problem: Problem, peak: Moment) -> str:
-    """The error of a model for which there is too little device memory."""
+def does_not_fit(problem: Problem, choice: Choice, peak: Moment) -> str:
+    """The error of a model for which there is too little device memory.
+
+    Args:
+        choice: what comes nearest; its peak is `peak`.
+    """
+    how = "".join(
+        f", {text}"
+        for text, holds in (
+            (f"{len(choice.resident)} buckets resident", choice.resident),
+            (f"the inputs of {choice.offload} stages on the host", choice.offload),
+            (f"{choice.rerun} stages run again", choice.rerun),
+        )
+        if holds
+    )
+    host, there = format_bytes(problem.host_bytes(choice)), "not known"
+    if problem.host_budget_bytes is not None:
+        there = format_bytes(problem.host_budget_bytes)
+    more = format_bytes(peak.total_bytes - problem.budget_bytes)
     return (
         f"megacompile(): device memory is too small, at {peak.graph} {peak.label}, with every "
-        f"stage recomputed and nothing resident\n{table(problem, peak)}\nuse smaller batches or "
-        "sequences, or raise gpu_memory=; where the head is the largest, let the model return its "
-        "loss alone "
+        f"stage recomputed{how}\n{table(problem, peak)}\n(host memory: {host} needed, {there} "
+        f"there)\nwith {more} more of device memory it would fit (gpu_memory=); use smaller "
+        "batches or sequences; where the head is the largest, let the model return its loss alone "
         '(head="chunked")'
     )

@@ -231,11 +231,12 @@ class Problem:
 
     def tightest(self) -> Choice:
         """What leaves the host as little as can be: as many residents as fit on the device."""
+        ahead = 1 if self.optimizer.in_backward else None
         for count in range(len(self.candidates), -1, -1):
-            choice = replace(self.with_residents(count, keep=0), state_lookahead=1)
+            choice = replace(self.with_residents(count, keep=0), state_lookahead=ahead)
             if self._fits_device(choice):
                 return choice
-        return self.settled(Choice(0, self.resident, state_lookahead=1))
+        return self.settled(Choice(0, self.resident, state_lookahead=ahead))
 
     def floor(self) -> DeviceMemory:
         """Memory of a plan that keeps nothing on the device that need not be there."""
