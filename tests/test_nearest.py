@@ -7,13 +7,17 @@ from dataclasses import replace
 import pytest
 
 from megacompile import DeviceMemoryError, HostMemoryError
+from megacompile.cost.hardware import H200
 from megacompile.plan.choice import Choice
+from megacompile.plan.fit import refusal
 from megacompile.plan.nearest import DEVICE, DISK, HOST, lacking, nearest
 from megacompile.plan.planner import search
 from megacompile.plan.problem import Problem
+from megacompile.plan.scenario import Scenario
 from megacompile.plan.settled import SettledPlans
 from megacompile.text import format_bytes
-from tests.test_joint_budgets import GIB, H200, problem, program
+from tests import test_disk_placement
+from tests.test_joint_budgets import GIB, problem, program
 
 
 def more(tower: Problem, lacks: dict[str, int]) -> Problem:
@@ -107,3 +111,26 @@ def test_the_error_of_the_device_says_how_much_more_would_do() -> None:
     assert f"with {format_bytes(missing[DEVICE])} more of device memory it would fit" in text
     assert f", the inputs of {found.offload} stages on the host" in text
     assert f"(host memory: {format_bytes(tower.host_bytes(found))} needed, 100 GiB there)" in text
+
+
+def test_a_disk_that_is_too_small_for_parameters() -> None:
+    """The host has enough: the disk alone is short."""
+    tower = test_disk_placement.problem(disk_weights=True, host_budget_bytes=100 * GIB)
+    every = tower.tiers.of_disk(Choice())
+    tower = replace(tower, disk_budget_bytes=every // 4, budget_bytes=GIB // 2)
+    assert search(tower) is None
+    found = nearest(tower)
+    lacks = lacking(tower, found)
+    assert [*lacks] == [DISK]
+    now = Scenario(
+        (tower.schedule(found),),
+        tower.hardware,
+        tower.optimizer,
+        device_bytes=tower.budget_bytes,
+        host_bytes=tower.host_budget_bytes,
+        disk_bytes=tower.disk_budget_bytes,
+    )
+    first, *_, last = refusal(now, tower.peak_bytes(found)).splitlines()
+    assert first.startswith("megacompile(): the disk: ") and first.endswith(" there")
+    more_of_it = f"with {format_bytes(lacks[DISK])} more of the disk it would fit"
+    assert last == f"{more_of_it} (disk_memory=, or a larger disk)"
