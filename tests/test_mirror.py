@@ -29,6 +29,7 @@ def test_mixed_sizes_lie_one_after_the_other() -> None:
     bucket = layout_of([torch.empty(5), torch.empty(300), torch.empty(7)])
     assert mirrored(bucket, {0: 4, 1: 2, 2: 4}) == ({0: 0, 1: 256, 2: 256 + 768}, 1024 + 28)
     assert mirrored(bucket, {}) == ({}, 0)
+    assert mirrored(bucket, {0: 0, 2: 0})[1] == 0, "gradients that are used up at once"
 
 
 @pytest.mark.parametrize("seed", range(40))

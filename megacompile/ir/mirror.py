@@ -16,7 +16,7 @@ def mirrored(bucket: Bucket, item_bytes: Mapping[int, int]) -> tuple[dict[int, i
     """Places for tensors like some of a bucket's parameters.
 
     Args:
-        item_bytes: of an element of each, by the parameter's index.
+        item_bytes: of an element of each, by the parameter's index; 0 for what takes none.
 
     Returns:
         The offset of each in bytes, by the parameter's index, and where the last one ends.
@@ -31,7 +31,13 @@ def mirrored(bucket: Bucket, item_bytes: Mapping[int, int]) -> tuple[dict[int, i
         if alike and i - 1 in found:
             apart_bytes = param.offset_bytes - bucket.params[i - 1].offset_bytes
             found[i] = found[i - 1] + apart_bytes // param.dtype.itemsize * item
-        unit = PADDED_NUMEL * item if alike else ALIGNMENT_BYTES
         end = found[i] + param.numel * item
-        behind = found[i] + -(-param.numel * item // unit) * unit
+        padded_bytes = _rounded(param.numel, PADDED_NUMEL) * item
+        behind = found[i] + (
+            padded_bytes if alike else _rounded(param.numel * item, ALIGNMENT_BYTES)
+        )
     return found, end
+
+
+def _rounded(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
