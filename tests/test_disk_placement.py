@@ -30,6 +30,7 @@ pytestmark = [
 ]
 
 GIB = 2**30
+DEVICE = 856 * 2**20  # enough for every bucket streamed, and for none to live there
 DISK = H200.replace(
     disk_read_gb_s=3.0, disk_write_gb_s=3.0, disk_read_both_gb_s=2.0, disk_write_both_gb_s=2.0
 )
@@ -197,14 +198,14 @@ def refused(host_bytes: int, disk_bytes: int | None, in_backward: bool = False) 
     if disk_bytes is not None:
         options = replace(options, disk="/absent", disk_memory=disk_bytes)
     hardware = DISK.replace(host_bytes=host_bytes)
-    other = made.compiler.other(options, hardware=hardware, budget_bytes=GIB // 2)
+    other = made.compiler.other(options, hardware=hardware, budget_bytes=DEVICE)
     with pytest.raises(HostMemoryError) as raised:
         SettledPlans(other).schedule(*made.planned())
     return str(raised.value).splitlines()
 
 
 def test_a_disk_that_is_too_small_is_refused_with_the_table() -> None:
-    tower = problem(budget_bytes=GIB // 2)
+    tower = problem(budget_bytes=DEVICE)
     everything = tower.host_bytes(Choice())
     budget = int(0.8 * everything)
     without = refused(budget, None)

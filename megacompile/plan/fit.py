@@ -65,24 +65,23 @@ def _host_too_small(now: Scenario, device_over_bytes: int) -> tuple[str, ...]:
             f" (with {format_bytes(sum(there_now.values()))} of {what} on the disk, "
             f"which holds {format_bytes(now.disk_bytes)})"
         )
-    if not device_over_bytes:
-        lines += _instead(now, there)
+    lines += _instead(now, there, device_over_bytes)
     return (*lines, *_more(device=device_over_bytes, host=needed - there))
 
 
-def _instead(now: Scenario, there: int) -> list[str]:
+def _instead(now: Scenario, there: int, device_over_bytes: int) -> list[str]:
     """What would do without more host memory."""
-    lines = []
-    for name, size in now.host_with_less().items():
+    lines: list[str] = []
+    for name, size in now.host_with_less().items() if not device_over_bytes else ():
         fits = "would fit" if size <= there else "would not fit either"
         lines.append(f"with {name} it {fits}: {format_bytes(size)}")
         if size <= there:
             break
     stored = now.fewest_stored_bytes()
-    if stored is not None and now.disk_bytes is None:
+    if stored is not None and now.disk_bytes is not None and stored > now.disk_bytes:
+        lines += _more(device=device_over_bytes, disk=stored - now.disk_bytes)
+    elif stored is not None and now.disk_bytes is None and not device_over_bytes:
         lines.append(f"with disk= it would fit: {format_bytes(stored)} there")
-    elif stored is not None and stored > (now.disk_bytes or 0):
-        lines += _more(disk=stored - (now.disk_bytes or 0))
     return lines
 
 
