@@ -84,7 +84,9 @@ def search(
             tries.add_each({tries.count(tries.best)}, shares)
             for _ in range(3):
                 between = _between(tries.counts, tries.count(tries.best))
-                tries.add_each(between, {handed, tries.best.device_update})
+                # beside a disk a resident more, without updates on the device, may pay
+                none: set[float] = set() if first in (None, least) else {0.0}
+                tries.add_each(between, none | {handed, tries.best.device_update})
     streamed = problem.with_residents(least)
     in_backward = problem.optimizer.in_backward
     if in_backward:  # states may leave later, or be fetched later
