@@ -248,6 +248,17 @@ def test_a_disk_takes_no_update_from_the_device(share: float) -> None:
     assert tower.expected_s(found.choice) <= 1.005 * tower.expected_s(without.choice)
 
 
+def test_shares_are_tried_where_the_fewest_residents_need_no_disk() -> None:
+    whole = slow_host().host_bytes(Choice())
+    tower = slow_host(host_budget_bytes=int(0.7 * whole))
+    first, least = tower.fewest_residents(disk=False), tower.fewest_residents()
+    assert first is not None and least is not None and first > least
+    found = search(tower)
+    assert found is not None and len(found.choice.resident) != first
+    tried = {c.device_update for c in tower._steps_s if len(c.resident) == first and not c.on_disk}
+    assert len(tried) > 1, "what fits of them"
+
+
 def test_memory_of_updates_on_the_device_is_that_of_the_ones_chosen() -> None:
     """Of more states on the disk, fewer are updated on the device."""
     tower = slow_host()
