@@ -34,6 +34,7 @@ import torch
 from torch import nn
 
 from benchmarks.models import parameters, qwen2
+from benchmarks.process_memory import status_bytes
 from benchmarks.report import publish
 
 _SHARD_BYTES = 5 * 10**9
@@ -341,9 +342,7 @@ class _Memory:
 
 def _resident_bytes() -> int:
     """Anonymous and shared memory of this process; page-locked memory is shared."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    kinds = ("RssAnon:", "RssShmem:")
-    return sum(int(line.split()[1]) for line in lines if line.startswith(kinds)) * 1024
+    return status_bytes("RssAnon") + status_bytes("RssShmem")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +39,7 @@ from torch import nn
 
 from benchmarks.models import Loss
 from benchmarks.nf4 import Shape, qwen2_nf4, with_lora
+from benchmarks.process_memory import status_bytes
 from benchmarks.report import publish
 
 CASES = ("resident", "streamed", "compiled", "eager")
@@ -219,7 +219,7 @@ def _figures(args: argparse.Namespace, seconds: float, before: int) -> dict[str,
     if args.device == "cuda":
         row["device GiB, peak"] = f"{torch.cuda.max_memory_reserved() / 2**30:.1f}"
     row["host GiB"] = f"{(_resident_bytes() - before) / 2**30:.1f}"
-    row["host GiB, peak"] = f"{(_status_bytes('VmHWM') - before) / 2**30:.1f}"
+    row["host GiB, peak"] = f"{(status_bytes('VmHWM') - before) / 2**30:.1f}"
     return row
 
 
@@ -246,12 +246,7 @@ def _say(what: str, start: float) -> None:
 
 def _resident_bytes() -> int:
     """Memory of this process in RAM, page-locked and shared mappings included."""
-    return _status_bytes("VmRSS")
-
-
-def _status_bytes(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) * 1024
+    return status_bytes("VmRSS")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from torch import nn
 
 from benchmarks.cases import GROUPS, Case
 from benchmarks.models import Loss, parameters, qwen2, tokens
+from benchmarks.process_memory import status_bytes
 from benchmarks.report import publish
 from megacompile import explain, megacompile, trace
 from megacompile.runtime.updates.compiled import wait_until_compiled
@@ -237,8 +238,7 @@ def _resident_bytes() -> int:
 
 def _peak_bytes() -> int:
     """The most memory that this process had in RAM since `_forget_peak`."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
+    return status_bytes("VmHWM")
 
 
 def _forget_peak() -> None:

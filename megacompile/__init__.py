@@ -25,17 +25,8 @@ from megacompile.errors import (
 )
 
 if TYPE_CHECKING:
-    from megacompile.api import (
-        Checkpoint,
-        Trace,
-        accumulate,
-        explain,
-        megacompile,
-        save,
-        schedules,
-        trace,
-        updates,
-    )
+    from megacompile.api import Checkpoint, accumulate, megacompile, save
+    from megacompile.inspection import Trace, explain, schedules, trace, updates
     from megacompile.ir.schedule import Schedule
     from megacompile.lifetime import full_parameters, released, unmegacompile
     from megacompile.options import Activations, Head, Lowering, Options
@@ -81,6 +72,7 @@ __all__ = [
 
 _HOMES = (  # of what is imported above for type checkers alone
     "megacompile.api",
+    "megacompile.inspection",
     "megacompile.lifetime",
     "megacompile.ir.schedule",
     "megacompile.options",

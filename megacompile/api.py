@@ -1,6 +1,6 @@
-"""The front door: `megacompile()`, `save()`, `schedules()`, `updates()`, `trace()`, `explain()`.
+"""The front door: `megacompile()`, `save()`, `accumulate()`. What looks at a model is `inspection`.
 
-Nothing below it knows both `plan` and `runtime`; it joins them.
+Nothing below these two knows both `plan` and `runtime`; they join them.
 """
 
 from __future__ import annotations
@@ -9,33 +9,25 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, ref
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from megacompile import compat, log
-from megacompile.cost.hardware import Hardware
-from megacompile.errors import ModelError, NoScheduleError, OptionError, OptionTypeError
+from megacompile.errors import ModelError, OptionError, OptionTypeError
 from megacompile.host_memory import budget_bytes, check_host_memory
-from megacompile.ir.schedule import Schedule
 from megacompile.options import Activations, Head, Lowering, Options
 from megacompile.passes.stages.units import find_units
-from megacompile.plan.alternatives import Planned, alternatives, more_memory
 from megacompile.plan.compiler import PassCompiler
-from megacompile.plan.explanation import Explanation, explanation
-from megacompile.plan.scenario import Scenario
 from megacompile.runtime.checkpoint.checkpoint import Checkpoint as Checkpoint
 from megacompile.runtime.checkpoint.contents import Contents, on_meta
 from megacompile.runtime.checkpoint.save import save as save
-from megacompile.runtime.model.lookup import streamed_model
 from megacompile.runtime.model.methods import replace_methods
 from megacompile.runtime.model.owners import refuse_shared
 from megacompile.runtime.model.parts import is_part
 from megacompile.runtime.model.streamed import StreamedModel, refuse_nested
 from megacompile.tracing.recorder import Trace as Trace
-from megacompile.tracing.recorder import Traced
 from megacompile.validate import (
     check_model,
     check_optimizer,
@@ -110,8 +102,9 @@ def megacompile(
             the device: the first in forward order. Their states come in during the backward and
             take device memory until the middle of the next forward. Meanwhile the host updates the
             others, and the device helps it from the other end, in chunks. With 0 the host updates
-            alone. Default: what the plan finds best; none on the CPU, with `lowering="eager"` or
-            with `compute_dtype`.
+            alone. With `disk`, it is a share of those whose states lie on the host. Default: what
+            the plan finds best; none on the CPU, with `lowering="eager"`, with `compute_dtype` or
+            with `disk_weights`.
         gpu_memory: device memory that may be used: bytes, "20GiB" or a fraction of the device's.
             Default: what is free when the plan is made, less 5 %, but 4 GiB at most.
         host_memory: host memory for parameters, gradients, optimizer states and what waits there,
@@ -268,180 +261,6 @@ def _contents(
         return None
     with compat.on_host():
         return Contents(model, None if checkpoint is None else Checkpoint.of(checkpoint))
-
-
-def schedules(model: nn.Module) -> list[Schedule]:
-    """The schedules that a megacompiled model has run: one for each captured graph and shape.
-
-    Raises:
-        ModelError: the model is not megacompiled; or, where one of none is asked for, none has run.
-    """
-    streamed = streamed_model(model, "schedules")
-    return _Schedules(type(model).__name__, streamed)
-
-
-class _Schedules(list[Schedule]):
-    """A list that says why it is empty."""
-
-    def __init__(self, name: str, streamed: StreamedModel) -> None:
-        super().__init__(streamed.schedules())
-        self.why = (
-            "everything that it has captured ran in eager mode, as a warning said"
-            if streamed.graphs
-            else "Dynamo has captured nothing of it, as a warning said"
-            if streamed.called
-            else "it was not called since; call model(...) on a batch first (or a module in it)"
-        )
-        self.name = name
-
-    def __getitem__(self, index: Any) -> Any:
-        if not self and not isinstance(index, slice):
-            raise NoScheduleError(f"schedules(): {self.name} has none: {self.why}")
-        return super().__getitem__(index)
-
-
-def updates(model: nn.Module) -> dict[str, str]:
-    """The update path of each unit in the last `optimizer.step()`, by module path, in model order.
-
-    For example "compiled to C++", "torch.optim", "torch.optim, fused", "torch.optim on the device",
-    "torch" (also until the C++ is compiled) or "in the backward". Empty before the first step, and
-    for an optimizer that runs as it is.
-
-    Raises:
-        ModelError: the model is not megacompiled.
-    """
-    return {name: way.value for name, way in streamed_model(model, "updates").updates.ways.items()}
-
-
-def trace(*models: nn.Module, hardware: Hardware | None = None) -> Trace:
-    """Record when every op of megacompiled models runs, on every stream, in a `with` block.
-
-    Nothing waits for the record: on CUDA it is timed events on the ops' own streams, which are read
-    when the block is over. Updates that `optimizer.step()` makes on the host have a lane of their
-    own. Blocks may be nested, and may span steps and models.
-
-    Args:
-        models: one or more.
-        hardware: the machine's rates, from which a prediction is made. Default: those on file,
-            which `python -m megacompile hardware` puts there. Without any there is no prediction.
-
-    Raises:
-        ModelError: no model was given, or one is not megacompiled.
-
-    Example::
-
-        with megacompile.trace(model) as t:
-            train_step(model, optimizer)
-        print(t.table())
-        t.save("step.json")  # for ui.perfetto.dev
-        t.plot("step.png")
-    """
-    if not models:
-        raise ModelError("trace(): got no model; needed at least one")
-    names: dict[str, int] = {}
-    traced = []
-    for model in dict.fromkeys(models):
-        streamed = streamed_model(model, "trace")
-        name = type(model).__name__
-        names[name] = names.get(name, 0) + 1
-        if names[name] > 1:
-            name += f" {names[name]}"
-        compiler = streamed.buckets.plans.compiler
-        cost = compiler.setting.cost() if isinstance(compiler, PassCompiler) else None
-        traced.append(Traced(name, streamed.machine, streamed.schedules, cost))
-    found = Trace(traced, hardware)
-    for model in models:
-        _TRACES[streamed_model(model, "trace")] = ref(found)
-    return found
-
-
-def explain(
-    model: nn.Module,
-    *,
-    trace: Trace | None = None,
-    hardware: Hardware | None = None,
-    changes: bool = True,
-) -> Explanation:
-    """What a megacompiled model's step does and why, on one screen.
-
-    It shows the stages; where every byte is, on the device and on the host; the plan and its
-    reasons; how busy each stream is and what bounds the step; what would help, and by how much.
-    Times are predicted for a step in the middle of training. A trace puts measured times beside
-    them. The optimizer is assumed to be an AdamW with the states that the options name.
-
-    Args:
-        model: a model that has run a step. Its newest schedules are explained.
-        trace: a trace of whole steps of the model. Default: the last one taken, if it still exists.
-        hardware: the machine's rates. Default: on CUDA those measured (once, in seconds); on the
-            CPU those on file, or those of an H200.
-        changes: try other plans too. Each takes about as long as planning did.
-
-    Returns:
-        An object to `print()`. `to_dict()` is for programs, and notebooks show it as tables.
-
-    Raises:
-        ModelError: the model is not megacompiled, or has not run.
-
-    Example::
-
-        with megacompile.trace(model):
-            train_step(model, optimizer)
-        print(megacompile.explain(model))
-    """
-    streamed = streamed_model(model, "explain")
-    name = type(model).__name__
-    planned, made = _newest(streamed)
-    if not made:
-        raise ModelError(f"explain(): {name} has not run yet; call it on a batch first")
-    options, compiler = streamed.options, streamed.buckets.plans.compiler
-    assert isinstance(compiler, PassCompiler)
-    machine = hardware or compiler.setting.rates()
-    there = compiler.budget.limit_bytes or machine.device_bytes
-    now = Scenario(
-        tuple(made),
-        machine,
-        compiler.setting.cost(),
-        options.lowering is Lowering.INDUCTOR,
-        there,
-        compiler.setting.host_budget_bytes() or machine.host_bytes,
-        compiler.chooser.disk_budget_bytes(),
-    )
-    if trace is None and streamed in _TRACES:
-        trace = _TRACES[streamed]()
-    on_gpu = options.device.type == "cuda"
-    plans = options.plans and any(schedule.backward is not None for schedule in made)
-    return explanation(
-        now,
-        model=name,
-        parameters=sum(p.numel() for p in model.parameters()),
-        traced=None if trace is None else trace.measured,
-        rebuilt=alternatives(compiler, planned, now) if plans and changes else None,
-        more=more_memory(compiler, planned, now) if plans and changes else None,
-        try_changes=changes,
-        locked_bytes=streamed.machine.host_budget.locked_bytes if on_gpu else None,
-    )
-
-
-# The last trace of each model, as long as somebody else keeps it.
-_TRACES: WeakKeyDictionary[StreamedModel, ref[Trace]] = WeakKeyDictionary()
-
-
-def _newest(streamed: StreamedModel) -> tuple[list[Planned], list[Schedule]]:
-    """Each captured graph's schedule of the newest shape: that of a training step, if any ran."""
-    planned, schedules = [], []
-    for graph in streamed.current():
-        ran = [
-            (program, variant, executor.schedule)
-            for program in graph.programs.values()
-            if program is not None
-            for variant, executor in program.executors.items()
-        ]
-        trained = [each for each in ran if each[2].backward is not None]
-        if ran:
-            program, variant, schedule = (trained or ran)[-1]
-            planned.append(Planned(program.stages, program.capture, variant))
-            schedules.append(schedule)
-    return planned, schedules
 
 
 @contextlib.contextmanager

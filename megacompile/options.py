@@ -64,9 +64,10 @@ class Options:
         optimizer: the optimizer whose update the backward makes. Default: none, the update is made
             in `optimizer.step()`.
         device_update: the share of the parameters (0 to 1), the first in forward order, that
-            `optimizer.step()` updates on the device. With 0 the device does not help with the
-            others either. Default: what the plan finds best, with INDUCTOR on CUDA and without
-            `compute_dtype`; otherwise none.
+            `optimizer.step()` updates on the device. Those whose states lie on a disk do not
+            count. With 0 the device does not help with the others either. Default: what the plan
+            finds best, with INDUCTOR on CUDA and without `compute_dtype` and `disk_weights`;
+            otherwise none.
         gpu_memory: bytes of device memory that the plan may use. Default: what is free.
         host_memory: bytes of host memory that the model may take. Default: what is free.
         disk: the folder that optimizer states of streamed buckets may lie in. Default: none, they
@@ -118,7 +119,7 @@ class Options:
             self.lowering is Lowering.INDUCTOR
             and self.optimizer is None
             and self.compute_dtype is None
-            and self.disk is None
+            and not self.disk_weights
         )
 
     @property
@@ -128,7 +129,7 @@ class Options:
         return (
             self.lowering is Lowering.INDUCTOR
             and self.optimizer is None
-            and self.disk is None
+            and not self.disk_weights
             and not alone
         )
 
@@ -204,10 +205,10 @@ class Options:
         disk_options.check_weights(_flag("disk_weights", disk_weights), folder, compute_dtype)
         may_wait = waits in (Activations.OFFLOAD, Activations.AUTO)
         disk_options.check_saved(disk_saved, folder, "" if may_wait else waits.value)
-        if device_update and folder is not None:
+        if device_update and disk_weights:
             raise OptionError(
-                f"megacompile(): got device_update={device_update} with disk={folder!r}; states on "
-                "a disk come too late for that; leave one of them out"
+                f"megacompile(): got device_update={device_update} with disk_weights=True; the "
+                "device would update parameters that are read from a disk; leave one of them out"
             )
         return Options(
             device=resolved_device,

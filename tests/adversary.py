@@ -372,6 +372,11 @@ class LateOps(BoundOps):
         self._fresh = True
         return super().alloc_state(bucket, masters)
 
+    def _bring_back(self, bucket: Bucket, updated: Handle) -> Handle:
+        streams: Any = self.machine.streams
+        streams.wait_for(updated)  # on a CPU it is brought back at once
+        return super()._bring_back(bucket, updated)
+
 
 class LateExecutor(Executor):
     """Runs the printed code with `LateOps`, and sees where names end."""
@@ -404,6 +409,9 @@ class LateExecutor(Executor):
             return result
 
         return run
+
+    def _defer(self, value: Any, event: Any) -> None:
+        event.synchronize()
 
     @property
     def device(self) -> Adversary:
@@ -498,6 +506,14 @@ def attach(model: Any) -> Adversary:
     machine: Machine = inside.machine(model)
     assert machine.device.type == "cpu"
     machine.streams = machine.gradients.streams = device = Adversary()
+    start: Any = machine.host_updates.start
+
+    def behind_gradients(part: Any, behind: Sequence[Any], *others: Any) -> Any:
+        for event in behind:  # here: no thread can wait for the simulated streams
+            event.synchronize()
+        return start(part, (), *others)
+
+    machine.host_updates.start = behind_gradients  # type: ignore[assignment,method-assign]
     return device
 
 

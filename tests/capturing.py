@@ -34,6 +34,7 @@ from megacompile.ir.tensors import TensorMeta
 from megacompile.options import Lowering
 from megacompile.passes.schedule.device_update import insert_device_update
 from megacompile.passes.schedule.differentiate import differentiate
+from megacompile.passes.schedule.disk import insert_disk
 from megacompile.passes.schedule.disk_saved import insert_disk_saved
 from megacompile.passes.schedule.free import insert_free
 from megacompile.passes.schedule.norms import insert_norms
@@ -187,11 +188,13 @@ def after_templates(
     state_delay: int = 1,
     rerun: int = 0,
     disk_saved: bool = False,
+    on_disk: frozenset[int] = frozenset(),
 ) -> dict[str, Pass]:
     """The passes that need nothing but a schedule whose stages have templates, in order.
 
     With `update` the gradients are not offloaded. `norms` sends their norms along, or alone.
-    `device_update` is the share of the parameters that the step updates on the device.
+    `device_update` is the share of the parameters that the step updates on the device; not of the
+    buckets of `on_disk`, whose states lie on a disk.
     """
     gradients: dict[str, Pass] = {
         "offload_grad": functools.partial(offload_gradients, accumulate=accumulate)
@@ -211,7 +214,13 @@ def after_templates(
         gradients["device_update"] = functools.partial(
             insert_device_update, state_bytes=lambda item_bytes: 10.0
         )
-        gradients["update_graph"] = functools.partial(insert_update_graph, helps=helps)
+        gradients["update_graph"] = functools.partial(
+            insert_update_graph, helps=helps, on_disk=on_disk
+        )
+    if on_disk:
+        gradients["disk"] = functools.partial(
+            insert_disk, on_disk=on_disk, state_bytes=lambda item_bytes: 8.0
+        )
     return {
         "differentiate": differentiate,
         "plan": functools.partial(
@@ -223,6 +232,7 @@ def after_templates(
             device_update=device_update,
             state_delay=state_delay,
             rerun=rerun,
+            on_disk=on_disk,
         ),
         "split": functools.partial(split_stages, cache={} if cache is None else cache),
         "recompute": insert_recompute,

@@ -265,6 +265,7 @@ def _plan(rng: random.Random, buckets: int) -> dict[str, Any]:
         "rerun": rng.choice((0, 0, 1, 9)),
         "activations": rng.choice(("auto", "offload")),
         "disk_saved": rng.random() < 0.5,
+        "on_disk": frozenset(key for key in range(buckets) if rng.random() < 0.3),
     }
 
 

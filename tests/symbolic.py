@@ -224,6 +224,8 @@ class Layout:
         key = bucket.key
         self.persistent["params", key] = self.cell(term("params", key))
         self.persistent["states", key] = self.cell(term("states", key))
+        if key in self.schedule.plan.on_disk:
+            self.persistent["staged", key] = self.cell()
         self.persistent["norms", key] = self.cell(term("no norms"))
         for i in self.gradient_params.get(key, ()):
             content = term("gradient", key, i) if accumulate else POISON
@@ -503,6 +505,7 @@ _WRITTEN: dict[object, tuple[Part, ...]] = {  # what an op is the last writer of
     ops.update_host: (Part.WEIGHTS, Part.STATES),
     ops.update_resident: (Part.WEIGHTS, Part.STATES),
     ops.update_in_place: (Part.WEIGHTS, Part.STATES),
+    ops.write_state: (Part.STATES,),
 }
 
 

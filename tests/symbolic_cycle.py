@@ -213,16 +213,23 @@ class _Elsewhere(Machine):
         self._queue(Stream.D2H, "ELSEWHERE", lambda cells: None, copies)
 
     def _steps(self, key: int) -> None:
-        cells_of = [self.persistent["params", key], self.persistent["states", key]]
+        plan = self.schedule.plan
+        params, states = self.persistent["params", key], self.persistent["states", key]
 
-        def run(cells: Cells) -> None:
-            for cell in cells_of:
-                cells[cell] = term("elsewhere", key, cells[cell])
+        def changes(*changed: int) -> Callable[[Cells], None]:
+            def run(cells: Cells) -> None:
+                for cell in changed:
+                    cells[cell] = term("elsewhere", key, cells[cell])
 
-        resident = key in self.schedule.plan.resident
-        done = self._queue(Stream.COMPUTE if resident else Stream.HOST, "ELSEWHERE", run, ())
-        for part in (Part.WEIGHTS, Part.STATES):
-            self.tokens[key, part] = done
+            return run
+
+        stream = Stream.COMPUTE if key in plan.resident else Stream.HOST
+        both = changes(params) if key in plan.on_disk else changes(params, states)
+        made = self._queue(stream, "ELSEWHERE", both, ())
+        self.tokens[key, Part.WEIGHTS] = self.tokens[key, Part.STATES] = made
+        if key in plan.on_disk:  # they are written behind the update
+            written = self._queue(Stream.WRITE, "ELSEWHERE", changes(states), (made,))
+            self.tokens[key, Part.STATES] = written
 
     def _copies_of(self, key: int) -> None:
         into = [self._host_grad(key, i) for i in self.gradient_params.get(key, ())]

@@ -3,7 +3,7 @@ executor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megacompile.ir.buckets import Bucket
@@ -261,13 +261,20 @@ class Machine(Layout):
     # Gradients on the host.
 
     def _alloc_grad(self, bucket: Bucket) -> tuple[Run, Value]:
-        buffer = tuple((i, self.cell()) for i in self.gradient_params[bucket.key])
+        buffer = tuple((i, self.cell()) for i in self._trained(bucket.key))
         return poisons([cell for _, cell in buffer]), Group(bucket.key, buffer)
 
     def _fetch_grad(self, bucket: Bucket, buffer: Any) -> tuple[Run, Value]:
         group = self.group(buffer)
         pairs = [(cell, self._host_grad(group.key, i)) for i, cell in group.of]
         return self._copies(pairs), group
+
+    def _trained(self, key: int) -> Sequence[int]:
+        """The parameters of a bucket that get gradients."""
+        try:
+            return self.gradient_params[key]
+        except KeyError:
+            raise Crash(f"bucket {key} gets no gradients") from None
 
     def _host_grad(self, key: int, i: int) -> int:
         try:
@@ -290,9 +297,9 @@ class Machine(Layout):
 
     def _norm_grad(self, bucket: Bucket, gradients: Any, largest: bool = True) -> tuple[Run, Value]:
         of = dict(self.group(gradients).of)
-        if not of.keys() >= set(self.gradient_params[bucket.key]):
+        if not of.keys() >= set(self._trained(bucket.key)):
             raise Crash("norms of what is not there")
-        sources = [of[i] for i in self.gradient_params[bucket.key]]
+        sources = [of[i] for i in self._trained(bucket.key)]
         made = self.cell()
 
         def run(cells: Cells) -> None:
@@ -313,9 +320,26 @@ class Machine(Layout):
         buffer = States(bucket, self.cell())
         return poisons([buffer.cell]), buffer
 
+    def _states(self, key: int) -> int:
+        """Where ops find and leave states: those on a disk have a buffer in memory for a while."""
+        return self.persistent.get(("staged", key), self.persistent["states", key])
+
+    def _read_state(self, bucket: Bucket) -> tuple[Run, Value]:
+        into, source = self._staged(bucket), self.persistent["states", bucket.key]
+        return self._copies([(into, source)]), None
+
+    def _write_state(self, bucket: Bucket) -> tuple[Run, Value]:
+        return self._moved(self.persistent["states", bucket.key], self._staged(bucket)), None
+
+    def _staged(self, bucket: Bucket) -> int:
+        try:
+            return self.persistent["staged", bucket.key]
+        except KeyError:
+            raise Crash(f"states of bucket {bucket.label} are on no disk") from None
+
     def _fetch_state(self, bucket: Bucket, buffer: Any, masters: bool) -> tuple[Run, Value]:
         into = self._buffer(bucket, buffer)
-        sources = [self.persistent["states", bucket.key]]
+        sources = [self._states(bucket.key)]
         sources += [self.persistent["params", bucket.key]] if masters else []
 
         def run(cells: Cells) -> None:
@@ -335,7 +359,7 @@ class Machine(Layout):
         self, bucket: Bucket, weights: Any, gradients: Any, state: Any
     ) -> tuple[Run, Value]:
         buffers, group = self._buffer(bucket, state), dict(self.group(gradients).of)
-        wanted = self.gradient_params[bucket.key]
+        wanted = self._trained(bucket.key)
         if not group.keys() >= set(wanted):
             raise Crash("an update without gradients")
         given = None if weights is None else self.get(weights)
@@ -353,7 +377,7 @@ class Machine(Layout):
 
     def _offload_state(self, bucket: Bucket, updated: Any, norms: Any = None) -> tuple[Run, Value]:
         cell = self._buffer(bucket, updated).cell
-        host = [self.persistent["params", bucket.key], self.persistent["states", bucket.key]]
+        host = [self.persistent["params", bucket.key], self._states(bucket.key)]
         pairs = [(into, cell) for into in host]
         if norms is not None:
             pairs.insert(0, (self.persistent["norms", bucket.key], self.tensor(norms)))
@@ -378,7 +402,7 @@ class Machine(Layout):
         if key not in self.schedule.plan.resident:
             raise Crash(f"bucket {bucket.label} is on the host")
         params, states = self.persistent["params", key], self.persistent["states", key]
-        wanted = self.gradient_params[key]
+        wanted = self._trained(key)
         if not group.keys() >= set(wanted):
             raise Crash("an update without gradients")
         into = self.persistent["norms", key]
@@ -394,10 +418,10 @@ class Machine(Layout):
 
     def _in_place(self, bucket: Bucket) -> Run:
         key = bucket.key
-        params, states = self.persistent["params", key], self.persistent["states", key]
+        params, states = self.persistent["params", key], self._states(key)
         if not self.gradient_params.get(key):
             return _nothing
-        read = [params, states, *(self._host_grad(key, i) for i in self.gradient_params[key])]
+        read = [params, states, *(self._host_grad(key, i) for i in self._trained(key))]
         read += [self.persistent["clip"]] if self.clips else []
 
         def run(cells: Cells) -> None:

@@ -134,9 +134,9 @@ def test_the_limit_is_found_at_the_first_step(tmp_path: Path) -> None:
         ({"disk_memory": 2**30}, OptionError, "got disk_memory=1073741824 without disk="),
         ({"disk": "/tmp", "disk_memory": -1}, OptionError, "got disk_memory=-1"),
         (
-            {"disk": "/tmp", "device_update": 0.5, "lowering": "inductor"},
+            {"disk": "/tmp", "disk_weights": True, "device_update": 0.5, "lowering": "inductor"},
             OptionError,
-            "device_update=0.5 with disk='/tmp'",
+            "device_update=0.5 with disk_weights=True",
         ),
     ],
 )

@@ -46,7 +46,7 @@ FLOORS = (
     ("runtime.ops",),
     ("runtime.step",),
     ("runtime.model",),
-    ("api",),
+    ("api", "inspection"),
     ("lifetime",),
     ("cli",),
     ("", "__main__"),

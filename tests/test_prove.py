@@ -21,7 +21,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.tensors import TensorMeta
 from megacompile.passes.schedule.free import insert_free
 from megacompile.plan import compiler, pipeline
-from megacompile.runtime.model import autograd
+from megacompile.runtime.model import autograd_nodes
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.accumulators import Accumulator, Users
 from megacompile.runtime.params.proxies import StreamedParameter
@@ -114,7 +114,7 @@ class Everything(frozenset[object]):
 def nobody_else() -> Iterator[None]:
     """The runtime does not see that others use parameters."""
     nobody = Users(frozenset(), frozenset(), Everything())
-    with mock.patch.object(autograd, "users_of", lambda *_: nobody):
+    with mock.patch.object(autograd_nodes, "users_of", lambda *_: nobody):
         yield
 
 

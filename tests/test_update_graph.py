@@ -23,14 +23,21 @@ from tests.actions import apply, frees, parse, text, waits
 LINE = "0F 1F 2F | 2B 1RECOMPUTE 1B 0RECOMPUTE 0B"
 
 
-def made(line: str = LINE, *, helps: bool = False, **options: Any) -> Schedule:
+def made(
+    line: str = LINE,
+    *,
+    helps: bool = False,
+    on_disk: frozenset[int] = frozenset(),
+    **options: Any,
+) -> Schedule:
     """What the passes on gradients make; `options`: of the plan, `accumulate`, and of stubs."""
     plan = {key: options.pop(key) for key in ("resident", "device_update") if key in options}
     accumulate = options.pop("accumulate", False)
     schedule = replace(parse(line, **options), plan=Plan(**plan))
     schedule = offload_gradients(schedule, accumulate=accumulate)
     schedule = insert_device_update(schedule, state_bytes=lambda item_bytes: 10.0)
-    return apply(functools.partial(insert_update_graph, helps=helps), schedule)
+    insert = functools.partial(insert_update_graph, helps=helps, on_disk=on_disk)
+    return apply(insert, schedule)
 
 
 def update_of(schedule: Schedule) -> fx.Graph:
@@ -79,6 +86,14 @@ def test_residents_are_updated_where_they_are() -> None:
     assert targets == [ops.update_host, ops.update_resident, ops.update_host, ops.help_host]
     (helps,) = ops.nodes_of(graph, ops.help_host)
     assert [ops.label(node) for node in ops.arguments(helps)[0]] == ["0UPDATE", "2UPDATE"]
+
+
+def test_the_device_does_not_help_where_states_come_from_a_disk() -> None:
+    graph = update_of(made(helps=True, on_disk=frozenset({2})))
+    (helps,) = ops.nodes_of(graph, ops.help_host)
+    assert [ops.label(node) for node in ops.arguments(helps)[0]] == ["0UPDATE", "1UPDATE"]
+    alone = update_of(made(helps=True, on_disk=frozenset({0, 1, 2})))
+    assert ops.nodes_of(alone, ops.help_host) == []
 
 
 def test_the_device_helps_only_where_the_host_has_updates() -> None:

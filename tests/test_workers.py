@@ -346,6 +346,8 @@ def test_an_interrupted_wait_leaves_the_guards() -> None:
         ({"lowering": "inductor", "device_update": 0}, False),
         ({"lowering": "inductor", "stochastic_rounding": True}, False),
         ({"lowering": "eager"}, False),
+        ({"lowering": "inductor", "disk": "/tmp"}, True),
+        ({"lowering": "inductor", "disk": "/tmp", "disk_weights": True}, False),
     ],
 )
 def test_who_is_helped(options: dict[str, Any], helps: bool) -> None:

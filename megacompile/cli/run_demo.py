@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megacompile import api
+from megacompile import api, inspection
 from megacompile.cli import outputs, written
 from megacompile.cli.demo import TRACED
 from megacompile.options import Options
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     say = sys.stderr if args.json else sys.stdout
     size = sum(p.numel() for p in model.parameters())
     print(f"a GPT of {size / 1e6:.2f} M parameters, streamed through {device}", file=say)
-    trace = api.trace(model)
+    trace = inspection.trace(model)
     losses = []
     for step in range(1, args.steps + 1):
         starts = torch.randint(len(text) - context - 1, (args.batch,))
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         losses.append(loss.item())
         if step == 1 or step % 10 == 0 or step == args.steps:
             print(f"step {step:4d}   loss {losses[-1]:.4f}", file=say, flush=True)
-    schedule = api.schedules(model)[0]
+    schedule = inspection.schedules(model)[0]
     if args.json:
         outputs.print_json({"losses": losses, "table": schedule.table(), **trace.to_dict()})
     else:

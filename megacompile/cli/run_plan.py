@@ -199,14 +199,14 @@ def _programs(made: Target, options: Options, hardware: Hardware) -> list[Abstra
 
 
 def _schedules(programs: list[AbstractProgram]) -> list[Schedule]:
-    """Where memory is too small, the schedules that need the least of the device."""
+    """Where memory is too small, the schedules that come nearest to what there is."""
     found: list[Schedule] = []
     for program in programs:
         reuse = program is programs[-1]
         try:
             found.append(program.schedule(reuse=reuse))
         except (DeviceMemoryError, HostMemoryError):
-            program.plans.choose_least(program.stages, "this is the plan that needs the least")
+            program.plans.choose_least(program.stages, "this is the plan that comes nearest")
             found.append(program.schedule(reuse=reuse))
     return found
 

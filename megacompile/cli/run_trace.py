@@ -17,10 +17,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from megacompile import api
-from megacompile.api import Trace
+from megacompile import api, inspection
 from megacompile.cli import outputs, written
 from megacompile.errors import MegacompileError
+from megacompile.inspection import Trace
 from megacompile.tracing import perfetto
 from megacompile.tracing.critical_path import period
 from megacompile.tracing.timeline import cut
@@ -89,7 +89,7 @@ class StepTracer:
 
     def _begin(self, model: nn.Module) -> None:
         self.first = model
-        self.trace = api.trace(*self.models)
+        self.trace = inspection.trace(*self.models)
         self.trace.__enter__()
 
     def _end(self) -> None:

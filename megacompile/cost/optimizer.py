@@ -156,7 +156,8 @@ def updates(schedule: Schedule, optimizer: OptimizerCost) -> list[UpdateCost]:
             copy += 0.0 if optimizer.master_bytes is None else param.numel * item
         numel = sum(param.numel for param in params)
         helped = 2 * (updated + max(gradient, copy))
-        if not optimizer.helped or numel < LEAST_HELPED:
+        there = bucket.key not in schedule.plan.on_disk
+        if not (optimizer.helped and there) or numel < LEAST_HELPED:
             helped = 0.0
         if params:
             moved = 2 * updated + gradient + copy

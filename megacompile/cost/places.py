@@ -1,8 +1,7 @@
 """Bytes that parts of a bucket take where they lie: in flat buffers on the host, and on a disk.
 
-On the host the tensors of a part lie in one buffer, neighbours as far apart as the parameters are
-(`mirrored` in `runtime/device/buffers.py`). On a disk buffers begin and end at pages, and so do the
-buffers of host memory that they come to.
+On the host the tensors of a part lie in one buffer (`megacompile.ir.mirror`). On a disk buffers
+begin and end at pages, and so do the buffers of host memory that they come to.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ import math
 from collections.abc import Callable, Iterable
 
 from megacompile.cost.optimizer import EIGHT_BITS, OptimizerCost
-from megacompile.ir.buckets import ALIGNMENT_BYTES, PADDED_NUMEL, Bucket
+from megacompile.ir.buckets import ALIGNMENT_BYTES, Bucket
+from megacompile.ir.mirror import mirrored
 from megacompile.runtime.optim.blockwise import absmax_numel, quantizes
 
 _PAGE = 4096  # places in a scratch file begin and end at pages
@@ -24,19 +24,8 @@ def flat_bytes(bucket: Bucket, indices: Iterable[int], item_of: Callable[[int], 
     Args:
         item_of: the bytes of an element, by those of the parameter's as it is streamed.
     """
-    order, size = sorted(indices), 0
-    for k, i in enumerate(order):
-        param = bucket.params[i]
-        each = item_of(param.dtype.itemsize)
-        numel = param.numel
-        if k + 1 == len(order):
-            return size + math.ceil(numel * each)
-        if order[k + 1] == i + 1:
-            numel = (bucket.params[i + 1].offset_bytes - param.offset_bytes) // param.dtype.itemsize
-        else:
-            numel = _rounded(numel, PADDED_NUMEL)
-        size += max(math.ceil(numel * each), _rounded(param.numel * each, ALIGNMENT_BYTES))
-    return size
+    items = {i: math.ceil(item_of(bucket.params[i].dtype.itemsize)) for i in indices}
+    return mirrored(bucket, items)[1]
 
 
 def state_bytes(bucket: Bucket, trained: Iterable[int], cost: OptimizerCost) -> list[int]:

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megacompile.cost.memory import Kind, streamed_bytes
 from megacompile.cost.places import stored_bytes, stored_weights_bytes
@@ -26,6 +26,7 @@ from megacompile.options import Activations, Lowering
 from megacompile.plan.budget import Budget
 from megacompile.plan.choice import Choice
 from megacompile.plan.fit import refusal
+from megacompile.plan.nearest import nearest
 from megacompile.plan.pipeline import Pipeline
 from megacompile.plan.planner import SearchResult, does_not_fit, search
 from megacompile.plan.problem import Problem
@@ -88,6 +89,7 @@ class Chooser:
         self._disk_bytes: int | None = None  # that states may take there; None: not asked yet
         self._planned: dict[int, _Planned] = {}  # captured graphs: id(stages.stages) -> its plan
         self._sought: dict[int, Problem] = {}  # the same -> the last that a search was made for
+        self._nearest: dict[int, Choice] = {}  # the same -> what lacks the least, if nothing fits
 
     def choose(
         self, stages: Schedule, schedule: Schedule, variant: Variant, placement: Placement
@@ -156,7 +158,7 @@ class Chooser:
         if found is None:
             found = self._with_fewer_states(problem)
         if found is None:
-            found = self._too_small(problem)
+            found = self._too_small(stages, problem)
         self._trained |= schedule.gradient_params
         self.budget.note(problem, found.peak_bytes)
         decides = bool(free or storable) or found is before
@@ -218,17 +220,19 @@ class Chooser:
                 return found
         return None
 
-    def _too_small(self, problem: Problem) -> SearchResult:
-        """Not even the floor fits. The prediction may be off by a little; then it is tried.
+    def _too_small(self, stages: Schedule, problem: Problem) -> SearchResult:
+        """Nothing fits. The prediction may be off by a little; then it is tried.
 
         Raises:
             DeviceMemoryError: the device is too small by more than that.
             HostMemoryError: the host is too small.
         """
         choice = problem.tightest()
+        little = problem.peak_bytes(choice) <= _TOLERANCE * problem.budget_bytes
+        if not (little and problem.fits_host(choice)):
+            choice = self._nearest[id(stages.stages)] = nearest(problem)
         if not problem.fits_host(choice):
             self._wanted = Placement(choice.resident, choice.on_disk)
-            assert problem.host_budget_bytes is not None
             raise HostMemoryError(
                 refusal(
                     Scenario(
@@ -237,9 +241,10 @@ class Chooser:
                         problem.optimizer,
                         problem.fused,
                         problem.budget_bytes,
-                        problem.host_budget_bytes - problem.elsewhere_bytes,
+                        _less(problem.host_budget_bytes, problem.elsewhere_bytes),
                         problem.disk_budget_bytes,
-                    )
+                    ),
+                    problem.peak_bytes(choice),
                 )
             )
         peak = problem.memory(choice).peak
@@ -249,8 +254,8 @@ class Chooser:
         )
         if peak.total_bytes > _TOLERANCE * problem.budget_bytes:
             if self._wanted is None:
-                self._wanted = Placement(problem.resident, choice.on_disk)
-            raise DeviceMemoryError(does_not_fit(problem, peak))
+                self._wanted = Placement(choice.resident, choice.on_disk)
+            raise DeviceMemoryError(does_not_fit(problem, choice, peak))
         reasons = (f"{text}: tried nevertheless",)
         return SearchResult(choice, math.inf, peak.total_bytes, 0, reasons)
 
@@ -344,8 +349,9 @@ class Chooser:
         return before.found if problem.fits(before.found.choice) else None
 
     def choose_least(self, stages: Schedule, placement: Placement, reason: str) -> None:
-        """Plan these stages with as little device memory as can be, though that is too much."""
-        choice = Choice(0, placement.resident, state_lookahead=1)
+        """Plan these stages with what comes nearest to the budgets, though that is too much."""
+        choice = self._nearest.get(id(stages.stages), Choice(0, state_lookahead=1))
+        choice = replace(choice, resident=placement.resident)
         self._chosen[stages] = PlanChoice(choice, (reason,))
 
     def step_down(self) -> str:
@@ -372,7 +378,11 @@ class Chooser:
         for key in [key for key in self._chosen if key not in stages]:
             del self._chosen[key]
         kept = {id(each.stages) for each in stages}
-        for each in [each for each in self._planned if each not in kept]:
-            del self._planned[each]
-        for each in [each for each in self._sought if each not in kept]:
-            del self._sought[each]
+        known: tuple[dict[int, Any], ...] = (self._planned, self._sought, self._nearest)
+        for remembered in known:
+            for each in [each for each in remembered if each not in kept]:
+                del remembered[each]
+
+
+def _less(size_bytes: int | None, other_bytes: int) -> int | None:
+    return None if size_bytes is None else size_bytes - other_bytes

@@ -11,19 +11,28 @@ def why_not(now: Scenario) -> tuple[str, ...]:
     """What is too small, and the smallest changes that would do; () where it fits or may fit."""
     lines: tuple[str, ...] = ()
     needed, there = now.device.peak.total_bytes, now.device_bytes
-    if there is not None and needed > there:
+    over = 0 if there is None else max(0, needed - there)
+    if over:
         lines += (
-            f"device memory: {format_bytes(needed)} needed, {format_bytes(there)} there; smaller "
-            "batches or sequences need less",
+            _short("device memory", needed, there) + "; smaller batches or sequences need less",
         )
-    return lines + _host_too_small(now)
+    return lines + (_too_small(now, over) or _more(device=over))
 
 
-def refusal(now: Scenario) -> str:
-    """The error of a step that does not fit into host memory, with the table."""
-    first, *others = _host_too_small(now)
+def refusal(now: Scenario, device_needed_bytes: int) -> str:
+    """The error of a step that fits nowhere, with what it needs of each memory.
+
+    Args:
+        now: what comes nearest to the budgets; more is needed of the host or of the disk.
+        device_needed_bytes: with what other captured graphs need.
+    """
+    there = now.device_bytes
+    over = 0 if there is None else max(0, device_needed_bytes - there)
+    first, *others = _too_small(now, over)
     rows = [*now.host().items(), ("needed", sum(now.host().values()))]
-    rows.append(("there", now.host_bytes or 0))
+    rows += [] if now.host_bytes is None else [("there", now.host_bytes)]
+    if there is not None:
+        rows += [("on the device", device_needed_bytes), ("there", there)]
     if now.disk_bytes is not None:
         rows += [("on the disk", sum(now.disk().values())), ("there", now.disk_bytes)]
     width = max(len(kind) for kind, _ in rows)
@@ -37,13 +46,18 @@ def refusal(now: Scenario) -> str:
     return "\n".join([f"megacompile(): {first}", *lines, *others])
 
 
-def _host_too_small(now: Scenario) -> tuple[str, ...]:
+def _too_small(now: Scenario, device_over_bytes: int) -> tuple[str, ...]:
+    """What is missing of the host, or else of the disk, and what would do."""
+    return _host_too_small(now, device_over_bytes) or _disk_too_small(now, device_over_bytes)
+
+
+def _host_too_small(now: Scenario, device_over_bytes: int) -> tuple[str, ...]:
     """What is missing, the optimizer's options up to the first that would do, and how much more
     memory would."""
     needed, there = sum(now.host().values()), now.host_bytes
     if there is None or needed <= there:
         return ()
-    lines = [f"host memory: {format_bytes(needed)} needed, {format_bytes(there)} there"]
+    lines = [_short("host memory", needed, there)]
     if now.disk_bytes is not None:
         there_now = now.disk()
         what = " and ".join(there_now) or Kind.STATES.value
@@ -51,15 +65,41 @@ def _host_too_small(now: Scenario) -> tuple[str, ...]:
             f" (with {format_bytes(sum(there_now.values()))} of {what} on the disk, "
             f"which holds {format_bytes(now.disk_bytes)})"
         )
-    for name, size in now.host_with_less().items():
+    lines += _instead(now, there, device_over_bytes)
+    return (*lines, *_more(device=device_over_bytes, host=needed - there))
+
+
+def _instead(now: Scenario, there: int, device_over_bytes: int) -> list[str]:
+    """What would do without more host memory."""
+    lines: list[str] = []
+    for name, size in now.host_with_less().items() if not device_over_bytes else ():
         fits = "would fit" if size <= there else "would not fit either"
         lines.append(f"with {name} it {fits}: {format_bytes(size)}")
         if size <= there:
             break
     stored = now.fewest_stored_bytes()
-    if stored is not None and now.disk_bytes is None:
+    if stored is not None and now.disk_bytes is not None and stored > now.disk_bytes:
+        lines += _more(device=device_over_bytes, disk=stored - now.disk_bytes)
+    elif stored is not None and now.disk_bytes is None and not device_over_bytes:
         lines.append(f"with disk= it would fit: {format_bytes(stored)} there")
-    elif stored is not None and stored > (now.disk_bytes or 0):
-        more = format_bytes(stored - (now.disk_bytes or 0))
-        lines.append(f"with {more} more of the disk it would fit (disk_memory=, or a larger disk)")
-    return (*lines, f"with {format_bytes(needed - there)} more of host memory it would fit")
+    return lines
+
+
+def _disk_too_small(now: Scenario, device_over_bytes: int) -> tuple[str, ...]:
+    needed, there = sum(now.disk().values()), now.disk_bytes or 0
+    if needed <= there:
+        return ()
+    more = _more(device=device_over_bytes, disk=needed - there)
+    return (_short("the disk", needed, there), *more)
+
+
+def _short(memory: str, needed: int, there: int | None) -> str:
+    return f"{memory}: {format_bytes(needed)} needed, {format_bytes(there or 0)} there"
+
+
+def _more(*, device: int = 0, host: int = 0, disk: int = 0) -> tuple[str, ...]:
+    """The memory that would do; () where nothing is missing."""
+    sizes = {"device memory": device, "host memory": host, "the disk": disk}
+    parts = [f"{format_bytes(size)} more of {name}" for name, size in sizes.items() if size]
+    where = " (disk_memory=, or a larger disk)" if disk else ""
+    return (f"with {' and '.join(parts)} it would fit{where}",) if parts else ()

@@ -187,6 +187,7 @@ class Pipeline:
             resident=choice.resident,
             state_delay=choice.state_delay,
             stay=choice.stay,
+            on_disk=choice.on_disk,
         )
 
     def _gradient_passes(self, choice: Choice, variant: Variant) -> list[SchedulePass]:
@@ -202,7 +203,7 @@ class Pipeline:
                 state_bytes=cost.updated_of,
             )
             return [("update_in_backward", insert), ("norms", insert_norms)]
-        step = functools.partial(insert_update_graph, helps=cost.helped)
+        step = functools.partial(insert_update_graph, helps=cost.helped, on_disk=choice.on_disk)
         offload = functools.partial(offload_gradients, accumulate=variant.accumulate)
         if options.lowering is Lowering.EAGER:
             return [("offload_grad", offload), ("update_graph", step)]

@@ -75,8 +75,10 @@ def search(
     total = len(problem.candidates)
     counts = sorted({max(least, round(total * part)) for part in _COUNTS}) if resident else [0]
     shares = _SHARES if device_update else _SHARES[:1]
+    # without the disk: of what lies there the device updates nothing, whatever the share
+    first = problem.fewest_residents(disk=False) if resident and device_update else least
     if not tries.add_everything(counts[-1]):
-        tries.add_each(counts[:1], shares)
+        tries.add_each(sorted({least, least if first is None else first}), shares)
         if resident:
             handed = tries.best.device_update  # with residents less will do
             likely = {0.0, handed, max((share for share in shares if share < handed), default=0.0)}
@@ -84,7 +86,9 @@ def search(
             tries.add_each({tries.count(tries.best)}, shares)
             for _ in range(3):
                 between = _between(tries.counts, tries.count(tries.best))
-                tries.add_each(between, {handed, tries.best.device_update})
+                # beside a disk a resident more, without updates on the device, may pay
+                none: set[float] = set() if first in (None, least) else {0.0}
+                tries.add_each(between, none | {handed, tries.best.device_update})
     streamed = problem.with_residents(least)
     in_backward = problem.optimizer.in_backward
     if in_backward:  # states may leave later, or be fetched later
@@ -222,8 +226,8 @@ class _Tries:
     def _with(self, count: int, share: float, *, keep: int = 1) -> Choice:
         """The first `count` buckets that may become resident do."""
         choice = self.problem.with_residents(count, keep=keep)
-        streams = len(choice.resident) < len(self.problem.buckets)
-        return replace(choice, device_update=share if streams else 0.0)
+        others = len(choice.resident | choice.on_disk) < len(self.problem.buckets)
+        return replace(choice, device_update=share if others else 0.0)
 
     def _simulate(self, choice: Choice) -> bool:
         """Note a choice's time; False where it does not fit after all: `fits` knows it about."""
@@ -315,12 +319,29 @@ def table(problem: Problem, peak: Moment) -> str:
     return "\n".join(f"  {what:<{width}}  {format_bytes(size):>10}" for what, size in rows)
 
 
-def does_not_fit(problem: Problem, peak: Moment) -> str:
-    """The error of a model for which there is too little device memory."""
+def does_not_fit(problem: Problem, choice: Choice, peak: Moment) -> str:
+    """The error of a model for which there is too little device memory.
+
+    Args:
+        choice: what comes nearest; its peak is `peak`.
+    """
+    how = "".join(
+        f", {text}"
+        for text, holds in (
+            (f"{len(choice.resident)} buckets resident", choice.resident),
+            (f"the inputs of {choice.offload} stages on the host", choice.offload),
+            (f"{choice.rerun} stages run again", choice.rerun),
+        )
+        if holds
+    )
+    host, there = format_bytes(problem.host_bytes(choice)), "not known"
+    if problem.host_budget_bytes is not None:
+        there = format_bytes(problem.host_budget_bytes)
+    more = format_bytes(peak.total_bytes - problem.budget_bytes)
     return (
         f"megacompile(): device memory is too small, at {peak.graph} {peak.label}, with every "
-        f"stage recomputed and nothing resident\n{table(problem, peak)}\nuse smaller batches or "
-        "sequences, or raise gpu_memory=; where the head is the largest, let the model return its "
-        "loss alone "
+        f"stage recomputed{how}\n{table(problem, peak)}\n(host memory: {host} needed, {there} "
+        f"there)\nwith {more} more of device memory it would fit (gpu_memory=); use smaller "
+        "batches or sequences; where the head is the largest, let the model return its loss alone "
         '(head="chunked")'
     )

@@ -218,18 +218,20 @@ class Problem:
         keys = self.resident | {bucket.key for bucket in self.candidates[:count]}
         return self.settled(Choice(keep, keys))
 
-    def fewest_residents(self, like: Choice | None = None) -> int | None:
+    def fewest_residents(self, like: Choice | None = None, *, disk: bool = True) -> int | None:
         """How many of the first buckets must live on the device for the others to fit elsewhere.
 
         Args:
             like: what is chosen otherwise.
+            disk: states and saved tensors may go there, beside those that lie there already.
 
         Returns:
             None where even all of them are too few.
         """
         for count in range(len(self.candidates) + 1):
             resident = self.with_residents(count).resident
-            if self.fits_host(self.settled(replace(like or Choice(), resident=resident))):
+            choice = replace(like or Choice(), resident=resident, on_disk=self.on_disk - resident)
+            if self.fits_host(self.settled(choice) if disk else choice):
                 return count
         return None
 
@@ -254,7 +256,8 @@ class Problem:
 
     def tightest(self) -> Choice:
         """What leaves the host as little as can be: as many residents as fit on the device."""
-        least = Choice(0, self.resident, state_lookahead=1)
+        ahead = 1 if self.optimizer.in_backward else None
+        least = Choice(0, self.resident, state_lookahead=ahead)
         resident = self.with_residents(self.most_residents(least) or 0).resident
         return self.settled(replace(least, resident=resident))
 
@@ -304,9 +307,12 @@ class Problem:
     def _known(self, choice: Choice) -> dict[int, int]:
         """The peaks that are known, by how many stages are kept; a choice as this otherwise.
 
-        Where states and saved tensors lie outside of the device makes no difference to it.
+        Where states and saved tensors lie outside of the device makes no difference to it, unless
+        the device makes updates of what lies on the host.
         """
-        place = replace(choice, keep=0, on_disk=frozenset(), saved_on_disk=0)
+        updates = choice.device_update or self.optimizer.helped
+        on_disk = choice.on_disk if updates else frozenset[int]()
+        place = replace(choice, keep=0, on_disk=on_disk, saved_on_disk=0)
         return self._peaks.setdefault(place, {})
 
 

@@ -31,6 +31,6 @@ class SettledPlans:
         return self.compiler.plan(stages, capture, variant, wants)
 
     def choose_least(self, stages: Schedule, reason: str) -> None:
-        """Plan these stages with as little device memory as can be, though that is too much."""
+        """Plan these stages with what comes nearest to the budgets, though that is too much."""
         self.placement = self.compiler.wants(self.placement)
         self.compiler.chooser.choose_least(stages, self.placement, reason)

@@ -6,7 +6,7 @@ What must hold:
 - the update takes what the backward leaves: of each bucket all of its gradients, and its states;
 - a graph returns, as tokens, the ops that were the last to write a part of a bucket, and takes
   tokens of parts that there are;
-- the device helps with updates of the host.
+- the device helps with updates of the host whose states lie there.
 
 That graphs wait for one another is shown in `megacompile.verify.cycle`.
 """
@@ -150,7 +150,8 @@ def _tokens(view: View) -> Iterator[Hazard]:
 
 
 def _helps(view: View) -> Iterator[Hazard]:
-    """The device helps with updates of the host, each named once."""
+    """The device helps with updates of the host, each named once, and waits for no disk."""
+    on_disk = view.schedule.plan.on_disk
     for node in view.that(lambda op: op.helps):
         updates: Any = node.args[0]
         for k, update in enumerate(updates):
@@ -159,6 +160,12 @@ def _helps(view: View) -> Iterator[Hazard]:
                 message = (
                     f"{label(node)} is to help with {named(update)}, which the host does not do; "
                     "name updates of the host"
+                )
+                yield view.hazard(HazardKind.WRONG_HELP, node, update, message)
+            elif ops.arguments(update)[0].key in on_disk:
+                message = (
+                    f"{label(node)} is to help with {named(update)}, whose states come from a "
+                    "disk; leave it to the host"
                 )
                 yield view.hazard(HazardKind.WRONG_HELP, node, update, message)
             elif update in updates[:k]:

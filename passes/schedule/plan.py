@@ -27,6 +27,7 @@ def make_plan(
     stay: int = 0,
     offload: int = 0,
     rerun: int = 0,
+    on_disk: frozenset[int] = frozenset(),
 ) -> Schedule:
     """The schedule with its plan.
 
@@ -47,6 +48,8 @@ def make_plan(
         rerun: how many stages run again in the backward for their outputs, which are then not
             saved: of every two of the first ones the second; where these are too few, rows of
             stages as long as one another.
+        on_disk: keys of the streamed buckets whose states lie on a disk; the device does not update
+            those.
     """
     so_far = schedule.plan.reasons
     here = resident & {bucket.key for bucket in schedule.buckets}
@@ -60,7 +63,7 @@ def make_plan(
     waiting, waits = _offload(schedule, count, lookahead)
     again, runs = _rerun(schedule, rerun)
     saved_fractions, within = _saved_fractions(schedule, kept, activations)
-    chosen, why = _device_update(schedule, here, device_update)
+    chosen, why = _device_update(schedule, here, on_disk, device_update)
     reasons = (*so_far, reason, *within, *waits, *runs, *_residents(schedule, here), *why)
     plan = Plan(
         kept, reasons, here, chosen, waiting, again, saved_fractions, state_delay=state_delay
@@ -178,18 +181,20 @@ def _saved_fractions(
 
 
 def _device_update(
-    schedule: Schedule, resident: frozenset[int], share: float
+    schedule: Schedule, resident: frozenset[int], on_disk: frozenset[int], share: float
 ) -> tuple[frozenset[int], tuple[str, ...]]:
-    """The first buckets that make up no more than a share of the streamed parameters."""
+    """The first buckets that make up no more than a share of the streamed parameters whose states
+    lie on the host."""
     trained = schedule.gradient_params
     sizes = {
         bucket.key: sum(bucket.params[i].numel for i in trained[bucket.key])
         for bucket in schedule.buckets
         if bucket.key in trained and bucket.key not in resident
     }
-    total, left, chosen = sum(sizes.values()), share * sum(sizes.values()), []
+    total, chosen = sum(sizes.values()), []
+    left = share * sum(size for key, size in sizes.items() if key not in on_disk)
     for bucket in schedule.buckets:
-        if sizes.get(bucket.key, 0) and sizes[bucket.key] <= left:
+        if bucket.key not in on_disk and 0 < sizes.get(bucket.key, 0) <= left:
             left -= sizes[bucket.key]
             chosen.append(bucket)
     if not chosen:

@@ -4,10 +4,10 @@
 
 Buckets come in the order in which the next forward reads them. Threads of the host update what lies
 in its memory (`update_host`), from the first on, and the device helps from the last one on
-(`help_host`). The compute stream updates what lives on the device (`update_resident`) and what the
-backward has left there (`schedule.left`), whose new values then go to the host. An update on the
-host waits for the gradients of its bucket (`gradients_1`), and a later graph takes its token (see
-`tokens`).
+(`help_host`), but not where states come from a disk: it would wait for the drive. The compute
+stream updates what lives on the device (`update_resident`) and what the backward has left there
+(`schedule.left`), whose new values then go to the host. An update on the host waits for the
+gradients of its bucket (`gradients_1`), and a later graph takes its token (see `tokens`).
 """
 
 from __future__ import annotations
@@ -28,27 +28,37 @@ from megacompile.passes.schedule.disk_weights import insert_disk_weights
 from megacompile.passes.schedule.tokens import insert_tokens
 
 
-def insert_update_graph(schedule: Schedule, *, helps: bool) -> Schedule:
+def insert_update_graph(
+    schedule: Schedule, *, helps: bool, on_disk: frozenset[int] = frozenset()
+) -> Schedule:
     """The schedule with an update, where its backward has gradients of parameters.
 
     Args:
         helps: the device helps the host.
+        on_disk: keys of the buckets whose states lie on a disk.
     """
     trained = schedule.gradient_params if schedule.backward is not None else {}
     left = left_of(schedule)
     there = [bucket for bucket in schedule.buckets if bucket.key in trained.keys() - left.keys()]
-    graph = update_of(there, schedule.plan.resident, helps=helps)
+    graph = update_of(there, schedule.plan.resident, helps=helps, on_disk=on_disk)
     for bucket in schedule.buckets:
         if bucket.key in left:
             _update_on_device(graph, bucket, *left[bucket.key])
     return replace(schedule, update=graph) if trained else schedule
 
 
-def update_of(buckets: list[Bucket], resident: frozenset[int], *, helps: bool) -> fx.Graph:
+def update_of(
+    buckets: list[Bucket],
+    resident: frozenset[int],
+    *,
+    helps: bool,
+    on_disk: frozenset[int] = frozenset(),
+) -> fx.Graph:
     """The graph that updates buckets where they lie.
 
     Args:
         resident: keys of those that live on the device.
+        on_disk: keys of those whose states lie on a disk, with which the device does not help.
     """
     graph = fx.Graph()
     graph.output(((),))
@@ -61,7 +71,7 @@ def update_of(buckets: list[Bucket], resident: frozenset[int], *, helps: bool) -
             name = f"u{bucket.suffix}"
             done = ops.call(graph, op, bucket, name=name, after=(gradients,))
         first = first if k else done
-        if op is ops.update_host:
+        if op is ops.update_host and bucket.key not in on_disk:
             made.append(done)
     if helps and made:
         with graph.inserting_before(graph.output_node()):
@@ -88,7 +98,7 @@ def rest_of(
     """
     forward = fx.Graph()
     forward.output(((), ()))
-    update = update_of(buckets, resident, helps=helps)
+    update = update_of(buckets, resident, helps=helps, on_disk=on_disk)
     plan = Plan(resident=resident & {bucket.key for bucket in buckets})
     name, rest = "the rest of a step", tuple(buckets)
     schedule = Schedule(name, forward, None, (), plan=plan, update=update, rest=rest)

@@ -1,4 +1,4 @@
-"""The memory that tensors of a bucket lie in, on the host or the device, and their places in it.
+"""The memory that tensors of a bucket lie in, on the host or the device.
 
 [Note: exact-size pinned memory]
 `torch.empty(pin_memory=True)` rounds up to a power of two: a 525 MiB layer takes 1 GiB. A mapping
@@ -22,12 +22,10 @@ import ctypes
 import functools
 import mmap
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
-from megacompile.ir.buckets import PADDED_NUMEL, Bucket, Param
+from megacompile.ir.buckets import Param
 from megacompile.page_locks import PAGE_LOCKS
 from megacompile.runtime.device import forks
 from megacompile.runtime.device.touch import touch as touch_pages
@@ -185,30 +183,3 @@ def _file_of(process: int) -> _SharedFile:
 _HUGE_PAGE = 2 * 2**20
 _MAP_FIXED = 0x10  # on Linux
 _OFFSET = ctypes.c_int64  # off_t
-
-
-def mirrored(layout: Bucket, dtypes: Mapping[int, torch.dtype]) -> Sequence[Param]:
-    """Places for tensors like some of a bucket's parameters, in other dtypes.
-
-    Neighbours are as many elements apart as in `layout`, so that parameters, gradients and states
-    of neighbours are spans of equal length, and one kernel call can update them. Where dtypes are
-    mixed they lie one after the other.
-    """
-    params = [layout.params[i] for i in dtypes]
-    if len(set(dtypes.values())) > 1 or len({param.dtype for param in params}) > 1:
-        likes = [
-            (p.name, torch.empty_strided(p.shape, p.stride, dtype=dtype, device="meta"))
-            for p, dtype in zip(params, dtypes.values(), strict=True)
-        ]
-        return Bucket.layout(layout.key, layout.name, likes).params
-    places: list[Param] = []
-    offset, last = 0, -2
-    for (i, dtype), param in zip(dtypes.items(), params, strict=True):
-        if places and last == i - 1:
-            gap_bytes = param.offset_bytes - layout.params[last].offset_bytes
-            offset += gap_bytes // param.dtype.itemsize
-        elif places:
-            offset += -(-places[-1].numel // PADDED_NUMEL) * PADDED_NUMEL
-        places.append(replace(param, dtype=dtype, offset_bytes=offset * dtype.itemsize))
-        last = i
-    return places

@@ -174,8 +174,12 @@ class Executor:
             copied = host.pending.gradients_copied
             for value, event in ((gradients.value, copied), (buffers.value, buffers.event)):
                 if event is not None:
-                    owner = torch.cuda.current_stream(machine.device)
-                    machine.deferred.add(Deferred(value, event, owner))
+                    self._defer(value, event)
+
+    def _defer(self, value: Any, event: torch.cuda.Event) -> None:
+        """Let memory go behind an event."""
+        owner = torch.cuda.current_stream(self.machine.device)
+        self.machine.deferred.add(Deferred(value, event, owner))
 
     def _check_outputs(self, inputs: dict[str, Any]) -> None:
         """Raise where an output was changed. A function of its own: it holds no input afterwards,

@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from megacompile import compat
 from megacompile.ir.buckets import Bucket, Param
-from megacompile.runtime.device.buffers import DeviceBuffer, HostBuffer, mirrored
+from megacompile.ir.mirror import mirrored
+from megacompile.runtime.device.buffers import DeviceBuffer, HostBuffer
 from megacompile.runtime.device.disk_buffers import Disk, DiskBuffer
 from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.params.guards import release
@@ -156,12 +158,11 @@ class HostBucket:
         if all(place.dtype == param.dtype for place, param in named):
             return buffer, self.layout.params, self.streamed
         whole = [i for i, place in enumerate(self.layout.params) if not place.packed]
-        masters = mirrored(self.layout, {i: self.params[i].dtype for i in whole})
-        end = max((place.offset_bytes + place.size_bytes for place in masters), default=0)
+        masters, end = _places(self.layout, {i: self.params[i].dtype for i in whole})
         buffer = self.new_buffer(end, pin=self.pin_masters)
         self._memory.append(buffer.bytes(end))
         places, values = list(self.layout.params), list(self.streamed)
-        for i, place in zip(whole, masters, strict=True):
+        for i, place in masters.items():
             places[i], values[i] = place, buffer.tensor(place)
         return buffer, places, tuple(values)
 
@@ -245,8 +246,7 @@ class HostBucket:
     def _like(
         self, dtypes: Mapping[int, torch.dtype], new: Callable[[int], HostBuffer | DeviceBuffer]
     ) -> Made:
-        places = dict(zip(dtypes, mirrored(self.layout, dtypes), strict=True))
-        end = max((place.offset_bytes + place.size_bytes for place in places.values()), default=0)
+        places, end = _places(self.layout, dtypes)
         buffer = new(end)
         whole = buffer.bytes(end)
         tensors = {i: buffer.tensor(place) for i, place in places.items()}
@@ -269,6 +269,16 @@ class HostBucket:
             if 0 <= offset and offset + size <= memory.numel():
                 return memory[offset : offset + size].view(first.dtype)
         return None
+
+
+def _places(layout: Bucket, dtypes: Mapping[int, torch.dtype]) -> tuple[dict[int, Param], int]:
+    """Places for tensors like some of a bucket's parameters, and the bytes of a buffer for them."""
+    offsets, end = mirrored(layout, {i: dtype.itemsize for i, dtype in dtypes.items()})
+    places = {
+        i: replace(layout.params[i], dtype=dtype, offset_bytes=offsets[i])
+        for i, dtype in dtypes.items()
+    }
+    return places, end
 
 
 _OWN_USERS = 3  # of a parameter's memory: the bucket, the parameter, its proxy

@@ -26,6 +26,7 @@ from megacompile.runtime.device.background import Background, fulfil
 from megacompile.runtime.device.streams import Handle, Streams
 from megacompile.runtime.optim.states import is_shared
 from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.state_memory import StateMemory
 from megacompile.runtime.updates.device_buffers import (
     Sources,
     UpdateBuffers,
@@ -106,11 +107,11 @@ class _Learned:
     sources: Sources
     visible: tuple[torch.Tensor, ...]  # those of them that the user holds
     owner: ref[Optimizer]
-    host: ref[HostBucket]
+    memory: ref[StateMemory]  # where they lie
 
     def of(self, host: HostBucket) -> bool:
-        """Are they of this very bucket, and is the optimizer still there?"""
-        return self.host() is host and self.owner() is not None
+        """Are they those of this bucket, where they lie now, and is the optimizer still there?"""
+        return self.memory() is host.states and self.owner() is not None
 
 
 class DeviceUpdates:
@@ -132,11 +133,11 @@ class DeviceUpdates:
         steps: Iterable[ParamUpdate],
         visible: Iterable[torch.Tensor],
     ) -> None:
-        """Note the states that an update by rule has used."""
+        """Note the states that an update by rule has used, unless they came from a disk."""
         key = host.layout.key
-        if key in self.keys:
+        if key in self.keys and host.disk is None:
             sources = {s.index: s.in_order() for s in steps}
-            self._learned[key] = _Learned(sources, tuple(visible), ref(owner), ref(host))
+            self._learned[key] = _Learned(sources, tuple(visible), ref(owner), ref(host.states))
 
     def alloc(self, host: HostBucket, trained: Sequence[int], *, masters: bool) -> UpdateBuffers:
         """Memory for a bucket's parameters and states; nothing where these are not known."""

@@ -201,11 +201,15 @@ class BucketUpdate:
     def suits_chunks(self) -> bool:
         """Can the device make it in chunks, and is it worth the way? Ask when it is prepared.
 
-        All of it must lie in page-locked memory of the bucket; and rounding that is stochastic goes
-        by the place in the whole parameter.
+        All of it must lie in page-locked memory of the bucket, and not on a disk; and rounding that
+        is stochastic goes by the place in the whole parameter.
         """
         mine = all(run.ours and run.update.seed is None for run in self.runs)
-        return mine and sum(run.numel for run in self.runs) >= LEAST_HELPED
+        return (
+            mine
+            and self.bucket.disk is None
+            and sum(run.numel for run in self.runs) >= LEAST_HELPED
+        )
 
     def by_chunks(self, chunks: Chunks) -> None:
         """Let the device make it."""

@@ -1,0 +1,11 @@
+"""What the system says of this process's memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def status_bytes(name: str) -> int:
+    """A line of /proc/self/status, such as VmRSS (in RAM now) or VmHWM (the most so far)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) * 1024

@@ -1,0 +1,82 @@
+"""The nodes of a captured graph in the user's autograd, and its gates; see `autograd`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from megacompile import compat
+from megacompile.ir.buckets import ParamId
+from megacompile.runtime.model.program import Program
+from megacompile.runtime.params.accumulators import Users, users_of
+from megacompile.runtime.params.proxies import Link
+
+
+class Recorded(Protocol):
+    """A call of a program, which autograd holds: see `call.Call`."""
+
+    program: Program
+
+    def forward(self, *, recorded: bool = False) -> list[torch.Tensor]:
+        """Run the forward schedule; gives the computed outputs, each once."""
+
+    def backward(
+        self, node: object, given: Sequence[torch.Tensor | None]
+    ) -> dict[int, torch.Tensor]:
+        """Run the backward schedule; gives the gradients of the inputs, by position."""
+
+    def gradients_for(self, places: Sequence[ParamId]) -> list[torch.Tensor | None]:
+        """What a gate hands over."""
+
+
+def users(call: compat.BackwardCall) -> Users:
+    """The users of parameters in a backward, found once."""
+    if call.users is None:
+        call.users = users_of(call, (Graph, Gate), Link)
+    found: Users = call.users
+    return found
+
+
+class Gate(torch.autograd.Function):
+    """Joins parameters to a captured graph: their gradients come from its call."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: Recorded,
+        places: Sequence[ParamId],
+        token: torch.Tensor,
+        *params: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.call, ctx.places = call, places
+        ctx.set_materialize_grads(False)
+        return torch.empty_like(token)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, None, gradients[0], *ctx.call.gradients_for(ctx.places)
+
+
+class Graph(torch.autograd.Function):
+    """A captured graph."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Recorded, token: torch.Tensor | None, *args: Any) -> Any:
+        outputs = call.forward(recorded=True)
+        ctx.call = call
+        ctx.args = len(args)
+        ctx.device = None if token is None else token.device
+        ctx.set_materialize_grads(False)
+        positions, differentiable = call.program.tensor_outputs(), call.program.differentiable
+        ctx.mark_non_differentiable(
+            *(t for k, t in zip(positions, outputs, strict=True) if not differentiable(k))
+        )
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        found = ctx.call.backward(ctx, gradients)
+        token = None if ctx.device is None else torch.empty(0, device=ctx.device)
+        return None, token, *(found.get(k) for k in range(ctx.args))

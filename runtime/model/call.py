@@ -1,0 +1,328 @@
+"""One call of a program: its forward, what its backward needs, and that backward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megacompile import compat
+from megacompile.errors import BackwardError, DeviceMemoryError
+from megacompile.ir import ops
+from megacompile.ir.buckets import ParamId
+from megacompile.ir.capture import Variant
+from megacompile.runtime.device.activations import taken
+from megacompile.runtime.device.random import random_state, set_random_state
+from megacompile.runtime.model import shortage
+from megacompile.runtime.model.autograd_nodes import Gate, users
+from megacompile.runtime.model.program import Program
+from megacompile.runtime.ops.executor import Executor
+from megacompile.runtime.ops.machine import Machine
+from megacompile.runtime.params.gradient_run import Run
+from megacompile.runtime.params.proxies import StreamedParameter
+
+
+class Call:
+    """One forward of a program, and what its backward needs."""
+
+    def __init__(self, program: Program, args: Sequence[Any]) -> None:
+        self.program = program
+        self.machine: Machine = program.machine
+        self.variant = program.variant()
+        self.inputs_by_name = {name: args[k] for name, k in program.inputs.items()}
+        self.streamed = [(k, v) for k, v in enumerate(args) if isinstance(v, StreamedParameter)]
+        self.values = program.values(args)
+        self.saved_values: dict[str, Any] | None = None
+        self.observed = compat.ddp_around() is not None
+        self._handed: dict[int, dict[ParamId, torch.Tensor]] = {}  # to gates, by the backward
+
+    @functools.cached_property
+    def positions(self) -> dict[ParamId, int]:
+        """Where the trained parameters are among the inputs."""
+        return {self._place(param): k for k, param in self.streamed if param.requires_grad}
+
+    @functools.cached_property
+    def places(self) -> tuple[ParamId, ...]:
+        """The trained parameters."""
+        return tuple(self.positions)
+
+    def gates(self) -> torch.Tensor | None:
+        """The gates of this call, the one behind the node; None where nothing is trained."""
+        gradients = self.machine.gradients
+        if not self.places:
+            return None
+        groups = [self.places]
+        if any(gradients.end(place).hooked for place in self.places):
+            groups = [(place,) for place in self.places]
+        token = torch.empty(0, device=self.machine.device)  # which says whose stream it is
+        for group in groups:
+            params = [gradients.param(place) for place in group]
+            token = Gate.apply(self, group, token, *params)  # type: ignore[no-untyped-call]
+        return token
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def gradients_for(self, places: Sequence[ParamId]) -> list[torch.Tensor | None]:
+        """What a gate hands over; nobody holds it afterwards."""
+        number = compat.backward_id()
+        handed = self._handed.get(number, {})
+        found = [handed.pop(place, None) for place in places]
+        if not handed:
+            self._handed.pop(number, None)
+        return found
+
+    def forward(self, *, recorded: bool = False) -> list[torch.Tensor]:
+        """Run the forward schedule; gives the computed outputs, each once.
+
+        Args:
+            recorded: autograd holds this call, and a backward may come.
+        """
+        with self.machine.running:
+            self.random = random_state(self.machine.device)
+            outputs = self._compute()
+        saved_values = self.saved_values or {}
+        computed = [outputs[k] for k in self.program.tensor_outputs()]
+        if not recorded:
+            return computed
+        self.machine.pending.add(self)
+        self.buckets = self.machine.gradients.buckets
+        self.param_versions = [(proxy, compat.version(proxy.root)) for _, proxy in self.streamed]
+        self.input_versions = {
+            name: (value, compat.version(value))
+            for name in saved_values
+            if isinstance(value := self.inputs_by_name.get(name), torch.Tensor)
+        }
+        return computed
+
+    def _compute(self) -> list[Any]:
+        executor = self.program.executor(self.variant)
+        if executor.is_left():
+            executor = self.program.executor(replace(self.variant, reuse=True))
+        outputs, self.saved_values = executor.forward(
+            {
+                name: value.detach() if isinstance(value, torch.Tensor) else value
+                for name, value in self.inputs_by_name.items()
+            }
+        )
+        self.generation = self.machine.slots.generation
+        return outputs
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def backward(
+        self, node: object, given: Sequence[torch.Tensor | None]
+    ) -> dict[int, torch.Tensor]:
+        """Run the backward schedule on the outputs' gradients; gives those of the inputs, by
+        position. Those of the parameters are for the gates.
+        """
+        positions = self.program.tensor_outputs()
+        tangents = {
+            k: gradient
+            for k, gradient in zip(positions, given, strict=True)
+            if gradient is not None and self.program.differentiable(k)
+        }
+        if not tangents:
+            return {}
+        with self.machine.running:
+            self._check(tuple(tangents))
+            self.machine.run = run = self._prepare(node)
+            try:
+                of_inputs = self._attempts(tangents)
+                of_params, of_proxies = run.for_autograd()
+            finally:
+                self.machine.run = None
+        self._handed[compat.backward_id()] = of_params
+        found = {self.program.inputs[name]: gradient for name, gradient in of_inputs.items()}
+        return found | {self.positions[place]: g for place, g in of_proxies.items()}
+
+    def _prepare(self, node: object) -> Run:
+        """Find out who wants the parameters' gradients in this backward, and who else is there."""
+        calls = [call for call in compat.backward_calls() if node in users(call).nodes]
+        asked = {id(given) for call in calls for given in call.inputs}
+        proxies = {self._place(proxy) for _, proxy in self.streamed if id(proxy) in asked}
+        return Run(
+            self.machine.gradients,
+            self.places,
+            [users(call) for call in calls],
+            proxies=proxies.intersection(self.places),
+            observed=self.observed,
+        )
+
+    def _place(self, proxy: StreamedParameter) -> ParamId:
+        bucket, i = self.machine.place(proxy)
+        return bucket.key, i
+
+    def _attempts(self, tangents: dict[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+        while True:
+            try:
+                return self._attempt(dict(tangents))
+            except torch.OutOfMemoryError as error:
+                ran_out = shortage.first_line(error)  # not the error: its frames hold memory
+            self._start_again(ran_out)
+
+    def _start_again(self, ran_out: str) -> None:
+        """After a backward that ran out of device memory: the forward again, by a plan that needs
+        less. Gradients that are on the host already stay as they are."""
+        program, run = self.program, self.machine.current_run()
+        self.saved_values = None
+        why = ""
+        if ops.nodes_of(program.stages.forward, ops.assign):
+            why = "it changes buffers"
+        elif self._updates():
+            why = "it updates parameters"
+        elif any(call is not self for call in self.machine.pending):
+            why = "another forward waits for its backward"
+        if why:
+            raise DeviceMemoryError(
+                f"{program.capture.name}: device memory ran out in the backward ({ran_out}), and "
+                f"the step cannot be repeated, because {why}; let the plan use less from the "
+                "start: megacompile(model, gpu_memory=...)"
+            )
+        run.repeat()
+        program.replan()
+        shortage.step_down(program.plans.compiler, self.machine.slots, ran_out, "the backward")
+        now = random_state(self.machine.device)
+        set_random_state(self.machine.device, self.random)
+        self.variant = program.variant()
+        self._compute()
+        set_random_state(self.machine.device, now)
+
+    def _attempt(self, tangents: dict[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+        saved_values = self._take_saved_values()
+        executor = self._executor(tuple(tangents))
+        device = self.machine.device
+        queue = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        named = executor.tangents
+        inputs = {named[k]: gradient for k, gradient in tangents.items() if k in named}
+        elsewhere = self.program.executor(self.variant).elsewhere | executor.elsewhere
+        for name in executor.inputs("backward"):
+            if name not in inputs:
+                pool = self.machine.activations
+                inputs[name] = taken(saved_values, name, elsewhere, pool, queue)
+        del tangents, saved_values
+        return executor.backward(inputs)
+
+    def _executor(self, tangents: tuple[int, ...]) -> Executor:
+        """The schedule for these gradients; wrong guesses of the forward are corrected here."""
+        program, wanted = self.program, self._wanted(tangents).schedule
+        forward = program.executor(self.variant).schedule
+        reuse = self.machine.slots.generation == self.generation and bool(forward.reused)
+        variant = program.variant(tangents=tangents, reuse=reuse)
+        if tangents != self.variant.tangents:
+            program.tangents = tangents
+            variant = Variant(tangents, keep_last=False)
+        run, update = self.machine.current_run(), self._updates()
+        if update:
+            assert self.machine.in_backward is not None
+            self.machine.in_backward.begin(self.machine.buckets, wanted.gradient_params)
+        start = run.start_update if update else run.start
+        accumulate = start(wanted.gradient_params)
+        variant = replace(variant, accumulate=accumulate, update=update)
+        executor = program.executor(variant)
+        if not program.holds(self.values):
+            raise BackwardError(
+                f"{program.capture.name}: a backward for these outputs has no code for sizes of "
+                f"{', '.join(map(str, self.values))} together; call megacompile(model, "
+                "dynamic=False), so that each set of sizes gets its own"
+            )
+        if reuse and not self.machine.slots.keeps(executor.schedule.slots):
+            return program.executor(replace(variant, reuse=False))
+        return executor
+
+    def _wanted(self, tangents: tuple[int, ...]) -> Executor:
+        """Has the backward for these gradients; the forward's own, where that guessed them."""
+        expected = tangents == self.variant.tangents
+        variant = self.variant if expected else Variant(tangents, keep_last=False)
+        return self.program.executor(variant)
+
+    def _updates(self) -> bool:
+        """Does this backward update its parameters?
+
+        Raises:
+            BackwardError: somebody wants a gradient that would never leave the device, or adds to
+                it.
+        """
+        updates = self.machine.in_backward
+        if updates is None:
+            return False
+        if updates.accumulating:
+            self.program.plans.say_accumulates()
+            return False
+        uses = self.machine.current_run().uses
+        if uses.exceptions >= set(self.places):
+            return False  # torch.autograd.grad()
+        instead = (
+            "but gradients never leave the device where the backward updates; leave out optimizer= "
+            "of megacompile(), or put this backward into `with megacompile.accumulate(model):`"
+        )
+        name = self.program.capture.name
+        if uses.exceptions:
+            raise BackwardError(
+                f"{name}: the gradient of {self._name(min(uses.exceptions))!r} is wanted by a "
+                f"hook, or by backward(inputs=...), {instead}"
+            )
+        if uses.shared:
+            raise BackwardError(
+                f"{name}: {self._name(min(uses.shared))!r} is used outside of the model too in "
+                f"this backward, so a part of its gradient comes from elsewhere, {instead}"
+            )
+        if uses.several:
+            raise BackwardError(
+                f"{name}: {self._name(min(uses.several))!r} gets its gradient in several parts in "
+                "this backward: the model, or a module in it, was called twice, or a graph break "
+                f"lets two captured graphs use it, {instead}"
+            )
+        return True
+
+    def _name(self, place: ParamId) -> str:
+        return self.machine.buckets[place[0]].layout.params[place[1]].name
+
+    def _take_saved_values(self) -> dict[str, Any]:
+        if self.saved_values is None:
+            raise BackwardError(
+                f"{self.program.capture.name}: backward() a second time, but what it needs was "
+                "freed by the first; call the first with retain_graph=True"
+            )
+        taken = dict(self.saved_values)
+        if not compat.keeps_graph():
+            self.saved_values = None
+            self.machine.pending.discard(self)
+        return taken
+
+    def _check(self, tangents: tuple[int, ...]) -> None:
+        """Raise where this backward would compute on other values than the forward did."""
+        name = self.program.capture.name
+        if compat.in_compiled_autograd():
+            raise BackwardError(
+                f"{name}: backward() in compiled autograd, which cannot hand gradients over: leave "
+                "it off (torch._dynamo.config.compiled_autograd); megacompile has compiled this "
+                "backward already"
+            )
+        if torch.is_grad_enabled():
+            raise BackwardError(
+                f"{name}: backward() with create_graph=True: megacompile does not differentiate "
+                "twice; compute this loss with the plain model"
+            )
+        if self.machine.gradients.buckets is not self.buckets:
+            raise BackwardError(
+                f"{name}: parameters were replaced between the forward and its backward, and "
+                "taken over by another call; call backward() before that"
+            )
+        for proxy, version in self.param_versions:
+            if compat.version(proxy.root) != version:
+                bucket, index = self.machine.place(proxy)
+                raise BackwardError(
+                    f"{name}: parameter {bucket.params[index].name!r} was changed in place between "
+                    "the forward and its backward; call backward() before optimizer.step()"
+                )
+        for key, (tensor, version) in self.input_versions.items():
+            if (
+                compat.version(tensor) != version
+                # it is kept for any backward; that of a view, say, does without
+                and key in self._wanted(tangents).inputs("backward")
+            ):
+                raise BackwardError(
+                    f"{name}: input {key} of shape {tuple(tensor.shape)} was changed in place "
+                    "between the forward and its backward; pass a copy (.clone())"
+                )

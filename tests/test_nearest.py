@@ -1,0 +1,136 @@
+"""What a refusal shows: the plan that lacks the least memory, and what would make it fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megacompile import DeviceMemoryError, HostMemoryError
+from megacompile.cost.hardware import H200
+from megacompile.plan.choice import Choice
+from megacompile.plan.fit import refusal
+from megacompile.plan.nearest import DEVICE, DISK, HOST, lacking, nearest
+from megacompile.plan.planner import search
+from megacompile.plan.problem import Problem
+from megacompile.plan.scenario import Scenario
+from megacompile.plan.settled import SettledPlans
+from megacompile.text import format_bytes
+from tests import test_disk_placement
+from tests.test_joint_budgets import GIB, problem, program
+
+
+def more(tower: Problem, lacks: dict[str, int]) -> Problem:
+    """With what is lacking."""
+    host, disk = tower.host_budget_bytes, tower.disk_budget_bytes
+    return replace(
+        tower,
+        budget_bytes=tower.budget_bytes + lacks.get(DEVICE, 0),
+        host_budget_bytes=None if host is None else host + lacks.get(HOST, 0),
+        disk_budget_bytes=None if disk is None else disk + lacks.get(DISK, 0),
+    )
+
+
+def short_host(tower: Problem) -> Problem:
+    """So small a device that inputs of stages must wait on the host, which has too little."""
+    waiting = replace(tower, budget_bytes=tower.peak_bytes(Choice(0, offload=tower.stages)))
+    sizes = []
+    for rerun in (0, waiting.stages // 2):
+        choice = Choice(0, rerun=rerun)
+        few = waiting.fewest_offloaded(choice)
+        assert few is not None
+        sizes.append(waiting.host_bytes(replace(choice, offload=few)))
+    return replace(waiting, host_budget_bytes=min(sizes) - 2**20)
+
+
+def test_it_is_the_host_that_is_short() -> None:
+    """The plan without anything on the host lacks much of the device, and is not what is shown."""
+    tower = short_host(problem())
+    assert search(tower) is None
+    found = nearest(tower)
+    lacks = lacking(tower, found)
+    assert found.offload and [*lacks] == [HOST] and lacks[HOST] <= 2**20
+    assert lacking(tower, Choice(0))[DEVICE] > lacks[HOST]
+    assert search(more(tower, lacks)) is not None
+
+
+@pytest.mark.parametrize("device", [0.05, 0.3, 0.7])
+@pytest.mark.parametrize("host", [0.02, 0.3, 0.6, None])
+@pytest.mark.parametrize("disk", [None, 0.1])
+def test_with_what_is_lacking_it_fits(
+    device: float, host: float | None, disk: float | None
+) -> None:
+    whole = problem()
+    size = whole.host_bytes(Choice())
+    tower = replace(
+        whole,
+        budget_bytes=int(device * whole.peak_bytes(Choice(0))),
+        host_budget_bytes=None if host is None else int(host * size),
+        disk_budget_bytes=None if disk is None else int(disk * size),
+    )
+    found = nearest(tower)
+    lacks = lacking(tower, found)
+    enough = more(tower, lacks)
+    assert not lacking(enough, found)
+    if search(tower) is None:
+        assert lacks
+        assert sum(lacks.values()) <= sum(lacking(tower, tower.tightest()).values())
+        assert enough.fits_host(found) and enough.peak_bytes(found) <= enough.budget_bytes
+
+
+def refused(tower: Problem) -> tuple[Exception, str]:
+    made = program()
+    assert tower.host_budget_bytes is not None
+    hardware = H200.replace(host_bytes=tower.host_budget_bytes)
+    other = made.compiler.other(
+        made.compiler.setting.options, hardware=hardware, budget_bytes=tower.budget_bytes
+    )
+    with pytest.raises((HostMemoryError, DeviceMemoryError)) as raised:
+        SettledPlans(other).schedule(*made.planned())
+    return raised.value, str(raised.value)
+
+
+def test_the_error_of_the_host_has_what_is_needed_of_each_memory() -> None:
+    tower = short_host(problem())
+    error, text = refused(tower)
+    assert isinstance(error, HostMemoryError)
+    needed = format_bytes(tower.peak_bytes(nearest(tower)))
+    (row,) = [line for line in text.splitlines() if line.startswith("  on the device ")]
+    assert row.endswith(needed)
+    missing = format_bytes(lacking(tower, nearest(tower))[HOST])
+    assert text.splitlines()[-1] == f"with {missing} more of host memory it would fit"
+
+
+def test_the_error_of_the_device_says_how_much_more_would_do() -> None:
+    tower = replace(problem(), budget_bytes=GIB // 64, host_budget_bytes=100 * GIB)
+    error, text = refused(tower)
+    assert isinstance(error, DeviceMemoryError)
+    found = nearest(tower)
+    missing = lacking(tower, found)
+    assert [*missing] == [DEVICE] and found.offload
+    assert f"with {format_bytes(missing[DEVICE])} more of device memory it would fit" in text
+    assert f", the inputs of {found.offload} stages on the host" in text
+    assert f"(host memory: {format_bytes(tower.host_bytes(found))} needed, 100 GiB there)" in text
+
+
+def test_a_disk_that_is_too_small_for_parameters() -> None:
+    """The host has enough: the disk alone is short."""
+    tower = test_disk_placement.problem(disk_weights=True, host_budget_bytes=100 * GIB)
+    every = tower.tiers.of_disk(Choice())
+    tower = replace(tower, disk_budget_bytes=every // 4, budget_bytes=GIB // 2)
+    assert search(tower) is None
+    found = nearest(tower)
+    lacks = lacking(tower, found)
+    assert [*lacks] == [DISK]
+    now = Scenario(
+        (tower.schedule(found),),
+        tower.hardware,
+        tower.optimizer,
+        device_bytes=tower.budget_bytes,
+        host_bytes=tower.host_budget_bytes,
+        disk_bytes=tower.disk_budget_bytes,
+    )
+    first, *_, last = refusal(now, tower.peak_bytes(found)).splitlines()
+    assert first.startswith("megacompile(): the disk: ") and first.endswith(" there")
+    more_of_it = f"with {format_bytes(lacks[DISK])} more of the disk it would fit"
+    assert last == f"{more_of_it} (disk_memory=, or a larger disk)"
