@@ -71,9 +71,10 @@ def search(
         return None
     tries = _Tries(problem, (1, 1) if pinned else (0, problem.stages))
     total = len(problem.candidates)
-    counts = sorted({max(least, round(total * part)) for part in _COUNTS}) if resident else [0]
+    most = problem.most_residents(least) if resident else 0
+    counts = sorted({min(max(least, round(total * part)), most) for part in _COUNTS})
     shares = _SHARES if device_update else _SHARES[:1]
-    if not tries.add_everything(counts[-1]):
+    if not tries.add_everything(total if resident else 0):
         tries.add_each(counts[:1], shares)
         if resident:
             handed = tries.best.device_update  # with residents less will do
@@ -82,7 +83,7 @@ def search(
             tries.add_each({tries.count(tries.best)}, shares)
             for _ in range(3):
                 between = _between(tries.counts, tries.count(tries.best))
-                tries.add_each(between, {handed, tries.best.device_update})
+                tries.add_each(between, {0.0, handed, tries.best.device_update})
     streamed = problem.with_residents(least)
     in_backward = problem.optimizer.in_backward
     if in_backward:  # states may leave later, or be fetched later
@@ -106,9 +107,11 @@ def search(
 
 
 def _between(counts: Sequence[int], at: int) -> set[int]:
-    """The middles of the intervals beside one of the counts."""
+    """Counts in the middle of intervals: of the nearest one on each side that has a middle."""
     k = counts.index(at)
-    return {(at + other) // 2 for other in counts[max(0, k - 1) : k + 2]} - set(counts)
+    middles = [(a + b) // 2 for a, b in itertools.pairwise(counts)]
+    sides = (middles[:k][::-1], middles[k:])
+    return {next((n for n in side if n not in counts), at) for side in sides} - {at}
 
 
 class _Tries:

@@ -217,6 +217,13 @@ class Problem:
                 return count
         return None
 
+    def most_residents(self, least: int) -> int:
+        """How many of the first buckets can live on the device; `least`, where that many cannot."""
+        for count in range(len(self.candidates), least, -1):
+            if self.fits(self.with_residents(count, keep=0)):
+                return count
+        return least
+
     def fewest_offloaded(self, choice: Choice) -> int | None:
         """Of how many of the first stages inputs must wait on the host for a choice to fit on the
         device; None where not even all of them are enough."""
