@@ -186,6 +186,7 @@ def after_templates(
     helps: bool = False,
     state_delay: int = 1,
     rerun: int = 0,
+    saved_on_host: frozenset[int] = frozenset(),
     disk_saved: bool = False,
 ) -> dict[str, Pass]:
     """The passes that need nothing but a schedule whose stages have templates, in order.
@@ -223,6 +224,7 @@ def after_templates(
             device_update=device_update,
             state_delay=state_delay,
             rerun=rerun,
+            saved_on_host=saved_on_host,
         ),
         "split": functools.partial(split_stages, cache={} if cache is None else cache),
         "recompute": insert_recompute,

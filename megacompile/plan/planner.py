@@ -20,6 +20,7 @@ needs them, so plans are compared by their mean over that host and a slower one.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -33,6 +34,7 @@ _COUNTS = (0, 1 / 24, 1 / 12, 1 / 6, 1 / 3, 2 / 3, 1)  # of the buckets, to be r
 _SHARES = (0.0, 0.1, 0.2, 0.4, 0.7, 1.0)  # of the parameters, to be updated on the device
 _SLOTS = (1, 2, 4, 8, 16)  # more than asked for
 _DELAYS = (1, 2, 4, 8)  # backwards, of states on their way to the host
+_FEWER = (0, 1, 2, 3)  # residents, where stages are kept on the host
 _EQUAL = 0.002  # predictions this close are as good as one another; what is resident is then surer
 _PAYS = 0.01  # of a step's time: what slots must save
 _IN_VAIN = 3  # tries in a row that save less
@@ -98,6 +100,8 @@ def search(
     if not tries.times:
         return None
     best = tries.surest()
+    if not pinned:
+        best = tries.with_saved_on_host(best)
     if slots:
         best = tries.with_more_slots(best)
     peak = problem.peak_bytes(best)
@@ -163,11 +167,14 @@ class _Tries:
         save: keeping less is tried as well.
         """
         problem, (lowest, most) = self.problem, self.keeps
+        if choice.saved_on_host:
+            lowest = 1  # where none is kept, none is kept on the host
         least = problem.settled(replace(choice, keep=lowest))
         if not problem.fits(least):
             return False
         low = problem.most_kept(least, lowest, most)
-        fewer = {lowest} if problem.optimizer.in_backward else set()
+        updates = problem.optimizer.in_backward and not choice.saved_on_host
+        fewer = {lowest} if updates else set()
         if choice.offload:
             fewer |= {lowest + (low - lowest) * k // 4 for k in range(4)}
         for keep in sorted(fewer - {low}):
@@ -233,6 +240,36 @@ class _Tries:
         least = min(self.times.values()) * (1 + _EQUAL)
         fast = [choice for choice, step_s in self.times.items() if step_s <= least]
         return max(fast, key=lambda choice: (len(choice.resident), -self.times[choice]))
+
+    def with_saved_on_host(self, best: Choice) -> Choice:
+        """With so many stages kept on the host as pay. Of those that are not kept half are tried
+        first, so that one that is computed again lies between two that are copied."""
+        count = most = self.problem.stages - best.keep
+        times = {0: self.times[best], most: math.inf}
+        choices = {0: best}
+
+        def tried(count: int) -> bool:
+            found = self._kept_on_host(best, count)
+            choices[count], times[count] = found, self.times.get(found, math.inf)
+            return found.saved_on_host > 0
+
+        while (count := count // 2) and not tried(count):
+            pass
+        for _ in range(2 if count else 0):
+            for between in _between(sorted(times), min(times, key=times.__getitem__)):
+                tried(between)
+        fastest = choices[min(times, key=times.__getitem__)]
+        return fastest if self.times[fastest] < times[0] * (1 - _PAYS) else best
+
+    def _kept_on_host(self, best: Choice, count: int) -> Choice:
+        """The fastest with `count` stages kept on the host, and as many residents as leave device
+        memory for it; what has none kept there, where nothing fits."""
+        before = set(self.times)
+        for fewer in _FEWER[: self.count(best) + 1]:
+            residents = self.problem.with_residents(self.count(best) - fewer).resident
+            if self.add(replace(best, resident=residents, saved_on_host=count)):
+                return min(self.times.keys() - before, key=self.times.__getitem__)
+        return best
 
     def with_more_slots(self, best: Choice) -> Choice:
         """With as many slots more as fit and pay; a few may pay where one does not."""
