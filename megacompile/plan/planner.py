@@ -7,7 +7,7 @@ built and simulated: for a number of resident buckets (the first in forward orde
 next forward waits for) and a share of the others that is updated on the device, as many kept stages
 as fit (the last ones, whose saved tensors are held the shortest; fewer too where copies may leave
 no time). Share and number are sought in turns, each over a coarse grid; then the number is refined,
-and what is left goes to slots.
+stages that are not kept are kept on the host where that pays, and what is left goes to slots.
 
 Host memory is a budget too. As many buckets live on the device as it takes for the others to fit,
 with the gradients and states that they will get: nothing is allocated that would not.
