@@ -187,6 +187,7 @@ def after_templates(
     helps: bool = False,
     state_delay: int = 1,
     rerun: int = 0,
+    saved_on_host: frozenset[int] = frozenset(),
     disk_saved: bool = False,
     on_disk: frozenset[int] = frozenset(),
 ) -> dict[str, Pass]:
@@ -233,6 +234,7 @@ def after_templates(
             state_delay=state_delay,
             rerun=rerun,
             on_disk=on_disk,
+            saved_on_host=saved_on_host,
         ),
         "split": functools.partial(split_stages, cache={} if cache is None else cache),
         "recompute": insert_recompute,

@@ -199,7 +199,7 @@ def real_schedules(count: int, seed: int) -> list[Schedule]:
             return
         # see tests/test_disk_*pass.py
         choice = dataclasses.replace(choice, disk=False, disk_weights=False, disk_saved=False)
-        choice = dataclasses.replace(choice, offload=False)
+        choice = dataclasses.replace(choice, offload=False, on_host=0)
         subject = Subject(net, choice, Counts())
         subject.wrong(InOrder())
         graphs = inside.streamed(subject.model).graphs
@@ -249,6 +249,7 @@ def _plan(rng: random.Random, buckets: int) -> dict[str, Any]:
     update = rng.random() < 0.25
     lookahead = rng.randint(1, 3)
     resident = {key for key in range(buckets) if rng.random() < 0.2}
+    on_host = rng.choice((0.0, 0.0, 0.5))
     return {
         "accumulate": rng.random() < 0.35,
         "keep_last": rng.random() < 0.7,
@@ -266,6 +267,7 @@ def _plan(rng: random.Random, buckets: int) -> dict[str, Any]:
         "activations": rng.choice(("auto", "offload")),
         "disk_saved": rng.random() < 0.5,
         "on_disk": frozenset(key for key in range(buckets) if rng.random() < 0.3),
+        "saved_on_host": frozenset(i for i in range(12) if rng.random() < on_host),
     }
 
 

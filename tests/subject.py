@@ -100,20 +100,22 @@ class Counts:
 
 @contextlib.contextmanager
 def kept(choice: Choice, counts: Counts) -> Iterator[None]:
-    """Keep the saved tensors of the stages whose bit is set, run others again for their outputs;
-    let states leave as late as chosen."""
+    """Keep the saved tensors of the stages whose bit is set, there or on the host, run others again
+    for their outputs; let states leave as late as chosen."""
     bits = choice.keep
 
     def chosen(schedule: Schedule, *, keep: int = 1, **options: Any) -> Schedule:
         options["state_delay"] = choice.state_delay
+        able = [s.index for s in schedule.stages if s.traced.has_backward]
+        options["saved_on_host"] = frozenset(i for i in able if choice.on_host >> (i % 8) & 1)
         planned = make_plan(schedule, keep=keep, **options)
         runs = frozenset(s.index for s in schedule.stages if choice.rerun >> (s.index % 8) & 1)
         planned = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, rerun=runs))
         if bits < 0 or not keep or schedule.backward is None:
             return planned
-        able = [s.index for s in schedule.stages if s.traced.has_backward]
         drawn = frozenset(i for i in able if bits >> (i % 8) & 1)
         counts.kept += len(drawn)
+        drawn |= options["saved_on_host"]
         plan = dataclasses.replace(planned.plan, keep=drawn, reasons=("at random",))
         return dataclasses.replace(planned, plan=plan)
 

@@ -133,6 +133,45 @@ def test_rates_may_be_very_small() -> None:
     assert search(replace(tower, budget_bytes=2 * tower.floor_bytes())) is not None
 
 
+def test_the_most_residents_that_fit_are_tried(monkeypatch: Any) -> None:
+    """Between a number that fits and one that does not, much may happen: a host that has one update
+    less to make may be waited for a whole update less."""
+    tower = problem(0)
+    tower = replace(tower, budget_bytes=int(2.5 * tower.floor_bytes()))
+    most = tower.most_residents(Choice(0))
+    assert most is not None and 0 < most < len(tower.buckets)
+    assert tower.fits(tower.with_residents(most, keep=0))
+    assert not tower.fits(tower.with_residents(most + 1, keep=0))
+    assert replace(tower, budget_bytes=tower.floor_bytes() // 2).most_residents(Choice(0)) is None
+    tried: set[int] = set()
+    add = planner._Tries.add
+
+    def noted(self: planner._Tries, choice: Choice) -> bool:
+        tried.add(self.count(choice))
+        return add(self, choice)
+
+    monkeypatch.setattr(planner._Tries, "add", noted)
+    assert search(tower) is not None
+    assert most in tried
+
+
+@pytest.mark.parametrize(
+    ("counts", "at", "middles"),
+    [
+        ([0, 4, 8], 4, {2, 6}),
+        ([0, 4, 8], 0, {2}),
+        ([21, 22, 44, 66], 21, {33}),
+        ([0, 8, 9, 10, 20], 9, {4, 15}),
+        ([3, 4], 3, set()),
+    ],
+)
+def test_the_search_goes_on_in_the_nearest_intervals(
+    counts: list[int], at: int, middles: set[int]
+) -> None:
+    """Also where those right beside the best are too narrow: they are as good as the best."""
+    assert planner._between(counts, at) == middles
+
+
 def test_with_room_for_everything_nothing_is_streamed() -> None:
     tower = problem(64 * GIB)
     found = search(tower)
@@ -253,12 +292,12 @@ def test_plans_are_compared_on_a_slower_host_too(monkeypatch: Any) -> None:
     """Where updates end just when they are needed, a host of another day would be waited for."""
     tower = problem(0, tokens=8192)
     hardware = H200.replace(update_gb_s=60.0)
-    tower = replace(tower, budget_bytes=int(5.65 * tower.floor_bytes()), hardware=hardware)
+    tower = replace(tower, budget_bytes=int(5.4 * tower.floor_bytes()), hardware=hardware)
     sure = search(tower, device_update=False)
     assert sure is not None and sure.step_s == tower.step_s(sure.choice), "as measured"
     monkeypatch.setattr(problem_code, "_SLOWER", 1.0)
     fastest = search(replace(tower), device_update=False)  # which knows of no prediction yet
-    assert fastest is not None and fastest.step_s < sure.step_s < 1.02 * fastest.step_s
+    assert fastest is not None and fastest.step_s < sure.step_s < 1.05 * fastest.step_s
     monkeypatch.undo()
     slow = hardware.replace(
         update_gb_s=problem_code._SLOWER * 60,

@@ -41,6 +41,7 @@ class Plan:
         tuple[int, float], ...
     ] = ()  # (kept stage, share of its saved tensors, 0 to 1)
     state_delay: int = 1  # backwards that are issued before one waits for states to leave
+    saved_delay: int = 1  # forwards that are issued before one waits for saved tensors to leave
     stay: frozenset[int] = frozenset()  # buckets (keys) that keep their slots between forwards
     on_disk: frozenset[int] = frozenset()  # buckets (keys) whose states lie on a disk
     state_sets: int = 0  # sets of host buffers that these states come to, one a bucket at a time

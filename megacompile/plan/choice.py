@@ -19,6 +19,7 @@ class Choice:
     rerun: int = 0  # stages whose outputs are computed again in the backward, not saved
     state_lookahead: int | None = None  # stages that states are fetched ahead; None: as weights
     state_delay: int = 1  # backwards that are issued before one waits for states to leave
+    saved_on_host: int = 0  # other stages that are kept, with their saved tensors on the host
     stay: int = 0  # streamed buckets that keep their slots between forwards without a backward
 
     def __str__(self) -> str:

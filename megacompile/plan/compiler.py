@@ -112,8 +112,6 @@ class PassCompiler:
         """
         schedule = self.pipeline.differentiated(stages, capture, variant)
         choice, reasons = self.chooser.choose(stages, schedule, variant, placement)
-        if not variant.keep_last:
-            choice = replace(choice, keep=0)
         choice = replace(choice, resident=placement.resident, on_disk=placement.on_disk)
         schedule = self.pipeline.planned(schedule, variant, choice, reasons)
         verify(schedule)

@@ -163,7 +163,7 @@ class Explanation:
         return ", ".join(f"{name} {share:.0%}" for name, share in shown if share >= _EXPLAINED)
 
     def _title(self) -> str:
-        count = sum(group.last - group.first + 1 for group in self.stages)
+        count = sum(group.count for group in self.stages)
         return (
             f"{self.model}, {short_count(self.parameters)} parameters, on {self.hardware}: "
             f"{count} stages of {self.templates} templates"
@@ -195,11 +195,15 @@ class Explanation:
     def _stage_rows(self) -> list[list[str]]:
         rows = [["stage", "module", "template", "parameters", "is", "F", "RECOMPUTE", "B"]]
         for group in self.stages[:_ROWS]:
-            one = group.first == group.last
+            which = str(group.first)
+            if group.count > 1:
+                which = f"{group.first}-{group.last}"
+            if 1 < group.count <= group.last - group.first:
+                which = f"{group.count} of {which}"
             times = (group.forward_s, group.recompute_s, group.backward_s)
             rows.append(
                 [
-                    str(group.first) if one else f"{group.first}-{group.last}",
+                    which,
                     textwrap.shorten(group.names, 34, placeholder="..."),
                     str(group.template),
                     format_bytes(group.parameter_bytes) if group.parameter_bytes else "",
@@ -208,7 +212,7 @@ class Explanation:
                 ]
             )
         if left := self.stages[_ROWS:]:
-            count = sum(group.last - group.first + 1 for group in left)
+            count = sum(group.count for group in left)
             rows.append(["...", f"and {count} more stages", *[""] * 6])
         return rows
 

@@ -38,7 +38,7 @@ from megacompile.passes.schedule.free import insert_free
 from megacompile.passes.schedule.norms import insert_norms
 from megacompile.passes.schedule.offload_grad import offload_gradients
 from megacompile.passes.schedule.offload_saved import offload_saved_tensors
-from megacompile.passes.schedule.plan import make_plan
+from megacompile.passes.schedule.plan import make_plan, stages_on_host
 from megacompile.passes.schedule.prefetch import insert_prefetch
 from megacompile.passes.schedule.recompute import insert_recompute
 from megacompile.passes.schedule.rerun import insert_reruns
@@ -156,7 +156,7 @@ class Pipeline:
         return run(
             schedule,
             [
-                ("plan", self._plan_pass(choice)),
+                ("plan", self._plan_pass(schedule, variant, choice)),
                 ("split", functools.partial(split_stages, cache=self.templates)),
                 ("recompute", insert_recompute),
                 ("rerun", insert_reruns),
@@ -172,16 +172,24 @@ class Pipeline:
             ],
         )
 
-    def _plan_pass(self, choice: Choice) -> functools.partial[Schedule]:
+    def _plan_pass(
+        self, schedule: Schedule, variant: Variant, choice: Choice
+    ) -> functools.partial[Schedule]:
         """What the choice and the options together say."""
         options = self.setting.options
         share = choice.device_update if options.device_update is None else options.device_update
         return functools.partial(
             make_plan,
-            keep=choice.keep,
+            keep=choice.keep if variant.keep_last else 0,
             activations=options.activations.value,
             offload=choice.offload,
             rerun=choice.rerun,
+            saved_on_host=stages_on_host(
+                schedule,
+                count=choice.saved_on_host,
+                keep=choice.keep,
+                lookahead=options.lookahead,
+            ),
             lookahead=options.lookahead,
             device_update=share,
             resident=choice.resident,

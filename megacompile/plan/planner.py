@@ -7,7 +7,7 @@ built and simulated: for a number of resident buckets (the first in forward orde
 next forward waits for) and a share of the others that is updated on the device, as many kept stages
 as fit (the last ones, whose saved tensors are held the shortest; fewer too where copies may leave
 no time). Share and number are sought in turns, each over a coarse grid; then the number is refined,
-and what is left goes to slots.
+stages that are not kept are kept on the host where that pays, and what is left goes to slots.
 
 Host memory is a budget too. As many buckets live on the device as it takes for the others to fit,
 with the gradients and states that they will get: nothing is allocated that would not.
@@ -35,6 +35,7 @@ _SHARES = (0.0, 0.1, 0.2, 0.4, 0.7, 1.0)  # of the parameters, to be updated on 
 _SLOTS = (1, 2, 4, 8, 16)  # more than asked for
 _DELAYS = (1, 2, 4, 8)  # backwards, of states on their way to the host
 _ROWS = (1, 2, 3, 5)  # stages that run again for each whose output is saved
+_FEWER = (0, 1, 2, 3)  # residents, where stages are kept on the host
 _EQUAL = 0.002  # predictions this close are as good as one another; what is resident is then surer
 _PAYS = 0.01  # of a step's time: what slots must save
 _IN_VAIN = 3  # tries in a row that save less
@@ -73,11 +74,12 @@ def search(
         return None
     tries = _Tries(problem, (1, 1) if pinned else (0, problem.stages))
     total = len(problem.candidates)
-    counts = sorted({max(least, round(total * part)) for part in _COUNTS}) if resident else [0]
+    most = max(least, problem.most_residents(Choice(0)) or 0) if resident else 0
+    counts = sorted({min(max(least, round(total * part)), most) for part in _COUNTS})
     shares = _SHARES if device_update else _SHARES[:1]
     # without the disk: of what lies there the device updates nothing, whatever the share
     first = problem.fewest_residents(disk=False) if resident and device_update else least
-    if not tries.add_everything(counts[-1]):
+    if not tries.add_everything(total if resident else 0):
         tries.add_each(sorted({least, least if first is None else first}), shares)
         if resident:
             handed = tries.best.device_update  # with residents less will do
@@ -86,9 +88,7 @@ def search(
             tries.add_each({tries.count(tries.best)}, shares)
             for _ in range(3):
                 between = _between(tries.counts, tries.count(tries.best))
-                # beside a disk a resident more, without updates on the device, may pay
-                none: set[float] = set() if first in (None, least) else {0.0}
-                tries.add_each(between, none | {handed, tries.best.device_update})
+                tries.add_each(between, {0.0, handed, tries.best.device_update})
     streamed = problem.with_residents(least)
     in_backward = problem.optimizer.in_backward
     if in_backward:  # states may leave later, or be fetched later
@@ -103,6 +103,8 @@ def search(
     if not tries.times:
         return None
     best = tries.surest()
+    if not pinned:
+        best = tries.with_saved_on_host(best)
     if slots:
         best = tries.with_more_slots(best)
     peak = problem.peak_bytes(best)
@@ -112,9 +114,11 @@ def search(
 
 
 def _between(counts: Sequence[int], at: int) -> set[int]:
-    """The middles of the intervals beside one of the counts."""
+    """Counts in the middle of intervals: of the nearest one on each side that has a middle."""
     k = counts.index(at)
-    return {(at + other) // 2 for other in counts[max(0, k - 1) : k + 2]} - set(counts)
+    middles = [(a + b) // 2 for a, b in itertools.pairwise(counts)]
+    sides = (middles[:k][::-1], middles[k:])
+    return {next((n for n in side if n not in counts), at) for side in sides} - {at}
 
 
 class _Tries:
@@ -167,11 +171,14 @@ class _Tries:
         save: keeping less is tried as well.
         """
         problem, (lowest, most) = self.problem, self.keeps
+        if choice.saved_on_host:
+            lowest = 1  # where none is kept, none is kept on the host
         least = problem.settled(replace(choice, keep=lowest))
         if not problem.fits(least):
             return False
         low = problem.most_kept(least, lowest, most)
-        fewer = {lowest} if problem.optimizer.in_backward else set()
+        updates = problem.optimizer.in_backward and not choice.saved_on_host
+        fewer = {lowest} if updates else set()
         if choice.offload:
             fewer |= {lowest + (low - lowest) * k // 4 for k in range(4)}
         known = set(self.times)
@@ -259,6 +266,36 @@ class _Tries:
         least = min(self.times.values()) * (1 + _EQUAL)
         fast = [choice for choice, step_s in self.times.items() if step_s <= least]
         return max(fast, key=lambda choice: (len(choice.resident), -self.times[choice]))
+
+    def with_saved_on_host(self, best: Choice) -> Choice:
+        """With so many stages kept on the host as pay. Of those that are not kept half are tried
+        first, so that one that is computed again lies between two that are copied."""
+        count = most = self.problem.stages - best.keep
+        times = {0: self.times[best], most: math.inf}
+        choices = {0: best}
+
+        def tried(count: int) -> bool:
+            found = self._kept_on_host(best, count)
+            choices[count], times[count] = found, self.times.get(found, math.inf)
+            return found.saved_on_host > 0
+
+        while (count := count // 2) and not tried(count):
+            pass
+        for _ in range(2 if count else 0):
+            for between in _between(sorted(times), min(times, key=times.__getitem__)):
+                tried(between)
+        fastest = choices[min(times, key=times.__getitem__)]
+        return fastest if self.times[fastest] < times[0] * (1 - _PAYS) else best
+
+    def _kept_on_host(self, best: Choice, count: int) -> Choice:
+        """The fastest with `count` stages kept on the host, and as many residents as leave device
+        memory for it; what has none kept there, where nothing fits."""
+        before = set(self.times)
+        for fewer in _FEWER[: self.count(best) + 1]:
+            residents = self.problem.with_residents(self.count(best) - fewer).resident
+            if self.add(replace(best, resident=residents, saved_on_host=count)):
+                return min(self.times.keys() - before, key=self.times.__getitem__, default=best)
+        return best
 
     def with_more_slots(self, best: Choice) -> Choice:
         """With as many slots more as fit and pay; a few may pay where one does not."""

@@ -193,7 +193,8 @@ class Problem:
         """Saved tensors that wait on the host or on the disk: stage, bytes."""
         streamed = self._streamed(choice)
         if streamed not in self._saved:
-            self._saved[streamed] = saved_elsewhere(self.schedule(streamed))
+            made = self._built.get(choice) or self.schedule(streamed)  # the same, where they live
+            self._saved[streamed] = saved_elsewhere(made)
         return self._saved[streamed]
 
     def _streamed(self, choice: Choice) -> Choice:

@@ -1,10 +1,12 @@
-"""The stages of a planned step as people look at them: those that are alike in one row."""
+"""The stages of a planned step as people look at them: those that are alike in one row.
+
+Stages that alternate are two rows: `0 2 4` are treated so, `1 3 5` so.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from megacompile.cost.ops import node_s
 from megacompile.ir import ops
@@ -13,13 +15,16 @@ from megacompile.ir.stages import Stage
 from megacompile.plan.scenario import Scenario
 from megacompile.text import printable
 
+_Alike = tuple[int, str, tuple[float, ...]]  # template, treatment, seconds
+
 
 @dataclass(frozen=True, slots=True)
 class StageGroup:
-    """Stages in a row with the same template that are treated alike. Seconds are of one stage."""
+    """Stages with the same template that are treated alike. Seconds are of one stage."""
 
     first: int
     last: int
+    count: int  # fewer than from first to last, where they alternate with others
     names: str  # module paths, "layers.1 ... layers.27"
     template: int
     parameter_bytes: int  # of one stage
@@ -45,17 +50,17 @@ def stage_groups(now: Scenario) -> tuple[StageGroup, ...]:
             stage: Stage,
             schedule: Schedule = schedule,
             times: Mapping[tuple[int, str], float] = times,
-        ) -> tuple[int, str, tuple[float, ...]]:
+        ) -> _Alike:
             mine = tuple(times.get((stage.index, name), 0.0) for name in _COMPUTES)
             return order[id(stage.traced)], _treatment(schedule, stage), mine
 
-        for (template, treatment, mine), group in groupby(schedule.stages, alike):
-            stages = list(group)
+        for (template, treatment, mine), stages in _rows(schedule.stages, alike):
             names = [stages[0].name, stages[-1].name] if len(stages) > 1 else [stages[0].name]
             found.append(
                 StageGroup(
                     stages[0].index,
                     stages[-1].index,
+                    len(stages),
                     printable(" ... ".join(names)),
                     template,
                     sum(bucket.size_bytes for bucket in stages[0].buckets),
@@ -64,6 +69,21 @@ def stage_groups(now: Scenario) -> tuple[StageGroup, ...]:
                 )
             )
     return tuple(found)
+
+
+def _rows(
+    stages: Sequence[Stage], alike: Callable[[Stage], _Alike]
+) -> list[tuple[_Alike, list[Stage]]]:
+    """Stages that are alike and come one after the other, or alternate with those of one row."""
+    rows: list[tuple[_Alike, list[Stage]]] = []
+    for stage in stages:
+        what = alike(stage)
+        row = next((row for row in rows[-2:] if row[0] == what), None)
+        if row is None:
+            rows.append((what, [stage]))
+        else:
+            row[1].append(stage)
+    return rows
 
 
 _COMPUTES = ("forward", "recompute", "backward")
@@ -86,6 +106,7 @@ def _treatment(schedule: Schedule, stage: Stage) -> str:
         words = ["forward only"]
     elif stage.index in plan.keep:
         words = ["half kept" if stage.index in dict(plan.saved_fractions) else "kept"]
+        words[0] += " on the host" if stage.index in plan.offload else ""
     else:
         words = ["recomputed, offloaded" if stage.index in plan.offload else "recomputed"]
     if keys and keys <= plan.resident:

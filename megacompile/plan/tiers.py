@@ -112,10 +112,14 @@ class Tiers:
 
     def _saved(self, choice: Choice) -> tuple[list[int], list[int]]:
         """Bytes of the saved tensors that wait on the host, and of those on the disk."""
-        each = self.waiting(choice) if choice.offload or self.offloads else ()
+        each = self._each(choice)
         count = math.inf if self.disk_saved else choice.saved_on_disk
         on_host = [size for index, size in each if index >= count]
         return on_host, [size for index, size in each if index < count]
+
+    def _each(self, choice: Choice) -> Sequence[tuple[int, int]]:
+        waits = choice.offload or choice.saved_on_host or self.offloads
+        return self.waiting(choice) if waits else ()
 
     def fit(self, choice: Choice) -> bool:
         """Does it stay within both budgets, as far as they are known?"""
@@ -129,7 +133,13 @@ class Tiers:
         it is not enough, with saved tensors of as few stages there as it takes."""
         if self.disk_bytes is None:
             return replace(choice, on_disk=frozenset(), saved_on_disk=0)
-        place = Choice(0, choice.resident, offload=choice.offload, rerun=choice.rerun)
+        place = Choice(
+            0,
+            choice.resident,
+            offload=choice.offload,
+            rerun=choice.rerun,
+            saved_on_host=choice.saved_on_host,
+        )
         if place not in self._settled:
             states = replace(choice, saved_on_disk=0)
             states = replace(states, on_disk=self._fewest(states))
@@ -141,7 +151,7 @@ class Tiers:
         """With saved tensors on the disk, where that makes it fit."""
         if self.disk_saved is not None or self.host_bytes is None or self.fit(choice):
             return choice
-        each = self.waiting(choice) if choice.offload or self.offloads else ()
+        each = self._each(choice)
         for last in sorted({index for index, _ in each}):
             if self.fit(more := replace(choice, saved_on_disk=last + 1)):
                 return more

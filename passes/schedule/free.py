@@ -20,7 +20,7 @@ from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.ops import Part, Value
-from megacompile.ir.schedule import Schedule
+from megacompile.ir.schedule import Plan, Schedule
 from megacompile.ir.stream import Stream
 from megacompile.ir.tokens import take, token_of, written
 from megacompile.ir.values import memory, owns, reads, taken
@@ -31,7 +31,7 @@ def insert_free(schedule: Schedule, *, delay: int = 1) -> Schedule:
     new = schedule.copy()
     for name, graph in new.graphs.items():
         copied = _still_copied(new) if name == "update" else {}
-        _insert(graph, delay, new.plan.state_delay, copied, owns_inputs=name != "forward")
+        _insert(graph, delay, new.plan, copied, owns_inputs=name != "forward")
     return new
 
 
@@ -53,7 +53,7 @@ def _still_copied(schedule: Schedule) -> dict[str, list[fx.Node]]:
 def _insert(
     graph: fx.Graph,
     delay: int,
-    state_delay: int,
+    plan: Plan,
     copied: Mapping[str, list[fx.Node]],
     *,
     owns_inputs: bool,
@@ -78,12 +78,13 @@ def _insert(
         if waits:
             later = [p for p in computes if p > last]
             state = node.name in copied or any(Part.STATES in ops.effects(u).writes for u in waits)
-            deferred = state and len(later) < state_delay
+            deferred = state and len(later) < plan.state_delay
             if deferred or not later:
                 last = len(nodes) - 2
             else:
-                behind = later[min(state_delay if state else delay, len(later)) - 1]
-                last = ends[nodes[behind]]
+                saved = any(ops.effects(u).gives is Value.SAVED_ON_HOST for u in waits)
+                so_many = plan.state_delay if state else plan.saved_delay if saved else delay
+                last = ends[nodes[later[min(so_many, len(later)) - 1]]]
         frees.append((last, node, waits, deferred))
     for last, node, waits, deferred in sorted(frees, key=lambda entry: entry[0], reverse=True):
         with graph.inserting_after(nodes[last]):

@@ -15,6 +15,8 @@ What stays on the device:
 - values that a stage outside of `plan.offload` takes too: they must be there at the boundary;
 - what the graph is given (the user, or the autograd graph of the code around it, holds that) and
   what it returns to the user: to copy it would give no memory back;
+- a saved tensor that is another name for memory that stays: the stage's input, or its output that
+  the next stage takes;
 - the state of random generators, which is on the host already.
 
 Which values go depends on the plan and on the forward alone, not on the outputs that get a
@@ -23,11 +25,14 @@ gradient: a backward for other outputs finds them under the same names.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import fx
 
+from megacompile.cost.ops import analysis_of
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.stages import Stage
+from megacompile.ir.stages import ArgRef, Stage
 from megacompile.ir.tensors import TensorMeta
 from megacompile.ir.values import producer
 from megacompile.passes.edit import add_saved_values, saved_value
@@ -62,7 +67,7 @@ def _waiting(schedule: Schedule) -> dict[fx.Node, Stage]:
     outputs, saved_values = ops.returned(schedule.forward)
     kept = {node for node in outputs if isinstance(node, fx.Node)}
     takers = takers_of(schedule, set(saved_values))
-    return {
+    waiting = {
         value: max(takers[value], key=lambda stage: stage.index)
         for value in saved_values
         if value.op != "placeholder"
@@ -71,6 +76,30 @@ def _waiting(schedule: Schedule) -> dict[fx.Node, Stage]:
         and {stage.index for stage in takers.get(value, ())} <= schedule.plan.offload
         and takers.get(value)
     }
+    staying = {*kept, *saved_values, *schedule.forward.find_nodes(op="placeholder")}
+    for stays in _held_anyway(schedule, staying - waiting.keys()):
+        waiting.pop(stays, None)
+    return waiting
+
+
+def _held_anyway(schedule: Schedule, staying: set[fx.Node]) -> Iterator[fx.Node]:
+    """What kept stages save that is in memory that one of `staying` is in too."""
+    calls = ops.calls_by_stage(schedule.forward, ops.forward)
+    for stage in schedule.stages:
+        if stage.index not in schedule.plan.keep & schedule.plan.offload:
+            continue
+        call = calls[stage.index]
+        places = analysis_of(stage.traced, ops.code_of(call), fused=True).returned
+        sharing: dict[int, list[fx.Node]] = {}
+        for k, item in ops.items(call):
+            place = places[k] if k < len(places) else None
+            if place is not None:
+                sharing.setdefault(place.memory, []).append(item)
+        for at, items in sharing.items():
+            ref = stage.primals[-1 - at] if at < 0 else None
+            given = [ops.arguments(call)[2][ref.index]] if isinstance(ref, ArgRef) else []
+            if staying.intersection((*items, *given)):
+                yield from items
 
 
 def takers_of(schedule: Schedule, saved_values: set[fx.Node]) -> dict[fx.Node, list[Stage]]:

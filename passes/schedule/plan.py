@@ -7,6 +7,7 @@ any other time, and it saves one pass over the head, the largest matrix of most 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -28,6 +29,7 @@ def make_plan(
     offload: int = 0,
     rerun: int = 0,
     on_disk: frozenset[int] = frozenset(),
+    saved_on_host: frozenset[int] = frozenset(),
 ) -> Schedule:
     """The schedule with its plan.
 
@@ -50,6 +52,8 @@ def make_plan(
             stages as long as one another.
         on_disk: keys of the streamed buckets whose states lie on a disk; the device does not update
             those.
+        saved_on_host: other stages that are kept, whose saved tensors wait on the host; see
+            `stages_on_host`. Where `keep` is 0, they are recomputed from what waits there.
     """
     so_far = schedule.plan.reasons
     here = resident & {bucket.key for bucket in schedule.buckets}
@@ -61,14 +65,57 @@ def make_plan(
     kept, reason = _keep(schedule, keep, activations)
     count = len(schedule.stages) if activations == "offload" else offload
     waiting, waits = _offload(schedule, count, lookahead)
+    able = {stage.index for stage in schedule.stages if stage.traced.has_backward}
+    away = (saved_on_host & able) - kept
     again, runs = _rerun(schedule, rerun)
     saved_fractions, within = _saved_fractions(schedule, kept, activations)
+    saves = away if keep else frozenset()
+    kept, saved_fractions = kept | saves, _with(saved_fractions, saves)
     chosen, why = _device_update(schedule, here, on_disk, device_update)
-    reasons = (*so_far, reason, *within, *waits, *runs, *_residents(schedule, here), *why)
+    how = (reason, *_away(saves), *within, *waits, *runs, *_residents(schedule, here), *why)
     plan = Plan(
-        kept, reasons, here, chosen, waiting, again, saved_fractions, state_delay=state_delay
+        kept,
+        (*so_far, *how),
+        here,
+        chosen,
+        waiting | away,
+        again,
+        saved_fractions,
+        state_delay=state_delay,
+        saved_delay=_apart(away),
     )
     return replace(schedule, plan=plan)
+
+
+def stages_on_host(schedule: Schedule, *, count: int, keep: int, lookahead: int) -> frozenset[int]:
+    """`count` stages in front of the last `keep`, as far from one another as can be: while one is
+    copied to the host, the next ones compute.
+
+    The last `lookahead + 1` stages are not among them: theirs is wanted back as the backward
+    begins.
+    """
+    able = [stage.index for stage in schedule.stages if stage.traced.has_backward]
+    last = len(schedule.stages) - lookahead - 1
+    saving = {stage.index for stage in schedule.stages if stage.traced.saved}
+    pool = [i for i in able[: len(able) - keep] if i < last and i in saving]
+    count = min(count, len(pool))
+    return frozenset(pool[(2 * i + 1) * len(pool) // (2 * count)] for i in range(count))
+
+
+def _apart(stages: frozenset[int]) -> int:
+    """The most stages from one of these to the next: for so long a copy may take."""
+    gaps = (after - one for one, after in itertools.pairwise(sorted(stages)))
+    return max(gaps, default=2 if stages else 1)
+
+
+def _away(stages: frozenset[int]) -> tuple[str, ...]:
+    if not stages:
+        return ()
+    return (
+        f"{len(stages)} stages from {min(stages)} to {max(stages)} are kept on the host: half of "
+        "what they save goes there behind their forward, and is back ahead of their backward, "
+        "which computes the rest again",
+    )
 
 
 def _residents(schedule: Schedule, resident: frozenset[int]) -> tuple[str, ...]:
@@ -164,6 +211,13 @@ def _rerun(schedule: Schedule, count: int) -> tuple[frozenset[int], tuple[str, .
         "they give to the next ones is not saved"
     )
     return frozenset(chosen), (reason,)
+
+
+def _with(
+    saved_fractions: tuple[tuple[int, float], ...], away: frozenset[int]
+) -> tuple[tuple[int, float], ...]:
+    """Stages that are kept on the host save half of it: that takes half of the copies."""
+    return tuple(sorted((*saved_fractions, *((index, _SELECTIVE) for index in away))))
 
 
 _SELECTIVE = 0.5  # of the saved tensors of a 7B layer: 4 % of its time for half of the memory
