@@ -155,7 +155,8 @@ class CapturedGraph:
         """
         key = self._call_key(ambient, args)
         if key not in self.programs and self._worth_a_program(ambient, key):
-            program = self._build(ambient, args, whole)
+            with old_objects_left_out():
+                program = self._build(ambient, args, whole)
             key = self._call_key(ambient, args)  # by now it is known which inputs are changed
             self.programs[key] = program
             self._evict()
@@ -190,9 +191,9 @@ class CapturedGraph:
                 return program
         if _REFUSED in keys:
             return None
-        return self._build_with_symbols(symbolic, ambient, args, whole, kind)
+        with old_objects_left_out():
+            return self._build_with_symbols(symbolic, ambient, args, whole, kind)
 
-    @old_objects_left_out()
     def _build_with_symbols(
         self,
         symbolic: SymbolicInputs,
@@ -287,7 +288,6 @@ class CapturedGraph:
         assert isinstance(proxy, StreamedParameter)
         return ParamInput(*self.machine.place(proxy), proxy.requires_grad)
 
-    @old_objects_left_out()
     def _build(self, ambient: Ambient, args: Sequence[Any], whole: Sequence[Any]) -> Program | None:
         def kinds() -> tuple[GraphInput, ...]:
             return tuple(map(self._input, whole))
