@@ -36,3 +36,8 @@ def columns(rows: Sequence[Sequence[str]], left: Iterable[int] = (0,)) -> str:
         return "  ".join(cells).rstrip()
 
     return "\n".join(map(line, rows))
+
+
+def numbered(what: str, first: int, last: int) -> str:
+    """`stage 3`, or `stages 3 to 7`."""
+    return f"{what} {first}" if first == last else f"{what}s {first} to {last}"

@@ -87,7 +87,7 @@ def test_it_is_shown(schedule: Schedule) -> None:
     assert "3WRITE_SAVED" in schedule.table() and "3READ_SAVED" in schedule.table()
     assert "y2_0_disk = write_saved(stage_3, y2_0_host)" in schedule.code()
     assert "READ_SAVED" in schedule.to_dot()
-    text = f"each step writes {STORED * SIZE / 1024} KiB there and reads as much, by way of 6 "
+    text = f"each step writes {STORED * SIZE / 1024} KiB there and reads it back, by way of 6 "
     assert text in str(schedule)
 
 

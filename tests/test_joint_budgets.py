@@ -19,6 +19,7 @@ from megacompile.cost.hardware import H200
 from megacompile.cost.memory import Kind
 from megacompile.cost.memory import host_memory as host_bytes_of
 from megacompile.host_memory import budget_bytes
+from megacompile.passes.schedule.plan import reruns
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
 from megacompile.plan.choice import Choice
 from megacompile.plan.compiler import PassCompiler
@@ -125,7 +126,7 @@ def test_stages_run_again_where_the_host_has_too_little_for_their_outputs() -> N
     assert found is not None and found.choice.rerun == 1
     assert tower.host_bytes(found.choice) < least
     assert tower.memory(found.choice).peak.total_bytes <= tight.budget_bytes
-    most = tower.host_bytes(replace(waiting, rerun=tower.stages // 2))
+    most = tower.host_bytes(replace(waiting, rerun=reruns(tower.stages, 1)))
     assert replace(tight, host_budget_bytes=most - 1).fewest_reruns(waiting) is None
 
 
@@ -138,7 +139,7 @@ def test_longer_rows_run_again_where_every_other_stage_is_too_few() -> None:
         assert fewer is not None
         return tower.host_bytes(Choice(0, rerun=again, offload=fewer))
 
-    half = tower.stages // 2
+    half = reruns(tower.stages, 1)
     needed = {again: host_bytes(again) for again in range(half, tower.stages)}
     least = min(needed.values())
     assert least < needed[half]
@@ -151,13 +152,13 @@ def test_longer_rows_run_again_where_every_other_stage_is_too_few() -> None:
 def test_where_every_other_stage_runs_again_fewer_wait() -> None:
     """Their outputs are not on the device, so that others can be there."""
     tower = problem()
-    again = Choice(0, rerun=tower.stages // 2)
+    again = Choice(0, rerun=reruns(tower.stages, 1))
     tight = replace(tower, budget_bytes=tower.peak_bytes(again))
     few, least = tight.fewest_offloaded(Choice(0)), tower.host_bytes(again)
     assert few and tower.host_bytes(replace(again, offload=few)) > least
     found = search(replace(tight, host_budget_bytes=least), resident=False)
     assert found is not None
-    assert found.choice.offload == 0 and found.choice.rerun >= tower.stages // 2
+    assert found.choice.offload == 0 and found.choice.rerun >= reruns(tower.stages, 1)
     assert search(replace(tight, host_budget_bytes=least - 1), resident=False) is None
 
 

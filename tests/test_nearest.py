@@ -8,6 +8,7 @@ import pytest
 
 from megacompile import DeviceMemoryError, HostMemoryError
 from megacompile.cost.hardware import H200
+from megacompile.passes.schedule.plan import reruns
 from megacompile.plan.choice import Choice
 from megacompile.plan.fit import refusal
 from megacompile.plan.nearest import DEVICE, DISK, HOST, lacking, nearest
@@ -35,7 +36,7 @@ def short_host(tower: Problem) -> Problem:
     """So small a device that inputs of stages must wait on the host, which has too little."""
     waiting = replace(tower, budget_bytes=tower.peak_bytes(Choice(0, offload=tower.stages)))
     sizes = []
-    for rerun in (0, waiting.stages // 2):
+    for rerun in (0, reruns(waiting.stages, 1)):
         choice = Choice(0, rerun=rerun)
         few = waiting.fewest_offloaded(choice)
         assert few is not None

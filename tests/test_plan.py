@@ -84,11 +84,10 @@ def test_the_first_stages_of_the_backward_stay_on_the_device(
 
 def test_what_waits_on_the_host_says_why() -> None:
     assert plan(CHAIN, activations="offload").reasons[1] == (
-        "what stages 0 to 1 take from the forward waits on the host; the backward begins with the "
-        "other 2"
+        "saved tensors of stages 0 to 1 wait on the host; the backward begins with the other 2"
     )
     assert plan(CHAIN, activations="offload", lookahead=7).reasons[1] == (
-        "nothing waits on the host: the backward begins with 4 stages"
+        "nothing waits on the host: the backward wants the saved tensors of all 4 stages too soon"
     )
 
 

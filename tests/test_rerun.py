@@ -17,7 +17,7 @@ from megacompile.ir import ops
 from megacompile.ir.schedule import Plan, Schedule
 from megacompile.passes.schedule.free import insert_free
 from megacompile.passes.schedule.offload_saved import offload_saved_tensors
-from megacompile.passes.schedule.plan import make_plan
+from megacompile.passes.schedule.plan import make_plan, reruns
 from megacompile.passes.schedule.recompute import insert_recompute
 from megacompile.passes.schedule.rerun import insert_reruns
 from megacompile.verify.proof import verify
@@ -120,6 +120,17 @@ def test_every_other_stage_of_a_plan() -> None:
     assert make_plan(schedule, rerun=4).plan.rerun == {1, 2, 4, 6}
     assert make_plan(schedule, rerun=99).plan.rerun == set(range(1, len(schedule.stages) - 1))
     assert make_plan(schedule, rerun=2, keep=0).plan.rerun == {1, 3}, "for every backward the same"
+
+
+@pytest.mark.parametrize("row", [1, 2, 3])
+def test_rows_are_as_long_as_they_are_wanted(row: int) -> None:
+    schedule = capture(Net(chain, depth=9), X).build("differentiate")
+    wanted = reruns(len(schedule.stages), row)
+    chosen = make_plan(schedule, rerun=wanted).plan.rerun
+    line = "".join("r" if stage.index in chosen else " " for stage in schedule.stages)
+    assert len(chosen) == wanted and max(map(len, line.split())) == row
+    fewer = make_plan(schedule, rerun=wanted - 1).plan.rerun
+    assert len(fewer) == wanted - 1
 
 
 def test_what_several_stages_take_is_saved() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from megacompile.passes.schedule.plan import reruns
 from megacompile.plan.choice import Choice
 from megacompile.plan.problem import Problem
 
@@ -37,7 +38,7 @@ def _candidates(problem: Problem) -> Iterator[Choice]:
     the host as far as it must; every other stage runs again, or none does."""
     tightest = problem.tightest()
     for resident in dict.fromkeys((tightest.resident, problem.resident)):
-        for rerun in (0, problem.stages // 2):
+        for rerun in (0, reruns(problem.stages, 1)):
             choice = replace(tightest, resident=resident, rerun=rerun)
             few = problem.fewest_offloaded(choice)
             for offload in sorted({0, problem.stages if few is None else few}):

@@ -9,8 +9,10 @@ as fit (the last ones, whose saved tensors are held the shortest; fewer too wher
 no time). Share and number are sought in turns, each over a coarse grid; then the number is refined,
 stages that are not kept are kept on the host where that pays, and what is left goes to slots.
 
-Host memory is a budget too. As many buckets live on the device as it takes for the others to fit,
-with the gradients and states that they will get: nothing is allocated that would not.
+Host memory is a budget too, and so is a disk. As many buckets live on the device as it takes for
+the others to fit, with the gradients and states that they will get: nothing is allocated that would
+not. Where nothing fits that way, memory is traded for time: inputs of the first stages wait on the
+host, stages run again for their outputs, and what still does not fit on the host goes to a disk.
 
 The host is less sure than the device: its rates differ from day to day and with what else it does.
 The fastest plan for the rates that were measured lets its updates end just when the next forward
@@ -26,6 +28,7 @@ from dataclasses import dataclass, replace
 
 from megacompile.cost.memory import Moment
 from megacompile.garbage import old_objects_left_out
+from megacompile.passes.schedule.plan import reruns
 from megacompile.plan.choice import Choice
 from megacompile.plan.problem import Problem
 from megacompile.text import format_bytes
@@ -210,11 +213,11 @@ class _Tries:
             self._add_with_residents(waiting, resident=resident)
             again = problem.fewest_reruns(waiting)
             if again is None:  # with a disk for the rest of it
-                again = problem.stages // 2
+                again = reruns(problem.stages, 1)
             if again:
                 self.add(replace(waiting, rerun=again))
         for row in () if self.times else _ROWS:
-            rerun = replace(choice, rerun=problem.stages * row // (row + 1))
+            rerun = replace(choice, rerun=reruns(problem.stages, row))
             fewer = problem.fewest_offloaded(rerun)
             for count in sorted({0, fewer or 0}):
                 self._add_with_residents(replace(rerun, offload=count), resident=resident)
@@ -332,10 +335,6 @@ def _reasons(
         )
     ]
     floor = {choice: s for choice, s in tried.items() if not choice.resident}
-    if best.offload:
-        lines.append(
-            f"the inputs of the first {best.offload} stages wait on the host: nothing else fits"
-        )
     if best.state_lookahead is not None:
         lines.append(
             f"optimizer states are fetched {best.state_lookahead} stage ahead, later than weights: "

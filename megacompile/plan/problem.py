@@ -17,6 +17,7 @@ from megacompile.cost.pageable import with_pageable
 from megacompile.cost.simulate import simulate
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
+from megacompile.passes.schedule.plan import reruns
 from megacompile.plan.choice import Choice
 from megacompile.plan.tiers import Tiers
 
@@ -244,7 +245,7 @@ class Problem:
     def fewest_reruns(self, choice: Choice) -> int | None:
         """How many stages must run again for what waits on the host to fit there; None where even
         every other one is too few."""
-        return _fewest(self.stages // 2, lambda n: self.fits_host(replace(choice, rerun=n)))
+        return _fewest(reruns(self.stages, 1), lambda n: self.fits_host(replace(choice, rerun=n)))
 
     def most_residents(self, like: Choice) -> int | None:
         """How many of the first buckets fit on the device, all else being as in `like`; None where

@@ -22,7 +22,7 @@ from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.tensors import tensors_bytes
 from megacompile.passes.edit import add_saved_values
-from megacompile.text import format_bytes
+from megacompile.text import format_bytes, numbered
 
 SETS = 3  # each way: one is copied, and two are written, or read ahead
 
@@ -99,7 +99,7 @@ def _reason(schedule: Schedule, stages: frozenset[int]) -> str:
     writes = ops.nodes_of(schedule.forward, ops.write_saved)
     sizes = [tensors_bytes(node.meta.get("value")) for node in writes]
     return (
-        f"what stages 0 to {max(stages)} take from the forward goes on from the host to a disk: "
-        f"each step writes {format_bytes(sum(sizes))} there and reads as much, by way of "
+        f"saved tensors of {numbered('stage', 0, max(stages))} go on from the host to a disk: "
+        f"each step writes {format_bytes(sum(sizes))} there and reads it back, by way of "
         f"{2 * SETS} buffers ({format_bytes(2 * SETS * max(sizes))} of host memory)"
     )

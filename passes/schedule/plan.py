@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Plan, Schedule
-from megacompile.text import format_bytes
+from megacompile.text import format_bytes, numbered
 
 
 def make_plan(
@@ -163,7 +163,8 @@ def _keep(schedule: Schedule, count: int, activations: str) -> tuple[frozenset[i
     if kept == [last]:
         reason = f"stage {last.index} ({last.name}) is kept: its backward comes next"
     else:
-        reason = f"stages {kept[0].index} to {kept[-1].index} are kept: there is room"
+        many = numbered("stage", kept[0].index, kept[-1].index)
+        reason = f"{many} {'are' if len(kept) > 1 else 'is'} kept: there is room"
     return frozenset(stage.index for stage in kept), reason
 
 
@@ -180,12 +181,22 @@ def _offload(
     stay = len(schedule.stages) - min(count, max(0, len(schedule.stages) - lookahead - 1))
     chosen = frozenset(range(len(schedule.stages) - stay))
     if not chosen:
-        return chosen, (f"nothing waits on the host: the backward begins with {stay} stages",)
+        why = f"the backward wants the saved tensors of all {stay} stages too soon"
+        return chosen, (f"nothing waits on the host: {why}",)
     reason = (
-        f"what stages 0 to {max(chosen)} take from the forward waits on the host; the backward "
+        f"saved tensors of {numbered('stage', 0, max(chosen))} wait on the host; the backward "
         f"begins with the other {stay}"
     )
     return chosen, (reason,)
+
+
+def reruns(stages: int, row: int) -> int:
+    """How many of so many stages run again, where `row` in a row do for each whose output is saved.
+
+    The first and the last do not: they give what all others read, and the loss.
+    """
+    able = max(0, stages - 2)
+    return able - able // (row + 1)
 
 
 def _rerun(schedule: Schedule, count: int) -> tuple[frozenset[int], tuple[str, ...]]:
@@ -196,20 +207,23 @@ def _rerun(schedule: Schedule, count: int) -> tuple[frozenset[int], tuple[str, .
     """
     able = range(1, len(schedule.stages) - 1)
     chosen: Sequence[int] = able[::2][:count]
-    which = "every other one"
+    which = ", every other one,"
     if count > len(chosen) and len(able) > count:
         saved = len(able) - count
         between = {able[(i + 1) * len(able) // (saved + 1)] for i in range(saved)}
         chosen = [index for index in able if index not in between]
-        which = f"but for {saved} in between"
+        which = f", but for {saved} in between,"
     elif count > len(chosen):
-        chosen, which = able, "all of them"
+        chosen, which = able, ""
     if not chosen:
         return frozenset(), ()
-    reason = (
-        f"stages {chosen[0]} to {chosen[-1]}, {which}, run again in the backward: what "
-        "they give to the next ones is not saved"
-    )
+    if len(chosen) == 1:
+        reason = f"stage {chosen[0]} runs again in the backward: what it gives is not saved"
+    else:
+        reason = (
+            f"stages {chosen[0]} to {chosen[-1]}{which} run again in the backward: what they give "
+            "to the next ones is not saved"
+        )
     return frozenset(chosen), (reason,)
 
 
