@@ -106,14 +106,14 @@ def megacompile(
             the plan finds best; none on the CPU, with `lowering="eager"`, with `compute_dtype` or
             with `disk_weights`.
         gpu_memory: device memory that may be used: bytes, "20GiB" or a fraction of the device's.
-            Default: what is free when the plan is made, less 5 %, but 4 GiB at most.
+            Default: the free memory when the plan is made, minus 5 %, at most minus 4 GiB.
         host_memory: host memory for parameters, gradients, optimizer states and what waits there,
-            in the same forms. Default: what is free, less 4 %, but 6 GiB at most. What does not
-            fit lives on the device or, with `disk`, there; else `HostMemoryError` is raised.
+            in the same forms. Default: the free memory minus 4 %, at most minus 6 GiB. What
+            does not fit lives on the device or, with `disk`, there; else `HostMemoryError` is raised.
         disk: a folder on a fast local disk, where optimizer states lie that host memory does not
             hold, in a file that is gone when the process is. Each step reads and writes all that
             lie there. Without a plan (on the CPU) those of all streamed buckets do.
-        disk_memory: what they may take there, in the same forms. Default: what is free.
+        disk_memory: what everything may take there, in the same forms. Default: what is free.
         disk_weights: the parameters of streamed buckets lie there too. Each forward reads them, and
             each backward; trained ones are written with every update. Not with `compute_dtype`.
         disk_saved: what waits on the host between forward and backward goes on to the disk, and

@@ -70,7 +70,7 @@ class Placeholders:
         del self._by_name[str(placeholder.target)]
 
 
-def add_saved_values(schedule: Schedule, names: Sequence[str]) -> Schedule:
+def set_saved_values(schedule: Schedule, names: Sequence[str]) -> Schedule:
     """Set what the forward hands to the backward; `schedule` is a copy that may be changed."""
     by_name = {node.name: node for node in schedule.forward.nodes}
     output = schedule.forward.output_node()

@@ -86,9 +86,9 @@ def few_buffers(rng: random.Random) -> Iterator[None]:
     """For its duration schedules are planned with any number of buffers, down to one."""
     with ExitStack() as stack:
         for module, name in (
-            (disk, "SETS"),
-            (disk_saved, "SETS"),
-            (disk_weights, "SETS"),
+            (disk, "STATE_SETS"),
+            (disk_saved, "SAVED_SETS"),
+            (disk_weights, "WEIGHT_SETS"),
             (disk_weights, "NEW_SETS"),
             (disk_weights, "LANDING_SETS"),
         ):

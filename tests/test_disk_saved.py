@@ -216,7 +216,7 @@ def _until(true: Callable[[], bool]) -> None:
 def test_the_host_has_few_of_them_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_saved, "SETS", 2)
+    monkeypatch.setattr(disk_saved, "SAVED_SETS", 2)
     _, model = pair(tmp_path)
     for k in range(3):
         several_forwards(model, k)

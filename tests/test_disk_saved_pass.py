@@ -73,7 +73,7 @@ def test_what_it_inserts(schedule: Schedule) -> None:
 
 def test_buffers_are_lent_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for sets in (1, 2, 3):
-        monkeypatch.setattr(disk_saved, "SETS", sets)
+        monkeypatch.setattr(disk_saved, "SAVED_SETS", sets)
         schedule = made(tmp_path)
         offloads = ops.nodes_of(schedule.forward, ops.offload_saved)
         after: list[Any] = [each.kwargs.get("after", ()) for each in offloads]

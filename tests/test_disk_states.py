@@ -239,7 +239,7 @@ def test_delays_torn_writes_and_memory_that_is_used_again(
     rng = random.Random(seed)
     real, release = transfers._transfer, staging.Staging._release
     monkeypatch.setattr(transfers, "CHUNK_BYTES", 4096)
-    monkeypatch.setattr(disk, "SETS", rng.choice((1, 2, 4)))
+    monkeypatch.setattr(disk, "STATE_SETS", rng.choice((1, 2, 4)))
 
     def transfer(file: Any, way: Way, at: int, whole: torch.Tensor, *place: int) -> None:
         start, size = place

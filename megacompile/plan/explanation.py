@@ -94,7 +94,7 @@ class Explanation:
 
     @property
     def bound(self) -> str:
-        """What bounds the step: compute, h2d, d2h, host memory bandwidth or host update."""
+        """What bounds the step: compute, h2d, d2h, host memory bandwidth, host update or disk."""
         return next(iter(self.bounds))
 
     @property

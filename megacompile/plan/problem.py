@@ -136,7 +136,7 @@ class Problem:
         return self._steps_s[choice]
 
     def expected_s(self, choice: Choice) -> float:
-        """The same, the mean over the host as it was measured and a slower one."""
+        """The mean of that and of the time with a slower host."""
         step_s = self.step_s(choice)
         if choice not in self._slower_s:
             slower = replace(
@@ -248,8 +248,8 @@ class Problem:
         return _fewest(reruns(self.stages, 1), lambda n: self.fits_host(replace(choice, rerun=n)))
 
     def most_residents(self, like: Choice) -> int | None:
-        """How many of the first buckets fit on the device, all else being as in `like`; None where
-        it does not fit with none of them either."""
+        """How many of the first buckets fit on the device, all else being as in `like`; None if
+        not even zero fit."""
         for count in range(len(self.candidates), -1, -1):
             resident = self.with_residents(count).resident
             if self._fits_device(replace(like, resident=resident)):
@@ -274,7 +274,8 @@ class Problem:
         return self.floor().peak.total_bytes
 
     def most_kept(self, choice: Choice, least: int, most: int) -> int:
-        """How many stages can be kept, from `least`, which fits, to `most`; about so many.
+        """The largest number of stages that can be kept, from `least`, which is known to fit, up to
+        `most`; approximate.
 
         The peak rises by more and more with each: it is flat as long as it is somewhere else, then
         it rises by a stage's saved tensors. So it is below a chord between two known peaks, and on

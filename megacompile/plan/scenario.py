@@ -26,7 +26,7 @@ from megacompile.cost.stored import disk_memory
 from megacompile.errors import MegacompileError
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Plan, Schedule
-from megacompile.passes.schedule.disk import SETS
+from megacompile.passes.schedule.disk import STATE_SETS
 from megacompile.plan.choice import Choice
 from megacompile.plan.tiers import Tiers
 from megacompile.text import format_bytes
@@ -139,7 +139,7 @@ class Scenario:
             frozenset(buckets),
             Kind.GRADIENTS.value in self.host(),
             lambda choice: waiting,
-            lambda: Plan(state_sets=SETS),
+            lambda: Plan(state_sets=STATE_SETS),
             any(schedule.plan.weights_on_disk for schedule in self.schedules),
         )
         choice = tiers.settled(Choice(resident=resident, offload=1))

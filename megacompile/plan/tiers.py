@@ -34,7 +34,7 @@ from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.places import stored_bytes, stored_weights_bytes, whole_pages
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Plan
-from megacompile.passes.schedule.disk_saved import SETS
+from megacompile.passes.schedule.disk_saved import SAVED_SETS
 from megacompile.plan.choice import Choice
 
 _LARGE = 1.5  # times the median: what goes to the disk last
@@ -100,7 +100,7 @@ class Tiers:
                 size += sizes.rest + (0 if bucket.key in on_disk else sizes.states)
         size += self._staged(on_disk) + self._staged_weights(choice)
         on_host, stored = self._saved(choice)
-        return size + sum(on_host) + 2 * SETS * max(stored, default=0)
+        return size + sum(on_host) + 2 * SAVED_SETS * max(stored, default=0)
 
     def of_disk(self, choice: Choice) -> int:
         """Bytes on the disk."""

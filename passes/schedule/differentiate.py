@@ -20,7 +20,7 @@ from megacompile.ir.buckets import Bucket
 from megacompile.ir.inputs import tangent_of
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, ParamRef, Stage, Template
-from megacompile.passes.edit import add_item, add_saved_values, saved_value
+from megacompile.passes.edit import add_item, saved_value, set_saved_values
 
 
 @dataclass
@@ -61,7 +61,7 @@ def differentiate(schedule: Schedule) -> Schedule:
         *saved_values,
         *(name for s in new.stages for name in _boundary(new.forward, calls[s.index], s)),
     ]
-    return add_saved_values(new, list(dict.fromkeys(names)))
+    return set_saved_values(new, list(dict.fromkeys(names)))
 
 
 def _boundary(graph: fx.Graph, call: fx.Node, stage: Stage) -> list[str]:

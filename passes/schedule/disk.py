@@ -30,7 +30,7 @@ from megacompile.ir.tokens import take
 from megacompile.text import format_bytes
 
 AHEAD = 2
-SETS = 4  # at least: one is updated, one is written, and two are read ahead
+STATE_SETS = 4  # at least: one is updated, one is written, and two are read ahead
 
 
 def insert_disk(
@@ -58,7 +58,9 @@ def insert_disk(
             _insert(new, new.graphs[name], name, state_bytes, ahead)
     if not keys:
         return new
-    sets = min(len(keys), max(SETS, 1 + max(_in_use(graph, keys) for graph in new.graphs.values())))
+    sets = min(
+        len(keys), max(STATE_SETS, 1 + max(_in_use(graph, keys) for graph in new.graphs.values()))
+    )
     sizes = [
         _meta(new, bucket, state_bytes).size_bytes for bucket in new.buckets if bucket.key in keys
     ]

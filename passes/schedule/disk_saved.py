@@ -21,10 +21,10 @@ from torch import fx
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.tensors import tensors_bytes
-from megacompile.passes.edit import add_saved_values
+from megacompile.passes.edit import set_saved_values
 from megacompile.text import format_bytes, numbered
 
-SETS = 3  # each way: one is copied, and two are written, or read ahead
+SAVED_SETS = 3  # each way: one is copied, and two are written, or read ahead
 
 
 def insert_disk_saved(schedule: Schedule, *, count: int | None = None) -> Schedule:
@@ -43,8 +43,8 @@ def insert_disk_saved(schedule: Schedule, *, count: int | None = None) -> Schedu
     if not names:
         return new
     _read(new.backward, names)
-    new = add_saved_values(new, [names.get(name, name) for name in new.saved_values])
-    plan = replace(new.plan, saved_on_disk=stages, saved_sets=SETS)
+    new = set_saved_values(new, [names.get(name, name) for name in new.saved_values])
+    plan = replace(new.plan, saved_on_disk=stages, saved_sets=SAVED_SETS)
     return replace(new, plan=replace(plan, reasons=(*plan.reasons, _reason(new, stages))))
 
 
@@ -56,8 +56,8 @@ def _write(graph: fx.Graph, stages: frozenset[int]) -> dict[str, str]:
         stage, value = ops.arguments(copy)
         if stage.index not in stages:
             continue
-        if len(writes) >= SETS:
-            copy.kwargs = {"after": (writes[-SETS],)}
+        if len(writes) >= SAVED_SETS:
+            copy.kwargs = {"after": (writes[-SAVED_SETS],)}
         with graph.inserting_after(copy):
             write = ops.call(graph, ops.write_saved, stage, copy, name=f"{value.name}_disk")
         write.meta["value"] = copy.meta["value"]
@@ -72,12 +72,12 @@ def _read(graph: fx.Graph, names: dict[str, str]) -> None:
     fetches = [fetch for fetch in each if ops.arguments(fetch)[1].name in names]
     places = [_begin_of(fetch) for fetch in fetches]
     body = next(node for node in graph.nodes if node.op != "placeholder")
-    ahead = SETS - 1
+    ahead = SAVED_SETS - 1
     for k, fetch in enumerate(fetches):
         stage, on_host, buffer = ops.arguments(fetch)
         with graph.inserting_before(on_host):
             on_disk = graph.placeholder(names[on_host.name])
-        after = (fetches[k - SETS],) if k >= SETS else None
+        after = (fetches[k - SAVED_SETS],) if k >= SAVED_SETS else None
         with graph.inserting_before(places[k - ahead] if k >= ahead else body):
             read = ops.call(
                 graph, ops.read_saved, stage, on_disk, name=f"{on_host.name}_read", after=after
@@ -101,5 +101,5 @@ def _reason(schedule: Schedule, stages: frozenset[int]) -> str:
     return (
         f"saved tensors of {numbered('stage', 0, max(stages))} go on from the host to a disk: "
         f"each step writes {format_bytes(sum(sizes))} there and reads it back, by way of "
-        f"{2 * SETS} buffers ({format_bytes(2 * SETS * max(sizes))} of host memory)"
+        f"{2 * SAVED_SETS} buffers ({format_bytes(2 * SAVED_SETS * max(sizes))} of host memory)"
     )

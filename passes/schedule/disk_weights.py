@@ -37,7 +37,7 @@ from megacompile.ir.tokens import take
 from megacompile.text import format_bytes
 
 AHEAD = 2
-SETS = 3  # for prefetches: one is copied to the device, and two are read ahead
+WEIGHT_SETS = 3  # for prefetches: one is copied to the device, and two are read ahead
 NEW_SETS = 4  # for updates: one is updated, one is written, and two are read ahead
 LANDING_SETS = 3  # for updates on the device: one lands, and two are written
 
@@ -60,7 +60,7 @@ def insert_disk_weights(schedule: Schedule, *, ahead: int = AHEAD) -> Schedule:
             _insert_reads_of_updates(new, graph, ahead)
     on_host = new.update is not None or bool(new.rest)
     new_sets = (NEW_SETS if on_host else LANDING_SETS) if changed else 0
-    plan = replace(new.plan, weight_sets=SETS, new_weight_sets=new_sets)
+    plan = replace(new.plan, weight_sets=WEIGHT_SETS, new_weight_sets=new_sets)
     plan = replace(plan, reasons=(*plan.reasons, _reason(new, plan.weight_sets + new_sets)))
     return replace(new, plan=plan)
 

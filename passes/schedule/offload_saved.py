@@ -35,7 +35,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, Stage
 from megacompile.ir.tensors import TensorMeta
 from megacompile.ir.values import producer
-from megacompile.passes.edit import add_saved_values, saved_value
+from megacompile.passes.edit import saved_value, set_saved_values
 from megacompile.passes.schedule.offload_grad import last_item
 from megacompile.passes.schedule.prefetch import uses
 
@@ -59,7 +59,7 @@ def offload_saved_tensors(schedule: Schedule, *, lookahead: int = 1) -> Schedule
         copy.meta["value"] = value.meta["value"]
         names[value.name] = stage, copy.name
     _fetch(new.backward, names, lookahead)
-    return add_saved_values(new, [names[n][1] if n in names else n for n in new.saved_values])
+    return set_saved_values(new, [names[n][1] if n in names else n for n in new.saved_values])
 
 
 def _waiting(schedule: Schedule) -> dict[fx.Node, Stage]:
@@ -121,7 +121,7 @@ def takers_of(schedule: Schedule, saved_values: set[fx.Node]) -> dict[fx.Node, l
 
 
 def _fetch(graph: fx.Graph, names: dict[str, tuple[Stage, str]], lookahead: int) -> None:
-    """Bring values back ahead of their first readers, those that are needed first at first."""
+    """Bring values back ahead of their first readers, in the order in which they are needed."""
     steps = uses(graph)
     step_of = {node: i for i, step in enumerate(steps) for node in step.nodes}
     placeholders: list[fx.Node] = graph.find_nodes(op="placeholder")

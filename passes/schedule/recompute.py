@@ -16,7 +16,7 @@ from megacompile.ir import ops
 from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
-from megacompile.passes.edit import Placeholders, add_item, add_saved_values, saved_value
+from megacompile.passes.edit import Placeholders, add_item, saved_value, set_saved_values
 from megacompile.passes.schedule.differentiate import backward_args
 
 
@@ -39,7 +39,7 @@ def insert_recompute(schedule: Schedule) -> Schedule:
     for stage in again:
         if stage.traced.saved:
             saved_values += edit.recompute(forwards[stage.index], backwards[stage.index], stage)
-    return add_saved_values(new, list(dict.fromkeys(saved_values)))
+    return set_saved_values(new, list(dict.fromkeys(saved_values)))
 
 
 def _forget(graph: fx.Graph, calls: Sequence[tuple[fx.Node, Stage]]) -> set[str]:

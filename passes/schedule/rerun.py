@@ -3,9 +3,9 @@
     before: 0F 1F 2F | 2RECOMPUTE 2B 1RECOMPUTE 1B 0B
     after:  0F 1F 2F | 1RERUN 2RECOMPUTE 2B 1RECOMPUTE 1B 0B
 
-A recompute makes what a stage computes inside from what it was given. What it was given is saved:
-one value for each stage. Here it is computed as well, from what the stage before was given. That
-takes a forward more, and no memory.
+A recompute rebuilds what a stage computes inside from its inputs, and those are saved: one value a
+stage. A rerun rebuilds the inputs too, from the inputs of the stage before. It costs one more
+forward of that stage, and nothing is saved for it.
 
 Of stages in a row each takes what the one before gives, so a row saves what its first is given:
 
@@ -31,7 +31,7 @@ from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 from megacompile.ir.tensors import TensorMeta
-from megacompile.passes.edit import Placeholders, add_item, add_saved_values, saved_value
+from megacompile.passes.edit import Placeholders, add_item, saved_value, set_saved_values
 from megacompile.passes.schedule.differentiate import backward_args
 from megacompile.passes.schedule.offload_saved import takers_of
 from megacompile.passes.schedule.prefetch import first_node, uses
@@ -52,7 +52,7 @@ def insert_reruns(schedule: Schedule) -> Schedule:
     for stage, outputs in reversed(_not_saved(new).items()):  # the last of a row asks for the rest
         dropped |= {item.name for item in outputs}
         _rerun(new.forward, new.backward, calls[stage.index], stage, outputs)
-    return add_saved_values(new, [name for name in new.saved_values if name not in dropped])
+    return set_saved_values(new, [name for name in new.saved_values if name not in dropped])
 
 
 def _not_saved(schedule: Schedule) -> dict[Stage, list[fx.Node]]:

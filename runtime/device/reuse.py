@@ -1,4 +1,4 @@
-"""Memory that is lent to one user after the other, so that it is made once."""
+"""Pieces of memory lent to one user after another, so that each is allocated once."""
 
 from __future__ import annotations
 

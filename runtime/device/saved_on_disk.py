@@ -58,7 +58,7 @@ class SavedDisk:
 
 
 class OnDisk:
-    """A tensor's copy on the disk: a `Host`.
+    """A tensor's copy on the disk; implements `streams.Host`.
 
     Args:
         what: for errors: "3WRITE_SAVED of 'layers.3'".

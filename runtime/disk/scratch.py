@@ -41,7 +41,10 @@ from megacompile.text import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Bytes of a scratch file; both are multiples of its alignment."""
+    """A range of bytes of a scratch file.
+
+    Those that `take` gives are aligned. Parts of them need not be: they go through the page cache.
+    """
 
     at: int
     size_bytes: int
