@@ -109,7 +109,8 @@ def megacompile(
             Default: the free memory when the plan is made, minus 5 %, at most minus 4 GiB.
         host_memory: host memory for parameters, gradients, optimizer states and what waits there,
             in the same forms. Default: the free memory minus 4 %, at most minus 6 GiB. What
-            does not fit lives on the device or, with `disk`, there; else `HostMemoryError` is raised.
+            does not fit lives on the device or, with `disk`, there; if that is full too,
+            `HostMemoryError` is raised.
         disk: a folder on a fast local disk, where optimizer states lie that host memory does not
             hold, in a file that is gone when the process is. Each step reads and writes all that
             lie there. Without a plan (on the CPU) those of all streamed buckets do.

@@ -256,7 +256,8 @@ class Chooser:
             if self._wanted is None:
                 self._wanted = Placement(choice.resident, choice.on_disk)
             raise DeviceMemoryError(does_not_fit(problem, choice, peak))
-        reasons = (f"{text}: tried nevertheless",)
+        over = peak.total_bytes > problem.budget_bytes
+        reasons = (f"{text}: tried nevertheless" if over else "no other plan fits",)
         return SearchResult(choice, math.inf, peak.total_bytes, 0, reasons)
 
     def _elsewhere_bytes(
