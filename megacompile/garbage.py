@@ -7,6 +7,7 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
+_LEFT_OUT: list[bool] = []  # True while old objects are left out
 _OBJECTS = 300_000  # new ones, about 30 MiB, that the collector waits for; Python's default: 700
 
 
@@ -22,10 +23,23 @@ def old_objects_left_out() -> Iterator[None]:
         return
     often = gc.get_threshold()
     gc.freeze()
-    if often[0]:  # 0: never
-        gc.set_threshold(max(_OBJECTS, often[0]), *often[1:])
     try:
+        _LEFT_OUT.append(True)
+        if often[0]:  # 0: never
+            gc.set_threshold(max(_OBJECTS, often[0]), *often[1:])
         yield
     finally:
+        _LEFT_OUT.clear()
         gc.set_threshold(*often)
         gc.unfreeze()
+
+
+def every_object() -> list[object]:
+    """What the collector knows, with what `old_objects_left_out` leaves out."""
+    if not _LEFT_OUT:
+        return gc.get_objects()
+    gc.unfreeze()
+    try:
+        return gc.get_objects()
+    finally:
+        gc.freeze()

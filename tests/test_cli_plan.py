@@ -13,7 +13,9 @@ from torch import nn
 from megacompile.cli import main, plan, target
 from megacompile.cli.run_plan import _long
 from megacompile.options import Activations
-from megacompile.plan import planner
+from megacompile.plan import chooser, planner
+from megacompile.plan.planner import SearchResult
+from megacompile.plan.problem import Problem
 
 pytest.importorskip("transformers")
 
@@ -101,7 +103,11 @@ def test_of_experts_a_token_passes_a_part(
 @pytest.fixture
 def streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     """No bucket lives on the device, though all of them would fit."""
-    monkeypatch.setattr(planner, "_COUNTS", (0,))
+
+    def streamed_search(problem: Problem, **options: Any) -> SearchResult | None:
+        return planner.search(problem, **{**options, "resident": False})
+
+    monkeypatch.setattr(chooser, "search", streamed_search)
 
 
 def about(size: int, wanted: float) -> bool:

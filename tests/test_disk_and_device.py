@@ -242,6 +242,7 @@ def test_a_disk_takes_no_update_from_the_device(share: float) -> None:
     """Where nothing need lie on the disk, the plan is as fast as without one."""
     whole = slow_host().host_bytes(Choice())
     tower = slow_host(host_budget_bytes=int(share * whole))
+    tower = replace(tower, budget_bytes=int(1.4 * GIB))
     found, without = search(tower), search(replace(tower, disk_budget_bytes=None))
     assert found is not None and without is not None
     assert without.choice.device_update

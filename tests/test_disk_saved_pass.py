@@ -274,12 +274,12 @@ def test_as_little_as_it_takes(reruns: bool, monkeypatch: pytest.MonkeyPatch) ->
     if not reruns:
         monkeypatch.setattr(Problem, "fewest_reruns", lambda *args: 0)
     plenty = problem(host_budget_bytes=100 * GIB)
-    found = search(plenty)
+    found = search(plenty, resident=False)
     assert found is not None and found.choice.offload and not found.choice.saved_on_disk
     every = frozenset(bucket.key for bucket in plenty.buckets)
     states = plenty.host_bytes(replace(found.choice, on_disk=every))
     deep = problem(host_budget_bytes=int(states - 1.45 * GIB))
-    less = search(deep)
+    less = search(deep, resident=False)
     assert less is not None and deep.fits_exactly(less.choice)
     if reruns:
         assert less.choice.rerun and not less.choice.saved_on_disk

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megacompile import megacompile
-from megacompile.garbage import old_objects_left_out
+from megacompile.garbage import every_object, old_objects_left_out
 from megacompile.runtime.model import autograd, streamed
 from megacompile.runtime.model.captured import CapturedGraph
 
@@ -33,6 +33,16 @@ def test_who_never_wants_it_to_run_is_heeded() -> None:
             assert gc.get_threshold()[0] == 0
     finally:
         gc.set_threshold(*before)
+
+
+def test_what_is_left_out_is_found() -> None:
+    old = [object()]
+    with old_objects_left_out():
+        assert any(each is old for each in every_object())
+        assert not any(each is old for each in gc.get_objects())
+        count = gc.get_freeze_count()
+        assert count
+    assert any(each is old for each in every_object()) and not gc.get_freeze_count()
 
 
 def test_where_somebody_has_frozen_objects_they_stay_so() -> None:

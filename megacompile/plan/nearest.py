@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megacompile.passes.schedule.plan import reruns
+from megacompile.passes.schedule.plan import ROWS, reruns
 from megacompile.plan.choice import Choice
 from megacompile.plan.problem import Problem
 
@@ -35,10 +35,10 @@ def lacking(problem: Problem, choice: Choice) -> dict[str, int]:
 
 def _candidates(problem: Problem) -> Iterator[Choice]:
     """With as many residents as fit, and with none; what stages take waits on the device, or on
-    the host as far as it must; every other stage runs again, or none does."""
+    the host as far as it must; rows of stages run again, or none does."""
     tightest = problem.tightest()
     for resident in dict.fromkeys((tightest.resident, problem.resident)):
-        for rerun in (0, reruns(problem.stages, 1)):
+        for rerun in (0, *(reruns(problem.stages, row) for row in ROWS)):
             choice = replace(tightest, resident=resident, rerun=rerun)
             few = problem.fewest_offloaded(choice)
             for offload in sorted({0, problem.stages if few is None else few}):

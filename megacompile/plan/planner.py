@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 
 from megacompile.cost.memory import Moment
 from megacompile.garbage import old_objects_left_out
-from megacompile.passes.schedule.plan import reruns
+from megacompile.passes.schedule.plan import ROWS, reruns
 from megacompile.plan.choice import Choice
 from megacompile.plan.problem import Problem
 from megacompile.text import format_bytes
@@ -37,7 +37,6 @@ _COUNTS = (0, 1 / 24, 1 / 12, 1 / 6, 1 / 3, 2 / 3, 1)  # of the buckets, to be r
 _SHARES = (0.0, 0.1, 0.2, 0.4, 0.7, 1.0)  # of the parameters, to be updated on the device
 _SLOTS = (1, 2, 4, 8, 16)  # more than asked for
 _DELAYS = (1, 2, 4, 8)  # backwards, of states on their way to the host
-_ROWS = (1, 2, 3, 5)  # stages that run again for each whose output is saved
 _FEWER = (0, 1, 2, 3)  # residents, where stages are kept on the host
 _EQUAL = 0.002  # predictions this close are as good as one another; what is resident is then surer
 _PAYS = 0.01  # of a step's time: what slots must save
@@ -174,8 +173,8 @@ class _Tries:
         save: keeping less is tried as well.
         """
         problem, (lowest, most) = self.problem, self.keeps
-        if choice.saved_on_host:
-            lowest = 1  # where none is kept, none is kept on the host
+        if choice.saved_on_host:  # where none is kept, none is kept on the host
+            lowest, most = 1, max(1, choice.keep)
         least = problem.settled(replace(choice, keep=lowest))
         if not problem.fits(least):
             return False
@@ -216,7 +215,7 @@ class _Tries:
                 again = reruns(problem.stages, 1)
             if again:
                 self.add(replace(waiting, rerun=again))
-        for row in () if self.times else _ROWS:
+        for row in () if self.times else ROWS:
             rerun = replace(choice, rerun=reruns(problem.stages, row))
             fewer = problem.fewest_offloaded(rerun)
             for count in sorted({0, fewer or 0}):
@@ -285,8 +284,11 @@ class _Tries:
         while (count := count // 2) and not tried(count):
             pass
         for _ in range(2 if count else 0):
-            for between in _between(sorted(times), min(times, key=times.__getitem__)):
+            before = min(times, key=times.__getitem__)
+            for between in _between(sorted(times), before):
                 tried(between)
+            if min(times, key=times.__getitem__) == before:
+                break
         fastest = choices[min(times, key=times.__getitem__)]
         return fastest if self.times[fastest] < times[0] * (1 - _PAYS) else best
 

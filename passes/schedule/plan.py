@@ -190,6 +190,9 @@ def _offload(
     return chosen, (reason,)
 
 
+ROWS = (1, 2, 3, 5)  # stages that run again for each whose output is saved: what is tried
+
+
 def reruns(stages: int, row: int) -> int:
     """How many of so many stages run again, where `row` in a row do for each whose output is saved.
 

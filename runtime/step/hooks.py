@@ -17,7 +17,6 @@ gradients where they were, and may be called again. What a backward has updated 
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress
@@ -29,6 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megacompile import compat
+from megacompile.garbage import every_object
 from megacompile.runtime.optim.registry import known
 from megacompile.runtime.optim.states import to_plain
 from megacompile.runtime.params.guards import unguarded
@@ -74,7 +74,7 @@ def constructed(model: Model) -> list[Optimizer]:
     Nobody is told of them before they step, so it looks at everything that there is: some tens of
     milliseconds, without a loop in Python.
     """
-    everything, kinds = gc.get_objects(), set(_kinds(Optimizer))
+    everything, kinds = every_object(), set(_kinds(Optimizer))
     found = compress(everything, map(kinds.__contains__, map(type, everything)))
     return [optimizer for optimizer in found if _is_over(optimizer, model)]
 
