@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 _LEFT_OUT: list[bool] = []  # True while old objects are left out
 _OBJECTS = 300_000  # new ones, about 30 MiB, that the collector waits for; Python's default: 700
@@ -34,7 +35,7 @@ def old_objects_left_out() -> Iterator[None]:
         gc.unfreeze()
 
 
-def every_object() -> list[object]:
+def every_object() -> list[Any]:
     """What the collector knows, with what `old_objects_left_out` leaves out."""
     if not _LEFT_OUT:
         return gc.get_objects()
