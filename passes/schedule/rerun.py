@@ -59,20 +59,20 @@ def _not_saved(schedule: Schedule) -> dict[Stage, list[fx.Node]]:
     """The stages that are run again, in forward order, and the outputs of each that it is for."""
     graph = schedule.forward
     returned, saved_values = ops.returned(graph)
-    takers = takers_of(schedule, set(saved_values))
+    saved = set(saved_values)  # now; when a stage runs again, they are there or made again
+    takers = takers_of(schedule, saved)
     calls = ops.calls_by_stage(graph, ops.forward)
     found: dict[Stage, list[fx.Node]] = {}
-    there = set(saved_values)  # when a stage runs again: saved, or made again ahead of it
     for stage in schedule.stages:
         if stage.index not in schedule.plan.rerun or stage.mutated:
             continue
         given = {saved_value(graph, arg) for arg in ops.arguments(calls[stage.index])[2]}
-        if not given <= there:
+        if not given <= saved:
             continue
         outputs = [
             item
             for _, item in _outputs(calls[stage.index], stage)
-            if item in there
+            if item in saved
             and item not in returned
             and isinstance(item.meta.get("value"), TensorMeta)
             and len(takers.get(item, ())) == 1
