@@ -32,7 +32,7 @@ from megacompile.verify.proof import verify
 from tests import cases, inside, zoo
 from tests.actions import apply, frees, parse, text
 from tests.capturing import capture
-from tests.test_activations import ORDERS, Two, offloading, pool
+from tests.test_activations import ORDERS, Two, offloading, pool, trains_alike
 from tests.test_numbers import assert_same
 from tests.test_planner import problem
 from tests.zoo import Stack, batch, loss_of, twins
@@ -219,14 +219,7 @@ def test_updates_in_the_backward() -> None:
     plain = copy.deepcopy(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     model = megacompile(net, device="cpu", lowering="eager", optimizer=optimizer, lookahead=1)
-    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    for i in range(3):
-        for each, step in ((plain, reference), (model, optimizer)):
-            loss_of(each(**batch(i))).backward()
-            step.step()
-            step.zero_grad()
-    for mine, theirs in zip(plain.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    trains_alike(plain, model, optimizer)
     assert pool(model).peak_bytes
 
 
