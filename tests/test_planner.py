@@ -99,6 +99,15 @@ def test_nor_where_it_hardly_fits_or_the_host_is_slow(tokens: int, host: dict[st
         assert more <= less * 1.011
 
 
+def test_more_stages_than_may_be_kept_are_known_not_to_fit() -> None:
+    """As where a search learns from one that kept more of them."""
+    tower = problem(GIB)
+    tower = replace(tower, budget_bytes=tower.peak_bytes(Choice(3)))
+    assert tower.peak_bytes(Choice(tower.stages)) > tower.budget_bytes
+    assert tower.fits(Choice(0))
+    assert [tower.most_kept(Choice(0), 0, most) for most in (1, 2, 3, 4)] == [1, 2, 3, 3]
+
+
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_passing_over_what_computes_too_long_changes_nothing(in_backward: bool) -> None:
     tower = problem(GIB, in_backward=in_backward)

@@ -286,7 +286,8 @@ class Problem:
         while True:
             known = self._known(streamed)
             low = max(k for k, peak in known.items() if peak <= buffer and k <= most)
-            high = min((k for k, peak in known.items() if peak > buffer), default=most + 1)
+            too_many = (k for k, peak in known.items() if peak > buffer and k <= most)
+            high = min(too_many, default=most + 1)
             if high - low <= 1:
                 return max(low, least)
             if high > most:
