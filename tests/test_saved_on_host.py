@@ -50,10 +50,11 @@ def others(schedule: Schedule) -> frozenset[int]:
 
 @pytest.fixture
 def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let plans keep every other stage on the host."""
+    """Let plans keep every other stage on the host, and the last one alone on the device."""
 
-    def make(schedule: Schedule, **options: Any) -> Schedule:
-        return make_plan(schedule, **{**options, "saved_on_host": others(schedule)})
+    def make(schedule: Schedule, *, keep: int, **options: Any) -> Schedule:
+        there = {**options, "saved_on_host": others(schedule)}
+        return make_plan(schedule, keep=min(keep, 1), **there)
 
     monkeypatch.setattr(pipeline, "make_plan", make)
 
