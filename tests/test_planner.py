@@ -300,8 +300,8 @@ def test_a_model_that_cannot_fit_says_so_with_the_table() -> None:
 def test_plans_are_compared_on_a_slower_host_too(monkeypatch: Any) -> None:
     """Where updates end just when they are needed, a host of another day would be waited for."""
     tower = problem(0, tokens=8192)
-    hardware = H200.replace(update_gb_s=60.0)
-    tower = replace(tower, budget_bytes=int(5.4 * tower.floor_bytes()), hardware=hardware)
+    hardware = H200.replace(update_gb_s=45.0)
+    tower = replace(tower, budget_bytes=int(3.2 * tower.floor_bytes()), hardware=hardware)
     sure = search(tower, device_update=False)
     assert sure is not None and sure.step_s == tower.step_s(sure.choice), "as measured"
     monkeypatch.setattr(problem_code, "_SLOWER", 1.0)
@@ -309,7 +309,7 @@ def test_plans_are_compared_on_a_slower_host_too(monkeypatch: Any) -> None:
     assert fastest is not None and fastest.step_s < sure.step_s < 1.05 * fastest.step_s
     monkeypatch.undo()
     slow = hardware.replace(
-        update_gb_s=problem_code._SLOWER * 60,
+        update_gb_s=problem_code._SLOWER * 45,
         host_memory_gb_s=problem_code._SLOWER * H200.host_memory_gb_s,
     )
     slower = replace(tower, hardware=slow)

@@ -246,8 +246,7 @@ def test_the_device_makes_what_it_may_help_with(
     timeline = simulate(trained(monkeypatch, helped=helped), SLOW, optimizer=HELPED)
     streams = {e.label: e.stream for e in timeline.events if e.graph == "update"}
     on_device = {label for label, stream in streams.items() if stream is Stream.DEVICE}
-    # the host has begun with the first one by then
-    assert on_device == ({"1UPDATE"} if 1 in helped else set())
+    assert on_device == {f"{k}UPDATE" for k in helped[:1]}  # of two the host makes the other one
 
 
 def left_for_the_update(monkeypatch: pytest.MonkeyPatch) -> Schedule:
@@ -306,33 +305,43 @@ def test_a_device_update_waits_for_its_states_and_its_bucket_stays_there(
     assert again["0PREFETCH@0"][0] == 20.25  # new parameters are there ahead of the states
 
 
-def test_the_device_begins_at_the_end_and_meets_the_host() -> None:
-    """Updates of 4 GB take 2 s, here and there; the last one is too small for the device."""
+@pytest.mark.parametrize(
+    ("host_bytes", "on_host", "start_s"),
+    [
+        (4e9, "1 3 5", [0, 0, 2, 2, 4, 4]),  # as fast as the device
+        (8e9, "1 4 5", [0, 0, 2, 4, 4, 8]),
+        (10e9, "2 5", [0, 2, 0, 4, 6, 5]),  # between two and three times as long
+        (12e9, "2 5", [0, 2, 0, 4, 6, 6]),
+        (22e9, "5", [0, 2, 4, 6, 8, 0]),  # what else it took, the device would have first
+    ],
+)
+def test_the_host_takes_what_it_ends_before_the_device_would(
+    host_bytes: float, on_host: str, start_s: list[float]
+) -> None:
+    """The device takes 2 s for each, and makes all but the last one."""
     queues = Queues(SLOW)
-    for i in range(4):
-        helped = 4e9 if i < 3 else 0.0
-        queues.add(Work("update", f"{i}UPDATE", HOST, 4e9, [], 0, helped=helped))
+    for i in range(6):
+        helped = 4e9 if i < 5 else 0.0
+        queues.add(Work("update", f"{i}UPDATE", HOST, host_bytes, [], 0, helped=helped))
     queues.go()
-    streams = [STREAMS[work.queue] for work in queues.works]
-    assert streams == [Stream.HOST, Stream.HOST, Stream.DEVICE, Stream.HOST]
-    assert queues.start_s == pytest.approx([0.0, 2.0, 0.0, 4.0])
+    hosts = [i for i, work in enumerate(queues.works) if STREAMS[work.queue] is Stream.HOST]
+    assert " ".join(map(str, hosts)) == on_host
+    assert queues.start_s == pytest.approx(start_s)
 
 
-def test_the_device_takes_the_last_update(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_takes_the_first_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a billion parameters: 2 GB each way and gradients of 2 GB, 4 GB in at 1 GB/s."""
     hardware = UNIT.replace(update_gb_s=2.0)
     alone = simulate(trained(monkeypatch), hardware, optimizer=OptimizerCost(states=0), steps=2)
     timeline = simulate(trained(monkeypatch, helped=(0, 1)), hardware, optimizer=HELPED, steps=2)
     first = {e.label: e for e in timeline.events if e.graph == "update" and e.step == 0}
     assert {label: e.stream for label, e in first.items()} == {
-        "0UPDATE": Stream.HOST,
-        "1UPDATE": Stream.DEVICE,
+        "0UPDATE": Stream.DEVICE,
+        "1UPDATE": Stream.HOST,
     }
-    assert (first["0UPDATE"].start_s, first["0UPDATE"].stop_s) == (5.25, 8.25)
-    # 3 GB of 4 are in by 8.25; then 0PREFETCH takes half of the link, and has it alone in the end
-    assert first["1UPDATE"].start_s == 5.25
-    assert first["1UPDATE"].stop_s == pytest.approx(8.25 + 2.0)
-    assert spans(timeline, step=1)["0PREFETCH@0"] == (8.25, pytest.approx(10.25 + 0.5))
+    assert (first["0UPDATE"].start_s, first["0UPDATE"].stop_s) == (5.25, 9.25)
+    assert (first["1UPDATE"].start_s, first["1UPDATE"].stop_s) == (5.25, 8.25)
+    assert spans(timeline, step=1)["0PREFETCH@0"][0] == 9.25
     assert timeline.step_s < alone.step_s
     assert 0 < timeline.busy_s(Stream.DEVICE) < timeline.step_s
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.updates import chunks as moving
 from megacompile.runtime.updates import update, workers
 from megacompile.runtime.updates.chunks import _placed, chunks
+from megacompile.runtime.updates.update import UpdatePath
 from megacompile.runtime.updates.workers import Job, Workers
 from megacompile.tracing.timeline import DEVICE, HOST
 from tests.test_simulate import streamed
@@ -106,6 +108,7 @@ class Made:
 
     def __init__(self, name: str, log: list[str], *, on_device: bool = True) -> None:
         self.name, self.log, self.on_device = name, log, on_device
+        self.way, self.numel = UpdatePath.COMPILED, 10
         self.runs: list[Any] = [SimpleNamespace(update=f"of {name}")]
         self.may = threading.Event()
         self.may.set()
@@ -153,7 +156,7 @@ def begun(two: Workers, made: list[Made]) -> list[Job]:
     return all_jobs
 
 
-def test_the_host_begins_with_the_first_and_the_device_with_the_last(two: Workers) -> None:
+def test_the_device_makes_in_order_what_the_host_leaves(two: Workers) -> None:
     log: list[str] = []
     made = [Made(name, log) for name in "abcde"]
     all_jobs = begun(two, made)
@@ -163,8 +166,99 @@ def test_the_host_begins_with_the_first_and_the_device_with_the_last(two: Worker
     made[0].may.set()
     all_jobs[0].future.result(60)
     by_device = [entry for entry in log if entry.endswith("device")]
-    assert by_device == ["e by device", "d by device", "c by device", "b by device"]
+    assert by_device == ["b by device", "c by device", "d by device", "e by device"]
     assert log[-1] == "a by host" and len(log) == 5
+
+
+def paced(two: Workers, host_s: float, device_s: float) -> None:
+    """They know how long they take for an update."""
+    for pace, seconds in ((two._host_pace, host_s), (two._device_pace, device_s)):
+        pace.learn(jobs(Made("", []))[0].update, seconds)
+
+
+@pytest.mark.parametrize(
+    ("host_s", "first"),
+    [(10.0, "a"), (20.0, "b"), (25.0, "c"), (50.0, "e"), (51.0, None)],  # the device: 10 s
+)
+def test_the_host_takes_what_it_ends_before_the_device_would(
+    two: Workers, host_s: float, first: str | None
+) -> None:
+    paced(two, host_s, 10.0)
+    waiting = jobs(*(Made(name, []) for name in "abcde"))
+    two._waiting.extend(waiting)
+    assert two._for_host() is waiting[0], "nobody helps"
+    two._waiting.appendleft(waiting[0])
+    two._helped.append(futures(waiting))
+    taken = two._for_host()
+    assert taken is (None if first is None else waiting["abcde".index(first)])
+    assert list(two._waiting) == [job for job in waiting if job is not taken]
+
+
+def test_what_the_device_does_now_is_ahead_of_what_waits(two: Workers) -> None:
+    paced(two, 20.0, 10.0)
+    waiting = jobs(*(Made(name, []) for name in "abc"))
+    two._waiting.extend(waiting)
+    two._helped.append(futures(waiting))
+    two._device_ends_s = time.perf_counter() + 10.5
+    assert two._for_host() is waiting[0]
+
+
+def test_a_slow_host_leaves_the_first_one_to_a_device_that_comes(
+    two: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "_PATIENCE_S", 60)
+    paced(two, 1000.0, 1e-6)
+    log: list[str] = []
+    all_jobs = jobs(*(Made(name, log) for name in "abc"))
+    for job in all_jobs:
+        two.submit(job)
+    two.help(futures(all_jobs))
+    for job in all_jobs:
+        job.future.result(60)
+    assert log == ["a by device", "b by device", "c by device"]
+
+
+def test_and_does_not_wait_for_one_that_does_not(two: Workers) -> None:
+    paced(two, 1000.0, 1e-6)
+    log: list[str] = []
+    all_jobs = jobs(*(Made(name, log) for name in "abc"))
+    for job in all_jobs:
+        two.submit(job)
+    for job in all_jobs:
+        job.future.result(60)
+    assert log == ["a by host", "b by host", "c by host"]
+
+
+def test_what_the_device_leaves_after_all_is_the_hosts(two: Workers) -> None:
+    """It fails in what it knows of it; nobody else would come."""
+    paced(two, 1000.0, 1e-6)
+    log: list[str] = []
+    made = [Made("a", log), Made("b", log)]
+    all_jobs = jobs(*made)
+    two._helped.append(futures(all_jobs))
+    for job in all_jobs:
+        two.submit(job)
+    two._host.submit((over := threading.Event()).set)
+    assert over.wait(60) and not log
+    two._helped.clear()
+    two._by_device(None, set())  # type: ignore[arg-type]
+    for job in all_jobs:
+        job.future.result(60)
+    assert log == ["a by host", "b by host"]
+
+
+def test_a_pace_that_was_slow_by_chance_is_forgotten() -> None:
+    pace, update = workers.Pace(), jobs(Made("", []))[0].update
+    assert pace.seconds(update) is None
+    for seconds in (2.0, 4.0):
+        pace.learn(update, seconds)
+        pace.begin()
+    assert pace.seconds(update) == 4.0, "it was learned in the step before"
+    found = []
+    for _ in range(4):
+        pace.begin()
+        found.append(pace.seconds(update))
+    assert found == pytest.approx([3.2, 2.56, 2.048, 2.0])
 
 
 def test_each_is_made_once(two: Workers) -> None:

@@ -3,15 +3,15 @@
 Each queue does its work in the order in which it is given, an item at a time, and an item begins
 when everything that it waits for is done. Copies take their bytes over the bandwidth, which is less
 while both directions run. The CPU's update and the copies share host memory: where they want more
-than it has, each gets a fair share. A device that helps takes the last of the CPU's updates over
-the link (see `runtime.updates.workers`). Times are in seconds.
+than it has, each gets a fair share. A device that helps takes updates from the CPU, over the link
+(`runtime.updates.workers` says which). Times are in seconds.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megacompile.cost.hardware import Hardware
@@ -44,6 +44,7 @@ class Queues:
         self.stop_s: list[float] = []
         self.blocker: list[int] = []  # the work whose end let this one start, or -1
         self.rates = [_rates(hardware, busy) for busy in range(1 << len(STREAMS))]
+        self._host_s, self._device_s = (1 / self.rates[1 << k][k] for k in (HOST, DEVICE))
 
     def add(self, work: Work) -> int:
         """Gives its place."""
@@ -63,6 +64,7 @@ class Queues:
         missing = [len(work.waits) for work in self.works]
         readers: list[list[int]] = [[] for _ in range(count)]
         each = range(len(STREAMS))
+        order = sorted(each, key=lambda k: k == HOST)  # which takes what the device leaves
         queues: list[deque[int]] = [deque() for _ in each]
         for i, work in enumerate(self.works):
             queues[work.queue].append(i)
@@ -71,10 +73,10 @@ class Queues:
         runs, left, running, now, done = [-1] * len(STREAMS), [0.0] * len(STREAMS), 0, 0.0, 0
         last_of = [-1] * len(STREAMS)
         while done < count:
-            for k in each:
+            for k in order:
                 if running >> k & 1:
                     continue
-                i = self._helped(queues[HOST]) if k == DEVICE else next(iter(queues[k]), -1)
+                i = self._next(k, queues, left[DEVICE] if running >> DEVICE & 1 else 0.0)
                 if i < 0 or missing[i]:
                     continue
                 running |= 1 << k
@@ -84,7 +86,7 @@ class Queues:
                     queues[HOST].remove(i)
                     self.works[i].queue, left[k] = k, self.works[i].helped
                 else:
-                    queues[k].popleft()
+                    queues[k].remove(i)
                 self.start_s[i] = now
                 blockers = [*self.works[i].waits, *([last_of[k]] if last_of[k] >= 0 else [])]
                 self.blocker[i] = max(blockers, key=self.stop_s.__getitem__, default=-1)
@@ -106,17 +108,28 @@ class Queues:
                 for reader in readers[i]:
                     missing[reader] -= 1
 
-    def _helped(self, queue: Iterable[int]) -> int:
-        """The last of the updates of one step that wait for the host, if the device can make it."""
-        found = step = -1
-        for i in queue:
+    def _next(self, k: int, queues: Sequence[deque[int]], device_left: float) -> int:
+        """What a queue would begin now, while the device has so much left to do; -1: nothing."""
+        if k == DEVICE:
+            return next((i for i in self._of_a_step(queues[HOST]) if self.works[i].helped), -1)
+        if k != HOST:
+            return next(iter(queues[k]), -1)
+        device_s = device_left * self._device_s
+        for i in self._of_a_step(queues[k]):
             work = self.works[i]
-            if step not in (-1, work.step):
-                break
-            step = work.step
-            if work.helped:
-                found = i
-        return found
+            device_s += work.helped * self._device_s
+            if not work.helped or work.amount * self._host_s <= device_s:
+                return i
+        return -1
+
+    def _of_a_step(self, queue: Iterable[int]) -> Iterator[int]:
+        """Of what waits there the works of the first step."""
+        step = -1
+        for i in queue:
+            if step not in (-1, self.works[i].step):
+                return
+            step = self.works[i].step
+            yield i
 
     def critical(self, last: int, start_s: float) -> dict[Stream, float]:
         """Seconds by stream on the way back from an op to a time: who let whom start."""

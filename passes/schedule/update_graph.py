@@ -3,10 +3,10 @@
     before: 2B 1B 0B        after: 2B 1B 0B | 1UPDATE 2UPDATE HELP_HOST 0UPDATE 0OFFLOAD_STATE
 
 Buckets come in the order in which the next forward reads them. Threads of the host update what lies
-in its memory (`update_host`), from the first on, and the device helps from the last one on
-(`help_host`), but not where states come from a disk: it would wait for the drive. The compute
-stream updates what lives on the device (`update_resident`) and what the backward has left there
-(`schedule.left`), whose new values then go to the host. An update on the host waits for the
+in its memory (`update_host`), and the device helps (`help_host`) unless states come from a disk: it
+would wait for the drive. Who makes which is decided while they do (`runtime.updates.workers`). The
+compute stream updates what lives on the device (`update_resident`) and what the backward has left
+there (`schedule.left`), whose new values then go to the host. An update on the host waits for the
 gradients of its bucket (`gradients_1`), and a later graph takes its token (see `tokens`).
 """
 

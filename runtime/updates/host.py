@@ -66,7 +66,7 @@ class HostUpdates:
         return flight
 
     def help(self, flights: Sequence[Flight]) -> None:
-        """Let the device make what it can of those of these that still wait, the last one first."""
+        """Let the device make what it can of these, as long as they wait."""
         self.workers.help({flight.future for flight in flights})
 
 

@@ -139,6 +139,11 @@ class BucketUpdate:
     on_device: bool = False  # may the device make it, of memory on the host?
     _values: dict[int, torch.Tensor] = field(default_factory=dict)  # of parameters from a disk
 
+    @property
+    def numel(self) -> int:
+        """Elements that it updates."""
+        return sum(self.bucket.layout.params[step.index].numel for step in self.steps)
+
     def makes_states(self) -> bool:
         """Will an optimizer's own first step make states? Ask before it runs."""
         kind = known(self.kind)

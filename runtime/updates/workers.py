@@ -1,8 +1,10 @@
 """Who carries out the updates of host memory, in the background: the host, helped by the device.
 
-The host's thread takes the first bucket that waits, because the next forward reads that first; the
-device takes the last one, in chunks over a link that is idle (see `chunks`). They meet somewhere in
-the middle, wherever their rates of the day let them: nobody has to know those.
+Buckets wait in the order in which the next forward reads them. The device takes the first one that
+waits, in chunks over a link that is idle (see `chunks`). The host takes the first one that it ends
+no later than the device would, were that to make all that waits before it too. Where both are as
+fast, they take turns; where the host is ten times slower, it takes the tenth, or none where fewer
+wait. How long each takes is known from its last updates.
 
 Source of the idea: Maurya et al., "Deep Optimizer States: Towards Scalable Training of Transformer
 Models Using Interleaved Offloading", 2024, arXiv 2410.21316, which divides the work beforehand.
@@ -11,6 +13,8 @@ Models Using Interleaved Offloading", 2024, arXiv 2410.21316, which divides the 
 from __future__ import annotations
 
 import functools
+import math
+import time
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
@@ -23,8 +27,11 @@ from megacompile.runtime.device import forks
 from megacompile.runtime.device.background import Background, fulfil
 from megacompile.runtime.updates.chunks import Chunks, ChunkStreams
 from megacompile.runtime.updates.flight import Timed, untimed
-from megacompile.runtime.updates.update import BucketUpdate
+from megacompile.runtime.updates.update import BucketUpdate, UpdatePath
 from megacompile.tracing.timeline import DEVICE, HOST
+
+_DOUBT = 0.8  # of the time of the last update, for each step in which there was none
+_PATIENCE_S = 0.1  # for the device, which helps once all updates of a step were started
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +42,7 @@ class Job:
     await_gradients: Callable[[], None] = lambda: None
     timed: Timed = untimed
     future: Future[None] = field(default_factory=Future)
+    since_s: float = field(default_factory=time.perf_counter)
 
     def run(self, lane: str, work: Callable[[], None]) -> None:
         """Make it; what goes wrong is the future's."""
@@ -50,6 +58,34 @@ class Job:
             self.timed(HOST, lambda: None)  # a trace waits for its end
 
 
+class Pace:
+    """How long a worker takes for an update of a kind, in seconds an element."""
+
+    def __init__(self) -> None:
+        self._learned = False
+        self._last: dict[UpdatePath, float] = {}
+        self._best: dict[UpdatePath, float] = {}
+
+    def seconds(self, update: BucketUpdate) -> float | None:
+        """For this update; None: there was none of its kind yet."""
+        each = self._last.get(update.way)
+        return None if each is None else each * update.numel
+
+    def learn(self, update: BucketUpdate, seconds: float) -> None:
+        """It has taken so long."""
+        each = self._last[update.way] = seconds / max(1, update.numel)
+        self._best[update.way] = min(each, self._best.get(update.way, each))
+        self._learned = True
+
+    def begin(self) -> None:
+        """A step begins. If nothing was learned in the one before, the last update may have been
+        slow by chance, and a faster one is expected; none that is faster than the fastest."""
+        if not self._learned:
+            for way, each in tuple(self._last.items()):
+                self._last[way] = max(_DOUBT * each, self._best[way])
+        self._learned = False
+
+
 class Workers:
     """A thread for the host's updates, and one that issues the device's.
 
@@ -59,6 +95,9 @@ class Workers:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._waiting: deque[Job] = deque()
+        self._helped: deque[Collection[Future[None]]] = deque()  # which the device will come to
+        self._device_ends_s = 0.0  # what it makes, as far as is known
+        self._host_pace, self._device_pace = Pace(), Pace()
         self._host = Background("megacompile-update")
         self._issues = Background("megacompile-chunks")
         self._streams: ChunkStreams | None = None
@@ -67,10 +106,10 @@ class Workers:
     def submit(self, job: Job) -> None:
         """Let it wait behind those that do."""
         self._waiting.append(job)
-        self._host.submit(self._first)
+        self._host.submit(self._by_host)
 
     def help(self, futures: Collection[Future[None]]) -> None:
-        """Let the device make what it can of these that wait, the last one first.
+        """Let the device make what it can of these that wait, the first one first.
 
         Called by the thread that computes, whose stream's memory is used.
         """
@@ -90,7 +129,8 @@ class Workers:
         except torch.OutOfMemoryError:
             log.logger("update").info("no device memory is left to help the host with updates")
             return
-        self._issues.submit(functools.partial(self._last_ones, chunks, futures))
+        self._host_pace.begin()
+        self._issues.submit(functools.partial(self._by_device, chunks, futures))
 
     def before_fork(self) -> None:
         """The buckets wait for what waits here."""
@@ -99,25 +139,73 @@ class Workers:
         """What another thread has given since is its own, and not the child's."""
         if in_child:
             self._waiting.clear()
+            self._helped.clear()
 
-    def _first(self) -> None:
+    def _by_host(self) -> None:
         while True:  # also one that was left behind when a `submit` was interrupted
-            try:
-                job = self._waiting.popleft()
-            except IndexError:
+            self._await_help()
+            job = self._for_host()
+            if job is None:
                 return
-            job.run(HOST, job.update)
+            self._make(job, HOST, job.update, self._host_pace)
 
-    def _last_ones(self, chunks: Chunks, futures: Collection[Future[None]]) -> None:
-        while (job := self._last(futures)) is not None:
-            job.run(DEVICE, functools.partial(job.update.by_chunks, chunks))
+    def _by_device(self, chunks: Chunks, futures: Collection[Future[None]]) -> None:
+        self._helped.append(futures)
+        while (job := self._for_device(futures)) is not None:
+            self._device_ends_s = time.perf_counter() + (self._device_pace.seconds(job.update) or 0)
+            by_chunks = functools.partial(job.update.by_chunks, chunks)
+            self._make(job, DEVICE, by_chunks, self._device_pace)
+        self._helped.remove(futures)
+        self._host.submit(self._by_host)  # who may have left some to the device
 
-    def _last(self, futures: Collection[Future[None]]) -> Job | None:
-        for job in reversed(tuple(self._waiting)):
-            if job.update.on_device and job.future in futures:
-                try:
-                    self._waiting.remove(job)
-                except ValueError:
-                    continue  # the host was faster
+    def _await_help(self) -> None:
+        """Updates are started one by one, and then the device begins to help: if it is faster, the
+        first one is not the host's."""
+        first = next(iter(tuple(self._waiting)), None)
+        if first is None or not first.update.on_device:
+            return
+        mine_s = self._host_pace.seconds(first.update)
+        its_s = self._device_pace.seconds(first.update)
+        if mine_s is None or its_s is None or mine_s <= its_s:
+            return
+        while not self._is_helped(first) and time.perf_counter() < first.since_s + _PATIENCE_S:
+            time.sleep(0.001)
+
+    def _make(self, job: Job, lane: str, work: Callable[[], None], pace: Pace) -> None:
+        def timed() -> None:
+            start = time.perf_counter()
+            work()
+            pace.learn(job.update, time.perf_counter() - start)
+
+        job.run(lane, timed)
+
+    def _for_host(self) -> Job | None:
+        """The first one that it ends no later than the device would."""
+        device_s = max(0.0, self._device_ends_s - time.perf_counter())
+        for job in tuple(self._waiting):
+            if self._is_helped(job):
+                mine_s = self._host_pace.seconds(job.update)
+                its_s = self._device_pace.seconds(job.update)
+                device_s += math.inf if its_s is None else its_s
+                if mine_s is not None and mine_s > device_s:
+                    continue
+            if self._take(job):
                 return job
         return None
+
+    def _for_device(self, futures: Collection[Future[None]]) -> Job | None:
+        for job in tuple(self._waiting):
+            if job.update.on_device and job.future in futures and self._take(job):
+                return job
+        return None
+
+    def _is_helped(self, job: Job) -> bool:
+        return job.update.on_device and any(job.future in futures for futures in self._helped)
+
+    def _take(self, job: Job) -> bool:
+        """Whoever can do this makes it."""
+        try:
+            self._waiting.remove(job)
+        except ValueError:
+            return False
+        return True

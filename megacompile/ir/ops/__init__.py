@@ -41,7 +41,7 @@ their effects (`megacompile.ir.ops.op`): `megacompile.runtime.ops.bound` holds w
     read_trained   read     3READ_TRAINED     bucket -> done; an update on the host may change them
     write_weights  write    3WRITE_WEIGHTS    bucket -> done; its new parameters are on the disk
     update_in_place compute 3UPDATE           bucket, gradients, norms -> done; in the backward
-    help_host      device   HELP_HOST         updates -> nothing; the device makes the last of them
+    help_host      device   HELP_HOST         updates -> nothing; the device makes some of them
     defer_free     compute  DEFER_FREE        value, after -> nothing; kept until `after` is done
     drain          compute  DRAIN             () -> nothing; what was deferred before goes
     free           compute  -                 value, after -> nothing; printed as `del`

@@ -81,6 +81,6 @@ def update_in_place(
 def help_host(updates: tuple[Any, ...]) -> Any:
     """From now on the device makes, in chunks, those of these updates that the host has not begun.
 
-    It takes the last one first. Whoever makes an update, what `update_host` gave is its end.
+    It takes the first one first. Whoever makes an update, what `update_host` gave is its end.
     """
     unbound(help_host)
