@@ -32,7 +32,9 @@ SUBJECTS = {
     "compile": "how much code was compiled, how long that took, and what came from caches",
     "memory": "what parameters take on the host and slots on the device",
     "update": "how optimizer.step() updates each bucket",
+    "time": "what takes seconds until the first step is done, and how long each took",
 }
+_LEAST_S = 0.01  # shorter is not said
 _FORMAT = "%(asctime)s %(name)s %(levelname)s: %(message)s"
 
 _configured: str | None = None  # the variable as it was when it was last read
@@ -179,3 +181,9 @@ def compiled(name: str, found: int, made: int, time_s: float) -> None:
     if found or made:
         text = "%s: compiled %d templates in %.1f s (%d from the cache)"
         logger("compile").info(text, name, found + made, time_s, found)
+
+
+def took(what: str, time_s: float) -> None:
+    """Something that is waited for has ended."""
+    if time_s >= _LEAST_S:
+        logger("time").info("%s took %.2f s", what, time_s)

@@ -1,15 +1,31 @@
-"""What takes seconds on a large model, on stderr: bars, and a line that says what is waited for."""
+"""What takes seconds on a large model: bars and a line on stderr that says what is waited for, and
+in the log (MEGACOMPILE_LOG=time) how long each took."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from tqdm import tqdm
 
+from megacompile import log
+
 _ERASE = "\r\x1b[K"  # to the end of the line
-_lines: list[str] = []  # what is waited for, the outermost first; "" is not shown any more
+
+
+@dataclass(slots=True)
+class _Line:
+    """What is waited for."""
+
+    is_shown: bool
+    what: str = ""  # "": nothing
+    since_s: float = 0.0
+
+
+_lines: list[_Line] = []  # the outermost first
 
 
 @contextmanager
@@ -19,6 +35,7 @@ def bar(
     """A bar of `total` units; yields a function that advances it. `show=None`: on a terminal."""
     disable = None if show is None else not show
     now("")
+    start = time.perf_counter()
     with tqdm(
         total=total,
         desc=f"megacompile: {what}",
@@ -28,15 +45,13 @@ def bar(
         leave=False,
     ) as progress:
         yield progress.update
+    log.took(what, time.perf_counter() - start)
 
 
 @contextmanager
 def line(what: str, show: bool | None) -> Iterator[None]:
     """A line that is gone at the end; `now` changes it. `show=None`: on a terminal."""
-    if not (sys.stderr.isatty() if show is None else show):
-        yield
-        return
-    _lines.append("")
+    _lines.append(_Line(sys.stderr.isatty() if show is None else show))
     try:
         now(what)
         yield
@@ -47,7 +62,12 @@ def line(what: str, show: bool | None) -> Iterator[None]:
 
 def now(what: str) -> None:
     """Let the line say something else, if there is one: "" is nothing."""
-    if _lines and _lines[-1] != what:
-        _lines[-1] = what
+    if not _lines or _lines[-1].what == what:
+        return
+    line, now_s = _lines[-1], time.perf_counter()
+    if line.what:
+        log.took(line.what, now_s - line.since_s)
+    line.what, line.since_s = what, now_s
+    if line.is_shown:
         print(f"{_ERASE}megacompile: {what} ..." if what else _ERASE, end="", file=sys.stderr)
         sys.stderr.flush()

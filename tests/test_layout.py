@@ -20,13 +20,14 @@ LINKED = ("passes", "runtime")  # top-level folders that are subpackages of mega
 
 # From the ground up: a module imports from its own floor and from those before it.
 FLOORS = (
-    ("errors", "progress", "text"),
+    ("errors", "text"),
     ("garbage", "host_memory", "page_locks", "sizes"),
     ("compat",),
     ("ir",),
     ("runtime.optim",),  # what an optimizer is: options, cost and the runtime ask
     ("packed",),
     ("log", "disk_options", "options", "validate"),
+    ("progress",),
     ("runtime.device.forks",),
     ("runtime.device.background",),
     ("runtime.disk",),  # the cost model measures it

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+import logging
 import sys
+import time
 from typing import Any
 
 import pytest
 from torch import nn
 
-from megacompile import megacompile, progress
+from megacompile import log, megacompile, progress
 from megacompile.progress import bar, line, now
 from megacompile.runtime.model.program import Program
 from tests.training import adamw, data, net
@@ -93,3 +95,27 @@ def test_a_bar_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
         advance(3)
     now("nothing")
     assert "nothing" not in terminal.getvalue()
+
+
+def test_the_log_says_how_long_each_took(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shown or not; of a line that is inside of another one the outer one's time goes on."""
+    monkeypatch.setattr(time, "perf_counter", iter(range(100)).__next__)
+    with caplog.at_level(logging.INFO, "megacompile.time"):
+        with line("capturing", False):
+            now("planning")
+            with line("preparing", False):
+                pass
+            with bar("compiling", 3, False) as advance:
+                advance(3)
+            now("running")
+    said = [record.getMessage().rpartition(" took ")[0] for record in caplog.records]
+    assert said == ["capturing", "preparing", "planning", "compiling", "running"]
+
+
+def test_what_took_no_time_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "megacompile.time"):
+        log.took("a short one", 0.009)
+        log.took("a long one", 1.234)
+    assert [record.getMessage() for record in caplog.records] == ["a long one took 1.23 s"]
