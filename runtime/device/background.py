@@ -38,6 +38,11 @@ def fulfil(future: Future[None], work: Work) -> None:
         future.set_result(None)
 
 
+def is_over() -> bool:
+    """Does the process end? What nobody waits for need not be done then."""
+    return _OVER.is_set()
+
+
 class Background:
     """One thread that does what it is given, in order. It ends when nobody has this any more.
 

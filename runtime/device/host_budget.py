@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
 import itertools
 import weakref
+from collections.abc import Iterable
+
+import torch
 
 from megacompile.errors import HostMemoryError
 from megacompile.host_memory import check_host_memory
 from megacompile.runtime.device.buffers import HostBuffer
+from megacompile.runtime.device.buffers_ahead import BuffersAhead, Wanted
 from megacompile.text import format_bytes
 
 
@@ -24,6 +30,7 @@ class HostBudget:
         self._sizes: dict[int, int] = {}  # of what lives; a finalizer may come at any time
         self._buffers: weakref.WeakValueDictionary[int, HostBuffer] = weakref.WeakValueDictionary()
         self._next = itertools.count()
+        self._ahead: BuffersAhead | None = None
 
     @property
     def held_bytes(self) -> int:
@@ -46,6 +53,36 @@ class HostBudget:
             HostMemoryError: there is too little, or the limit is reached. The kernel would kill the
                 process later, when the memory is touched.
         """
+        if touch and self._ahead is not None:
+            ready = self._ahead.take(size_bytes, pin=pin)
+            if ready is not None:
+                return ready
+        try:
+            return self._new(size_bytes, what, pin=pin, touch=touch)
+        except HostMemoryError:
+            if self._ahead is None:
+                raise
+        self.forget_ahead()  # what nobody may ask for is in the way
+        return self._new(size_bytes, what, pin=pin, touch=touch)
+
+    def make_ahead(self, wanted: Iterable[Wanted], what: str, device: torch.device) -> None:
+        """Make buffers in the background, which `make` gives to whoever asks for such ones.
+
+        Args:
+            what: names their purpose in errors.
+            device: they are page-locked for its copies.
+        """
+        if self._ahead is None:
+            self._ahead = BuffersAhead(functools.partial(_ahead, weakref.ref(self), what, device))
+        self._ahead.begin(wanted)
+
+    def forget_ahead(self) -> None:
+        """What was made ahead and not asked for goes."""
+        if self._ahead is not None:
+            self._ahead.forget()
+            self._ahead = None
+
+    def _new(self, size_bytes: int, what: str, *, pin: bool, touch: bool) -> HostBuffer:
         key = next(self._next)
         self._sizes[key] = size_bytes  # before it is checked: other threads make buffers too
         try:
@@ -68,6 +105,20 @@ class HostBudget:
                 "state_dtype='int8', a smaller batch, or disk="
             )
         check_host_memory([(what, size_bytes)])
+
+
+def _ahead(
+    budget: weakref.ref[HostBudget], what: str, device: torch.device, wanted: Wanted
+) -> HostBuffer:
+    """A buffer that nobody has asked for yet."""
+    alive = budget()
+    if alive is None:
+        raise ReferenceError("nobody will")
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        buffer = alive._new(wanted.size_bytes, what, pin=wanted.pin, touch=True)
+        if wanted.lock:
+            buffer.lock()
+    return buffer
 
 
 def _made(size_bytes: int, what: str, *, pin: bool, touch: bool) -> HostBuffer:

@@ -316,13 +316,15 @@ class CapturedGraph:
             MovesFirst: it is for buckets that are elsewhere, and nothing has been done yet that
                 would be done twice.
         """
-        program.plan(program.variant())
+        planned = program.plan(program.variant())
         plans = self.plans
         if program.tangents:
             self.machine.foresee(plans.wanted.resident)
         moves = plans.wanted != plans.placement and not self.machine.pending
         if moves and self.begins_call():
             raise MovesFirst
+        if program.tangents:
+            self.machine.make_ahead(planned)
         program.executor(program.variant())
 
     def _share(self, args: Sequence[Any]) -> str:

@@ -90,11 +90,12 @@ class Program:
         update = self.machine.in_backward is not None
         return replace(Variant(self.tangents, keep_last=True, update=update), **changes)
 
-    def plan(self, variant: Variant) -> None:
+    def plan(self, variant: Variant) -> Schedule:
         """Plan the schedule of a variant, which `executor` then gives code."""
         progress.now("planning the step")
         with _stages_own_ambient():
             self._planned[variant] = self.plans.plan(self.stages, self.capture, variant)
+        return self._planned[variant]
 
     def executor(self, variant: Variant) -> Executor:
         """The executor of a variant, built at first use."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megacompile.ir.buckets import Bucket
+from megacompile.ir.schedule import Schedule
 from megacompile.runtime.device.activations import HostPool
 from megacompile.runtime.device.background import Background
 from megacompile.runtime.device.disk_buffers import Disk
@@ -45,6 +46,7 @@ class Machine:
     in_backward: InBackward | None = None  # where the backward updates
     before_step: Callable[[], None] = lambda: None  # called when an optimizer's step begins
     foresee: Callable[[frozenset[int]], None] = lambda _: None  # steps will come; who is resident
+    make_ahead: Callable[[Schedule], None] = lambda _: None  # what the first step of it will need
     run: Run | None = None  # what becomes of the gradients of the backward that runs now
     pending: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # backwards to come
     alive: list[tuple[Any, Handle]] = field(default_factory=list)  # until a copy of it is done

@@ -239,6 +239,15 @@ class HostBucket:
         self.grads, self._grad_memory = made.tensors, made.whole
         self._memory.append(made.whole)
 
+    def grads_bytes(self) -> int:
+        """Of memory for the gradients, where they lie on the host."""
+        trained = [i for i, param in enumerate(self.params) if param.requires_grad]
+        return self.bytes_like({i: self.grad_dtype or self.params[i].dtype for i in trained})
+
+    def bytes_like(self, dtypes: Mapping[int, torch.dtype]) -> int:
+        """Of memory like some of the parameters: dtypes by index."""
+        return _places(self.layout, dtypes)[1]
+
     def states_like(self, dtypes: Mapping[int, torch.dtype], *, pin: bool) -> Made:
         """New memory for states like some of the parameters: dtypes by index."""
         return self._like(dtypes, functools.partial(self.state_buffer, pin=pin))

@@ -125,17 +125,24 @@ class StateMemory:
         missing = [i for i in params if not isinstance(there.get(i), tuple)]
         if not missing:
             return
-        likes = []
-        for i in missing:
-            numel = self._home.values[i].numel()
-            codes = torch.empty(numel, dtype=torch.uint8, device="meta")
-            absmax = torch.empty(absmax_numel(numel), device="meta")
-            likes += [(f"{i}.codes", codes), (f"{i}.absmax", absmax)]
-        layout = Bucket.layout(self._home.layout.key, self._home.layout.name, likes)
+        layout = self._codes(missing)
         buffer = self._home.state_buffer(layout.size_bytes, pin=pin)
         self._note(owner, buffer)
         made = [buffer.tensor(place) for place in layout.params]
         there |= {i: (made[2 * k], made[2 * k + 1]) for k, i in enumerate(missing)}
+
+    def codes_bytes(self, params: Sequence[int]) -> int:
+        """Of memory for a state in 8 bits of some parameters."""
+        return self._codes(params).size_bytes
+
+    def _codes(self, params: Sequence[int]) -> Bucket:
+        likes = []
+        for i in params:
+            numel = self._home.values[i].numel()
+            codes = torch.empty(numel, dtype=torch.uint8, device="meta")
+            absmax = torch.empty(absmax_numel(numel), device="meta")
+            likes += [(f"{i}.codes", codes), (f"{i}.absmax", absmax)]
+        return Bucket.layout(self._home.layout.key, self._home.layout.name, likes)
 
     def _note(self, owner: object, buffer: HostBuffer | DeviceBuffer) -> None:
         if isinstance(buffer, HostBuffer):

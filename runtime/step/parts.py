@@ -14,7 +14,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megacompile import compat
+from megacompile.ir.schedule import Schedule
 from megacompile.options import Lowering, Options
+from megacompile.runtime.device.buffers_ahead import Wanted
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.optim.blockwise import quantizes
 from megacompile.runtime.optim.registry import rule_of
@@ -124,6 +126,36 @@ class Parts:
                     update = self._kind(rule, group, param, *place)
                     found[kind_of(update)] = update
         return list(found.values())
+
+    def states_ahead(
+        self, optimizer: Optimizer, buckets: Iterable[HostBucket], schedule: Schedule
+    ) -> list[Wanted]:
+        """The memory of states that an optimizer's first step behind a schedule will make, bucket
+        by bucket."""
+        rule, in_backward = rule_of(optimizer), self.machine.in_backward is not None
+        if rule is None or not (self.compiles or in_backward):
+            return []
+        by_key: dict[int, dict[str, dict[int, torch.dtype | str]]] = {}
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                place = self.machine.gradients.place(param)
+                if place is None or optimizer.state.get(param):
+                    continue
+                if place[1] in schedule.gradient_params.get(place[0], ()):
+                    for name in rule.state_names(group):
+                        named = by_key.setdefault(place[0], {})
+                        named.setdefault(name, {})[place[1]] = self._state_dtype(param)
+        wanted = []
+        for bucket in buckets:
+            key = bucket.layout.key
+            pin = self.cuda and (in_backward or key in schedule.plan.device_update)
+            for dtypes in by_key.get(key, {}).values() if bucket.disk is None else ():
+                wide = {i: dtype for i, dtype in dtypes.items() if isinstance(dtype, torch.dtype)}
+                narrow = sorted(dtypes.keys() - wide.keys())
+                sizes = [bucket.bytes_like(wide)] if wide else []
+                sizes += [bucket.states.codes_bytes(narrow)] if narrow else []
+                wanted += [Wanted(size_bytes, pin, lock=self.helps) for size_bytes in sizes]
+        return wanted
 
     def _kind(
         self, rule: OptimizerRule, group: Group, param: nn.Parameter, key: int, index: int

@@ -29,6 +29,7 @@ from megacompile.ir.buckets import Bucket, ParamId
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Lowering, Options
 from megacompile.progress import line
+from megacompile.runtime.device.buffers_ahead import Wanted
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.optim.adam import ADAM, USUAL
@@ -94,6 +95,8 @@ class Updates:
         self._said: set[str] = set()
         self.ways: dict[str, UpdatePath] = {}  # by the bucket's name, of the last step
         self._foreseen = False
+        self._made_ahead: set[int] = set()  # keys of buckets
+        self._prepared: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that have stepped
         hooks.tell(self)
         if options.state_dtype is not None:
             reference = weakref.ref(self)
@@ -135,6 +138,32 @@ class Updates:
                 for update in self._parts.foreseen(rule, groups, resident):
                     compiled(rule).expect(update)
 
+    def make_ahead(self, schedule: Schedule) -> None:
+        """The first backward over buckets that are where they will be comes soon: let page-locked
+        memory of their gradients be made, and of the states of the optimizers that there are.
+
+        Args:
+            schedule: planned, and not lowered yet.
+        """
+        keys = [b.key for b in schedule.buckets if b.key not in self._made_ahead]
+        self._made_ahead.update(keys)
+        buckets = [self.machine.buckets[key] for key in keys]
+        buckets = [bucket for bucket in buckets if bucket.pin and bucket.resident is None]
+        if not buckets:
+            return
+        in_backward = self.machine.in_backward
+        wanted: list[Wanted] = []
+        if in_backward is None:
+            sizes = [bucket.grads_bytes() for bucket in reversed(buckets) if not bucket.grads]
+            wanted += [Wanted(size_bytes, pin=True) for size_bytes in sizes if size_bytes]
+        found = hooks.constructed(self) if in_backward is None else [in_backward.optimizer]
+        for optimizer in found:
+            if optimizer not in self._prepared:
+                wanted += self._parts.states_ahead(optimizer, buckets, schedule)
+        self.machine.host_budget.make_ahead(
+            wanted, "gradients and optimizer states", self.machine.device
+        )
+
     def _trained(self) -> list[nn.Parameter]:
         buckets = self.machine.buckets.values()
         return [param for bucket in buckets for param in bucket.params if param.requires_grad]
@@ -163,6 +192,9 @@ class Updates:
             return None
         where = f"{type(optimizer).__name__}.step()"
         check(where, optimizer, self.machine.buckets, found)
+        if optimizer in self._prepared:  # a second step has all that it needs
+            self.machine.host_budget.forget_ahead()
+        self._prepared.add(optimizer)
         prepared = PreparedStep(self, optimizer, [], [])
         try:
             ready: dict[object, bool] = {}
