@@ -229,7 +229,7 @@ def test_what_two_nodes_of_a_kernel_read_is_not_written_into() -> None:
 
 def test_what_stays_within_a_kernel_takes_no_memory_there() -> None:
     """The sum is realized because it is a reduction; its readers share its kernel."""
-    wide = found(lambda x, w: ((x @ w) * (x @ w).sum(-1, keepdim=True).exp()), (N, N), (N, N))
+    wide = found(lambda x, w: (x @ w) * (x @ w).sum(-1, keepdim=True).exp(), (N, N), (N, N))
     assert wide.peak_bytes <= 2 * SQUARE + 2 * N
 
 
@@ -266,7 +266,9 @@ def test_a_chunk_of_logits_is_there_while_a_head_is_computed() -> None:
         def head(primals: Any, tangents: Any) -> Any:
             hidden, weight, target = primals
             flags = (-100, 0.0, chunk, True, False, False)
-            found = torch.ops.megacompile.linear_cross_entropy(hidden, weight, None, target, None, *flags)
+            found = torch.ops.megacompile.linear_cross_entropy(
+                hidden, weight, None, target, None, *flags
+            )
             return found[:2]
 
         graph = compat.trace(head, [hidden, weight, target], [], {}).graph
@@ -282,9 +284,7 @@ class Counted(TorchDispatchMode):
         self.live_bytes = self.peak_bytes = 0
         self.seen: set[int] = set()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         made = func(*args, **(kwargs or {}))
         for tensor in made if isinstance(made, (tuple, list)) else [made]:
