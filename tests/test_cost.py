@@ -257,6 +257,32 @@ def test_without_fusion_the_peak_is_what_lives_at_once(work: str) -> None:
     assert counted.peak_bytes <= found_bytes <= counted.peak_bytes + inside
 
 
+@torch.library.custom_op("tests::scales", mutates_args=())
+def scales(packed: torch.Tensor) -> torch.Tensor:
+    """Looks elementwise, but Inductor cannot look into it."""
+    return packed.clone()
+
+
+scales.register_fake(lambda packed: torch.empty_like(packed))
+
+
+def test_operators_of_other_packages_are_not_fused() -> None:
+    """What they take and what they give is in memory."""
+
+    def unpacked(packed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return x @ scales(scales(packed * 2) + 1)
+
+    analysis = found(unpacked, (N, N), (N, N))
+    assert len(analysis.kernels) == 5  # * 2, scales, + 1, scales, the product
+    assert analysis.peak_bytes == 2 * SQUARE
+
+    def both(packed: torch.Tensor) -> torch.Tensor:
+        first, second = scales(packed), scales(packed)
+        return first.exp() + second.exp()
+
+    assert found(both, (N, N)).peak_bytes == 2 * SQUARE  # before, they were part of the sum
+
+
 def test_a_chunk_of_logits_is_there_while_a_head_is_computed() -> None:
     rows, classes, chunk = 512, 1000, 256
     with compat.fake_mode():
@@ -280,7 +306,7 @@ class Counted(TorchDispatchMode):
     """The most bytes that live at once of what is made while it is on."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = self.peak_bytes = 0
         self.seen: set[int] = set()
 

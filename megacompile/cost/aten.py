@@ -33,6 +33,7 @@ _SCATTERS = set(
     "index_put _unsafe_index_put _unsafe_masked_index_put_accumulate scatter scatter_add "
     "scatter_reduce index_add embedding_dense_backward".split()
 )
+_FUSED = {"aten", "prims", "quantized_decomposed"}  # whose operators Inductor writes itself
 LIBRARY = set("sort topk nonzero histc bincount masked_scatter native_dropout_backward".split())
 
 
@@ -187,9 +188,13 @@ def _is_backward(node: fx.Node) -> bool:
 
 def is_library(node: fx.Node) -> bool:
     """Is it a call of a library, or a kernel that Inductor does not fuse?"""
-    if is_product(node) or is_attention(node) or name_of(node) in LIBRARY:
-        return True
-    return scatters(node)
+    return is_called(node) or scatters(node)
+
+
+def is_called(node: fx.Node) -> bool:
+    """Is it a call of a library, or of an operator of another package, which nobody looks into?"""
+    known = is_product(node) or is_attention(node) or name_of(node) in LIBRARY
+    return known or getattr(node.target, "namespace", "aten") not in _FUSED
 
 
 def scatters(node: fx.Node) -> bool:

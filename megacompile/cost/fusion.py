@@ -2,12 +2,13 @@
 
     ATen graph  ->  kernels: matrix products | attention | scatters | groups of the rest, fused
 
-[Note: fusion] Inductor calls libraries for matrix products and attention and writes kernels for
-the rest. Elementwise nodes cost nothing by themselves: they are part of whoever reads them. A
-value is *realized*, written to memory, where a library, a reduction's reader or the caller needs
-it, or where several readers would repeat too much. Realized nodes that no library call separates,
-and that reduce in the same direction, share one kernel, which reads and writes only what crosses
-its border. Without fusion (lowering "eager") every node is a kernel.
+[Note: fusion] Inductor calls libraries for matrix products and attention, and operators of other
+packages as they are, and writes kernels for the rest. Elementwise nodes cost nothing by themselves:
+they are part of whoever reads them. A value is *realized*, written to memory, where a library, a
+reduction's reader or the caller needs it, or where several readers would repeat too much. Realized
+nodes that no library call separates, and that reduce in the same direction, share one kernel, which
+reads and writes only what crosses its border. Without fusion (lowering "eager") every node is a
+kernel.
 """
 
 from __future__ import annotations
@@ -22,13 +23,12 @@ from torch import fx
 
 from megacompile.cost.aten import (
     INDEXED,
-    LIBRARY,
     REDUCTIONS,
     bytes_of,
     flops_of,
     is_attention,
+    is_called,
     is_library,
-    is_product,
     is_view,
     name_of,
     reached_rate,
@@ -113,7 +113,7 @@ class _Walk:
         elif is_view(node):
             size = bytes_of(tensors_of(node))
             self.of[node] = {buffer: min(size, read) for buffer, read in reads.items()}
-        elif is_product(node) or is_attention(node) or name_of(node) in LIBRARY:
+        elif is_called(node):
             self._realize(
                 node,
                 reads,
