@@ -9,13 +9,13 @@ Qwen2.5-72B's shape, NF4 with nested statistics (bitsandbytes), LoRA r=16 on all
 
     eager       plain, on the device, with gradient checkpointing
     compiled    the same, each layer under torch.compile
-    resident    megacompile: all parameters and stage inputs on the device, every layer computed
-                again, as with gradient checkpointing
+    resident    megacompile(resident="all"): all parameters on the device, in what they leave of
+                it as many layers kept as fit; the host memory of the streamed case
     streamed    megacompile, this process has 24 GiB of device memory; host_memory="42GiB", which
                 with Python's own objects stays below 45 GiB
 
-Left to itself, a plan for all of the device streams what it has time to stream. It keeps saved
-tensors in that memory, and more than 100 GiB of them on the host: faster, but not resident.
+Left to itself, a plan for all of the device streams what it has time to stream. It has saved
+tensors in that memory, and on a large host more than 100 GiB of them there: not resident.
 
 Each case runs in a process of its own with a time limit, and prints as it goes. Time is that of all
 timed steps together, from idle to idle, over their number. Host memory is the process's resident
@@ -80,7 +80,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--warm", type=int, default=2, help="steps before those that are timed")
     parser.add_argument("--steps", type=int, default=2, help="that are timed")
     parser.add_argument("--cap", type=float, default=24.0, help="GiB of device memory if streamed")
-    parser.add_argument("--host", type=float, default=42.0, help="GiB of buffers there if streamed")
+    parser.add_argument("--host", type=float, default=42.0, help="GiB of buffers on the host")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for each case")
     parser.add_argument("--tiny", action="store_true", help="small layers, 2x64 tokens")
     parser.add_argument("--device", default="cuda")
@@ -210,10 +210,10 @@ def _prepared(model: nn.Module, inner: Any, case: str, args: argparse.Namespace)
     from megacompile import megacompile
 
     options: dict[str, Any] = {} if args.lowering is None else {"lowering": args.lowering}
-    if case == "streamed" and args.device == "cuda":
+    if args.device == "cuda":
         options["host_memory"] = f"{args.host:g}GiB"
     if case == "resident":
-        options |= {"resident": "all", "activations": "recompute"}
+        options["resident"] = "all"
     start = time.perf_counter()
     made = megacompile(model, device=args.device, progress=False, **options)
     _say("megacompiled", start)
