@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacompile import compat, megacompile, schedules
 from megacompile.cost.aten import flops_of
@@ -52,11 +54,16 @@ def test_products_with_packed_weights_unpack_them_first() -> None:
     assert whole.peak_bytes == given
 
 
-def traced(function: Callable[..., Any], *shapes: tuple[int, ...], dtype: Any = HALF) -> fx.Graph:
-    """The ATen graph of a function, as the passes trace it for Inductor."""
+def traced(
+    function: Callable[..., Any],
+    *shapes: tuple[int, ...],
+    dtype: Any = HALF,
+    decomposed: bool = True,
+) -> fx.Graph:
+    """The ATen graph of a function, as the passes trace it for Inductor, or as it stands."""
     with compat.fake_mode():
         inputs = [torch.empty(shape, dtype=dtype) for shape in shapes]
-        decompositions = compat.inductor_decompositions()
+        decompositions = compat.inductor_decompositions() if decomposed else {}
 
         def flat(primals: Any, tangents: Any) -> Any:
             found = function(*primals)
@@ -196,6 +203,128 @@ def test_peak_memory_by_hand() -> None:
     assert analysis.peak_bytes == 2 * SQUARE
     kept = found(lambda x, w: [a := x @ w, b := a @ w, b @ a], (N, N), (N, N))
     assert kept.peak_bytes == 3 * SQUARE
+
+
+def test_a_fused_kernel_holds_all_that_its_nodes_read_and_write() -> None:
+    """Inductor makes one kernel of both sums and the product that reads them. So four products'
+    results are there when it runs; it writes into two of them, and one result is beside them."""
+
+    def gated(*weights: torch.Tensor) -> list[torch.Tensor]:
+        x, a, b, c, d = weights
+        up, gate = x @ a + x @ b, x @ c + x @ d
+        return [up, gate, up * gate]
+
+    assert found(gated, *[(N, N)] * 5).peak_bytes == 5 * SQUARE
+    eager = found(gated, *[(N, N)] * 5, fused=False)
+    assert eager.peak_bytes == 4 * SQUARE  # up, and x @ c + x @ d with both of its terms
+
+
+def test_what_two_nodes_of_a_kernel_read_is_not_written_into() -> None:
+    def twice(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = x @ w
+        return y.exp() @ w + y.sin() @ w
+
+    assert found(twice, (N, N), (N, N)).peak_bytes == 3 * SQUARE  # y and both that are made of it
+
+
+def test_what_stays_within_a_kernel_takes_no_memory_there() -> None:
+    """The sum is realized because it is a reduction; its readers share its kernel."""
+    wide = found(lambda x, w: (x @ w) * (x @ w).sum(-1, keepdim=True).exp(), (N, N), (N, N))
+    assert wide.peak_bytes <= 2 * SQUARE + 2 * N
+
+
+@pytest.mark.parametrize("work", ["chain", "gated", "packed", "norm"])
+def test_without_fusion_the_peak_is_what_lives_at_once(work: str) -> None:
+    """Nodes run one after another, results beside what they read: counted as they run."""
+
+    def run(x: torch.Tensor, w: torch.Tensor, packed: torch.Tensor) -> Any:
+        if work == "chain":
+            return (x * 2 + 1).relu().exp()
+        if work == "gated":
+            return nn.functional.silu(x @ w) * (x @ w)
+        if work == "packed":
+            return packed_mm(packed_mm(x, packed).relu(), packed) + x
+        return nn.functional.layer_norm(x @ w, (N,)) @ w
+
+    shapes = (N, N), (N, N), (N // 2, N)
+    graph = traced(run, *shapes, decomposed=False)
+    counted = Counted()
+    given = [torch.zeros(shape, dtype=HALF) for shape in shapes]
+    with counted:
+        fx.Interpreter(fx.GraphModule({}, graph)).run(*given)
+    inside = SQUARE if work == "packed" else 0  # of weights, which this kernel does not make
+    found_bytes = analyse(graph, fused=False).peak_bytes
+    assert counted.peak_bytes <= found_bytes <= counted.peak_bytes + inside
+
+
+@torch.library.custom_op("tests::scales", mutates_args=())
+def scales(packed: torch.Tensor) -> torch.Tensor:
+    """Looks elementwise, but Inductor cannot look into it."""
+    return packed.clone()
+
+
+scales.register_fake(lambda packed: torch.empty_like(packed))
+
+
+def test_operators_of_other_packages_are_not_fused() -> None:
+    """What they take and what they give is in memory."""
+
+    def unpacked(packed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return x.mm(scales(scales(packed * 2) + 1))
+
+    analysis = found(unpacked, (N, N), (N, N))
+    assert len(analysis.kernels) == 5  # * 2, scales, + 1, scales, the product
+    assert analysis.peak_bytes == 2 * SQUARE
+
+    def both(packed: torch.Tensor) -> torch.Tensor:
+        first, second = scales(packed), scales(packed)
+        return torch.add(first.exp(), second.exp())
+
+    assert found(both, (N, N)).peak_bytes == 2 * SQUARE  # before, they were part of the sum
+
+
+def test_a_chunk_of_logits_is_there_while_a_head_is_computed() -> None:
+    rows, classes, chunk = 512, 1000, 256
+    with compat.fake_mode():
+        hidden, weight = torch.empty(rows, N, dtype=HALF), torch.empty(classes, N, dtype=HALF)
+        target = torch.empty(rows, dtype=torch.int64)
+
+        def head(primals: Any, tangents: Any) -> Any:
+            hidden, weight, target = primals
+            flags = (-100, 0.0, chunk, True, False, False)
+            found = torch.ops.megacompile.linear_cross_entropy(
+                hidden, weight, None, target, None, *flags
+            )
+            return found[:2]
+
+        graph = compat.trace(head, [hidden, weight, target], [], {}).graph
+    gradient = rows * N * 4
+    assert analyse(graph).peak_bytes == gradient + 4 + chunk * classes * 2
+
+
+class Counted(TorchDispatchMode):
+    """The most bytes that live at once of what is made while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live_bytes = self.peak_bytes = 0
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else [made]:
+            storage = tensor.untyped_storage()
+            if not func.is_view and storage._cdata not in self.seen:
+                self.seen.add(storage._cdata)
+                self.live_bytes += storage.nbytes()
+                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return made
+
+    def _gone(self, key: int, size_bytes: int) -> None:
+        self.seen.discard(key)
+        self.live_bytes -= size_bytes
 
 
 def test_returned_memory_is_shared_by_views() -> None:

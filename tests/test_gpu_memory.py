@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megacompile import megacompile
+from megacompile import megacompile, schedules
+from megacompile.cost.memory import device_memory
+from megacompile.cost.optimizer import OptimizerCost
 from megacompile.errors import DeviceMemoryError
 
 pytestmark = pytest.mark.gpu
@@ -101,6 +103,58 @@ def test_a_cap_that_nothing_satisfies() -> None:
     with warnings.catch_warnings(), pytest.raises(DeviceMemoryError, match="(?s)needed  .*there  "):
         warnings.simplefilter("ignore")
         train(model, optimizer, range(2, 3))
+
+
+class Adapted(nn.Module):
+    """A frozen base and adapters of rank 8, gated: what is as wide as the MLP is a sum of two."""
+
+    def __init__(self, layers: int = 3, width: int = 512, wide: int = 4096) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        shapes = {"up": (width, wide), "gate": (width, wide), "down": (wide, width)}
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    name: nn.ModuleList([nn.Linear(a, b), nn.Linear(a, 8), nn.Linear(8, b)])
+                    for name, (a, b) in shapes.items()
+                }
+            )
+            for _ in range(layers)
+        )
+        for layer in self.layers:
+            for base, *_ in layer.values():  # type: ignore[operator]
+                base.requires_grad_(False)
+        self.to(torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+
+            def run(name: str, x: Tensor, layer: Any = layer) -> Tensor:
+                base, down, up = layer[name]
+                result: Tensor = base(x) + 0.5 * up(down(x))
+                return result
+
+            x = x + run("down", F.silu(run("gate", x)) * run("up", x))
+        return x.float().square().mean()
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_a_step_takes_what_its_plan_says(lowering: str) -> None:
+    """Within what cuBLAS takes for itself. A value that is as wide as the MLP takes 256 MiB."""
+    gc.collect()
+    base = torch.cuda.memory_allocated()
+    options: dict[str, Any] = {"resident": 0, "device_update": 0, "activations": "recompute"}
+    model = megacompile(Adapted(), lowering=lowering, **options)
+    x = torch.randn(32768, 512, device="cuda", dtype=torch.bfloat16)
+    for _ in range(3):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        model(x).backward()
+        model.zero_grad()
+    taken = torch.cuda.max_memory_allocated() - base
+    cost = OptimizerCost(states=0)
+    planned = device_memory(schedules(model)[-1], optimizer=cost, fused=lowering == "inductor")
+    assert 0.8 * planned.peak.total_bytes < taken < planned.peak.total_bytes + 100 * MiB
 
 
 # --- long contexts

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from megacompile import schedules
 from megacompile.errors import ScheduleError
 from megacompile.ir import ops
 from megacompile.ir.schedule import Plan, Schedule
+from megacompile.passes.schedule import prefetch
 from megacompile.passes.schedule.free import insert_free
 from megacompile.passes.schedule.offload_saved import offload_saved_tensors
 from megacompile.passes.schedule.plan import make_plan, reruns
@@ -61,6 +62,20 @@ def test_rows_are_run_again_each_ahead_of_its_last() -> None:
     assert again(schedule) == ["4RERUN", "5RERUN", "1RERUN", "2RERUN"]
     assert {"y0_0", "y3_0"} <= set(schedule.saved_values)
     assert not {"y1_0", "y2_0", "y4_0", "y5_0"} & set(schedule.saved_values)
+
+
+def test_the_backward_is_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for each stage: a search makes dozens of schedules with as many stages each."""
+    looked: list[int] = []
+    find = prefetch.uses
+
+    def counted(graph: fx.Graph) -> list[prefetch.Use]:
+        looked.append(len(graph.nodes))
+        return find(graph)
+
+    monkeypatch.setattr("megacompile.passes.schedule.rerun.uses", counted)
+    schedule = rerun("0F 1F 2F 3F 4F 5F 6F | 6B 5B 4B 3B 2B 1B 0B", (1, 3, 5), keep=())
+    assert again(schedule) == ["5RERUN", "3RERUN", "1RERUN"] and len(looked) == 1
 
 
 def test_without_a_plan_nothing_changes() -> None:

@@ -18,6 +18,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from megacompile import compat
+from megacompile.ir.head import equal_chunks
 
 _VIEWS = set(
     "view _unsafe_view reshape permute transpose t expand unsqueeze squeeze slice select alias "
@@ -32,6 +33,7 @@ _SCATTERS = set(
     "index_put _unsafe_index_put _unsafe_masked_index_put_accumulate scatter scatter_add "
     "scatter_reduce index_add embedding_dense_backward".split()
 )
+_FUSED = {"aten", "prims", "quantized_decomposed"}  # whose operators Inductor writes itself
 LIBRARY = set("sort topk nonzero histc bincount masked_scatter native_dropout_backward".split())
 
 
@@ -144,7 +146,17 @@ def workspace_bytes(node: fx.Node) -> int:
     """Memory inside of a library call."""
     if is_attention(node):
         return 4 * math.prod(_attended(node)[0].shape) if _is_backward(node) else 0
+    if node.target is torch.ops.megacompile.linear_cross_entropy.default:
+        return _logits_bytes(node)
     return unpacked_bytes(node)
+
+
+def _logits_bytes(node: fx.Node) -> int:
+    """Of a chunk of a head, which are there for as long as it is computed."""
+    hidden, weight = (tensors_of(n)[0] for n in node.args[:2] if isinstance(n, fx.Node))
+    at_most = dict(compat.arguments_of(node))["chunk_rows"]
+    rows = min(equal_chunks(hidden.shape[0], at_most), hidden.shape[0])
+    return rows * weight.shape[0] * hidden.dtype.itemsize
 
 
 def unpacked_bytes(node: fx.Node) -> int:
@@ -176,9 +188,13 @@ def _is_backward(node: fx.Node) -> bool:
 
 def is_library(node: fx.Node) -> bool:
     """Is it a call of a library, or a kernel that Inductor does not fuse?"""
-    if is_product(node) or is_attention(node) or name_of(node) in LIBRARY:
-        return True
-    return scatters(node)
+    return is_called(node) or scatters(node)
+
+
+def is_called(node: fx.Node) -> bool:
+    """Is it a call of a library, or of an operator of another package, which nobody looks into?"""
+    known = is_product(node) or is_attention(node) or name_of(node) in LIBRARY
+    return known or getattr(node.target, "namespace", "aten") not in _FUSED
 
 
 def scatters(node: fx.Node) -> bool:

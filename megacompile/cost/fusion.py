@@ -2,18 +2,20 @@
 
     ATen graph  ->  kernels: matrix products | attention | scatters | groups of the rest, fused
 
-[Note: fusion] Inductor calls libraries for matrix products and attention and writes kernels for
-the rest. Elementwise nodes cost nothing by themselves: they are part of whoever reads them. A
-value is *realized*, written to memory, where a library, a reduction's reader or the caller needs
-it, or where several readers would repeat too much. Realized nodes that no library call separates,
-and that reduce in the same direction, share one kernel, which reads and writes only what crosses
-its border. Without fusion (lowering "eager") every node is a kernel.
+[Note: fusion] Inductor calls libraries for matrix products and attention, and operators of other
+packages as they are, and writes kernels for the rest. Elementwise nodes cost nothing by themselves:
+they are part of whoever reads them. A value is *realized*, written to memory, where a library, a
+reduction's reader or the caller needs it, or where several readers would repeat too much. Realized
+nodes that no library call separates, and that reduce in the same direction, share one kernel, which
+reads and writes only what crosses its border. Without fusion (lowering "eager") every node is a
+kernel.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,13 +23,12 @@ from torch import fx
 
 from megacompile.cost.aten import (
     INDEXED,
-    LIBRARY,
     REDUCTIONS,
     bytes_of,
     flops_of,
     is_attention,
+    is_called,
     is_library,
-    is_product,
     is_view,
     name_of,
     reached_rate,
@@ -112,7 +113,7 @@ class _Walk:
         elif is_view(node):
             size = bytes_of(tensors_of(node))
             self.of[node] = {buffer: min(size, read) for buffer, read in reads.items()}
-        elif is_product(node) or is_attention(node) or name_of(node) in LIBRARY:
+        elif is_called(node):
             self._realize(
                 node,
                 reads,
@@ -244,20 +245,88 @@ class _Walk:
             yield Returned(memory, self.buffers[buffer].size_bytes)
 
     def peak_bytes(self) -> int:
-        """The most that realized values take at once; elementwise nodes reuse what they read."""
-        last: dict[int, int] = {}
-        for i, op in enumerate(self.done):
-            last.update({b: i for b in (*op.reads, *op.writes)})
-        for reads in self._returned_reads():
-            last.update({b: len(self.done) for b in reads})
+        """The most that realized values take at once: as the graph stands, and as it is fused."""
+        peak = self._peak_in_order()
+        return max(peak, self._peak_of_kernels()) if self.fused else peak
+
+    def _peak_in_order(self) -> int:
+        """Of realized nodes one after another; where they are fused, elementwise ones reuse what
+        they read."""
+        last = self._last_uses([[op] for op in self.done])
         live = peak = 0
         for i, op in enumerate(self.done):
             dying = [b for b in last if last[b] == i and self.buffers[b].internal]
             before = [b for b in dying if b not in op.writes]
             freed = sum(self.buffers[b].size_bytes for b in before)
             made = sum(self.buffers[b].size_bytes for b in op.writes)
-            live += made - (0 if op.library else freed)
+            reuses = self.fused and not op.library
+            live += made - (freed if reuses else 0)
             peak = max(peak, live + op.inside_bytes)
-            live -= freed if op.library else 0
+            live -= 0 if reuses else freed
             live -= sum(self.buffers[b].size_bytes for b in dying if b in op.writes)
         return peak
+
+    def _peak_of_kernels(self) -> int:
+        """Of kernels one after another, as Inductor orders them: one that several nodes share has
+        all that they read, and all that they write, at once.
+
+            before: a, b -> y;  c, d -> z;  y * z -> x     at most y c d x
+            after:  a, b, c, d -> y, z, x                  a b c d, of which two become y z, and x
+        """
+        groups = self._in_order(self._groups())
+        last = self._last_uses(groups)
+        live = peak = 0
+        for i, group in enumerate(groups):
+            dying = {b for b in last if last[b] == i and self.buffers[b].internal}
+            written = [b for op in group for b in op.writes]
+            local = set() if group[0].library else dying.intersection(written)
+            reused = self._reused(group, dying - local)
+            live += sum(self.buffers[b].size_bytes for b in written if b not in local)
+            live -= sum(self.buffers[b].size_bytes for b in reused)
+            peak = max(peak, live + max(op.inside_bytes for op in group))
+            live -= sum(self.buffers[b].size_bytes for b in dying - local - reused)
+        return peak
+
+    def _last_uses(self, groups: Sequence[Sequence[_Op]]) -> dict[int, int]:
+        """Where each buffer is written or read last; one that is returned stays to the end."""
+        last: dict[int, int] = {}
+        for i, group in enumerate(groups):
+            last.update({b: i for op in group for b in (*op.reads, *op.writes)})
+        for reads in self._returned_reads():
+            last.update({b: len(groups) for b in reads})
+        return last
+
+    def _in_order(self, groups: Sequence[Sequence[_Op]]) -> list[Sequence[_Op]]:
+        """Each where its first node stands, behind whatever writes what it reads."""
+        first = {id(op): i for i, op in enumerate(self.done)}
+        waiting = sorted(groups, key=lambda group: first[id(group[0])], reverse=True)
+        writer = {b: group for group in groups for op in group for b in op.writes}
+        found: list[Sequence[_Op]] = []
+        begun: set[int] = set()
+        ended: set[int] = set()
+        while waiting:
+            group = waiting[-1]
+            if id(group) not in begun:
+                begun.add(id(group))
+                needs = [writer[b] for op in group for b in op.reads if b in writer]
+                waiting += [need for need in needs if id(need) not in begun]
+                continue
+            waiting.pop()
+            if id(group) not in ended:
+                ended.add(id(group))
+                found.append(group)
+        return found
+
+    def _reused(self, group: Sequence[_Op], dying: Collection[int]) -> set[int]:
+        """Which of the buffers that a kernel reads last it writes into: for each that one of its
+        nodes writes, one of equal size that no other of its nodes reads."""
+        if group[0].library:
+            return set()
+        readers = Counter(b for op in group for b in op.reads)
+        reused: set[int] = set()
+        for op in group:
+            alone = [b for b in op.reads if readers[b] == 1 and b in dying]
+            for size in (self.buffers[b].size_bytes for b in op.writes):
+                fits = (b for b in alone if self.buffers[b].size_bytes == size)
+                reused.update(next(([b] for b in fits if b not in reused), []))
+        return reused

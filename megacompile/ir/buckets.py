@@ -48,6 +48,9 @@ class Bucket:
     size_bytes: int
     label: str = "?"
 
+    def __hash__(self) -> int:
+        return hash((self.key, self.label))  # of hundreds of parameters it would be slow
+
     @staticmethod
     def layout(
         key: int,

@@ -34,7 +34,7 @@ from megacompile.ir.tensors import TensorMeta
 from megacompile.passes.edit import Placeholders, add_item, saved_value, set_saved_values
 from megacompile.passes.schedule.differentiate import backward_args
 from megacompile.passes.schedule.offload_saved import takers_of
-from megacompile.passes.schedule.prefetch import first_node, uses
+from megacompile.passes.schedule.prefetch import Use, first_node, uses
 
 
 def insert_reruns(schedule: Schedule) -> Schedule:
@@ -49,9 +49,10 @@ def insert_reruns(schedule: Schedule) -> Schedule:
     assert new.backward is not None
     dropped: set[str] = set()
     calls = ops.calls_by_stage(new.forward, ops.forward)
+    computes = uses(new.backward)
     for stage, outputs in reversed(_not_saved(new).items()):  # the last of a row asks for the rest
         dropped |= {item.name for item in outputs}
-        _rerun(new.forward, new.backward, calls[stage.index], stage, outputs)
+        _rerun(new.forward, new.backward, calls[stage.index], stage, outputs, computes)
     return set_saved_values(new, [name for name in new.saved_values if name not in dropped])
 
 
@@ -83,22 +84,32 @@ def _not_saved(schedule: Schedule) -> dict[Stage, list[fx.Node]]:
 
 
 def _rerun(
-    forward: fx.Graph, graph: fx.Graph, call: fx.Node, stage: Stage, outputs: list[fx.Node]
+    forward: fx.Graph,
+    graph: fx.Graph,
+    call: fx.Node,
+    stage: Stage,
+    outputs: list[fx.Node],
+    computes: list[Use],
 ) -> None:
-    """Insert a rerun ahead of the first use of its outputs in the backward."""
+    """Insert a rerun ahead of the first use of its outputs in the backward.
+
+    Args:
+        computes: the uses of the backward in program order; gets the rerun.
+    """
     placeholders = Placeholders(graph)
     wanted = {item: found for item in outputs if (found := placeholders.find(item.name))}
     readers = {user for placeholder in wanted.values() for user in placeholder.users}
-    use = next((use for use in uses(graph) if readers & set(use.nodes)), None)
-    if use is None:
+    at = next((i for i, use in enumerate(computes) if not readers.isdisjoint(use.nodes)), None)
+    if at is None:
         return
     args = backward_args(call, stage, tuple(range(len(stage.primals))))
     given = tuple(None if a is None else placeholders.of(saved_value(forward, a)) for a in args)
     rng = None
     if stage.traced.random:
         rng = placeholders.of(ops.calls_by_stage(forward, ops.save_rng)[stage.index])
-    with graph.inserting_before(first_node(use)):
+    with graph.inserting_before(first_node(computes[at])):
         again = ops.call(graph, ops.rerun, stage, (), given, rng, name=f"rr{stage.index}")
+        computes.insert(at, Use((again,), ()))
         again.meta["value"] = call.meta["value"][: len(stage.outputs)]
         for k, item in _outputs(call, stage):
             made = add_item(graph, again, k, f"{item.name}_again")
