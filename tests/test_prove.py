@@ -54,11 +54,11 @@ NET = Net(
 SEEDS = range(12)
 
 
-@pytest.mark.parametrize("cases", drawn([12], [40]))
+@pytest.mark.parametrize("cases", drawn([20], [40]))
 def test_random_cases_equal_the_plain_model(cases: int) -> None:
     counts = prove.prove(cases, seed=0, interleavings=4)
     assert counts.found == []
-    assert counts.cases >= cases and counts.mismatches == 0 and len(counts.plans) >= 8
+    assert counts.cases >= cases and counts.mismatches == 0 and len(counts.plans) >= cases // 5
     assert len(counts.features) >= 3
 
 
