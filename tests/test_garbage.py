@@ -25,6 +25,15 @@ def test_the_collector_is_as_before_afterwards_whatever_happens() -> None:
     assert gc.get_threshold() == before and not gc.get_freeze_count()
 
 
+def test_what_is_left_out_is_not_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To count walks through all of it."""
+    counted = []
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: counted.append(1) or 0)
+    with old_objects_left_out(), old_objects_left_out():
+        pass
+    assert len(counted) == 1
+
+
 def test_who_never_wants_it_to_run_is_heeded() -> None:
     before = gc.get_threshold()
     gc.set_threshold(0)
