@@ -2,6 +2,7 @@
 #
 #   make demo     train the example; ARGS="--plain" and the like are passed on (--help lists them)
 #   make test     the whole test suite; ARGS="-k verify" and the like are passed on to pytest
+#   make thorough   the draws of random tests that `make test` leaves out
 #   make matrix   a fast part of the tests, on every version of torch that is supported
 #   make zoo      models of transformers, torchvision, timm and diffusers against the plain ones;
 #                 ARGS="--only t5", ARGS=--write (docs/zoo.md)
@@ -62,10 +63,12 @@ HAS_TORCH = import importlib.metadata as m, sys; \
 
 TORCH_VERSION = import importlib.metadata as m; print(m.version("torch"))
 
-# One worker a core; a machine without pytest-xdist runs the tests one by one.
-IN_PARALLEL = import importlib.util as u; print("-n auto" if u.find_spec("xdist") else "")
+# One worker a core, each with half of the files: what a file makes once is made once. A machine
+# without pytest-xdist runs the tests one by one.
+IN_PARALLEL = import importlib.util as u; \
+	print("-n auto --dist worksteal" if u.find_spec("xdist") else "")
 
-.PHONY: demo test matrix zoo lint bench format clean
+.PHONY: demo test thorough matrix zoo lint bench format clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -73,6 +76,9 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(PY) -m pytest $$($(PY) -c '$(IN_PARALLEL)') $(ARGS)
+
+thorough: $(INSTALLED)
+	$(PY) -m pytest $$($(PY) -c '$(IN_PARALLEL)') -m thorough $(ARGS)
 
 matrix: $(MATRIX:%=matrix-%)
 

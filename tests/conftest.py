@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -50,8 +51,26 @@ def _guards_are_not_timed() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _fresh_dynamo() -> None:
-    """Captured graphs of one test do not count towards another's recompilations."""
+    """Captured graphs of one test do not count towards another's recompilations.
+
+    Nor do the guards of a graph outlive it. Each has finalizers on classes and modules, which live
+    on: with them, a million objects more would be there for the collector after a thousand tests.
+    """
     torch.compiler.reset()
+    registry: Any = weakref.finalize._registry  # type: ignore[attr-defined]
+    for finalizer, info in registry.copy().items():  # threads add to it
+        owner = getattr(getattr(info.func, "func", None), "__self__", None)
+        if type(owner).__name__ == "CheckFunctionManager":
+            finalizer.detach()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _fresh_fakes() -> Iterator[None]:
+    """What torch keeps for good, of fake tensors and of graph breaks, does not outlive a module."""
+    yield
+    torch._subclasses.FakeTensorMode.cache_clear()
+    resumed = torch._dynamo.resume_execution.ContinueExecutionCache
+    getattr(resumed, "generated_code_metadata", {}).clear()
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ from megacompile.runtime.disk import transfers
 from megacompile.runtime.disk.transfers import Way
 from tests import inside, quantized
 from tests.disks import few_buffers, harsh, no_host_memory
+from tests.draws import pairwise
 from tests.test_fork import in_child
 
 pytestmark = [
@@ -415,13 +416,15 @@ def fail(monkeypatch: pytest.MonkeyPatch, way: Way, after: int) -> None:
     monkeypatch.setattr(transfers, "_transfer", transfer)
 
 
-@pytest.mark.parametrize("way", Way)
-@pytest.mark.parametrize("mode", ["exact", "in the backward"])
-@pytest.mark.parametrize(("look", "after"), [("parameters", 2), ("step", 0), ("step", 9)])
+@pytest.mark.parametrize(
+    ("where", "mode", "way"),
+    pairwise([("parameters", 2), ("step", 0), ("step", 9)], ["exact", "in the backward"], Way),
+)
 def test_an_error_in_the_middle_of_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, way: Way, look: str, after: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, way: Way, where: tuple[str, int]
 ) -> None:
     """The next use says what is torn; a checkpoint makes it whole, and training goes on."""
+    look, after = where
     model, optimizer = trained(tmp_path, **MODES[mode])
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     with monkeypatch.context() as patched:
@@ -488,9 +491,7 @@ def on_the_host(which: str, mode: str) -> Any:
     return copy.deepcopy(model), SimpleNamespace(state_dict=lambda: state)
 
 
-@pytest.mark.parametrize("which", ["adapters", "all"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("mode", "which", "seed"), pairwise(MODES, ["adapters", "all"], range(2)))
 def test_delays_torn_writes_and_memory_that_is_used_again(
     tmp_path: Path, which: str, mode: str, seed: int
 ) -> None:

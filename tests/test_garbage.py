@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,14 @@ def test_the_collector_is_as_before_afterwards_whatever_happens() -> None:
         assert gc.get_freeze_count() and gc.get_threshold()[0] > before[0]
         raise KeyError
     assert gc.get_threshold() == before and not gc.get_freeze_count()
+
+
+def test_what_is_left_out_is_not_counted_again() -> None:
+    """To count walks through all of it."""
+    with mock.patch.object(gc, "get_freeze_count", return_value=0) as count:
+        with old_objects_left_out(), old_objects_left_out():
+            pass
+    assert count.call_count == 1
 
 
 def test_who_never_wants_it_to_run_is_heeded() -> None:

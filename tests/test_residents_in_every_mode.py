@@ -25,6 +25,7 @@ from megacompile.ir import ops
 from megacompile.ir.placement import Placement
 from megacompile.verify.proof import HazardKind, hazards
 from tests import inside
+from tests.draws import pairwise
 from tests.inside import residents
 
 WIDTH = 72  # matrices of 5184 elements, which 8-bit states have blocks for
@@ -150,9 +151,9 @@ def all_streamed(dtypes: str, in_backward: bool) -> Trained:
     return train(made(0, in_backward=in_backward, **DTYPES[dtypes]))
 
 
-@pytest.mark.parametrize("resident", ["all", "half"])
-@pytest.mark.parametrize("in_backward", [False, True], ids=["exact", "in the backward"])
-@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize(
+    ("dtypes", "in_backward", "resident"), pairwise(DTYPES, [False, True], ["all", "half"])
+)
 def test_residents_are_bitwise_what_is_streamed(
     dtypes: str, in_backward: bool, resident: str
 ) -> None:

@@ -19,6 +19,7 @@ from torch.nn import functional
 from megacompile import compat, megacompile
 from megacompile.errors import BackwardError
 from tests import inside
+from tests.draws import pairwise
 from tests.zoo import equal
 
 
@@ -216,9 +217,9 @@ REGISTER = [register_on_tensor, register_behind, register_on_node, register_befo
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("loss", [twice, l2])
-@pytest.mark.parametrize("kind", [Net, Broken, Eager])
-@pytest.mark.parametrize("register", REGISTER)
+@pytest.mark.parametrize(
+    ("register", "kind", "loss"), pairwise(REGISTER, [Net, Broken, Eager], [twice, l2])
+)
 def test_hooks_see_what_they_see_in_the_plain_model(
     register: Callable[[nn.Parameter, Callable[..., None]], Any],
     kind: type[Net],

@@ -16,6 +16,7 @@ from megacompile import megacompile, schedules
 from megacompile.errors import DeviceMemoryError
 from megacompile.runtime.ops.bound import BoundOps
 from tests import inside
+from tests.draws import pairwise
 from tests.training import adamw, data, net
 from tests.zoo import assert_same, twins
 
@@ -78,9 +79,9 @@ def train(model: nn.Module, steps: int = 4) -> list[Tensor]:
     return losses
 
 
-@pytest.mark.parametrize("resident", ["auto", 0])
-@pytest.mark.parametrize("call", [1, 3, 6, 11])
-@pytest.mark.parametrize("op", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("call", "op", "resident"), pairwise([1, 3, 6, 11], ["forward", "backward"], ["auto", 0])
+)
 def test_the_step_is_repeated_with_the_same_numbers(
     shortage: Shortage, op: str, call: int, resident: Any
 ) -> None:

@@ -13,6 +13,7 @@ from torch._guards import TracingContext, tracing
 from torch._inductor import cpp_builder
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -42,9 +43,11 @@ def split_joint(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:  # torch 2.11 to 2.15
     """AOTAutograd's min-cut partitioner: (forward returning outputs and saved, backward).
 
-    With a budget below 1 it runs nodes on their fake values, to count what they cost.
+    With a budget below 1 it runs nodes on their fake values, to count what they cost. The Python of
+    its graphs, most of which nobody calls, is written when somebody does.
     """
-    with functorch_config.patch(activation_memory_budget=memory_budget):
+    budget = functorch_config.patch(activation_memory_budget=memory_budget)
+    with budget, _use_lazy_graph_module(True):
         return min_cut_rematerialization_partition(
             joint, None, num_fwd_outputs=outputs, static_lifetime_input_indices=list(static_primals)
         )

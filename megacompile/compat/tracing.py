@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from megacompile.compat.symbols import expression_of
@@ -89,6 +90,7 @@ def trace(
         modes.enter_context(torch.autograd.set_detect_anomaly(False))
         if detect_fake_mode((*primals, *tangents)) is None:
             modes.enter_context(tracing(TracingContext(fake_mode())))
+        modes.enter_context(_use_lazy_graph_module(True))  # nobody may ever call it
         traced = make_fx(joint, decomposition_table=decompositions)(list(primals), list(tangents))
     return flatten_signature(traced)
 

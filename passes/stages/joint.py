@@ -251,7 +251,7 @@ def _extract(
             env[node] = graph.node_copy(node, lambda n: env[n])
     graph.output(tuple(env[n] if isinstance(n, fx.Node) else n for n in outputs))
     narrow_heads(graph)
-    return fx.GraphModule(module, graph)
+    return compat.graph_module(module, graph)
 
 
 def _backward_inputs(

@@ -148,7 +148,7 @@ def sized(module: fx.GraphModule, values: Values) -> fx.GraphModule:
             if (value := node.meta.get(SYMBOLIC, node.meta.get("val"))) is not None:
                 node.meta[SYMBOLIC] = value
                 node.meta["val"] = compat.tree_map(lambda v: _sized(v, values, memo), value)
-    return fx.GraphModule(module, graph)
+    return compat.graph_module(module, graph)
 
 
 def _sized(value: Any, values: Values, memo: dict[Any, Any]) -> Any:

@@ -1,0 +1,31 @@
+"""Random tests: the draws that every run takes, and those that `make thorough` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import product
+from typing import Any
+
+import pytest
+
+
+def drawn(always: Iterable[Any], others: Iterable[Any]) -> list[Any]:
+    """Values of a parametrization, `others` for `make thorough` alone."""
+    return [*always, *(pytest.param(value, marks=pytest.mark.thorough) for value in others)]
+
+
+def pairwise(*dimensions: Iterable[Any]) -> list[Any]:
+    """A product where every value meets every one of the other dimensions; the rest is for
+    `make thorough` alone.
+
+    Args:
+        dimensions: three or more of them, the shortest last.
+    """
+    values = [list(each) for each in dimensions]
+    kept = len(values[-1])
+    found: list[Any] = []
+    for places in product(*(range(len(each)) for each in values)):
+        case = [each[place] for each, place in zip(values, places, strict=True)]
+        marks = [] if sum(places) % kept == 0 else [pytest.mark.thorough]
+        found.append(pytest.param(*case, marks=marks))
+    return found
