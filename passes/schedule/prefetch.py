@@ -5,6 +5,9 @@
 A recompute and the backward after it are one use. Buckets that a stage's code does not read then
 (an embedding's backward needs no weight) are not fetched. A bucket that the use before reads too
 is fetched once for both. Buckets that live on the device (`plan.resident`) are taken from there.
+
+A prefetch waits for nothing yet: `slots` adds the last reader of its slot, `tokens` the last update
+of its bucket.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Where the gradients of captured graphs go: into the host buckets, and from there to autograd.
 
-The parameters are inputs of a captured graph's autograd node, and their gradients are its results.
+The parameters are inputs of gates, autograd nodes behind a captured graph's own, which hand each of
+them its gradient.
 For each parameter there is one of these ways (`Goes`):
 
     FIRST   into the bucket, whose memory autograd takes as `p.grad` without a copy

@@ -2,11 +2,12 @@
 
 Hooks on the optimizer (see `hooks`) do the update of our parameters beside its own step, with its
 own `param_groups` and `state`. `Updates.prepare_step` finds out what is to be done, bucket by
-bucket, and refuses what cannot be; only `PreparedStep.start` changes parameters and states. It runs
-the updates of the schedules whose backwards ran (`schedule.update`), each for the buckets that the
-step has a part for, and is over at once: threads update bucket after bucket, in the order in which
-the next forward reads them, and a prefetch waits for its bucket alone. Whoever looks at a
-parameter, a gradient or a state before its bucket is done waits for that bucket (see `guards`).
+bucket, and refuses what cannot be; only `PreparedStep.start` changes parameters and states (but
+what a backward has updated already is counted while preparing). It runs the updates of the
+schedules whose backwards ran (`schedule.update`), each for the buckets that the step has a part
+for, and is over at once: threads update bucket after bucket, about in the order in which the next
+forward reads them, and a prefetch waits for its bucket alone. Whoever looks at a parameter, a
+gradient or a state before its bucket is done waits for that bucket (see `guards`).
 
 What no update of those schedules makes (the first step of a bucket that the device will update
 later, a gradient that the user has put there) is made by a graph of its own, `rest`.

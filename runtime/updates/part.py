@@ -19,7 +19,7 @@ class BucketPart:
     """What a step does to one bucket."""
 
     update: BucketUpdate
-    path: UpdatePath  # how it is made of what is on the host
+    way: UpdatePath  # how it is made of what is on the host
     trained: list[Trained]
     states: list[torch.Tensor]  # those of its states that the user can see
     visible: list[torch.Tensor]  # the same, and the gradients that nobody guards
@@ -44,4 +44,4 @@ class BucketPart:
         """What the backward left for it will not be used."""
         if self.left is not None:
             self.left.drop()
-            self.left, self.update.way = None, self.path
+            self.left, self.update.way = None, self.way

@@ -1,15 +1,15 @@
-"""Carry out the optimizer's update of one bucket in host memory.
+"""Carry out the optimizer's update of one bucket.
 
-    STOCK     torch.optim's own step, on the bucket's tensors: bitwise the plain loop
-    DEVICE    the same on copies on the device, a parameter at a time: Muon's matrix products
-    COMPILED  the rule's twin (`optim.twin`), compiled by Inductor to C++: one pass over memory; on
-              a GPU's host the device helps (see `workers`)
-    FUSED     torch.optim's fused CPU kernels: one pass too, where there is no C++ compiler
-    TORCH     the rule's twin as it is: what FUSED cannot do, without a C++ compiler; and COMPILED
-              until it is compiled (see `compiled`)
-    ON_DEVICE not here: by `on_device`, of what the backward left on the device
-    RESIDENT  the rule's kernel, on a bucket that lives on the device
-    BACKWARD  not here: by `in_backward` and its kernels, on the device
+    STOCK            torch.optim's own step, on the bucket's tensors: bitwise the plain loop
+    STOCK_ON_DEVICE  the same on copies on the device, a parameter at a time: Muon's products
+    COMPILED         the rule's twin (`optim.twin`), compiled by Inductor to C++: one pass over
+                     memory; on a GPU's host the device helps (see `workers`)
+    FUSED            torch.optim's fused CPU kernels: one pass too, where there is no C++ compiler
+    TORCH            the rule's twin as it is: what FUSED cannot do, without a C++ compiler; and
+                     COMPILED until it is compiled (see `compiled`)
+    ON_DEVICE        not here: by `on_device`, of what the backward left on the device
+    RESIDENT         the rule's kernel, on a bucket that lives on the device
+    BACKWARD         not here: by `in_backward` and its kernels, on the device
 
 Host memory bandwidth is the limit of all of them: AdamW with bf16 parameters and gradients and
 float32 moments reads 12 bytes a parameter and writes 10.
