@@ -59,6 +59,7 @@ class Choice:
     resident: int = 0  # buckets that live on the device: none (0), some (1), all (2)
     rerun: int = 0  # stages that run again for their outputs, as bits
     on_host: int = 0  # stages that are kept in half on the host, as bits
+    halves: int = 0  # kept stages that keep half on the device, as bits
 
 
 class Layer(nn.Module):
@@ -230,4 +231,5 @@ def choices(draw: st.DrawFn) -> Choice:
         stored=draw(st.one_of(st.just(-1), st.integers(0, 255))),
         resident=draw(st.sampled_from((0, 0, 1, 2))),
         on_host=draw(st.sampled_from((0, 0, 0b1010101, 0b10101010, 255))),
+        halves=draw(st.sampled_from((0, 0, 0b1100110, 255))),
     )

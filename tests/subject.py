@@ -100,8 +100,8 @@ class Counts:
 
 @contextlib.contextmanager
 def kept(choice: Choice, counts: Counts) -> Iterator[None]:
-    """Keep the saved tensors of the stages whose bit is set, there or on the host, run others again
-    for their outputs; let states leave as late as chosen."""
+    """Keep the saved tensors of the stages whose bit is set, all or half of them, there or on the
+    host; run others again for their outputs; let states leave as late as chosen."""
     bits = choice.keep
 
     def chosen(schedule: Schedule, *, keep: int = 1, **options: Any) -> Schedule:
@@ -115,8 +115,14 @@ def kept(choice: Choice, counts: Counts) -> Iterator[None]:
             return planned
         drawn = frozenset(i for i in able if bits >> (i % 8) & 1)
         counts.kept += len(drawn)
-        drawn |= options["saved_on_host"]
-        plan = dataclasses.replace(planned.plan, keep=drawn, reasons=("at random",))
+        halves = {i for i in drawn if choice.halves >> (i % 8) & 1}
+        fractions = tuple((i, 0.5) for i in sorted(halves | options["saved_on_host"]))
+        plan = dataclasses.replace(
+            planned.plan,
+            keep=drawn | options["saved_on_host"],
+            saved_fractions=fractions,
+            reasons=("at random",),
+        )
         return dataclasses.replace(planned, plan=plan)
 
     with mock.patch.object(pipeline, "make_plan", chosen):

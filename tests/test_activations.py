@@ -77,6 +77,26 @@ def test_every_choice_is_bitwise_the_plain_model(name: str, choice: str) -> None
     assert pool(model).held_bytes == pool(model).peak_bytes and pool(model).lent_bytes == 0
 
 
+@pytest.mark.parametrize("name", ["demo gpt", "batch norm", "shared layer", "tied", "dropout"])
+def test_some_stages_keep_half(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As plans choose it: the last ones, beside others that are computed again whole."""
+
+    def make(schedule: Schedule, *, keep: int, halves: bool, **options: Any) -> Schedule:
+        keep = min(keep, 1) * (len(schedule.stages) + 1) // 2
+        return make_plan(schedule, keep=keep, halves=True, **options)
+
+    monkeypatch.setattr(pipeline, "make_plan", make)
+    case = cases.build(name)
+    plain, model = twins(case.model, lookahead=1)
+    for i in range(2):
+        for each in (plain, model):
+            torch.manual_seed(i)
+            case.loss(each, i, CPU).backward()
+        assert_same(plain, model)
+    (schedule, *_) = schedules(model)
+    assert schedule.plan.saved_fractions and len(schedule.plan.keep) < len(schedule.stages)
+
+
 @pytest.mark.parametrize("choice", CHOICES)
 def test_the_choice_is_what_runs(choice: str) -> None:
     _, model = offloading(activations=choice)

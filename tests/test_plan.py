@@ -16,11 +16,14 @@ def plan(
     line: str,
     *,
     keep: int = 1,
+    halves: bool = False,
     activations: str = "auto",
     lookahead: int = 1,
     **stubs: Any,
 ) -> Plan:
-    make = functools.partial(make_plan, keep=keep, activations=activations, lookahead=lookahead)
+    make = functools.partial(
+        make_plan, keep=keep, halves=halves, activations=activations, lookahead=lookahead
+    )
     return apply(make, parse(line, **stubs)).plan
 
 
@@ -72,6 +75,14 @@ def test_the_last_stage_is_kept_whole() -> None:
     assert made.saved_fractions == ((0, 0.5), (1, 0.5), (2, 0.5))
     assert made.reasons[-1] == "all but the last save 50% of it, and compute the rest again"
     assert plan("0F | 0B", activations="selective").saved_fractions == ()
+
+
+def test_some_stages_keep_half() -> None:
+    made = plan(CHAIN, keep=3, halves=True)
+    assert made.keep == {1, 2, 3} and made.saved_fractions == ((1, 0.5), (2, 0.5))
+    assert made.reasons[-1] == "all but the last save 50% of it, and compute the rest again"
+    for alone in (plan(CHAIN, keep=1, halves=True), plan(CHAIN, keep=0, halves=True)):
+        assert alone.saved_fractions == ()
 
 
 @pytest.mark.parametrize(("lookahead", "offload"), [(1, {0, 1}), (2, {0}), (3, set()), (9, set())])

@@ -181,6 +181,7 @@ class Pipeline:
         return functools.partial(
             make_plan,
             keep=choice.keep if variant.keep_last else 0,
+            halves=choice.halves,
             activations=options.activations.value,
             offload=choice.offload,
             rerun=choice.rerun,

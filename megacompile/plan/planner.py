@@ -106,6 +106,7 @@ def search(
         return None
     best = tries.surest()
     if not pinned:
+        best = tries.with_halves(best, resident=resident)
         best = tries.with_saved_on_host(best)
     if slots:
         best = tries.with_more_slots(best)
@@ -268,6 +269,42 @@ class _Tries:
         least = min(self.times.values()) * (1 + _EQUAL)
         fast = [choice for choice, step_s in self.times.items() if step_s <= least]
         return max(fast, key=lambda choice: (len(choice.resident), -self.times[choice]))
+
+    def with_halves(self, best: Choice, *, resident: bool) -> Choice:
+        """With stages that keep half of what they save, if that pays: more of them fit, and what
+        they compute again is cheap. With fewer residents, or more, it may pay more.
+
+        Args:
+            resident: the number of residents is for the search to say.
+        """
+        if best.keep == self.problem.stages:
+            return best  # nothing is computed again
+        at, before = self.count(best), self.times[best]
+        found = {at: self._in_halves(best, at)}
+        if self._time(found[at]) >= before * (1 - _EQUAL):
+            return best
+        least = self.problem.fewest_residents(best) or 0
+        step = max(1, at // 4)
+        while resident and step:
+            for count in {at - step, at + step} - found.keys():
+                if least <= count <= len(self.problem.candidates):
+                    found[count] = self._in_halves(best, count)
+            fastest = min(found, key=lambda count: self._time(found[count]))
+            at, step = fastest, step if fastest != at else step // 2
+        pays = self._time(found[at]) < before * (1 - _PAYS)
+        return found[at] if pays else best
+
+    def _in_halves(self, best: Choice, count: int) -> Choice:
+        """The fastest with so many residents; what was never simulated, where nothing fits."""
+        before = set(self.times)
+        residents = self.problem.with_residents(count).resident
+        halves = replace(best, resident=residents, halves=True)
+        self.add(halves)
+        return min(self.times.keys() - before, key=self.times.__getitem__, default=halves)
+
+    def _time(self, choice: Choice) -> float:
+        """Of what was simulated; else infinite."""
+        return self.times.get(choice, math.inf)
 
     def with_saved_on_host(self, best: Choice) -> Choice:
         """With so many stages kept on the host as pay. Of those that are not kept half are tried

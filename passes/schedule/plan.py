@@ -20,6 +20,7 @@ def make_plan(
     schedule: Schedule,
     *,
     keep: int = 1,
+    halves: bool = False,
     activations: str = "auto",
     lookahead: int = 2,
     device_update: float = 0.0,
@@ -37,6 +38,7 @@ def make_plan(
         keep: how many of the last stages keep their saved tensors. 0: none, whatever `activations`
             is: a backward for other gradients than those that the forward was traced for has no
             saved tensors.
+        halves: all of them but the last keep half of what they save, and compute the rest again.
         activations: "auto", "keep", "selective", "recompute" or "offload".
         lookahead: how many stages ahead an offloaded value comes back.
         device_update: the share of the trained parameters, the first in forward order, that
@@ -68,7 +70,8 @@ def make_plan(
     able = {stage.index for stage in schedule.stages if stage.traced.has_backward}
     away = (saved_on_host & able) - kept
     again, runs = _rerun(schedule, rerun)
-    saved_fractions, within = _saved_fractions(schedule, kept, activations)
+    halves = halves or activations == "selective"
+    saved_fractions, within = _saved_fractions(schedule, kept) if halves else ((), ())
     saves = away if keep else frozenset()
     kept, saved_fractions = kept | saves, _with(saved_fractions, saves)
     chosen, why = _device_update(schedule, here, on_disk, device_update)
@@ -241,12 +244,12 @@ _SELECTIVE = 0.5  # of the saved tensors of a 7B layer: 4 % of its time for half
 
 
 def _saved_fractions(
-    schedule: Schedule, keep: frozenset[int], activations: str
+    schedule: Schedule, keep: frozenset[int]
 ) -> tuple[tuple[tuple[int, float], ...], tuple[str, ...]]:
     """Half of what each kept stage saves, but for the last: its backward comes next."""
     last = schedule.stages[-1].index
     chosen = tuple((index, _SELECTIVE) for index in sorted(keep - {last}))
-    if activations != "selective" or not chosen:
+    if not chosen:
         return (), ()
     return chosen, (f"all but the last save {_SELECTIVE:.0%} of it, and compute the rest again",)
 
