@@ -55,14 +55,35 @@ def test_what_is_not_begun_is_left_to_who_asks_and_what_is_begun_is_waited_for()
         return plain_buffer(wanted)
 
     ahead = BuffersAhead(slow)
-    ahead.begin([Wanted(PAGE, pin=False), Wanted(2 * PAGE, pin=False), Wanted(PAGE, pin=False)])
+    ahead.begin(Wanted(n * PAGE, pin=False) for n in (1, 2, 2, 3))
     assert began.wait(60)
-    assert ahead.take(2 * PAGE, pin=False) is None
-    threading.Timer(0.05, may.set).start()
+    assert ahead.take(2 * PAGE, pin=False) is None, "the first of two"
+    timer = threading.Timer(0.05, may.set)
+    timer.start()
     assert ahead.take(PAGE, pin=False) is not None
-    ahead.forget()
+    timer.join()
     done(ahead)
-    assert made == [PAGE] or made == [PAGE, PAGE]
+    assert made == [PAGE, 2 * PAGE, 3 * PAGE]
+    assert ahead.take(2 * PAGE, pin=False) is not None
+
+
+def test_what_nobody_will_ask_for_is_not_made() -> None:
+    began, may = threading.Event(), threading.Event()
+    made: list[int] = []
+
+    def slow(wanted: Wanted) -> HostBuffer:
+        began.set()
+        assert may.wait(60)
+        made.append(wanted.size_bytes)
+        return plain_buffer(wanted)
+
+    ahead = BuffersAhead(slow)
+    ahead.begin(Wanted(n * PAGE, pin=False) for n in (1, 2, 3))
+    assert began.wait(60)
+    ahead.forget()
+    may.set()
+    done(ahead)
+    assert made == [PAGE] and ahead.take(PAGE, pin=False) is None
 
 
 def test_a_failure_is_not_told() -> None:

@@ -46,16 +46,14 @@ class BuffersAhead:
             self._thread.submit(functools.partial(_fulfil, future, self._make, each))
 
     def take(self, size_bytes: int, *, pin: bool) -> HostBuffer | None:
-        """One that is made, or being made; None: there is none."""
-        futures = self._made.get((size_bytes, pin))
-        while futures:
-            try:
-                future = futures.popleft()
-            except IndexError:  # another thread was faster
-                return None
-            if not future.cancel() and future.exception() is None:
-                return future.result()
-        return None
+        """One that is made, or being made; None: there is none, and one less is made."""
+        try:
+            future = self._made[size_bytes, pin].popleft()
+        except (KeyError, IndexError):
+            return None
+        if future.cancel() or future.exception() is not None:
+            return None
+        return future.result()
 
     def forget(self) -> None:
         """Nobody will ask for the others."""
