@@ -229,6 +229,30 @@ def test_and_does_not_wait_for_one_that_does_not(two: Workers) -> None:
     assert log == ["a by host", "b by host", "c by host"]
 
 
+def test_a_device_that_gets_slow_leaves_more_to_the_host(two: Workers) -> None:
+    """The host has left it everything, and looks again when it has made one."""
+    paced(two, 0.02, 1e-6)
+    log: list[str] = []
+
+    class Slow(Made):
+        def by_chunks(self, chunks: Any) -> None:
+            time.sleep(0.2)
+            super().by_chunks(chunks)
+
+    made = [Slow(name, log) for name in "abcd"]
+    all_jobs = jobs(*made)
+    two._helped.append(futures(all_jobs))
+    for job in all_jobs:
+        two.submit(job)
+    two._host.submit((over := threading.Event()).set)
+    assert over.wait(60) and not log
+    two._helped.clear()
+    two.help(futures(all_jobs))
+    for job in all_jobs:
+        job.future.result(60)
+    assert "a by device" in log and sum(entry.endswith("host") for entry in log) >= 1
+
+
 def test_what_the_device_leaves_after_all_is_the_hosts(two: Workers) -> None:
     """It fails in what it knows of it; nobody else would come."""
     paced(two, 1000.0, 1e-6)

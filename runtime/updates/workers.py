@@ -155,8 +155,9 @@ class Workers:
             self._device_ends_s = time.perf_counter() + (self._device_pace.seconds(job.update) or 0)
             by_chunks = functools.partial(job.update.by_chunks, chunks)
             self._make(job, DEVICE, by_chunks, self._device_pace)
+            self._host.submit(self._by_host)  # who may have left it too much
         self._helped.remove(futures)
-        self._host.submit(self._by_host)  # who may have left some to the device
+        self._host.submit(self._by_host)  # or what the device cannot make
 
     def _await_help(self) -> None:
         """Updates are started one by one, and then the device begins to help: if it is faster, the
