@@ -26,6 +26,20 @@ def plain_buffer(wanted: Wanted) -> HostBuffer:
     return HostBuffer(wanted.size_bytes, pin=wanted.pin)
 
 
+class Slow:
+    """Makes buffers once it `may`."""
+
+    def __init__(self) -> None:
+        self.began, self.may = threading.Event(), threading.Event()
+        self.made: list[int] = []
+
+    def __call__(self, wanted: Wanted) -> HostBuffer:
+        self.began.set()
+        assert self.may.wait(60)
+        self.made.append(wanted.size_bytes)
+        return plain_buffer(wanted)
+
+
 def done(ahead: BuffersAhead | None) -> None:
     """Everything that it was given is made."""
     assert ahead is not None
@@ -45,45 +59,29 @@ def test_a_buffer_is_given_to_who_asks_for_its_size_once() -> None:
 
 
 def test_what_is_not_begun_is_left_to_who_asks_and_what_is_begun_is_waited_for() -> None:
-    began, may = threading.Event(), threading.Event()
-    made: list[int] = []
-
-    def slow(wanted: Wanted) -> HostBuffer:
-        began.set()
-        assert may.wait(60)
-        made.append(wanted.size_bytes)
-        return plain_buffer(wanted)
-
+    slow = Slow()
     ahead = BuffersAhead(slow)
     ahead.begin(Wanted(n * PAGE, pin=False) for n in (1, 2, 2, 3))
-    assert began.wait(60)
+    assert slow.began.wait(60)
     assert ahead.take(2 * PAGE, pin=False) is None, "the first of two"
-    timer = threading.Timer(0.05, may.set)
+    timer = threading.Timer(0.05, slow.may.set)
     timer.start()
     assert ahead.take(PAGE, pin=False) is not None
     timer.join()
     done(ahead)
-    assert made == [PAGE, 2 * PAGE, 3 * PAGE]
+    assert slow.made == [PAGE, 2 * PAGE, 3 * PAGE]
     assert ahead.take(2 * PAGE, pin=False) is not None
 
 
 def test_what_nobody_will_ask_for_is_not_made() -> None:
-    began, may = threading.Event(), threading.Event()
-    made: list[int] = []
-
-    def slow(wanted: Wanted) -> HostBuffer:
-        began.set()
-        assert may.wait(60)
-        made.append(wanted.size_bytes)
-        return plain_buffer(wanted)
-
+    slow = Slow()
     ahead = BuffersAhead(slow)
     ahead.begin(Wanted(n * PAGE, pin=False) for n in (1, 2, 3))
-    assert began.wait(60)
+    assert slow.began.wait(60)
     ahead.forget()
-    may.set()
+    slow.may.set()
     done(ahead)
-    assert made == [PAGE] and ahead.take(PAGE, pin=False) is None
+    assert slow.made == [PAGE] and ahead.take(PAGE, pin=False) is None
 
 
 def test_a_failure_is_not_told() -> None:
