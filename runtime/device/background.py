@@ -20,22 +20,24 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import TypeVar
 
 from megacompile.runtime.device import forks
 
 Work = Callable[[], None]
+T = TypeVar("T")
 
 
-def fulfil(future: Future[None], work: Work) -> None:
+def fulfil(future: Future[T], work: Callable[[], T]) -> None:
     """Do the work of a future, unless that was cancelled; what goes wrong is the future's."""
     if not future.set_running_or_notify_cancel():
         return
     try:
-        work()
+        result = work()
     except BaseException as error:
         future.set_exception(error)
     else:
-        future.set_result(None)
+        future.set_result(result)
 
 
 def is_over() -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from megacompile.runtime.device.background import Background, is_over
+from megacompile.runtime.device.background import Background, fulfil, is_over
 from megacompile.runtime.device.buffers import HostBuffer
 
 
@@ -68,11 +68,4 @@ def _fulfil(
 ) -> None:
     if is_over():
         future.cancel()
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        made = make(wanted)
-    except BaseException as error:
-        future.set_exception(error)
-    else:
-        future.set_result(made)
+    fulfil(future, functools.partial(make, wanted))

@@ -232,8 +232,7 @@ class HostBucket:
 
     def make_grads(self) -> None:
         """Get memory for the gradients: the first time, or when the user still holds the last."""
-        trained = [i for i, param in enumerate(self.params) if param.requires_grad]
-        dtypes = {i: self.grad_dtype or self.params[i].dtype for i in trained}
+        dtypes = self._grad_dtypes()
         self._memory = [memory for memory in self._memory if memory is not self._grad_memory]
         made = self._like(dtypes, functools.partial(self.new_buffer, pin=self.pin))
         self.grads, self._grad_memory = made.tensors, made.whole
@@ -241,8 +240,11 @@ class HostBucket:
 
     def grads_bytes(self) -> int:
         """Of memory for the gradients, where they lie on the host."""
+        return self.bytes_like(self._grad_dtypes())
+
+    def _grad_dtypes(self) -> dict[int, torch.dtype]:
         trained = [i for i, param in enumerate(self.params) if param.requires_grad]
-        return self.bytes_like({i: self.grad_dtype or self.params[i].dtype for i in trained})
+        return {i: self.grad_dtype or self.params[i].dtype for i in trained}
 
     def bytes_like(self, dtypes: Mapping[int, torch.dtype]) -> int:
         """Of memory like some of the parameters: dtypes by index."""
