@@ -228,6 +228,7 @@ def _warm_up() -> None:
         training = Training(Loss(qwen2(2, width=256, vocabulary=1024)), case)
         for _ in range(2):
             training.step(tokens(4, 256, 1024)).item()
+    torch.compiler.reset()
 
 
 def _resident_bytes() -> int:

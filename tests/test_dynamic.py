@@ -133,6 +133,13 @@ def test_one_row_and_one_token_are_sizes_of_their_own() -> None:
     assert_same(plain, streamed, [(tokens(*size),) for size in sizes])
 
 
+def test_sizes_of_another_model_of_the_class_do_not_count() -> None:
+    for rows, length in ((2, 8), (3, 12)):
+        plain, streamed = made()
+        assert_same(plain, streamed, [(tokens(rows, length),)])
+        assert [schedule.symbols for schedule in schedules(streamed)] == [None]
+
+
 def test_memory_is_planned_for_the_largest_call() -> None:
     _, streamed = made()
     lengths = []

@@ -140,7 +140,7 @@ class Adapted(nn.Module):
 
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 def test_a_step_takes_what_its_plan_says(lowering: str) -> None:
-    """Within what cuBLAS takes for itself. A value that is as wide as the MLP takes 256 MiB."""
+    """Without what cuBLAS takes for itself. A value that is as wide as the MLP takes 256 MiB."""
     gc.collect()
     base = torch.cuda.memory_allocated()
     options: dict[str, Any] = {"resident": 0, "device_update": 0, "activations": "recompute"}
@@ -151,10 +151,18 @@ def test_a_step_takes_what_its_plan_says(lowering: str) -> None:
         torch.cuda.reset_peak_memory_stats()
         model(x).backward()
         model.zero_grad()
-    taken = torch.cuda.max_memory_allocated() - base
+    taken = torch.cuda.max_memory_allocated() - base - cublas_bytes()
     cost = OptimizerCost(states=0)
     planned = device_memory(schedules(model)[-1], optimizer=cost, fused=lowering == "inductor")
-    assert 0.8 * planned.peak.total_bytes < taken < planned.peak.total_bytes + 100 * MiB
+    assert 0.8 * planned.peak.total_bytes < taken < planned.peak.total_bytes + 64 * MiB
+
+
+def cublas_bytes() -> int:
+    """What cuBLAS's workspaces took, one for each thread and stream: they are given back."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch._C._cuda_clearCublasWorkspaces()
+    return before - torch.cuda.memory_allocated()
 
 
 # --- long contexts

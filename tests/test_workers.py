@@ -564,7 +564,7 @@ def test_host_and_device_round_alike(case: str, monkeypatch: pytest.MonkeyPatch)
     # a share that no bucket fits into: the device helps, and nothing is left for the step
     divided, by = trained(device_update=1e-9)
     assert DEVICE in by
-    monkeypatch.setattr(Workers, "_first", lambda self: None)
+    monkeypatch.setattr(Workers, "_for_host", lambda self: None)
     by_device, by = trained(device_update=1e-9)
     assert by == {DEVICE}
     for want, *others in zip(alone, divided, by_device, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ CALL = "_call_impl"  # torch 2.11 to 2.15
 APPLY = "_apply"  # torch 2.11 to 2.15
 # Where a module keeps what its call calls instead.
 COMPILED_CALL = "_compiled_call_impl"  # torch 2.11 to 2.15
+
+_frames: Counter[str] = Counter()  # how many of a name there have been
 
 
 def compiled_call(module: torch.nn.Module) -> Callable[..., Any] | None:  # torch 2.11 to 2.15
@@ -34,15 +37,19 @@ def set_compiled_call(
 def frame_of(model: torch.nn.Module, name: str) -> types.FunctionType:  # torch 2.11 to 2.15
     """A function that calls a model as it is, with its hooks, for Dynamo to capture.
 
-    Dynamo skips frames of torch.nn itself, so `nn.Sequential` needs a frame around it; and it
-    counts recompilations by code object, so each model gets one, of this name.
+    Dynamo skips frames of torch.nn itself, so `nn.Sequential` needs a frame around it. It counts
+    recompilations by code object, and by a function's file, line and name it remembers which sizes
+    have changed. Each call of this gives a function of its own in both: what one model was given
+    makes no size of another's symbolic. The second function of a name is "name_2".
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)
 
     assert isinstance(call, types.FunctionType)
-    call.__code__ = call.__code__.replace(co_name=name)
+    _frames[name] += 1
+    own = name if _frames[name] == 1 else f"{name}_{_frames[name]}"
+    call.__code__ = call.__code__.replace(co_name=own)
     return call
 
 
