@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megacompile import compat
@@ -36,11 +36,29 @@ class Asks(nn.Module):
 # --- modules
 
 
-def test_each_frame_has_a_name_of_its_own() -> None:
-    """By which Dynamo remembers the sizes that have changed; see test_dynamic."""
+def test_frames_that_live_have_names_of_their_own() -> None:
     model = nn.Linear(2, 2)
-    names = [compat.frame_of(model, "framed").__code__.co_name for _ in range(3)]
+    frames = [compat.frame_of(model, "framed") for _ in range(3)]
+    names = [frame.__code__.co_name for frame in frames]
     assert names == ["framed", "framed_2", "framed_3"]
+    del frames[1]
+    assert compat.frame_of(model, "framed").__code__.co_name == "framed_2"
+
+
+def test_sizes_of_a_frame_that_is_gone_are_forgotten() -> None:
+    def inputs(length: int) -> list[type]:
+        kinds: list[type] = []
+
+        def backend(module: fx.GraphModule, examples: Sequence[Any]) -> Any:
+            kinds.extend(map(type, examples))
+            return module
+
+        frame = compat.frame_of(nn.ReLU(), "sized")
+        torch.compile(frame, backend=backend)(torch.ones(length))
+        assert frame.__code__.co_name == "sized"
+        return kinds
+
+    assert [inputs(length) for length in (3, 4)] == [[Tensor], [Tensor]]  # and no torch.SymInt
 
 
 def test_a_call_takes_the_way_of_the_compiled_one() -> None:

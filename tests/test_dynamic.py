@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -133,11 +134,19 @@ def test_one_row_and_one_token_are_sizes_of_their_own() -> None:
     assert_same(plain, streamed, [(tokens(*size),) for size in sizes])
 
 
-def test_sizes_of_another_model_of_the_class_do_not_count() -> None:
-    for rows, length in ((2, 8), (3, 12)):
+@pytest.mark.parametrize("lives", [True, False])
+def test_sizes_of_another_model_of_the_class_do_not_count(lives: bool) -> None:
+    def one(rows: int, length: int) -> nn.Module:
         plain, streamed = made()
         assert_same(plain, streamed, [(tokens(rows, length),)])
         assert [schedule.symbols for schedule in schedules(streamed)] == [None]
+        return cast(nn.Module, streamed)
+
+    models = [one(2, 8)]
+    if not lives:
+        models.clear()
+        gc.collect()
+    one(3, 12)
 
 
 def test_memory_is_planned_for_the_largest_call() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import types
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
+from torch._dynamo import pgo
 from torch.nn.utils import stateless
 
 # The methods of a module that `__call__` and `to` go through: its own take their place.
@@ -18,7 +20,8 @@ APPLY = "_apply"  # torch 2.11 to 2.15
 # Where a module keeps what its call calls instead.
 COMPILED_CALL = "_compiled_call_impl"  # torch 2.11 to 2.15
 
-_frames: Counter[str] = Counter()  # how many of a name there have been
+_frames: WeakValueDictionary[str, types.FunctionType] = WeakValueDictionary()  # by their names
+_named: set[str] = set()  # those that there have been
 
 
 def compiled_call(module: torch.nn.Module) -> Callable[..., Any] | None:  # torch 2.11 to 2.15
@@ -39,18 +42,30 @@ def frame_of(model: torch.nn.Module, name: str) -> types.FunctionType:  # torch 
 
     Dynamo skips frames of torch.nn itself, so `nn.Sequential` needs a frame around it. It counts
     recompilations by code object, and by a function's file, line and name it remembers which sizes
-    have changed. Each call of this gives a function of its own in both: what one model was given
-    makes no size of another's symbolic. The second function of a name is "name_2".
+    have changed. What one model is given makes no size of another's symbolic: no two that live have
+    the same name ("name_2"), and nothing is remembered of one that is gone.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)
 
     assert isinstance(call, types.FunctionType)
-    _frames[name] += 1
-    own = name if _frames[name] == 1 else f"{name}_{_frames[name]}"
+    names = itertools.chain([name], (f"{name}_{k}" for k in itertools.count(2)))
+    own = next(each for each in names if each not in _frames)
     call.__code__ = call.__code__.replace(co_name=own)
+    if own in _named:
+        _forget_sizes(call.__code__)
+    _named.add(own)
+    _frames[own] = call
     return call
+
+
+def _forget_sizes(code: types.CodeType) -> None:  # torch 2.11 to 2.15
+    """Which sizes changed from call to call of a function of this file and name."""
+    remembered = pgo.get_code_state()
+    place = (code.co_filename, code.co_name)
+    for key in [key for key in remembered if (key.filename, key.name) == place]:
+        del remembered[key]
 
 
 def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:  # torch 2.11 to 2.15
