@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -134,19 +133,13 @@ def test_one_row_and_one_token_are_sizes_of_their_own() -> None:
     assert_same(plain, streamed, [(tokens(*size),) for size in sizes])
 
 
-@pytest.mark.parametrize("lives", [True, False])
-def test_sizes_of_another_model_of_the_class_do_not_count(lives: bool) -> None:
-    def one(rows: int, length: int) -> nn.Module:
+def test_sizes_of_another_model_of_the_class_do_not_count() -> None:
+    models = []
+    for rows, length in ((2, 8), (3, 12)):
         plain, streamed = made()
         assert_same(plain, streamed, [(tokens(rows, length),)])
         assert [schedule.symbols for schedule in schedules(streamed)] == [None]
-        return cast(nn.Module, streamed)
-
-    models = [one(2, 8)]
-    if not lives:
-        models.clear()
-        gc.collect()
-    one(3, 12)
+        models.append(streamed)
 
 
 def test_memory_is_planned_for_the_largest_call() -> None:
