@@ -206,7 +206,8 @@ def after_templates(
             accumulate=accumulate,
             lookahead=lookahead,
             masters=masters,
-            state_bytes=lambda item_bytes: 10.0,
+            master_bytes=lambda item_bytes: 2.0,
+            state_bytes=lambda item_bytes: 8.0,
         )
         gradients = {"update": insert}
     if norms:

@@ -25,6 +25,7 @@ from megacompile.ir.tokens import Token
 ACTIVATION = TensorMeta((4, 8), torch.bfloat16, (8, 1))
 WEIGHT = TensorMeta((8, 8), torch.bfloat16, (8, 1))
 STATE = TensorMeta((1280,), torch.uint8, (1,))  # two moments and the parameters of a bucket
+MOMENTS = TensorMeta((1024,), torch.uint8, (1,))
 SAVED = 2  # tensors that a stage saves
 
 
@@ -425,7 +426,7 @@ class _Backward:
                 waits = (token(self.graph, bucket, Part.STATES),)
                 fetched = call(self.graph, ops.fetch_state, bucket, buffer, masters, after=waits)
                 self.left_states[bucket.key] = fetched
-                buffer.meta["value"] = fetched.meta["value"] = STATE
+                buffer.meta["value"] = fetched.meta["value"] = STATE if masters else MOMENTS
                 states[bucket.key] = buffer, fetched
         return states
 

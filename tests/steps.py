@@ -30,14 +30,18 @@ def made(
     """What the passes from `offload_grad` on make; `options`: of the plan, and of stubs."""
     plan = {key: options.pop(key) for key in ("resident", "device_update") if key in options}
     schedule = replace(parse(line, **options), plan=Plan(**plan))
-    state = {"state_bytes": lambda item_bytes: 10.0}
     if in_backward:
         schedule = insert_updates(
-            schedule, accumulate=accumulate, lookahead=1, masters=False, **state
+            schedule,
+            accumulate=accumulate,
+            lookahead=1,
+            masters=False,
+            master_bytes=lambda item_bytes: 2.0,
+            state_bytes=lambda item_bytes: 8.0,
         )
     else:
         schedule = offload_gradients(schedule, accumulate=accumulate)
-        schedule = insert_device_update(schedule, **state)
+        schedule = insert_device_update(schedule, state_bytes=lambda item_bytes: 10.0)
         schedule = insert_update_graph(schedule, helps=True)
     schedule = assign_slots(insert_prefetch(schedule), slots=slots, reuse=False)
     return apply(insert_tokens, insert_free(schedule))

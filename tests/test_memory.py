@@ -19,7 +19,7 @@ from megacompile.ir.tensors import tensors_bytes
 from megacompile.ir.values import memory
 from megacompile.plan import pipeline
 from megacompile.plan.abstract import abstract_options, abstract_schedules
-from tests.schedules import ACTIVATION, SAVED, STATE, WEIGHT, Spec, build
+from tests.schedules import ACTIVATION, MOMENTS, SAVED, STATE, WEIGHT, Spec, build
 
 _COMPUTES = (ops.forward, ops.recompute, ops.backward)
 
@@ -34,11 +34,12 @@ def replay(schedule: Schedule) -> list[int]:
     alive: dict[str, int] = {}  # the name of what owns memory -> bytes
     held: dict[str, set[str]] = {}  # owner -> values that name it
     totals = []
-    deferred = {
-        memory(_node(n.args[0])).name: _size(memory(_node(n.args[0])))
+    left = [
+        _node(n.args[0])
         for graph in schedule.graphs.values()
         for n in ops.nodes_of(graph, ops.defer_free)
-    }
+    ]
+    deferred = {memory(node).name: max(_size(node), _size(memory(node))) for node in left}
     before = sum(deferred.values())
     borrowed = {n.name for n in schedule.forward.find_nodes(op="placeholder")}
 
@@ -80,7 +81,9 @@ def replay(schedule: Schedule) -> list[int]:
                     own(item.name, item.name, _size(item))
             elif ops.effects(node).owns:
                 owner = memory(node).name  # which may stand for what an earlier graph has left
-                own(node.name, next((o for o in held if owner in held[o]), owner), _size(node))
+                owner = next((o for o in held if owner in held[o]), owner)
+                own(node.name, owner, _size(node))
+                alive[owner] = max(alive[owner], _size(node))  # an update adds new parameters
                 totals.append(slots + inputs + before + sum(alive.values()))
             elif node.target is ops.free:
                 drop(_node(node.args[0]).name)
@@ -183,6 +186,14 @@ def test_parked_states_stay_until_the_next_forward_reclaims_them() -> None:
     assert found == [_deferred_bytes(schedule)] * 3 + [0]  # the reclaim is behind 2F
 
 
+def test_an_update_takes_memory_for_new_parameters_no_earlier() -> None:
+    schedule = build(Spec(stages=4, update=True))
+    moments = [m for m in device_memory(schedule).moments if m.graph == "backward"]
+    found = [(m.label, m.live_bytes[Kind.STATES]) for m in moments]
+    label, before = found[found.index(("3UPDATE", STATE.size_bytes)) - 1]
+    assert (label, before) == ("3B", MOMENTS.size_bytes)
+
+
 def test_one_forward_reclaims_what_every_backward_parked() -> None:
     """Of two graphs: the later one's backward runs first; both have deferred at the end."""
     schedule = build(Spec(stages=4, update=True))
@@ -191,8 +202,8 @@ def test_one_forward_reclaims_what_every_backward_parked() -> None:
     forwards = [m.live_bytes[Kind.STATES] for m in moments if m.graph == "forward"]
     assert forwards == [2 * deferred] * 3 + [0] * 5
     second, first = (m for m in moments if (m.graph, m.label) == ("backward", "3RECOMPUTE"))
-    assert second.live_bytes[Kind.STATES] == STATE.size_bytes
-    assert first.live_bytes[Kind.STATES] == deferred + STATE.size_bytes  # the second's new ones
+    assert second.live_bytes[Kind.STATES] == MOMENTS.size_bytes
+    assert first.live_bytes[Kind.STATES] == deferred + MOMENTS.size_bytes  # the second's new ones
 
 
 def test_where_no_forward_reclaims_old_parked_states_go_with_the_first_park() -> None:
@@ -202,8 +213,8 @@ def test_where_no_forward_reclaims_old_parked_states_go_with_the_first_park() ->
     deferred = _deferred_bytes(schedule)
     moments = device_memory([schedule, schedule]).moments
     second, first = (m for m in moments if (m.graph, m.label) == ("backward", "3RECOMPUTE"))
-    assert second.live_bytes[Kind.STATES] == 2 * deferred + STATE.size_bytes  # old ones, its own
-    assert first.live_bytes[Kind.STATES] == deferred + STATE.size_bytes  # the second's new ones
+    assert second.live_bytes[Kind.STATES] == 2 * deferred + MOMENTS.size_bytes  # old ones, its own
+    assert first.live_bytes[Kind.STATES] == deferred + MOMENTS.size_bytes  # the second's new ones
 
 
 LEFT = Spec(stages=3, device=frozenset({0, 2}))

@@ -27,7 +27,8 @@ def updated(
         accumulate=accumulate,
         lookahead=lookahead,
         masters=masters,
-        state_bytes=lambda item_bytes: 10.0,
+        master_bytes=lambda item_bytes: 2.0,
+        state_bytes=lambda item_bytes: 8.0,
     )
     return apply(function, parse(line, **stubs))
 
@@ -190,7 +191,10 @@ def test_each_fetch_has_a_buffer_of_its_own() -> None:
             bucket, buffer, streamed = ops.arguments(fetch)
             assert ops.arguments(buffer) == (bucket, masters) and streamed is masters
             assert fetch.meta["value"] == buffer.meta["value"]
-            assert fetch.meta["value"].size_bytes == 10 * bucket.params[0].numel
+            fetched = 10 if masters else 8  # bytes of an element: new parameters come later
+            assert fetch.meta["value"].size_bytes == fetched * bucket.params[0].numel
+        for update in ops.nodes_of(schedule.backward, ops.update):
+            assert update.meta["value"].size_bytes == 10 * ops.arguments(update)[0].params[0].numel
 
 
 # With what is on the host.

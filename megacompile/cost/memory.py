@@ -182,7 +182,7 @@ class _Replay:
             for node in ops.nodes_that(graph, lambda op: op.frees is not None and not op.waits):
                 value = node.args[0]
                 assert isinstance(value, fx.Node)
-                size = tensors_bytes(memory(value).meta.get("value"))
+                size = max(map(_value_bytes, (value, memory(value))))
                 if name == "update":
                     size += self._copy_bytes(schedule, value)
                 kind = _KINDS.get(ops.effects(value).gives, Kind.GRADIENTS)
@@ -318,10 +318,13 @@ class _Replay:
         place = memory(node)
         if place is node or place not in self.blocks:
             kind = _KINDS.get(ops.effects(node).gives, Kind.GRADIENTS)
-            block = _Block(kind, tensors_bytes(node.meta.get("value")), owned=True)
+            block = _Block(kind, _value_bytes(node), owned=True)
             self.live[kind] += block.size_bytes
-        else:
+        else:  # what is more than the buffer that it fills is its own
             block = self.blocks[place]
+            more = max(0, _value_bytes(node) - block.size_bytes)
+            block.size_bytes += more
+            self.live[block.kind] += more
         self._name(node, block)
         self._moment(name, node, 0)
 
@@ -346,6 +349,10 @@ class _Replay:
     def _moment(self, name: str, node: fx.Node, workspace_bytes: int) -> None:
         live = {**self.live, Kind.WORKSPACE: workspace_bytes}
         self.moments.append(Moment(name, ops.label(node), live))
+
+
+def _value_bytes(node: fx.Node) -> int:
+    return tensors_bytes(node.meta.get("value"))
 
 
 _KINDS: dict[Value | None, Kind] = {

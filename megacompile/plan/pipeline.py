@@ -209,7 +209,8 @@ class Pipeline:
                 accumulate=variant.accumulate,
                 lookahead=choice.state_lookahead or options.lookahead,
                 masters=options.compute_dtype is not None,
-                state_bytes=cost.updated_of,
+                master_bytes=cost.master_of,
+                state_bytes=cost.states_of,
             )
             return [("update_in_backward", insert), ("norms", insert_norms)]
         step = functools.partial(insert_update_graph, helps=cost.helped, on_disk=choice.on_disk)

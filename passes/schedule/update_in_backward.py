@@ -10,9 +10,9 @@
 An update comes behind the bucket's last gradient and its last reader in the backward. A bucket that
 lives on the device is updated there in place (`update_in_place`), which needs no copy and no memory
 beside its gradients. For the others, the optimizer states are fetched `lookahead` stages ahead, as
-the weights are, in the order of the updates; the new parameters and states go back while the next
-stages compute. With `accumulate`, what earlier backwards left in the bucket is added first, as in
-`offload_grad`.
+the weights are, in the order of the updates. The update reads the weights in their slot, and takes
+memory for new ones only then. They and the states go back while the next stages compute. With
+`accumulate`, what earlier backwards left in the bucket is added first, as in `offload_grad`.
 
 The last updates of a backward are deferred (see `free`), because the next forward should not begin
 with a wait for their copies. Its first half hides them; then `drain` gives their memory back,
@@ -50,6 +50,7 @@ def insert_updates(
     accumulate: bool,
     lookahead: int,
     masters: bool,
+    master_bytes: Callable[[int], float],
     state_bytes: Callable[[int], float],
 ) -> Schedule:
     """The schedule whose backward updates every bucket that gets gradients.
@@ -59,8 +60,9 @@ def insert_updates(
     Args:
         accumulate: add the gradients that are on the host already.
         lookahead: how many stages ahead states are fetched.
-        masters: the states include the parameters, because what is streamed is a copy.
-        state_bytes: of one element and its states, by its bytes as streamed; for the cost model.
+        masters: the parameters are fetched with the states, because what is streamed is a copy.
+        master_bytes: of one element that is updated, by its bytes as streamed; for the cost model.
+        state_bytes: of its states, likewise.
     """
     new = schedule.copy()
     graph = new.backward
@@ -68,6 +70,10 @@ def insert_updates(
         insert_drain(new.forward)
         return new
     steps, readers = uses(graph), last_readers(graph)  # before there are updates
+
+    def both_bytes(item_bytes: int) -> float:
+        return master_bytes(item_bytes) + state_bytes(item_bytes)
+
     made: list[tuple[fx.Node, int]] = []  # updates, and the uses that they follow
     for bucket, call, group in last_gradients(graph).values():
         total = add_so_far(graph, bucket, call, group) if accumulate else group
@@ -77,7 +83,7 @@ def insert_updates(
         if bucket.key in new.plan.resident:
             with graph.inserting_after(where):
                 done = ops.call(graph, ops.update_in_place, bucket, total, name=f"u{suffix}")
-            done.meta["value"] = _updated(new, bucket, state_bytes)
+            done.meta["value"] = _trained(new, bucket, both_bytes)
             continue
         with graph.inserting_after(where):
             updated = ops.call(graph, ops.update, bucket, None, total, None, name=f"new{suffix}")
@@ -91,16 +97,16 @@ def insert_updates(
             buffer = ops.call(graph, ops.alloc_state, bucket, masters, name=f"buf_s{suffix}")
             state = ops.call(graph, ops.fetch_state, bucket, buffer, masters, name=f"s{suffix}")
         set_args(updated, (bucket, weights, total, state))
-        meta = _updated(new, bucket, state_bytes)
-        for node in (buffer, state, updated):
-            node.meta["value"] = meta
+        updated.meta["value"] = _trained(new, bucket, both_bytes)
+        fetched = _trained(new, bucket, both_bytes if masters else state_bytes)
+        buffer.meta["value"] = state.meta["value"] = fetched
     if made:
         insert_drain(new.forward, late=new.plan.state_delay > 1)
     return new
 
 
-def _updated(schedule: Schedule, bucket: Bucket, state_bytes: Callable[[int], float]) -> TensorMeta:
-    """The parameters and states that an update changes, as bytes."""
+def _trained(schedule: Schedule, bucket: Bucket, item_bytes: Callable[[int], float]) -> TensorMeta:
+    """So much of each parameter that gets a gradient, as bytes."""
     params = [bucket.params[i] for i in schedule.gradient_params[bucket.key]]
-    size = sum(param.numel * state_bytes(param.dtype.itemsize) for param in params)
+    size = sum(param.numel * item_bytes(param.dtype.itemsize) for param in params)
     return TensorMeta((int(size),), _BYTE, (1,))

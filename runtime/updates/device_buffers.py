@@ -27,14 +27,22 @@ Sources = Mapping[int, tuple[State | None, ...]]  # parameter's index -> its sta
 class Buffer:
     """One parameter's new value and states on the device, flat."""
 
-    new: torch.Tensor  # (numel,) of the parameter's dtype on the host
+    new: torch.Tensor | None
+    """(numel,) of the parameter's dtype on the host; None: the update makes it, from weights that
+    are on the device anyway."""
     copy: torch.Tensor | None  # (numel,) of the streamed dtype, where that is another
     states: tuple[State | None, ...]  # in the rule's order
 
     @property
+    def value(self) -> torch.Tensor:
+        """The parameter on the device, once it is there."""
+        assert self.new is not None
+        return self.new
+
+    @property
     def streamed(self) -> torch.Tensor:
         """What the next forward reads: (numel,) of the streamed dtype."""
-        return self.new if self.copy is None else self.copy
+        return self.value if self.copy is None else self.copy
 
 
 UpdateBuffers = dict[int, Buffer]  # by the parameter's index in its bucket
@@ -73,9 +81,10 @@ class Landing:
 def make_buffers(
     host: HostBucket, sources: Sources, device: torch.device, *, masters: bool
 ) -> UpdateBuffers:
-    """Memory on the device for parameters and states like `sources`.
+    """Memory on the device for states like `sources`.
 
-    With `masters`, the parameters on the host may have another dtype than what is streamed.
+    With `masters` for the parameters too: those on the host may have another dtype than what is
+    streamed.
     """
     buffers: UpdateBuffers = {}
     for i, states in sources.items():
@@ -89,7 +98,7 @@ def make_buffers(
             return torch.empty(count, dtype=dtype, device=device)
 
         buffers[i] = Buffer(
-            new=empty(value.dtype),
+            new=empty(value.dtype) if masters else None,
             copy=empty(streamed) if cast else None,
             states=tuple(_like(state, empty) for state in states),
         )
@@ -112,7 +121,7 @@ def fetch(host: HostBucket, buffers: UpdateBuffers, sources: Sources, *, masters
     """States, and with `masters` the parameters, to the device."""
     for i, buffer in buffers.items():
         if masters:
-            buffer.new.copy_(flat(host.values[i]), non_blocking=True)
+            buffer.value.copy_(flat(host.values[i]), non_blocking=True)
         for there, here in _pairs(buffer, sources[i]):
             there.copy_(here, non_blocking=True)
 
@@ -124,15 +133,18 @@ def update(
     gradients: Mapping[int, torch.Tensor],
     weights: Sequence[torch.Tensor] | None,
 ) -> None:
-    """The step, in place in the buffers; `weights` are the parameters where those have none."""
+    """The step, in place in the buffers. Where those have no parameters, it takes `weights`, and
+    new ones are made here: no earlier than they are needed."""
     updates: dict[OptimizerRule, list[Update]] = {}
     for i, buffer in buffers.items():
         step = steps[i]
         assert step.rule is not None
         like = host.values[i] if weights is None else weights[i]
+        if buffer.new is None:
+            buffer.new = torch.empty_like(flat(like))
         updates.setdefault(step.rule, []).append(
             Update(
-                param=buffer.new if weights is None else flat(weights[i]),
+                param=buffer.value if weights is None else flat(weights[i]),
                 grad=flat(laid_out_as(gradients[i], like)),
                 states=buffer.states,
                 hyper=step.hyper,
@@ -183,7 +195,7 @@ def params_back(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """New parameters on the device, and where they go, flat."""
     for i, buffer in buffers.items():
-        yield buffer.new, flat(host.values[i] if place is None else place(host.values[i]))
+        yield buffer.value, flat(host.values[i] if place is None else place(host.values[i]))
         if host.has_copy:
             yield buffer.streamed, flat(host.streamed[i])
 

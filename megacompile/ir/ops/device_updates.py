@@ -20,9 +20,10 @@ from megacompile.ir.stream import Stream
 
 @op(Stream.COMPUTE, by_subject, gives=Value.STATE_BUFFER, owns=True, show=Show.QUIET)
 def alloc_state(bucket: Bucket, masters: bool) -> Any:
-    """Device memory for a bucket's new parameters and its optimizer states.
+    """Device memory for a bucket's optimizer states; with `masters`, for its parameters too.
 
-    With `masters`, what is streamed is a copy of the parameters in another dtype.
+    They are fetched where what is streamed is a copy of them in another dtype, and where no slot
+    holds the weights. Else the update makes the new ones.
     """
     unbound(alloc_state)
 
@@ -64,7 +65,8 @@ def _update_traffic(node: fx.Node) -> int:
     traffic=_update_traffic,
 )
 def update(bucket: Bucket, weights: Any, gradients: Any, state: Any) -> Any:
-    """The optimizer's step on a bucket: new parameters and states, in the buffer of the states."""
+    """The optimizer's step on a bucket: new states in their buffer, and new parameters there or
+    beside it."""
     unbound(update)
 
 
