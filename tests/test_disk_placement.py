@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -178,6 +179,36 @@ def test_it_is_faster_than_side_by_side() -> None:
     for worse in (order[:count], order[len(order) - count :]):
         other = replace(picked, on_disk=frozenset(worse))
         assert tower.step_s(picked) < 0.98 * tower.step_s(other)
+
+
+def test_residents_leave_the_drive_work_all_through_a_backward() -> None:
+    names = ("disk_read_gb_s", "disk_write_gb_s", "disk_read_both_gb_s", "disk_write_both_gb_s")
+    slow = H200.replace(**dict.fromkeys(names, 10.0))
+    tower = problem(True, hardware=slow)
+    host_bytes = tower.host_bytes(Choice(0, tower.with_residents(6).resident))
+    tower = replace(tower, host_budget_bytes=int(0.8 * host_bytes))
+    order = [bucket.key for bucket in tower.buckets]
+    picked = tower.with_residents(6)
+    places = sorted(order.index(key) for key in picked.resident)
+    assert places[:3] == [0, 1, 2]
+    gaps = {b - a for a, b in itertools.pairwise(places[3:])}
+    assert len(places) == 6 and min(gaps) > 1 and max(gaps) - min(gaps) <= 1
+    first = tower.settled(replace(picked, resident=frozenset(order[:6])))
+    assert len(first.on_disk) == len(picked.on_disk) > 1
+    assert tower.step_s(picked) < 0.98 * tower.step_s(first)
+
+
+def test_the_largest_live_on_the_device_before_most_others() -> None:
+    """Slots are as large as the largest bucket that is streamed."""
+    tower = problem(True)
+    last = replace(tower, undecided=[*tower.buckets[2:], *tower.buckets[:2]])
+    sizes = {bucket.key: bucket.size_bytes for bucket in tower.buckets}
+    four = last.with_residents(4).resident
+    assert max(sizes.values()) in {sizes[key] for key in four}
+    assert four >= {bucket.key for bucket in last.candidates[:3]}
+    assert replace(last, disk_budget_bytes=None).with_residents(4).resident == {
+        bucket.key for bucket in last.candidates[:4]
+    }
 
 
 @pytest.mark.parametrize("device_gib", [1.6, 1.7, 1.9])

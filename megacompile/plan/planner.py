@@ -224,7 +224,7 @@ class _Tries:
 
     def _add_with_residents(self, choice: Choice, *, resident: bool) -> None:
         """A choice with as few residents as it takes for the others to fit elsewhere, and with as
-        many as fit: a disk has less to do then."""
+        many as fit: a disk has less to do then. They need no slots, so a few more may fit."""
         problem = self.problem
         if not resident:
             self.add(choice)
@@ -232,6 +232,21 @@ class _Tries:
         counts = (problem.fewest_residents(choice), problem.most_residents(choice))
         for count in sorted({count for count in counts if count is not None}):
             self.add(replace(choice, resident=problem.with_residents(count).resident))
+        count = 1 + max((count for count in counts if count is not None), default=-1)
+        while count and self._add_exactly(choice, problem.with_residents(count).resident):
+            count += 1
+
+    def _add_exactly(self, choice: Choice, residents: frozenset[int]) -> bool:
+        """Simulate what may fit though an estimate says that it does not, with one kept stage or
+        none."""
+        problem, (lowest, most) = self.problem, self.keeps
+        if residents == choice.resident or len(residents) > len(problem.buckets):
+            return False
+        for keep in (min(lowest + 1, most), lowest):
+            exact = problem.settled(replace(choice, resident=residents, keep=keep))
+            if problem.fits_exactly(exact) and self._simulate(exact):
+                return True
+        return False
 
     def _with(self, count: int, share: float, *, keep: int = 1) -> Choice:
         """The first `count` buckets that may become resident do."""

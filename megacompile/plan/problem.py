@@ -6,6 +6,7 @@ Memory is found by walking the schedule of a choice, time by simulating it. Both
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,10 +20,11 @@ from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
 from megacompile.passes.schedule.plan import reruns
 from megacompile.plan.choice import Choice
-from megacompile.plan.tiers import Tiers
+from megacompile.plan.tiers import LARGE, Tiers
 
 _SLOWER = 0.65  # of the host's rates: what it gets on another day
 _BUILT = 2  # drafts that are kept: what memory was asked of is often simulated next
+_AT_ONCE = 3  # buckets that the next forward waits for, should they be updated last and streamed
 _STRAIGHT = 0.01  # by so much may the slopes differ of what is taken for a straight line
 
 
@@ -216,12 +218,31 @@ class Problem:
         return self.peak_bytes(choice) <= self.budget_bytes
 
     def with_residents(self, count: int, *, keep: int = 1) -> Choice:
-        """The first `count` buckets that may live on the device do, beside those that do."""
-        keys = self.resident | {bucket.key for bucket in self.candidates[:count]}
+        """`count` more buckets live on the device, beside those that do (see `_residents`)."""
+        keys = self.resident | {bucket.key for bucket in self._residents(count)}
         return self.settled(Choice(keep, keys))
 
+    def _residents(self, count: int) -> Sequence[Bucket]:
+        """`count` of those that may live on the device: the first ones in forward order.
+
+        Where updates in the backward may take states from a disk, others are better. The first few
+        come first still: the next forward wants their new parameters at once. Then the large ones:
+        slots and buffers are as large as the largest bucket that is streamed. The others lie as far
+        from one another as can be: a drive has work all through the backward then.
+        """
+        candidates = self.candidates
+        if not (self.optimizer.in_backward and self.disk_budget_bytes and candidates):
+            return candidates[:count]
+        usual = LARGE * statistics.median(bucket.size_bytes for bucket in candidates)
+        large = [b for b in candidates[_AT_ONCE:] if b.size_bytes > usual]
+        first = [*candidates[:_AT_ONCE], *large]
+        rest = [bucket for bucket in candidates[_AT_ONCE:] if bucket not in large]
+        more = count - len(first)
+        picked = (rest[(2 * i + 1) * len(rest) // (2 * more)] for i in range(more))
+        return [*first[:count], *picked]
+
     def fewest_residents(self, like: Choice | None = None, *, disk: bool = True) -> int | None:
-        """How many of the first buckets must live on the device for the others to fit elsewhere.
+        """How many buckets must live on the device for the others to fit elsewhere.
 
         Args:
             like: what is chosen otherwise.
@@ -248,8 +269,8 @@ class Problem:
         return _fewest(reruns(self.stages, 1), lambda n: self.fits_host(replace(choice, rerun=n)))
 
     def most_residents(self, like: Choice) -> int | None:
-        """How many of the first buckets fit on the device, all else being as in `like`; None if
-        not even zero fit."""
+        """How many buckets fit on the device, all else being as in `like`; None if not even zero
+        fit. As `fits`, it leaves out that residents need no slot."""
         for count in range(len(self.candidates), -1, -1):
             resident = self.with_residents(count).resident
             if self._fits_device(replace(like, resident=resident)):

@@ -16,7 +16,10 @@ takes: the first ones, whose tensors wait the longest. They are written and read
 states are, and those of a stage are mostly larger than its states in 8 bits.
 
 Buckets that are much larger than most (an embedding, a head) come last: each set of buffers has to
-be as large as the largest of them. Decision 28 has figures.
+be as large as the largest of them. So has each slot, and where the backward takes states from a
+disk, the large ones live on the device before most others do (`Problem.with_residents`).
+
+Decision 28 has figures.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from megacompile.ir.schedule import Plan
 from megacompile.passes.schedule.disk_saved import SAVED_SETS
 from megacompile.plan.choice import Choice
 
-_LARGE = 1.5  # times the median: what goes to the disk last
+LARGE = 1.5  # times the median: what goes to the disk last, and lives on the device first
 _SPREAD = 0.9  # of the buckets, in forward order
 
 
@@ -184,7 +187,7 @@ class Tiers:
         """`count` of them; see above."""
         if not count:
             return ()
-        usual = _LARGE * statistics.median(self._of(bucket).states for bucket in order)
+        usual = LARGE * statistics.median(self._of(bucket).states for bucket in order)
         pool = [bucket for bucket in order if self._of(bucket).states <= usual]
         if count >= len(pool):
             larger = sorted(
