@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from megacompile import HostMemoryError, accumulate, explain, megacompile, sched
 from megacompile.cost.hardware import H200
 from megacompile.cost.memory import host_memory
 from megacompile.cost.stored import disk_memory
+from megacompile.plan import planner
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
 from megacompile.plan.choice import Choice
 from megacompile.plan.planner import search
@@ -209,6 +211,21 @@ def test_the_largest_live_on_the_device_before_most_others() -> None:
     assert replace(last, disk_budget_bytes=None).with_residents(4).resident == {
         bucket.key for bucket in last.candidates[:4]
     }
+
+
+@pytest.mark.parametrize("factor", [1.1, 1.2])
+def test_residents_that_need_no_slots_are_more(factor: float) -> None:
+    """The estimate of what fits counts slots as if everything were streamed."""
+    tower = problem(True, "int8")
+    device, host = int(factor * tower.floor_bytes()), int(0.3 * tower.host_bytes(Choice()))
+    tight = [replace(tower, budget_bytes=device, host_budget_bytes=host) for _ in range(2)]
+    more = search(tight[0])
+    with mock.patch.object(planner._Tries, "_add_exactly", lambda self, *_: False):
+        fewer = search(tight[1])
+    assert more is not None and not tight[0].fits(more.choice)
+    assert more.peak_bytes <= device and tight[0].host_bytes(more.choice) <= host
+    assert fewer is None or len(more.choice.resident) > len(fewer.choice.resident)
+    assert fewer is None or more.step_s < fewer.step_s
 
 
 @pytest.mark.parametrize("device_gib", [1.6, 1.7, 1.9])

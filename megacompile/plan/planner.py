@@ -229,19 +229,18 @@ class _Tries:
         if not resident:
             self.add(choice)
             return
-        counts = (problem.fewest_residents(choice), problem.most_residents(choice))
-        for count in sorted({count for count in counts if count is not None}):
+        both = (problem.fewest_residents(choice), problem.most_residents(choice))
+        counts = sorted({count for count in both if count is not None})
+        for count in counts:
             self.add(replace(choice, resident=problem.with_residents(count).resident))
-        count = 1 + max((count for count in counts if count is not None), default=-1)
-        while count and self._add_exactly(choice, problem.with_residents(count).resident):
-            count += 1
+        for count in range(counts[-1] + 1 if counts else 0, len(problem.candidates) + 1):
+            if not self._add_exactly(choice, problem.with_residents(count).resident):
+                break
 
     def _add_exactly(self, choice: Choice, residents: frozenset[int]) -> bool:
         """Simulate what may fit though an estimate says that it does not, with one kept stage or
         none."""
         problem, (lowest, most) = self.problem, self.keeps
-        if residents == choice.resident or len(residents) > len(problem.buckets):
-            return False
         for keep in (min(lowest + 1, most), lowest):
             exact = problem.settled(replace(choice, resident=residents, keep=keep))
             if problem.fits_exactly(exact) and self._simulate(exact):

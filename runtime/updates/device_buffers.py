@@ -141,6 +141,7 @@ def update(
         assert step.rule is not None
         like = host.values[i] if weights is None else weights[i]
         if buffer.new is None:
+            assert weights is not None
             buffer.new = torch.empty_like(flat(like))
         updates.setdefault(step.rule, []).append(
             Update(
