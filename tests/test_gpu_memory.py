@@ -140,7 +140,8 @@ class Adapted(nn.Module):
 
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 def test_a_step_takes_what_its_plan_says(lowering: str) -> None:
-    """Without what cuBLAS takes for itself. A value that is as wide as the MLP takes 256 MiB."""
+    """Without cuBLAS's workspaces, and within what single calls of it take: a value that is as wide
+    as the MLP takes 256 MiB."""
     gc.collect()
     base = torch.cuda.memory_allocated()
     options: dict[str, Any] = {"resident": 0, "device_update": 0, "activations": "recompute"}
@@ -154,7 +155,7 @@ def test_a_step_takes_what_its_plan_says(lowering: str) -> None:
     taken = torch.cuda.max_memory_allocated() - base - cublas_bytes()
     cost = OptimizerCost(states=0)
     planned = device_memory(schedules(model)[-1], optimizer=cost, fused=lowering == "inductor")
-    assert 0.8 * planned.peak.total_bytes < taken < planned.peak.total_bytes + 64 * MiB
+    assert 0.8 * planned.peak.total_bytes < taken < planned.peak.total_bytes + 100 * MiB
 
 
 def cublas_bytes() -> int:
