@@ -200,6 +200,7 @@ FAULTS = [
         NORMS,
         set_arg("backward", "2OFFLOAD_GRAD", 2, node("backward", "3NORM_GRAD")),
         (
+            ("gradients lost", "backward", "2NORM_GRAD", ""),
             ("use after free", "backward", "2OFFLOAD_GRAD", "3NORM_GRAD"),
             ("wrong gradients", "backward", "2OFFLOAD_GRAD", "3NORM_GRAD"),
         ),
@@ -208,7 +209,16 @@ FAULTS = [
         "gradients instead of their norms",
         NORMS,
         set_arg("backward", "2OFFLOAD_GRAD", 2, node("backward", "d2_1")),
-        (("wrong gradients", "backward", "2OFFLOAD_GRAD", "2B"),),
+        (
+            ("gradients lost", "backward", "2NORM_GRAD", ""),
+            ("wrong gradients", "backward", "2OFFLOAD_GRAD", "2B"),
+        ),
+    ),
+    Fault(
+        "norms that nobody takes",
+        NORMS,
+        set_arg("backward", "2OFFLOAD_GRAD", 2, None),
+        (("gradients lost", "backward", "2NORM_GRAD", ""),),
     ),
     Fault(
         "norms taken of another bucket",
@@ -230,6 +240,7 @@ FAULTS = [
         UPDATED_NORMS,
         set_arg("backward", "2OFFLOAD_STATE", 2, node("backward", "3NORM_GRAD")),
         (
+            ("gradients lost", "backward", "2NORM_GRAD", ""),
             ("use after free", "backward", "2OFFLOAD_STATE", "3NORM_GRAD"),
             ("wrong gradients", "backward", "2OFFLOAD_STATE", "3NORM_GRAD"),
         ),

@@ -3,6 +3,7 @@
 What must hold, given [Note: happens-before] in `megacompile.verify.order`:
 
 - an op takes what its declaration says, of its own bucket: gradients, norms, buffers, states;
+- norms that are taken of gradients are given to what takes these;
 - what ends somewhere ends once: a backward's gradients go on to the next contributor, or to one
   sum, update or copy to the host; new states go to the host; a buffer is filled once;
 - a part of a bucket in host memory is read before it is overwritten, and nothing there is lost.
@@ -160,6 +161,14 @@ def _made_for_somebody(view: View) -> Iterator[Hazard]:
             yield view.hazard(_LOST[given], node, None, message)
 
 
+def _norms_are_given(view: View) -> Iterator[Hazard]:
+    """Norms that are taken go where the gradients go: they cannot be taken again of some."""
+    for node in view.that(lambda op: op.gives is Value.NORMS):
+        if not any(taken(user, Value.NORMS) is node for user in node.users):
+            message = f"{label(node)} gives norms that nobody takes; give them with the gradients"
+            yield view.hazard(HazardKind.GRADIENTS_LOST, node, None, message)
+
+
 def _once(view: View) -> Iterator[Hazard]:
     """An update takes all gradients of its bucket."""
     for first, *others in _by_bucket(view, lambda op: op.once).values():
@@ -270,6 +279,7 @@ CHECKS: tuple[Check, ...] = (
     _gradients_kept,
     _partials_match,
     _made_for_somebody,
+    _norms_are_given,
     _once,
     _weights_or_masters,
     _host_memory,
