@@ -206,7 +206,7 @@ def after_templates(
             accumulate=accumulate,
             lookahead=lookahead,
             masters=masters,
-            master_bytes=lambda item_bytes: 2.0,
+            updated_bytes=lambda item_bytes: 10.0,
             state_bytes=lambda item_bytes: 8.0,
         )
         gradients = {"update": insert}

@@ -36,7 +36,7 @@ def made(
             accumulate=accumulate,
             lookahead=1,
             masters=False,
-            master_bytes=lambda item_bytes: 2.0,
+            updated_bytes=lambda item_bytes: 10.0,
             state_bytes=lambda item_bytes: 8.0,
         )
     else:

@@ -27,7 +27,7 @@ def updated(
         accumulate=accumulate,
         lookahead=lookahead,
         masters=masters,
-        master_bytes=lambda item_bytes: 2.0,
+        updated_bytes=lambda item_bytes: 10.0,
         state_bytes=lambda item_bytes: 8.0,
     )
     return apply(function, parse(line, **stubs))

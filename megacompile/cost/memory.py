@@ -25,9 +25,9 @@ from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.inputs import elsewhere
 from megacompile.ir.ops import Part, Value
+from megacompile.ir.ops.sizes import value_bytes
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, Stage
-from megacompile.ir.tensors import tensors_bytes
 from megacompile.ir.values import memory
 from megacompile.text import format_bytes
 
@@ -182,7 +182,7 @@ class _Replay:
             for node in ops.nodes_that(graph, lambda op: op.frees is not None and not op.waits):
                 value = node.args[0]
                 assert isinstance(value, fx.Node)
-                size = max(map(_value_bytes, (value, memory(value))))
+                size = max(map(value_bytes, (value, memory(value))))
                 if name == "update":
                     size += self._copy_bytes(schedule, value)
                 kind = _KINDS.get(ops.effects(value).gives, Kind.GRADIENTS)
@@ -192,7 +192,7 @@ class _Replay:
     def forward(self, schedule: Schedule) -> dict[str, _Block]:
         """Gives the saved values by name, each named once more."""
         for node in schedule.forward.find_nodes(op="placeholder"):
-            size = tensors_bytes(node.meta.get("value"))
+            size = value_bytes(node)
             self._name(node, _Block(Kind.INPUTS, size, owned=False))
             self.live[Kind.INPUTS] += size
         self._walk("forward", schedule.forward)
@@ -220,7 +220,7 @@ class _Replay:
             if node.name in saved_values:
                 self.blocks[node] = saved_values[node.name]
             else:
-                size = tensors_bytes(node.meta.get("value"))
+                size = value_bytes(node)
                 self._name(node, _Block(Kind.GRADIENTS, size, owned=True))
                 self.live[Kind.GRADIENTS] += size
         self._walk("backward", schedule.backward)
@@ -271,7 +271,7 @@ class _Replay:
         analysis = analysis_of(stage.traced, ops.code_of(node), fused=self.fused)
         peak = analysis.peak_bytes
         if not analysis.kernels:
-            peak = sum(tensors_bytes(item.meta.get("value")) for _, item in ops.items(node))
+            peak = sum(value_bytes(item) for _, item in ops.items(node))
         self._moment(name, node, peak)
         blocks: dict[Any, _Block] = {}
         for k, item in ops.items(node):
@@ -298,7 +298,7 @@ class _Replay:
                 return self._input_block(call, stage, -1 - found.memory)
             key = ("memory", found.memory)
         if key not in blocks:
-            size = tensors_bytes(item.meta.get("value")) if found is None else found.size_bytes
+            size = value_bytes(item) if found is None else found.size_bytes
             blocks[key] = _Block(kind, size, owned=True)
         return blocks[key]
 
@@ -318,11 +318,11 @@ class _Replay:
         place = memory(node)
         if place is node or place not in self.blocks:
             kind = _KINDS.get(ops.effects(node).gives, Kind.GRADIENTS)
-            block = _Block(kind, _value_bytes(node), owned=True)
+            block = _Block(kind, value_bytes(node), owned=True)
             self.live[kind] += block.size_bytes
         else:  # what is more than the buffer that it fills is its own
             block = self.blocks[place]
-            more = max(0, _value_bytes(node) - block.size_bytes)
+            more = max(0, value_bytes(node) - block.size_bytes)
             block.size_bytes += more
             self.live[block.kind] += more
         self._name(node, block)
@@ -349,10 +349,6 @@ class _Replay:
     def _moment(self, name: str, node: fx.Node, workspace_bytes: int) -> None:
         live = {**self.live, Kind.WORKSPACE: workspace_bytes}
         self.moments.append(Moment(name, ops.label(node), live))
-
-
-def _value_bytes(node: fx.Node) -> int:
-    return tensors_bytes(node.meta.get("value"))
 
 
 _KINDS: dict[Value | None, Kind] = {
@@ -448,7 +444,7 @@ def saved_elsewhere(schedule: Schedule) -> list[tuple[int, int]]:
     if schedule.backward is None:
         return []
     copies = ops.nodes_that(schedule.forward, lambda op: op.gives is Value.SAVED_ON_HOST)
-    return [(ops.arguments(c)[0].index, tensors_bytes(c.meta.get("value"))) for c in copies]
+    return [(ops.arguments(c)[0].index, value_bytes(c)) for c in copies]
 
 
 def stored_saved_bytes(schedule: Schedule) -> list[int]:

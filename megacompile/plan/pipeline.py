@@ -209,7 +209,7 @@ class Pipeline:
                 accumulate=variant.accumulate,
                 lookahead=choice.state_lookahead or options.lookahead,
                 masters=options.compute_dtype is not None,
-                master_bytes=cost.master_of,
+                updated_bytes=cost.updated_of,
                 state_bytes=cost.states_of,
             )
             return [("update_in_backward", insert), ("norms", insert_norms)]

@@ -20,7 +20,7 @@ from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
 from megacompile.passes.schedule.plan import reruns
 from megacompile.plan.choice import Choice
-from megacompile.plan.tiers import LARGE, Tiers
+from megacompile.plan.tiers import LARGE, Tiers, spread
 
 _SLOWER = 0.65  # of the host's rates: what it gets on another day
 _BUILT = 2  # drafts that are kept: what memory was asked of is often simulated next
@@ -237,9 +237,7 @@ class Problem:
         large = [b for b in candidates[_AT_ONCE:] if b.size_bytes > usual]
         first = [*candidates[:_AT_ONCE], *large]
         rest = [bucket for bucket in candidates[_AT_ONCE:] if bucket not in large]
-        more = count - len(first)
-        picked = (rest[(2 * i + 1) * len(rest) // (2 * more)] for i in range(more))
-        return [*first[:count], *picked]
+        return [*first[:count], *spread(rest, count - len(first))]
 
     def fewest_residents(self, like: Choice | None = None, *, disk: bool = True) -> int | None:
         """How many buckets must live on the device for the others to fit elsewhere.

@@ -44,6 +44,11 @@ LARGE = 1.5  # times the median: what goes to the disk last, and lives on the de
 _SPREAD = 0.9  # of the buckets, in forward order
 
 
+def spread(buckets: Sequence[Bucket], count: int) -> list[Bucket]:
+    """`count` of them, as far from one another as can be."""
+    return [buckets[(2 * i + 1) * len(buckets) // (2 * count)] for i in range(count)]
+
+
 @dataclass(frozen=True, slots=True)
 class _Sizes:
     """Of one bucket that is streamed, bytes."""
@@ -198,7 +203,7 @@ class Tiers:
         if not self.optimizer.in_backward:
             return pool[len(pool) - count :]
         pool = pool[: max(count, math.ceil(_SPREAD * len(pool)))]
-        return [pool[(2 * i + 1) * len(pool) // (2 * count)] for i in range(count)]
+        return spread(pool, count)
 
     def _staged(self, on_disk: frozenset[int]) -> int:
         """Of the sets of buffers that states from the disk come to."""

@@ -50,7 +50,7 @@ def insert_updates(
     accumulate: bool,
     lookahead: int,
     masters: bool,
-    master_bytes: Callable[[int], float],
+    updated_bytes: Callable[[int], float],
     state_bytes: Callable[[int], float],
 ) -> Schedule:
     """The schedule whose backward updates every bucket that gets gradients.
@@ -61,8 +61,8 @@ def insert_updates(
         accumulate: add the gradients that are on the host already.
         lookahead: how many stages ahead states are fetched.
         masters: the parameters are fetched with the states, because what is streamed is a copy.
-        master_bytes: of one element that is updated, by its bytes as streamed; for the cost model.
-        state_bytes: of its states, likewise.
+        updated_bytes: of one element and its states, by its bytes as streamed; for the cost model.
+        state_bytes: of its states alone.
     """
     new = schedule.copy()
     graph = new.backward
@@ -70,10 +70,6 @@ def insert_updates(
         insert_drain(new.forward)
         return new
     steps, readers = uses(graph), last_readers(graph)  # before there are updates
-
-    def both_bytes(item_bytes: int) -> float:
-        return master_bytes(item_bytes) + state_bytes(item_bytes)
-
     made: list[tuple[fx.Node, int]] = []  # updates, and the uses that they follow
     for bucket, call, group in last_gradients(graph).values():
         total = add_so_far(graph, bucket, call, group) if accumulate else group
@@ -83,7 +79,7 @@ def insert_updates(
         if bucket.key in new.plan.resident:
             with graph.inserting_after(where):
                 done = ops.call(graph, ops.update_in_place, bucket, total, name=f"u{suffix}")
-            done.meta["value"] = _trained(new, bucket, both_bytes)
+            done.meta["value"] = _trained(new, bucket, updated_bytes)
             continue
         with graph.inserting_after(where):
             updated = ops.call(graph, ops.update, bucket, None, total, None, name=f"new{suffix}")
@@ -97,8 +93,8 @@ def insert_updates(
             buffer = ops.call(graph, ops.alloc_state, bucket, masters, name=f"buf_s{suffix}")
             state = ops.call(graph, ops.fetch_state, bucket, buffer, masters, name=f"s{suffix}")
         set_args(updated, (bucket, weights, total, state))
-        updated.meta["value"] = _trained(new, bucket, both_bytes)
-        fetched = _trained(new, bucket, both_bytes if masters else state_bytes)
+        updated.meta["value"] = _trained(new, bucket, updated_bytes)
+        fetched = _trained(new, bucket, updated_bytes if masters else state_bytes)
         buffer.meta["value"] = state.meta["value"] = fetched
     if made:
         insert_drain(new.forward, late=new.plan.state_delay > 1)
