@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from megacompile import HostMemoryError, accumulate, explain, megacompile, schedules
-from megacompile.cost.hardware import H200
+from megacompile.cost.hardware import H200, Hardware
 from megacompile.cost.memory import host_memory
 from megacompile.cost.stored import disk_memory
 from megacompile.plan import planner
@@ -34,9 +34,20 @@ pytestmark = [
 
 GIB = 2**30
 DEVICE = 856 * 2**20  # enough for every bucket streamed, and for none to live there
-DISK = H200.replace(
-    disk_read_gb_s=3.0, disk_write_gb_s=3.0, disk_read_both_gb_s=2.0, disk_write_both_gb_s=2.0
-)
+
+
+def with_drive(each: float, both: float | None = None) -> Hardware:
+    """An H200 and a drive that reads and writes so many GB/s, alone and beside one another."""
+    both = each if both is None else both
+    return H200.replace(
+        disk_read_gb_s=each,
+        disk_write_gb_s=each,
+        disk_read_both_gb_s=both,
+        disk_write_both_gb_s=both,
+    )
+
+
+DISK = with_drive(3.0, both=2.0)
 
 
 class Tower(nn.Module):
@@ -170,9 +181,7 @@ def test_which(in_backward: bool) -> None:
 
 
 def test_it_is_faster_than_side_by_side() -> None:
-    rates = dict.fromkeys(("disk_read_gb_s", "disk_write_gb_s"), 40.0)
-    both = dict.fromkeys(("disk_read_both_gb_s", "disk_write_both_gb_s"), 30.0)
-    tower = problem(True, hardware=H200.replace(**rates, **both))
+    tower = problem(True, hardware=with_drive(40.0, both=30.0))
     order = [bucket.key for bucket in tower.buckets][2:]
     small = replace(tower, host_budget_bytes=int(0.93 * tower.host_bytes(Choice())))
     picked = small.settled(Choice())
@@ -184,9 +193,7 @@ def test_it_is_faster_than_side_by_side() -> None:
 
 
 def test_residents_leave_the_drive_work_all_through_a_backward() -> None:
-    names = ("disk_read_gb_s", "disk_write_gb_s", "disk_read_both_gb_s", "disk_write_both_gb_s")
-    slow = H200.replace(**dict.fromkeys(names, 10.0))
-    tower = problem(True, hardware=slow)
+    tower = problem(True, hardware=with_drive(10.0))
     host_bytes = tower.host_bytes(Choice(0, tower.with_residents(6).resident))
     tower = replace(tower, host_budget_bytes=int(0.8 * host_bytes))
     order = [bucket.key for bucket in tower.buckets]
@@ -231,8 +238,7 @@ def test_residents_that_need_no_slots_are_more(factor: float) -> None:
 @pytest.mark.parametrize("device_gib", [1.6, 1.7, 1.9])
 def test_as_many_residents_as_fit_where_the_disk_is_slow(device_gib: float) -> None:
     """No number between one that fits and one that does not is passed over."""
-    names = ("disk_read_gb_s", "disk_write_gb_s", "disk_read_both_gb_s", "disk_write_both_gb_s")
-    tower = problem(hardware=H200.replace(**dict.fromkeys(names, 0.1)))
+    tower = problem(hardware=with_drive(0.1))
     host_bytes = int(0.5 * tower.host_bytes(Choice()))
     tower = replace(tower, host_budget_bytes=host_bytes, budget_bytes=int(device_gib * GIB))
     found = search(tower, device_update=False)

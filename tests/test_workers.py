@@ -229,6 +229,16 @@ def test_and_does_not_wait_for_one_that_does_not(two: Workers) -> None:
     assert log == ["a by host", "b by host", "c by host"]
 
 
+def left_to_the_device(two: Workers, all_jobs: list[Job]) -> None:
+    """The host has looked at them while the device was to come, which does not come after all."""
+    two._helped.append(futures(all_jobs))
+    for job in all_jobs:
+        two.submit(job)
+    two._host.submit((over := threading.Event()).set)
+    assert over.wait(60)
+    two._helped.clear()
+
+
 def test_a_device_that_gets_slow_leaves_more_to_the_host(two: Workers) -> None:
     """The host has left it everything, and looks again when it has made one."""
     paced(two, 0.02, 1e-6)
@@ -241,12 +251,8 @@ def test_a_device_that_gets_slow_leaves_more_to_the_host(two: Workers) -> None:
 
     made = [Slow(name, log) for name in "abcd"]
     all_jobs = jobs(*made)
-    two._helped.append(futures(all_jobs))
-    for job in all_jobs:
-        two.submit(job)
-    two._host.submit((over := threading.Event()).set)
-    assert over.wait(60) and not log
-    two._helped.clear()
+    left_to_the_device(two, all_jobs)
+    assert not log
     two.help(futures(all_jobs))
     for job in all_jobs:
         job.future.result(60)
@@ -259,12 +265,8 @@ def test_what_the_device_leaves_after_all_is_the_hosts(two: Workers) -> None:
     log: list[str] = []
     made = [Made("a", log), Made("b", log)]
     all_jobs = jobs(*made)
-    two._helped.append(futures(all_jobs))
-    for job in all_jobs:
-        two.submit(job)
-    two._host.submit((over := threading.Event()).set)
-    assert over.wait(60) and not log
-    two._helped.clear()
+    left_to_the_device(two, all_jobs)
+    assert not log
     two._by_device(None, set())  # type: ignore[arg-type]
     for job in all_jobs:
         job.future.result(60)
