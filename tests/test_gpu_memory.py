@@ -17,6 +17,7 @@ from megacompile import megacompile, schedules
 from megacompile.cost.memory import device_memory
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.errors import DeviceMemoryError
+from tests.device_bytes import cublas_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -156,14 +157,6 @@ def test_a_step_takes_what_its_plan_says(lowering: str) -> None:
     cost = OptimizerCost(states=0)
     planned = device_memory(schedules(model)[-1], optimizer=cost, fused=lowering == "inductor")
     assert 0.8 * planned.peak.total_bytes < taken < planned.peak.total_bytes + 100 * MiB
-
-
-def cublas_bytes() -> int:
-    """What cuBLAS's workspaces took, one for each thread and stream: they are given back."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch._C._cuda_clearCublasWorkspaces()
-    return before - torch.cuda.memory_allocated()
 
 
 # --- long contexts
