@@ -109,6 +109,21 @@ def test_a_wrapper_is_converted_by_its_data() -> None:
     assert nn.Linear(2, 2).double().weight.dtype == torch.float64  # others as before
 
 
+def test_a_wrapper_is_converted_where_dynamo_looks_at_frames() -> None:
+    """It captures what a frame calls that it leaves to Python, too: there the class must be seen."""
+    compat.convert_in_place(Wrapper)
+    layer, wrapper = wrapped()
+
+    def convert(x: Tensor) -> Tensor:
+        for _ in range(1):  # a break in a loop: the whole frame is left to Python
+            torch._dynamo.graph_break()
+            layer.to(torch.float64)
+        return x + 1
+
+    torch.compile(convert, backend="eager")(torch.ones(2))
+    assert layer.weight is wrapper and wrapper.given.dtype == torch.float64
+
+
 def test_modules_are_found_once_and_in_torchs_order() -> None:
     shared = nn.Linear(2, 2)
     inner = nn.Sequential(shared, nn.Tanh())

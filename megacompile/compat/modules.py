@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch._dynamo import pgo
+from torch._dynamo.eval_frame import skip_code
 from torch.nn.utils import stateless
 
 # The methods of a module that `__call__` and `to` go through: its own take their place.
@@ -111,30 +112,29 @@ def convert_in_place(kind: type[torch.Tensor]) -> None:  # torch 2.11 to 2.15
     _CONVERTED_IN_PLACE.append(kind)
     stock: Callable[..., Any] = torch.nn.Module._apply
 
-    @functools.wraps(stock)
     def apply(self: Any, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
         own = self._parameters.values()
         if torch.compiler.is_compiling() or not any(isinstance(p, kind) for p in own):
             return stock(self, fn, recurse)
-        if recurse:
-            for module in self.children():
-                module._apply(fn)
-        for param in own:
-            if param is not None:
-                _set_data(param, fn)
-        for name, buffer in self._buffers.items():
-            if buffer is not None:
-                self._buffers[name] = fn(buffer)
+        _convert(self, fn, recurse)
         return self
 
-    torch.nn.Module._apply = apply  # type: ignore[method-assign]
+    skip_code(apply.__code__)  # captured by itself, it would never see the class
+    torch.nn.Module._apply = functools.wraps(stock)(apply)  # type: ignore[method-assign]
 
 
-def _set_data(param: Any, fn: Callable[[Any], Any]) -> None:
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _convert(module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool) -> None:
+    if recurse:
+        for child in module.children():
+            child._apply(fn)
     with torch.no_grad():
-        converted = fn(param)
-        if converted is not param:
-            param.data = converted
+        for param in module._parameters.values():
+            if param is not None and (converted := fn(param)) is not param:
+                param.data = converted
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = fn(buffer)
 
 
 _CONVERTED_IN_PLACE: list[type[torch.Tensor]] = []
