@@ -110,7 +110,7 @@ def test_a_wrapper_is_converted_by_its_data() -> None:
 
 
 def test_a_wrapper_is_converted_where_dynamo_looks_at_frames() -> None:
-    """It captures what a frame calls that it leaves to Python, too: there the class must be seen."""
+    """It captures what a frame calls that it leaves to Python: there the class must be seen."""
     compat.convert_in_place(Wrapper)
     layer, wrapper = wrapped()
 

@@ -54,6 +54,33 @@ def test_operators_with_effects_are_refused() -> None:
         torch.ops.aten._print("x")
 
 
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_what_cudnns_operator_changes_is_a_value(native: bool, training: bool) -> None:
+    """(output, means, variances) of a trace."""
+
+    normed_by_cudnn: Any = torch.cudnn_batch_norm
+
+    def normed(primals: Any, tangents: Any) -> Any:
+        with compat.functional_mode(native=native):
+            x, weight, bias, *statistics = map(compat.to_functional, primals)
+            y = normed_by_cudnn(x, weight, bias, *statistics, training, 0.1, 1e-5)[0]
+            return [compat.from_functional(value) for value in (y, *statistics)]
+
+    with compat.fake_mode():
+        x = torch.empty(4, 8, 5, 5)
+        primals = [x, *(torch.empty(8) for _ in range(4))]
+    graph = compat.trace(normed, primals, [], {}).graph
+    made = [node.target for node in graph.nodes if node.op == "call_function"]
+    outputs: Any = graph.output_node().args[0]
+    changed = [node for node in outputs[1:] if node.op != "placeholder"]
+    assert len(changed) == (2 if training else 0)
+    functional = (
+        aten._native_batch_norm_legit_functional.default if native else compat.CUDNN_BATCH_NORM
+    )
+    assert made[0] is (functional if training else aten.cudnn_batch_norm.default)
+
+
 def test_a_trace_has_flat_names() -> None:
     def f(primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Any:
         return [primals[0] * primals[1], (tangents[0],)]

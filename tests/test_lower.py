@@ -14,6 +14,7 @@ from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code, Template
 from megacompile.options import Lowering
+from megacompile.passes.stages import lower as code
 from megacompile.passes.stages.lower import lower
 from megacompile.passes.stages.templates import TemplateCache
 from tests.actions import parse, text
@@ -131,3 +132,37 @@ def test_the_graphs_stay_as_they_are() -> None:
     lowered(schedule)
     assert text(schedule) == before
     assert {t: dict(t.graphs) for t in schedule.templates} == graphs
+
+
+# What Inductor gives.
+
+
+def test_results_have_the_strides_that_they_were_traced_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Inductor pads matrix products, and gives a part of what it has padded."""
+    x = torch.arange(12.0).reshape(3, 4)
+
+    def function(primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Any:
+        (x,) = primals
+        return x * 2, (x * 3).t(), x.sum(0, keepdim=True), (x * 4)[:, :2], None
+
+    module = compat.trace(function, [x], [], {})
+    traced = module(x)
+    padded = [torch.nn.functional.pad(t, (0, 4))[:, : t.shape[1]] for t in traced[:2]]
+    given = [*padded, *traced[2:]]
+    monkeypatch.setattr(code, "compiled", lambda module: lambda *inputs: given)
+    found = code._lower(module, Lowering.INDUCTOR)([x])
+    for plain, result, before in zip(traced[:4], found, given, strict=False):
+        assert plain is not None and before is not None and result is not None
+        assert torch.equal(plain, result) and plain.stride() == result.stride()
+        assert (result is before) == (before.stride() == plain.stride())
+    assert len(found) == 5 and found[4] is None
+
+
+def test_strides_of_what_has_one_element_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(1, 4)
+    module = compat.trace(lambda primals, _: [primals[0] * 2], [x], [], {})
+    given = torch.empty_strided((1, 4), (64, 1))
+    monkeypatch.setattr(code, "compiled", lambda module: lambda *inputs: [given])
+    assert code._lower(module, Lowering.INDUCTOR)([x])[0] is given

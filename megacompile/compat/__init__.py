@@ -107,6 +107,7 @@ from megacompile.compat.modules import (
     without_torch_compile,
 )
 from megacompile.compat.operators import (
+    CUDNN_BATCH_NORM,
     FOREACH_MUL,
     FOREACH_NORM,
     FOREACH_UNSCALE,
@@ -214,6 +215,7 @@ __all__ = [
     "BackwardCall",
     "CALL",
     "CALL_OPTIONS",
+    "CUDNN_BATCH_NORM",
     "CHECKPOINT",
     "CHECKPOINT_OPTIONS",
     "COMPILED_CALL",

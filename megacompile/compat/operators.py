@@ -119,6 +119,22 @@ _LIBRARY = torch.library.Library("megacompile", "FRAGMENT")
 _DEFAULT = re.compile(r"=(\[[^]]*\]|[^,)]+)")
 
 
+def _cudnn_batch_norm(x: Any, weight: Any, bias: Any, *others: Any) -> Any:
+    *statistics, training, momentum, eps = others
+    new = [statistic.clone() for statistic in statistics]
+    normed = torch.ops.aten.cudnn_batch_norm.default
+    return *normed(x, weight, bias, *new, training, momentum, eps), *new
+
+
+_LIBRARY.define(
+    "cudnn_batch_norm(Tensor x, Tensor weight, Tensor? bias, Tensor means, Tensor variances, "
+    "bool training, float momentum, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_LIBRARY.impl("cudnn_batch_norm", _cudnn_batch_norm, "CUDA")
+torch.library.register_fake("megacompile::cudnn_batch_norm", _cudnn_batch_norm, lib=_LIBRARY)
+# aten.cudnn_batch_norm, which changes its statistics, as a function that gives new ones.
+CUDNN_BATCH_NORM = torch.ops.megacompile.cudnn_batch_norm.default  # torch 2.11 to 2.15
+
 # What clip_grad_norm_ calls on a list of gradients, GradScaler.unscale_, and zero_grad.
 FOREACH_NORM = torch._foreach_norm  # torch 2.11 to 2.15
 FOREACH_MUL = torch._foreach_mul_  # torch 2.11 to 2.15

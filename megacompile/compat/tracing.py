@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import linecache
 import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from megacompile.compat.operators import CUDNN_BATCH_NORM
 from megacompile.compat.symbols import expression_of
 
 Tensors = Sequence[torch.Tensor]
@@ -41,14 +43,52 @@ def fake_mode() -> FakeTensorMode:  # torch 2.11 to 2.15
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def _knowing_statistics(mode: Any, native: bool) -> Callable[..., Any]:
+    """What a functional mode does with operators, where cuDNN's batch norm changes its statistics.
+
+    Its schema does not say so, and torch takes them for inputs alone: their new values would be
+    nobody's.
+    """
+    stock = mode.__torch_dispatch__
+
+    def dispatch(
+        mode: Any, func: Any, kinds: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.ops.aten.cudnn_batch_norm.default or not _changes_statistics(*args):
+            return stock(func, kinds, args, kwargs)
+        x, *_, means, variances, _, _, _ = args
+        if native:
+            results = stock(torch.ops.aten._native_batch_norm_legit.default, kinds, args)
+            like = {"dtype": torch.uint8}
+            return *results, stock(torch.ops.aten.new_empty.default, kinds, (x, (0,)), like)
+        *results, new_means, new_variances = stock(CUDNN_BATCH_NORM, kinds, args)
+        for old, new in ((means, new_means), (variances, new_variances)):
+            stock(torch.ops.aten.copy_.default, kinds, (old, new))
+        return tuple(results)
+
+    return types.MethodType(dispatch, mode)
+
+
+def _changes_statistics(
+    x: Any, weight: Any, bias: Any, means: Any, variances: Any, training: bool, *_: Any
+) -> bool:
+    return training and means is not None and variances is not None
+
+
 @contextmanager
-def functional_mode() -> Iterator[None]:  # torch 2.11 to 2.15
+def functional_mode(*, native: bool = False) -> Iterator[None]:  # torch 2.11 to 2.15
     """In-place operations on tensors made by `to_functional` become values and are recorded.
+
+    Args:
+        native: cuDNN's batch norm becomes torch's own, which a compiler can take apart. Their
+            numbers are equal but for rounding.
 
     Raises:
         NotImplementedError: an operator has effects in an order (it checks, it prints).
     """
-    mode = FunctionalTensorMode(_allow_token_discovery=True)
+    mode: Any = FunctionalTensorMode(_allow_token_discovery=True)
+    # not a class of our own: higher-order operators ask for this very one
+    mode.__torch_dispatch__ = _knowing_statistics(mode, native)
     with mode:
         yield
     if mode._tokens:

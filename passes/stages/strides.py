@@ -78,12 +78,12 @@ def _with(metas: tuple[TensorMeta, ...], strides: Strides | None) -> tuple[Tenso
     if strides is None:
         return metas
     return tuple(
-        replace(meta, stride=stride) if stride != meta.stride and _dense(meta, stride) else meta
+        replace(meta, stride=stride) if stride != meta.stride and is_dense(meta, stride) else meta
         for meta, stride in zip(metas, strides, strict=True)
     )
 
 
-def _dense(meta: TensorMeta, strides: tuple[int, ...]) -> bool:
+def is_dense(meta: TensorMeta, strides: tuple[int, ...]) -> bool:
     """Does each element have a place of its own, with none between them?"""
     expected = 1
     for stride, size in sorted(zip(strides, meta.shape, strict=True)):

@@ -250,7 +250,7 @@ class _Tracer:
             return compat.trace(self._functional, primals, tangents, decompositions)
 
     def _functional(self, primals: list[Any], tangents: list[torch.Tensor]) -> Any:
-        with compat.functional_mode():
+        with compat.functional_mode(native=self.lowering is not Lowering.EAGER):
             wrapped = [compat.to_functional(p) for p in primals]
             results, gradients = self._joint(wrapped, [compat.to_functional(t) for t in tangents])
             return [compat.from_functional(t) for t in (*results, *gradients)]
