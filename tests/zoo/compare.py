@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from megacompile import megacompile
+from megacompile import compat, megacompile
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ParamRef
 from megacompile.runtime.model.captured import CapturedGraph
@@ -44,8 +44,11 @@ def compare(entry: Entry, *, device: str = "cpu", lowering: str = "eager") -> Re
     """Two steps with SGD, then a call in eval: losses, outputs, gradients, parameters, buffers.
 
     Everything that is drawn at random has one seed in both, and Inductor draws as PyTorch does.
+    cuDNN computes in float32, by kernels that add in one order. Inductor adds in another one, and
+    a batch norm over few elements makes much of that: such models are compared in float64.
     """
-    with torch._inductor.config.patch(fallback_random=True):
+    exact = torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
+    with torch._inductor.config.patch(fallback_random=True), exact:
         return _compare(entry, device, lowering)
 
 
@@ -54,6 +57,9 @@ def _compare(entry: Entry, device: str, lowering: str) -> Result:
     torch.compiler.reset()
     torch.manual_seed(0)
     plain = entry.build().train().to(device)
+    normed = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in plain.modules())
+    if normed and lowering == "inductor":
+        plain, entry = plain.double(), _in_double(entry)
     worst = Worst()
     with warnings.catch_warnings(record=True) as caught, calls() as ran:
         warnings.simplefilter("always")
@@ -181,6 +187,16 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from leaves(item, f"{name}.{i}")
     elif dataclasses.is_dataclass(value) or type(value).__module__.startswith("transformers"):
         yield from leaves(vars(value), name)
+
+
+def _in_double(entry: Entry) -> Entry:
+    """The entry, with inputs for a model in float64."""
+
+    def double(value: Any) -> Any:
+        floats = isinstance(value, Tensor) and value.is_floating_point()
+        return value.double() if floats else value
+
+    return dataclasses.replace(entry, call=lambda: compat.tree_map(double, entry.call()))
 
 
 def _train(model: nn.Module, entry: Entry, i: int, device: str) -> dict[str, Any]:

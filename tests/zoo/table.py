@@ -31,6 +31,8 @@ what comes out with this page; `make zoo ARGS=--write` writes the page. A part o
 - **Inductor**: the largest error on a GPU with the default lowering, against plain PyTorch in eager
   mode. `python -m tests.zoo --gpu --write` fills it. Empty: it was not run there. Inductor draws
   random numbers as PyTorch does there (`fallback_random`): it has numbers of its own otherwise.
+  cuDNN does not use TF32, and models with batch norms are in float64: over the few elements that
+  there are here, a batch norm makes a large difference of a rounding.
 - *(eager)* and *(sdpa)* are the implementations of attention in transformers.
 """
 
