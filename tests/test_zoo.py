@@ -94,6 +94,11 @@ def test_what_differs_from_the_page_is_told() -> None:
     assert table.changes(rows, "") == ["nn.Conv1d: not on the page"]
 
 
+def test_a_page_says_what_it_was_made_with() -> None:
+    assert table.versions_of(written(ENTRY, EXACT)[1]) == "torch 1.2"
+    assert table.versions_of("") == ""
+
+
 def test_rounding_that_varies_between_machines_is_no_difference() -> None:
     _, text = written(ROUNDED, OFF)
     assert table.changes(written(ROUNDED, replace(OFF, error=3e-7))[0], text) == []

@@ -11,6 +11,7 @@ from tests.zoo.compare import Result
 from tests.zoo.entry import Entry, Family
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "zoo.md"
+_MADE = "Made with "
 COLUMNS = ("model", "graph breaks", "stages", "streamed", "largest error", "Inductor", "why")
 
 INTRODUCTION = """# The zoo
@@ -18,8 +19,9 @@ INTRODUCTION = """# The zoo
 Models of other libraries, as they are, with tiny configurations. Each is trained for two steps
 with SGD and then called in eval mode, plain and megacompiled with `lowering="eager"`, on the CPU.
 Losses, outputs, gradients, parameters and buffers are compared. `make zoo` does it and compares
-what comes out with this page; `make zoo ARGS=--write` writes the page. A part of it is in
-`make test`. On a GPU, `pytest tests/test_zoo.py -m gpu` compares all of them, with Inductor too.
+what comes out with this page, if the packages are those that it was made with; `make zoo
+ARGS=--write` writes the page. A part of it is in `make test`. On a GPU, `pytest tests/test_zoo.py
+-m gpu` compares all of them, with Inductor too.
 
 - **graph breaks**: the calls of captured graphs in a training step, less one. What lies between
   two of them runs in eager mode, on streamed copies.
@@ -84,7 +86,7 @@ def rounded_up(error: float) -> str:
 
 def page(rows: Mapping[Family, Sequence[Row]], versions: str) -> str:
     """The whole of docs/zoo.md."""
-    parts = [INTRODUCTION, f"Made with {versions}.\n"]
+    parts = [INTRODUCTION, f"{_MADE}{versions}.\n"]
     for family, of_family in rows.items():
         if of_family:
             parts += [f"## {family.value}\n", "\n".join(_table(of_family)) + "\n"]
@@ -94,6 +96,12 @@ def page(rows: Mapping[Family, Sequence[Row]], versions: str) -> str:
 def _table(rows: Iterable[Row]) -> list[str]:
     head = f"| {' | '.join(COLUMNS)} |"
     return [head, "|---" * len(COLUMNS) + "|", *(row.line() for row in rows)]
+
+
+def versions_of(text: str) -> str:
+    """The packages that a page was made with."""
+    made = next((line for line in text.splitlines() if line.startswith(_MADE)), _MADE)
+    return made.removeprefix(_MADE).removesuffix(".")
 
 
 def rows_of(text: str) -> dict[str, Row]:
