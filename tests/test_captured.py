@@ -70,6 +70,11 @@ class Compiler:
             raise self.error
         return build(Spec(training=False))
 
+    def choose(
+        self, stages: Schedule, capture: Capture, variant: Variant, placement: Placement
+    ) -> Placement:
+        return placement
+
     def plan(
         self, stages: Schedule, capture: Capture, variant: Variant, placement: Placement
     ) -> Schedule:

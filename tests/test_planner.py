@@ -22,7 +22,7 @@ from megacompile.plan import problem as problem_code
 from megacompile.plan.abstract import abstract_options, abstract_programs
 from megacompile.plan.choice import Choice
 from megacompile.plan.compiler import PassCompiler
-from megacompile.plan.planner import search
+from megacompile.plan.planner import search, search_near
 from megacompile.plan.problem import Problem
 from tests.inside import residents
 from tests.training import adamw, data, net, train
@@ -75,6 +75,29 @@ def test_more_memory_is_never_slower_and_never_too_much() -> None:
     for less, more in zip(times, times[1:], strict=False):
         assert more <= less * 1.011
     assert times[-1] < 0.9 * times[0]
+
+
+@pytest.mark.parametrize("factor", FACTORS[1:-1])  # at 1.02 a tenth changes everything
+def test_with_a_tenth_more_memory_plans_near_the_one_that_was_found_will_do(factor: float) -> None:
+    tower = problem(GIB)
+    least = tower.memory(Choice(0)).peak.total_bytes
+    now = replace(tower, budget_bytes=int(factor * least))
+    more = replace(tower, budget_bytes=int(1.1 * factor * least))
+    before, whole = search(now), search(more)
+    assert before is not None and whole is not None
+    near = search_near(more, before.choice)
+    assert near is not None and near.peak_bytes <= more.budget_bytes
+    assert near.step_s <= 1.011 * before.step_s  # what was found fits here too
+    assert near.step_s <= 1.03 * whole.step_s
+
+
+def test_host_memory_that_was_enough_for_all_that_was_tried() -> None:
+    tower = problem(GIB)
+    floor = 2 * tower.memory(Choice(0)).peak.total_bytes
+    for host_bytes, too_small in ((None, False), (2**40, False), (2 * GIB, True)):
+        made = replace(tower, budget_bytes=floor, host_budget_bytes=host_bytes)
+        assert search(made) is not None
+        assert made.tiers.host_too_small == too_small
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import fx
@@ -52,11 +52,20 @@ def reads(node: fx.Node) -> list[fx.Node]:
     return list(found)
 
 
-def fetched_from(schedule: Schedule, value: fx.Node) -> fx.Node:
+def copied_away(schedule: Schedule) -> dict[str, fx.Node]:
+    """The forward's copies on the host or on a disk, by the names that its backward knows."""
+    kinds = (Value.SAVED_ON_HOST, Value.SAVED_ON_DISK)
+    return {n.name: n for n in ops.nodes_that(schedule.forward, lambda op: op.gives in kinds)}
+
+
+def fetched_from(copies: Mapping[str, fx.Node], value: fx.Node) -> fx.Node:
     """The forward's value that the backward brings back from the host; any other value as it is.
 
     The two graphs share no edge: the copy on the host is the saved value that the backward's
     placeholder of the same name stands for, and what the runtime hands over there has its event.
+
+    Args:
+        copies: what `copied_away` gives.
     """
     on_host = taken(value, Value.SAVED_ON_HOST)
     if effects(value).gives is not Value.SAVED or on_host is None:
@@ -64,14 +73,14 @@ def fetched_from(schedule: Schedule, value: fx.Node) -> fx.Node:
     on_disk = taken(on_host, Value.SAVED_ON_DISK)
     kind = Value.SAVED_ON_HOST if on_disk is None else Value.SAVED_ON_DISK
     copy = on_disk or on_host
-    for node in ops.nodes_that(schedule.forward, lambda op: op.gives is kind):
-        if copy.op == "placeholder" and node.name == copy.name:
-            source: Any = node.args[1]
-            if kind is Value.SAVED_ON_DISK and isinstance(source, fx.Node) and len(source.args) > 1:
-                source = source.args[1]
-            assert isinstance(source, fx.Node)
-            return source
-    return value
+    node = copies.get(copy.name) if copy.op == "placeholder" else None
+    if node is None or effects(node).gives is not kind:
+        return value
+    source: Any = node.args[1]
+    if kind is Value.SAVED_ON_DISK and isinstance(source, fx.Node) and len(source.args) > 1:
+        source = source.args[1]
+    assert isinstance(source, fx.Node)
+    return source
 
 
 def left_of(schedule: Schedule) -> dict[int, tuple[fx.Node, fx.Node]]:

@@ -39,7 +39,7 @@ def alternatives(
         plans = SettledPlans(other)
         update = changed.optimizer is not None
         schedules = tuple(
-            plans.schedule(stages, capture, replace(variant, update=update))
+            plans.schedule(stages, capture, replace(variant, update=update), draft=True)
             for stages, capture, variant in planned
         )
         cost = other.setting.cost(states=states)
@@ -64,7 +64,9 @@ def more_memory(
 ) -> dict[str, Callable[[], Scenario]]:
     """By name, the same with a tenth more of the device's memory, and of the host's.
 
-    What was simulated for the plan that there is need not be simulated again.
+    What was simulated for the plan that there is need not be simulated again. Plans are sought near
+    that one, which fits too. Where host memory was enough for all that was tried, more of it
+    changes nothing.
     """
     options = compiler.setting.options
 
@@ -80,8 +82,9 @@ def more_memory(
             same=True,
         )
         plans = SettledPlans(other)
-        schedules = tuple(plans.schedule(*each) for each in planned)
-        return replace(now, schedules=schedules, device_bytes=device_bytes, host_bytes=host_bytes)
+        schedules = tuple(plans.schedule(*each, draft=True) for each in planned)
+        more = replace(now, schedules=schedules, device_bytes=device_bytes, host_bytes=host_bytes)
+        return min(now, more, key=lambda each: each.step_s)
 
     device, host = compiler.budget.size_bytes(), compiler.setting.host_budget_bytes()
     found = {
@@ -89,7 +92,8 @@ def more_memory(
     }
     if host is not None:
         more = f"host memory (+{format_bytes(host // 10)})"
-        found[more] = lambda: plan(device, host * 11 // 10)
+        short = any(compiler.chooser.host_too_small(stages) for stages, _, _ in planned)
+        found[more] = lambda: plan(device, host * 11 // 10) if short else now
     return found
 
 

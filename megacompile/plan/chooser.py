@@ -28,7 +28,7 @@ from megacompile.plan.choice import Choice
 from megacompile.plan.fit import refusal
 from megacompile.plan.nearest import nearest
 from megacompile.plan.pipeline import Pipeline
-from megacompile.plan.planner import SearchResult, does_not_fit, search
+from megacompile.plan.planner import SearchResult, does_not_fit, search, search_near
 from megacompile.plan.problem import Problem
 from megacompile.plan.scenario import Scenario
 from megacompile.plan.setting import Setting
@@ -90,6 +90,7 @@ class Chooser:
         self._planned: dict[int, _Planned] = {}  # captured graphs: id(stages.stages) -> its plan
         self._sought: dict[int, Problem] = {}  # the same -> the last that a search was made for
         self._nearest: dict[int, Choice] = {}  # the same -> what lacks the least, if nothing fits
+        self._near: dict[int, Choice] = {}  # the same -> what was found for other budgets
 
     def choose(
         self, stages: Schedule, schedule: Schedule, variant: Variant, placement: Placement
@@ -117,8 +118,15 @@ class Chooser:
         return self._chosen[stages]
 
     def learn(self, other: Chooser) -> None:
-        """Take predictions from one whose options and machine differ in their budgets alone."""
+        """Take predictions from one whose options and machine differ in their budgets alone, by a
+        little, and seek near what it has found."""
         self._sought |= other._sought
+        self._near = {key: planned.found.choice for key, planned in other._planned.items()}
+
+    def host_too_small(self, stages: Schedule) -> bool:
+        """Has the budget of host memory kept a search from anything? Also where none was made."""
+        problem = self._sought.get(id(stages.stages))
+        return problem is None or problem.tiers.host_too_small
 
     def wants(self, placement: Placement) -> Placement:
         """Where plans want the buckets, which are as `placement` says."""
@@ -151,7 +159,7 @@ class Chooser:
         found = before = self._found_before(stages, problem)
         if found is None:
             self._sought[id(stages.stages)] = problem
-            found = self._search(problem)
+            found = self._found_near(stages, problem) or self._search(problem)
         if found is None and problem.others:  # as if it were alone; no bucket can go there, too
             problem = replace(problem, others=(), undecided=())
             found = self._search(problem)
@@ -175,6 +183,10 @@ class Chooser:
                 on_disk=(wanted.on_disk - storable) | (found.choice.on_disk & storable),
             )
         return PlanChoice(found.choice, reasons)
+
+    def _found_near(self, stages: Schedule, problem: Problem) -> SearchResult | None:
+        near = self._near.get(id(stages.stages))
+        return None if near is None else search_near(problem, near)
 
     def _search(self, problem: Problem) -> SearchResult | None:
         options = self.setting.options

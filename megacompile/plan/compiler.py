@@ -55,6 +55,7 @@ class PassCompiler:
         self.pipeline = Pipeline(self.setting, units, templates)
         self.budget = Budget(self.setting, budget_bytes)
         self.chooser = Chooser(self.setting, self.pipeline, self.budget)
+        self._last: tuple[Schedule, Variant, Schedule] | None = None  # `_differentiated`
 
     def other(
         self,
@@ -69,7 +70,8 @@ class PassCompiler:
 
         Args:
             host_bytes: default: as here.
-            same: all is the same but for budgets, so that predictions hold there too.
+            same: all is the same but for budgets, so that predictions hold there too, and the plan
+                is sought near the one here.
         """
         made = PassCompiler(
             options,
@@ -97,25 +99,57 @@ class PassCompiler:
         log.schedule_made(schedule)
         return schedule
 
-    def plan(
+    def choose(
         self, stages: Schedule, capture: Capture, variant: Variant, placement: Placement
+    ) -> Placement:
+        """Choose what `plan` builds; gives where the plans made so far want the buckets.
+
+        Args:
+            stages: what `partition` gave.
+            placement: where the buckets are.
+
+        Raises:
+            DeviceMemoryError: nothing fits.
+            HostMemoryError: nothing fits that fits on the device.
+        """
+        schedule = self._differentiated(stages, capture, variant)
+        self.chooser.choose(stages, schedule, variant, placement)
+        return self.wants(placement)
+
+    def plan(
+        self,
+        stages: Schedule,
+        capture: Capture,
+        variant: Variant,
+        placement: Placement,
+        *,
+        draft: bool = False,
     ) -> Schedule:
         """The verified schedule, whose templates have graphs and no code yet.
 
         Args:
             stages: what `partition` gave.
             placement: where the buckets are; the schedule is for that.
+            draft: only to be simulated: not verified, and without a history.
 
         Raises:
             DeviceMemoryError: nothing fits.
             HostMemoryError: nothing fits that fits on the device.
         """
-        schedule = self.pipeline.differentiated(stages, capture, variant)
+        schedule = self._differentiated(stages, capture, variant)
         choice, reasons = self.chooser.choose(stages, schedule, variant, placement)
         choice = replace(choice, resident=placement.resident, on_disk=placement.on_disk)
-        schedule = self.pipeline.planned(schedule, variant, choice, reasons)
-        verify(schedule)
+        schedule = self.pipeline.planned(schedule, variant, choice, reasons, draft=draft)
+        if not draft:
+            verify(schedule)
         return schedule
+
+    def _differentiated(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
+        """In front of the choice; remembered, because `plan` comes right behind `choose`."""
+        if self._last is None or self._last[:2] != (stages, variant):
+            made = self.pipeline.differentiated(stages, capture, variant)
+            self._last = (stages, variant, made)
+        return self._last[2]
 
     def rest(self, buckets: Sequence[Bucket], placement: Placement) -> Schedule:
         """A verified schedule that is an update alone: of these buckets, where they lie."""
@@ -137,6 +171,7 @@ class PassCompiler:
 
     def retain(self, stages: Collection[Schedule], schedules: Collection[Schedule]) -> None:
         """Forget what was traced and planned for all but these captured stages and schedules."""
+        self._last = None
         self.pipeline.retain(schedules)
         self.chooser.retain(stages)
 

@@ -116,6 +116,33 @@ def search(
     return SearchResult(best, step_s, peak, len(tries.times), reasons)
 
 
+@old_objects_left_out()
+def search_near(problem: Problem, near: Choice) -> SearchResult | None:
+    """The fastest of a few choices that are like one which was found for a little less memory: with
+    as many resident buckets, with as many as fit, and with a number between the two; then with as
+    many stages kept on the host, and with twice as many. None where nothing of it fits."""
+    tries = _Tries(problem, (0, problem.stages))
+    at = tries.count(near)
+    most = max(at, problem.most_residents(Choice(0)) or 0)
+    alike = replace(near, saved_on_host=0)
+    for count in sorted({at, (at + most) // 2, most}):
+        if count <= len(problem.candidates):
+            tries.add(replace(alike, resident=problem.with_residents(count).resident))
+    if not tries.times:
+        return None
+    best = tries.surest()
+    if near.saved_on_host:
+        most = problem.stages - best.keep
+        counts = {min(near.saved_on_host, most), min(2 * near.saved_on_host, most)}
+        found = [best, *(tries.kept_on_host(best, count) for count in sorted(counts))]
+        best = min(found, key=tries.times.__getitem__)
+    else:
+        best = tries.with_saved_on_host(best)
+    peak, step_s = problem.peak_bytes(best), problem.step_s(best)
+    reasons = _reasons(problem, best, step_s, tries.times, peak)
+    return SearchResult(best, step_s, peak, len(tries.times), reasons)
+
+
 def _between(counts: Sequence[int], at: int) -> set[int]:
     """Counts in the middle of intervals: of the nearest one on each side that has a middle."""
     k = counts.index(at)
@@ -328,7 +355,7 @@ class _Tries:
         choices = {0: best}
 
         def tried(count: int) -> bool:
-            found = self._kept_on_host(best, count)
+            found = self.kept_on_host(best, count)
             choices[count], times[count] = found, self.times.get(found, math.inf)
             return found.saved_on_host > 0
 
@@ -343,7 +370,7 @@ class _Tries:
         fastest = choices[min(times, key=times.__getitem__)]
         return fastest if self.times[fastest] < times[0] * (1 - _PAYS) else best
 
-    def _kept_on_host(self, best: Choice, count: int) -> Choice:
+    def kept_on_host(self, best: Choice, count: int) -> Choice:
         """The fastest with `count` stages kept on the host, and as many residents as leave device
         memory for it; what has none kept there, where nothing fits."""
         before = set(self.times)

@@ -20,15 +20,15 @@ class SettledPlans:
         self.compiler = compiler
         self.placement = placement or Placement()
 
-    def schedule(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
-        """The schedule, planned again where the first plan moves buckets."""
-        schedule = self.compiler.plan(stages, capture, variant, self.placement)
-        wants = self.compiler.wants(self.placement)
-        if wants == self.placement:
-            return schedule
-        self.placement = wants
-        self.compiler.replan()
-        return self.compiler.plan(stages, capture, variant, wants)
+    def schedule(
+        self, stages: Schedule, capture: Capture, variant: Variant, *, draft: bool = False
+    ) -> Schedule:
+        """The schedule for buckets that are where it wants them; `draft` as in `plan`."""
+        wants = self.compiler.choose(stages, capture, variant, self.placement)
+        if wants != self.placement:
+            self.placement = wants
+            self.compiler.replan()
+        return self.compiler.plan(stages, capture, variant, wants, draft=draft)
 
     def choose_least(self, stages: Schedule, reason: str) -> None:
         """Plan these stages with what comes nearest to the budgets, though that is too much."""

@@ -59,7 +59,7 @@ class _Sizes:
     weights: int  # of the parameters, there
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Tiers:
     """Host and disk of a problem.
 
@@ -97,6 +97,7 @@ class Tiers:
     offloads: bool = False
     _sizes: dict[int, _Sizes] = field(default_factory=dict, init=False)
     _settled: dict[Choice, Choice] = field(default_factory=dict, init=False)
+    host_too_small: bool = field(default=False, init=False)  # for something that was asked about
 
     def of_host(self, choice: Choice) -> int:
         """Host memory once training runs, with the gradients and states that are made by then."""
@@ -132,6 +133,7 @@ class Tiers:
     def fit(self, choice: Choice) -> bool:
         """Does it stay within both budgets, as far as they are known?"""
         if self.host_bytes is not None and self.of_host(choice) > self.host_bytes:
+            self.host_too_small = True
             return False
         return self.of_disk(choice) <= (self.disk_bytes or 0)
 
@@ -180,6 +182,7 @@ class Tiers:
         if self.host_bytes is not None:
             gains = sorted((self._of(bucket).states for bucket in order), reverse=True)
             over = self.of_host(chosen(0)) - self.host_bytes
+            self.host_too_small |= over > 0
             saved = list(itertools.accumulate(gains[:most], initial=0))
             for count in range(bisect.bisect_left(saved, over), most + 1):
                 if self.fit(chosen(count)):

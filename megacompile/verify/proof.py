@@ -18,7 +18,7 @@ The checks read the graphs alone: no device, no data.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -32,6 +32,7 @@ from megacompile.ir.stages import ArgRef, Primal
 from megacompile.ir.tokens import token_of
 from megacompile.ir.values import (
     bucket_of,
+    copied_away,
     fetched_from,
     kind_of,
     label,
@@ -222,24 +223,27 @@ def _saved_values(views: list[View]) -> Iterator[Hazard]:
 def _sees_the_forward(view: View) -> Iterator[Hazard]:
     """What runs in the backward takes the arguments and saved tensors of its stage's forward."""
     forwards = ops.calls_by_stage(view.schedule.forward, ops.forward)
+    away = copied_away(view.schedule)
     for node in view.nodes(ops.recompute, ops.rerun, ops.backward):
         stage: Any = node.args[0]
         forward = forwards.get(stage.index)
         if forward is None:
             continue
-        yield from _same_arguments(view, node, forward)
+        yield from _same_arguments(view, node, forward, away)
         if node.target is ops.backward:
-            yield from _own_saved(view, node, forward)
+            yield from _own_saved(view, node, forward, away)
 
 
-def _same_arguments(view: View, node: fx.Node, forward: fx.Node) -> Iterator[Hazard]:
+def _same_arguments(
+    view: View, node: fx.Node, forward: fx.Node, away: Mapping[str, fx.Node]
+) -> Iterator[Hazard]:
     args: Any = node.args[2]
     for i, arg in enumerate(args):
         source = _at(forward.args[2], i)
         if arg is None or source is None:
             continue
         copies = [user.name for user in source.users if ops.effects(user).gives is Value.COPY]
-        given = fetched_from(view.schedule, arg).name
+        given = fetched_from(away, arg).name
         if given not in (source.name, *copies) and not _is_made_again(arg, source):
             message = (
                 f"{label(node)} takes {arg.name} as argument {i}, but {label(forward)} read "
@@ -257,7 +261,9 @@ def _is_made_again(arg: fx.Node, source: fx.Node) -> bool:
     return of.index == stage.index and arg.args[1] == source.args[1]
 
 
-def _own_saved(view: View, node: fx.Node, forward: fx.Node) -> Iterator[Hazard]:
+def _own_saved(
+    view: View, node: fx.Node, forward: fx.Node, away: Mapping[str, fx.Node]
+) -> Iterator[Hazard]:
     stage: Any = node.args[0]
     first = len(stage.outputs) + len(stage.mutated)
     kept = {item.name: i - first for i, item in ops.items(forward) if i >= first}
@@ -267,7 +273,7 @@ def _own_saved(view: View, node: fx.Node, forward: fx.Node) -> Iterator[Hazard]:
             continue
         source = producer(value)
         if source.op == "placeholder" or kind_of(source) is Value.SAVED:
-            right = kept.get(fetched_from(view.schedule, value).name) == i
+            right = kept.get(fetched_from(away, value).name) == i
         else:
             of: Any = source.args[0] if source.target is ops.recompute else None
             right = of is not None and of.index == stage.index and value.args[1] == i

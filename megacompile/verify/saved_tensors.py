@@ -24,7 +24,7 @@ from torch import fx
 from megacompile.ir import ops
 from megacompile.ir.inputs import elsewhere
 from megacompile.ir.ops import Value
-from megacompile.ir.values import fetched_from, label, named, reads, taken
+from megacompile.ir.values import copied_away, fetched_from, label, named, reads, taken
 from megacompile.verify.hazard import Check, Hazard, HazardKind, View
 
 
@@ -42,10 +42,11 @@ def _offloads_returned(view: View) -> Iterator[Hazard]:
 
 def _fetches_match(view: View) -> Iterator[Hazard]:
     """What is brought back, by way of a disk or not, is what the forward took away."""
+    copies = copied_away(view.schedule)
     for node in view.that(lambda op: op.gives is Value.SAVED):
         on_host = taken(node, Value.SAVED_ON_HOST)
         assert on_host is not None
-        if fetched_from(view.schedule, node) is node:
+        if fetched_from(copies, node) is node:
             message = (
                 f"{label(node)} takes {named(on_host)}, which no offload of the forward gives: "
                 "nothing says when it is on the host; give it an offload's saved value, or a read "

@@ -316,13 +316,13 @@ class CapturedGraph:
             MovesFirst: it is for buckets that are elsewhere, and nothing has been done yet that
                 would be done twice.
         """
-        planned = program.plan(program.variant())
-        plans = self.plans
+        wanted = program.choose(program.variant())
         if program.tangents:
-            self.machine.foresee(plans.wanted.resident)
-        moves = plans.wanted != plans.placement and not self.machine.pending
+            self.machine.foresee(wanted.resident)
+        moves = wanted != self.plans.placement and not self.machine.pending
         if moves and self.begins_call():
             raise MovesFirst
+        planned = program.plan(program.variant())
         if program.tangents:
             self.machine.make_ahead(planned)
         program.executor(program.variant())

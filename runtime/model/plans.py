@@ -22,6 +22,11 @@ class Compiler(Protocol):
     def resized(self, stages: Schedule, values: Values) -> Schedule:
         """The stages, planned for other values of their symbols."""
 
+    def choose(
+        self, stages: Schedule, capture: Capture, variant: Variant, placement: Placement
+    ) -> Placement:
+        """Choose what `plan` builds; gives where the plans made so far want the buckets."""
+
     def plan(
         self, stages: Schedule, capture: Capture, variant: Variant, placement: Placement
     ) -> Schedule:
@@ -67,6 +72,10 @@ class Plans:
     def __init__(self, compiler: Compiler, placement: Placement) -> None:
         self.compiler = compiler
         self.placement = placement
+
+    def choose(self, stages: Schedule, capture: Capture, variant: Variant) -> Placement:
+        """Choose the plan that `plan` builds; gives where the buckets should be."""
+        return self.compiler.choose(stages, capture, variant, self.placement)
 
     def plan(self, stages: Schedule, capture: Capture, variant: Variant) -> Schedule:
         """A schedule without code, for the buckets where they are."""

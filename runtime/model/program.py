@@ -15,6 +15,7 @@ from megacompile.ir.capture import Capture, NumberInput, Variant
 from megacompile.ir.growth import bytes_of
 from megacompile.ir.inputs import inputs as inputs_of
 from megacompile.ir.outputs import computed_outputs, expected_tangents
+from megacompile.ir.placement import Placement
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.symbols import Number, Symbols
 from megacompile.ir.tensors import TensorMeta
@@ -89,6 +90,12 @@ class Program:
         """
         update = self.machine.in_backward is not None
         return replace(Variant(self.tangents, keep_last=True, update=update), **changes)
+
+    def choose(self, variant: Variant) -> Placement:
+        """Choose the plan of a variant; gives where the buckets should be."""
+        progress.now("planning the step")
+        with _stages_own_ambient():
+            return self.plans.choose(self.stages, self.capture, variant)
 
     def plan(self, variant: Variant) -> Schedule:
         """Plan the schedule of a variant, which `executor` then gives code."""
