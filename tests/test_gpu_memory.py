@@ -17,7 +17,7 @@ from megacompile import megacompile, schedules
 from megacompile.cost.memory import device_memory
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.errors import DeviceMemoryError
-from tests.device_bytes import cublas_bytes
+from tests.device_bytes import cublas_bytes, device_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -141,10 +141,9 @@ class Adapted(nn.Module):
 
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 def test_a_step_takes_what_its_plan_says(lowering: str) -> None:
-    """Without cuBLAS's workspaces, and within what single calls of it take: a value that is as wide
-    as the MLP takes 256 MiB."""
-    gc.collect()
-    base = torch.cuda.memory_allocated()
+    """Without cuBLAS's workspaces, and within what single calls take: a value that is as wide as
+    the MLP takes 256 MiB, the sum of its rows 1 MiB for each of 132 multiprocessors."""
+    base = device_bytes()
     options: dict[str, Any] = {"resident": 0, "device_update": 0, "activations": "recompute"}
     model = megacompile(Adapted(), lowering=lowering, **options)
     x = torch.randn(32768, 512, device="cuda", dtype=torch.bfloat16)
@@ -156,7 +155,7 @@ def test_a_step_takes_what_its_plan_says(lowering: str) -> None:
     taken = torch.cuda.max_memory_allocated() - base - cublas_bytes()
     cost = OptimizerCost(states=0)
     planned = device_memory(schedules(model)[-1], optimizer=cost, fused=lowering == "inductor")
-    assert 0.8 * planned.peak.total_bytes < taken < planned.peak.total_bytes + 100 * MiB
+    assert 0.8 * planned.peak.total_bytes < taken < planned.peak.total_bytes + 150 * MiB
 
 
 # --- long contexts
