@@ -36,6 +36,7 @@ def _spectrum() -> Call:
     return {"input_values": floats(BATCH, 32, 16), "labels": torch.tensor([0, 1])}
 
 
+TRANSPOSED = "attention drops elements of a tensor that is transposed in eager code"
 CTC = (
     "transformers branches on the labels, sets `requires_grad` in the forward, and selects labels "
     "by a mask for the loss"
@@ -43,7 +44,9 @@ CTC = (
 
 
 def ctc(kind: str, **of_entry: Any) -> list[Entry]:
-    return of_transformers(Family.AUDIO, "AutoModelForCTC", kind, WAVE, _wave, note=CTC, **of_entry)
+    return of_transformers(
+        Family.AUDIO, "AutoModelForCTC", kind, WAVE, _wave, note=CTC, draws=TRANSPOSED, **of_entry
+    )
 
 
 ENTRIES: list[Entry] = [

@@ -45,7 +45,8 @@ def compare(entry: Entry, *, device: str = "cpu", lowering: str = "eager") -> Re
 
     Everything that is drawn at random has one seed in both, and Inductor draws as PyTorch does.
     cuDNN computes in float32, by kernels that add in one order. Inductor adds in another one, and
-    a batch norm over few elements makes much of that: such models are compared in float64.
+    a batch norm over few elements makes much of that: such models are compared in float64. Those
+    for which it draws elsewhere (`Entry.draws`) are compared without dropout.
     """
     exact = torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
     with torch._inductor.config.patch(fallback_random=True), exact:
@@ -60,6 +61,8 @@ def _compare(entry: Entry, device: str, lowering: str) -> Result:
     normed = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in plain.modules())
     if normed and lowering == "inductor":
         plain, entry = plain.double(), _in_double(entry)
+    if entry.draws and lowering == "inductor":
+        _leave_out_dropout(plain)
     worst = Worst()
     with warnings.catch_warnings(record=True) as caught, calls() as ran:
         warnings.simplefilter("always")
@@ -197,6 +200,16 @@ def _in_double(entry: Entry) -> Entry:
         return value.double() if floats else value
 
     return dataclasses.replace(entry, call=lambda: compat.tree_map(double, entry.call()))
+
+
+def _leave_out_dropout(model: nn.Module) -> None:
+    """Let nothing be dropped: neither by `nn.Dropout` nor by probabilities that modules keep."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("dropout" in name or "layerdrop" in name):
+                setattr(module, name, 0.0)
 
 
 def _train(model: nn.Module, entry: Entry, i: int, device: str) -> dict[str, Any]:

@@ -53,6 +53,7 @@ class Entry:
     needs: str = "torch"  # the package that it comes from
     rounding: Rounding | None = None
     note: str = ""  # why it leaves the schedule, where it does
+    draws: str = ""  # why Inductor drops other elements: it is compared without dropout
 
     @property
     def is_there(self) -> bool:

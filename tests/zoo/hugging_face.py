@@ -42,6 +42,7 @@ def of_transformers(
     attention: tuple[str, ...] = BOTH,
     rounding: Mapping[str, Rounding] | None = None,
     note: str = "",
+    draws: str = "",
 ) -> list[Entry]:
     """One entry for each implementation of attention.
 
@@ -59,6 +60,7 @@ def of_transformers(
             needs="transformers",
             rounding=(rounding or {}).get(each),
             note=note,
+            draws=draws,
         )
         for each in attention
     ]

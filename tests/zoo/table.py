@@ -34,7 +34,8 @@ ARGS=--write` writes the page. A part of it is in `make test`. On a GPU, `pytest
   mode. `python -m tests.zoo --gpu --write` fills it. Empty: it was not run there. Inductor draws
   random numbers as PyTorch does there (`fallback_random`): it has numbers of its own otherwise.
   cuDNN does not use TF32, and models with batch norms are in float64: over the few elements that
-  there are here, a batch norm makes a large difference of a rounding.
+  there are here, a batch norm makes a large difference of a rounding. wav2vec2, hubert, wavlm and
+  m2m_100 are without dropout there: their attention drops other elements where it is captured.
 - *(eager)* and *(sdpa)* are the implementations of attention in transformers.
 """
 

@@ -184,9 +184,9 @@ ENTRIES: list[Entry] = [
         **ALONE,
     ),
     torchvision("resnet18"),
-    torchvision("efficientnet_b0"),
-    torchvision("regnet_y_400mf"),
-    torchvision("mobilenet_v3_small"),
+    torchvision("efficientnet_b0", size=96),
+    torchvision("regnet_y_400mf", size=64),
+    torchvision("mobilenet_v3_small", size=64),
     torchvision("DenseNet", growth_rate=8, block_config=(2, 2), num_init_features=8),
     torchvision("squeezenet1_1", size=64),
     torchvision(
