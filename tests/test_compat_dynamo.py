@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -413,3 +414,25 @@ def test_dropout_is_captured_with_its_rate() -> None:
     finally:
         handlers.pop(torch.nn.functional.dropout, None)  # the next model puts ours there again
     assert ["functional.dropout" in graph for graph in captured] == [True, True, True, False]
+
+
+def test_dynamo_compiles_under_the_lock() -> None:
+    """Another thread cannot take it while a backend runs."""
+    taken: list[bool] = []
+
+    def backend(module: torch.fx.GraphModule, examples: Any) -> Any:
+        def attempt() -> None:
+            lock: Any = compat.compile_lock()
+            taken.append(lock.acquire(blocking=False))
+            if taken[-1]:
+                lock.release()
+
+        thread = threading.Thread(target=attempt)
+        thread.start()
+        thread.join()
+        return module.forward
+
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    assert taken == [False]
+    with compat.compile_lock():
+        pass

@@ -510,3 +510,15 @@ def test_lightning() -> None:
     assert losses[True] == losses[False] and len(losses[True]) == 3
     assert len(schedules(module)) == 2
     assert len(dict(full_parameters(module))) == len(list(module.parameters()))
+
+
+def test_a_head_that_was_replaced_is_not_used_outside(recwarn: pytest.WarningsRecorder) -> None:
+    """As many programs as before, of which one is another."""
+    model = megacompile(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), device="cpu")
+    for _ in range(2):
+        optimizer = SGD(model.parameters(), lr=0.1)
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model[2] = nn.Linear(16, 4)
+    assert not [w for w in recwarn if "no schedule has" in str(w.message)]

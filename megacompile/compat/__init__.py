@@ -74,6 +74,7 @@ from megacompile.compat.devices import (
 from megacompile.compat.dynamo import (
     CALL_OPTIONS,
     capture_dropout_as,
+    compile_lock,
     compiled_function,
     dynamo_options,
     forget_compiled,
@@ -215,6 +216,7 @@ __all__ = [
     "BackwardCall",
     "CALL",
     "CALL_OPTIONS",
+    "compile_lock",
     "CUDNN_BATCH_NORM",
     "CHECKPOINT",
     "CHECKPOINT_OPTIONS",

@@ -9,9 +9,11 @@ import re
 import types
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch._dynamo import convert_frame
 from torch._dynamo.eval_frame import cached_backends, skip_code
 from torch._dynamo.guards import CheckFunctionManager, DeletedGuardManagerWrapper
 from torch._dynamo.variables.builder import SourcelessBuilder
@@ -32,6 +34,17 @@ CALL_OPTIONS = {  # torch 2.11 to 2.15
     "accumulated_recompile_limit": 4096,
     "allow_rnn": False,
 }
+if hasattr(torch._dynamo.config, "force_compile_during_fx_trace"):
+    # Another thread may trace a stage; what says so is of the process. (A tracer around the model
+    # itself is refused by name: `tracer_around`.)
+    CALL_OPTIONS["force_compile_during_fx_trace"] = True
+
+
+def compile_lock() -> AbstractContextManager[object]:  # torch 2.11 to 2.15
+    """Dynamo's: one thread compiles at a time. What notes that FX traces is of the process, and two
+    tracers that end in another order than they began would leave it set."""
+    lock: AbstractContextManager[object] = convert_frame.compile_lock
+    return lock
 
 
 def dynamo_options() -> dict[str, Any]:  # torch 2.11 to 2.15

@@ -59,6 +59,17 @@ class Gate(torch.autograd.Function):
         return None, None, gradients[0], *ctx.call.gradients_for(ctx.places)
 
 
+def nodes_behind(token: torch.Tensor) -> list[object]:
+    """The AccumulateGrad nodes that the gates behind a token lead to, in the order of the gates."""
+    found: list[object] = []
+    gate: Any = token.grad_fn
+    while gate is not None:
+        (before, _), *ends = gate.next_functions
+        found += [node for node, _ in reversed(ends)]
+        gate = before
+    return found[::-1]
+
+
 class Graph(torch.autograd.Function):
     """A captured graph."""
 

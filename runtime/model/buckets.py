@@ -320,6 +320,9 @@ class ModelBuckets:
         """
         if not fits or any(bucket.replaced() for bucket in self.machine.buckets.values()):
             self._adopt(fits)
+        if self.machine.gradients.outdated():
+            self.machine.gradients.bind(self.machine.buckets)
+            self._make_proxies()
         for bucket in self.machine.buckets.values():
             if not bucket.pending.busy():
                 bucket.pending.settle()

@@ -17,7 +17,7 @@ from megacompile.ir.capture import Variant
 from megacompile.runtime.device.activations import taken
 from megacompile.runtime.device.random import random_state, set_random_state
 from megacompile.runtime.model import shortage
-from megacompile.runtime.model.autograd_nodes import Gate, users
+from megacompile.runtime.model.autograd_nodes import Gate, nodes_behind, users
 from megacompile.runtime.model.program import Program
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
@@ -54,6 +54,14 @@ class Call:
         gradients = self.machine.gradients
         if not self.places:
             return None
+        token = self._gates()
+        while gradients.follow(self.places, nodes_behind(token)):
+            token = self._gates()  # other nodes have other hooks
+        return token
+
+    def _gates(self) -> torch.Tensor:
+        """The gates; each parameter has one of its own where a hook waits for a gradient."""
+        gradients = self.machine.gradients
         groups = [self.places]
         if any(gradients.end(place).hooked for place in self.places):
             groups = [(place,) for place in self.places]

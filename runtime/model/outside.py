@@ -7,12 +7,14 @@ reads, are not: they compute where the parameter lies. Nobody sees them, but the
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterable
 
 from torch import nn
 
 from megacompile.ir.capture import ParamInput
 from megacompile.runtime.model.captured import CapturedGraph
+from megacompile.runtime.model.program import Program
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.eager_notice import share
 
@@ -27,19 +29,20 @@ class OutsideNotice:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.said = False
-        self._noted = 0  # programs
+        self._noted: weakref.WeakSet[Program] = weakref.WeakSet()
         self._read: set[int] = set()  # ids of parameters that some schedule has read
 
     def note(self, graphs: Iterable[CapturedGraph]) -> None:
         """Remember what schedules have read so far."""
-        found = [program for graph in graphs for program in graph.programs.values()]
-        if self.said or len(found) == self._noted:
+        if self.said:
             return
-        self._noted = len(found)
-        for program in found:
+        for program in [program for graph in graphs for program in graph.programs.values()]:
             if program is None:  # it runs in eager mode, and said so itself
                 self.said = True
                 return
+            if program in self._noted:
+                continue
+            self._noted.add(program)
             for given in program.capture.inputs:
                 if isinstance(given, ParamInput) and given.bucket.key in self.machine.buckets:
                     params = self.machine.buckets[given.bucket.key].params

@@ -28,8 +28,13 @@ VARIANTS = 256  # schedules of a program; those that were built first go
 
 @contextlib.contextmanager
 def _stages_own_ambient() -> Iterator[None]:
-    """Saved tensors hooks around the call are not the stages'."""
-    with compat.without_saved_tensors_hooks(), compat.without_sources(), compat.on_host():
+    """Saved tensors hooks around the call are not the stages'; no other thread traces meanwhile."""
+    with (
+        compat.compile_lock(),
+        compat.without_saved_tensors_hooks(),
+        compat.without_sources(),
+        compat.on_host(),
+    ):
         yield
 
 
@@ -47,7 +52,11 @@ class Program:
         self.plans = plans
         self.machine = machine
         if stages is None:
-            with compat.without_saved_tensors_hooks(), compat.without_sources():
+            with (
+                compat.compile_lock(),
+                compat.without_saved_tensors_hooks(),
+                compat.without_sources(),
+            ):
                 stages = plans.compiler.partition(capture)
         self.stages = stages
         outputs, _ = ops.returned(self.stages.forward)

@@ -38,11 +38,13 @@ class Gradients:
         self._places: dict[int, ParamId] = {}  # id(parameter) -> place
         self._ends: dict[ParamId, Accumulator] = {}
         self._passes: dict[int, BackwardPass] = {}  # those that run, by autograd's number
+        self._followed = False  # did a parameter get another AccumulateGrad node?
 
     def bind(self, buckets: Mapping[int, HostBucket]) -> None:
         """Use these buckets from now on."""
         self.buckets = dict(buckets)
         self._ends.clear()  # a parameter that has moved to another device has another
+        self._followed = False
         self._places = {
             id(param): (key, i)
             for key, bucket in self.buckets.items()
@@ -62,6 +64,34 @@ class Gradients:
         if place not in self._ends:
             self._ends[place] = Accumulator(self.param(place))
         return self._ends[place]
+
+    def follow(self, places: Iterable[ParamId], nodes: Iterable[object]) -> bool:
+        """Let these be the AccumulateGrad nodes of parameters; were they others before?
+
+        A parameter has another one when its data were of another dtype for a while, or were
+        exchanged in place (`p.set_()`).
+        """
+        stale = [
+            place
+            for place, node in zip(places, nodes, strict=True)
+            if self.end(place).node is not node
+        ]
+        for place in stale:
+            del self._ends[place]
+        self._followed |= bool(stale)
+        return bool(stale)
+
+    def outdated(self) -> bool:
+        """Do proxies lead to AccumulateGrad nodes that are not those of their parameters any more?
+
+        Where a hook waits for a gradient it would be called for both. Without one a call finds out
+        by its gates (`follow`), and it is in time to ask before the next one.
+        """
+        return self._followed or any(
+            compat.post_accumulate_hooks(end.param)
+            and compat.accumulator_of(end.param) is not end.node
+            for end in self._ends.values()
+        )
 
     def backward_pass(self) -> BackwardPass:
         """The call of `backward()` that runs in this thread."""
