@@ -79,6 +79,28 @@ def test_gradients_arrive(change: Callable[[Any], None], hook: bool) -> None:
     assert len(got) == len(want) and all(map(torch.equal, got, want))
 
 
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_updates_in_the_backward_go_on(change: Callable[[Any], None]) -> None:
+    """Up to the rounding of that mode."""
+    found = []
+    for streamed in (False, True):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if streamed:
+            megacompile(model, lowering="eager", device="cpu", optimizer=optimizer)
+        losses = []
+        for i in range(4):
+            if i == 2:
+                change(model)
+            loss = model(torch.linspace(-1, 1, 16).view(2, 8)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        found.append(torch.stack(losses))
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("change", [another_dtype, and_the_old_data, swapped])
 def test_these_changes_make_another_node(change: Callable[[Any], None]) -> None:
     """Else the test above shows nothing."""
