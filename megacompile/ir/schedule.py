@@ -96,6 +96,8 @@ class Schedule:
     left: tuple[str, ...] = ()  # names of the backward's nodes that the update takes
     symbols: Symbols | None = None  # of its sizes and numbers; None: it is for one set of sizes
     rest: tuple[Bucket, ...] = ()  # that the update updates, although no backward here has
+    # forward placeholders that are changed in place, which autograd records: see the last outputs
+    recorded: tuple[str, ...] = ()
 
     @property
     def graphs(self) -> dict[str, fx.Graph]:

@@ -307,11 +307,40 @@ class _Builder:
             for node in chunk.changed:
                 if last_change.get(node) == stage.index:
                     ops.call(graph, ops.assign, sources[node], env[node], after=())
+        recorded = [node for node in last_change if self._is_recorded(node)]
+        new_values = [env[node] for node in recorded]
+        env |= {node: sources[node] for node in recorded}  # an output that is the input itself
         results_of_all = ops.returned(self.capture.module.graph)
         outputs: Any = fx.map_arg(results_of_all, lambda n: self._result(n, env, sources))
-        graph.output((tuple(outputs), ()))
-        symbols = self.values.symbols
-        return Schedule(self.capture.name, graph, None, tuple(stages), symbols=symbols)
+        graph.output(((*outputs, *new_values), ()))
+        return Schedule(
+            self.capture.name,
+            graph,
+            None,
+            tuple(stages),
+            symbols=self.values.symbols,
+            recorded=tuple(sources[node].name for node in recorded),
+        )
+
+    def _is_recorded(self, node: fx.Node) -> bool:
+        """Does autograd record how an input is changed in place?
+
+        Raises:
+            UnsupportedGraphError: other inputs share its memory, and would need it recorded too.
+        """
+        if not self._meta(node, len(self.nodes)).requires_grad:
+            return False
+        keys = self.values.storages[node]
+        changes = [n for n in self.nodes if self.values.mutates[n] & keys]
+        grad = self.capture.ambient.grad_enabled
+        if not grad or not any(self.regions.grad[self.position[n]] for n in changes):
+            return False
+        if any(VIEW_OF_BASE in user.meta for user in node.users):
+            raise UnsupportedGraphError(
+                "inputs share memory, and one is changed in place to what requires grad; pass "
+                "copies (.clone())"
+            )
+        return True
 
     def _result(
         self, node: fx.Node, env: dict[fx.Node, fx.Node], sources: dict[fx.Node, fx.Node]
@@ -319,7 +348,8 @@ class _Builder:
         if self.values.is_number(node):
             return self.values.of[node]
         origin = self._origin(node)
-        if origin in sources and not self._meta(node, len(self.nodes)).requires_grad:
+        unseen = not self._meta(node, len(self.nodes)).requires_grad
+        if origin in sources and (unseen or env[origin] is sources[origin]):
             return sources[origin]  # the input itself, though it was changed in place
         if node in env:
             return env[node]

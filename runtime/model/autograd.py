@@ -26,7 +26,10 @@ from megacompile.runtime.model.program import Program
 
 
 def run(program: Program, args: Sequence[Any]) -> list[Any]:
-    """Call a program with a captured graph's inputs; gives the graph's outputs."""
+    """Call a program with a captured graph's inputs; gives the graph's outputs.
+
+    What the graph changes in place is changed afterwards, for autograd too.
+    """
     call = Call(program, args)
     if any(program.differentiable(k) for k in program.tensor_outputs()):
         with torch.enable_grad():  # the graph itself may do so
@@ -42,4 +45,17 @@ def run(program: Program, args: Sequence[Any]) -> list[Any]:
             return program.number(node, args) if has_numbers(node) else node
         return inputs[node.name] if node.op == "placeholder" else by_node[node]
 
-    return [value(node) for node in program.outputs]
+    for position, k in program.recorded:
+        _record(args[position], by_node[program.outputs[k]])
+    return [value(node) for node in program.outputs[: len(program.outputs) - len(program.recorded)]]
+
+
+def _record(tensor: torch.Tensor, new: torch.Tensor) -> None:
+    """Let autograd know that a tensor, which holds its new value already, was changed in place.
+
+    So gradients of later uses go through the graph that changed it. A leaf that requires grad has
+    no history: it can only have been changed where autograd does not look (`detach()`).
+    """
+    if new.requires_grad and not (tensor.is_leaf and tensor.requires_grad):
+        with torch.enable_grad():
+            tensor.copy_(new)

@@ -66,6 +66,9 @@ class Program:
         self.changed = frozenset(  # the inputs that it changes in place, bases among them
             self.inputs[str(node.args[0])] for node in changes
         )
+        # the inputs whose change autograd records, and the outputs that are their new values
+        first = len(self.outputs) - len(stages.recorded)
+        self.recorded = [(self.inputs[n], first + k) for k, n in enumerate(stages.recorded)]
         self.executors: dict[Variant, Executor] = {}
         self._planned: dict[Variant, Schedule] = {}  # without code yet
         self._fakes: dict[compat.SymbolicFakes, tuple[int, ...]] = {}  # and of which symbols
