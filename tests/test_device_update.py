@@ -26,6 +26,7 @@ from tests.training import adamw, data, net, schedulers, sgd, train
 from tests.zoo import assert_close, twins
 
 SHARE = 0.7  # of the parameters of `net()`: the embedding and layers
+CLOSE = 1e-4  # Adam makes whole steps of small gradients, with what they were rounded by
 THERE = {"embed", "layers.0", "layers.1"}  # what the backward leaves
 
 
@@ -59,7 +60,7 @@ def test_ten_steps_are_the_stock_ones(make: Callable[..., list[Optimizer]]) -> N
     for model, optimizers in (plain, streamed):
         train(model, optimizers, of=schedulers(optimizers))
     assert there(streamed[0]) == THERE
-    assert_close(plain[0], streamed[0], tolerance=1e-5)
+    assert_close(plain[0], streamed[0], tolerance=CLOSE)
     for want, got in zip(plain[1], streamed[1], strict=True):
         saved, here = want.state_dict()["state"], got.state_dict()["state"]
         assert saved.keys() == here.keys()
@@ -180,7 +181,7 @@ def test_what_is_changed_before_the_step_is_seen(edit: str) -> None:
         for optimizer in optimizers:
             optimizer.step()
     assert there(both[1][0]) == THERE - {"layers.1"}
-    assert_close(both[0][0], both[1][0], tolerance=1e-5)
+    assert_close(both[0][0], both[1][0], tolerance=CLOSE)
 
 
 @pytest.mark.parametrize("how", ["in place", "replaced", "loaded", "by an alias"])
@@ -208,7 +209,7 @@ def test_states_that_are_changed_before_the_step_are_seen(how: str) -> None:
         optimizer.step()
     want = set() if how == "loaded" else THERE - {"layers.1"}
     assert there(both[1][0]) == want
-    assert_close(both[0][0], both[1][0], tolerance=1e-5)
+    assert_close(both[0][0], both[1][0], tolerance=CLOSE)
 
 
 def test_accumulation_takes_the_sum() -> None:
@@ -218,7 +219,7 @@ def test_accumulation_takes_the_sum() -> None:
             model(**data(2 * i)).backward()
             step(model, optimizers, 2 * i + 1)
     assert there(both[1][0]) == THERE
-    assert_close(both[0][0], both[1][0], tolerance=1e-5)
+    assert_close(both[0][0], both[1][0], tolerance=CLOSE)
 
 
 def test_gradients_can_be_read_after_the_step() -> None:
@@ -245,7 +246,7 @@ def test_a_backward_that_hands_nothing_over_withdraws() -> None:
         torch.autograd.grad(model(**data(3)), [model.layers[1].up.weight])
         for optimizer in optimizers:
             optimizer.step()
-    assert_close(both[0][0], both[1][0], tolerance=1e-5)
+    assert_close(both[0][0], both[1][0], tolerance=CLOSE)
 
 
 def test_8_bit_states_and_stochastic_rounding() -> None:

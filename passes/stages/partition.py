@@ -348,9 +348,10 @@ class _Builder:
         if self.values.is_number(node):
             return self.values.of[node]
         origin = self._origin(node)
-        unseen = not self._meta(node, len(self.nodes)).requires_grad
-        if origin in sources and (unseen or env[origin] is sources[origin]):
-            return sources[origin]  # the input itself, though it was changed in place
+        if origin in sources:  # the input itself, though it was changed in place
+            unseen = not self._meta(node, len(self.nodes)).requires_grad
+            if unseen or env[origin] is sources[origin]:
+                return sources[origin]
         if node in env:
             return env[node]
         item = self.inputs.get(node)
