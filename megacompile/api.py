@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from megacompile import compat, log
 from megacompile.errors import ModelError, OptionError, OptionTypeError
@@ -68,6 +69,7 @@ def megacompile(
     activations: Activations | str = Activations.AUTO,
     checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
     dynamic: bool | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> M:
     """Keep a model's parameters and gradients in host memory and stream them through a device.
 
@@ -145,6 +147,12 @@ def megacompile(
         dynamic: as in `torch.compile`. None (default): a size that has changed is a symbol from
             then on, and one program serves all its values. True: sizes are symbols from the start.
             False: each set of sizes gets code of its own.
+        mesh: the ranks that share the model, a process each, as `torchrun` starts them:
+            `init_device_mesh("cuda", (world_size,))`. Each has its rows of every parameter,
+            gradient and state; gradients are means over ranks, as with FSDP2. Parameters become
+            DTensors, other objects than before: make the optimizer afterwards (one that has not
+            stepped gets the new ones). Of two dimensions the last one shards, and the first one
+            replicates.
 
     Raises:
         ModelError: the argument is no module, its parameters cannot be streamed, or another
@@ -191,11 +199,13 @@ def megacompile(
         detect_anomaly=detect_anomaly,
         activations=activations,
         dynamic=dynamic,
+        mesh=mesh,
     )
-    check_model(model, meta=True)
-    present = compat.compiled_call(model)
+    present = compat.compiled_call(model) if isinstance(model, nn.Module) else None
     if is_part(present):  # another model's: what has its parameters says more
         present = None
+    ours = isinstance(present, StreamedModel)
+    check_model(model, meta=True, sharded=ours and present.options.mesh is not None)
     if isinstance(present, StreamedModel):
         changes = present.options.differences(options)
         if changes:
@@ -220,17 +230,23 @@ def megacompile(
         check_optimizer(model, optimizer)
     if options.stochastic_rounding:
         warn_of_rounding(model)
-    contents = _contents(model, checkpoint)
+    if mesh is not None and checkpoint is not None:
+        raise OptionError(
+            "megacompile(): got checkpoint= with mesh=...; needed a model that has its values; "
+            "leave it out, and load with torch.distributed.checkpoint afterwards"
+        )
+    contents = _contents(model, checkpoint) if mesh is None else None
     on_device = 0 if options.resident == 0 else _device_bytes(options)
     rows = host_rows(
         model,
         gradients=optimizer is None,
         device_bytes=on_device,
         on_disk=options.disk_weights,
+        ranks=options.ranks,
     )
     check_host_memory(rows, options.host_memory)
     host_bytes = budget_bytes(held_bytes(model)) if options.device.type == "cuda" else None
-    divide = functools.partial(find_units, compute_dtype=options.compute_dtype)
+    divide = functools.partial(find_units, compute_dtype=options.compute_dtype, ranks=options.ranks)
     compiler = functools.partial(PassCompiler, options, host_bytes=host_bytes)
     with compat.on_host():
         streamed = StreamedModel(model, options, divide, compiler, contents)

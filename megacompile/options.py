@@ -10,8 +10,9 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
-from megacompile import disk_options, host_memory
+from megacompile import disk_options, host_memory, mesh_options
 from megacompile.errors import OptionError, OptionTypeError
 from megacompile.runtime.optim.registry import RULES, listed, rule_of
 from megacompile.sizes import parse_bytes
@@ -82,6 +83,7 @@ class Options:
         activations: where saved tensors wait between forward and backward, or if they are
             recomputed.
         dynamic: whether sizes are symbols: from the start, never, or once they have changed (None).
+        mesh: the ranks that share the model. Default: this process alone.
     """
 
     device: torch.device
@@ -106,6 +108,17 @@ class Options:
     detect_anomaly: bool = False
     activations: Activations = Activations.AUTO
     dynamic: bool | None = None
+    mesh: DeviceMesh | None = None
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks have a part of each parameter."""
+        return 1 if self.mesh is None else self.mesh.size(self.mesh.ndim - 1)
+
+    @property
+    def rank(self) -> int:
+        """This process's place among them."""
+        return 0 if self.mesh is None else self.mesh.get_local_rank(self.mesh.ndim - 1)
 
     @property
     def least_slots(self) -> int:
@@ -168,6 +181,7 @@ class Options:
         detect_anomaly: bool = False,
         activations: Activations | str = Activations.AUTO,
         dynamic: bool | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> Options:
         """Validate what the user gave and fill in the rest.
 
@@ -233,6 +247,7 @@ class Options:
             detect_anomaly=_flag("detect_anomaly", detect_anomaly),
             activations=waits,
             dynamic=dynamic,
+            mesh=mesh_options.checked(mesh, resolved_device, disk_weights=disk_weights),
         )
 
     def differences(self, other: Options) -> list[str]:

@@ -12,12 +12,13 @@ from megacompile.errors import ModelError, OptionError
 from megacompile.packed import leaves, packed_parameters
 
 
-def check_model(model: object, *, meta: bool = False) -> None:
+def check_model(model: object, *, meta: bool = False, sharded: bool = False) -> None:
     """Raise `ModelError` for what cannot be streamed.
 
     Args:
         model: what the user gave.
         meta: parameters may be on meta, because they are about to get values.
+        sharded: they may be DTensors, because several ranks share the model.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(
@@ -41,12 +42,14 @@ def check_model(model: object, *, meta: bool = False) -> None:
         if id(param) in packed:
             _check_packed(f"{name}.{param_name}", param)
         else:
-            _check_parameter(f"{name}.{param_name}", param, meta=meta)
+            part = compat.local(param) if sharded else param
+            _check_parameter(f"{name}.{param_name}", part, meta=meta)
     leaf_of = {id(leaf.tensor): leaf for leaf in leaves(model)}
     for leaf in leaf_of.values():
         if leaf.packed:
             _check_parameter(f"{name}.{leaf.name}", leaf.tensor, meta=meta)
-    _refuse_shared_memory(name, {leaf.name: leaf.tensor for leaf in leaf_of.values()})
+    tensors = {leaf.name: compat.local(leaf.tensor) for leaf in leaf_of.values()}
+    _refuse_shared_memory(name, tensors)
     for module_name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise ModelError(
@@ -85,7 +88,7 @@ def _check_parameter(name: str, param: torch.Tensor, *, meta: bool) -> None:
         raise ModelError(
             f"{where} is {kind}; needed an ordinary dense tensor, or a packed one that can be "
             "taken apart (as those of torchao and bitsandbytes); megacompile the model before "
-            "quantizing, or dequantize it"
+            "quantizing, or dequantize it; of a DTensor, param.full_tensor(), and mesh="
         )
 
 
@@ -148,7 +151,12 @@ def warn_of_rounding(model: nn.Module) -> None:
 
 
 def host_rows(
-    model: nn.Module, *, gradients: bool = True, device_bytes: int = 0, on_disk: bool = False
+    model: nn.Module,
+    *,
+    gradients: bool = True,
+    device_bytes: int = 0,
+    on_disk: bool = False,
+    ranks: int = 1,
 ) -> list[tuple[str, int]]:
     """What `megacompile()` will need of host memory beyond what the model holds there now.
 
@@ -156,8 +164,9 @@ def host_rows(
         gradients: are there any?
         device_bytes: memory for buckets that may live on the device, with their gradients.
         on_disk: parameters go to a disk.
+        ranks: that share the model.
     """
-    sizes = _sizes(model)
+    sizes = [(tensor, -(-size // ranks)) for tensor, size in _sizes(model)]
     moved = [n for leaf, n in sizes if leaf.device.type != "cpu" and not on_disk]
     trained = sum(size for leaf, size in sizes if leaf.requires_grad and gradients)
     return [

@@ -98,6 +98,11 @@ def without_torch_function() -> AbstractContextManager[None]:  # torch 2.11 to 2
     return context
 
 
+def torch_function_enabled() -> bool:  # torch 2.11 to 2.15
+    """Do tensor subclasses have their say in this thread? See `without_torch_function`."""
+    return bool(torch._C._is_torch_function_enabled())
+
+
 _C: Any = torch._C  # its stubs leave these out
 
 

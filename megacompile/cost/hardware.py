@@ -39,6 +39,7 @@ class Hardware:
     disk_write_gb_s: float | None = None
     disk_read_both_gb_s: float | None = None  # while it is written too
     disk_write_both_gb_s: float | None = None
+    interconnect_gb_s: float = math.inf  # of a collective: what one rank gets from the others
 
     def replace(self, **changes: Any) -> Hardware:
         """The same machine with other figures: `h200.replace(host_bytes=256 * 2**30)`.

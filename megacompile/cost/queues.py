@@ -18,7 +18,7 @@ from megacompile.cost.hardware import Hardware
 from megacompile.ir.stream import Stream
 
 STREAMS = tuple(Stream)  # a queue is its stream's place here
-COMPUTE, H2D, D2H, HOST, DEVICE, READ, WRITE = range(len(STREAMS))
+COMPUTE, H2D, D2H, HOST, DEVICE, READ, WRITE, COMM = range(len(STREAMS))
 
 
 @dataclass(slots=True)
@@ -154,7 +154,7 @@ def _rates(hardware: Hardware, busy: int) -> tuple[float, ...]:
     wanted = [h2d * down, d2h * up, host_gb_s, device * 2 * min(down, up)]
     given = _shares(wanted, hardware.host_memory_gb_s) if host else wanted
     disk = _disk_rates(hardware, read=bool(busy >> READ & 1), write=bool(busy >> WRITE & 1))
-    return (1.0, *(rate * 1e9 for rate in (*given, *disk)))
+    return (1.0, *(rate * 1e9 for rate in (*given, *disk, hardware.interconnect_gb_s)))
 
 
 def _disk_rates(hardware: Hardware, *, read: bool, write: bool) -> tuple[float, float]:

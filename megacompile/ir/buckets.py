@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,6 +12,15 @@ ParamId = tuple[int, int]  # a parameter: the key of its bucket, and its index t
 
 ALIGNMENT_BYTES = 256  # of each parameter in its bucket, as the CUDA allocator gives
 PADDED_NUMEL = 256  # elements that places of what mirrors no neighbours are rounded up to
+
+
+def shard_shape(shape: tuple[int, ...], rank: int, ranks: int) -> tuple[int, ...]:
+    """The shape of the rows that one rank has of a tensor; the last ranks may have fewer, or none.
+
+    As in `torch.chunk` along the first dimension, and so in DTensor's `Shard(0)`.
+    """
+    rows = -(-shape[0] // ranks)
+    return (max(0, min(rows, shape[0] - rank * rows)), *shape[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +42,10 @@ class Param:
     def size_bytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
+    def shard_numel(self, ranks: int) -> int:
+        """Elements of the part of each rank, with those that pad the last ones."""
+        return self.numel if ranks == 1 else math.prod(shard_shape(self.shape, 0, ranks))
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
@@ -40,6 +53,10 @@ class Bucket:
 
     `key` identifies the buffer; `label` is what is printed: the index of the first stage that
     reads it in this schedule, with ".1", ".2" where that stage reads more than one.
+
+    With several `ranks`, this is what they have together, and how it lies in a slot: the rows of a
+    parameter one after the other, padded so that each rank has as many. A rank's own buffer has the
+    layout `shard(rank)`.
     """
 
     key: int
@@ -47,6 +64,7 @@ class Bucket:
     params: tuple[Param, ...]
     size_bytes: int
     label: str = "?"
+    ranks: int = 1
 
     def __hash__(self) -> int:
         return hash((self.key, self.label))  # of hundreds of parameters it would be slow
@@ -57,22 +75,45 @@ class Bucket:
         name: str,
         params: Sequence[tuple[str, torch.Tensor]],
         packed: Collection[str] = (),
+        ranks: int = 1,
     ) -> Bucket:
         """Place `params` one after the other, each aligned to `ALIGNMENT_BYTES`.
 
-        Dense, non-overlapping strides (such as channels_last) are kept; others become contiguous.
-        `packed` are the names of parts of packed parameters.
+        Dense, non-overlapping strides (such as channels_last) are kept; others, and those of
+        parameters that several ranks share, become contiguous. `packed` are the names of parts of
+        packed parameters.
         """
         placed = []
         offset = 0
         for param_name, tensor in params:
-            stride = torch.empty_like(tensor, device="meta").stride()  # preserve_format
             shape, dtype = tuple(tensor.shape), tensor.dtype
+            like = tensor if ranks == 1 else torch.empty(shape, dtype=dtype, device="meta")
+            stride = torch.empty_like(like, device="meta").stride()  # preserve_format
             part = param_name in packed
             param = Param(param_name, shape, tuple(stride), dtype, offset, part)
             placed.append(param)
-            offset += -(-param.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        return Bucket(key, name, tuple(placed), offset)
+            offset += ranks * _aligned(param.shard_numel(ranks) * dtype.itemsize)
+        return Bucket(key, name, tuple(placed), offset, ranks=ranks)
+
+    def shard(self, rank: int) -> Bucket:
+        """The layout of the part of one rank, in a buffer of its own."""
+        if self.ranks == 1:
+            return self
+        params = [
+            replace(
+                param,
+                shape=shard_shape(param.shape, rank, self.ranks),
+                offset_bytes=param.offset_bytes // self.ranks,
+            )
+            for param in self.params
+        ]
+        size_bytes = self.size_bytes // self.ranks
+        return replace(self, params=tuple(params), size_bytes=size_bytes, ranks=1)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of one rank's buffer."""
+        return self.size_bytes // self.ranks
 
     @property
     def suffix(self) -> str:
@@ -81,6 +122,10 @@ class Bucket:
 
     def __repr__(self) -> str:
         return f"bucket_{self.suffix}"
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)

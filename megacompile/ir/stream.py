@@ -21,8 +21,9 @@ class Stream(enum.Enum):
     DEVICE = "device"  # which helps the host with updates, in chunks over the link
     READ = "read"  # from a disk to host memory, several requests at a time
     WRITE = "write"  # and back
+    COMM = "comm"  # collectives of several ranks: they are the same on each, in the same order
 
     @property
     def in_order(self) -> bool:
         """Is an op done before the next one of its stream begins?"""
-        return self in (Stream.COMPUTE, Stream.H2D, Stream.D2H)
+        return self in (Stream.COMPUTE, Stream.H2D, Stream.D2H, Stream.COMM)

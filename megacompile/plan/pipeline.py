@@ -29,6 +29,7 @@ from megacompile.passes.capture.numbers import take_numbers
 from megacompile.passes.capture.rebase import rebase_overlaps
 from megacompile.passes.capture.unpack import unpack
 from megacompile.passes.capture.vmaps import fold_vmaps
+from megacompile.passes.schedule.all_gather import insert_all_gather
 from megacompile.passes.schedule.device_update import insert_device_update
 from megacompile.passes.schedule.differentiate import differentiate
 from megacompile.passes.schedule.disk import insert_disk
@@ -41,6 +42,7 @@ from megacompile.passes.schedule.offload_saved import offload_saved_tensors
 from megacompile.passes.schedule.plan import make_plan, stages_on_host
 from megacompile.passes.schedule.prefetch import insert_prefetch
 from megacompile.passes.schedule.recompute import insert_recompute
+from megacompile.passes.schedule.reduce_scatter import insert_reduce_scatter
 from megacompile.passes.schedule.rerun import insert_reruns
 from megacompile.passes.schedule.slots import assign_slots
 from megacompile.passes.schedule.split import split_stages
@@ -162,11 +164,13 @@ class Pipeline:
                 ("rerun", insert_reruns),
                 ("offload_saved", offload),
                 *self._saved_passes(choice),
+                *self._rank_passes("reduce_scatter"),
                 *self._gradient_passes(choice, variant),
                 *self._disk_passes(choice),
                 ("prefetch", functools.partial(insert_prefetch, lookahead=options.lookahead)),
                 ("slots", functools.partial(assign_slots, slots=slots, reuse=variant.reuse)),
                 *([("disk_weights", insert_disk_weights)] if options.disk_weights else []),
+                *self._rank_passes("all_gather"),
                 ("free", insert_free),
                 ("tokens", insert_tokens),
             ],
@@ -224,6 +228,13 @@ class Pipeline:
             ("device_update", give),
             ("update_graph", step),
         ]
+
+    def _rank_passes(self, name: str) -> list[SchedulePass]:
+        """What ranks that share the model do together."""
+        if self.setting.options.ranks == 1:
+            return []
+        scatter = functools.partial(insert_reduce_scatter, rank=self.setting.options.rank)
+        return [(name, {"reduce_scatter": scatter, "all_gather": insert_all_gather}[name])]
 
     def _saved_passes(self, choice: Choice) -> list[SchedulePass]:
         """What waits on the host goes on to a disk: all of it, or as much as is chosen."""

@@ -38,6 +38,7 @@ _COLOURS = {
     Stream.DEVICE: "#E7DDF3",
     Stream.READ: "#E9E9E9",
     Stream.WRITE: "#DADADA",
+    Stream.COMM: "#D9E7E7",
 }
 _STYLES = {
     "data": "",

@@ -13,7 +13,10 @@ from megacompile.ir.stream import Stream
 from megacompile.text import printable
 
 _COPIES_AND_COMPUTE = (Stream.H2D, Stream.COMPUTE, Stream.D2H)
-_ORDER = (Stream.READ, *_COPIES_AND_COMPUTE, Stream.HOST, Stream.DEVICE, Stream.WRITE)
+_ORDER = (
+    *(Stream.READ, Stream.H2D, Stream.COMM, Stream.COMPUTE, Stream.D2H),
+    *(Stream.HOST, Stream.DEVICE, Stream.WRITE),
+)
 _ALWAYS = dict.fromkeys(("forward", "backward"), _COPIES_AND_COMPUTE)  # whether used or not
 
 

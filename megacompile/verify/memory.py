@@ -99,8 +99,12 @@ def _after_begin(view: View, first: fx.Node) -> Iterator[Hazard]:
 
 
 def _readers_done(view: View, content: list[fx.Node], following: fx.Node) -> Iterator[Hazard]:
-    """The readers of a slot's `content` are before `following`, which fills it again."""
-    readers = [(n, w) for w in content for n in w.users if w in reads(n)]
+    """The readers of a slot's `content` are before `following`, which fills it again.
+
+    One that fills the rest of it (`all_gather`) is the reader of what is there.
+    """
+    users = [(n, w) for w in content for n in w.users if w in reads(n)]
+    readers = [(n, w) for n, w in users if n is not following]
     readers.sort(key=lambda pair: view.order.position[pair[0]])
     early = [pair for pair in readers if view.order.issued_before(pair[0], following)]
     late = [pair for pair in readers if not view.order.issued_before(pair[0], following)]

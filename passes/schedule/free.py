@@ -86,14 +86,18 @@ def _insert(
                 so_many = plan.state_delay if state else plan.saved_delay if saved else delay
                 last = ends[nodes[later[min(so_many, len(later)) - 1]]]
         frees.append((last, node, waits, deferred))
-    for last, node, waits, deferred in sorted(frees, key=lambda entry: entry[0], reverse=True):
+    named = {wait: max(f[0] for f in frees if wait in f[2]) for f in frees for wait in f[2]}
+    # a value that another free waits for is named there: its own free comes behind that
+    frees = [(max(last, named.get(node, 0)), node, *rest) for last, node, *rest in frees]
+    frees.sort(key=lambda entry: (entry[0], entry[1] in named), reverse=True)
+    for last, node, waits, deferred in frees:
         with graph.inserting_after(nodes[last]):
             op = ops.defer_free if deferred else ops.free
             ops.call(graph, op, node, name=f"{op.__name__}_{node.name}", after=waits)
 
 
 def _users(node: fx.Node) -> list[fx.Node]:
-    """The readers of a value; those of a buffer read it as what was fetched into it.
+    """The readers of a value; those of a buffer read it as what was brought into it.
 
     What waits on the host, or on a disk, is done with when what was fetched from it is: no wait is
     needed then.
@@ -102,7 +106,9 @@ def _users(node: fx.Node) -> list[fx.Node]:
     reads_of = [user for user in users if taken(user, Value.SAVED_ON_DISK) is node]
     users += [fetch for read in reads_of for fetch in read.users]
     fetches = [
-        u for u in users if ops.effects(u).stream is Stream.H2D and ops.effects(u).fills is not None
+        user
+        for user in users
+        if ops.stream_of(user) is not Stream.COMPUTE and ops.effects(user).fills is not None
     ]
     return users + [reader for fetch in fetches for reader in fetch.users]
 

@@ -31,7 +31,7 @@ def offload_gradients(schedule: Schedule, *, accumulate: bool) -> Schedule:
     readers = last_readers(graph)
     for bucket, call, group in last_gradients(graph).values():
         total = add_so_far(graph, bucket, call, group) if accumulate else group
-        where = total if accumulate else last_item(call)
+        where = total if accumulate else max(group, last_item(call))
         reader = readers.get(bucket.key, call)
         late = reader > call
         with graph.inserting_after(max(where, last_item(reader)) if late else where):
@@ -43,14 +43,18 @@ def offload_gradients(schedule: Schedule, *, accumulate: bool) -> Schedule:
 
 
 def last_gradients(graph: fx.Graph) -> dict[int, tuple[Bucket, fx.Node, fx.Node]]:
-    """By bucket key: the bucket, the backward that contributes last, its group of gradients."""
+    """By bucket key: the bucket, the backward that contributes last, its group of gradients.
+
+    Where several ranks share a bucket, the group is what `reduce_scatter` makes of that.
+    """
     last: dict[int, tuple[Bucket, fx.Node, fx.Node]] = {}
     for node in ops.nodes_of(graph, ops.backward):
         stage = ops.arguments(node)[0]
         items = [item for _, item in sorted(ops.items(node))]
         buckets = stage.gradient_buckets
         for bucket, group in zip(buckets, items[len(items) - len(buckets) :], strict=True):
-            last[bucket.key] = (bucket, node, group)
+            reduced = next((n for n in group.users if n.target is ops.reduce_scatter), group)
+            last[bucket.key] = (bucket, node, reduced)
     return last
 
 
@@ -64,7 +68,7 @@ def add_so_far(graph: fx.Graph, bucket: Bucket, call: fx.Node, group: fx.Node) -
     with graph.inserting_before(first):
         buffer = ops.call(graph, ops.alloc_grad, bucket, name=f"buf_g{suffix}")
         fetched = ops.call(graph, ops.fetch_grad, bucket, buffer, name=f"h{suffix}")
-    with graph.inserting_after(last_item(call)):
+    with graph.inserting_after(max(group, last_item(call))):
         total = ops.call(graph, ops.add_grad, bucket, fetched, group, name=f"sum{suffix}")
     for node in (buffer, fetched, total):
         node.meta["value"] = meta

@@ -94,7 +94,8 @@ def _insert(
     with graph.inserting_before(body):
         ops.call(graph, ops.begin, name="start")
         for bucket in dict.fromkeys(bucket for use in all_uses for bucket in use.buckets):
-            if bucket.key in resident and bucket.key not in there:
+            alone = bucket.ranks == 1  # else what lives here is a part, which is gathered in a slot
+            if bucket.key in resident and alone and bucket.key not in there:
                 name = f"w{bucket.suffix}"
                 there[bucket.key] = ops.call(graph, ops.resident, bucket, name=name)
     weights: dict[tuple[int, int], fx.Node] = {}  # (use, bucket key) -> prefetch

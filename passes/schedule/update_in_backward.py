@@ -74,7 +74,7 @@ def insert_updates(
     for bucket, call, group in last_gradients(graph).values():
         total = add_so_far(graph, bucket, call, group) if accumulate else group
         last = max(call, readers.get(bucket.key, call))
-        where = max(total if accumulate else last_item(call), last_item(last))
+        where = max(total, last_item(call), last_item(last))
         suffix = bucket.suffix
         if bucket.key in new.plan.resident:
             with graph.inserting_after(where):

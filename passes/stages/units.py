@@ -46,10 +46,12 @@ def find_units(
     *,
     limit_bytes: int = UNIT_LIMIT_BYTES,
     compute_dtype: torch.dtype | None = None,
+    ranks: int = 1,
 ) -> tuple[Unit, ...]:
     """The units of `model`, in the order of its module tree; together they hold every parameter.
 
-    With `compute_dtype`, buckets hold float32 parameters in that dtype, but for packed ones.
+    With `compute_dtype`, buckets hold float32 parameters in that dtype, but for packed ones. With
+    `ranks`, each has a part of every bucket.
     """
     seen: set[int] = set()
     subtrees = []
@@ -62,7 +64,7 @@ def find_units(
     for key, subtree in enumerate(_join_small([s for s in subtrees if s.params])):
         units.append(
             Unit(
-                bucket=_bucket(key, subtree, compute_dtype),
+                bucket=_bucket(key, subtree, compute_dtype, ranks),
                 modules=subtree.modules,
                 roots=frozenset(id(m) for m in subtree.roots),
                 repeated=subtree.repeated,
@@ -71,16 +73,18 @@ def find_units(
     return tuple(units)
 
 
-def _bucket(key: int, subtree: _Subtree, compute_dtype: torch.dtype | None) -> Bucket:
+def _bucket(key: int, subtree: _Subtree, compute_dtype: torch.dtype | None, ranks: int) -> Bucket:
     """The parameters as they are on the device."""
     packed = {leaf.name for leaf in subtree.params if leaf.packed}
     params = [
         (name, tensor)
         if compute_dtype is None or part or tensor.dtype != torch.float32
+        else (name, torch.empty(tensor.shape, dtype=compute_dtype, device="meta"))
+        if ranks > 1
         else (name, torch.empty_like(tensor, dtype=compute_dtype, device="meta"))
         for name, tensor, part in subtree.params
     ]
-    return Bucket.layout(key, subtree.name, params, packed)
+    return Bucket.layout(key, subtree.name, params, packed, ranks)
 
 
 def _split(module: nn.Module, name: str, limit_bytes: int, *, repeated: bool) -> Iterator[_Subtree]:

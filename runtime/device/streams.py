@@ -1,4 +1,4 @@
-"""The three streams of a schedule on a device, and the handles that carry their events.
+"""The streams of a schedule on a device, and the handles that carry their events.
 
 Every op gives a `Handle`: its value, its stream, and the event recorded right after it. An op
 that takes a handle of another stream waits for that event first. That is the whole of the
@@ -10,7 +10,8 @@ A handle of what threads of the host do (`host`) has no event: who takes it wait
 [Note: deferred copies] A copy from a bucket that the host still updates must not be issued yet, nor
 may its stream's later copies overtake it. They are put off until somebody takes the result, or
 until the update is over, whichever the issuing thread meets first; everything that does not need
-them is issued in the meantime.
+them is issued in the meantime. Collectives stay in program order, since every rank must issue them
+in the same: behind one that is put off, all that follow are.
 """
 
 from __future__ import annotations
@@ -55,18 +56,20 @@ class _Deferred:
 
 
 class Streams:
-    """Issues work on the compute, h2d and d2h streams of `device`."""
+    """Issues work on the compute, h2d, d2h and comm streams of `device`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._copies: dict[Stream, torch.cuda.Stream] = {}
         self._compute: torch.cuda.Stream | None = None
-        self._deferred: deque[_Deferred] = deque()  # all of them on the h2d stream
+        self._deferred: deque[_Deferred] = deque()  # on the h2d and comm streams
         if device.type == "cuda":
             # h2d overlaps weights with compute, d2h gradients: one each way, full duplex
             self._copies = {
                 Stream.H2D: torch.cuda.Stream(device),
                 Stream.D2H: torch.cuda.Stream(device),
+                # collectives overlap both, and compute; torch makes theirs wait for this one
+                Stream.COMM: torch.cuda.Stream(device),
             }
 
     @contextmanager
@@ -88,7 +91,7 @@ class Streams:
             _settle(waits)
             return Handle(work(), stream)
         self._issue_ready()
-        if stream is Stream.H2D and (self._deferred or _busy(waits)):
+        if self._must_wait(stream, waits):
             handle = Handle(None, stream, deferred=True)
             self._deferred.append(_Deferred(handle, waits, work))
             return handle
@@ -97,6 +100,15 @@ class Streams:
             if handle.deferred:
                 self._catch_up(handle)
         return self._now(Handle(None, stream), waits, work)
+
+    def _must_wait(self, stream: Stream, waits: Sequence[Handle]) -> bool:
+        """Is work to be put off? See [Note: deferred copies]."""
+        if stream is Stream.H2D:
+            return bool(self._deferred) or _busy(waits)
+        if stream is Stream.COMM:
+            behind = any(entry.handle.stream is Stream.COMM for entry in self._deferred)
+            return behind or any(handle.deferred for handle in waits)
+        return False
 
     def hand(
         self, stream: Stream, waits: Iterable[Handle], value: Host, begin: Callable[[], None]

@@ -24,9 +24,10 @@ from megacompile.progress import bar
 from megacompile.runtime.checkpoint.contents import Contents
 from megacompile.runtime.device import freed
 from megacompile.runtime.device.host_budget import HostBudget
+from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.device.slots import DeviceSlots
 from megacompile.runtime.device.streams import Streams
-from megacompile.runtime.model import tiers
+from megacompile.runtime.model import sharding, tiers
 from megacompile.runtime.model.data_parallel import DataParallel, refuse_moves
 from megacompile.runtime.model.owners import forget, refuse_shared
 from megacompile.runtime.model.plans import Compiler, Plans
@@ -92,11 +93,16 @@ class ModelBuckets:
             detect_anomaly=options.detect_anomaly,
             disk=tiers.scratch_disk(options),
             host_budget=self._host_budget,
+            ranks=None if options.mesh is None else Ranks.of(options.mesh, options.device),
         )
+        self.machine.gradients.ranks = self.machine.ranks
         self.alone = threading.RLock()  # the swap and the slots serve one call at a time
         self.notice = EagerNotice()
         self._aliases = AliasNotice()
         self._aliases.of_parts(model)
+        ranks = self.machine.ranks
+        if ranks is not None:
+            sharding.shard(model, ranks)
         self._take_over(frozenset(), contents)
 
     @torch.inference_mode(False)  # what is allocated here outlives the mode
@@ -251,7 +257,7 @@ class ModelBuckets:
         old.pending.withdraw()
         undos.append(functools.partial(_show_again, [(p, p.grad) for p in old.params]))
         gradients = self.machine.gradients.take(key)
-        self.machine.buckets[key] = self._bucket(old.layout, old.params, resident)
+        self.machine.buckets[key] = self._bucket(old.whole, old.params, resident)
         self.machine.gradients.put(self.machine.buckets[key], gradients)
         for param in old.params:
             follow(param)
@@ -276,6 +282,7 @@ class ModelBuckets:
             weights_on_disk=self.options.disk_weights,
             empty=empty,
             budget=self._host_budget,
+            rank=self.options.rank,
         )
 
     def _source(self, param: torch.Tensor) -> Source:
@@ -300,8 +307,11 @@ class ModelBuckets:
             for bucket in self.machine.buckets.values():
                 bucket.pending.settle()
                 bucket.pending.withdraw()
-            check_model(self.model)
+            self._check_model()
             self._anew()
+
+    def _check_model(self) -> None:
+        check_model(self.model, sharded=self.machine.ranks is not None)
 
     def _anew(self) -> None:
         """Take over again, with each old bucket freed while the next is filled."""
@@ -343,10 +353,10 @@ class ModelBuckets:
         for bucket in buckets:
             bucket.pending.settle()
             bucket.pending.withdraw()
-        check_model(self.model)
+        self._check_model()
         ours = {value.data_ptr() for bucket in buckets for value in bucket.values}
         whole = (p for p in self.model.parameters() if not packed.is_wrapper(p))
-        self._aliases(self.model, [p for p in whole if p.data_ptr() not in ours])
+        self._aliases(self.model, [p for p in whole if compat.local(p).data_ptr() not in ours])
         if not fits:
             refuse_shared(self.model)
         fits = fits and not self.machine.exchanged()
@@ -382,7 +392,7 @@ class _Places:
     def note(self, buckets: Iterable[HostBucket]) -> None:
         """They lie in these from now on."""
         self.of = {
-            id(param): (bucket.layout, i)
+            id(param): (bucket.whole, i)
             for bucket in buckets
             for i, param in enumerate(bucket.params)
         }

@@ -5,6 +5,7 @@ Each is a method of the op's name, in the file of the name that its declaration 
 
 from __future__ import annotations
 
+from megacompile.runtime.ops.collectives import CollectiveOps
 from megacompile.runtime.ops.compute import ComputeOps
 from megacompile.runtime.ops.device_updates import DeviceUpdateOps
 from megacompile.runtime.ops.disk import DiskOps
@@ -17,6 +18,7 @@ from megacompile.runtime.ops.weights import WeightOps
 
 class BoundOps(
     WeightOps,
+    CollectiveOps,
     ComputeOps,
     SavedTensorOps,
     GradientOps,

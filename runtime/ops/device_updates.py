@@ -51,6 +51,8 @@ class DeviceUpdateOps(OpGroup):
         def step() -> UpdateBuffers:
             _, group = gradients.value
             given = None if weights is None else weights.value
+            if given is not None and self.machine.ranks is not None:
+                given = self.machine.ranks.own(bucket, given)
             buffers: UpdateBuffers = state.value
             with torch.no_grad():
                 device_buffers.update(host, buffers, steps, group, given)

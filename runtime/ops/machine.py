@@ -16,6 +16,7 @@ from megacompile.runtime.device.activations import HostPool
 from megacompile.runtime.device.background import Background
 from megacompile.runtime.device.disk_buffers import Disk
 from megacompile.runtime.device.host_budget import HostBudget
+from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.device.saved_on_disk import SavedDisk
 from megacompile.runtime.device.slots import DeviceSlots
 from megacompile.runtime.device.streams import Handle, Streams
@@ -63,6 +64,7 @@ class Machine:
     tracer: Tracer | None = None  # while a trace of the model is on
     disk: Disk | None = None  # where the states of streamed buckets lie, if not on the host
     host_budget: HostBudget = field(default_factory=HostBudget)  # makes all host buffers
+    ranks: Ranks | None = None  # the processes that share the model
     detect_anomaly: bool = False  # is NaN or inf in a gradient an error?
     running: threading.RLock = field(default_factory=threading.RLock)  # one schedule at a time
     activations: HostPool = field(init=False)  # host memory of what waits for its backward

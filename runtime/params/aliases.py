@@ -24,7 +24,7 @@ class AliasNotice:
 
     def __call__(self, model: nn.Module, params: Iterable[nn.Parameter]) -> None:
         """Say so of those of these parameters that share their memory."""
-        params = [param for param in params if param.numel() and not is_wrapper(param)]
+        params = [p for p in params if p.numel() and not is_wrapper(p) and not compat.is_sharded(p)]
         known = Counter(compat.storage_key(param) for param in params)
         shared = {id(p) for p in params if compat.storage_users(p) > known[compat.storage_key(p)]}
         if not shared or self.said:
@@ -46,5 +46,6 @@ def _is_part(param: nn.Parameter) -> bool:
     return (
         not param.is_meta
         and not is_wrapper(param)
+        and not compat.is_sharded(param)
         and param.untyped_storage().nbytes() > param.numel() * param.dtype.itemsize
     )

@@ -9,6 +9,7 @@ that autograd made elsewhere go into the bucket.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -16,16 +17,21 @@ import torch
 from megacompile import compat
 from megacompile.ir.buckets import ParamId
 from megacompile.page_locks import pinned_empty
+from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.device.streams import Streams
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.consumed import consume
+from megacompile.runtime.params.guards import guard_of
 from megacompile.runtime.params.lazy import LazyGradient
 
 
 class BackwardPass:
     """The gradients of one call of `backward()`."""
 
-    def __init__(self, streams: Streams, buckets: Mapping[int, HostBucket]) -> None:
+    def __init__(
+        self, streams: Streams, buckets: Mapping[int, HostBucket], ranks: Ranks | None = None
+    ) -> None:
+        self.totals = None if ranks is None else Totals(ranks)
         self.streams = streams
         self.buckets = buckets
         self.autograd_has: dict[ParamId, torch.Tensor] = {}  # the memory that autograd has
@@ -67,7 +73,7 @@ class BackwardPass:
         if self.taken or not self.updated:
             self.await_copies(self.copies.keys() - lazy)
         for (key, i), norms in self.updated.items():
-            norm = None if norms is None else functools.partial(norms.l2, i)
+            norm = None if norms is None else functools.partial(self._l2, norms, i)
             consume(self.buckets[key].params[i], self.buckets[key].layout.params[i].name, norm)
         for place in sorted(self.taken):
             self._settle_down(place)
@@ -85,13 +91,14 @@ class BackwardPass:
             if before is not None:
                 param.grad = before
             return
-        fits = type(gradient) is torch.Tensor and gradient.dtype == memory.dtype
+        mine = compat.local(gradient)
+        fits = type(mine) is torch.Tensor and mine.dtype == memory.dtype
         if not (fits and place in self.fresh and gradient.layout is torch.strided):
             return
-        if compat.storage_users(gradient) == compat.storage_users(memory) == 1:
+        if compat.storage_users(mine) == compat.storage_users(memory) == 1:
             with torch.no_grad():
-                memory.copy_(gradient)
-            param.grad = memory.detach()
+                memory.copy_(mine)
+            param.grad = compat.like(param, memory.detach())
 
     def _lazy(self) -> set[int]:
         """The buckets whose gradients may still be on their way when `backward()` returns."""
@@ -113,8 +120,20 @@ class BackwardPass:
             and lies_in_bucket(self.buckets[key], i)
         )
 
+    def _norms(self, norms: Norms, k: int) -> tuple[float, float]:
+        """The L2 norm and the largest absolute value of a gradient, over all ranks."""
+        return norms.get(k) if self.totals is None else self.totals.get(norms, k)
+
+    def _l2(self, norms: Norms, index: int) -> float:
+        return (
+            norms.l2(index) if self.totals is None else self.totals.get(norms, norms.at(index))[0]
+        )
+
     def _serve(self, lazy: set[int]) -> None:
         """Let the gradients whose norms were taken on the device answer for them."""
+        if self.totals is not None:
+            others = [norms for norms in self.updated.values() if norms is not None]
+            self.totals.expect([*self.norms.values(), *others])
         for key, norms in self.norms.items():
             bucket = self.buckets[key]
             settle = bucket.pending.settle
@@ -128,10 +147,10 @@ class BackwardPass:
                     continue
                 gradient = bucket.params[i].grad
                 assert gradient is not None
-                if compat.storage_users(gradient) > 2 and key not in lazy:
+                if compat.storage_users(compat.local(gradient)) > 2 and key not in lazy:
                     continue  # who holds another name for it may change it unseen
-                if type(gradient) is torch.Tensor:
-                    of_it = functools.partial(norms.get, k)
+                if type(compat.local(gradient)) is torch.Tensor and guard_of(gradient) is None:
+                    of_it = functools.partial(self._norms, norms, k)
                     LazyGradient(gradient, settle, of_it, bucket.layout.params[i].name)
 
 
@@ -175,7 +194,15 @@ class Norms:
 
     def l2(self, index: int) -> float:
         """The L2 norm of a parameter's gradient."""
-        return self._rows()[0][self.indices.index(index)]
+        return self._rows()[0][self.at(index)]
+
+    def at(self, index: int) -> int:
+        """The place of a parameter's gradient among these."""
+        return self.indices.index(index)
+
+    def local(self) -> list[list[float]]:
+        """L2 norms and, if they were taken, the largest values."""
+        return self._rows()
 
     def _rows(self) -> list[list[float]]:
         if not self._values:
@@ -187,6 +214,40 @@ class Norms:
         return self._values
 
 
+class Totals:
+    """Norms over all ranks of what each has a part of: one collective for all of a backward.
+
+    Every rank asks for the first of them at the same place of its program, as with any DTensor.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._expected: list[Norms] = []
+        self._found: dict[int, list[tuple[float, float]]] = {}  # by the id of the norms
+
+    def expect(self, norms: Iterable[Norms]) -> None:
+        """These will be asked for, in the same order in every rank."""
+        self._expected = list({id(each): each for each in norms}.values())
+
+    def get(self, norms: Norms, k: int) -> tuple[float, float]:
+        """The L2 norm and the largest absolute value of the k-th gradient."""
+        if not self._found:
+            self._gather()
+        return self._found[id(norms)][k]
+
+    def _gather(self) -> None:
+        mine = [each.local() for each in self._expected]
+        flat = [value for rows in mine for row in (rows[0], rows[-1]) for value in row]
+        of_ranks = self._ranks.gathered(flat)
+        first = 0
+        for each in self._expected:
+            count = len(each.indices)
+            squares = [sum(row[first + k] ** 2 for row in of_ranks) for k in range(count)]
+            largest = [max(row[first + count + k] for row in of_ranks) for k in range(count)]
+            self._found[id(each)] = list(zip(map(math.sqrt, squares), largest, strict=True))
+            first += 2 * count
+
+
 def lies_in_bucket(bucket: HostBucket, index: int) -> bool:
     """Does a parameter's `p.grad` lie in its place in its bucket?"""
     gradient, memory = bucket.params[index].grad, bucket.grads.get(index)
@@ -195,6 +256,7 @@ def lies_in_bucket(bucket: HostBucket, index: int) -> bool:
 
 def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Do two tensors of one shape begin at the same place? Empty ones lie nowhere."""
+    a = compat.local(a)
     return a.layout is torch.strided and (a.data_ptr() == b.data_ptr() or not a.numel())
 
 

@@ -32,11 +32,15 @@ class HostBucket:
     `layout` is what is streamed. Where that is a copy in `compute_dtype`, the parameters (the
     masters) lie in memory of their own, and `refresh` brings the copy up to date.
 
+    Where several ranks share the parameters, this is one rank's part: `layout` is of its rows, and
+    `whole` of what they have together. The parameters are DTensors then.
+
     Args:
-        layout: names, shapes, strides and dtypes of the parameters as they are streamed.
+        whole: names, shapes, strides and dtypes of the parameters as they are streamed.
         params: what the user holds; they become views of this bucket's memory. Of a packed one,
             the tensors that it is made of: they are frozen.
         pin: page-lock what is copied to and from the device.
+        rank: this process's, among those that share the bucket.
         grad_dtype: of the gradients. Default: each parameter's own.
         pin_masters: page-lock parameters that are not streamed themselves.
         resident: the device that all of it lies on, if it does.
@@ -51,10 +55,11 @@ class HostBucket:
 
     def __init__(
         self,
-        layout: Bucket,
+        whole: Bucket,
         params: Sequence[torch.nn.Parameter],
         *,
         pin: bool,
+        rank: int = 0,
         grad_dtype: torch.dtype | None = None,
         pin_masters: bool = False,
         resident: torch.device | None = None,
@@ -67,7 +72,8 @@ class HostBucket:
         self.resident = resident
         self.disk = None if resident is not None else disk
         self._empty = empty
-        self.layout = layout
+        self.whole = whole
+        self.layout = layout = whole.shard(rank)
         self.params = tuple(params)
         self.pin = pin
         self.pin_masters = pin_masters
@@ -101,8 +107,8 @@ class HostBucket:
             self._write(self.on_disk)
         for param, value in zip(self.params, self.values, strict=True):
             if self.on_disk is None:
-                value.copy_(param.detach())
-            param.data = value
+                value.copy_(compat.local(param).detach())
+            lie_in(param, value)
 
     def _write(self, place: DiskBuffer) -> None:
         """Bring the parameters to the disk. Page faults would take ten times as long."""
@@ -111,7 +117,7 @@ class HostBucket:
             len(place), f"{self.layout.name}, on its way to a disk,", pin=False
         )
         for param, at in zip(self.params, self._places, strict=True):
-            memory.tensor(at).copy_(param.detach())
+            memory.tensor(at).copy_(compat.local(param).detach())
         whole = functools.partial(memory.bytes, len(place))
         request = self.disk.write([place], [whole], f"the parameters of {self.layout.name!r}")
         if request is not None:
@@ -189,7 +195,8 @@ class HostBucket:
         return [
             i
             for i, param in enumerate(self.params)
-            if param.data_ptr() != self.homes[i] or param.stride() != self._strides[i]
+            if (part := compat.local(param)).data_ptr() != self.homes[i]
+            or part.stride() != self._strides[i]
         ]
 
     def adopt(self, *, moved: bool = True) -> bool:
@@ -201,16 +208,16 @@ class HostBucket:
         """
         for i in self._replaced():
             param, value = self.params[i], self.values[i]
-            if param.shape != value.shape or param.dtype != value.dtype:
+            theirs = compat.local(param).detach()
+            if theirs.shape != value.shape or theirs.dtype != value.dtype:
                 return False
             if value.data_ptr() != self.homes[i]:
                 if not moved:
                     continue
                 value = self._return_home(i)
-            theirs = param.detach()
-            param.data = value
-            with torch.no_grad():
-                param.copy_(theirs)  # by its name, so that a pending backward sees a new version
+            lie_in(param, value)
+            with torch.no_grad():  # by its name, so that a pending backward sees a new version
+                param.copy_(compat.like(param, theirs))
         return True
 
     def _return_home(self, index: int) -> torch.Tensor:
@@ -290,6 +297,14 @@ def _places(layout: Bucket, dtypes: Mapping[int, torch.dtype]) -> tuple[dict[int
         for i, dtype in dtypes.items()
     }
     return places, end
+
+
+def lie_in(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Let a tensor, or this rank's part of it, be `value`."""
+    if compat.is_sharded(tensor):
+        compat.set_local(tensor, value)
+    else:
+        tensor.data = value
 
 
 _OWN_USERS = 3  # of a parameter's memory: the bucket, the parameter, its proxy

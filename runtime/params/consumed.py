@@ -84,7 +84,8 @@ def consumed(gradient: torch.Tensor | None) -> bool:
 def consume(param: nn.Parameter, name: str, norm: Callable[[], float] | None = None) -> None:
     """Let `p.grad` say that it is gone; it takes no memory."""
     dtype = param.grad_dtype or param.dtype
-    gradient = _zero(dtype, param.device).expand(param.shape)
+    mine = compat.local(param)
+    gradient = compat.like(param, _zero(dtype, mine.device).expand(mine.shape))
     guard(gradient, Consumed(name, norm))
     param.grad = gradient
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megacompile import compat
 from megacompile.ir.buckets import ParamId
 from megacompile.ir.stream import Stream
 from megacompile.runtime.params.accumulators import Users
@@ -250,15 +251,19 @@ class Run:
                 continue
             if goes in _IN_BUCKET:
                 self._take_place(place, goes)
-                of_params[place] = self.buffer(*place).detach()
+                of_params[place] = self._as_gradient(place, self.buffer(*place).detach())
             elif goes is Goes.APART:
                 memory = self.buffer(*place)
                 del self.apart[place]
                 if place not in self.uses.shared:
                     self.backward.autograd_has[place] = memory
-                of_params[place] = memory.detach()
+                of_params[place] = self._as_gradient(place, memory.detach())
         of_proxies, self.apart = self.apart, {}
         return of_params, of_proxies
+
+    def _as_gradient(self, place: ParamId, memory: torch.Tensor) -> torch.Tensor:
+        """What autograd gets for a parameter: where that is a DTensor, one over this memory."""
+        return compat.like(self._of.param(place), memory)
 
     def _is_read(self, place: ParamId, goes: Goes) -> bool:
         """Does autograd, or somebody else, read it at once?"""

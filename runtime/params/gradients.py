@@ -11,6 +11,7 @@ from torch import nn
 from megacompile import compat
 from megacompile.ir.buckets import ParamId
 from megacompile.ir.stream import Stream
+from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.device.streams import Streams
 from megacompile.runtime.params.accumulators import Accumulator
 from megacompile.runtime.params.backward_pass import (
@@ -18,7 +19,7 @@ from megacompile.runtime.params.backward_pass import (
     lies_in_bucket,
     same_memory,
 )
-from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.bucket import HostBucket, lie_in
 from megacompile.runtime.params.consumed import consumed
 from megacompile.runtime.params.lazy import lazy_of
 
@@ -34,6 +35,7 @@ class Gradients:
     def __init__(self, streams: Streams, *, exact: bool = True) -> None:
         self.streams = streams
         self.exact = exact
+        self.ranks: Ranks | None = None  # that share the parameters
         self.buckets: dict[int, HostBucket] = {}
         self._places: dict[int, ParamId] = {}  # id(parameter) -> place
         self._ends: dict[ParamId, Accumulator] = {}
@@ -97,7 +99,7 @@ class Gradients:
         """The call of `backward()` that runs in this thread."""
         number = compat.backward_id()
         if number not in self._passes:
-            found = self._passes[number] = BackwardPass(self.streams, self.buckets)
+            found = self._passes[number] = BackwardPass(self.streams, self.buckets, self.ranks)
 
             def finish() -> None:
                 del self._passes[number]
@@ -156,7 +158,8 @@ class Gradients:
             return False
         if not self.is_ours(place):
             with torch.no_grad():
-                self.buckets[place[0]].grads[place[1]].copy_(gradient.to_dense())
+                mine = compat.local(gradient).to_dense()
+                self.buckets[place[0]].grads[place[1]].copy_(mine)
         return True
 
     def _part(self, places: Iterable[ParamId]) -> None:
@@ -171,8 +174,9 @@ class Gradients:
         for place, gradient in there:
             if gradient is None or gradient.layout is not torch.strided:
                 continue
-            if gradient.numel() and buffers.get(gradient.data_ptr(), place) != place:
-                gradient.data = gradient.detach().clone()
+            mine = compat.local(gradient)
+            if mine.numel() and buffers.get(mine.data_ptr(), place) != place:
+                lie_in(gradient, mine.detach().clone())
 
     def take(self, key: int) -> dict[int, torch.Tensor]:
         """Take a bucket's gradients out of `p.grad`: by the parameter's index."""
@@ -183,7 +187,7 @@ class Gradients:
             if gradient is None or consumed(gradient):
                 continue
             _open(gradient)
-            taken[i] = gradient.detach()
+            taken[i] = compat.local(gradient).detach()
             param.grad = None
         return taken
 
@@ -193,10 +197,11 @@ class Gradients:
         if taken:
             bucket.make_grads()
         for i, gradient in taken.items():
+            param = bucket.params[i]
             if i in bucket.grads:
-                bucket.params[i].grad = bucket.grads[i].copy_(gradient).detach()
+                param.grad = compat.like(param, bucket.grads[i].copy_(gradient).detach())
             else:  # frozen since
-                bucket.params[i].grad = gradient.to(bucket.values[i].device)
+                param.grad = compat.like(param, gradient.to(bucket.values[i].device))
 
     def _held_by_user(self, key: int, bucket: HostBucket) -> bool:
         """Does somebody still hold a gradient that `zero_grad()` took out of `p.grad`?"""
@@ -223,7 +228,7 @@ class Gradients:
             self.streams.synchronize(Stream.D2H)
             bucket.grads[i].copy_(before)
             assert gradient is not None
-            gradient.data = bucket.grads[i]  # p.grad stays the tensor that it is
+            lie_in(gradient, bucket.grads[i])  # p.grad stays the tensor that it is
 
 
 def _open(gradient: torch.Tensor | None) -> None:

@@ -88,8 +88,33 @@ _CLASSES: dict[type, type] = {torch.Tensor: GuardedTensor, nn.Parameter: Guarded
 _PLAIN: dict[type, type] = {guarded: plain for plain, guarded in _CLASSES.items()}
 
 
+def guard_dtensors() -> None:
+    """Let DTensors be guarded too. Their methods in Python (`full_tensor()`, `to_local()`) take
+    what this rank has, and ask there."""
+    dtensor: Any = compat.use_dtensor()
+    if dtensor in _CLASSES:
+        return
+
+    class GuardedDTensor(_Guarded, dtensor):  # type: ignore[misc]
+        """A `DTensor` while it is guarded."""
+
+        @property
+        def _local_tensor(self) -> torch.Tensor:
+            if compat.torch_function_enabled():
+                self.guard.open(self)
+            found: torch.Tensor = compat.local(self)
+            return found
+
+        @_local_tensor.setter
+        def _local_tensor(self, part: torch.Tensor) -> None:
+            compat.set_local(self, part)
+
+    _CLASSES[dtensor] = GuardedDTensor
+    _PLAIN[GuardedDTensor] = dtensor
+
+
 def guard(tensor: torch.Tensor, by: Guard) -> bool:
-    """Ask `by` before any use of `tensor`; False for a subclass, which cannot be guarded."""
+    """Ask `by` before any use of `tensor`; False for a subclass that cannot be guarded."""
     if type(tensor) not in _CLASSES and type(tensor) not in _PLAIN:
         return False
     tensor.guard = by  # type: ignore[attr-defined]

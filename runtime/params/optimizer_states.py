@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from megacompile import compat
 from megacompile.options import Options
 from megacompile.runtime.optim.registry import KNOWN, RULES, known, listed, rule_of
 from megacompile.runtime.optim.states import BlockwiseTensor, to_plain
@@ -129,14 +130,27 @@ def adopt(
                 else:
                     view.store(to_plain(given).float())
                 state[name] = view
-        elif given is None or given.data_ptr() != buffer.data_ptr() or buffer.numel() == 0:
+        elif given is None or not _lies_in(given, buffer):
             bucket.pending.withdraw()
             if given is None:
                 bucket.states.clear(optimizer, name, i)
             else:
                 bucket.states.filled(optimizer, name, i)
-                buffer.copy_(to_plain(given))
-            state[name] = buffer.detach()
+                buffer.copy_(_part_of(given, bucket.params[i]))
+            state[name] = compat.like(bucket.params[i], buffer.detach())
+
+
+def _lies_in(given: torch.Tensor, buffer: torch.Tensor) -> bool:
+    return buffer.numel() > 0 and compat.local(given).data_ptr() == buffer.data_ptr()
+
+
+def _part_of(given: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
+    """This rank's part of a state that was loaded: also of one that is whole."""
+    plain: torch.Tensor = to_plain(given)
+    if compat.is_sharded(param) and not compat.is_sharded(plain):
+        plain = compat.distributed(plain, param)
+    mine: torch.Tensor = compat.local(plain)
+    return mine
 
 
 def for_update(
@@ -167,7 +181,7 @@ def for_update(
         elif buffer is not None:
             found[name] = buffer
         else:
-            found[name] = value.detach() if isinstance(value, torch.Tensor) else value
+            found[name] = compat.local(value).detach() if isinstance(value, torch.Tensor) else value
     if names is None and isinstance(state.get("step"), torch.Tensor):
         # float64: torch.optim computes with it as a tensor, not as a number, while any thread
         # compiles (torch.compiler.is_compiling() is of the process), and must round alike
@@ -177,7 +191,7 @@ def for_update(
 
 def visible(state: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors of a state that an update writes to."""
-    return [v for k, v in state.items() if k != "step" and type(v) is torch.Tensor]
+    return [v for k, v in state.items() if k != "step" and type(compat.local(v)) is torch.Tensor]
 
 
 def move_loaded(optimizer: Optimizer, param: nn.Parameter) -> None:

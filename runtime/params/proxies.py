@@ -29,6 +29,7 @@ class StreamedParameter(torch.Tensor):
     tell: Callable[[torch.Tensor | None], None]  # called with `param` where eager code uses it
     settle: Callable[[], None]  # waits until `host` may be read
     wrote: Callable[[], None]  # called when eager code has written to `host`
+    part: torch.Tensor | None  # where several ranks share it: what this one has; `host` is on meta
 
     @staticmethod
     def __new__(
@@ -36,7 +37,7 @@ class StreamedParameter(torch.Tensor):
     ) -> StreamedParameter:
         self: StreamedParameter = compat.wrapper(cls, host, device)
         self.host = self.root = host
-        self.param = None
+        self.param = self.part = None
         self.is_view = view
         self.tell, self.settle, self.wrote = _to_nobody, _nothing, _nothing
         self._is_param = not view  # isinstance(self, nn.Parameter)
@@ -59,10 +60,25 @@ class StreamedParameter(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled in the middle of a forward (by a signal handler, say): the host tensor."""
         self.settle()
-        return self.host.__reduce_ex__(protocol)
+        return (self.host if self.part is None else self.fetched()).__reduce_ex__(protocol)
 
     def tolist(self) -> Any:
-        return self.host.tolist()
+        return (self.host if self.part is None else self.fetched()).tolist()
+
+    def fetched(self) -> torch.Tensor:
+        """A copy on the device. Where several ranks share the parameter, all of them call it."""
+        if self.part is None:
+            return self.host.to(self.device, copy=True)
+        assert self.param is not None
+        return compat.whole(self.param, self.part.to(self.device))
+
+    def store(self, value: torch.Tensor) -> None:
+        """Write a new value to the host; of several ranks, each its own part."""
+        if self.part is None:
+            self.host.copy_(value)
+            return
+        assert self.param is not None
+        self.part.copy_(compat.local(compat.distributed(value, self.param)))
 
     def numpy(self, *, force: bool = False) -> Any:
         return self.clone().numpy(force=force)
@@ -91,6 +107,8 @@ class StreamedParameter(torch.Tensor):
         if self.param is None or self.is_view:
             return super().grad if super().is_leaf else None
         gradient = None if compat.is_described() else self.param.grad
+        if gradient is not None and self.part is not None:
+            return compat.whole(self.param, compat.local(gradient).to(self.device))
         return None if gradient is None else gradient.to(self.device)
 
     @grad.setter
@@ -122,7 +140,7 @@ class StreamedParameter(torch.Tensor):
             )
         with torch.no_grad():
             self.settle()
-            self.host.copy_(value)
+            self.store(value)
             self.wrote()
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.device]:
@@ -154,7 +172,7 @@ class StreamedParameter(torch.Tensor):
             if id(value) not in fetched:
                 value.tell(value.param)
                 value.settle()
-                fetched[id(value)] = (value, value.host.to(value.device, copy=True))
+                fetched[id(value)] = (value, value.fetched())
             return fetched[id(value)][1]
 
         given, given_kwargs = compat.tree_map(fetch, (args, kwargs))
@@ -162,7 +180,7 @@ class StreamedParameter(torch.Tensor):
         if compat.is_mutable(func):  # in-place on a parameter: the host tensor is the parameter
             for value in compat.written(func, args, kwargs):
                 if isinstance(value, StreamedParameter):
-                    value.host.copy_(fetched[id(value)][1])
+                    value.store(fetched[id(value)][1])
                     value.wrote()
                     torch.autograd.graph.increment_version(value.root)  # for a pending backward
             back = {id(copy): proxy for proxy, copy in fetched.values()}
@@ -189,7 +207,12 @@ def has_attributes(param: torch.Tensor) -> bool:
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
-    """A view of a proxy is a proxy of the view: what is written through it reaches the host."""
+    """A view of a proxy is a proxy of the view: what is written through it reaches the host.
+
+    Of one that several ranks share, it is a view of a copy.
+    """
+    if any(isinstance(v, StreamedParameter) and v.part is not None for v in (*args, *kwargs)):
+        return func(*compat.tree_map(_copied, args), **compat.tree_map(_copied, kwargs))
     bases: list[StreamedParameter] = []
 
     def host(value: Any) -> Any:
@@ -209,6 +232,14 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
 
     args, kwargs = compat.tree_map(host, (args, kwargs))
     return compat.tree_map(proxy, func(*args, **kwargs))
+
+
+def _copied(value: Any) -> Any:
+    if not isinstance(value, StreamedParameter):
+        return value
+    value.tell(value.param)
+    value.settle()
+    return value.fetched()
 
 
 _GRAD: Any = torch.Tensor.grad
@@ -239,4 +270,6 @@ class Link(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
+        if gradient is not None and compat.is_sharded(ctx.param):
+            return compat.averaged(gradient, ctx.param), None
         return None if gradient is None else gradient.to(ctx.param.device), None

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from megacompile import compat
 from megacompile.runtime.optim.registry import rule_of
 from megacompile.runtime.optim.states import BlockwiseTensor
 from megacompile.runtime.params.bucket import HostBucket
@@ -45,8 +46,9 @@ def _show(state: dict[str, Any], name: str, old: State, new: State, bucket: Host
                 shown, *new, signed=shown.signed, settle=bucket.pending.settle
             )
     elif isinstance(shown, torch.Tensor) and isinstance(old, torch.Tensor):
-        if shown.data_ptr() == old.data_ptr() and isinstance(new, torch.Tensor):
-            state[name] = new.detach()
+        mine = compat.local(shown)
+        if mine.data_ptr() == old.data_ptr() and isinstance(new, torch.Tensor):
+            state[name] = compat.like(shown, new.detach())
 
 
 def _parts(state: State) -> tuple[torch.Tensor, ...]:

@@ -229,7 +229,19 @@ def _make(
         with compat.without_torch_function():
             root = param.detach()
         copy = None if source is None else source.copy
-        proxy = made(root if copy is None else copy, device)
+        data = root if copy is None else copy
+        if compat.is_sharded(param):
+            looks = torch.empty_strided(
+                param.shape,
+                param.stride(),
+                dtype=data.dtype,
+                device="meta",
+                requires_grad=data.requires_grad,
+            )
+            proxy = made(looks, device)
+            proxy.part = compat.local(data)
+        else:
+            proxy = made(data, device)
         proxy.root, proxy.param = root, param
         if source is not None:
             proxy.settle, proxy.wrote = source.settle, source.wrote

@@ -67,7 +67,8 @@ class Parts:
             if guard_of(gradient) is None:
                 part.visible.append(gradient)
             # a gradient's two names: ours, and p.grad (of one of the user's, what the step reads)
-            if bucket.aliased(each.at) or any(map(is_shared, (*mine, gradient))):
+            parts = map(compat.local, (*mine, gradient))
+            if bucket.aliased(each.at) or any(map(is_shared, parts)):
                 part.aliased = True
             if update.way is UpdatePath.STOCK and _has_tensors(each.group):
                 part.aliased = True  # see float64 in for_update
@@ -95,9 +96,9 @@ class Parts:
             who = lazy_of(gradient)
             if who is not None:
                 who.check(gradient)
-            ours = bucket.grads.get(each.at)
-            foreign = ours is None or ours.data_ptr() != gradient.data_ptr()
-            taken = gradient.detach() if foreign or ours is None else ours
+            ours, theirs = bucket.grads.get(each.at), compat.local(gradient)
+            foreign = ours is None or ours.data_ptr() != theirs.data_ptr()
+            taken = theirs.detach() if foreign or ours is None else ours
             scale = 1.0 if who is None else who.scale
             step = self._step(optimizer, bucket, each, taken, scale, way)
             step.intact = (
@@ -211,7 +212,7 @@ class Parts:
         wanted = self.options.state_dtype
         if wanted is None:
             return param.dtype
-        if wanted == "int8" and not quantizes(param.numel()):
+        if wanted == "int8" and not quantizes(compat.local(param).numel()):
             return torch.float32
         return wanted
 

@@ -254,7 +254,8 @@ class Updates:
 
     def _is_elsewhere(self, param: nn.Parameter, place: ParamId) -> bool:
         """Is a parameter not in its place? Then the optimizer's own step updates it."""
-        return param.data_ptr() != self.machine.buckets[place[0]].values[place[1]].data_ptr()
+        mine = compat.local(param)
+        return mine.data_ptr() != self.machine.buckets[place[0]].values[place[1]].data_ptr()
 
     def _left_to(self, optimizer: Optimizer, key: int, trained: Iterable[Trained]) -> bool:
         """Does the optimizer's own step update a bucket, which lives on the device?
@@ -378,7 +379,9 @@ class Updates:
         for step in steps:
             param = bucket.params[step.index]
             state = optimizer.state[param]
+            mine = names_like(compat.local(param), step.states)
             state.update(step.states)
+            state.update({name: compat.like(param, step.states[name]) for name in mine})
             names = names_like(param, state)
             for name in names:
                 dtypes = {step.index: state[name].dtype}

@@ -24,6 +24,7 @@ from megacompile.runtime.optim.states import is_shared
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.consumed import consumed
 from megacompile.runtime.params.guards import unguarded
+from megacompile.runtime.params.optimizer_states import visible
 from megacompile.runtime.updates.device_buffers import (
     Landing,
     Sources,
@@ -209,14 +210,14 @@ class InBackward:
     ) -> Landing | None:
         """New parameters and states to the host."""
         loan = None if self.weight_staging is None else self.weight_staging.take(host, buffers)
-        visible = self._visible(host, buffers)
-        if any(map(host.aliased, buffers)) or any(map(is_shared, visible)):
+        shown = self._visible(host, buffers)
+        if any(map(host.aliased, buffers)) or any(map(is_shared, map(compat.local, shown))):
             self._shown.append(host)
         landing = write_back(
             host,
             buffers,
             self._sources(host),
-            visible,
+            shown,
             queue,
             None if loan is None else loan.tensor,
         )
@@ -255,7 +256,7 @@ class InBackward:
     def _visible(self, host: HostBucket, buffers: Iterable[int]) -> list[torch.Tensor]:
         """The states that the user can see."""
         states = (self.optimizer.state[host.params[i]] for i in buffers)
-        return [v for s in states for k, v in s.items() if k != "step" and type(v) is torch.Tensor]
+        return [v for state in states for v in visible(state)]
 
 
 def _weakly(method: Callable[[Optimizer], None]) -> Callable[[Optimizer], None]:

@@ -41,6 +41,10 @@ their effects (`megacompile.ir.ops.op`): `megacompile.runtime.ops.bound` holds w
     read_trained   read     3READ_TRAINED     bucket -> done; an update on the host may change them
     write_weights  write    3WRITE_WEIGHTS    bucket -> done; its new parameters are on the disk
     update_in_place compute 3UPDATE           bucket, gradients, norms -> done; in the backward
+    prefetch_shard h2d      3PREFETCH_SHARD@1 bucket, slot -> this rank's part of the weights
+    all_gather     comm     3ALL_GATHER@1     bucket, slot, this rank's part -> weights
+    alloc_shard    compute  3ALLOC_SHARD      bucket -> a buffer for this rank's gradients
+    reduce_scatter comm     3REDUCE_SCATTER   bucket, gradients, buffer -> their mean over ranks
     help_host      device   HELP_HOST         updates -> nothing; the device makes some of them
     defer_free     compute  DEFER_FREE        value, after -> nothing; kept until `after` is done
     drain          compute  DRAIN             () -> nothing; what was deferred before goes
@@ -57,6 +61,12 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.ir.nodes import set_args, set_kwargs
+from megacompile.ir.ops.collectives import (
+    all_gather,
+    alloc_shard,
+    prefetch_shard,
+    reduce_scatter,
+)
 from megacompile.ir.ops.compute import (
     assign,
     backward,
@@ -98,8 +108,10 @@ __all__ = [
     "Value",
     "actions",
     "add_grad",
+    "all_gather",
     "alloc_grad",
     "alloc_saved",
+    "alloc_shard",
     "alloc_state",
     "arguments",
     "assign",
@@ -128,11 +140,13 @@ __all__ = [
     "offload_state",
     "op_of",
     "prefetch",
+    "prefetch_shard",
     "read_saved",
     "read_state",
     "read_trained",
     "read_weights",
     "recompute",
+    "reduce_scatter",
     "rerun",
     "resident",
     "returned",

@@ -34,6 +34,7 @@ class Value(enum.Enum):
 
     POINT = "a point in time"
     WEIGHTS = "weights"
+    SHARD = "the part of the weights that a rank has"
     RNG = "the state of the generators"
     COPY = "a copy"
     CHANGED = "a changed input"
@@ -44,7 +45,7 @@ class Value(enum.Enum):
     SAVED = "a saved tensor"
     GRADIENT_BUFFER = "a buffer for gradients"
     GRADIENTS_SO_FAR = "gradients so far"
-    GRADIENTS = "gradients"  # of a backward, or their sum with those so far
+    GRADIENTS = "gradients"  # of a backward, or their sum with those so far, or over ranks
     NORMS = "norms"
     STATE_BUFFER = "a buffer for states"
     STATES = "states"
@@ -110,6 +111,7 @@ class Op:
     copied: Callable[[fx.Node], int] | None = None  # bytes over the link
     copies: Callable[[fx.Node], int] | None = None  # calls that this takes
     stored: Callable[[fx.Node], int] | None = None  # bytes from or to a disk
+    gathered: Callable[[fx.Node], int] | None = None  # bytes that the ranks have together of it
 
 
 NO_OP = Op("", Stream.COMPUTE, lambda args: "", issues=False, show=Show.QUIET)

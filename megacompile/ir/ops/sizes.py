@@ -40,6 +40,12 @@ def of_bucket(node: fx.Node) -> int:
     return int(bucket.size_bytes)
 
 
+def of_shard(node: fx.Node) -> int:
+    """Those of one rank's part of the op's bucket."""
+    bucket: Any = node.args[0]
+    return int(bucket.shard_bytes)
+
+
 def tensors_of_arguments(node: fx.Node) -> int:
     """How many tensors the largest group among the arguments has."""
     values = [source.meta.get("value") for source in node.all_input_nodes]

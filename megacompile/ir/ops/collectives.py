@@ -1,0 +1,62 @@
+"""Ops of several ranks, each of which has a part of every bucket: its rows of each parameter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megacompile.ir.buckets import Bucket, Slot
+from megacompile.ir.ops.op import Part, Show, Takes, Value, by_slot, by_subject, op, unbound
+from megacompile.ir.ops.sizes import of_argument, of_bucket, of_params, of_shard
+from megacompile.ir.stream import Stream
+
+
+@op(
+    Stream.H2D,
+    by_slot,
+    gives=Value.SHARD,
+    reads=(Part.WEIGHTS,),
+    slot=1,
+    fills_slot=True,
+    copied=of_shard,
+    copies=of_params(),
+)
+def prefetch_shard(bucket: Bucket, slot: Slot, *, after: tuple[Any, ...] = ()) -> Any:
+    """Copy this rank's part of a bucket to its places in a slot; `after` as of `prefetch`."""
+    unbound(prefetch_shard)
+
+
+@op(
+    Stream.COMM,
+    by_slot,
+    gives=Value.WEIGHTS,
+    takes=(Takes(2, Value.SHARD, ends=True),),
+    slot=1,
+    fills_slot=True,
+    gathered=of_bucket,
+)
+def all_gather(bucket: Bucket, slot: Slot, shard: Any) -> Any:
+    """Fill the rest of a slot with the parts of the other ranks."""
+    unbound(all_gather)
+
+
+@op(Stream.COMPUTE, by_subject, gives=Value.GRADIENT_BUFFER, owns=True, show=Show.QUIET)
+def alloc_shard(bucket: Bucket) -> Any:
+    """Device memory for this rank's part of a bucket's gradients."""
+    unbound(alloc_shard)
+
+
+@op(
+    Stream.COMM,
+    by_subject,
+    gives=Value.GRADIENTS,
+    takes=(
+        Takes(1, Value.GRADIENTS, ends=True),
+        Takes(2, Value.GRADIENT_BUFFER, ends=True),
+    ),
+    owns=True,
+    fills=2,
+    gathered=of_argument(1),
+)
+def reduce_scatter(bucket: Bucket, gradients: Any, buffer: Any) -> Any:
+    """The mean of the ranks' gradients: each rank gets that of its part."""
+    unbound(reduce_scatter)

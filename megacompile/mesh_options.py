@@ -1,0 +1,51 @@
+"""The option `mesh`: the ranks that share a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from megacompile.errors import OptionError, OptionTypeError
+
+_MADE = 'init_device_mesh("{kind}", (world_size,)), after torch.distributed.init_process_group()'
+
+
+def checked(mesh: Any, device: torch.device, *, disk_weights: bool) -> DeviceMesh | None:
+    """A mesh whose last dimension shards, and whose first one, of two, replicates.
+
+    Raises:
+        OptionError: it has more dimensions, is of other devices, or stands with `disk_weights`.
+        OptionTypeError: it is no mesh.
+    """
+    if mesh is None:
+        return None
+    made = _MADE.format(kind=device.type)
+    if not isinstance(mesh, DeviceMesh):
+        raise OptionTypeError(
+            f"megacompile(): option 'mesh' got {mesh!r} ({type(mesh).__name__}); needed a "
+            f"DeviceMesh: {made}"
+        )
+    if not 1 <= mesh.ndim <= 2:
+        raise OptionError(
+            f"megacompile(): got a mesh of {mesh.ndim} dimensions; needed one, which shards, or "
+            "two: ranks of the first replicate, ranks of the second shard"
+        )
+    if mesh.device_type != device.type:
+        raise OptionError(
+            f"megacompile(): got a mesh of {mesh.device_type!r} devices with device="
+            f"{str(device)!r}; needed {made}"
+        )
+    if mesh.get_coordinate() is None:
+        raise OptionError(
+            f"megacompile(): rank {dist.get_rank()} is not in the mesh {mesh}; call megacompile() "
+            "in the ranks that are"
+        )
+    if disk_weights:
+        raise OptionError(
+            "megacompile(): got disk_weights=True with mesh=...; parts of parameters cannot lie "
+            "on a disk; leave one of them out (disk= works: optimizer states)"
+        )
+    return mesh

@@ -1,0 +1,156 @@
+"""Several ranks share a model: its parameters become DTensors, of which each rank has its rows.
+
+    nn.Parameter of shape (n, ...)   ->   nn.Parameter that is a DTensor, Shard(0)
+
+As with FSDP2, parameters are other objects afterwards, under the same names. Optimizers that have
+the old ones, and have not stepped, get the new ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from megacompile import compat
+from megacompile.errors import ModelError, OptionError
+from megacompile.ir.buckets import shard_shape
+from megacompile.packed import packed_parameters
+from megacompile.runtime.device.ranks import Ranks
+from megacompile.runtime.params.guards import guard_dtensors
+from megacompile.runtime.step import hooks
+
+Sites = list[tuple[dict[str, Any], str]]  # where modules have a parameter
+
+
+def shard(model: nn.Module, ranks: Ranks) -> None:
+    """Let each rank have its rows of a model's parameters.
+
+    Args:
+        model: changed in place. Each rank has all of it, with the same shapes.
+        ranks: that share it.
+
+    Raises:
+        ModelError: a parameter cannot be shared, or another rank has another model.
+        OptionError: an optimizer has stepped.
+    """
+    guard_dtensors()
+    _check(model)
+    optimizers = hooks.constructed(_Having(model))
+    for optimizer in optimizers:
+        _check_fresh(optimizer, model)
+    _check_alike(model, ranks)
+    made: dict[int, nn.Parameter] = {}
+    for param, sites in _sites(model):
+        whole = made[id(param)] = _sharded(param, ranks)
+        for holder, name in sites:
+            holder[name] = whole
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [made.get(id(p), p) for p in group["params"]]
+
+
+def _sharded(param: nn.Parameter, ranks: Ranks) -> nn.Parameter:
+    rows = -(-param.shape[0] // ranks.count)
+    shape = shard_shape(tuple(param.shape), ranks.rank, ranks.count)
+    first = min(rows * ranks.rank, param.shape[0])
+    part = param.detach().narrow(0, first, shape[0]).contiguous()
+    return compat.sharded_parameter(
+        part, ranks.mesh, ranks.placements, param.shape, requires_grad=param.requires_grad
+    )
+
+
+def _sites(model: nn.Module) -> Iterator[tuple[nn.Parameter, Sites]]:
+    """Every parameter, once, and where modules have it."""
+    found: dict[int, tuple[nn.Parameter, Sites]] = {}
+    for module in compat.modules_of(model):
+        holder = compat.parameters_of(module)
+        for name, param in holder.items():
+            if param is not None:
+                found.setdefault(id(param), (param, []))[1].append((holder, name))
+    yield from found.values()
+
+
+def _check(model: nn.Module) -> None:
+    name = type(model).__name__
+    for _, packed, _ in packed_parameters(model):
+        raise ModelError(
+            f"megacompile(): {name} has packed parameters ({packed!r}), which cannot be divided "
+            "among ranks; leave out mesh=, and use DistributedDataParallel(megacompile(model))"
+        )
+    for param_name, param in model.named_parameters():
+        where = f"megacompile(): parameter {name}.{param_name}"
+        if param.dim() == 0:
+            raise ModelError(
+                f"{where} has no dimension, so its rows cannot be divided among ranks; needed "
+                "shape (1,) or more: nn.Parameter(param.reshape(1))"
+            )
+        if param.is_meta:
+            raise ModelError(
+                f"{where} is on the meta device, and mesh= was given; needed values: build the "
+                "model on the CPU, or model.to_empty(device='cpu') and initialize it"
+            )
+        if compat.gradient_hooks(param) or compat.post_accumulate_hooks(param):
+            raise ModelError(
+                f"{where} has hooks, which would be lost when it becomes a DTensor; register them "
+                "after megacompile()"
+            )
+        if param.grad is not None:
+            raise ModelError(
+                f"{where} has a gradient, which is not divided among ranks; megacompile() before "
+                "the first backward, or optimizer.zero_grad()"
+            )
+
+
+class _Having:
+    """Who has the parameters of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.params = {id(param) for param in model.parameters()}
+
+    def owns(self, param: torch.Tensor) -> bool:
+        """Is it one of them?"""
+        return id(param) in self.params
+
+    def prepare_step(self, optimizer: Optimizer) -> None:
+        """Nothing: this is not told of steps."""
+
+
+def _check_fresh(optimizer: Optimizer, model: nn.Module) -> None:
+    """Raise where an optimizer has states of a model's parameters."""
+    if any(optimizer.state.get(param) for param in model.parameters()):
+        raise OptionError(
+            f"megacompile(): {type(optimizer).__name__} has states of whole parameters, and mesh= "
+            "divides these among ranks; megacompile() before the first step, and load a checkpoint "
+            "behind it"
+        )
+
+
+def _check_alike(model: nn.Module, ranks: Ranks) -> None:
+    """Raise, in every rank, where the model is not the same in all."""
+    looks = [
+        f"{name} {tuple(param.shape)} {param.dtype} {param.requires_grad}"
+        for name, param in model.named_parameters()
+    ]
+    mine = (hashlib.sha256("\n".join(looks).encode()).hexdigest(), len(looks), looks[:1])
+    for dim in range(ranks.mesh.ndim):
+        group = ranks.mesh.get_group(dim)
+        found: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, mine, group=group)
+        _refuse_others(model, found, dist.get_process_group_ranks(group))
+
+
+def _refuse_others(model: nn.Module, found: list[Any], numbers: list[int]) -> None:
+    first = found[0]
+    for rank, other in zip(numbers, found, strict=True):
+        if other[0] != first[0]:
+            raise ModelError(
+                f"megacompile(): {type(model).__name__} is another model in rank {rank} than in "
+                f"rank {numbers[0]}: {other[1]} parameters, {first[1]} there, or others of them "
+                "(names, shapes, dtypes, requires_grad); needed the same in all ranks"
+            )
