@@ -204,8 +204,8 @@ def megacompile(
     present = compat.compiled_call(model) if isinstance(model, nn.Module) else None
     if is_part(present):  # another model's: what has its parameters says more
         present = None
-    ours = isinstance(present, StreamedModel)
-    check_model(model, meta=True, sharded=ours and present.options.mesh is not None)
+    shared = isinstance(present, StreamedModel) and present.options.mesh is not None
+    check_model(model, meta=True, sharded=shared)
     if isinstance(present, StreamedModel):
         changes = present.options.differences(options)
         if changes:

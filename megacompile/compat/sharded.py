@@ -23,7 +23,7 @@ def use_dtensor() -> type[torch.Tensor]:  # torch 2.11 to 2.15
     if not _DTENSOR:
         from torch.distributed.tensor import DTensor
 
-        _LOCAL.append(DTensor._local_tensor)  # type: ignore[attr-defined]
+        _LOCAL.append(DTensor._local_tensor)
         _DTENSOR.append(DTensor)
     return _DTENSOR[0]
 
@@ -122,4 +122,6 @@ def coalesced(
     """Collectives in it are one launch, where the backend can do that."""
     if device.type != "cuda":
         return nullcontext()
-    return dist._coalescing_manager(group=group, device=device)  # type: ignore[no-any-return]
+    c10d: Any = dist  # whose stubs leave it out
+    context: AbstractContextManager[Any] = c10d._coalescing_manager(group=group, device=device)
+    return context

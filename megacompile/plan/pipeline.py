@@ -233,8 +233,9 @@ class Pipeline:
         """What ranks that share the model do together."""
         if self.setting.options.ranks == 1:
             return []
-        scatter = functools.partial(insert_reduce_scatter, rank=self.setting.options.rank)
-        return [(name, {"reduce_scatter": scatter, "all_gather": insert_all_gather}[name])]
+        if name == "all_gather":
+            return [(name, insert_all_gather)]
+        return [(name, functools.partial(insert_reduce_scatter, rank=self.setting.options.rank))]
 
     def _saved_passes(self, choice: Choice) -> list[SchedulePass]:
         """What waits on the host goes on to a disk: all of it, or as much as is chosen."""

@@ -9,6 +9,7 @@ gather waits for the copy, and the stage for the gather.
 from __future__ import annotations
 
 from megacompile.ir import ops
+from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
 
 
@@ -25,6 +26,7 @@ def insert_all_gather(schedule: Schedule) -> Schedule:
             node.target = ops.prefetch_shard
             with graph.inserting_after(node):
                 name = f"full{node.name.removeprefix('w')}"
-                whole = ops.call(graph, ops.all_gather, bucket, slot, node, name=name)
-            node.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not whole)
+                whole = ops.call(graph, ops.all_gather, bucket, slot, None, name=name)
+            node.replace_all_uses_with(whole)
+            set_args(whole, (bucket, slot, node))
     return new

@@ -88,7 +88,7 @@ def _insert(
         frees.append((last, node, waits, deferred))
     named = {wait: max(f[0] for f in frees if wait in f[2]) for f in frees for wait in f[2]}
     # a value that another free waits for is named there: its own free comes behind that
-    frees = [(max(last, named.get(node, 0)), node, *rest) for last, node, *rest in frees]
+    frees = [(max(last, named.get(node, 0)), node, w, d) for last, node, w, d in frees]
     frees.sort(key=lambda entry: (entry[0], entry[1] in named), reverse=True)
     for last, node, waits, deferred in frees:
         with graph.inserting_after(nodes[last]):

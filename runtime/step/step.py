@@ -255,7 +255,8 @@ class Updates:
     def _is_elsewhere(self, param: nn.Parameter, place: ParamId) -> bool:
         """Is a parameter not in its place? Then the optimizer's own step updates it."""
         mine = compat.local(param)
-        return mine.data_ptr() != self.machine.buckets[place[0]].values[place[1]].data_ptr()
+        value = self.machine.buckets[place[0]].values[place[1]]
+        return bool(mine.data_ptr() != value.data_ptr())
 
     def _left_to(self, optimizer: Optimizer, key: int, trained: Iterable[Trained]) -> bool:
         """Does the optimizer's own step update a bucket, which lives on the device?
