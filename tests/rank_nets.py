@@ -20,7 +20,7 @@ class Words(nn.Module):
             nn.Sequential(
                 nn.Linear(WIDTH, 13), nn.GELU(), nn.Linear(13, WIDTH), nn.LayerNorm(WIDTH)
             )
-            for _ in range(3)
+            for _ in range(2)
         )
         self.head = nn.Linear(WIDTH, WORDS)
 
@@ -32,7 +32,10 @@ class Words(nn.Module):
         hidden = self.embed(x)
         for layer in self.layers:
             hidden = hidden + layer(hidden)
-        return functional.cross_entropy(self.head(hidden).flatten(0, 1).float(), x.flatten())
+        logits = self.head(hidden).flatten(0, 1)
+        if logits.dtype == torch.bfloat16:
+            logits = logits.float()
+        return functional.cross_entropy(logits, x.flatten())
 
 
 class Tied(Words):

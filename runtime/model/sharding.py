@@ -108,6 +108,25 @@ def _check(model: nn.Module) -> None:
             )
 
 
+def check_divided(model: nn.Module, ranks: Ranks) -> None:
+    """Raise where a parameter that came into a model since is not divided as the others are.
+
+    Raises:
+        ModelError: with the name of the parameter, and how to divide it.
+    """
+    for name, param in model.named_parameters():
+        mesh, placements = getattr(param, "device_mesh", None), getattr(param, "placements", None)
+        if mesh == ranks.mesh and placements == ranks.placements:
+            continue
+        got = "whole" if mesh is None else f"a DTensor of placements {placements} over {mesh}"
+        raise ModelError(
+            f"megacompile(): parameter {type(model).__name__}.{name} is {got}, and ranks share "
+            f"this model; needed placements {ranks.placements} over its mesh: "
+            "nn.Parameter(torch.distributed.tensor.distribute_tensor(param, mesh, placements)), "
+            "and an optimizer that has it"
+        )
+
+
 class _Having:
     """Who has the parameters of a model."""
 
