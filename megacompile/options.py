@@ -112,7 +112,11 @@ class Options:
 
     @property
     def ranks(self) -> int:
-        """How many ranks have a part of each parameter."""
+        """How many ranks have a part of each parameter.
+
+        With several, plans choose nothing that collectives depend on: ranks whose inputs have
+        other shapes, or that have other rates and budgets, must issue the same ones.
+        """
         return 1 if self.mesh is None else self.mesh.size(self.mesh.ndim - 1)
 
     @property

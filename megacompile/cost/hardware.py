@@ -40,6 +40,7 @@ class Hardware:
     disk_read_both_gb_s: float | None = None  # while it is written too
     disk_write_both_gb_s: float | None = None
     interconnect_gb_s: float = math.inf  # of a collective: what one rank gets from the others
+    collective_s: float = 0.0  # of a collective, whatever its size
 
     def replace(self, **changes: Any) -> Hardware:
         """The same machine with other figures: `h200.replace(host_bytes=256 * 2**30)`.
@@ -62,7 +63,8 @@ class Hardware:
 
 def least(name: str) -> float:
     """The smallest figure of this name that there can be."""
-    return 0.0 if name in ("launch_s", "copy_s", "locked_bytes") else 1e-12
+    zero = ("launch_s", "copy_s", "locked_bytes", "collective_s")
+    return 0.0 if name in zero else 1e-12
 
 
 H200 = Hardware(
