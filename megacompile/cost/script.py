@@ -258,7 +258,8 @@ class _Graph:
     def _exchanged(self, node: fx.Node) -> float:
         """Bytes that a rank gets from the others in a collective, and what those of setting it up
         would have been."""
-        op, ranks = ops.effects(node), ops.arguments(node)[0].ranks
+        op = ops.effects(node)
+        ranks: int = ops.arguments(node)[0].ranks
         assert op.gathered is not None
         rate, start_s = self.hardware.interconnect_gb_s * 1e9, self.hardware.collective_s
         start = start_s * rate if rate != math.inf else 0.0
