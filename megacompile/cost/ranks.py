@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from megacompile.cost.rates import load
 _BYTES = 256 * 2**20  # that the ranks gather together: about a layer of a 7 B model
 _SMALL = 64 * 2**10
 _REPEATS = 5
-_SHARED = ("host_memory_gb_s", "update_gb_s")
 _LONGEST = ("launch_s", "copy_s", "collective_s")
 
 
@@ -56,11 +55,10 @@ def agree(mesh: DeviceMesh, device: torch.device) -> Hardware:
         each: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(each, mine if dim == 0 else found, group=group)
         found = each if dim == 0 else [row for rows in each for row in rows]
-    rates = _slowest([row for row in found if row is not None])
-    share = ranks_of_host(mesh)
-    rates |= {name: rates[name] / share for name in _SHARED}
+    slowest = Hardware(**_slowest([row for row in found if row is not None]))
     gather_gb_s, start_s = _interconnect(mesh, device)
-    return Hardware(**rates, interconnect_gb_s=gather_gb_s, collective_s=start_s)
+    shared = slowest.shared_by(ranks_of_host(mesh))
+    return replace(shared, interconnect_gb_s=gather_gb_s, collective_s=start_s)
 
 
 def _slowest(rates: list[dict[str, Any]]) -> dict[str, Any]:
