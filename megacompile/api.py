@@ -231,12 +231,8 @@ def megacompile(
         check_optimizer(model, optimizer)
     if options.stochastic_rounding:
         warn_of_rounding(model)
-    if mesh is not None and checkpoint is not None:
-        raise OptionError(
-            "megacompile(): got checkpoint= with mesh=...; needed a model that has its values; "
-            "leave it out, and load with torch.distributed.checkpoint afterwards"
-        )
-    contents = _contents(model, checkpoint) if mesh is None else None
+    wanted = mesh is None or checkpoint is not None  # without one, `mesh` refuses what is on meta
+    contents = _contents(model, checkpoint) if wanted else None
     on_device = 0 if options.resident == 0 else _device_bytes(options)
     rows = host_rows(
         model,
