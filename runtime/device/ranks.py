@@ -122,6 +122,21 @@ class Ranks:
         missing = part_numel * self.count - flat.numel()
         return flat if not missing else torch.nn.functional.pad(flat, (0, missing))
 
+    @property
+    def is_first(self) -> bool:
+        """Is this the first of all ranks?"""
+        return self.mesh.get_rank() == int(self.mesh.mesh.flatten()[0])
+
+    def told(self, value: Any) -> list[Any]:
+        """What each rank of the mesh says, in their order: a collective of all of them."""
+        found = [value]
+        for dim in reversed(range(self.mesh.ndim)):
+            group = self.mesh.get_group(dim)
+            each: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(each, found, group=group)
+            found = [one for several in each for one in several]
+        return found
+
     def gathered(self, values: Sequence[float]) -> list[list[float]]:
         """Some numbers of each rank: one collective."""
         given = torch.tensor(values, dtype=torch.float64, device=self.device)
