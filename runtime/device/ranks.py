@@ -100,7 +100,7 @@ class Ranks:
         """The mean over ranks of each gradient; this rank gets that of its rows."""
         nccl = self.device.type == "cuda"
         op = dist.ReduceOp.AVG if nccl else dist.ReduceOp.SUM
-        whole = {i: self._padded(g, parts[i].numel()) for i, g in gradients.items()}
+        whole = {i: self._padded(gradient, parts[i]) for i, gradient in gradients.items()}
         with compat.coalesced(self.group, self.device):
             for i, gradient in whole.items():
                 if gradient.numel():
@@ -116,10 +116,11 @@ class Ranks:
             for part in parts.values():
                 part.div_(self.count * self.replicas)
 
-    def _padded(self, gradient: torch.Tensor, part_numel: int) -> torch.Tensor:
-        """A gradient as a flat tensor, of which each rank has as many elements."""
-        flat = gradient.contiguous().view(-1)
-        missing = part_numel * self.count - flat.numel()
+    def _padded(self, gradient: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """A gradient as a flat tensor of a part's dtype, of which each rank has as many elements
+        as that part has."""
+        flat = gradient.to(part.dtype).contiguous().view(-1)
+        missing = part.numel() * self.count - flat.numel()
         return flat if not missing else torch.nn.functional.pad(flat, (0, missing))
 
     @property
