@@ -199,7 +199,7 @@ class Chooser:
                 and options.device_update is None
                 and self.setting.on_gpu
             ),
-            slots=options.slots is None,
+            slots=options.slots is None and options.ranks == 1,
         )
 
     def _others(self, stages: Schedule, own: frozenset[int]) -> tuple[Schedule, ...]:
@@ -305,6 +305,8 @@ class Chooser:
         streamed = [b for b in schedule.buckets if b.key not in placement.resident]
         if len(streamed) <= options.least_slots:
             return len(streamed)  # each has a slot anyway
+        if options.ranks > 1:
+            return 0  # see `Options.ranks`
         if options.slots is not None:
             return max(0, options.slots - options.lookahead - 1)
         if not options.plans or self._no_stay:

@@ -30,6 +30,7 @@ from megacompile.passes.capture.rebase import rebase_overlaps
 from megacompile.passes.capture.unpack import unpack
 from megacompile.passes.capture.vmaps import fold_vmaps
 from megacompile.passes.schedule.all_gather import insert_all_gather
+from megacompile.passes.schedule.delay_reduced import delay_reduced
 from megacompile.passes.schedule.device_update import insert_device_update
 from megacompile.passes.schedule.differentiate import differentiate
 from megacompile.passes.schedule.disk import insert_disk
@@ -167,6 +168,7 @@ class Pipeline:
                 *self._rank_passes("reduce_scatter"),
                 *self._gradient_passes(choice, variant),
                 *self._disk_passes(choice),
+                *self._rank_passes("delay_reduced"),
                 ("prefetch", functools.partial(insert_prefetch, lookahead=options.lookahead)),
                 ("slots", functools.partial(assign_slots, slots=slots, reuse=variant.reuse)),
                 *([("disk_weights", insert_disk_weights)] if options.disk_weights else []),
@@ -235,6 +237,8 @@ class Pipeline:
             return []
         if name == "all_gather":
             return [(name, insert_all_gather)]
+        if name == "delay_reduced":
+            return [(name, delay_reduced)]
         return [(name, functools.partial(insert_reduce_scatter, rank=self.setting.options.rank))]
 
     def _saved_passes(self, choice: Choice) -> list[SchedulePass]:

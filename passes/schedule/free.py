@@ -105,12 +105,16 @@ def _users(node: fx.Node) -> list[fx.Node]:
     users = list(node.users)
     reads_of = [user for user in users if taken(user, Value.SAVED_ON_DISK) is node]
     users += [fetch for read in reads_of for fetch in read.users]
-    fetches = [
-        user
-        for user in users
-        if ops.stream_of(user) is not Stream.COMPUTE and ops.effects(user).fills is not None
-    ]
-    return users + [reader for fetch in fetches for reader in fetch.users]
+    fills = [user for user in users if _fills_later(user, node)]
+    return users + [reader for fill in fills for reader in fill.users]
+
+
+def _fills_later(user: fx.Node, node: fx.Node) -> bool:
+    """Does a copy or a collective bring something to memory, which is read as what it gives?"""
+    op = ops.effects(user)
+    if op.fills is None or op.stream is Stream.COMPUTE:
+        return False
+    return op.stream is Stream.H2D or user.args[op.fills] is node
 
 
 def _owns(node: fx.Node, owns_inputs: bool) -> bool:

@@ -102,7 +102,9 @@ class ModelBuckets:
         self._aliases.of_parts(model)
         ranks = self.machine.ranks
         if ranks is not None:
-            sharding.shard(model, ranks)
+            made = sharding.shard(model, ranks, filled=contents is not None)
+            if contents is not None:
+                contents.share(made, ranks)
         self._take_over(frozenset(), contents)
 
     @torch.inference_mode(False)  # what is allocated here outlives the mode
