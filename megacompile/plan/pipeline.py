@@ -150,6 +150,8 @@ class Pipeline:
         """
         options = self.setting.options
         slots = options.least_slots + choice.more_slots
+        if options.ranks > 1 and options.optimizer is not None:
+            slots += 1  # updates come a stage later: see `delay_reduced`
         if choice.stay:
             slots = options.lookahead + 1  # and one more for each that stays
         offload = functools.partial(offload_saved_tensors, lookahead=options.lookahead)
