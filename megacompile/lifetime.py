@@ -74,7 +74,8 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     where a wrapper adds a prefix, give what it wraps. The names of PEFT are turned into those of
     the base model, and the adapter's own parameters are left out. Where a checkpoint has other
     tensors than the model has parameters (experts that transformers keeps as one), the names are
-    those of the parameters, as in TRL.
+    those of the parameters, as in TRL. Where ranks share the model (`mesh=`), every rank goes
+    through all of them, and each gets them whole.
 
     It may be used inside of `released`, and while an update runs. Do not train meanwhile.
 
@@ -122,8 +123,8 @@ def unmegacompile(model: M, *, device: torch.device | str | int = "cpu") -> M:
         The model.
 
     Raises:
-        ModelError: the model is not megacompiled, is in use, or a hook holds its parameters where
-            they are.
+        ModelError: the model is not megacompiled, is in use, ranks share it, or a hook holds its
+            parameters where they are.
         OptionError: no such device.
         DeviceMemoryError: it does not fit there. Nothing has changed then.
 

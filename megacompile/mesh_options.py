@@ -33,6 +33,12 @@ def checked(mesh: Any, device: torch.device, *, disk_weights: bool) -> DeviceMes
             f"megacompile(): got a mesh of {mesh.ndim} dimensions; needed one, which shards, or "
             "two: ranks of the first replicate, ranks of the second shard"
         )
+    if mesh.ndim == 2 and mesh.size(1) == 1 < mesh.size(0):
+        raise OptionError(
+            f"megacompile(): got a mesh of {mesh.size(0)} x 1 ranks, each of which would have the "
+            "whole model; needed a second dimension of 2 or more, which shards; or leave out "
+            "mesh=, and use DistributedDataParallel(megacompile(model))"
+        )
     if mesh.device_type != device.type:
         raise OptionError(
             f"megacompile(): got a mesh of {mesh.device_type!r} devices with device="

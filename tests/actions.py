@@ -45,6 +45,7 @@ class Stubs:
     saved: int = 1  # tensors that the others save
     random: Collection[int] = ()  # stages that draw random numbers
     frozen: Collection[int] = ()  # stages without a backward
+    ranks: int = 1  # that share each bucket
     sizes: Mapping[str, int] = field(default_factory=dict)  # bucket -> bytes, else those of WEIGHT
 
 
@@ -137,7 +138,9 @@ def _stages(line: str, stubs: Stubs) -> tuple[Stage, ...]:
     for name in [name for i in range(count) for name in labels[i]]:
         param = Param("weight", WEIGHT.shape, WEIGHT.stride, WEIGHT.dtype, 0)
         size = stubs.sizes.get(name, WEIGHT.size_bytes)
-        buckets.setdefault(name, Bucket(len(buckets), f"unit {name}", (param,), size, name))
+        buckets.setdefault(
+            name, Bucket(len(buckets), f"unit {name}", (param,), size, name, stubs.ranks)
+        )
     stages = []
     for i in range(count):
         later = {name for j in range(i + 1, count) for name in labels[j]}

@@ -26,7 +26,7 @@ FLOORS = (
     ("ir",),
     ("runtime.optim",),  # what an optimizer is: options, cost and the runtime ask
     ("packed",),
-    ("log", "disk_options", "options", "validate"),
+    ("log", "disk_options", "mesh_options", "options", "validate"),
     ("progress",),
     ("runtime.device.forks",),
     ("runtime.device.background",),

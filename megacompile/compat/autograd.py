@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
+from megacompile.compat.sharded import is_sharded
+
 
 @contextmanager
 def without_saved_tensors_hooks() -> Iterator[None]:  # torch 2.11 to 2.15
@@ -34,8 +36,13 @@ def keeps_graph() -> bool:  # torch 2.11 to 2.15
 
 def accumulator_of(param: torch.Tensor) -> Node:  # torch 2.11 to 2.15
     """The AccumulateGrad node of a leaf: where autograd's graph ends. It lives while it is held."""
-    node: Node = torch.autograd.graph._get_grad_fn_or_grad_acc(param)
-    return node
+    if not is_sharded(param):
+        node: Node = torch.autograd.graph._get_grad_fn_or_grad_acc(param)
+        return node
+    with torch.enable_grad():  # torch's way makes a view, which has no rows to divide where 0 are
+        behind: Any = torch.ops.aten.alias(param).grad_fn
+    found: Node = behind.next_functions[0][0]
+    return found
 
 
 def hooks_of(node: Node) -> tuple[dict[int, Any], dict[int, Any]]:  # torch 2.11 to 2.15

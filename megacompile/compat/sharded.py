@@ -53,14 +53,18 @@ def like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:  # torch 2.1
         return part
     spec: Any = tensor._spec  # type: ignore[attr-defined]
     made: Any = _DTENSOR[0]
+    plain = type(part) is torch.Tensor
+    looks = part if plain else torch.empty(1, dtype=part.dtype, device=part.device)
     found: torch.Tensor = made.from_local(
-        part,
+        looks if plain else looks.expand(part.shape),  # it makes a view: of a subclass, a copy
         spec.mesh,
         spec.placements,
         run_check=False,
         shape=spec.shape,
         stride=spec.stride,
     )
+    if not plain:
+        _LOCAL[0].__set__(found, part)
     return found
 
 

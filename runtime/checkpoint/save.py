@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megacompile import compat
 from megacompile.errors import CheckpointError, OptionError
 from megacompile.runtime.checkpoint import hugging_face
 from megacompile.runtime.checkpoint.conversions import Saved
@@ -108,6 +109,13 @@ def _tensors(model: nn.Module) -> Saved:
         raise CheckpointError(
             f"save(): {type(model).__name__} has tensors on the meta device, which have no values; "
             "needed a model in memory; save it after megacompile()"
+        )
+    if any(map(compat.is_sharded, model.parameters())):
+        raise CheckpointError(
+            f"save(): ranks share {type(model).__name__} (mesh=), and each has a part; save with "
+            "torch.distributed.checkpoint, or take all of it with its state_dict."
+            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
+            "cpu_offload=True)), and save that in rank 0"
         )
     kept: dict[int, str] = {}
     for name, value in model.state_dict(keep_vars=True).items():

@@ -115,7 +115,7 @@ class Ranks:
         """The mean over ranks of each gradient; this rank gets that of its rows."""
         nccl = self.device.type == "cuda"
         op = dist.ReduceOp.AVG if nccl else dist.ReduceOp.SUM
-        whole = {i: self._padded(g, parts[i].numel()) for i, g in gradients.items()}
+        whole = {i: self._padded(g, parts[i]) for i, g in gradients.items()}
         with self.agreement.collective():
             with compat.coalesced(self.group, self.device):
                 for i, gradient in whole.items():
@@ -123,7 +123,7 @@ class Ranks:
                         self._issue(
                             compat.REDUCE_SCATTER, parts[i], gradient, op=op, group=self.group
                         )
-            for group in self.groups[:-1]:
+            for group in self.groups[:-1] if self.replicas > 1 else ():
                 with compat.coalesced(group, self.device):
                     for part in parts.values():
                         if part.numel():
@@ -139,10 +139,11 @@ class Ranks:
         else:
             self.agreement.wait(collective(*args, **options, async_op=True))
 
-    def _padded(self, gradient: torch.Tensor, part_numel: int) -> torch.Tensor:
-        """A gradient as a flat tensor, of which each rank has as many elements."""
-        flat = gradient.contiguous().view(-1)
-        missing = part_numel * self.count - flat.numel()
+    def _padded(self, gradient: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """A gradient as a flat tensor of a part's dtype, of which each rank has as many elements
+        as that part has."""
+        flat = gradient.to(part.dtype).contiguous().view(-1)
+        missing = part.numel() * self.count - flat.numel()
         return flat if not missing else torch.nn.functional.pad(flat, (0, missing))
 
     def gathered(self, values: Sequence[float]) -> list[list[float]]:

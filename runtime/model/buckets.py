@@ -313,7 +313,10 @@ class ModelBuckets:
             self._anew()
 
     def _check_model(self) -> None:
-        check_model(self.model, sharded=self.machine.ranks is not None)
+        ranks = self.machine.ranks
+        check_model(self.model, sharded=ranks is not None)
+        if ranks is not None:
+            sharding.check_divided(self.model, ranks)
 
     def _anew(self) -> None:
         """Take over again, with each old bucket freed while the next is filled."""

@@ -127,6 +127,9 @@ class _Copy:
     def _copied(
         self, bucket: HostBucket, queue: torch.cuda.Stream | None
     ) -> dict[int, torch.Tensor]:
+        if compat.is_sharded(bucket.params[0]):
+            parts = {i: bucket.streamed[i].to(self.device) for i in self.names}
+            return {i: compat.whole(bucket.params[i], part) for i, part in parts.items()}
         if bucket.resident is not None:
             return {i: bucket.streamed[i].detach() for i in self.names}
         there = {i: torch.empty_like(bucket.streamed[i], device=self.device) for i in self.names}

@@ -112,7 +112,9 @@ class Released:
 
     def _check_host(self) -> None:
         residents = [b for b in self.buckets.machine.buckets.values() if b.resident is not None]
-        gradients = [p.grad for b in residents for p in b.params if p.grad is not None]
+        gradients = [
+            compat.local(p.grad) for b in residents for p in b.params if p.grad is not None
+        ]
         values = [value for b in residents for value in (*b.values, *gradients)]
         needed = sum(v.nbytes for v in values) + sum(map(state_bytes, residents))
         there = max(available_bytes() - MARGIN_BYTES, 0)

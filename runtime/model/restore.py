@@ -71,6 +71,13 @@ def restore(streamed: StreamedModel, device: torch.device) -> None:
 def _refuse(streamed: StreamedModel, device: torch.device) -> None:
     """Raise if the parameters cannot leave the buckets now."""
     name = type(streamed.model).__name__
+    if streamed.machine.ranks is not None:
+        raise ModelError(
+            f"unmegacompile(): ranks share {name} (mesh=), and a plain model has all of each "
+            "parameter; take its values with torch.distributed.checkpoint.state_dict."
+            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), and load "
+            "them into a plain model"
+        )
     updates = streamed.machine.in_backward
     if updates is not None and updates.uncommitted:
         raise ModelError(

@@ -3,7 +3,7 @@
     nn.Parameter of shape (n, ...)   ->   nn.Parameter that is a DTensor, Shard(0)
 
 As with FSDP2, parameters are other objects afterwards, under the same names. Optimizers that have
-the old ones, and have not stepped, get the new ones.
+the old ones get the new ones, and their states are divided too.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def shard(model: nn.Module, ranks: Ranks) -> None:
 
     Raises:
         ModelError: a parameter cannot be shared, or another rank has another model.
-        OptionError: an optimizer has stepped.
+        OptionError: an optimizer has states that cannot be divided.
     """
     guard_dtensors()
     _check(model)
     optimizers = hooks.constructed(_Having(model))
     for optimizer in optimizers:
-        _check_fresh(optimizer, model)
+        _check_states(optimizer, model)
     _check_alike(model, ranks)
     made: dict[int, nn.Parameter] = {}
     for param, sites in _sites(model):
@@ -51,6 +51,7 @@ def shard(model: nn.Module, ranks: Ranks) -> None:
         for holder, name in sites:
             holder[name] = whole
     for optimizer in optimizers:
+        _divide_states(optimizer, made)
         for group in optimizer.param_groups:
             group["params"] = [made.get(id(p), p) for p in group["params"]]
 
@@ -107,6 +108,25 @@ def _check(model: nn.Module) -> None:
             )
 
 
+def check_divided(model: nn.Module, ranks: Ranks) -> None:
+    """Raise where a parameter that came into a model since is not divided as the others are.
+
+    Raises:
+        ModelError: with the name of the parameter, and how to divide it.
+    """
+    for name, param in model.named_parameters():
+        mesh, placements = getattr(param, "device_mesh", None), getattr(param, "placements", None)
+        if mesh == ranks.mesh and placements == ranks.placements:
+            continue
+        got = "whole" if mesh is None else f"a DTensor of placements {placements} over {mesh}"
+        raise ModelError(
+            f"megacompile(): parameter {type(model).__name__}.{name} is {got}, and ranks share "
+            f"this model; needed placements {ranks.placements} over its mesh: "
+            "nn.Parameter(torch.distributed.tensor.distribute_tensor(param, mesh, placements)), "
+            "and an optimizer that has it"
+        )
+
+
 class _Having:
     """Who has the parameters of a model."""
 
@@ -121,14 +141,32 @@ class _Having:
         """Nothing: this is not told of steps."""
 
 
-def _check_fresh(optimizer: Optimizer, model: nn.Module) -> None:
-    """Raise where an optimizer has states of a model's parameters."""
-    if any(optimizer.state.get(param) for param in model.parameters()):
-        raise OptionError(
-            f"megacompile(): {type(optimizer).__name__} has states of whole parameters, and mesh= "
-            "divides these among ranks; megacompile() before the first step, and load a checkpoint "
-            "behind it"
-        )
+def _check_states(optimizer: Optimizer, model: nn.Module) -> None:
+    """Raise where an optimizer has states that go by no rows of their parameter."""
+    for name, param in model.named_parameters():
+        for key, state in optimizer.state.get(param, {}).items():
+            if not isinstance(state, torch.Tensor) or state.dim() == 0:
+                continue
+            if state.shape != param.shape:
+                raise OptionError(
+                    f"megacompile(): {type(optimizer).__name__} has a state {key!r} of shape "
+                    f"{tuple(state.shape)} for parameter {name!r} of shape {tuple(param.shape)}, "
+                    "and mesh= divides states by rows; needed the parameter's shape: "
+                    "megacompile() before the first step, and load a checkpoint behind it"
+                )
+
+
+def _divide_states(optimizer: Optimizer, made: dict[int, nn.Parameter]) -> None:
+    """Give the states of whole parameters to those that were made of them."""
+    of_ours = [param for param in optimizer.state if id(param) in made]
+    for param in of_ours:
+        whole, states = made[id(param)], optimizer.state.pop(param)
+        optimizer.state[whole] = {
+            key: compat.distributed(state, whole)
+            if isinstance(state, torch.Tensor) and state.shape == param.shape
+            else state
+            for key, state in states.items()
+        }
 
 
 def _check_alike(model: nn.Module, ranks: Ranks) -> None:

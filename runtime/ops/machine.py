@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megacompile import compat
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
 from megacompile.runtime.device.activations import HostPool
@@ -116,7 +117,9 @@ class Machine:
         To adopt the one would overwrite the other.
         """
         buckets = self.buckets.values()
-        replaced = [param.untyped_storage() for b in buckets for param, _ in b.replaced()]
+        replaced = [
+            compat.local(param).untyped_storage() for b in buckets for param, _ in b.replaced()
+        ]
         if not replaced:
             return False
         ours = {home for b in buckets for home in b.homes if home}  # 0: of no element

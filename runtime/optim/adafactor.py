@@ -26,4 +26,9 @@ def state_shapes(
         yield "variance", shape
 
 
-ADAFACTOR = OwnStep(types=(torch.optim.Adafactor,), counts=True, state_shapes=state_shapes)
+ADAFACTOR = OwnStep(
+    types=(torch.optim.Adafactor,),
+    counts=True,
+    state_shapes=state_shapes,
+    takes_dtensors=False,  # it squares a norm in place, which DTensors refuse
+)

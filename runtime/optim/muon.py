@@ -22,4 +22,6 @@ def state_shapes(
         yield "momentum_buffer", shape
 
 
-MUON = OwnStep(types=(torch.optim.Muon,), counts=False, state_shapes=state_shapes)
+MUON = OwnStep(
+    types=(torch.optim.Muon,), counts=False, state_shapes=state_shapes, takes_dtensors=True
+)

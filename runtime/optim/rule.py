@@ -125,11 +125,13 @@ class OwnStep(Known):
 
     Attributes:
         state_shapes: as `shapes`.
+        takes_dtensors: is torch.optim's step right where ranks share the parameters?
     """
 
     state_shapes: Callable[
         [Group, Sequence[int], Mapping[str, Any]], Iterable[tuple[str, Sequence[int]]]
     ]
+    takes_dtensors: bool
 
     def has_states(self, group: Group) -> bool:
         del group

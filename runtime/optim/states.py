@@ -102,7 +102,12 @@ class BlockwiseTensor(torch.Tensor):
 
 def to_plain(value: Any) -> Any:
     """8-bit states inside of nested containers as float32 tensors; anything else as it is."""
-    return compat.tree_map(lambda v: v.plain() if isinstance(v, BlockwiseTensor) else v, value)
+    return compat.tree_map(_plain, value)
+
+
+def _plain(value: Any) -> Any:
+    mine = compat.local(value)
+    return compat.like(value, mine.plain()) if isinstance(mine, BlockwiseTensor) else value
 
 
 def is_shared(state: torch.Tensor) -> bool:

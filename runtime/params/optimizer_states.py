@@ -37,6 +37,8 @@ def stands_back(optimizer: Optimizer, found: Iterable[Trained]) -> str:
         return f"it has no update of ours ({listed(KNOWN)} have)"
     if why := kind.stands_back(optimizer):
         return why
+    if rule_of(optimizer) is None and any(compat.is_sharded(each.param) for each in found):
+        return "it computes with whole parameters, of which each rank has a part"
     if getattr(optimizer, "grad_scale", None) is not None or (
         getattr(optimizer, "found_inf", None) is not None
     ):
@@ -96,8 +98,8 @@ def make_buffers(
     for trained, name, dtype in wanted:
         named.setdefault(name, {})[trained.at] = dtype
         given = trained.state.get(name)
-        if others and given is not None and not isinstance(given, BlockwiseTensor):
-            bucket.states.share(optimizer, name, trained.at, given)
+        if others and given is not None and not isinstance(compat.local(given), BlockwiseTensor):
+            bucket.states.share(optimizer, name, trained.at, compat.local(given))
     codes = False
     for name, dtypes in named.items():
         wide = {i: dtype for i, dtype in dtypes.items() if isinstance(dtype, torch.dtype)}
@@ -117,7 +119,8 @@ def adopt(
     for name in names:
         given, buffer = state.get(name), buffers[name][i]
         if isinstance(buffer, tuple):
-            if not (isinstance(given, BlockwiseTensor) and given.codes is buffer[0]):
+            mine = compat.local(given)
+            if not (isinstance(mine, BlockwiseTensor) and mine.codes is buffer[0]):
                 view = BlockwiseTensor(
                     bucket.values[i],
                     *buffer,
@@ -128,8 +131,8 @@ def adopt(
                 if given is None:
                     view.clear()
                 else:
-                    view.store(to_plain(given).float())
-                state[name] = view
+                    view.store(_part_of(given, bucket.params[i]).float())
+                state[name] = compat.like(bucket.params[i], view)
         elif given is None or not _lies_in(given, buffer):
             bucket.pending.withdraw()
             if given is None:
@@ -176,12 +179,13 @@ def for_update(
         if names is not None and name not in names:
             continue
         buffer = buffers.get(name, {}).get(i)
-        if isinstance(value, BlockwiseTensor) and not isinstance(buffer, tuple):
-            found[name] = value.plain()
+        mine = compat.local(value)
+        if isinstance(mine, BlockwiseTensor) and not isinstance(buffer, tuple):
+            found[name] = mine.plain()
         elif buffer is not None:
             found[name] = buffer
         else:
-            found[name] = compat.local(value).detach() if isinstance(value, torch.Tensor) else value
+            found[name] = mine.detach() if isinstance(mine, torch.Tensor) else mine
     if names is None and isinstance(state.get("step"), torch.Tensor):
         # float64: torch.optim computes with it as a tensor, not as a number, while any thread
         # compiles (torch.compiler.is_compiling() is of the process), and must round alike

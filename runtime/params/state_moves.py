@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from megacompile import compat
 from megacompile.runtime.optim.registry import rule_of
-from megacompile.runtime.optim.states import BlockwiseTensor
+from megacompile.runtime.optim.states import BlockwiseTensor, to_plain
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.guards import release
 from megacompile.runtime.params.state_memory import State
@@ -40,13 +40,12 @@ def move_states(old: HostBucket, new: HostBucket) -> None:
 def _show(state: dict[str, Any], name: str, old: State, new: State, bucket: HostBucket) -> None:
     """Let what the user sees as a state be the new one, if it was the old one."""
     shown = state.get(name)
-    if isinstance(shown, BlockwiseTensor):
-        if isinstance(old, tuple) and isinstance(new, tuple) and shown.codes is old[0]:
-            state[name] = BlockwiseTensor(
-                shown, *new, signed=shown.signed, settle=bucket.pending.settle
-            )
+    mine = compat.local(shown)
+    if isinstance(mine, BlockwiseTensor):
+        if isinstance(old, tuple) and isinstance(new, tuple) and mine.codes is old[0]:
+            moved = BlockwiseTensor(mine, *new, signed=mine.signed, settle=bucket.pending.settle)
+            state[name] = compat.like(shown, moved)
     elif isinstance(shown, torch.Tensor) and isinstance(old, torch.Tensor):
-        mine = compat.local(shown)
         if mine.data_ptr() == old.data_ptr() and isinstance(new, torch.Tensor):
             state[name] = compat.like(shown, new.detach())
 
@@ -80,8 +79,8 @@ def free_states(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:
             continue
         group = groups[id(param)]
         for name, value in state.items():
-            if isinstance(value, BlockwiseTensor):
-                state[name] = value.plain().to(param.device, param.dtype)
+            if isinstance(compat.local(value), BlockwiseTensor):
+                state[name] = to_plain(value).to(param.device, param.dtype)
             elif not isinstance(value, torch.Tensor):
                 continue
             elif name == "step":

@@ -212,7 +212,7 @@ class Parts:
         wanted = self.options.state_dtype
         if wanted is None:
             return param.dtype
-        if wanted == "int8" and not quantizes(compat.local(param).numel()):
+        if wanted == "int8" and not quantizes(param.numel()):
             return torch.float32
         return wanted
 

@@ -50,7 +50,7 @@ from megacompile.runtime.step import hooks
 from megacompile.runtime.step.parts import Parts
 from megacompile.runtime.updates.compiled import compiled
 from megacompile.runtime.updates.part import BucketPart
-from megacompile.runtime.updates.refusals import check, rehearse
+from megacompile.runtime.updates.refusals import check, check_shared, rehearse
 from megacompile.runtime.updates.update import ParamUpdate, UpdatePath
 
 _RESTS = 16  # graphs for what no schedule's update makes; those made longest ago go
@@ -187,11 +187,12 @@ class Updates:
         ignored = not_heeded(optimizer, self.options)
         if ignored:
             self._say(ignored)
+        where = f"{type(optimizer).__name__}.step()"
+        check_shared(where, optimizer, [each.param for each in trained])
         why = stands_back(optimizer, trained)
         if why:
             self._say(f"{type(optimizer).__name__} keeps torch.optim's path on the host: {why}")
             return None
-        where = f"{type(optimizer).__name__}.step()"
         check(where, optimizer, self.machine.buckets, found)
         if optimizer in self._prepared:  # a second step has all that it needs
             self.machine.host_budget.forget_ahead()

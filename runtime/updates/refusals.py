@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from megacompile import compat
 from megacompile.errors import OptimizerError
 from megacompile.runtime.optim.registry import known, rule_of
-from megacompile.runtime.optim.rule import OptimizerRule, is_number
+from megacompile.runtime.optim.rule import OptimizerRule, OwnStep, is_number
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.guards import unguarded
 from megacompile.runtime.params.optimizer_states import Trained
@@ -41,6 +42,23 @@ _ERRORS = (
     TypeError,
     ValueError,
 )
+
+
+def check_shared(where: str, optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
+    """Refuse an optimizer whose step is not right for parameters that ranks share.
+
+    Raises:
+        OptimizerError: it computes with whole parameters, and its own step takes no DTensors.
+    """
+    kind = known(type(optimizer))
+    if not isinstance(kind, OwnStep) or kind.takes_dtensors:
+        return
+    if any(map(compat.is_sharded, params)):
+        raise OptimizerError(
+            f"{where} computes with means over whole parameters, of which each rank has a part "
+            "(mesh=), and torch.optim's own step takes no such parts; nothing was updated: use "
+            "AdamW with state_dtype='int8', or leave out mesh="
+        )
 
 
 def check(

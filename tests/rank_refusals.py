@@ -1,0 +1,62 @@
+"""What several ranks do that needs more than one of them: refusals, and how many collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+
+from megacompile import megacompile
+from megacompile.errors import MegacompileError
+
+
+def _said(refused: Callable[[], Any]) -> str:
+    try:
+        refused()
+    except MegacompileError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def run(mesh: Any) -> dict[str, Any]:
+    """What this rank was told, by what was wrong."""
+    rank = dist.get_rank()
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4 + rank)
+    frozen = nn.Linear(4, 4)
+    frozen.weight.requires_grad_(rank == 0)
+    return {
+        "another shape": _said(lambda: megacompile(second, mesh=mesh, device="cpu")),
+        "frozen in one": _said(lambda: megacompile(frozen, mesh=mesh, device="cpu")),
+        "is as it was": type(second.weight) is nn.Parameter,
+        "only replicas": _said(
+            lambda: megacompile(first, mesh=init_device_mesh("cpu", (2, 1)), device="cpu")
+        ),
+        "not in the mesh": _said(
+            lambda: megacompile(first, mesh=DeviceMesh("cpu", [0]), device="cpu")
+        ),
+        "collectives": _collectives(mesh),
+    }
+
+
+def _collectives(mesh: Any) -> dict[str, int]:
+    """How many a clipping makes, and the step behind it, where norms are served."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    megacompile(model, mesh=mesh, device="cpu", lowering="inductor")
+    optimizer = torch.optim.AdamW(model.parameters())
+    counts: dict[str, int] = {}
+    for _ in range(2):
+        model(torch.ones(2, 4)).square().mean().backward()
+        with CommDebugMode() as mode:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        counts["clip_grad_norm_"] = mode.get_total_counts()
+        with CommDebugMode() as mode:
+            optimizer.step()
+        counts["step"] = mode.get_total_counts()
+        optimizer.zero_grad()
+    return counts

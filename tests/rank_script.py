@@ -1,0 +1,89 @@
+"""What ranks do for tests: `torchrun ... -m tests.rank_script PART FOLDER`.
+
+Each rank saves what it found as `FOLDER/PART.RANK`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests import rank_checkpoints, rank_loops, rank_refusals
+from tests.rank_cases import FOUR, MORE, TWO, Mode
+from tests.rank_modes import Record, train
+
+TIMEOUT = datetime.timedelta(seconds=60)  # of a collective that another rank never comes to
+STATES = {"float": {}, "8 bits": {"state_dtype": "int8"}}
+
+
+def modes(found: dict[str, Mode], mesh: Any) -> dict[str, Record]:
+    """Train in each of some modes."""
+    records = {}
+    for name, mode in found.items():
+        print(name, flush=True)
+        nested = name.startswith("2 x 2")
+        records[name] = train(mode, init_device_mesh("cpu", (2, 2)) if nested else mesh)
+        torch.compiler.reset()
+    return records
+
+
+def loops(mesh: Any, **options: Any) -> dict[str, Record]:
+    """Every loop."""
+    records = {}
+    for name in rank_loops.LOOPS:
+        print(name, flush=True)
+        records[name] = rank_loops.run(name, mesh, mesh.size(), **options)
+        torch.compiler.reset()
+    return records
+
+
+def checkpoints(mesh: Any, folder: Path, *names: str) -> dict[str, Any]:
+    """Save, or load in some ways."""
+    records = {}
+    for states, options in STATES.items():
+        at = folder / states
+        at.mkdir(exist_ok=True)
+        for name in names:
+            print(name, states, flush=True)
+            made = getattr(rank_checkpoints, name)(mesh, mesh.size(), at, **options)
+            records[f"{name}, {states}"] = made
+            torch.compiler.reset()
+    return records
+
+
+def run(part: str, mesh: Any, folder: Path) -> dict[str, Any]:
+    """One part of the tests."""
+    if part == "two":
+        return modes(TWO, mesh) | {"refusals": rank_refusals.run(mesh)}
+    if part == "loops":
+        return loops(mesh)
+    if part == "four":
+        return modes(FOUR, mesh) | checkpoints(mesh, folder, "save")
+    if part == "save":
+        return checkpoints(mesh, folder, "save")
+    if part == "load":
+        return checkpoints(mesh, folder, "load", "load_full", "load_plainly")
+    if part == "compiled":
+        return loops(mesh, lowering="inductor")
+    assert part == "more", part
+    return modes(MORE, mesh)
+
+
+def main(part: str, folder: Path) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.save(run(part, mesh, folder), folder / f"{part}.{dist.get_rank()}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

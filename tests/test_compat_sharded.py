@@ -1,0 +1,166 @@
+"""What compat takes for granted of DTensors, in a group of this process alone."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from megacompile import compat
+from megacompile.runtime.optim.blockwise import quantize
+from megacompile.runtime.optim.states import BlockwiseTensor, to_plain
+from megacompile.runtime.params.guards import guard, guard_dtensors, release
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group(
+        "gloo",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+        timeout=datetime.timedelta(seconds=20),
+    )
+    compat.use_dtensor()
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def shared(mesh: DeviceMesh, *shape: int) -> Any:
+    values = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    return nn.Parameter(distribute_tensor(values, mesh, [Shard(0)]))
+
+
+def test_the_part_is_the_very_tensor(mesh: DeviceMesh) -> None:
+    param = shared(mesh, 3, 2)
+    part = compat.local(param)
+    assert type(part) is torch.Tensor and part is param._local_tensor
+    assert compat.is_sharded(param) and not compat.is_sharded(part)
+    assert compat.local(part) is part and compat.local(None) is None
+    compat.local(param).add_(1)
+    assert param.full_tensor()[0, 0] == 1
+
+
+def test_a_part_is_exchanged(mesh: DeviceMesh) -> None:
+    param = shared(mesh, 3, 2)
+    mine = torch.full((3, 2), 7.0)
+    compat.set_local(param, mine)
+    assert compat.local(param) is mine
+    with torch.no_grad():
+        param.mul_(2)
+    assert mine.eq(14).all() and param.to_local().data_ptr() == mine.data_ptr()
+
+
+def test_data_of_a_dtensor_cannot_be_replaced(mesh: DeviceMesh) -> None:
+    """docs/limits.md says so."""
+    param = shared(mesh, 3, 2)
+    param.data = param.data * 2
+    assert param.full_tensor()[0, 1] == 1
+
+
+def test_a_tensor_like_another(mesh: DeviceMesh) -> None:
+    param = shared(mesh, 3, 2)
+    part = torch.ones(3, 2, dtype=torch.bfloat16)
+    made: Any = compat.like(param, part)
+    assert isinstance(made, DTensor) and made.placements == (Shard(0),)
+    assert made.shape == param.shape and made.dtype == torch.bfloat16
+    assert compat.local(made).data_ptr() == part.data_ptr()
+    assert compat.storage_users(part) == 2  # it and the part: what `aliased` counts
+    assert compat.like(part, param) is param
+
+
+def test_a_dtensor_over_a_subclass_keeps_it(mesh: DeviceMesh) -> None:
+    """Of states in 8 bits: read, written and gathered by the names of DTensor."""
+    param = shared(mesh, 70, 70)
+    codes, absmax = quantize(torch.zeros(4900), True)
+    view = BlockwiseTensor(compat.local(param), codes, absmax, signed=True, settle=lambda: None)
+    state: Any = compat.like(param, view)
+    assert compat.local(state) is view and state.shape == param.shape
+    assert state.dtype == torch.float32
+    with torch.no_grad():
+        state.copy_(compat.like(param, torch.ones(70, 70)))
+    assert absmax.eq(1).all() and state.full_tensor().eq(1).all()
+    plain = to_plain({"state": [state]})["state"][0]
+    assert type(plain) is DTensor and type(compat.local(plain)) is torch.Tensor
+
+
+def test_a_shared_parameter(mesh: DeviceMesh) -> None:
+    part = torch.ones(3, 2)
+    made: Any = compat.sharded_parameter(
+        part, mesh, [Shard(0)], torch.Size((3, 2)), requires_grad=True
+    )
+    assert isinstance(made, nn.Parameter) and isinstance(made, DTensor) and made.is_leaf
+    assert compat.local(made).data_ptr() == part.data_ptr() and made.stride() == (2, 1)
+
+
+def test_values_of_all_ranks(mesh: DeviceMesh) -> None:
+    param = shared(mesh, 3, 2)
+    value = torch.randn(3, 2)
+    assert compat.local(compat.distributed(value, param)).equal(value)
+    assert compat.whole(param, value).equal(value)
+    mean: Any = compat.averaged(value, param)
+    assert mean.placements == (Shard(0),) and compat.local(mean).equal(value)
+
+
+def test_collectives_have_the_arguments_that_are_used(mesh: DeviceMesh) -> None:
+    out, given = torch.zeros(4), torch.ones(4)
+    compat.ALL_GATHER(out, given, group=mesh.get_group(0))
+    assert out.equal(given)
+    compat.REDUCE_SCATTER(out.zero_(), given, op=dist.ReduceOp.SUM, group=mesh.get_group(0))
+    assert out.equal(given)
+    with compat.coalesced(mesh.get_group(0), torch.device("cpu")):
+        compat.ALL_GATHER(out, given, group=mesh.get_group(0))
+
+
+def test_where_autograd_ends(mesh: DeviceMesh) -> None:
+    for shape in ((3, 2), (0, 2)):  # a view of no rows cannot be divided
+        param = shared(mesh, *shape)
+        node = compat.accumulator_of(param)
+        assert "AccumulateGrad" in type(node).__name__
+        (param * 2).sum().backward()
+        assert compat.accumulator_of(param) is node
+
+
+class Asked:
+    """A guard that counts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def open(self, tensor: torch.Tensor) -> None:
+        self.count += 1
+        release(tensor)
+
+    def serve(self, function: Any, args: Any, kwargs: Any) -> Any:
+        return NotImplemented
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda p: p.full_tensor(),
+        lambda p: p.to_local(),
+        lambda p: p + 1,
+        lambda p: p.redistribute(placements=[Replicate()]),
+        lambda p: p._local_tensor,
+        lambda p: torch.linalg.vector_norm(p),
+        lambda p: p.detach(),
+        lambda p: p.untyped_storage(),
+    ],
+)
+def test_whoever_uses_a_guarded_dtensor_asks(mesh: DeviceMesh, use: Any) -> None:
+    guard_dtensors()
+    param, asked = shared(mesh, 3, 2), Asked()
+    assert guard(param, asked)
+    assert param.shape == (3, 2) and asked.count == 0
+    use(param)
+    assert asked.count == 1 and type(param) is DTensor

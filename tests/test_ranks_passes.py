@@ -1,0 +1,98 @@
+"""`insert_reduce_scatter` and `insert_all_gather`: what ranks that share buckets do together."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from megacompile.ir import ops
+from megacompile.ir.schedule import Schedule
+from megacompile.passes.schedule.all_gather import insert_all_gather
+from megacompile.passes.schedule.offload_grad import offload_gradients
+from megacompile.passes.schedule.reduce_scatter import insert_reduce_scatter
+from tests.actions import apply, parse, text
+
+
+def gathered(line: str, *, ranks: int = 2, **stubs: Any) -> Schedule:
+    return apply(insert_all_gather, parse(line, ranks=ranks, **stubs))
+
+
+def reduced(line: str, *, ranks: int = 2, rank: int = 0, **stubs: Any) -> Schedule:
+    function = functools.partial(insert_reduce_scatter, rank=rank)
+    return apply(function, parse(line, ranks=ranks, **stubs))
+
+
+def test_each_fetch_is_of_a_part_and_a_gather_follows() -> None:
+    schedule = gathered("0PREFETCH@0 1PREFETCH@1 0F 2PREFETCH@0 1F 2F")
+    assert text(schedule) == (
+        "0PREFETCH_SHARD@0 0ALL_GATHER@0 1PREFETCH_SHARD@1 1ALL_GATHER@1 0F "
+        "2PREFETCH_SHARD@0 2ALL_GATHER@0 1F 2F"
+    )
+
+
+def test_stages_read_what_was_gathered() -> None:
+    schedule = gathered("0PREFETCH@0 0F | 0PREFETCH@0 0RECOMPUTE 0B")
+    for graph in schedule.graphs.values():
+        (part,) = ops.nodes_of(graph, ops.prefetch_shard)
+        (whole,) = ops.nodes_of(graph, ops.all_gather)
+        assert list(part.users) == [whole]
+        readers = ops.nodes_of(graph, ops.forward, ops.recompute)
+        assert readers and all(node in whole.users for node in readers)
+
+
+def test_waits_stay_with_the_copy() -> None:
+    line = parse("0PREFETCH@0 0F 1PREFETCH@0 1F", ranks=2)
+    forward = line.forward
+    first, second = ops.nodes_of(forward, ops.prefetch)
+    (reader, _) = ops.nodes_of(forward, ops.forward)
+    second.kwargs = {"after": (reader,)}
+    schedule = insert_all_gather(line)
+    _, part = ops.nodes_of(schedule.forward, ops.prefetch_shard)
+    assert [node.name for node in part.kwargs["after"]] == [reader.name]
+    assert not any("after" in n.kwargs for n in ops.nodes_of(schedule.forward, ops.all_gather))
+    del first
+
+
+@pytest.mark.parametrize("insert", [gathered, reduced])
+def test_without_ranks_the_schedule_is_the_same(insert: Any) -> None:
+    line = "0PREFETCH@0 0F | 0B"
+    assert text(insert(line, ranks=1)) == line
+
+
+def test_gradients_are_averaged_behind_each_backward() -> None:
+    """The docstring's example."""
+    schedule = reduced("0F 1F 2F | 2B 1B 0B")
+    assert text(schedule) == ("0F 1F 2F | 2B 2REDUCE_SCATTER 1B 1REDUCE_SCATTER 0B 0REDUCE_SCATTER")
+
+
+def test_a_shared_bucket_is_averaged_behind_its_last_part() -> None:
+    assert text(reduced("0F 1F 2F | 2B 1B 0B", reads={2: "0"})) == (
+        "0F 1F 2F | 2B 1B 1REDUCE_SCATTER 0B 0REDUCE_SCATTER"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rank", "rows"), [(2, 1, 4), (3, 0, 3), (3, 2, 2), (16, 7, 1), (16, 8, 0)]
+)
+def test_the_mean_has_the_rows_of_its_rank(ranks: int, rank: int, rows: int) -> None:
+    """Of 8."""
+    schedule = reduced("0F | 0B", ranks=ranks, rank=rank)
+    assert schedule.backward is not None
+    (mean,) = ops.nodes_of(schedule.backward, ops.reduce_scatter)
+    (meta,) = mean.meta["value"]
+    assert meta.shape == (rows, 8)
+
+
+def test_what_follows_takes_the_mean() -> None:
+    function = functools.partial(offload_gradients, accumulate=True)
+    schedule = function(reduced("0F 1F | 1B 0B"))
+    assert text(schedule) == (
+        "0F 1F | 1FETCH_GRAD 1B 1REDUCE_SCATTER 1ADD_GRAD 1OFFLOAD_GRAD "
+        "0FETCH_GRAD 0B 0REDUCE_SCATTER 0ADD_GRAD 0OFFLOAD_GRAD"
+    )
+    assert schedule.backward is not None
+    for add in ops.nodes_of(schedule.backward, ops.add_grad):
+        taken = [n.target for n in add.all_input_nodes]
+        assert ops.reduce_scatter in taken, taken
