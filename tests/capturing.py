@@ -32,6 +32,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, Stage
 from megacompile.ir.tensors import TensorMeta
 from megacompile.options import Lowering
+from megacompile.passes.schedule.all_gather import insert_all_gather
 from megacompile.passes.schedule.device_update import insert_device_update
 from megacompile.passes.schedule.differentiate import differentiate
 from megacompile.passes.schedule.disk import insert_disk
@@ -43,6 +44,7 @@ from megacompile.passes.schedule.offload_saved import offload_saved_tensors
 from megacompile.passes.schedule.plan import make_plan
 from megacompile.passes.schedule.prefetch import insert_prefetch
 from megacompile.passes.schedule.recompute import insert_recompute
+from megacompile.passes.schedule.reduce_scatter import insert_reduce_scatter
 from megacompile.passes.schedule.rerun import insert_reruns
 from megacompile.passes.schedule.slots import assign_slots
 from megacompile.passes.schedule.split import split_stages
@@ -190,6 +192,7 @@ def after_templates(
     saved_on_host: frozenset[int] = frozenset(),
     disk_saved: bool = False,
     on_disk: frozenset[int] = frozenset(),
+    rank: int = 0,
 ) -> dict[str, Pass]:
     """The passes that need nothing but a schedule whose stages have templates, in order.
 
@@ -242,9 +245,11 @@ def after_templates(
         "rerun": insert_reruns,
         "offload_saved": functools.partial(offload_saved_tensors, lookahead=lookahead),
         **({"disk_saved": insert_disk_saved} if disk_saved else {}),
+        "reduce_scatter": functools.partial(insert_reduce_scatter, rank=rank),
         **gradients,
         "prefetch": functools.partial(insert_prefetch, lookahead=lookahead),
         "slots": functools.partial(assign_slots, slots=slots, reuse=reuse),
+        "all_gather": insert_all_gather,
         "free": insert_free,
         "tokens": insert_tokens,
     }
@@ -254,9 +259,14 @@ def capture(
     model: nn.Module,
     *args: Any,
     limit_bytes: int = UNIT_LIMIT_BYTES,
+    ranks: int = 1,
     **kwargs: Any,
 ) -> Captured:
-    """The first graph that Dynamo captures of `model(*args, **kwargs)`; nothing is computed."""
+    """The first graph that Dynamo captures of `model(*args, **kwargs)`; nothing is computed.
+
+    Args:
+        ranks: that share the model's buckets.
+    """
 
     def backend(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         del examples
@@ -276,7 +286,7 @@ def capture(
         module, inputs, ambient = stopped.args
     else:
         raise AssertionError(f"Dynamo captured nothing of {type(model).__name__}")
-    units = find_units(model, limit_bytes=limit_bytes)
+    units = find_units(model, limit_bytes=limit_bytes, ranks=ranks)
     places = {
         id(model.get_parameter(param.name)): (unit.bucket, i)
         for unit in units

@@ -106,11 +106,17 @@ def _users(node: fx.Node) -> list[fx.Node]:
     reads_of = [user for user in users if taken(user, Value.SAVED_ON_DISK) is node]
     users += [fetch for read in reads_of for fetch in read.users]
     fetches = [
-        user
-        for user in users
-        if ops.stream_of(user) is not Stream.COMPUTE and ops.effects(user).fills is not None
+        user for user in users if ops.stream_of(user) is not Stream.COMPUTE and _brings(user, node)
     ]
     return users + [reader for fetch in fetches for reader in fetch.users]
+
+
+def _brings(user: fx.Node, value: fx.Node) -> bool:
+    """Is what a copy gives still in the memory of a value, or on its way from there?"""
+    fills = ops.effects(user).fills
+    if fills is None:
+        return False
+    return ops.stream_of(user) is not Stream.COMM or ops.arguments(user)[fills] is value
 
 
 def _owns(node: fx.Node, owns_inputs: bool) -> bool:
