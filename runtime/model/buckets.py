@@ -197,6 +197,8 @@ class ModelBuckets:
     def before_step(self) -> None:
         """Say what an optimizer's step would lose, and move what is to move."""
         self.check_memory()
+        if self.machine.ranks is not None:
+            self.machine.ranks.agreement.steps += 1
         replaced = (b.replaced() for b in self.machine.buckets.values())
         self._aliases(self.model, [param for pairs in replaced for param, _ in pairs])
         self.move_if_wanted()
