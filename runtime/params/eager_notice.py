@@ -6,13 +6,12 @@ What is captured is streamed by a schedule. Everything else is fetched at each u
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterable
 from types import FrameType
 
 import torch
 
-from megacompile import compat
+from megacompile import compat, notices
 from megacompile.text import format_bytes
 
 
@@ -55,10 +54,9 @@ class EagerNotice:
         if not place or cause in self._said:
             return
         self._said.add(cause)
-        warnings.warn(
+        notices.warn(
             f"megacompile: {place} runs in eager mode and fetches {share(params(), used)} at each "
-            f"use (slower, same numbers; said once): {cause}",
-            stacklevel=2,
+            f"use (slower, same numbers; said once): {cause}"
         )
 
 
