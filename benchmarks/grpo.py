@@ -12,6 +12,7 @@ alone). Needs `trl`.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -84,10 +85,10 @@ def _row(
 def _run(mode: str, steps: int) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     sys.path.insert(0, str(ROOT / "examples"))
-    import grpo_trl
     import torch
     from transformers import TrainerCallback
 
+    grpo_trl: Any = importlib.import_module("grpo_trl")
     wall: list[float] = []
     cpu: list[float] = []
 

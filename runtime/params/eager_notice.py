@@ -20,6 +20,7 @@ class EagerNotice:
 
     def __init__(self) -> None:
         self.used = False  # by eager code, or an unknown caller
+        self._ever: set[int] = set()  # ids of all parameters that it has used
         self.place = ""  # the first line that did
         self.cause = ""  # why that was not captured
         self._params: set[int] = set()  # ids of the parameters
@@ -29,6 +30,7 @@ class EagerNotice:
     def __call__(self, param: torch.Tensor | None) -> None:
         """Eager code uses a parameter; None: of no model."""
         self.used = True
+        self._ever.add(id(param))
         if compat.backward_id() != -1:  # a backward is where its forward was
             return
         if self._said and compat.uncaptured() == self._uncaptured:
@@ -41,6 +43,10 @@ class EagerNotice:
             self.place = f"{at.f_code.co_filename}:{at.f_lineno} ({at.f_code.co_name})"
             self.cause = _cause(frames, compat.uncaptured() > self._uncaptured)
         self._params.add(id(param))
+
+    def has_used(self, param: torch.Tensor) -> bool:
+        """Has eager code ever used a parameter, as far as is known?"""
+        return id(param) in self._ever or id(None) in self._ever
 
     def say(self, params: Callable[[], Iterable[torch.nn.Parameter]]) -> None:
         """Behind a call: say what it read in eager mode, once for each cause.
