@@ -12,7 +12,6 @@ again, and torch says nothing. Megatron and Apex put hooks of Python on such nod
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megacompile import compat
+from megacompile import compat, notices
 from megacompile.errors import ModelError
 from megacompile.options import Options
 from megacompile.runtime.params.accumulators import Accumulator
@@ -95,11 +94,10 @@ class DataParallel:
         """Say once that buckets stay."""
         if not self.said:
             self.said = True
-            warnings.warn(
+            notices.warn(
                 f"megacompile: every parameter stays on the device it is on, because {why}, and "
                 'moving one would lose its hooks; megacompile(model, resident="all") or '
-                'resident="8GiB" puts them on the GPU before that (said once)',
-                stacklevel=4,
+                'resident="8GiB" puts them on the GPU before that (said once)'
             )
 
     def check_wrap(self, module: nn.Module, given: Mapping[str, Any]) -> None:

@@ -8,13 +8,12 @@ streamed copy in another dtype in `copy`.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from megacompile import compat
+from megacompile import compat, notices
 from megacompile.ir.buckets import Bucket, Param
 from megacompile.ir.mirror import mirrored
 from megacompile.runtime.device.buffers import DeviceBuffer, HostBuffer
@@ -314,11 +313,10 @@ def _say_moved(name: str) -> None:
     if HostBucket.said_moved:
         return
     HostBucket.said_moved = True
-    warnings.warn(
+    notices.warn(
         f"megacompile: parameter {name!r} (and maybe others) was moved to memory that processes "
         "share, by share_memory() or by sending it to another process. megacompile has taken the "
         "values back into memory of its own: other processes keep what they were until now, and "
         "what they write there is not seen here. Send state_dict() again when they shall know "
-        "newer ones (said once)",
-        stacklevel=6,
+        "newer ones (said once)"
     )
