@@ -230,6 +230,8 @@ def megacompile(
     )
     check_host_memory(rows, options.host_memory)
     host_bytes = budget_bytes(held_bytes(model)) if options.device.type == "cuda" else None
+    if options.device.type == "cuda" and options.lowering is Lowering.INDUCTOR:
+        compat.start_compile_workers()  # they are ready when parameters have moved
     divide = functools.partial(find_units, compute_dtype=options.compute_dtype)
     compiler = functools.partial(PassCompiler, options, host_bytes=host_bytes)
     with compat.on_host():
