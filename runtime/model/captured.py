@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from megacompile import compat, log, notices
+from megacompile import compat, log, notices, progress
 from megacompile.errors import MegacompileError, UnsupportedGraphError
 from megacompile.garbage import old_objects_left_out
 from megacompile.ir.capture import (
@@ -314,6 +314,9 @@ class CapturedGraph:
             MovesFirst: it is for buckets that are elsewhere, and nothing has been done yet that
                 would be done twice.
         """
+        if self.machine.coming():
+            progress.now("moving parameters to the host")
+            self.machine.await_parameters()  # a plan is about the memory that is free
         wanted = program.choose(program.variant())
         if program.tangents:
             self.machine.foresee(wanted.resident)
