@@ -24,6 +24,7 @@ from megacompile.errors import (
     OptionError,
     OptionTypeError,
 )
+from megacompile.runtime.model.lookup import streamed_model
 from tests import quantized
 
 
@@ -80,12 +81,6 @@ def step(model: Any) -> Tensor:
             {},
             OptionError,
             "a mesh of 'meta' devices with device='cpu'; needed init_device_mesh",
-        ),
-        (
-            lambda: init_device_mesh("cpu", (1,)),
-            {"checkpoint": "folder"},
-            OptionError,
-            "got checkpoint= with mesh=.*; needed a model that has its values",
         ),
     ],
 )
@@ -232,6 +227,21 @@ def test_what_leaves_a_shared_model(mesh: DeviceMesh, tmp_path: Path) -> None:
     assert full.keys() == dict(model.named_parameters()).keys()
     for name, param in model.named_parameters():
         assert type(full[name]) is Tensor and full[name].equal(param.full_tensor())
+
+
+def test_other_names_of_a_part_are_noticed(mesh: DeviceMesh) -> None:
+    """Nobody could guard them while an update runs: the step waits for it then."""
+    model = shared(mesh)
+    step(model)
+    (bucket, *_) = streamed_model(model, "test").machine.buckets.values()
+    for i, param in enumerate(bucket.params):
+        assert not bucket.aliased(i)
+        alias = param.detach()
+        assert bucket.aliased(i)
+        alias = param.to_local()  # type: ignore[attr-defined]
+        assert bucket.aliased(i)
+        del alias
+        assert not bucket.aliased(i)
 
 
 def test_memory_is_given_back_and_taken_again(mesh: DeviceMesh) -> None:

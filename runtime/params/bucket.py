@@ -206,7 +206,8 @@ class HostBucket:
 
     def aliased(self, index: int) -> bool:
         """Does somebody hold a parameter's memory under another name?"""
-        return compat.storage_users(self.values[index]) > _OWN_USERS
+        own = _OWN_USERS - compat.is_sharded(self.params[index])  # its part is the bucket's tensor
+        return compat.storage_users(self.values[index]) > own
 
     # What the user replaced.
 
