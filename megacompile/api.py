@@ -250,6 +250,8 @@ def megacompile(
         use_cores(mesh)
         if options.device.type == "cuda":
             agreed = agree(mesh, options.device)
+    if options.device.type == "cuda" and options.lowering is Lowering.INDUCTOR:
+        compat.start_compile_workers()  # they are ready when parameters have moved
     divide = functools.partial(find_units, compute_dtype=options.compute_dtype, ranks=options.ranks)
     compiler = functools.partial(PassCompiler, options, host_bytes=host_bytes, agreed=agreed)
     with compat.on_host():

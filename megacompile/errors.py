@@ -67,6 +67,19 @@ class OptimizerError(MegacompileError, RuntimeError):
     """An optimizer step cannot be made as asked for, or failed in the background."""
 
 
+class RankError(MegacompileError, RuntimeError):
+    """Another rank runs something else, has stopped, or does not come. All ranks stop.
+
+    Attributes:
+        by: the rank that is the cause; -1: this one disagrees with another one.
+        why: what is wrong with it.
+    """
+
+    def __init__(self, message: str, *, by: int = -1, why: str = "") -> None:
+        super().__init__(message)
+        self.by, self.why = by, why
+
+
 class TraceError(MegacompileError, RuntimeError):
     """A trace cannot be taken or drawn."""
 

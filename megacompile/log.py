@@ -32,6 +32,7 @@ SUBJECTS = {
     "compile": "how much code was compiled, how long that took, and what came from caches",
     "memory": "what parameters take on the host and slots on the device",
     "update": "how optimizer.step() updates each bucket",
+    "ranks": "which rank stops the others, and why",
     "time": "what takes seconds until the first step is done, and how long each took",
 }
 _LEAST_S = 0.01  # shorter is not said

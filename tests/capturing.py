@@ -192,6 +192,7 @@ def after_templates(
     saved_on_host: frozenset[int] = frozenset(),
     disk_saved: bool = False,
     on_disk: frozenset[int] = frozenset(),
+    rank: int = 0,
 ) -> dict[str, Pass]:
     """The passes that need nothing but a schedule whose stages have templates, in order.
 
@@ -244,7 +245,7 @@ def after_templates(
         "rerun": insert_reruns,
         "offload_saved": functools.partial(offload_saved_tensors, lookahead=lookahead),
         **({"disk_saved": insert_disk_saved} if disk_saved else {}),
-        "reduce_scatter": functools.partial(insert_reduce_scatter, rank=0),
+        "reduce_scatter": functools.partial(insert_reduce_scatter, rank=rank),
         **gradients,
         "prefetch": functools.partial(insert_prefetch, lookahead=lookahead),
         "slots": functools.partial(assign_slots, slots=slots, reuse=reuse),
@@ -263,7 +264,8 @@ def capture(
 ) -> Captured:
     """The first graph that Dynamo captures of `model(*args, **kwargs)`; nothing is computed.
 
-    Each of `ranks` has a part of every bucket.
+    Args:
+        ranks: that share the model's buckets.
     """
 
     def backend(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:

@@ -6,6 +6,10 @@ Those whose packages are not there are skipped.
 from __future__ import annotations
 
 import importlib
+import os
+import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +19,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 4
+TIMEOUT_S = 300
 # The packages that each needs. The others of examples/ have tests of their own, or are no loops.
 NEEDED = {
     "sft_trainer": ("transformers", "accelerate"),
@@ -26,7 +31,7 @@ NEEDED = {
     "diffusion_unet": ("diffusers",),
     "vision_vit": ("transformers",),
 }
-OTHERS = {"train_lm", "example_parts"}
+OTHERS = {"train_lm", "example_parts", "ranks"}
 # Where a quantized product is computed by another kernel than in the plain loop.
 LOOSE = {"qlora_bitsandbytes": 1e-4}
 
@@ -54,6 +59,29 @@ def test_the_losses_are_those_of_the_plain_loop(name: str) -> None:
     streamed = losses(name, "--device", "cpu")
     assert len(plain) >= STEPS and len(set(plain)) > 1
     assert streamed == pytest.approx(plain, rel=LOOSE.get(name, 1e-5), abs=1e-6)
+
+
+def test_ranks_have_the_losses_of_plain_ones() -> None:
+    """examples/ranks.py, in two processes of torchrun."""
+    pytest.importorskip("transformers")
+    plain, shared = (torchrun("ranks", "--device", "cpu", *how) for how in (["--plain"], []))
+    assert len(plain) == STEPS and len(set(plain)) > 1
+    assert shared == pytest.approx(plain, abs=1e-4)  # it prints four digits
+
+
+def torchrun(name: str, *flags: str) -> list[float]:
+    """The losses that rank 0 prints."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(ROOT / "examples" / f"{name}.py")]
+    done = subprocess.run(
+        [*command, "--steps", str(STEPS), *flags],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [float(x) for x in re.findall(r"^step \d+  loss (\S+)$", done.stdout, re.MULTILINE)]
 
 
 @pytest.mark.gpu

@@ -39,10 +39,37 @@ def test_losses_and_parameters_are_the_plain_ones(loop: str, tmp_path: Path) -> 
             assert equal(param, ranks[0][1]["params"][name]), f"{name} differs between ranks"
 
 
-def torchrun(loop: str, folder: Path) -> None:
+@pytest.mark.parametrize("loop", LOOPS)
+def test_ranks_that_share_a_model_train_as_plain_ones_do(loop: str, tmp_path: Path) -> None:
+    """One line changes: `megacompile(model, mesh=...)`. The plain loop has a DDP around."""
+    package = NEEDS.get(loop, "torch")
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"needs {package}")
+    torchrun(loop, tmp_path, "mesh")
+    ranks = [torch.load(tmp_path / str(rank)) for rank in range(WORLD)]
+    for plain, ours in ranks:
+        assert plain["schedules"] == 0 and ours["schedules"] > 0
+        assert len(plain["losses"]) >= 4
+        assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+        assert plain["params"].keys() == ours["params"].keys()
+        for name, param in plain["params"].items():
+            torch.testing.assert_close(ours["params"][name], param, rtol=1e-5, atol=1e-6)
+            assert equal(ours["params"][name], ranks[0][1]["params"][name]), name
+    assert ranks[0][1]["losses"] != ranks[1][1]["losses"] or loop == "trainer", "rows of its own"
+
+
+def torchrun(loop: str, folder: Path, *how: str) -> None:
     """Run a loop in two processes that end, whatever happens."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(WORLD), "-m", "tests.torchrun_loops", loop, str(folder)]
+    command += [
+        "--nproc-per-node",
+        str(WORLD),
+        "-m",
+        "tests.torchrun_loops",
+        loop,
+        str(folder),
+        *how,
+    ]
     started = subprocess.Popen(
         command,
         cwd=ROOT,

@@ -1,7 +1,8 @@
-"""The loops of others under torchrun: `torchrun ... -m tests.torchrun_loops LOOP FOLDER`.
+"""The loops of others under torchrun: `torchrun ... -m tests.torchrun_loops LOOP FOLDER [mesh]`.
 
 Trains a model plain and then megacompiled, each rank on rows of its own, and saves the losses and
-the parameters of both into `FOLDER/RANK`.
+the parameters of both into `FOLDER/RANK`. With `mesh`, ranks share the megacompiled model, and
+nothing else of the loop changes; else a DistributedDataParallel is around it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
@@ -52,6 +54,11 @@ class Classifier(nn.Module):
         return {"loss": functional.cross_entropy(logits, labels), "logits": logits}
 
 
+def is_shared(model: nn.Module) -> bool:
+    """Do ranks share it?"""
+    return any(hasattr(param, "full_tensor") for param in model.parameters())
+
+
 def ddp(model: nn.Module, folder: Path) -> list[float]:
     """A loop by hand."""
     from torch import distributed
@@ -60,7 +67,7 @@ def ddp(model: nn.Module, folder: Path) -> list[float]:
 
     if not distributed.is_initialized():
         distributed.init_process_group("gloo")
-    wrapped = DistributedDataParallel(model)
+    wrapped = model if is_shared(model) else DistributedDataParallel(model)
     data = DataLoader(Rows(), batch_size=4, sampler=DistributedSampler(Rows(), shuffle=False))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
@@ -118,6 +125,19 @@ def accelerate(model: nn.Module, folder: Path) -> list[float]:
 
 
 def lightning(model: nn.Module, folder: Path) -> list[float]:
+    return in_lightning(model, folder, strategy="ddp")
+
+
+def sharing_in_lightning(model: nn.Module, folder: Path) -> list[float]:
+    from lightning.pytorch.strategies import (  # type: ignore[import-not-found,unused-ignore]
+        ModelParallelStrategy,
+    )
+
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    return in_lightning(model, folder, strategy=strategy)
+
+
+def in_lightning(model: nn.Module, folder: Path, *, strategy: Any) -> list[float]:
     import lightning as library  # type: ignore[import-not-found,unused-ignore]
 
     losses: list[float] = []
@@ -126,6 +146,10 @@ def lightning(model: nn.Module, folder: Path) -> list[float]:
         def __init__(self) -> None:
             super().__init__()
             self.model = model
+
+        def configure_model(self) -> None:
+            if strategy != "ddp" and not is_shared(self.model):
+                megacompile(self.model, mesh=self.device_mesh["data_parallel"])
 
         def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
             loss: Tensor = self.model(**batch)["loss"]
@@ -137,7 +161,7 @@ def lightning(model: nn.Module, folder: Path) -> list[float]:
 
     loop = library.Trainer(
         accelerator="cpu",
-        strategy="ddp",
+        strategy=strategy,
         devices=2,
         max_steps=STEPS,
         accumulate_grad_batches=2,
@@ -155,19 +179,32 @@ def lightning(model: nn.Module, folder: Path) -> list[float]:
 LOOPS = {"ddp": ddp, "trainer": trainer, "accelerate": accelerate, "lightning": lightning}
 
 
-def main(name: str, folder: Path) -> None:
+def main(name: str, folder: Path, *, mesh: bool) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     results: list[dict[str, Any]] = []
     for streamed in (False, True):
         torch.manual_seed(0)
-        model = Classifier()
-        if streamed:
+        model, loop = Classifier(), LOOPS[name]
+        if streamed and mesh and name == "lightning":
+            loop = sharing_in_lightning  # it makes the mesh
+        elif streamed and mesh:
+            megacompile(model, mesh=init_device_mesh("cpu", (2,)))
+        elif streamed:
             megacompile(model)
-        results.append({"losses": LOOPS[name](model, folder), "params": dict(model.state_dict())})
+        losses = loop(model, folder)
+        assert is_shared(model) == (streamed and mesh)
+        params = {name: whole(param) for name, param in model.state_dict().items()}
+        results.append({"losses": losses, "params": params})
         results[-1]["schedules"] = len(schedules(model)) if streamed else 0
     torch.save(results, folder / os.environ["RANK"])
 
 
+def whole(param: Any) -> Tensor:
+    """All of a parameter of which this rank may have a part."""
+    found: Tensor = param.full_tensor() if hasattr(param, "full_tensor") else param
+    return found.detach().clone()
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), mesh="mesh" in sys.argv[3:])

@@ -102,7 +102,7 @@ def check(args: argparse.Namespace) -> None:
     host_memory(args, 2**40 if hardware is None else hardware.host_bytes)
     device_memory(args, 2**40 if hardware is None else hardware.device_bytes)
     disk(args)
-    source.parse(args.target)
+    source.check(args.target, seq=args.seq)
 
 
 def host_memory(args: argparse.Namespace, there_bytes: int | None) -> int | None:

@@ -15,6 +15,8 @@ from torch._dynamo import pgo
 from torch._dynamo.eval_frame import skip_code
 from torch.nn.utils import stateless
 
+from megacompile.compat.sharded import is_sharded
+
 # The methods of a module that `__call__` and `to` go through: its own take their place.
 CALL = "_call_impl"  # torch 2.11 to 2.15
 APPLY = "_apply"  # torch 2.11 to 2.15
@@ -106,6 +108,7 @@ def convert_in_place(kind: type[torch.Tensor]) -> None:  # torch 2.11 to 2.15
 
     Where what comes out is a wrapper, torch exchanges the parameter for a detached copy, even where
     it comes out as it is: autograd would see none of its later uses. Dynamo captures torch's own.
+    A DTensor cannot be set the `data` of: torch exchanges it where it comes out as another one.
     """
     if kind in _CONVERTED_IN_PLACE:
         return
@@ -113,8 +116,10 @@ def convert_in_place(kind: type[torch.Tensor]) -> None:  # torch 2.11 to 2.15
     stock: Callable[..., Any] = torch.nn.Module._apply
 
     def apply(self: Any, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
-        own = self._parameters.values()
-        if torch.compiler.is_compiling() or not any(isinstance(p, kind) for p in own):
+        own = [p for p in self._parameters.values() if isinstance(p, kind)]
+        if torch.compiler.is_compiling() or not own:
+            return stock(self, fn, recurse)
+        if any(is_sharded(p) and _differs(fn(p), p) for p in own):
             return stock(self, fn, recurse)
         _convert(self, fn, recurse)
         return self
@@ -130,11 +135,17 @@ def _convert(module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool) -
             child._apply(fn)
     with torch.no_grad():
         for param in module._parameters.values():
-            if param is not None and (converted := fn(param)) is not param:
+            if param is None or (converted := fn(param)) is param:
+                continue
+            if not is_sharded(param):
                 param.data = converted
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = fn(buffer)
+
+
+def _differs(converted: torch.Tensor, param: torch.Tensor) -> bool:
+    return converted.dtype != param.dtype or converted.device != param.device
 
 
 _CONVERTED_IN_PLACE: list[type[torch.Tensor]] = []

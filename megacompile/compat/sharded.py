@@ -83,6 +83,12 @@ def sharded_parameter(
     return nn.Parameter(whole, requires_grad=requires_grad)
 
 
+def mesh_of(tensor: torch.Tensor) -> Any:  # torch 2.11 to 2.15
+    """The mesh of a DTensor."""
+    spec: Any = tensor._spec  # type: ignore[attr-defined]
+    return spec.mesh
+
+
 def distributed(value: torch.Tensor, like_: torch.Tensor) -> torch.Tensor:  # torch 2.11 to 2.15
     """A tensor that every rank has whole, laid out over ranks as a DTensor: nothing is sent."""
     from torch.distributed.tensor import Replicate

@@ -9,12 +9,12 @@ buckets are there, which finds what was found before.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from megacompile import notices
 from megacompile.cost.memory import Kind, streamed_bytes
 from megacompile.cost.places import stored_bytes, stored_weights_bytes
 from megacompile.errors import DeviceMemoryError, HostMemoryError
@@ -223,11 +223,10 @@ class Chooser:
         for states in range(assumed - 1, -1, -1):
             less = replace(problem, optimizer=self.setting.cost(states=states))
             if (found := self._search(less)) is not None:
-                warnings.warn(
+                notices.warn(
                     f"megacompile: host memory ({format_bytes(problem.host_budget_bytes)}) does "
                     f"not hold {assumed} optimizer states a parameter, which AdamW has; it holds "
-                    f"{states}. A step that needs more is refused; state_dtype='int8' needs less",
-                    stacklevel=2,
+                    f"{states}. A step that needs more is refused; state_dtype='int8' needs less"
                 )
                 return found
         return None

@@ -11,11 +11,10 @@ Nothing is decided here, and nothing is kept but traced templates.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
-from megacompile import log
+from megacompile import log, notices
 from megacompile.cost.places import stored_bytes
 from megacompile.ir.buckets import Unit
 from megacompile.ir.capture import Capture, Variant
@@ -105,9 +104,7 @@ class Pipeline:
         )
         for reason in reasons:
             if options.head is Head.CHUNKED and reason.startswith(STOOD_BACK):
-                warnings.warn(
-                    f"megacompile(): {capture.name}: head='chunked', but {reason}", stacklevel=3
-                )
+                notices.warn(f"megacompile(): {capture.name}: head='chunked', but {reason}")
         stages = timed("partition", None, lambda: partition(capture, self.units), history)
         if options.lowering is Lowering.EAGER:
             settle = functools.partial(settle_strides, ambient=capture.ambient)
@@ -150,6 +147,8 @@ class Pipeline:
         """
         options = self.setting.options
         slots = options.least_slots + choice.more_slots
+        if options.ranks > 1 and options.optimizer is not None:
+            slots += 1  # updates come a stage later: see `delay_reduced`
         if choice.stay:
             slots = options.lookahead + 1  # and one more for each that stays
         offload = functools.partial(offload_saved_tensors, lookahead=options.lookahead)

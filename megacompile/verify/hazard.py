@@ -64,6 +64,7 @@ class HazardKind(enum.Enum):
     NOT_READ = "not read"  # states or parameters on a disk are used where they are not
     NOT_WRITTEN = "not written"  # new states or parameters of a bucket on a disk do not reach it
     TOO_MANY_BUFFERS = "too many buffers"  # are taken on the way to a disk, or back from it
+    RANKS_DIFFER = "ranks differ"  # two ranks issue other collectives, or in another order
     WRONG_HELP = "wrong help"  # the device helps with what the host does not do
 
 

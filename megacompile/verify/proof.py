@@ -10,6 +10,8 @@ What must hold, given [Note: happens-before] in `megacompile.verify.order`:
 - values reach those that they are for: see `megacompile.verify.flow`;
 - `optimizer.step()` updates what got gradients, once: see `megacompile.verify.updates`;
 - what lies on a disk is read before it is used, and written: see `megacompile.verify.disk`;
+- ranks gather a bucket where its part lies, and issue the same collectives: see
+  `megacompile.verify.ranks`;
 - one graph waits for what another does to a bucket: see `megacompile.verify.cycle`.
 
 The checks read the graphs alone: no device, no data.
@@ -41,7 +43,16 @@ from megacompile.ir.values import (
     producer,
 )
 from megacompile.show.table import table
-from megacompile.verify import cycle, disk, flow, gradients, memory, saved_tensors, updates
+from megacompile.verify import (
+    cycle,
+    disk,
+    flow,
+    gradients,
+    memory,
+    ranks,
+    saved_tensors,
+    updates,
+)
 from megacompile.verify.hazard import Check, Hazard, HazardKind, View
 from megacompile.verify.order import Order
 
@@ -79,7 +90,7 @@ def hazards(schedule: Schedule) -> list[Hazard]:
         return found
     found += _saved_values(views)
     for view in views:
-        parts = (memory, saved_tensors, gradients, flow, updates, disk)
+        parts = (memory, saved_tensors, gradients, flow, updates, disk, ranks)
         for check in (*_CHECKS, *(check for part in parts for check in part.CHECKS)):
             found += check(view)
     for joined in (updates.updated_once, updates.left_taken, cycle.hazards):

@@ -7,12 +7,18 @@ gradients too.
 Collectives are issued in program order by every rank, one at a time (`Stream.COMM`). Those of the
 parameters of a bucket are one launch, where the backend can do that; each fills the place of its
 parameter in the slot, so that nothing is copied afterwards.
+
+On the host, collectives go through process groups of our own, whose timeout is short: one that is
+begun cannot be ended, and would keep the process from its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,6 +27,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megacompile import compat
 from megacompile.ir.buckets import Bucket, shard_shape
+from megacompile.ir.collectives import Collectives
+from megacompile.runtime.device.agreement import Agreement
+from megacompile.runtime.device.rank_faults import SILENT_S, Limits
+
+_ENDING_S = 15.0  # a collective of the host fails so long after ranks have lost their patience
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +43,26 @@ class Ranks:
     rank: int  # its place among those that shard
     count: int  # of those
     replicas: int  # how many have the same rows
+    groups: tuple[Any, ...]  # process groups, by dimension of the mesh
+    agreement: Agreement  # on what is run
 
     @staticmethod
     def of(mesh: DeviceMesh, device: torch.device) -> Ranks:
-        """This process on a mesh; `device` is where it computes."""
+        """This process on a mesh; `device` is where it computes. All of them call it."""
         shards = mesh.ndim - 1
         count = mesh.size(shards)
-        return Ranks(mesh, device, mesh.get_local_rank(shards), count, mesh.size() // count)
+        joint = _joint(mesh, device)
+        rank, replicas = mesh.get_local_rank(shards), mesh.size() // count
+        return Ranks(mesh, device, rank, count, replicas, joint.groups, joint.agreement)
 
     @property
     def group(self) -> Any:
         """Those that shard."""
-        return self.mesh.get_group(self.mesh.ndim - 1)
+        return self.groups[-1]
+
+    def running(self, graph: Collectives) -> AbstractContextManager[None]:
+        """For its duration all ranks run this graph."""
+        return self.agreement.run(graph)
 
     @property
     def placements(self) -> tuple[Any, ...]:
@@ -72,7 +91,7 @@ class Ranks:
             whole: (bucket.size_bytes,) uint8, in which this rank's part lies at its places.
         """
         group = self.group
-        with compat.coalesced(group, self.device):
+        with self.agreement.collective(), compat.coalesced(group, self.device):
             for param in bucket.params:
                 numel = param.shard_numel(self.count)
                 if not numel:
@@ -81,7 +100,7 @@ class Ranks:
                 first = param.offset_bytes
                 place = whole[first : first + self.count * size].view(param.dtype)
                 mine = place.narrow(0, self.rank * numel, numel)
-                compat.ALL_GATHER(place, mine, group=group)
+                self._issue(compat.ALL_GATHER, place, mine, group=group)
 
     def places(self, bucket: Bucket, whole: torch.Tensor) -> list[torch.Tensor]:
         """This rank's places in a bucket that is to be gathered: (part's size,) uint8 each."""
@@ -100,21 +119,29 @@ class Ranks:
         """The mean over ranks of each gradient; this rank gets that of its rows."""
         nccl = self.device.type == "cuda"
         op = dist.ReduceOp.AVG if nccl else dist.ReduceOp.SUM
-        whole = {i: self._padded(gradient, parts[i]) for i, gradient in gradients.items()}
-        with compat.coalesced(self.group, self.device):
-            for i, gradient in whole.items():
-                if gradient.numel():
-                    compat.REDUCE_SCATTER(parts[i], gradient, op=op, group=self.group)
-        if self.replicas > 1:
-            for dim in range(self.mesh.ndim - 1):
-                group = self.mesh.get_group(dim)
+        whole = {i: self._padded(g, parts[i]) for i, g in gradients.items()}
+        with self.agreement.collective():
+            with compat.coalesced(self.group, self.device):
+                for i, gradient in whole.items():
+                    if gradient.numel():
+                        self._issue(
+                            compat.REDUCE_SCATTER, parts[i], gradient, op=op, group=self.group
+                        )
+            for group in self.groups[:-1] if self.replicas > 1 else ():
                 with compat.coalesced(group, self.device):
                     for part in parts.values():
                         if part.numel():
-                            dist.all_reduce(part, op=op, group=group)
+                            self._issue(dist.all_reduce, part, op=op, group=group)
         if not nccl:
             for part in parts.values():
                 part.div_(self.count * self.replicas)
+
+    def _issue(self, collective: Any, *args: Any, **options: Any) -> None:
+        """Issue a collective; one of the host is over when this returns."""
+        if self.device.type == "cuda":
+            collective(*args, **options)
+        else:
+            self.agreement.wait(collective(*args, **options, async_op=True))
 
     def _padded(self, gradient: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         """A gradient as a flat tensor of a part's dtype, of which each rank has as many elements
@@ -142,6 +169,86 @@ class Ranks:
         """Some numbers of each rank: one collective."""
         given = torch.tensor(values, dtype=torch.float64, device=self.device)
         found = torch.empty(self.count * len(values), dtype=torch.float64, device=self.device)
-        compat.ALL_GATHER(found, given, group=self.group)
+        with self.running(_norms(len(values))), self.agreement.collective():
+            self._issue(compat.ALL_GATHER, found, given, group=self.group)
         rows: list[list[float]] = found.view(self.count, -1).tolist()
         return rows
+
+
+def whole(like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """All of a tensor of which each rank has a part, laid out as a parameter; all ranks call it."""
+    with _alone(like, "ALL_GATHER"):
+        return compat.whole(like, part)
+
+
+def averaged(gradient: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """The mean over ranks of a gradient, laid out as a parameter; all ranks call it."""
+    with _alone(param, "REDUCE_SCATTER"):
+        return compat.averaged(gradient, param)
+
+
+@contextmanager
+def _alone(param: torch.Tensor, what: str) -> Iterator[None]:
+    """For its duration all ranks are in a collective that is in no schedule."""
+    mesh = compat.mesh_of(param)
+    agreement = _joint(mesh, torch.device(mesh.device_type)).agreement
+    shape = tuple(param.shape)
+    ops = (f"{what} of a parameter of shape {shape}",)
+    name = "code that is in no schedule"
+    with agreement.run(Collectives(name, ops, f"{what}-{shape}")), agreement.collective():
+        yield
+
+
+def _norms(count: int) -> Collectives:
+    digest = f"norms-{count}"
+    return Collectives(
+        "optimizer's step or clipping", (f"norms of {count // 2} gradients",), digest
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Joint:
+    """What the models of the same ranks have together: their collectives are in one order."""
+
+    world: Any  # the default process group, with which it goes
+    groups: tuple[Any, ...]
+    agreement: Agreement
+
+
+_JOINT: dict[tuple[str, tuple[int, ...], tuple[int, ...]], _Joint] = {}
+_MADE = itertools.count()
+
+
+def _joint(mesh: DeviceMesh, device: torch.device) -> _Joint:
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    key = (device.type, tuple(mesh.mesh.shape), ranks)
+    there = _JOINT.get(key)
+    if there is not None and there.world is dist.group.WORLD:
+        return there
+    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    limits = Limits.of(groups[-1], device)
+    meets = device.type != "cuda"
+    if meets:
+        timeout = timedelta(seconds=limits.patience_s + _ENDING_S)
+        numbers = [dist.get_process_group_ranks(group) for group in groups]
+        groups = [
+            dist.new_group(each, timeout, backend="gloo", use_local_synchronization=True)
+            for each in numbers
+        ]
+    of_mesh = tuple(groups)
+
+    def abort() -> None:
+        for group in of_mesh:
+            compat.abort(group)
+
+    prefix = f"megacompile/{next(_MADE)}/{'-'.join(map(str, ranks))}"
+    agreement = Agreement(
+        ranks,
+        dist.get_rank(),
+        lambda: compat.store(prefix, timeout_s=SILENT_S),
+        limits,
+        meets=meets,
+        abort=abort,
+    )
+    made = _JOINT[key] = _Joint(dist.group.WORLD, of_mesh, agreement)
+    return made

@@ -14,7 +14,6 @@ from megacompile.errors import BackwardError, DeviceMemoryError
 from megacompile.ir import ops
 from megacompile.ir.buckets import ParamId
 from megacompile.ir.capture import Variant
-from megacompile.ir.schedule import Schedule
 from megacompile.runtime.device.activations import taken
 from megacompile.runtime.device.random import random_state, set_random_state
 from megacompile.runtime.model import shortage
@@ -235,9 +234,8 @@ class Call:
                 f"{', '.join(map(str, self.values))} together; call megacompile(model, "
                 "dynamic=False), so that each set of sizes gets its own"
             )
-        schedule = executor.schedule
-        alike = _left(schedule) == _left(forward) and self.machine.slots.keeps(schedule.slots)
-        if reuse and not alike:
+        left = executor.schedule.reused == forward.reused  # another variant may use more slots
+        if reuse and not (left and self.machine.slots.keeps(executor.schedule.slots)):
             return program.executor(replace(variant, reuse=False))
         return executor
 
@@ -337,11 +335,3 @@ class Call:
                     f"{name}: input {key} of shape {tuple(tensor.shape)} was changed in place "
                     "between the forward and its backward; pass a copy (.clone())"
                 )
-
-
-def _left(schedule: Schedule) -> list[tuple[int, int]]:
-    """The slots that a schedule's backward finds buckets in, and their keys.
-
-    Another one's forward may have other slots for them.
-    """
-    return [(slot, bucket.key) for slot, bucket in schedule.reused]

@@ -8,11 +8,13 @@ again, and torch says nothing. Megatron and Apex put hooks of Python on such nod
                                                  seen there, at the first call inside of the DDP
     DDP(megacompile(model))                      right; buckets stay where they are from then on
     parameters where DDP cannot reduce them      refused when the DDP is made
+    a model that ranks share (mesh=)             refused: its gradients are means already
+
+Accelerate, and so Trainer, wraps what it prepares in a DDP, unless that says that it is prepared.
 """
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -21,7 +23,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megacompile import compat
+from megacompile import compat, notices
 from megacompile.errors import ModelError
 from megacompile.options import Options
 from megacompile.runtime.params.accumulators import Accumulator
@@ -34,7 +36,8 @@ class DataParallel:
     """What a megacompiled model knows of DistributedDataParallel.
 
     Raises:
-        ModelError: the model has one in it, and its backward is to make the update.
+        ModelError: the model has one in it, and its backward is to make the update, or ranks are
+            to share it.
     """
 
     def __init__(self, model: nn.Module, options: Options) -> None:
@@ -46,6 +49,11 @@ class DataParallel:
         self._checked: weakref.ref[DistributedDataParallel] | None = None
         if updates and _inside(model):
             raise ModelError(_updates_refused("megacompile()", type(model).__name__))
+        self.shared = options.mesh is not None
+        if self.shared:
+            if _inside(model):
+                raise ModelError(_shared_refused("megacompile()", type(model).__name__))
+            model._is_accelerate_prepared = True  # type: ignore[assignment]
         _LIVE.add(self)
         compat.check_data_parallel(_check_wrap)
 
@@ -95,11 +103,10 @@ class DataParallel:
         """Say once that buckets stay."""
         if not self.said:
             self.said = True
-            warnings.warn(
+            notices.warn(
                 f"megacompile: every parameter stays on the device it is on, because {why}, and "
                 'moving one would lose its hooks; megacompile(model, resident="all") or '
-                'resident="8GiB" puts them on the GPU before that (said once)',
-                stacklevel=4,
+                'resident="8GiB" puts them on the GPU before that (said once)'
             )
 
     def check_wrap(self, module: nn.Module, given: Mapping[str, Any]) -> None:
@@ -110,6 +117,8 @@ class DataParallel:
             given: the arguments of DistributedDataParallel.
         """
         name = type(self.model).__name__
+        if self.shared:
+            raise ModelError(_shared_refused("DistributedDataParallel()", name))
         trained = [param for param in self.model.parameters() if param.requires_grad]
         if self.updates and trained:
             raise ModelError(_updates_refused("DistributedDataParallel()", name))
@@ -253,6 +262,14 @@ def _updates_refused(where: str, name: str) -> str:
         f"{where}: {name} is megacompiled with optimizer=, so that the backward updates and "
         "gradients never leave the device, but DistributedDataParallel would have to reduce them "
         "first; leave out optimizer= of megacompile()"
+    )
+
+
+def _shared_refused(where: str, name: str) -> str:
+    return (
+        f"{where}: ranks share {name} (mesh=), so that its gradients are means over ranks already; "
+        "leave DistributedDataParallel out (with Lightning: strategy=ModelParallelStrategy(), and "
+        'megacompile(self.model, mesh=self.device_mesh["data_parallel"]) in configure_model())'
     )
 
 

@@ -11,6 +11,7 @@ import linecache
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import fx
 from megacompile import compat
 from megacompile.errors import BackwardError
 from megacompile.ir import ops
+from megacompile.ir.collectives import Collectives
 from megacompile.ir.inputs import elsewhere, tangents
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
@@ -62,6 +64,8 @@ class Executor:
             size = max((len(place) for place in places if place is not None), default=0)
             machine.weight_staging.prefetches.require(plan.weight_sets, size)
             machine.weight_staging.updates.require(plan.new_weight_sets, size)
+        kinds = schedule.graphs.items() if machine.ranks is not None else ()
+        self._collectives = {n: Collectives.of(g, n, schedule.name) for n, g in kinds}
         self._bound = {name: BoundOps(schedule, machine) for name in schedule.graphs}
         self._run = {name: self._compile(name) for name in schedule.graphs}
 
@@ -94,6 +98,8 @@ class Executor:
         marks = self._marks()
         outputs, saved_values = self._call("forward", inputs)
         self.machine.streams.synchronize(Stream.H2D)
+        if self.machine.ranks is not None:
+            self.machine.ranks.agreement.check()  # what was waited for may have been ended
         self.machine.alive.clear()
         self.machine.slots.left |= marks
         if self.schedule.backward is not None:
@@ -197,7 +203,8 @@ class Executor:
 
     def _call(self, name: str, inputs: dict[str, Any]) -> Any:
         machine = self.machine
-        with machine.streams.run(), torch.no_grad(), compat.on_host():
+        agreed = self._agreed(name)
+        with agreed, machine.streams.run(), torch.no_grad(), compat.on_host():
             machine.slots.trim(len(self.schedule.slots))
             machine.slots.require(self.schedule.slots)
             if self._stay_from is not None:
@@ -215,6 +222,11 @@ class Executor:
             except BaseException:
                 machine.give_up()
                 raise
+
+    def _agreed(self, name: str) -> AbstractContextManager[None]:
+        """For its duration all ranks run the same graph."""
+        ranks = self.machine.ranks
+        return nullcontext() if ranks is None else ranks.running(self._collectives[name])
 
     def _taken(self, name: str, token: Token | None, inputs: dict[str, Any]) -> Handle:
         """What a placeholder stands for now."""

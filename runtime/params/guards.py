@@ -109,6 +109,7 @@ def guard_dtensors() -> None:
         def _local_tensor(self, part: torch.Tensor) -> None:
             compat.set_local(self, part)
 
+    compat.convert_in_place(dtensor)
     _CLASSES[dtensor] = GuardedDTensor
     _PLAIN[GuardedDTensor] = dtensor
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from megacompile import compat
 from megacompile.errors import ModelError
+from megacompile.runtime.device import ranks
 from megacompile.runtime.params.guards import GuardedParameter
 
 
@@ -70,7 +71,7 @@ class StreamedParameter(torch.Tensor):
         if self.part is None:
             return self.host.to(self.device, copy=True)
         assert self.param is not None
-        return compat.whole(self.param, self.part.to(self.device))
+        return ranks.whole(self.param, self.part.to(self.device))
 
     def store(self, value: torch.Tensor) -> None:
         """Write a new value to the host; of several ranks, each its own part."""
@@ -108,7 +109,7 @@ class StreamedParameter(torch.Tensor):
             return super().grad if super().is_leaf else None
         gradient = None if compat.is_described() else self.param.grad
         if gradient is not None and self.part is not None:
-            return compat.whole(self.param, compat.local(gradient).to(self.device))
+            return ranks.whole(self.param, compat.local(gradient).to(self.device))
         return None if gradient is None else gradient.to(self.device)
 
     @grad.setter
@@ -271,5 +272,5 @@ class Link(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
         if gradient is not None and compat.is_sharded(ctx.param):
-            return compat.averaged(gradient, ctx.param), None
+            return ranks.averaged(gradient, ctx.param), None
         return None if gradient is None else gradient.to(ctx.param.device), None

@@ -1,0 +1,43 @@
+"""The store of `torch.distributed`: a few bytes that all processes see."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+STORE_ERRORS: tuple[type[Exception], ...] = (dist.DistError,)  # it is gone, or does not answer
+
+
+def store(prefix: str, *, timeout_s: float) -> Any:  # torch 2.11 to 2.15
+    """A client of the default process group's store, with keys of its own.
+
+    Each thread needs one: a client serves one request at a time.
+    """
+    c10d: Any = dist.distributed_c10d
+    shared: Any = c10d._get_default_store()
+    try:
+        own = shared.clone()
+    except (AttributeError, RuntimeError):  # a kind of store that cannot
+        own = shared
+    else:
+        own.set_timeout(timedelta(seconds=timeout_s))
+    return c10d.PrefixStore(prefix, own)
+
+
+def group_timeout_s(group: Any, device: torch.device) -> tuple[float, bool]:  # torch 2.11 to 2.15
+    """How long a collective of a group may take, and whether that is what torch chose."""
+    from torch.distributed import constants
+
+    timeout = group._get_backend(device).options._timeout
+    chosen = (constants.default_pg_timeout, getattr(constants, "default_pg_nccl_timeout", None))
+    return timeout.total_seconds(), timeout in chosen
+
+
+def abort(group: Any) -> None:  # torch 2.11 to 2.15
+    """End a group's collectives that other ranks do not answer, where the backend can do that."""
+    end = getattr(group, "abort", None)
+    if end is not None:
+        end()

@@ -1,0 +1,60 @@
+"""The collectives of a graph, in program order: what every rank must issue alike."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from torch import fx
+
+from megacompile.ir import ops
+from megacompile.ir.stream import Stream
+from megacompile.text import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Collectives:
+    """Those of one graph."""
+
+    graph: str  # "forward of Net"
+    ops: tuple[str, ...]  # "3ALL_GATHER@1 of layers.3 (774 KiB)", each
+    digest: str  # of the kind of graph and its ops; equal in all ranks
+
+    @staticmethod
+    def of(graph: fx.Graph, kind: str, name: str) -> Collectives:
+        """Those of a graph of a schedule.
+
+        Args:
+            kind: "forward", "backward" or "update".
+            name: of the schedule.
+        """
+        nodes = ops.nodes_that(graph, lambda op: op.stream is Stream.COMM and op.issues)
+        facts = [f"{kind}\n", *(f"{_shown(n)} {_bytes(n)}\n" for n in nodes)]
+        digest = hashlib.sha256("".join(facts).encode()).hexdigest()[:32]
+        return Collectives(f"{kind} of {name}", tuple(map(_shown, nodes)), digest)
+
+    def at(self, issued: int) -> str:
+        """The op that comes behind so many others, as errors name it."""
+        if not self.ops:
+            return self.graph
+        return f"{self.ops[min(issued, len(self.ops) - 1)]} of the {self.graph}"
+
+
+def first_difference(a: tuple[str, ...], b: tuple[str, ...]) -> tuple[int, str, str] | None:
+    """The place where two sequences of collectives part, and what each has there."""
+    for i in range(max(len(a), len(b))):
+        here = a[i] if i < len(a) else "none"
+        there = b[i] if i < len(b) else "none"
+        if here != there:
+            return i, here, there
+    return None
+
+
+def _bytes(node: fx.Node) -> int:
+    gathered = ops.effects(node).gathered
+    return 0 if gathered is None else gathered(node)
+
+
+def _shown(node: fx.Node) -> str:
+    bucket = ops.arguments(node)[0]
+    return f"{ops.label(node)} of {bucket.name!r} ({format_bytes(_bytes(node))})"

@@ -1,0 +1,271 @@
+"""Ranks run the same collectives, in the same order, or all stop and say why.
+
+Before a rank runs a graph it writes into the store of the process group what it is about to run.
+The first rank's word stands; one that has another raises, before any of its collectives. So no two
+different collectives ever meet.
+
+    rank 0    n=7  forward, 12 collectives, digest 4fe1...     written
+    rank 1    n=7  forward, 12 collectives, digest 4fe1...     the same: it runs
+    rank 2    n=7  backward, 9 collectives, digest 08c2...     another: RankError in every rank
+
+With gloo, collectives are the host's own, and one that is begun cannot be ended. So ranks meet in
+the store, where they can be told of faults, before a graph begins them. With NCCL the GPU waits and
+the host goes on: a rank that is late delays nobody's host, and a thread ends what will never be
+answered (docs/decisions/0035-ranks-agree.md).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from megacompile import compat
+from megacompile.errors import RankError
+from megacompile.ir.collectives import Collectives, first_difference
+from megacompile.log import logger
+from megacompile.runtime.device.rank_faults import SILENT_S, Faults, Limits
+from megacompile.runtime.device.rank_notes import Notes, described
+
+_KEPT = 64  # graphs whose keys stay
+_LOOK_S = 0.5  # between two looks at the notes of others
+_SAME = (
+    "needed the same graphs, in the same order, in all ranks: inputs of the same shapes (pad them, "
+    "or dynamic=True), as many micro-batches and steps, train() or eval() in all of them"
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Flying:
+    op: str
+    event: torch.cuda.Event
+
+
+class Agreement:
+    """This rank among those that share models.
+
+    Args:
+        ranks: their numbers.
+        rank: that of this one.
+        store: makes a client of the process group's store.
+        limits: how long to wait.
+        meets: do ranks wait for one another before a graph? False: a thread watches.
+        abort: ends the collectives that are under way.
+    """
+
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        rank: int,
+        store: Callable[[], Any],
+        limits: Limits,
+        *,
+        meets: bool,
+        abort: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.ranks, self.rank, self.meets = ranks, rank, meets
+        self.steps = 0  # of optimizers, so far
+        self._store, self._tidier = store(), store()
+        self._abort = abort
+        self._count = self._tidied = 0
+        self._now: Collectives | None = None  # the graph that runs
+        self._said: set[str] = set()
+        self._fault: RankError | None = None
+        self._flying: deque[_Flying] = deque()  # collectives of a GPU, in order
+        self._since: tuple[_Flying | None, float] = (None, 0.0)  # the first one, and since when
+        self.notes = Notes(ranks, rank, store, self._watch)
+        self._faults = Faults(self.notes, limits, thread=False)
+        self._seen_by_thread = Faults(self.notes, limits, thread=True)
+
+    @contextmanager
+    def run(self, graph: Collectives) -> Iterator[None]:
+        """For its duration this rank runs a graph, as all of them do.
+
+        Raises:
+            RankError: another rank runs another one, has stopped, or does not come.
+        """
+        if not graph.ops:
+            yield
+            return
+        outer, position = self._now, self.notes.position
+        self._now = graph
+        try:
+            self._begin(graph)
+            yield
+            self.check()
+        except BaseException as error:
+            self._stop(error)
+            raise
+        if outer is not None:  # a hook in the middle of a graph has read a parameter
+            self._now, self.notes.position = outer, (self._count, *position[1:])
+        else:
+            self._now = None
+            self._at(len(graph.ops), f"behind the {graph.graph} (graph {self._count})")
+
+    def check(self) -> None:
+        """Raise what the thread has found."""
+        if self._fault is not None:
+            raise RankError(str(self._fault), by=self._fault.by, why=self._fault.why)
+
+    def _at(self, entered: int, words: str = "") -> None:
+        self.notes.position = (self._count, entered, words or self.notes.position[2])
+
+    def _begin(self, graph: Collectives) -> None:
+        self.check()
+        key = str(self._count)
+        self._count += 1
+        self._at(0, f"in the {graph.graph} (graph {self._count})")
+        try:
+            if graph.digest not in self._said:
+                self._store.set(f"ops/{graph.digest}", json.dumps([graph.graph, graph.ops]))
+                self._said.add(graph.digest)
+            mine = f"{graph.digest} {self.steps}"
+            first = self._store.compare_set(key, "", f"{mine} {self.rank}").decode()
+            theirs, _, other = first.rpartition(" ")
+            if theirs != mine:
+                raise RankError(self._difference(graph, int(other), theirs))
+            if self.meets:
+                self._meet(key)
+        except compat.STORE_ERRORS as error:
+            self._gone(error)
+
+    def _meet(self, key: str) -> None:
+        """Wait until all ranks are here."""
+        if self._store.add(f"{key}/here", 1) == len(self.ranks):
+            self._store.set(f"{key}/all", "")
+            return
+        began_s = time.monotonic()
+        look_s = began_s + _LOOK_S
+        while not self._store.check([f"{key}/all"]):
+            now_s = time.monotonic()
+            time.sleep(min(0.05, (now_s - began_s) / 8))
+            if now_s > look_s:
+                self._look(now_s - began_s)
+                look_s = now_s + _LOOK_S
+
+    @contextmanager
+    def collective(self) -> Iterator[None]:
+        """For its duration the next collective of the graph is issued."""
+        self._at(self.notes.position[1] + 1)
+        yield
+        if not self.meets:
+            event = torch.cuda.Event()
+            event.record()
+            while self._flying and self._flying[0].event.query():
+                self._flying.popleft()
+            self._flying.append(_Flying(self._op, event))
+
+    def wait(self, work: Any) -> None:
+        """Wait for a collective of the host; Ctrl-C and the faults of others end it.
+
+        Raises:
+            RankError: another rank has stopped.
+        """
+        began_s = time.monotonic()
+        while True:
+            try:
+                work.wait(timedelta(seconds=1))
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    self._explain(error)
+            self._look(time.monotonic() - began_s)
+
+    @property
+    def _op(self) -> str:
+        """The op that this rank is in."""
+        _, entered, at = self.notes.position
+        return at if self._now is None else self._now.at(max(0, entered - 1))
+
+    def _look(self, waited_s: float, *, failed: bool = False) -> None:
+        try:
+            self._faults.look(self._op, waited_s, failed=failed)
+        except compat.STORE_ERRORS as error:
+            self._gone(error)
+
+    def _watch(self) -> None:
+        """Of the thread, with every note: tidy up, and end collectives that nobody will answer."""
+        if self.rank == self.ranks[0]:
+            for n in range(self._tidied, self._count - _KEPT):
+                for key in (f"{n}", f"{n}/here", f"{n}/all"):
+                    self._tidier.delete_key(key)
+                self._tidied = n + 1
+        if self.meets or self._fault is not None:
+            return
+        first = next((each for each in tuple(self._flying) if not each.event.query()), None)
+        if first is not self._since[0]:
+            self._since = (first, time.monotonic())
+        try:
+            if first is not None:
+                waited_s = time.monotonic() - self._since[1]
+                self._seen_by_thread.look(first.op, waited_s, failed=False)
+            else:  # it may be in a collective of the user's code
+                self._seen_by_thread.look_for_reports(self.notes.position[2])
+        except RankError as fault:
+            self._fault = fault
+            self.notes.say(fault=fault.why, by=fault.by)
+            logger("ranks").error("%s", fault)
+            self._abort()
+
+    # What goes wrong.
+
+    def _difference(self, graph: Collectives, other: int, theirs: str) -> str:
+        digest, _, steps = theirs.rpartition(" ")
+        name, shown = json.loads(self._store.get(f"ops/{digest}"))
+        n = self._count
+        where = f"graph {n}: rank {self.rank} is about to run the {graph.graph}, rank {other} "
+        found = first_difference(graph.ops, tuple(shown))
+        if found is not None:
+            i, here, there = found
+            return (
+                f"{where}the {name}; their collectives differ, collective {i + 1} is {here} in "
+                f"rank {self.rank} and {there} in rank {other}; {_SAME}"
+            )
+        if digest != graph.digest:
+            return f"{where}the {name}, whose first collective is {shown[0]}; {_SAME}"
+        return (
+            f"{where}too, before {graph.at(0)}; rank {self.rank} has made {self.steps} steps of "
+            f"optimizers and rank {other} {steps}; {_SAME}"
+        )
+
+    def _explain(self, error: BaseException) -> None:
+        """A collective has failed: find out who is the cause."""
+        began_s = time.monotonic()
+        try:
+            while time.monotonic() < began_s + SILENT_S + 5:
+                self._look(0, failed=True)
+                time.sleep(_LOOK_S)
+        except RankError as fault:
+            raise fault from error
+        raise RankError(
+            f"rank {self.rank}: {self._op} failed ({error}), and every other rank is there; see "
+            "what they say"
+        ) from error
+
+    def _gone(self, error: BaseException) -> None:
+        raise RankError(
+            f"rank {self.rank} in {self._op}: the store of the process group does not answer; the "
+            "process that has it (rank 0, or torchrun) has ended: see what that says"
+        ) from error
+
+    def _stop(self, error: BaseException) -> None:
+        """This rank does not finish the graph: the others need not wait."""
+        if isinstance(error, RankError):
+            why, by = error.why or str(error), error.by
+            self._fault = self._fault or RankError(str(error), by=by, why=why)  # without frames
+        else:
+            why, by = f"raised {described(error)}, in {self._op}", self.rank
+            self._fault = RankError(
+                f"rank {self.rank} {why}, and the other ranks have stopped, or wait; start all "
+                "ranks again",
+                by=by,
+                why=why,
+            )
+        self.notes.say(fault=why, by=by)

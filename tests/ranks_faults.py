@@ -1,0 +1,332 @@
+"""Ranks of which one does something else: `python -m tests.ranks_faults FOLDER CASE...`.
+
+Each case is a few processes that train together, forked from this one, so that torch is imported
+once; they end as other processes do. What each rank raised and when it ended is saved into
+`FOLDER/CASE.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from megacompile import megacompile
+from megacompile.runtime.device import rank_faults
+from megacompile.runtime.device.ranks import Ranks
+
+MOST_S = 120.0  # a rank that has not ended by then is killed
+AT_ONCE = 4  # cases: most of their time they wait
+AGES = 1000.0  # seconds that nobody waits
+
+
+class Net(nn.Module):
+    def __init__(self, depth: int = 3, hook: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(depth))
+        self.hook = hook  # called in the middle of a backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.relu(layer(x))
+        return x.square().mean()
+
+
+class Loop:
+    """A training loop of one rank, to be spoilt."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+        torch.manual_seed(0)
+        self.model = megacompile(Net(), mesh=init_device_mesh("cpu", (world,)), device="cpu")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+
+    def loss(self, rows: int = 2) -> Tensor:
+        x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(self.rank))
+        loss: Tensor = self.model(x)
+        return loss
+
+    def update(self, *, clip: bool = True) -> None:
+        if clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def steps(self, count: int, micro_batches: int = 1, *, clip: bool = True) -> None:
+        for _ in range(count):
+            for _ in range(micro_batches):
+                self.loss().backward()
+            self.update(clip=clip)
+
+
+# The cases. The last rank is the one that does something else.
+
+
+def raises_between(loop: Loop, odd: bool) -> None:
+    loop.steps(2)
+    if odd:
+        raise ValueError("bad batch")
+    loop.steps(2)
+
+
+def raises_in_a_graph(loop: Loop, odd: bool) -> None:
+    loop.steps(1)
+    if odd:
+
+        def fail(*_: Any) -> None:
+            raise ValueError("bad stage")
+
+        Ranks.gather = fail  # type: ignore[assignment, method-assign]
+    loop.steps(2)
+
+
+def skips_a_step(loop: Loop, odd: bool) -> None:
+    loop.steps(1)
+    loop.loss().backward()
+    if not odd:
+        loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    loop.steps(1)
+
+
+def raises_in_a_backward(loop: Loop, odd: bool) -> None:
+    loop.steps(1)
+    if odd:
+        machine: Any = loop.model
+
+        def fail(module: nn.Module, given: Any, result: Any) -> None:
+            raise ValueError("bad hook")
+
+        machine.layers[1].register_full_backward_hook(fail)
+    loop.steps(2)
+
+
+def is_killed(loop: Loop, odd: bool) -> None:
+    loop.steps(2)
+    if odd:
+        os.kill(os.getpid(), signal.SIGKILL)
+    loop.steps(2)
+
+
+def rank_0_is_killed(loop: Loop, odd: bool) -> None:
+    loop.steps(2)
+    if loop.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    loop.steps(2)
+
+
+def is_stopped(loop: Loop, odd: bool) -> None:
+    loop.steps(2)
+    if odd:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    loop.steps(2)
+
+
+def is_idle(loop: Loop, odd: bool) -> None:
+    loop.steps(2)
+    if odd:
+        time.sleep(AGES)
+    loop.steps(2)
+
+
+def works_for_long(loop: Loop, odd: bool) -> None:
+    """No fault: it takes longer than the patience of the others, and comes."""
+    loop.steps(2)
+    began_s = time.monotonic()
+    while odd and time.monotonic() - began_s < 12:
+        pass
+    loop.steps(2)
+
+
+def ends_early(loop: Loop, odd: bool) -> None:
+    loop.steps(2 if odd else 3)
+
+
+def other_micro_batches(loop: Loop, odd: bool) -> None:
+    loop.steps(2)
+    loop.steps(2, micro_batches=1 if odd else 2, clip=False)
+
+
+def evaluates(loop: Loop, odd: bool) -> None:
+    loop.steps(1)
+    if odd:
+        with torch.no_grad():
+            loop.loss()
+    loop.steps(1)
+
+
+def does_not_clip(loop: Loop, odd: bool) -> None:
+    loop.steps(1)
+    loop.loss().backward()
+    if odd:
+        loop.optimizer.step()
+    else:
+        loop.update()
+    loop.steps(1)
+
+
+def other_shapes(loop: Loop, odd: bool) -> None:
+    """No fault where the collectives are the same."""
+    for step in range(3):
+        loop.loss(rows=3 if odd and step else 2).backward()
+        loop.update()
+
+
+def other_model(loop: Loop, odd: bool) -> None:
+    if odd:
+        loop.model.layers[1].requires_grad_(False)
+    loop.steps(1)
+
+
+def is_interrupted(loop: Loop, odd: bool) -> None:
+    """The other ranks wait for this one, which gets Ctrl-C; and so do they."""
+    loop.steps(2)
+    if odd:
+        time.sleep(3)
+        signal.raise_signal(signal.SIGINT)
+    loop.steps(2)
+
+
+def all_are_interrupted(loop: Loop, odd: bool) -> None:
+    """Those that wait get Ctrl-C in the middle of it."""
+    loop.steps(2)
+    if not odd:
+        signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+        signal.alarm(3)
+    else:
+        time.sleep(3)
+        signal.raise_signal(signal.SIGINT)
+    loop.steps(2)
+
+
+CASES: dict[str, tuple[Callable[[Loop, bool], None], int, dict[str, Any]]] = {
+    # function, ranks, options: timeout_s of the process group, silent_s
+    "raises_between": (raises_between, 2, {}),
+    "raises_in_a_graph": (raises_in_a_graph, 2, {}),
+    "skips_a_step": (skips_a_step, 2, {}),
+    "raises_in_a_backward": (raises_in_a_backward, 2, {}),
+    "is_killed": (is_killed, 3, {}),
+    "is_killed_with_the_store": (rank_0_is_killed, 2, {}),
+    "is_stopped": (is_stopped, 2, {"silent_s": 6}),
+    "is_idle": (is_idle, 2, {"timeout_s": 6}),
+    "works_for_long": (works_for_long, 2, {"patience_s": 5}),
+    "ends_early": (ends_early, 2, {}),
+    "other_micro_batches": (other_micro_batches, 2, {}),
+    "evaluates": (evaluates, 3, {}),
+    "does_not_clip": (does_not_clip, 2, {"timeout_s": 6}),
+    "other_shapes": (other_shapes, 2, {}),
+    "other_model": (other_model, 2, {}),
+    "is_interrupted": (is_interrupted, 2, {}),
+    "all_are_interrupted": (all_are_interrupted, 2, {}),
+    "is_stopped_by_default": (is_stopped, 2, {}),
+    "is_idle_by_default": (is_idle, 2, {}),
+}
+
+
+def run_rank(case: str, rank: int, port: int, result: Path) -> None:
+    """One rank of a case, to the end of its process."""
+    function, world, options = CASES[case]
+    rank_faults.SILENT_S = options.get("silent_s", rank_faults.SILENT_S)
+    rank_faults.PATIENCE_S = options.get("patience_s", rank_faults.PATIENCE_S)
+    seconds = options.get("timeout_s")
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world,
+        timeout=None if seconds is None else timedelta(seconds=seconds),
+    )
+    odd = rank == world - 1
+    began_s = time.monotonic()
+    facts: dict[str, Any] = {"error": "", "kind": ""}
+    try:
+        loop = Loop(rank, world)
+        loop.steps(1)
+        began_s = time.monotonic()
+        function(loop, odd)
+    except BaseException as error:
+        facts |= {"error": str(error), "kind": type(error).__name__}
+        raise
+    finally:
+        facts["seconds"] = time.monotonic() - began_s
+        result.write_text(json.dumps(facts))
+
+
+class Case:
+    """The ranks of a case, forked; what they did is saved when all have ended."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.results = [folder / f"{name}.{rank}" for rank in range(CASES[name][1])]
+        self.pids: list[int] = []
+        self.ends_s: dict[int, float] = {}
+        self.began_s = time.monotonic()  # of the machine, so that processes compare it
+        for rank, result in enumerate(self.results):
+            pid = os.fork()
+            if pid == 0:
+                run_rank(name, rank, port, result)
+                raise SystemExit(0)
+            self.pids.append(pid)
+
+    def over(self) -> bool:
+        """Have all ended? One that cannot end is killed behind the others."""
+        left = [pid for pid in self.pids if pid not in self.ends_s]
+        late = time.monotonic() - self.began_s > MOST_S
+        if late or (left == self.pids[-1:] and self.name.startswith(("is_idle", "is_stopped"))):
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+        for pid in left:
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                self.ends_s[pid] = time.monotonic()
+        return len(self.ends_s) == len(self.pids)
+
+    def save(self) -> None:
+        """Write what each rank did."""
+        ranks = []
+        for pid, result in zip(self.pids, self.results, strict=True):
+            facts = json.loads(result.read_text()) if result.exists() else {"kind": "none"}
+            ranks.append({"pid": pid, "ended_s": self.ends_s[pid] - self.began_s, **facts})
+        (self.folder / f"{self.name}.json").write_text(json.dumps(ranks))
+
+
+def run(folder: Path, cases: list[str]) -> None:
+    """Run cases, a few at a time."""
+    waiting, running = cases[::-1], list[Case]()
+    while waiting or running:
+        while waiting and len(running) < AT_ONCE:
+            running.append(Case(waiting.pop(), folder))
+        for case in running[:]:
+            if case.over():
+                case.save()
+                running.remove(case)
+        time.sleep(0.05)
+
+
+def main(folder: Path, cases: list[str]) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    model = megacompile(Net(), device="cpu")  # imports what takes long
+    model(torch.ones(2, 8)).backward()
+    torch.optim.AdamW(model.parameters()).step()
+    del model
+    run(folder, cases)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,185 @@
+"""`megacompile.verify` over ranks: schedules that the passes make, and mutants of these."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from megacompile.errors import ScheduleError
+from megacompile.ir import ops
+from megacompile.ir.buckets import Slot
+from megacompile.ir.nodes import set_args
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stream import Stream
+from megacompile.ir.values import producer
+from megacompile.verify.hazard import HazardKind
+from megacompile.verify.proof import hazards
+from megacompile.verify.ranks import hazards_of_ranks, verify_ranks
+from tests.capturing import Net, capture
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"reuse": True, "accumulate": True},
+    {"lookahead": 1, "slots": 2},
+    {"update": True},
+    {"norms": True, "device_update": 0.5},
+    {"resident": frozenset({1})},
+]
+
+
+@functools.cache
+def captured(ranks: int) -> Any:
+    return capture(Net(Net.chain), torch.ones(2, 4), ranks=ranks)
+
+
+def built(rank: int = 0, *, ranks: int = 2, **options: Any) -> Schedule:
+    schedule: Schedule = captured(ranks).build(rank=rank, **options)
+    return schedule
+
+
+def collectives(graph: fx.Graph) -> list[fx.Node]:
+    return ops.nodes_that(graph, lambda op: op.stream is Stream.COMM)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_what_the_passes_make_is_right(options: dict[str, Any], ranks: int) -> None:
+    schedules = [built(rank, ranks=ranks, **options) for rank in range(ranks)]
+    assert all(len(collectives(graph)) > 2 for graph in _two(schedules[0]))
+    for schedule in schedules:
+        assert hazards(schedule) == []
+    verify_ranks(schedules)
+
+
+def _two(schedule: Schedule) -> list[fx.Graph]:
+    assert schedule.backward is not None
+    return [schedule.forward, schedule.backward]
+
+
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_swapped_collectives_are_reported(name: str) -> None:
+    """Every two neighbours, in one of three ranks; that rank alone may be right."""
+    count = len(collectives(built().graphs[name]))
+    right_alone = 0
+    for k in range(count - 1):
+        mutant = built(1, ranks=3)
+        first, second = collectives(mutant.graphs[name])[k : k + 2]
+        at = first.next
+        second.append(first)
+        moved = {n for n in mutant.graphs[name].nodes if first in n.all_input_nodes}
+        right_alone += not hazards(mutant)
+        (found,) = hazards_of_ranks([built(0, ranks=3), mutant, built(2, ranks=3)])
+        assert found.kind is HazardKind.RANKS_DIFFER and found.graph == name, (at, moved)
+        assert f"collective {k + 1} is" in str(found) and "in rank 1" in str(found)
+    assert right_alone > 0, "only several ranks show it"
+
+
+def test_another_plan_is_reported() -> None:
+    with pytest.raises(ScheduleError) as raised:
+        verify_ranks([built(0), built(1, lookahead=1)])
+    assert "collective 3 is 2ALL_GATHER@2 of 'layers.1'" in str(raised.value)
+    assert "give all ranks one plan" in str(raised.value)
+
+
+def test_one_that_does_not_train_is_reported() -> None:
+    found = hazards_of_ranks([built(0), _without_backward()])
+    assert [hazard.graph for hazard in found if hazard.kind is HazardKind.RANKS_DIFFER]
+
+
+def _without_backward() -> Schedule:
+    with torch.no_grad():
+        other = capture(Net(Net.chain), torch.ones(2, 4), ranks=2)
+    return other.build(rank=1)
+
+
+# Mutants of one rank.
+
+
+def lose_the_copy(schedule: Schedule, gather: fx.Node) -> None:
+    bucket, slot, _ = ops.arguments(gather)
+    set_args(gather, (bucket, slot, None))
+
+
+def take_another_part(schedule: Schedule, gather: fx.Node) -> None:
+    bucket, slot, part = ops.arguments(gather)
+    others = ops.nodes_of(gather.graph, ops.prefetch_shard)
+    set_args(gather, (bucket, slot, next(n for n in others if n is not part)))
+
+
+def fill_another_slot(schedule: Schedule, gather: fx.Node) -> None:
+    bucket, slot, part = ops.arguments(gather)
+    other = next(s for s in schedule.slots if s.index != slot.index)
+    set_args(gather, (bucket, Slot(other.index, other.size_bytes), part))
+
+
+def come_before_the_copy(schedule: Schedule, gather: fx.Node) -> None:
+    part = ops.arguments(gather)[2]
+    part.prepend(gather)
+
+
+MUTANTS: list[tuple[Callable[[Schedule, fx.Node], None], HazardKind]] = [
+    (lose_the_copy, HazardKind.ARGUMENTS),
+    (take_another_part, HazardKind.WRONG_WEIGHTS),
+    (fill_another_slot, HazardKind.WRONG_WEIGHTS),
+    (come_before_the_copy, HazardKind.USE_BEFORE_MADE),
+]
+
+
+@pytest.mark.parametrize(("mutate", "kind"), MUTANTS)
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_a_gather_without_its_part_is_reported(mutate: Any, kind: HazardKind, name: str) -> None:
+    count = len(ops.nodes_of(built().graphs[name], ops.all_gather))
+    for k in range(count):
+        mutant = built()
+        gather = ops.nodes_of(mutant.graphs[name], ops.all_gather)[k]
+        if mutate is take_another_part and count == 1:
+            continue
+        mutate(mutant, gather)
+        assert kind in {hazard.kind for hazard in hazards(mutant)}, (k, hazards(mutant))
+
+
+@pytest.mark.parametrize("options", [{}, {"lookahead": 1, "slots": 2}, {"reuse": True}], ids=str)
+def test_a_slot_that_is_refilled_before_its_readers_are_done_is_reported(options: Any) -> None:
+    """Every edge that a copy of a part waits for: what it overwrites may still be read."""
+    tried = 0
+    for name, k in itertools.product(("forward", "backward"), range(12)):
+        mutant = built(**options)
+        copies = ops.nodes_of(mutant.graphs[name], ops.prefetch_shard)
+        readers = (ops.forward, ops.recompute, ops.backward)
+        if k >= len(copies):
+            continue
+        after: Any = copies[k].kwargs.get("after", ())
+        kept = tuple(n for n in after if producer(n).target not in readers)
+        if kept == tuple(after):
+            continue
+        copies[k].kwargs = {"after": kept}
+        tried += 1
+        kinds = {hazard.kind for hazard in hazards(mutant)}
+        assert HazardKind.SLOT_OVERWRITTEN in kinds, (name, k, after)
+    assert tried > 2
+
+
+def test_a_gather_that_comes_after_its_reader_is_reported() -> None:
+    mutant = built()
+    gather = ops.nodes_of(mutant.forward, ops.all_gather)[-1]
+    reader = next(iter(gather.users))
+    reader.append(gather)
+    assert HazardKind.USE_BEFORE_MADE in {hazard.kind for hazard in hazards(mutant)}
+
+
+def test_gradients_that_are_freed_while_ranks_average_them_are_reported() -> None:
+    mutant = built()
+    assert mutant.backward is not None
+    frees = ops.nodes_of(mutant.backward, ops.free, ops.defer_free)
+    means = ops.nodes_of(mutant.backward, ops.reduce_scatter)
+    waiting = [n for n in frees if set(means) & set(n.kwargs.get("after", ()))]  # type: ignore[call-overload]
+    assert waiting
+    for node in waiting:
+        node.kwargs = {}
+    assert HazardKind.FREED_TOO_EARLY in {hazard.kind for hazard in hazards(mutant)}
