@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from tests.rank_loops import Loop
 
 STEPS = 2
+dcp: Any = checkpoint  # which does not name what it exports
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -36,7 +37,8 @@ class Rows(nn.Module):
         hidden = self.embed(x)
         for layer in self.layers:
             hidden = hidden + torch.tanh(layer(hidden))
-        return (hidden * self.last - 1.0).square().mean()
+        loss: Tensor = (hidden * self.last - 1.0).square().mean()
+        return loss
 
 
 def steps(loop: Loop, first: int) -> None:
@@ -50,7 +52,7 @@ def save(mesh: Any, ranks: int, folder: Path, **options: Any) -> dict[str, Any]:
     """Train, save everything in every way, and train on."""
     loop = Loop(Rows, mesh, ranks, **options)
     steps(loop, 0)
-    state = {
+    state: dict[str, Any] = {
         "model": get_model_state_dict(loop.model),
         "optimizer": get_optimizer_state_dict(loop.model, loop.optimizer),
     }
@@ -76,7 +78,7 @@ def full_state(loop: Loop) -> dict[str, Any]:
 def load(mesh: Any, ranks: int, folder: Path, **options: Any) -> dict[str, Any]:
     """Load what `save` has saved, and train on."""
     loop = another(mesh, ranks, **options)
-    state = {
+    state: dict[str, Any] = {
         "model": get_model_state_dict(loop.model),
         "optimizer": get_optimizer_state_dict(loop.model, loop.optimizer),
     }

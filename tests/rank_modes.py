@@ -94,7 +94,7 @@ def train(mode: Mode, mesh: Any, steps: int = STEPS) -> Record:
     model = make(mode)
     optimizer = mode.optimizer(model)
     with tempfile.TemporaryDirectory() as folder:
-        options = {k: folder if v is DISK else v for k, v in mode.options.items()}
+        options: dict[str, Any] = {k: folder if v is DISK else v for k, v in mode.options.items()}
         if mode.in_backward:
             options["optimizer"] = optimizer
         megacompile(model, mesh=mesh, device="cpu", **options)

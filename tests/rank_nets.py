@@ -53,7 +53,7 @@ class Frozen(Words):
         super().__init__()
         self.embed.requires_grad_(False)
         self.layers[0].requires_grad_(False)
-        self.layers[1][0].weight.requires_grad_(False)
+        self.get_parameter("layers.1.0.weight").requires_grad_(False)
 
 
 class Adapted(Words):
@@ -63,7 +63,7 @@ class Adapted(Words):
         super().__init__()
         self.requires_grad_(False)
         for i, layer in enumerate(self.layers):
-            self.layers[i] = nn.Sequential(*layer, Adapter(WIDTH))
+            self.layers[i] = nn.Sequential(layer, Adapter(WIDTH))
 
 
 class Adapter(nn.Module):
@@ -107,7 +107,8 @@ class Convolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))
-        self.to(memory_format=torch.channels_last)
+        for layer in self.layers:
+            layer.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def batch(self, generator: torch.Generator) -> Tensor:
         """Two images."""

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests import rank_checkpoints, rank_loops, rank_refusals
-from tests.rank_cases import FOUR, MORE, TWO, Mode
-from tests.rank_modes import Record, train
+from tests.rank_cases import FOUR, MORE, TWO
+from tests.rank_modes import Mode, Record, train
 
 TIMEOUT = datetime.timedelta(seconds=60)  # of a collective that another rank never comes to
 STATES = {"float": {}, "8 bits": {"state_dtype": "int8"}}

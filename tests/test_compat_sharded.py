@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -23,7 +24,7 @@ from megacompile.runtime.params.guards import guard, guard_dtensors, release
 def mesh() -> Iterator[DeviceMesh]:
     dist.init_process_group(
         "gloo",
-        store=dist.HashStore(),
+        store=HashStore(),
         rank=0,
         world_size=1,
         timeout=datetime.timedelta(seconds=20),

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from tests import rank_checkpoints, rank_loops
-from tests.rank_cases import FOUR, MORE, ROUGH, TWO, Mode
-from tests.rank_modes import Record, differences, reference
+from tests.rank_cases import FOUR, MORE, ROUGH, TWO
+from tests.rank_modes import Mode, Record, differences, reference
 from tests.rank_script import STATES
 
 ROOT = Path(__file__).resolve().parent.parent

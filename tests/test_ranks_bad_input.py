@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Adafactor, AdamW
@@ -32,7 +33,7 @@ from tests import quantized
 def group() -> Iterator[None]:
     dist.init_process_group(
         "gloo",
-        store=dist.HashStore(),
+        store=HashStore(),
         rank=0,
         world_size=1,
         timeout=datetime.timedelta(seconds=20),

@@ -45,14 +45,14 @@ def test_stages_read_what_was_gathered() -> None:
 def test_waits_stay_with_the_copy() -> None:
     line = parse("0PREFETCH@0 0F 1PREFETCH@0 1F", ranks=2)
     forward = line.forward
-    first, second = ops.nodes_of(forward, ops.prefetch)
+    _, second = ops.nodes_of(forward, ops.prefetch)
     (reader, _) = ops.nodes_of(forward, ops.forward)
     second.kwargs = {"after": (reader,)}
     schedule = insert_all_gather(line)
     _, part = ops.nodes_of(schedule.forward, ops.prefetch_shard)
-    assert [node.name for node in part.kwargs["after"]] == [reader.name]
+    after: Any = part.kwargs["after"]
+    assert [node.name for node in after] == [reader.name]
     assert not any("after" in n.kwargs for n in ops.nodes_of(schedule.forward, ops.all_gather))
-    del first
 
 
 @pytest.mark.parametrize("insert", [gathered, reduced])
