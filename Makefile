@@ -6,10 +6,12 @@
 #   make matrix   a fast part of the tests, on every version of torch that is supported
 #   make zoo      models of transformers, torchvision, timm and diffusers against the plain ones;
 #                 ARGS="--only t5", ARGS=--write (docs/zoo.md)
+#   make examples  the loops in examples/ with and without the one line, and the tests that need
+#                 Accelerate, PEFT, TRL, Lightning or bitsandbytes, which `make test` skips
 #   make lint     ruff and mypy --strict
 #   make bench    the benchmarks (an NVIDIA GPU)
 #   make format   ruff's formatter and its safe fixes
-#   make clean    remove .venv, .zoo, .matrix and every cache
+#   make clean    remove .venv, .zoo, .examples, .matrix and every cache
 #
 # Settings, each `make demo NAME=value`:
 #
@@ -17,6 +19,7 @@
 #   VENV     where it is made.
 #   ZOO      where `make zoo` makes its own: torchvision is built for one torch, and where that is
 #            another one than ours, transformers cannot be imported beside it.
+#   EXAMPLES  where `make examples` makes its own: the packages are many, and none is ours.
 #   TORCH    what pip installs when torch is missing, too old or too new. It goes in first and alone: left to
 #            the package's own requirement, pip takes the newest build, gigabytes of CUDA libraries
 #            on a machine that has no use for them. A path or URL of a wheel does as well.
@@ -32,6 +35,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ZOO ?= .zoo
+EXAMPLES ?= .examples
 TORCH ?= torch==2.13.0
 ARGS ?=
 
@@ -40,17 +44,24 @@ MATRIX ?= 2.11 2.12 2.13 2.14 2.15
 # Torch's private APIs, capture, numbers, gradients, the update: what a new version of torch breaks.
 FAST := $(wildcard tests/test_compat*.py) $(patsubst %,tests/test_%.py, \
 	captured numbers gradients shared_gradients step eviction proxies torch_compile)
+# Where other packages are skipped if they are not there; test_ecosystem needs a GPU.
+LOOPS := $(patsubst %,tests/test_%.py, \
+	examples quantized_bases micro_steps what_is_streamed released ecosystem)
 
 ifdef PY
 INSTALLED :=
 ZOO_PY = $(PY)
 ZOO_INSTALLED :=
+EXAMPLES_PY = $(PY)
+EXAMPLES_INSTALLED :=
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 ZOO_PY := $(ZOO)/bin/python
 ZOO_INSTALLED := $(ZOO)/.zoo
+EXAMPLES_PY := $(EXAMPLES)/bin/python
+EXAMPLES_INSTALLED := $(EXAMPLES)/.examples
 endif
 
 PYTHON_IS_NEW_ENOUGH = import sys; sys.version_info >= (3, 11) or sys.exit( \
@@ -68,7 +79,7 @@ TORCH_VERSION = import importlib.metadata as m; print(m.version("torch"))
 IN_PARALLEL = import importlib.util as u; \
 	print("-n auto --dist worksteal" if u.find_spec("xdist") else "")
 
-.PHONY: demo test thorough matrix zoo lint bench format clean
+.PHONY: demo test thorough matrix zoo examples lint bench format clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -98,6 +109,9 @@ matrix_python = $(or $(MATRIX_$(subst .,_,$1)),.matrix/$1)/bin/python
 zoo: $(ZOO_INSTALLED)
 	$(ZOO_PY) -m tests.zoo $(ARGS)
 
+examples: $(EXAMPLES_INSTALLED)
+	$(EXAMPLES_PY) -m pytest $$($(EXAMPLES_PY) -c '$(IN_PARALLEL)') $(ARGS) $(LOOPS)
+
 lint: $(INSTALLED)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -115,7 +129,7 @@ format: $(INSTALLED)
 	$(PY) -m ruff format .
 
 clean:
-	rm -rf $(VENV) $(ZOO) .matrix build megacompile.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ZOO) $(EXAMPLES) .matrix build megacompile.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find megacompile passes runtime tests examples benchmarks -name __pycache__ -exec rm -rf {} +
 
 $(VENV)/.installed: pyproject.toml
@@ -132,4 +146,10 @@ $(ZOO)/.zoo: pyproject.toml
 	$(MAKE) VENV=$(ZOO) $(ZOO)/.installed
 	$(ZOO)/bin/python -m pip install "torch==$$($(ZOO)/bin/python -c '$(TORCH_VERSION)')" \
 		--editable ".[zoo]"
+	touch $@
+
+$(EXAMPLES)/.examples: pyproject.toml
+	$(MAKE) VENV=$(EXAMPLES) $(EXAMPLES)/.installed
+	$(EXAMPLES)/bin/python -m pip install \
+		"torch==$$($(EXAMPLES)/bin/python -c '$(TORCH_VERSION)')" --editable ".[examples]"
 	touch $@

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megacompile import compat, log
+from megacompile.cost.ranks import agree, ranks_of_host, use_cores
 from megacompile.errors import ModelError, OptionError, OptionTypeError
 from megacompile.host_memory import budget_bytes, check_host_memory
 from megacompile.options import Activations, Head, Lowering, Options
@@ -230,12 +231,8 @@ def megacompile(
         check_optimizer(model, optimizer)
     if options.stochastic_rounding:
         warn_of_rounding(model)
-    if mesh is not None and checkpoint is not None:
-        raise OptionError(
-            "megacompile(): got checkpoint= with mesh=...; needed a model that has its values; "
-            "leave it out, and load with torch.distributed.checkpoint afterwards"
-        )
-    contents = _contents(model, checkpoint) if mesh is None else None
+    wanted = mesh is None or checkpoint is not None  # without one, `mesh` refuses what is on meta
+    contents = _contents(model, checkpoint) if wanted else None
     on_device = 0 if options.resident == 0 else _device_bytes(options)
     rows = host_rows(
         model,
@@ -245,9 +242,18 @@ def megacompile(
         ranks=options.ranks,
     )
     check_host_memory(rows, options.host_memory)
-    host_bytes = budget_bytes(held_bytes(model)) if options.device.type == "cuda" else None
+    host_bytes, agreed = None, None
+    if options.device.type == "cuda":
+        share = 1 if mesh is None else ranks_of_host(mesh)
+        host_bytes = budget_bytes(held_bytes(model), share=share)
+    if mesh is not None:
+        use_cores(mesh)
+        if options.device.type == "cuda":
+            agreed = agree(mesh, options.device)
+    if options.device.type == "cuda" and options.lowering is Lowering.INDUCTOR:
+        compat.start_compile_workers()  # they are ready when parameters have moved
     divide = functools.partial(find_units, compute_dtype=options.compute_dtype, ranks=options.ranks)
-    compiler = functools.partial(PassCompiler, options, host_bytes=host_bytes)
+    compiler = functools.partial(PassCompiler, options, host_bytes=host_bytes, agreed=agreed)
     with compat.on_host():
         streamed = StreamedModel(model, options, divide, compiler, contents)
     compat.set_compiled_call(model, streamed)

@@ -50,13 +50,14 @@ def check_host_memory(rows: Sequence[tuple[str, int]], limit_bytes: int | None =
     )
 
 
-def budget_bytes(held_bytes: int = 0) -> int:
+def budget_bytes(held_bytes: int = 0, *, share: int = 1) -> int:
     """Host memory that a model may take: what is free, and what it holds now, less a margin.
 
     Args:
         held_bytes: by the model, which gives it up for its buckets.
+        share: processes that do the same on this host: each has so much of what is free.
     """
-    free = available_bytes() + held_bytes
+    free = available_bytes() // share + held_bytes
     return max(0, free - max(MARGIN_BYTES, int(min(_SHARE * free, _SHARE_BYTES))))
 
 

@@ -84,6 +84,7 @@ class Options:
             recomputed.
         dynamic: whether sizes are symbols: from the start, never, or once they have changed (None).
         mesh: the ranks that share the model. Default: this process alone.
+        gpus: how many ranks a model that is only planned is shared by, on one host.
     """
 
     device: torch.device
@@ -109,11 +110,16 @@ class Options:
     activations: Activations = Activations.AUTO
     dynamic: bool | None = None
     mesh: DeviceMesh | None = None
+    gpus: int = 1
 
     @property
     def ranks(self) -> int:
-        """How many ranks have a part of each parameter."""
-        return 1 if self.mesh is None else self.mesh.size(self.mesh.ndim - 1)
+        """How many ranks have a part of each parameter.
+
+        With several, plans choose nothing that collectives depend on: ranks whose inputs have
+        other shapes, or that have other rates and budgets, must issue the same ones.
+        """
+        return self.gpus if self.mesh is None else self.mesh.size(self.mesh.ndim - 1)
 
     @property
     def rank(self) -> int:

@@ -10,10 +10,10 @@ that (`megacompile.cost.pageable`).
 from __future__ import annotations
 
 import contextlib
-import warnings
 
 import torch
 
+from megacompile import notices
 from megacompile.text import format_bytes
 
 
@@ -69,12 +69,11 @@ class PageLocks:
         if self._said:
             return
         self._said = True
-        warnings.warn(
+        notices.warn(
             f"megacompile: cudaHostRegister of {format_bytes(size_bytes)} failed with error "
             f"{error}, with {format_bytes(self.locked_bytes)} locked: memory that the "
             "system will not lock stays pageable, copies from and to it run at about half the "
-            "speed, and plans allow for that (said once)",
-            stacklevel=4,
+            "speed, and plans allow for that (said once)"
         )
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import nn
 
-from megacompile import compat
+from megacompile import compat, notices
 from megacompile.errors import ModelError, OptionError
 from megacompile.packed import leaves, packed_parameters
 
@@ -141,12 +139,11 @@ def warn_of_rounding(model: nn.Module) -> None:
     trained = [param for param in params if param.requires_grad] or params
     dtypes = sorted({str(param.dtype).removeprefix("torch.") for param in trained})
     if "bfloat16" not in dtypes:
-        warnings.warn(
+        notices.warn(
             "megacompile(): stochastic_rounding=True changes nothing: it is for bfloat16 "
             f"parameters, and those of {type(model).__name__} are {', '.join(dtypes)} (with "
             "compute_dtype=, too, the optimizer updates these); use model.bfloat16(), or leave it "
-            "out",
-            stacklevel=3,
+            "out"
         )
 
 

@@ -7,6 +7,7 @@ import io
 import re
 import sys
 import textwrap
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import megacompile as package
-from megacompile import ModelError, Schedule, megacompile, schedules, updates
+from megacompile import ModelError, Schedule, api, compat, megacompile, schedules, updates
 from megacompile.ir import ops
 from megacompile.options import Options
+from megacompile.runtime.model.streamed import StreamedModel
 from megacompile.runtime.ops import executor
 from megacompile.runtime.ops.executor import Executor
 from tests import inside
@@ -312,6 +314,31 @@ def test_eager_stages_need_no_compiling(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 # --- numbers
+
+
+@pytest.mark.parametrize(
+    "device, lowering", [("cuda", "inductor"), ("cuda", "eager"), ("cpu", "inductor")]
+)
+def test_the_workers_that_compile_start_before_parameters_move(
+    device: str, lowering: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of Inductor, for a GPU; then they are ready when stages are compiled."""
+    events = []
+
+    class Moving(StreamedModel):
+        def __init__(self, *args: Any) -> None:
+            events.append("parameters")
+            raise StopIteration
+
+    options = Options.resolve(device="cpu", lowering=lowering, resident=0)
+    options = replace(options, device=torch.device(device))
+    monkeypatch.setattr(Options, "resolve", lambda **_: options)
+    monkeypatch.setattr(compat, "start_compile_workers", lambda: events.append("workers"))
+    monkeypatch.setattr(api, "StreamedModel", Moving)
+    with pytest.raises(StopIteration):
+        megacompile(stack()[0])
+    started = (device, lowering) == ("cuda", "inductor")
+    assert events == (["workers", "parameters"] if started else ["parameters"])
 
 
 def test_a_step_has_the_plain_numbers() -> None:

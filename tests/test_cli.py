@@ -131,6 +131,11 @@ def test_trace_of_a_module(
         (["--save", "step.txt", "SCRIPT"], "--save step.txt: got the ending '.txt'; needed .json"),
         (["--save", "no/where.json", "SCRIPT"], "there is no folder 'no'"),
         (["EMPTY"], "megacompiled no model"),
+        (["-m", "nowhere"], "-m nowhere: there is no module of that name that can be run"),
+        (["-m", "nowhere.train"], "-m nowhere.train: there is no module"),
+        (["-m", "megacompile.nowhere"], "-m megacompile.nowhere: there is no module"),
+        (["-m", "megacompile.cli"], "(a package needs a __main__.py); run the command where"),
+        (["-m", ""], "-m : there is no module"),
     ],
 )
 def test_errors_are_one_line(
@@ -144,6 +149,16 @@ def test_errors_are_one_line(
     assert error.startswith("megacompile trace: ")
     assert text in error
     assert error.count("\n") == 1
+
+
+def test_a_package_that_lacks_another(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is the package's own."""
+    package = script.with_name("lacking")
+    package.mkdir()
+    (package / "__init__.py").write_text("import nowhere_to_be_found")
+    monkeypatch.chdir(script.parent)
+    with pytest.raises(ModuleNotFoundError, match="nowhere_to_be_found"):
+        main(["trace", "-m", "lacking.train"])
 
 
 def test_an_error_of_the_script_is_the_scripts(script: Path) -> None:
@@ -266,6 +281,10 @@ MISTAKES = [
     ["plan", "nowhere"],
     ["plan", "nowhere.json"],
     ["plan", "model.gguf"],
+    ["plan", "UNKNOWN"],
+    ["plan", "KNOWN", "--seq", "128"],
+    ["plan", "no_such_module:f"],
+    ["plan", "os.path:missing"],
     ["plan", "a:b", "--gpu", "tpu"],
     ["plan", "a:b", "--gpu-memory", "24"],
     ["plan", "a:b", "--host-memory", "much"],
@@ -273,24 +292,33 @@ MISTAKES = [
     ["demo", "--width", "33"],
     ["demo", "--nonsense"],
     ["trace", "nowhere.py"],
+    ["trace", "-m", "nowhere"],
     ["trace", "--save", "step.txt", "nowhere.py"],
     ["hardware", "--nonsense"],
 ]
 
 
-def test_mistakes_are_found_without_torch() -> None:
-    """Importing it takes seconds."""
+def test_mistakes_are_found_without_torch(tmp_path: Path) -> None:
+    """Importing it takes seconds; all of them together take less than one."""
+    pytest.importorskip("transformers")
+    config = {"model_type": "qwen2", "max_position_embeddings": 64}
+    for name, changed in {"KNOWN": {}, "UNKNOWN": {"model_type": "qwen33"}}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config | changed))
+    names = {name: str(tmp_path / name) for name in ("KNOWN", "UNKNOWN")}
+    mistakes = [[names.get(arg, arg) for arg in argv] for argv in MISTAKES]
     code = f"""
-import contextlib, io, sys
+import contextlib, io, sys, time
 from megacompile.cli import main
-for argv in {MISTAKES}:
+for argv in {mistakes}:
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         try:
             code = main(argv)
         except SystemExit as end:
             code = end.code
     assert code == (0 if "--help" in argv else 2), (argv, code)
-    assert "torch" not in sys.modules, argv
+    assert "torch" not in sys.modules and "transformers" not in sys.modules, argv
+assert time.process_time() < 1, time.process_time()
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 

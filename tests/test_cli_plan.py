@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from megacompile.cli import main, plan, target
+from megacompile.cli import main, plan, source, target
 from megacompile.cli.run_plan import _long
 from megacompile.options import Activations
 from megacompile.plan import chooser, planner
@@ -281,6 +282,33 @@ def test_three_model_types_are_named(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert len(nearest) == 3 and "llama" in nearest
 
 
+def test_every_model_type_is_known_without_transformers() -> None:
+    """Its list is read as text."""
+    import transformers
+
+    there = source._model_types(Path(transformers.__file__).parent)
+    assert there >= set(transformers.CONFIG_MAPPING.keys())
+
+
+def test_a_transformers_that_lists_its_types_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is asked itself."""
+    assert source._model_types(tmp_path) == set()
+    monkeypatch.setattr(source, "_TYPE_LISTS", ())
+    (tmp_path / "config.json").write_text('{"model_type": "qwen33"}')
+    assert main(["plan", str(tmp_path)]) == 2
+    assert "has no model_type 'qwen33'; nearest: qwen3, " in capsys.readouterr().err
+
+
+def test_without_transformers(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["plan", config]) == 2
+    assert "a config needs transformers: pip install" in capsys.readouterr().err
+
+
 def test_an_error_of_transformers_is_whole(
     config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -291,7 +319,7 @@ def test_an_error_of_transformers_is_whole(
         raise ValueError("Validation error for field 'hidden_size':\n  expected int, got str")
 
     monkeypatch.setattr(AutoConfig, "for_model", refuse)
-    assert main(["plan", config]) == 2
+    assert main(["plan", config, *SMALL]) == 2
     error = capsys.readouterr().err
     assert error.endswith(
         "transformers: ValueError: Validation error for field 'hidden_size':\n"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -187,3 +188,19 @@ def test_the_key_of_a_memory_format_is_its_name(monkeypatch: pytest.MonkeyPatch)
     with monkeypatch.context() as planted:
         planted.setattr(sys, "modules", {"other": other, **sys.modules})
         assert FxGraphCachePickler(module).dumps(torch.contiguous_format) == dumped
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+@pytest.mark.parametrize("wanted", ["1", "0"])
+def test_the_workers_that_compile_start_when_they_are_told_to(wanted: str, tmp_path: Path) -> None:
+    """They are asked for by the function that torch itself asks for them with."""
+    assert callable(compat.start_compile_workers)
+    program = (
+        "from torch._inductor.async_compile import AsyncCompile\n"
+        "from megacompile import compat\n"
+        "before = AsyncCompile.process_pool.cache_info().currsize\n"
+        "compat.start_compile_workers()\n"
+        "print(before, AsyncCompile.process_pool.cache_info().currsize)\n"
+    )
+    environment = {"TORCH_WARM_POOL": wanted, "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+    assert run(program, tmp_path, **environment).stdout.split() == ["0", wanted]

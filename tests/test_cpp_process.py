@@ -17,6 +17,7 @@ from torch.optim import SGD, AdamW, RMSprop
 
 from megacompile import compat, megacompile
 from megacompile.runtime.optim.adam import ADAM
+from megacompile.runtime.optim.blockwise import absmax_numel
 from megacompile.runtime.optim.twin import apply
 from megacompile.runtime.optim.update import Update
 from megacompile.runtime.step import hooks
@@ -52,6 +53,12 @@ def update_of(dtype: torch.dtype = torch.float32) -> Update:
     param, grad, m, v = (torch.rand(NUMEL, generator=generator).to(dtype) for _ in range(4))
     group = AdamW([torch.nn.Parameter(param)]).param_groups[0]
     return Update(param, grad, (m, v, None), ADAM.hyper(group, step=3))
+
+
+def update_in_8_bits() -> Update:
+    wide = update_of(torch.bfloat16)
+    codes = torch.zeros(NUMEL, dtype=torch.uint8), torch.zeros(absmax_numel(NUMEL))
+    return wide._replace(states=(codes, codes, None))
 
 
 def cloned(update: Update) -> Update:
@@ -120,6 +127,19 @@ def test_it_is_found_though_settings_have_changed(
     with torch._inductor.config.patch({"triton.unique_kernel_names": False}):
         assert rule.ready(update)
         assert not torch._inductor.config.triton.unique_kernel_names
+    assert compat.cache_counts().since(before) == (1, 0)
+
+
+@needs_compiler
+def test_it_is_found_whatever_was_captured_before(cold: Path) -> None:
+    """With states in 8 bits, too: their table is no constant of the graph, whose name would count
+    what Dynamo has done in this process."""
+    update, rule = update_in_8_bits(), Compiled(ADAM)
+    rule.expect(update)
+    rule.wait()
+    torch.compile(torch.sin, backend="eager")(torch.ones(3))
+    before = compat.cache_counts()
+    assert rule.ready(update)
     assert compat.cache_counts().since(before) == (1, 0)
 
 

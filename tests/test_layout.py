@@ -20,7 +20,7 @@ LINKED = ("passes", "runtime")  # top-level folders that are subpackages of mega
 
 # From the ground up: a module imports from its own floor and from those before it.
 FLOORS = (
-    ("errors", "text"),
+    ("errors", "notices", "text"),
     ("garbage", "host_memory", "page_locks", "sizes"),
     ("compat",),
     ("ir",),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from megacompile.runtime.params.bucket import HostBucket
 from tests.checkpoints import Net, changed_header, ids, on_meta, same, saved, values
 
 pytest.importorskip("safetensors")
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
@@ -559,3 +562,44 @@ def test_on_a_gpu_what_is_read_is_page_locked_and_trains(tmp_path: Path, residen
         for each in (reference, model)
     ]
     assert steps_of[0] == steps_of[1]
+
+
+_PEAK = """
+import sys
+from pathlib import Path
+from benchmarks.process_memory import status_bytes
+from megacompile import megacompile
+from tests.checkpoints import Net, on_meta
+
+megacompile(on_meta(layers=1), device="cpu")  # what a first call imports
+model = on_meta(layers=8, width=1024)
+Path("/proc/self/clear_refs").write_text("5")
+before = status_bytes("VmHWM")
+options = {"checkpoint": sys.argv[1]} if len(sys.argv) > 1 else {}
+megacompile(model, device="cpu", **options)
+print(status_bytes("VmHWM") - before, status_bytes("VmRSS") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("what", ["a checkpoint", "a checkpoint in other digits", "random numbers"])
+def test_at_the_peak_there_is_no_more_than_the_model(what: str, tmp_path: Path) -> None:
+    """Every tensor goes straight into its bucket."""
+    model = Net(layers=8, width=1024)
+    size = sum(param.nbytes for param in model.parameters())
+    if what == "a checkpoint in other digits":
+        model.bfloat16()  # one tensor at a time has a copy, in each of a few threads
+    save(model, tmp_path, max_shard_size="64MiB")
+    arguments = [] if what == "random numbers" else [str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-c", _PEAK, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    peak, steady = map(int, done.stdout.split()[-2:])
+    assert 0.9 * size < steady < 1.1 * size + 2**25
+    assert peak < 1.05 * steady + 2**25

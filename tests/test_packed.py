@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 
 import pytest
 import torch
@@ -77,6 +78,19 @@ def test_a_base_lies_in_its_bucket_and_has_no_gradients_nor_states(kind: str) ->
     assert {place.packed for place in layer.layout.params} == {True, False}
     assert {place.dtype for place in layer.layout.params} > {torch.float32}
     assert len(layer.grads) == 4
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_a_layer_that_is_frozen_whole_comes_and_never_goes(kind: str) -> None:
+    """No gradients, no states and no copies to the host."""
+    model = quantized.model(OWN[kind])
+    model.layers[0].requires_grad_(False)
+    megacompile(model, lowering="eager")
+    quantized.trained(model)
+    (schedule,) = schedules(model)
+    assert schedule.stages[1].name.endswith("layers.0")
+    assert set(re.findall(r"\b1[A-Z_]+", schedule.table())) == {"1PREFETCH", "1F"}
+    assert set(re.findall(r"\b2[A-Z_]+", schedule.table())) >= {"2OFFLOAD_GRAD", "2UPDATE"}
 
 
 @pytest.mark.parametrize("kind", OWN)

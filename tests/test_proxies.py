@@ -421,6 +421,20 @@ def test_gradients_go_to_the_parameters() -> None:
         assert equal(param.grad, found[name]), name
 
 
+def test_each_call_has_its_own_proxies_of_what_eager_code_uses() -> None:
+    """And of nothing else: a call of a model need not make hundreds of them."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    proxies = proxies_of(model)
+    seen: list[list[Tensor]] = []
+    for _ in range(3):
+        with swapped_in(proxies):
+            seen.append(list(model.parameters()))
+            model[1](torch.ones(2)).sum().backward()  # of two layers, one
+    first, second, third = seen
+    assert [a is b for a, b in zip(first, second, strict=True)] == [True, True, False, False]
+    assert [a is b for a, b in zip(second, third, strict=True)] == [True, True, False, False]
+
+
 def test_a_tied_parameter_has_one_gradient() -> None:
     model, inputs = tied()
     plain = copy.deepcopy(model)

@@ -18,13 +18,14 @@ from tests.quantized import Quantize
 
 Make = Callable[[], Quantize]
 IDS = torch.arange(16).view(2, 8)
+INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # its stubs lack it
 
 
-def torchao(name: str) -> Quantize:
+def torchao(name: str, **options: Any) -> Quantize:
     api = pytest.importorskip("torchao.quantization")
 
     def quantize(layer: nn.Linear) -> nn.Linear:
-        api.quantize_(layer, getattr(api, name)())
+        api.quantize_(layer, getattr(api, name)(**options))
         return layer
 
     return quantize
@@ -72,6 +73,7 @@ def bnb_8bit() -> Quantize:
 
 KINDS: dict[str, Make] = {
     "torchao int8": lambda: torchao("Int8WeightOnlyConfig"),
+    "torchao int4": lambda: torchao("IntxWeightOnlyConfig", weight_dtype=INT4),
     "torchao float8": lambda: torchao("Float8WeightOnlyConfig"),
     "torchao nf4": torchao_nf4,
     "bitsandbytes nf4": lambda: bnb_4bit(quant_type="nf4", compress_statistics=False),

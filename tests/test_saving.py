@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import os
@@ -206,6 +207,42 @@ def test_who_is_killed_leaves_the_old_one_or_none_or_the_new_one(
     assert seen >= {"old", "new"}
 
 
+@pytest.mark.parametrize("size", [2000, 10**9])
+@pytest.mark.parametrize("other", [{}, {"rms_norm_eps": 0.5}])
+def test_weights_never_meet_the_config_of_another_save(
+    other: dict[str, Any], size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`from_pretrained` would take it: the shapes are the same, and the numbers are not."""
+    config = configs()["qwen2"]
+    models = []
+    for k, changed in enumerate(({}, other)):
+        mine = copy.deepcopy(config)
+        mine.update(changed)
+        torch.manual_seed(k)
+        models.append(from_config(mine).eval())
+    tokens = torch.arange(8)[None]
+    logits = [model(tokens).logits for model in models]
+    save(models[0], tmp_path / "old", max_shard_size=size)
+    seen = set()
+    for place in range(100):
+        folder = tmp_path / str(place)
+        shutil.copytree(tmp_path / "old", folder)
+        if not _interrupted(place, models[1], folder, size, monkeypatch):
+            break
+        try:
+            found = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        except OSError as error:
+            assert "no file named" in str(error)
+            seen.add("none")
+            continue
+        (which,) = [k for k in (0, 1) if torch.equal(found.eval()(tokens).logits, logits[k])]
+        seen.add(("old", "new")[which])
+        save(models[1], folder, max_shard_size=size)
+        assert not any(name.endswith(".incomplete") for name in names(folder))
+    assert place > 4
+    assert seen == ({"old", "new"} if size > 2000 and not other else {"old", "none", "new"})
+
+
 class Killed(BaseException):
     """No `except Exception` sees it."""
 
@@ -216,17 +253,18 @@ def _interrupted(
     left = [place]
 
     def counted(stock: Any) -> Any:
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             if not left[0]:
                 raise Killed
             left[0] -= 1
-            return stock(*args)
+            return stock(*args, **kwargs)
 
         return call
 
     with monkeypatch.context() as patch:
         patch.setattr(saving, "_sync", counted(saving._sync))
         patch.setattr("os.replace", counted(os.replace))
+        patch.setattr(Path, "unlink", counted(Path.unlink))
         try:
             save(model, folder, max_shard_size=size)
         except Killed:

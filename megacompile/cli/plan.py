@@ -40,6 +40,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("target", metavar="TARGET", help="a config (folder or json), or package.module:function")
     add("--gpu", default="h200", help=f"{', '.join(NAMES)}; default: h200")
     default = "default: the GPU's, less 5 %% (4 GiB at most)"
+    add("--gpus", type=int, default=1, metavar="N", help="that share the model, on one host")
+    add(
+        "--interconnect",
+        type=float,
+        metavar="GB/S",
+        help="what one GPU gets from the others, with --gpus; default: NVLink's of the GPU",
+    )
     add("--gpu-memory", metavar="SIZE", help=f"20GiB, or 0.5 of it; {default}")
     add("--host-memory", metavar="SIZE", help="1.5TB, 128GiB; default: not known, or this one's")
     add("--disk", metavar="PATH", help="states and saved tensors may lie on this folder's disk")
@@ -50,7 +57,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="2.2/2.2: GB/s of reads and of writes, each alone; half of it each where both run; "
         "default: those that `hardware --disk PATH` has measured",
     )
-    add("--batch", type=int, default=16, metavar="N", help="sequences a step; default: 16")
+    add(
+        "--batch",
+        type=int,
+        default=16,
+        metavar="N",
+        help="sequences a step, of each GPU; default: 16",
+    )
     add("--seq", type=int, default=1024, metavar="N", help="tokens a sequence; default: 1024")
     add("--sweep", choices=["batch"], help="find the batch with the most tokens/s: 1, 2, 4, ...")
     add("--optimizer", choices=[*OPTIMIZERS], default="adamw", help="default: adamw")
@@ -75,17 +88,21 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         OptionError: an option, or what TARGET names.
     """
-    for name in ("batch", "seq", "tokens"):
+    for name in ("batch", "seq", "tokens", "gpus"):
         if not getattr(args, name) >= 1:
             raise OptionError(f"--{name} {getattr(args, name)}: needed 1 or more")
     gpu = args.gpu.lower()
     if gpu not in NAMES:
         raise OptionError(f"--gpu {args.gpu}: needed one of {', '.join(NAMES)}")
+    if args.interconnect is not None and not (args.interconnect > 0 and args.gpus > 1):
+        raise OptionError(
+            f"--interconnect {args.interconnect:g}: needed GB/s, more than 0, and --gpus 2 or more"
+        )
     hardware = of_sheet(gpu)  # None: this machine, which torch is asked for
     host_memory(args, 2**40 if hardware is None else hardware.host_bytes)
     device_memory(args, 2**40 if hardware is None else hardware.device_bytes)
     disk(args)
-    source.parse(args.target)
+    source.check(args.target, seq=args.seq)
 
 
 def host_memory(args: argparse.Namespace, there_bytes: int | None) -> int | None:

@@ -44,13 +44,14 @@ class Answer:
     explained: Explanation
     why_not: tuple[str, ...]  # it does not fit; empty if it does, as far as is known
     planning_s: float
+    gpus: int  # that do as much, each
     active: int  # parameters that a token passes: not the experts that it does not choose
 
     @property
     def tokens_s(self) -> float | None:
         """Tokens a second."""
         tokens = self.target.tokens
-        return None if tokens is None else tokens / self.explained.step_s
+        return None if tokens is None else self.gpus * tokens / self.explained.step_s
 
     @property
     def tflop_s(self) -> float | None:
@@ -64,6 +65,7 @@ class Answer:
         return {
             "target": self.target.name,
             "batch": self.batch,
+            "gpus": self.gpus,
             "tokens_a_step": self.target.tokens,
             "active_parameters": self.active,
             "fits": not self.why_not,
@@ -83,7 +85,9 @@ def run(args: argparse.Namespace) -> int:
     hardware = known(args.gpu)
     if (host_bytes := plan.host_memory(args, hardware.host_bytes)) is not None:
         hardware = hardware.replace(host_bytes=host_bytes)
-    hardware = _with_disk(hardware, plan.disk(args))
+    hardware = _with_disk(hardware, plan.disk(args)).shared_by(args.gpus)
+    if args.interconnect is not None:
+        hardware = hardware.replace(interconnect_gb_s=args.interconnect)
     answers = _sweep(args, hardware) if args.sweep else [_answer(args, hardware, args.batch)]
     fitting = [answer for answer in answers if not answer.why_not]
     best = max(fitting or answers[:1], key=lambda answer: answer.tokens_s or 0.0)
@@ -160,7 +164,8 @@ def _answer(args: argparse.Namespace, hardware: Hardware, batch: int) -> Answer:
     active = made.parameters
     if made.tokens is not None:
         active = active_parameters(now.schedules, active, made.tokens)
-    return Answer(made, batch, explained, why_not(now), time.perf_counter() - start, active)
+    planning_s = time.perf_counter() - start
+    return Answer(made, batch, explained, why_not(now), planning_s, args.gpus, active)
 
 
 def _options(args: argparse.Namespace, made: Target, hardware: Hardware) -> Options:
@@ -178,7 +183,7 @@ def _options(args: argparse.Namespace, made: Target, hardware: Hardware) -> Opti
         optimizer=optimizer,
         activations=args.activations,
     )
-    disk = plan.disk(args)
+    options, disk = replace(options, gpus=args.gpus), plan.disk(args)
     if disk is None:
         return options
     return replace(options, disk=disk.folder, disk_memory=disk.free_bytes)  # it may be elsewhere
@@ -219,9 +224,12 @@ def _text(answer: Answer, args: argparse.Namespace) -> str:
     if answer.active != made.parameters:
         active = f" ({answer.active / 1e9:,.3g} B active a token)"
     dtypes = dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in made.model.parameters())
+    machine = f"one {explained.hardware}"
+    if args.gpus > 1:
+        machine = f"each of {args.gpus} {explained.hardware}; memory is that of one GPU's part"
     lines = [
         f"{made.name}: {made.parameters / 1e9:,.3g} B parameters{active}, {' and '.join(dtypes)}",
-        f"{made.shape} a step, {args.optimizer}{where}{states}, on one {explained.hardware}",
+        f"{made.shape} a step, {args.optimizer}{where}{states}, on {machine}",
         *([made.note] if made.note else []),
         "",
         *_verdict(answer),
@@ -256,9 +264,14 @@ def _speed(answer: Answer, tokens: float) -> list[str]:
     rows.append(["its time depends on", explained.bounds_text()])
     if (rate := answer.tokens_s) is not None:
         rows.append(["tokens/s", f"{rate:,.0f}"])
-        rows.append(["TFLOP/s by 6NT", f"{answer.tflop_s:,.3g}"])
+        rows.append(["TFLOP/s by 6NT", _figures(answer.tflop_s or 0.0)])
         rows.append([f"{tokens:g} tokens take".replace("e+", "e"), _long(tokens / rate)])
     return columns(rows, left=(0, 1)).splitlines()
+
+
+def _figures(value: float) -> str:
+    """Three figures, or all in front of the point."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:,.3g}"
 
 
 def _long(seconds: float) -> str:
@@ -276,7 +289,7 @@ def _sweep_table(answers: list[Answer]) -> str:
                 str(each.batch),
                 duration(each.explained.step_s),
                 f"{each.tokens_s or 0:,.0f}",
-                f"{each.tflop_s or 0:,.3g}",
+                _figures(each.tflop_s or 0.0),
                 format_bytes(each.explained.device.needed_bytes),
                 "no" if each.why_not else "yes",
             ]

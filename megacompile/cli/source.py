@@ -1,19 +1,35 @@
-"""What the target of a command names: a config, or a function. torch is not needed to say that."""
+"""What the target of a command names: a config, or a function. torch is not needed to say that.
+
+Nor is transformers, to say that it has no such model: importing it takes seconds, since it imports
+torch. Its list of model types is read as text.
+"""
 
 from __future__ import annotations
 
+import difflib
+import importlib
+import importlib.metadata
+import importlib.util
 import json
+import re
+import sys
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megacompile.errors import OptionError
+from megacompile.errors import MissingExtraError, OptionError
 
 # Files that people have at hand in place of a config.
 _WEIGHTS = {
     ".gguf": "a GGUF file: quantized weights for inference",
     **dict.fromkeys((".safetensors", ".bin", ".pt", ".pth", ".ckpt"), "a file of weights"),
 }
+
+_NEAREST = 3  # model types that are named where one is not known
+# Where transformers lists its model types (4.50 to 5.24), and how.
+_TYPE_LISTS = ("models/auto/auto_mappings.py", "models/auto/configuration_auto.py")
+_TYPE = re.compile(r'"([^"]+)"[,:] "\w+Config"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +69,84 @@ def parse(text: str) -> Config | Function:
             f"{text!r} is no folder with a config.json, no json file, no package.module:function"
         )
     return Function(module, function)
+
+
+def check(text: str, *, seq: int) -> None:
+    """Refuse what `text` names, as far as can be said at once. A function's module is imported.
+
+    Args:
+        text: as for `parse`.
+        seq: tokens a sequence.
+
+    Raises:
+        OptionError: no such target, model type or function, or a sequence that is too long.
+        MissingExtraError: transformers is not installed, and a config needs it.
+    """
+    named = parse(text)
+    if isinstance(named, Function):
+        function(text, named)
+        return
+    spec = importlib.util.find_spec("transformers")
+    if spec is None:
+        raise needs_transformers()
+    if spec.origin and "transformers" not in sys.modules:  # loaded, it may have been given others
+        types = _model_types(Path(spec.origin).parent)
+        if types and named.model_type not in types:
+            raise unknown_type(named, types, importlib.metadata.version("transformers"))
+    check_length(seq, named.values.get("max_position_embeddings"))
+
+
+def _model_types(package: Path) -> set[str]:
+    """Those that transformers lists; none where its files are others than those that are known."""
+    files = (package / name for name in _TYPE_LISTS)
+    return {name for file in files if file.is_file() for name in _TYPE.findall(file.read_text())}
+
+
+def needs_transformers() -> MissingExtraError:
+    """The error where it is not installed."""
+    return MissingExtraError("a config needs transformers: pip install transformers")
+
+
+def unknown_type(named: Config, types: Collection[str], version: str) -> OptionError:
+    """The error of a config whose model type transformers does not have."""
+    near = difflib.get_close_matches(named.model_type, types, n=_NEAREST, cutoff=0.0)
+    return OptionError(
+        f"{named.file}: transformers {version} has no model_type {named.model_type!r}; nearest: "
+        f"{', '.join(near)}"
+    )
+
+
+def check_length(seq: int, longest: object) -> None:
+    """Refuse sequences that are longer than the config's positions, where it says how many.
+
+    Raises:
+        OptionError: they are.
+    """
+    if isinstance(longest, int) and seq > longest:
+        raise OptionError(f"--seq {seq}: the config has max_position_embeddings {longest}")
+
+
+def function(text: str, named: Function) -> Callable[..., Any]:
+    """The function that a target names. Its module is imported.
+
+    Raises:
+        OptionError: the module cannot be imported, or has no such function.
+    """
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(named.module), named.name, None)
+    except Exception as error:  # the user's code
+        raise OptionError(f"{text}: cannot import {named.module}: {first_line(error)}") from None
+    finally:
+        sys.path.pop(0)
+    if not callable(found):
+        raise OptionError(f"{text}: {named.module} has no function {named.name!r}")
+    return found  # type: ignore[no-any-return]
+
+
+def first_line(error: Exception) -> str:
+    """An error of the user's code in one line."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _config(file: Path) -> Config:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import inspect
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +12,7 @@ from torch import Tensor, nn
 
 from megacompile.cli import source
 from megacompile.cli.source import Config, Function
-from megacompile.errors import MissingExtraError, OptionError
-
-_NEAREST = 3  # model types that are named where one is not known
+from megacompile.errors import OptionError
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,22 +68,16 @@ def _of_config(named: Config, batch: int, seq: int, dtype: torch.dtype) -> Targe
     try:
         from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, __version__
     except ImportError:
-        raise MissingExtraError("a config needs transformers: pip install transformers") from None
+        raise source.needs_transformers() from None
     if kind not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(kind, CONFIG_MAPPING.keys(), n=_NEAREST, cutoff=0.0)
-        raise OptionError(
-            f"{file}: transformers {__version__} has no model_type {kind!r}; nearest: "
-            f"{', '.join(near)}"
-        )
+        raise source.unknown_type(named, CONFIG_MAPPING.keys(), __version__)
     try:
         config = AutoConfig.for_model(kind, **named.values)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # whatever a config's values lead to
         raise OptionError(f"{file}: transformers: {type(error).__name__}: {error}") from None
-    longest = getattr(config, "max_position_embeddings", None)
-    if isinstance(longest, int) and seq > longest:
-        raise OptionError(f"--seq {seq}: the config has max_position_embeddings {longest}")
+    source.check_length(seq, getattr(config, "max_position_embeddings", None))
     _cast(model, dtype)
     tokens = torch.empty(batch, seq, dtype=torch.int64, device="meta")
     return Target(
@@ -106,14 +94,14 @@ def _of_config(named: Config, batch: int, seq: int, dtype: torch.dtype) -> Targe
 def _of_function(
     text: str, named: Function, batch: int, seq: int, dtype: torch.dtype | None
 ) -> Target:
-    make = _function(text, named.module, named.name)
+    make = source.function(text, named)
     sizes = {"batch": batch, "seq": seq}
     known = inspect.signature(make).parameters
     try:
         with torch.device("meta"):
             made = make(**{name: size for name, size in sizes.items() if name in known})
     except Exception as error:  # the user's code
-        raise OptionError(f"{text}: {_first_line(error)}") from None
+        raise OptionError(f"{text}: {source.first_line(error)}") from None
     parts = made if isinstance(made, tuple) else (made,)
     model = parts[0]
     if not isinstance(model, nn.Module) or len(parts) > 3:
@@ -135,25 +123,8 @@ def _of_function(
     return Target(text, model, args, kwargs, None, "inputs as the function gives them")
 
 
-def _function(text: str, module: str, function: str) -> Callable[..., Any]:
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        found = getattr(importlib.import_module(module), function, None)
-    except Exception as error:  # the user's code
-        raise OptionError(f"{text}: cannot import {module}: {_first_line(error)}") from None
-    finally:
-        sys.path.pop(0)
-    if not callable(found):
-        raise OptionError(f"{text}: {module} has no function {function!r}")
-    return found  # type: ignore[no-any-return]
-
-
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
     """Parameters alone: buffers such as rotary frequencies stay as the model made them."""
     for param in model.parameters():
         if param.is_floating_point():
             param.data = param.data.to(dtype)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -14,6 +14,9 @@ A saved trace can be read again, also on another machine. Its last whole step is
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from megacompile.cli import outputs
@@ -50,6 +53,33 @@ def check(args: argparse.Namespace) -> None:
     """Refuse what cannot be run, before torch is imported."""
     if args.step < 1:
         raise OptionError(f"--step {args.step}: needed 1 or more")
-    if not args.module and not Path(args.script).is_file():
+    if args.module:
+        _check_module(args.script)
+    elif not Path(args.script).is_file():
         raise OptionError(f"there is no file {args.script!r} (for a module's name, give -m)")
     outputs.check(args.save)
+
+
+def _check_module(name: str) -> None:
+    """Refuse what `python -m` could not run. The packages that a module is in are imported."""
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = _spec(name)
+        if found is not None and found.submodule_search_locations is not None:  # a package
+            found = _spec(f"{name}.__main__")
+    finally:
+        sys.path.pop(0)
+    if found is None:
+        raise OptionError(
+            f"-m {name}: there is no module of that name that can be run (a package needs a "
+            "__main__.py); run the command where `import` finds it, or give a file without -m"
+        )
+
+
+def _spec(name: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(name)
+    except (ModuleNotFoundError, ValueError) as error:  # ValueError: "a..b", ""
+        if isinstance(error, ModuleNotFoundError) and not f"{name}.".startswith(f"{error.name}."):
+            raise  # a package that it is in lacks something else
+        return None

@@ -91,6 +91,7 @@ from megacompile.compat.inductor import (
     mark_must_recompute,
     mark_must_save,
     split_joint,
+    start_compile_workers,
 )
 from megacompile.compat.modules import (
     APPLY,
@@ -363,6 +364,7 @@ __all__ = [
     "sharded_parameter",
     "side_stream",
     "split_joint",
+    "start_compile_workers",
     "step_without_hooks",
     "storage_key",
     "storage_users",

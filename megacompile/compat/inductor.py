@@ -10,7 +10,7 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
-from torch._inductor import cpp_builder
+from torch._inductor import async_compile, cpp_builder
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -79,6 +79,15 @@ def compile_inductor(
     with tracing(context):
         compiled: Callable[..., Any] = torch._inductor.compile(module, list(inputs))
     return compiled
+
+
+def start_compile_workers() -> None:  # torch 2.11 to 2.15
+    """Let the processes start that Inductor compiles kernels in, unless the user has said no.
+
+    They take seconds to import torch. Until one is ready, Inductor compiles one kernel after the
+    other in this process.
+    """
+    async_compile.maybe_warm_pool()
 
 
 def has_cpp_compiler() -> bool:  # torch 2.11 to 2.15

@@ -52,19 +52,20 @@ def like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:  # torch 2.1
     if not is_sharded(tensor):
         return part
     spec: Any = tensor._spec  # type: ignore[attr-defined]
-    made: Any = _DTENSOR[0]
-    plain = type(part) is torch.Tensor
-    looks = part if plain else torch.empty(1, dtype=part.dtype, device=part.device)
-    found: torch.Tensor = made.from_local(
-        looks if plain else looks.expand(part.shape),  # it makes a view: of a subclass, a copy
-        spec.mesh,
-        spec.placements,
-        run_check=False,
-        shape=spec.shape,
-        stride=spec.stride,
+    return _over(part, spec.mesh, spec.placements, spec.shape, spec.stride)
+
+
+def _over(
+    part: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: Any, stride: Any
+) -> torch.Tensor:  # torch 2.11 to 2.15
+    """A DTensor over this very tensor: `DTensor.from_local` would move it to the mesh's devices."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    meta = TensorMeta(torch.Size(shape), tuple(stride), part.dtype)
+    made: Any = use_dtensor()
+    found: torch.Tensor = made(
+        part, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False
     )
-    if not plain:
-        _LOCAL[0].__set__(found, part)
     return found
 
 
@@ -77,11 +78,8 @@ def sharded_parameter(
     requires_grad: bool,
 ) -> nn.Parameter:  # torch 2.11 to 2.15
     """A parameter of a shape of which this rank has `part`."""
-    made: Any = use_dtensor()
     strides = torch.empty(shape, device="meta").stride()
-    whole = made.from_local(
-        part.detach(), mesh, placements, run_check=False, shape=shape, stride=strides
-    )
+    whole = _over(part.detach(), mesh, placements, shape, strides)
     return nn.Parameter(whole, requires_grad=requires_grad)
 
 
@@ -91,13 +89,16 @@ def mesh_of(tensor: torch.Tensor) -> Any:  # torch 2.11 to 2.15
     return spec.mesh
 
 
-def distributed(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:  # torch 2.11 to 2.15
+def distributed(value: torch.Tensor, like_: torch.Tensor) -> torch.Tensor:  # torch 2.11 to 2.15
     """A tensor that every rank has whole, laid out over ranks as a DTensor: nothing is sent."""
-    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor import Replicate
 
-    spec: Any = like._spec  # type: ignore[attr-defined]
-    part = local(like)
-    return distribute_tensor(value.to(part.device), spec.mesh, spec.placements, src_data_rank=None)
+    spec: Any = like_._spec  # type: ignore[attr-defined]
+    everywhere = [Replicate()] * spec.mesh.ndim
+    whole: Any = _over(value.detach(), spec.mesh, everywhere, value.shape, value.stride())
+    with torch.no_grad():
+        part: torch.Tensor = local(whole.redistribute(placements=spec.placements))
+    return like(like_, part.to(local(like_).device))
 
 
 def whole(like_: torch.Tensor, part: torch.Tensor) -> torch.Tensor:  # torch 2.11 to 2.15
@@ -112,16 +113,15 @@ def averaged(gradient: torch.Tensor, param: torch.Tensor) -> torch.Tensor:  # to
     from torch.distributed.tensor import Partial
 
     spec: Any = param._spec  # type: ignore[attr-defined]
-    made: Any = _DTENSOR[0]
+    sums = [Partial()] * spec.mesh.ndim
     with torch.no_grad():
-        partial = made.from_local(
-            gradient / spec.mesh.size(), spec.mesh, [Partial()] * spec.mesh.ndim, run_check=False
-        )
+        mine = gradient / spec.mesh.size()
+        partial: Any = _over(mine, spec.mesh, sums, mine.shape, mine.stride())
         mean = partial.redistribute(placements=spec.placements)
         return like(param, local(mean).to(local(param).device))
 
 
-# torch 2.14 gave these collectives other names
+# torch 2.13 gave these collectives other names
 ALL_GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 

@@ -40,6 +40,7 @@ class Hardware:
     disk_read_both_gb_s: float | None = None  # while it is written too
     disk_write_both_gb_s: float | None = None
     interconnect_gb_s: float = math.inf  # of a collective: what one rank gets from the others
+    collective_s: float = 0.0  # of a collective, whatever its size
 
     def replace(self, **changes: Any) -> Hardware:
         """The same machine with other figures: `h200.replace(host_bytes=256 * 2**30)`.
@@ -59,10 +60,21 @@ class Hardware:
                 )
         return replace(self, **changes)
 
+    def shared_by(self, ranks: int) -> Hardware:
+        """What one of several ranks on this host counts on: a GPU of its own, and a share of the
+        host's memory, of its bandwidth, and of the cores that update."""
+        if ranks == 1:
+            return self
+        share = {name: getattr(self, name) for name in ("host_memory_gb_s", "update_gb_s")}
+        host_bytes = None if self.host_bytes is None else self.host_bytes // ranks
+        changes: dict[str, Any] = {name: rate / ranks for name, rate in share.items()}
+        return replace(self, host_bytes=host_bytes, **changes)
+
 
 def least(name: str) -> float:
     """The smallest figure of this name that there can be."""
-    return 0.0 if name in ("launch_s", "copy_s", "locked_bytes") else 1e-12
+    zero = ("launch_s", "copy_s", "locked_bytes", "collective_s")
+    return 0.0 if name in zero else 1e-12
 
 
 H200 = Hardware(
@@ -75,11 +87,12 @@ H200 = Hardware(
     host_memory_gb_s=150.0,
     update_gb_s=125.0,
     device_bytes=139 * 2**30,
+    interconnect_gb_s=395.0,
 )
 """One H200 on PCIe 5 with 16 CPU cores, on torch 2.11 with CUDA 13.
 
 Measured: copies, matmul, memory, host memory, the update (0.18 s per billion parameters of 22
-bytes). Fitted to whole steps (benchmarks/results): `sustained`, that is, to one layer's forward,
-recompute and backward in 48 ms, and `attention_share`, to those of 28 layers at 131072 tokens in
-39.5 s. fp32 is of the data sheet (67 TFLOP/s).
+bytes), a gather over NVLink. Fitted to whole steps (benchmarks/results): `sustained`, that is, to
+one layer's forward, recompute and backward in 48 ms, and `attention_share`, to those of 28 layers
+at 131072 tokens in 39.5 s. fp32 is of the data sheet (67 TFLOP/s).
 """

@@ -22,7 +22,7 @@ from megacompile.cost.ops import analysis_of
 from megacompile.cost.optimizer import OptimizerCost, chunks_bytes
 from megacompile.cost.places import flat_bytes, state_bytes, stored_bytes, stored_weights_bytes
 from megacompile.ir import ops
-from megacompile.ir.buckets import Bucket
+from megacompile.ir.buckets import Bucket, largest_shard
 from megacompile.ir.inputs import elsewhere
 from megacompile.ir.ops import Part, Value
 from megacompile.ir.ops.sizes import value_bytes
@@ -138,7 +138,8 @@ def _micro_batch_bytes(schedules: Sequence[Schedule], cost: OptimizerCost) -> in
     for schedule in schedules:
         for bucket in _accumulated(schedule):
             if bucket.key in schedule.plan.resident:
-                params = [bucket.params[i] for i in schedule.gradient_params[bucket.key]]
+                mine = largest_shard(bucket)
+                params = [mine.params[i] for i in schedule.gradient_params[bucket.key]]
                 size = sum(param.numel * cost.grad_of(param.dtype.itemsize) for param in params)
                 found[bucket.key] = max(int(size), found.get(bucket.key, 0))
     return sum(found.values())
@@ -242,7 +243,7 @@ class _Replay:
         """Of new parameters as they are streamed, where an update makes them beside the masters."""
         if self.cost.master_bytes is None or ops.effects(updated).fills is None:
             return 0
-        bucket: Bucket = ops.arguments(updated)[0]
+        bucket = largest_shard(ops.arguments(updated)[0])
         params = (bucket.params[i] for i in schedule.gradient_params[bucket.key])
         return sum(param.size_bytes for param in params)
 
@@ -428,6 +429,7 @@ def streamed_bytes(
         trained: indices of the parameters that get a gradient.
         accumulates: gradients of micro-batches wait for an update in a later backward.
     """
+    bucket = largest_shard(bucket)
     found = {Kind.PARAMETERS: bucket.size_bytes}
     masters = cost.master_bytes
     if masters is not None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megacompile.ir.buckets import Bucket
+from megacompile.ir.buckets import Bucket, largest_shard
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Options
 from megacompile.runtime.optim.registry import rule_of
@@ -98,6 +98,7 @@ class OptimizerCost:
 
         Gradients of micro-batches, which an update in the backward waits for, are not counted.
         """
+        bucket = largest_shard(bucket)
         masters = (self.master_bytes or 0.0) * sum(param.numel for param in bucket.params)
         size = bucket.size_bytes + masters  # frozen parameters have a master too
         for param in (bucket.params[i] for i in trained):
@@ -147,7 +148,8 @@ def updates(schedule: Schedule, optimizer: OptimizerCost) -> list[UpdateCost]:
     trained = schedule.gradient_params
     found = []
     for bucket in schedule.buckets:
-        params = [bucket.params[i] for i in trained.get(bucket.key, ())]
+        mine = largest_shard(bucket)
+        params = [mine.params[i] for i in trained.get(bucket.key, ())]
         updated = gradient = copy = 0.0
         for param in params:
             item = param.dtype.itemsize

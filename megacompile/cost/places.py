@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from megacompile.cost.optimizer import EIGHT_BITS, OptimizerCost
-from megacompile.ir.buckets import ALIGNMENT_BYTES, Bucket
+from megacompile.ir.buckets import ALIGNMENT_BYTES, Bucket, largest_shard
 from megacompile.ir.mirror import mirrored
 from megacompile.runtime.optim.blockwise import absmax_numel, quantizes
 
@@ -54,7 +54,7 @@ def stored_bytes(bucket: Bucket, trained: Iterable[int], cost: OptimizerCost) ->
     Args:
         trained: indices of the parameters that get a gradient.
     """
-    size = 0
+    size, bucket = 0, largest_shard(bucket)
     for param in (bucket.params[i] for i in trained if cost.states):
         if cost.state_bytes != EIGHT_BITS:
             each = math.ceil(param.numel * cost.states_of(param.dtype.itemsize) / cost.states)

@@ -7,12 +7,12 @@ import math
 import os
 import platform
 import tempfile
-import warnings
 from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
 
+from megacompile import notices
 from megacompile.cost.disk import DiskRates, measure_disk
 from megacompile.cost.hardware import Hardware, least
 from megacompile.cost.probe import measure
@@ -117,10 +117,9 @@ def _keep(path: Path | None, text: str) -> None:
             file.write(text)
         os.replace(file.name, path)
     except OSError as error:
-        warnings.warn(
+        notices.warn(
             f"megacompile: the machine's rates cannot be kept ({error}), and are measured anew by "
-            "each process; set XDG_CACHE_HOME to a directory that can be written",
-            stacklevel=3,
+            "each process; set XDG_CACHE_HOME to a directory that can be written"
         )
 
 

@@ -14,6 +14,7 @@ Four things are waited for that no edge shows, because the host issues the ops:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -24,7 +25,7 @@ from megacompile.cost.ops import copies_of, node_s
 from megacompile.cost.optimizer import OptimizerCost, UpdateCost, updates
 from megacompile.cost.queues import COMPUTE, D2H, H2D, HOST, READ, STREAMS, Queues, Work
 from megacompile.ir import ops
-from megacompile.ir.buckets import Bucket
+from megacompile.ir.buckets import Bucket, largest_shard
 from megacompile.ir.inputs import on_disk
 from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
@@ -216,6 +217,8 @@ class _Graph:
             return self._update(ops.arguments(node)[0], queue)
         if op.stored is not None:
             return op.stored(node)
+        if op.gathered is not None:
+            return self._exchanged(node)
         if queue != COMPUTE:
             return self._copy(self._moved_bytes(node), copies_of(node))
         if op.code is None:
@@ -240,8 +243,8 @@ class _Graph:
         if not isinstance(subject, Bucket):
             return size
         plan = self.schedule.plan
-        if Part.WEIGHTS in op.reads and subject.key in plan.device_update:
-            return 0  # the device made them, and has them still
+        if Part.WEIGHTS in op.reads and subject.key in plan.device_update | plan.resident:
+            return 0  # the device made them, and has them still; or they live there
         if Part.GRADIENTS in (*op.reads, *op.writes) and subject.key in plan.resident:
             return 0
         if Part.STATES in op.reads and not ops.arguments(node)[2]:  # masters
@@ -252,8 +255,19 @@ class _Graph:
         """Bytes, with those that could have been copied while copies were set up."""
         return size_bytes + copies * self.hardware.copy_s * self.hardware.h2d_gb_s * 1e9
 
+    def _exchanged(self, node: fx.Node) -> float:
+        """Bytes that a rank gets from the others in a collective, and what those of setting it up
+        would have been."""
+        op = ops.effects(node)
+        ranks: int = ops.arguments(node)[0].ranks
+        assert op.gathered is not None
+        rate, start_s = self.hardware.interconnect_gb_s * 1e9, self.hardware.collective_s
+        start = start_s * rate if rate != math.inf else 0.0
+        return op.gathered(node) * (ranks - 1) / ranks + start
+
     def _param_bytes(self, bucket: Bucket) -> int:
-        return sum(bucket.params[i].size_bytes for i in self.trained.get(bucket.key, ()))
+        mine = largest_shard(bucket)
+        return sum(mine.params[i].size_bytes for i in self.trained.get(bucket.key, ()))
 
 
 class Script:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -122,6 +123,12 @@ class Bucket:
 
     def __repr__(self) -> str:
         return f"bucket_{self.suffix}"
+
+
+@functools.lru_cache(maxsize=4096)
+def largest_shard(bucket: Bucket) -> Bucket:
+    """What a rank has of a bucket, at most; the bucket itself where there is one rank."""
+    return bucket.shard(0)
 
 
 def _aligned(size_bytes: int) -> int:

@@ -9,12 +9,12 @@ buckets are there, which finds what was found before.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from megacompile import notices
 from megacompile.cost.memory import Kind, streamed_bytes
 from megacompile.cost.places import stored_bytes, stored_weights_bytes
 from megacompile.errors import DeviceMemoryError, HostMemoryError
@@ -199,7 +199,7 @@ class Chooser:
                 and options.device_update is None
                 and self.setting.on_gpu
             ),
-            slots=options.slots is None,
+            slots=options.slots is None and options.ranks == 1,
         )
 
     def _others(self, stages: Schedule, own: frozenset[int]) -> tuple[Schedule, ...]:
@@ -223,11 +223,10 @@ class Chooser:
         for states in range(assumed - 1, -1, -1):
             less = replace(problem, optimizer=self.setting.cost(states=states))
             if (found := self._search(less)) is not None:
-                warnings.warn(
+                notices.warn(
                     f"megacompile: host memory ({format_bytes(problem.host_budget_bytes)}) does "
                     f"not hold {assumed} optimizer states a parameter, which AdamW has; it holds "
-                    f"{states}. A step that needs more is refused; state_dtype='int8' needs less",
-                    stacklevel=2,
+                    f"{states}. A step that needs more is refused; state_dtype='int8' needs less"
                 )
                 return found
         return None
@@ -305,6 +304,8 @@ class Chooser:
         streamed = [b for b in schedule.buckets if b.key not in placement.resident]
         if len(streamed) <= options.least_slots:
             return len(streamed)  # each has a slot anyway
+        if options.ranks > 1:
+            return 0  # see `Options.ranks`
         if options.slots is not None:
             return max(0, options.slots - options.lookahead - 1)
         if not options.plans or self._no_stay:

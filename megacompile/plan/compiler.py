@@ -39,6 +39,7 @@ class PassCompiler:
         budget_bytes: device memory that plans may use. None: what the user said, or what is free.
         host_bytes: host memory that the model may take. None: what the user said, or not known.
         templates: code that was traced already.
+        agreed: the slowest rates of the ranks that share the model.
     """
 
     def __init__(
@@ -50,8 +51,9 @@ class PassCompiler:
         budget_bytes: int | None = None,
         host_bytes: int | None = None,
         templates: TemplateCache | None = None,
+        agreed: Hardware | None = None,
     ) -> None:
-        self.setting = Setting(options, hardware, host_bytes)
+        self.setting = Setting(options, hardware, host_bytes, agreed)
         self.pipeline = Pipeline(self.setting, units, templates)
         self.budget = Budget(self.setting, budget_bytes)
         self.chooser = Chooser(self.setting, self.pipeline, self.budget)
@@ -80,6 +82,7 @@ class PassCompiler:
             budget_bytes=budget_bytes,
             host_bytes=self.setting.host_bytes if host_bytes is None else host_bytes,
             templates=self.pipeline.templates,
+            agreed=self.setting.agreed,
         )
         if same:
             made.chooser.learn(self.chooser)

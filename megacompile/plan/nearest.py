@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megacompile.passes.schedule.plan import ROWS, reruns
+from megacompile.passes.schedule.plan import ROWS
 from megacompile.plan.choice import Choice
 from megacompile.plan.problem import Problem
 
@@ -38,7 +38,7 @@ def _candidates(problem: Problem) -> Iterator[Choice]:
     the host as far as it must; rows of stages run again, or none does."""
     tightest = problem.tightest()
     for resident in dict.fromkeys((tightest.resident, problem.resident)):
-        for rerun in (0, *(reruns(problem.stages, row) for row in ROWS)):
+        for rerun in (0, *map(problem.reruns, ROWS)):
             choice = replace(tightest, resident=resident, rerun=rerun)
             few = problem.fewest_offloaded(choice)
             for offload in sorted({0, problem.stages if few is None else few}):

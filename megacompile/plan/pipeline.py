@@ -11,11 +11,10 @@ Nothing is decided here, and nothing is kept but traced templates.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
-from megacompile import log
+from megacompile import log, notices
 from megacompile.cost.places import stored_bytes
 from megacompile.ir.buckets import Unit
 from megacompile.ir.capture import Capture, Variant
@@ -30,6 +29,7 @@ from megacompile.passes.capture.rebase import rebase_overlaps
 from megacompile.passes.capture.unpack import unpack
 from megacompile.passes.capture.vmaps import fold_vmaps
 from megacompile.passes.schedule.all_gather import insert_all_gather
+from megacompile.passes.schedule.delay_reduced import delay_reduced
 from megacompile.passes.schedule.device_update import insert_device_update
 from megacompile.passes.schedule.differentiate import differentiate
 from megacompile.passes.schedule.disk import insert_disk
@@ -104,9 +104,7 @@ class Pipeline:
         )
         for reason in reasons:
             if options.head is Head.CHUNKED and reason.startswith(STOOD_BACK):
-                warnings.warn(
-                    f"megacompile(): {capture.name}: head='chunked', but {reason}", stacklevel=3
-                )
+                notices.warn(f"megacompile(): {capture.name}: head='chunked', but {reason}")
         stages = timed("partition", None, lambda: partition(capture, self.units), history)
         if options.lowering is Lowering.EAGER:
             settle = functools.partial(settle_strides, ambient=capture.ambient)
@@ -149,6 +147,8 @@ class Pipeline:
         """
         options = self.setting.options
         slots = options.least_slots + choice.more_slots
+        if options.ranks > 1 and options.optimizer is not None:
+            slots += 1  # updates come a stage later: see `delay_reduced`
         if choice.stay:
             slots = options.lookahead + 1  # and one more for each that stays
         offload = functools.partial(offload_saved_tensors, lookahead=options.lookahead)
@@ -167,6 +167,7 @@ class Pipeline:
                 *self._rank_passes("reduce_scatter"),
                 *self._gradient_passes(choice, variant),
                 *self._disk_passes(choice),
+                *self._rank_passes("delay_reduced"),
                 ("prefetch", functools.partial(insert_prefetch, lookahead=options.lookahead)),
                 ("slots", functools.partial(assign_slots, slots=slots, reuse=variant.reuse)),
                 *([("disk_weights", insert_disk_weights)] if options.disk_weights else []),
@@ -235,6 +236,8 @@ class Pipeline:
             return []
         if name == "all_gather":
             return [(name, insert_all_gather)]
+        if name == "delay_reduced":
+            return [(name, delay_reduced)]
         return [(name, functools.partial(insert_reduce_scatter, rank=self.setting.options.rank))]
 
     def _saved_passes(self, choice: Choice) -> list[SchedulePass]:

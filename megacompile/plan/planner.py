@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 
 from megacompile.cost.memory import Moment
 from megacompile.garbage import old_objects_left_out
-from megacompile.passes.schedule.plan import ROWS, reruns
+from megacompile.passes.schedule.plan import ROWS
 from megacompile.plan.choice import Choice
 from megacompile.plan.problem import Problem
 from megacompile.text import format_bytes
@@ -240,11 +240,11 @@ class _Tries:
             self._add_with_residents(waiting, resident=resident)
             again = problem.fewest_reruns(waiting)
             if again is None:  # with a disk for the rest of it
-                again = reruns(problem.stages, 1)
+                again = problem.reruns(1)
             if again:
                 self.add(replace(waiting, rerun=again))
         for row in () if self.times else ROWS:
-            rerun = replace(choice, rerun=reruns(problem.stages, row))
+            rerun = replace(choice, rerun=problem.reruns(row))
             fewer = problem.fewest_offloaded(rerun)
             for count in sorted({0, fewer or 0}):
                 self._add_with_residents(replace(rerun, offload=count), resident=resident)

@@ -264,7 +264,15 @@ class Problem:
     def fewest_reruns(self, choice: Choice) -> int | None:
         """How many stages must run again for what waits on the host to fit there; None where even
         every other one is too few."""
-        return _fewest(reruns(self.stages, 1), lambda n: self.fits_host(replace(choice, rerun=n)))
+        return _fewest(self.reruns(1), lambda n: self.fits_host(replace(choice, rerun=n)))
+
+    def reruns(self, row: int) -> int:
+        """How many stages run again, where `row` in a row do for each whose output is saved.
+
+        None, where ranks share the model: see `Options.ranks`.
+        """
+        shared = any(bucket.ranks > 1 for bucket in self.buckets)
+        return 0 if shared else reruns(self.stages, row)
 
     def most_residents(self, like: Choice) -> int | None:
         """How many buckets fit on the device, all else being as in `like`; None if not even zero

@@ -26,11 +26,13 @@ class Setting:
         hardware: a GPU that plans are made for. None: the device of the options.
         host_bytes: host memory that the model may take, when the user says nothing. None: not
             known, or that of `hardware`.
+        agreed: the slowest rates of the ranks that share the model; None: it has no ranks.
     """
 
     options: Options
     hardware: Hardware | None = None
     host_bytes: int | None = None
+    agreed: Hardware | None = None
 
     @property
     def on_gpu(self) -> bool:
@@ -46,7 +48,8 @@ class Setting:
         if self.hardware is not None:
             return self.hardware
         if self.options.device.type == "cuda":
-            found, folder = load(self.options.device), self.options.disk
+            found = load(self.options.device) if self.agreed is None else self.agreed
+            folder = self.options.disk
             found = replace(found, locked_bytes=PAGE_LOCKS.limit_bytes)
             return found if folder is None else load_disk(folder).on(found)
         return cached(self.options.device) or _ASSUMED  # nobody measures for a plan on the CPU

@@ -8,7 +8,7 @@ https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,36 @@ from megacompile.tracing.timeline import OpInfo, Run, Span, Timeline, in_order
 
 def save(path: str | Path, measured: Timeline, predicted: Timeline | None = None) -> None:
     """Write a file; `predicted` becomes processes of its own."""
-    Path(path).write_text(json.dumps(document(measured, predicted)) + "\n")
+    write(path, document(measured, predicted))
+
+
+def write(path: str | Path, whole: dict[str, Any]) -> None:
+    """Write what `document` or `together` gives."""
+    Path(path).write_text(json.dumps(whole) + "\n")
+
+
+def together(documents: Sequence[dict[str, Any]], starts_s: Sequence[float]) -> dict[str, Any]:
+    """One document of those of several ranks, each of which has processes of its own.
+
+    Args:
+        documents: by rank.
+        starts_s: when the trace of each began, on one clock.
+    """
+    events: list[dict[str, Any]] = []
+    pids = 0
+    for rank, (whole, start_s) in enumerate(zip(documents, starts_s, strict=True)):
+        later_us, before = _us(start_s - starts_s[0]), pids
+        for event in whole["traceEvents"]:
+            moved = {**event, "pid": before + event["pid"]}
+            pids = max(pids, moved["pid"])
+            if "ts" in event:
+                moved["ts"] = round(event["ts"] + later_us, 3)
+            if event["name"] == "process_name":
+                moved["args"] = {"name": f"rank {rank}: {event['args']['name']}"}
+            elif event["name"] == "process_sort_index":
+                moved["args"] = {"sort_index": moved["pid"]}
+            events.append(moved)
+    return {**documents[0], "traceEvents": events}
 
 
 def document(measured: Timeline, predicted: Timeline | None = None) -> dict[str, Any]:

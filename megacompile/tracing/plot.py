@@ -17,10 +17,13 @@ from typing import Any
 
 from megacompile.errors import MissingExtraError, TraceError
 from megacompile.tracing.critical_path import Period, critical_path
-from megacompile.tracing.timeline import DEVICE, HOST, Span, Timeline
+from megacompile.tracing.timeline import COMM, DEVICE, HOST, Span, Timeline
 
 _COLOURS = {  # distinct for readers with any kind of colour vision (Okabe and Ito, 2008), and tints
     "prefetch": "#56B4E9",
+    "prefetch_shard": "#56B4E9",
+    "all_gather": "#5A6FA8",
+    "reduce_scatter": "#8E6C8A",
     "fetch_saved": "#1C7FB8",
     "fetch_grad": "#0072B2",
     "fetch_state": "#A6D8F5",
@@ -46,11 +49,13 @@ _QUIET = (
     "alloc_saved",
     "alloc_grad",
     "alloc_state",
+    "alloc_shard",
     "save_rng",
 )
 _NAMES = {
     "h2d": "to the device\n(h2d)",
     "d2h": "to the host\n(d2h)",
+    COMM: "between ranks\n(comm)",
     HOST: "update on\nthe host",
     DEVICE: "helped by\nthe device",
 }

@@ -319,8 +319,17 @@ class Trace:
         """Write the trace event format, which ui.perfetto.dev and chrome://tracing open.
 
         A process for each model, with a row for each stream, and one for what was predicted.
+        Where ranks share a model, all of them call this, and the first writes one file of all:
+        their clocks are one where they are of one host.
         """
-        perfetto.save(path, self.measured, self.predicted)
+        whole = perfetto.document(self.measured, self.predicted)
+        ranks = next((m.machine.ranks for m in self._models if m.machine.ranks is not None), None)
+        if ranks is not None:
+            found = ranks.told((whole, self._start_s or 0.0))
+            if not ranks.is_first:
+                return
+            whole = perfetto.together([each for each, _ in found], [start for _, start in found])
+        perfetto.write(path, whole)
 
     def plot(self, path: str) -> None:
         """Draw streams and device memory over time, the prediction above what was measured.

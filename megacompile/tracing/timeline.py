@@ -23,7 +23,9 @@ from megacompile.ir.schedule import Schedule
 
 HOST, DEVICE = "host", "device"
 UPDATERS = (HOST, DEVICE)
-LANES = ("h2d", "compute", "d2h", *UPDATERS)
+COMM = "comm"  # collectives, where several ranks share the model
+LANES = ("h2d", COMM, "compute", "d2h", *UPDATERS)
+_OPTIONAL = (COMM, *UPDATERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ class Timeline:
     def lanes(self) -> tuple[str, ...]:
         """The lanes that have spans, and the schedule's three where anything ran."""
         used = {span.op.lane for span in self.spans}
-        known = tuple(lane for lane in LANES if lane in used or (used and lane not in UPDATERS))
+        known = tuple(lane for lane in LANES if lane in used or (used and lane not in _OPTIONAL))
         return known + tuple(sorted(used - set(LANES)))
 
     def busy_s(

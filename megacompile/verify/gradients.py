@@ -126,6 +126,22 @@ def _gradients_kept(view: View) -> Iterator[Hazard]:
                 yield view.hazard(HazardKind.GRADIENTS_NOT_READY, ends[0], adders[0], message)
 
 
+def _averaged(view: View) -> Iterator[Hazard]:
+    """Gradients of a bucket that ranks share are averaged before anybody else takes them."""
+    for call in view.nodes(ops.backward):
+        items = dict(ops.items(call))
+        for index, bucket in groups(call):
+            if bucket.ranks == 1 or index not in items:
+                continue
+            for user in _ends(items[index]):
+                if user.target is not ops.reduce_scatter:
+                    message = (
+                        f"{label(user)} takes gradients of bucket {bucket.label} that are of this "
+                        "rank alone; give it what a reduce_scatter gives of them"
+                    )
+                    yield view.hazard(HazardKind.WRONG_GRADIENTS, user, call, message)
+
+
 def _partials_match(view: View) -> Iterator[Hazard]:
     """A backward adds to gradients of the buckets that it gives gradients of."""
     for call in view.nodes(ops.backward):
@@ -277,6 +293,7 @@ def _not_overwritten(
 CHECKS: tuple[Check, ...] = (
     _arguments_match,
     _gradients_kept,
+    _averaged,
     _partials_match,
     _made_for_somebody,
     _norms_are_given,

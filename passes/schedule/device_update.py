@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from megacompile.ir import ops
-from megacompile.ir.buckets import Bucket
+from megacompile.ir.buckets import Bucket, largest_shard
 from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.tensors import TensorMeta
@@ -60,7 +60,8 @@ def insert_device_update(schedule: Schedule, *, state_bytes: Callable[[int], flo
             buffer = ops.call(graph, ops.alloc_state, bucket, True, name=f"buf_s{suffix}")
             state = ops.call(graph, ops.fetch_state, bucket, buffer, True, name=f"s{suffix}")
         left += [gradients, state]
-        params = [bucket.params[i] for i in new.gradient_params[bucket.key]]
+        mine = largest_shard(bucket)
+        params = [mine.params[i] for i in new.gradient_params[bucket.key]]
         size = sum(param.numel * state_bytes(param.dtype.itemsize) for param in params)
         meta = TensorMeta((int(size),), torch.uint8, (1,))
         buffer.meta["value"] = state.meta["value"] = meta

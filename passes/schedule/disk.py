@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from megacompile.ir import ops
-from megacompile.ir.buckets import Bucket
+from megacompile.ir.buckets import Bucket, largest_shard
 from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
@@ -147,6 +147,7 @@ def _bucket(node: fx.Node) -> Bucket:
 
 
 def _meta(schedule: Schedule, bucket: Bucket, state_bytes: Callable[[int], float]) -> TensorMeta:
-    params = [bucket.params[i] for i in schedule.gradient_params[bucket.key]]
+    mine = largest_shard(bucket)
+    params = [mine.params[i] for i in schedule.gradient_params[bucket.key]]
     size = sum(param.numel * state_bytes(param.dtype.itemsize) for param in params)
     return TensorMeta((int(size),), torch.uint8, (1,))

@@ -14,12 +14,12 @@ gives that memory back (see `drain`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import fx
 
 from megacompile.ir import ops
-from megacompile.ir.ops import Part, Value
+from megacompile.ir.ops import Op, Part, Value
 from megacompile.ir.schedule import Plan, Schedule
 from megacompile.ir.stream import Stream
 from megacompile.ir.tokens import take, token_of, written
@@ -60,16 +60,18 @@ def _insert(
 ) -> None:
     nodes = list(graph.nodes)
     position = {node: p for p, node in enumerate(nodes)}
-    ends = {node: _end_of_items(node, position) for node in nodes if ops.op_of(node) is not None}
+    ends = _ends_of_items(nodes)
     returned = set(graph.output_node().all_input_nodes)
     lives_on = {memory(node) for node in returned if ops.effects(node).fills is not None}
     steps = ops.nodes_of(graph, ops.backward) or ops.nodes_of(graph, ops.forward)
     computes = [position[n] for n in steps]
     frees: list[tuple[int, fx.Node, tuple[fx.Node, ...], bool]] = []
     for node in nodes:
-        if node in returned or memory(node) in lives_on or not _owns(node, owns_inputs):
+        if node in returned or not _owns(node, owns_inputs):
             continue
-        last = max((position[user] for user in _users(node)), default=position[node])
+        if lives_on and memory(node) in lives_on:
+            continue
+        last = max([position[user] for user in _users(node)], default=position[node])
         last = max(last, ends.get(_call_of(node), position[node]))
         unordered = [u for u in node.users if _unordered(u, position, last)]
         waits = tuple(u for u in unordered if node in reads(u))  # `after=` needs only the name
@@ -103,20 +105,19 @@ def _users(node: fx.Node) -> list[fx.Node]:
     needed then.
     """
     users = list(node.users)
-    reads_of = [user for user in users if taken(user, Value.SAVED_ON_DISK) is node]
-    users += [fetch for read in reads_of for fetch in read.users]
-    fetches = [
-        user for user in users if ops.stream_of(user) is not Stream.COMPUTE and _brings(user, node)
-    ]
-    return users + [reader for fetch in fetches for reader in fetch.users]
+    calls = [(user, ops.effects(user)) for user in users]
+    reads_of = [u for u, op in calls if op.takes and taken(u, Value.SAVED_ON_DISK) is node]
+    further = [fetch for read in reads_of for fetch in read.users]
+    calls += [(fetch, ops.effects(fetch)) for fetch in further]
+    fills = [u for u, op in calls if op.fills is not None and _fills_later(u, op, node)]
+    return users + further + [reader for fill in fills for reader in fill.users]
 
 
-def _brings(user: fx.Node, value: fx.Node) -> bool:
-    """Is what a copy gives still in the memory of a value, or on its way from there?"""
-    fills = ops.effects(user).fills
-    if fills is None:
+def _fills_later(user: fx.Node, op: Op, node: fx.Node) -> bool:
+    """Does a copy or a collective bring something to memory, which is read as what it gives?"""
+    if op.stream is Stream.COMPUTE:
         return False
-    return ops.stream_of(user) is not Stream.COMM or ops.arguments(user)[fills] is value
+    return op.stream is Stream.H2D or user.args[op.fills] is node  # type: ignore[index]
 
 
 def _owns(node: fx.Node, owns_inputs: bool) -> bool:
@@ -134,9 +135,15 @@ def _call_of(node: fx.Node) -> fx.Node:
     return node
 
 
-def _end_of_items(call: fx.Node, position: Mapping[fx.Node, int]) -> int:
-    """The position after which the results of a call have all been taken apart."""
-    return max([position[call], *(position[item] for _, item in ops.items(call))])
+def _ends_of_items(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """By each op's node the position after which its results have all been taken apart."""
+    ends: dict[fx.Node, int] = {}
+    for at, node in enumerate(nodes):
+        if ops.op_of(node) is not None:
+            ends[node] = at
+        elif (call := _call_of(node)) in ends:  # an item, behind its call
+            ends[call] = at
+    return ends
 
 
 def _unordered(user: fx.Node, position: Mapping[fx.Node, int], last: int) -> bool:

@@ -124,7 +124,7 @@ def _away(stages: frozenset[int]) -> tuple[str, ...]:
 def _residents(schedule: Schedule, resident: frozenset[int]) -> tuple[str, ...]:
     if not resident:
         return ()
-    size = sum(bucket.size_bytes for bucket in schedule.buckets if bucket.key in resident)
+    size = sum(bucket.shard_bytes for bucket in schedule.buckets if bucket.key in resident)
     return (
         f"{len(resident)} of {len(schedule.buckets)} buckets live on the device "
         f"({format_bytes(size)} of parameters)",

@@ -29,7 +29,7 @@ import torch
 from torch import fx
 
 from megacompile.ir import ops
-from megacompile.ir.buckets import Bucket
+from megacompile.ir.buckets import Bucket, largest_shard
 from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.tensors import TensorMeta
@@ -103,6 +103,7 @@ def insert_updates(
 
 def _trained(schedule: Schedule, bucket: Bucket, item_bytes: Callable[[int], float]) -> TensorMeta:
     """So much of each parameter that gets a gradient, as bytes."""
-    params = [bucket.params[i] for i in schedule.gradient_params[bucket.key]]
+    mine = largest_shard(bucket)
+    params = [mine.params[i] for i in schedule.gradient_params[bucket.key]]
     size = sum(param.numel * item_bytes(param.dtype.itemsize) for param in params)
     return TensorMeta((int(size),), _BYTE, (1,))

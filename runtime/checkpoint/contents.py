@@ -15,6 +15,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -24,6 +25,7 @@ from megacompile.errors import CheckpointError
 from megacompile.progress import bar
 from megacompile.runtime.checkpoint import hugging_face
 from megacompile.runtime.checkpoint.checkpoint import Checkpoint
+from megacompile.runtime.checkpoint.files import Entry
 from megacompile.runtime.checkpoint.initialize import (
     buffers_in,
     check_initializers,
@@ -33,6 +35,7 @@ from megacompile.runtime.checkpoint.initialize import (
 from megacompile.runtime.checkpoint.match import Computed, Matched, Stored, match
 from megacompile.runtime.checkpoint.memory import give_memory
 from megacompile.runtime.checkpoint.read import Reader
+from megacompile.runtime.device.ranks import Ranks
 
 Undo = Callable[[], object]
 _Place = tuple[dict[str, torch.Tensor | None], str, torch.Tensor, torch.Tensor]  # holder, name,
@@ -64,6 +67,8 @@ class Contents:
 
     def __init__(self, model: nn.Module, checkpoint: Checkpoint | None) -> None:
         self.model = model
+        self.ranks: Ranks | None = None  # that share the parameters
+        self.shared: set[int] = set()  # ids of these
         if on_meta(model):
             hugging_face.tie(model)
             refuse_stray(model)
@@ -83,6 +88,52 @@ class Contents:
         # what a checkpoint is read over leaves the user's random numbers alone
         params = {id(param) for param in model.parameters()}
         self.draws = any(key in params for key in self.unset)
+
+    def share(self, made: Mapping[int, nn.Parameter], ranks: Ranks) -> None:
+        """Ranks share the model now: each reads its rows.
+
+        Args:
+            made: the new parameters, by the id of the old ones.
+            ranks: that share them.
+
+        Raises:
+            CheckpointError: parameters would be initialised at random, of which every rank would
+                draw its own.
+        """
+        drawn = [name for key, name in self.unset.items() if key in made]
+        if drawn:
+            raise CheckpointError(
+                f"megacompile(): {len(drawn)} parameters are not in the checkpoint "
+                f"({', '.join(drawn[:5])}), and cannot be drawn at random with mesh=...: every "
+                "rank would draw others; needed a checkpoint that has them"
+            )
+
+        def new(key: int) -> int:
+            return id(made[key]) if key in made else key
+
+        self.ranks = ranks
+        self.shared = {id(param) for param in made.values()}
+        self.stored = {
+            new(key): replace(each, tensor=made.get(key, each.tensor))
+            for key, each in self.stored.items()
+        }
+        self.computed = {new(key): each for key, each in self.computed.items()}
+        for each in {id(each): each for each in self.computed.values()}.values():
+            each.tensors.update({n: made.get(id(t), t) for n, t in each.tensors.items()})
+        self.read = self.stored.keys() | self.computed.keys()
+
+    def _rows(self, key: int, entry: Entry) -> Entry:
+        """What of a tensor of the checkpoint this rank reads: its rows lie side by side there."""
+        if self.ranks is None or key not in self.shared:
+            return entry
+        first, shape = self.ranks.rows(entry.shape)
+        row_bytes = entry.size_bytes // max(1, entry.shape[0])
+        return replace(
+            entry,
+            shape=shape,
+            offset_bytes=entry.offset_bytes + first * row_bytes,
+            size_bytes=shape[0] * row_bytes,
+        )
 
     def fill(self, buckets: Sequence[Empty], progress: bool | None) -> None:
         """Give the model the buckets' memory, and values.
@@ -141,12 +192,12 @@ class Contents:
 
             def begin(key: int) -> list[Future[None]]:
                 if key in self.stored:
-                    return reader.read(self.stored[key].entry, there[key])
+                    return reader.read(self._rows(key, self.stored[key].entry), there[key])
                 if key not in self.computed:
                     return []
                 each = self.computed[key]
                 if id(each) not in begun:
-                    into = functools.partial(_put, each, there)
+                    into = functools.partial(_put, each, there, self._part)
                     begun[id(each)] = reader.compute(each.entries, into)
                 return begun[id(each)]
 
@@ -157,7 +208,15 @@ class Contents:
                 bucket.filled()
             _wait(more)
             for stored in self.stored.values():
-                _compare(reader, stored, there[id(stored.tensor)])
+                again = [self._rows(id(stored.tensor), entry) for entry in stored.again]
+                _compare(reader, stored, again, there[id(stored.tensor)])
+
+    def _part(self, tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """What this rank has of a value."""
+        if self.ranks is None or id(tensor) not in self.shared:
+            return value
+        first, shape = self.ranks.rows(tuple(value.shape))
+        return value.narrow(0, first, shape[0])
 
     def _buffers(self, undos: list[Undo]) -> list[_Place]:
         """New buffers on the host for those on meta or in the checkpoint."""
@@ -191,25 +250,28 @@ def _wait(pieces: Sequence[Sequence[Future[None]]]) -> None:
 
 
 def _put(
-    each: Computed, there: Mapping[int, torch.Tensor], sources: Mapping[str, torch.Tensor]
+    each: Computed,
+    there: Mapping[int, torch.Tensor],
+    part: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    sources: Mapping[str, torch.Tensor],
 ) -> None:
     """Compute tensors and let them be where they belong."""
     made = each.group.convert(sources)
     for name, tensor in each.tensors.items():
         value, into = made.get(name), there[id(tensor)]
-        if value is None or value.shape != into.shape:
+        if value is None or value.shape != tensor.shape:
             got = "nothing" if value is None else tuple(value.shape)
             raise CheckpointError(
                 f"megacompile(): transformers makes {got} of {len(sources)} tensors of the "
-                f"checkpoint ({next(iter(sources))}, ...); needed {tuple(into.shape)} for {name}; "
-                "build the model with the checkpoint's config"
+                f"checkpoint ({next(iter(sources))}, ...); needed {tuple(tensor.shape)} for "
+                f"{name}; build the model with the checkpoint's config"
             )
-        into.copy_(value)
+        into.copy_(part(tensor, value))
 
 
-def _compare(reader: Reader, stored: Stored, there: torch.Tensor) -> None:
+def _compare(reader: Reader, stored: Stored, again: Sequence[Entry], there: torch.Tensor) -> None:
     """Raise where a tied tensor has another value under another name."""
-    for entry in stored.again:
+    for entry in again:
         other = torch.empty_like(there, device="cpu")
         _wait([reader.read(entry, other)])
         if not torch.equal(other, there.cpu()):

@@ -23,6 +23,10 @@ def give_memory(param: nn.Parameter, value: torch.Tensor) -> Callable[[], None]:
         twin = nn.Parameter(value.data, requires_grad=param.requires_grad)  # a version of its own
         compat.exchange_memory(param, twin)
         return functools.partial(compat.exchange_memory, param, twin)
+    if compat.is_sharded(param):
+        part = compat.local(param)
+        compat.set_local(param, value)
+        return functools.partial(compat.set_local, param, part)
     before = param.data
 
     def undo() -> None:

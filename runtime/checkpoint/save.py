@@ -1,7 +1,8 @@
 """A model as safetensors with Hugging Face's names, of which a part is never taken for the whole.
 
     write     every file under a name that no reader looks for (*.incomplete), and fsync
-    retract   the index, or the one file, of an older save: from here on there is no checkpoint
+    retract   the index, or the one file, of an older save: from here on there is no checkpoint.
+              One file that another one replaces stays, if the config does too
     rename    the files to their names
     publish   the index, or the one file, by a rename: from here on there is the new one
 
@@ -32,6 +33,7 @@ from megacompile.sizes import parse_bytes
 from megacompile.text import format_bytes
 
 _INDEX = f"{WEIGHTS}.index.json"
+_CONFIGS = f"configs{INCOMPLETE}"  # a folder
 _HEADER_BYTES = 2**20  # of all files together, about
 
 
@@ -81,19 +83,24 @@ def save(
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        for left in path.glob("*" + INCOMPLETE):  # of a save that was cut off
-            left.unlink()
+        _clear(path)
         _check_room(path, sum(map(_size, tensors.looks.values())) + _HEADER_BYTES)
     except OSError as error:
         raise CheckpointError(_failed(path, error)) from error
     try:
         _write(path, shards, tensors)
-        _publish(path, shards, model)
+        _write_configs(model, path / _CONFIGS)
+        _publish(path, shards)
     except Exception as error:
-        for shard in shards:
-            (path / (shard.name + INCOMPLETE)).unlink(missing_ok=True)
-        (path / (_INDEX + INCOMPLETE)).unlink(missing_ok=True)
+        _clear(path)
         raise CheckpointError(_failed(path, error)) from error
+
+
+def _clear(path: Path) -> None:
+    """Remove what a save that was cut off has left."""
+    shutil.rmtree(path / _CONFIGS, ignore_errors=True)
+    for left in path.glob("*" + INCOMPLETE):
+        left.unlink()
 
 
 def _failed(path: Path, error: Exception) -> str:
@@ -188,14 +195,18 @@ def _write(path: Path, shards: Sequence[_Shard], tensors: Saved) -> None:
     _sync(path)
 
 
-def _publish(path: Path, shards: Sequence[_Shard], model: nn.Module) -> None:
+def _publish(path: Path, shards: Sequence[_Shard]) -> None:
     """Take the old checkpoint away, and let the new one be there, in this order."""
     last = _INDEX if len(shards) > 1 else WEIGHTS
+    configs = sorted((path / _CONFIGS).iterdir())
+    stays = len(shards) == 1 and all(_is_same(new, path / new.name) for new in configs)
     for old in (_INDEX, WEIGHTS):
-        if old != last or len(shards) > 1:
+        if old != last or not stays:
             (path / old).unlink(missing_ok=True)
     _sync(path)  # before any of its files is replaced
-    _save_config(model, path)
+    for new in configs:
+        os.replace(new, path / new.name)
+    (path / _CONFIGS).rmdir()
     for shard in shards:
         if shard.name != last:
             os.replace(path / (shard.name + INCOMPLETE), path / shard.name)
@@ -208,6 +219,10 @@ def _publish(path: Path, shards: Sequence[_Shard], model: nn.Module) -> None:
             stale.unlink(missing_ok=True)
 
 
+def _is_same(new: Path, old: Path) -> bool:
+    return old.is_file() and old.read_bytes() == new.read_bytes()
+
+
 def _sync(path: Path) -> None:
     """Let what was written to a file, or renamed in a folder, be on the disk."""
     file = os.open(path, os.O_RDONLY)
@@ -217,13 +232,16 @@ def _sync(path: Path) -> None:
         os.close(file)
 
 
-def _save_config(model: Any, path: Path) -> None:
+def _write_configs(model: Any, folder: Path) -> None:
     """The config of a model of transformers, so that `from_pretrained` finds all that it needs."""
-    if not hugging_face.is_pretrained(model) or not hasattr(model.config, "save_pretrained"):
-        return
-    config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]
-    config.save_pretrained(path)
-    generation = getattr(model, "generation_config", None)
-    if generation is not None and getattr(model, "can_generate", bool)():
-        generation.save_pretrained(path)
+    folder.mkdir()
+    if hugging_face.is_pretrained(model) and hasattr(model.config, "save_pretrained"):
+        config = copy.deepcopy(model.config)
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(folder)
+        generation = getattr(model, "generation_config", None)
+        if generation is not None and getattr(model, "can_generate", bool)():
+            generation.save_pretrained(folder)
+    for file in folder.iterdir():
+        _sync(file)
+    _sync(folder)

@@ -78,8 +78,12 @@ class HostBuffer(mmap.mmap):
         del size_bytes
         self.private = not pin
         if pin and touch:
-            touch_pages(torch.frombuffer(self, dtype=torch.uint8))
-            self.lock()
+            self.settle()
+
+    def settle(self) -> None:
+        """Let it have its pages, on several threads, and page-lock it."""
+        touch_pages(torch.frombuffer(self, dtype=torch.uint8))
+        self.lock()
 
     def lock(self) -> None:
         """Page-lock it, where that was not done when it was made, and where the system allows it.

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megacompile import compat
-from megacompile.ir.buckets import Bucket
+from megacompile.ir.buckets import Bucket, shard_shape
 from megacompile.ir.collectives import Collectives
 from megacompile.runtime.device.agreement import Agreement
 from megacompile.runtime.device.rank_faults import SILENT_S, Limits
@@ -71,13 +71,17 @@ class Ranks:
 
         return (*[Replicate()] * (self.mesh.ndim - 1), Shard(0))
 
+    def rows(self, shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        """The first row of a tensor that this rank has, and the shape of its part."""
+        first = min(-(-shape[0] // self.count) * self.rank, shape[0])
+        return first, shard_shape(shape, self.rank, self.count)
+
     def own(self, bucket: Bucket, weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """This rank's rows of gathered weights, as views."""
-        shard = bucket.shard(self.rank)
-        rows = [-(-param.shape[0] // self.count) * self.rank for param in bucket.params]
+        rows = [self.rows(param.shape) for param in bucket.params]
         return tuple(
-            weight.narrow(0, min(first, weight.shape[0]), part.shape[0])
-            for first, weight, part in zip(rows, weights, shard.params, strict=True)
+            weight.narrow(0, first, shape[0])
+            for weight, (first, shape) in zip(weights, rows, strict=True)
         )
 
     def gather(self, bucket: Bucket, whole: torch.Tensor) -> None:
@@ -145,6 +149,21 @@ class Ranks:
         flat = gradient.to(part.dtype).contiguous().view(-1)
         missing = part.numel() * self.count - flat.numel()
         return flat if not missing else torch.nn.functional.pad(flat, (0, missing))
+
+    @property
+    def is_first(self) -> bool:
+        """Is this the first of all ranks?"""
+        return self.mesh.get_rank() == int(self.mesh.mesh.flatten()[0])
+
+    def told(self, value: Any) -> list[Any]:
+        """What each rank of the mesh says, in their order: a collective of all of them."""
+        found = [value]
+        for dim in reversed(range(self.mesh.ndim)):
+            group = self.mesh.get_group(dim)
+            each: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(each, found, group=group)
+            found = [one for several in each for one in several]
+        return found
 
     def gathered(self, values: Sequence[float]) -> list[list[float]]:
         """Some numbers of each rank: one collective."""

@@ -29,12 +29,12 @@ import os
 import shutil
 import stat
 import tempfile
-import warnings
 import weakref
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
+from megacompile import notices
 from megacompile.errors import DiskError
 from megacompile.text import format_bytes
 
@@ -110,11 +110,10 @@ class ScratchFile:
         if device in _SAID:
             return
         _SAID.add(device)
-        warnings.warn(
+        notices.warn(
             f"megacompile: disk={str(self.folder)!r} has no direct I/O ({why}): reads and writes "
             "go through the page cache, which takes host memory and time of the CPU; use a folder "
-            "on a local file system (ext4, xfs, btrfs)",
-            stacklevel=4,
+            "on a local file system (ext4, xfs, btrfs)"
         )
 
     def round_up(self, size_bytes: int) -> int:

@@ -22,7 +22,6 @@ import errno
 import itertools
 import os
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as StillRunning
@@ -30,6 +29,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megacompile import notices
 from megacompile.errors import DiskError
 from megacompile.runtime.device.background import Background
 from megacompile.runtime.disk.scratch import Place, ScratchFile
@@ -190,11 +190,10 @@ class Request:
         if self.file.folder in _SLOW:
             return
         _SLOW.add(self.file.folder)
-        warnings.warn(
+        notices.warn(
             f"megacompile: {self.what}: the {self.way.value} of {format_bytes(self.size_bytes)} "
             f"in {self.file.folder} is not done after {seconds:.0f} s; the disk is slow, or hangs "
-            "(said once)",
-            stacklevel=3,
+            "(said once)"
         )
 
 

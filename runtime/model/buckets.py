@@ -23,6 +23,7 @@ from megacompile.options import Lowering, Options
 from megacompile.progress import bar
 from megacompile.runtime.checkpoint.contents import Contents
 from megacompile.runtime.device import freed
+from megacompile.runtime.device.background import Background
 from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.device.slots import DeviceSlots
@@ -37,6 +38,7 @@ from megacompile.runtime.params.aliases import AliasNotice
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.consumed import follow
 from megacompile.runtime.params.eager_notice import EagerNotice
+from megacompile.runtime.params.fill import Filling
 from megacompile.runtime.params.gradients import Gradients
 from megacompile.runtime.params.guards import unguarded
 from megacompile.runtime.params.proxies import StreamedParameter
@@ -102,7 +104,9 @@ class ModelBuckets:
         self._aliases.of_parts(model)
         ranks = self.machine.ranks
         if ranks is not None:
-            sharding.shard(model, ranks)
+            made = sharding.shard(model, ranks, filled=contents is not None)
+            if contents is not None:
+                contents.share(made, ranks)
         self._take_over(frozenset(), contents)
 
     @torch.inference_mode(False)  # what is allocated here outlives the mode
@@ -131,13 +135,16 @@ class ModelBuckets:
         if contents is not None:
             self._fill(units, named, contents)
         total = sum(unit.bucket.size_bytes for unit in units)
+        filling = None
+        if not before and contents is None and fills_later(named.values(), self.options.device):
+            filling = Filling(self.options.device, Background("megacompile-parameters"))
         with bar("moving parameters to the host", total, self.options.progress, unit="B") as step:
             kept = 0  # bytes freed since the last time that they were given back
             for unit in units:
                 params = [named[place.name] for place in unit.bucket.params]
                 key = unit.bucket.key
                 if contents is None or key in resident:
-                    made = self._bucket(unit.bucket, params, key in resident)
+                    made = self._bucket(unit.bucket, params, key in resident, filling=filling)
                     self.machine.buckets[key] = made
                 step(unit.bucket.size_bytes)
                 kept += unit.bucket.size_bytes
@@ -271,6 +278,7 @@ class ModelBuckets:
         resident: bool,
         *,
         empty: bool = False,
+        filling: Filling | None = None,
     ) -> HostBucket:
         pin = self.options.device.type == "cuda" and not resident
         return HostBucket(
@@ -283,6 +291,7 @@ class ModelBuckets:
             disk=self.machine.disk,
             weights_on_disk=self.options.disk_weights,
             empty=empty,
+            filling=filling,
             budget=self._host_budget,
             rank=self.options.rank,
         )
@@ -385,6 +394,19 @@ class ModelBuckets:
         made = dict(zip(stray, there, strict=True))
         for holder, name, buffer in places:
             holder[name] = made[id(buffer)]
+
+
+def fills_later(params: Iterable[torch.Tensor], device: torch.device) -> bool:
+    """Do parameters come to their buckets while something else is done?
+
+    Pages of host memory take their time to be made, and to be locked for a GPU; without one nothing
+    is won. Where they come from the GPU, as much must be free there: what comes next (another
+    model, maybe) would find no memory otherwise.
+    """
+    if device.type != "cuda":
+        return False
+    on_gpu = sum(param.nbytes for param in params if param.device.type == "cuda")
+    return on_gpu <= compat.free_device_bytes(device)
 
 
 class _Places:

@@ -234,7 +234,8 @@ class Call:
                 f"{', '.join(map(str, self.values))} together; call megacompile(model, "
                 "dynamic=False), so that each set of sizes gets its own"
             )
-        if reuse and not self.machine.slots.keeps(executor.schedule.slots):
+        left = executor.schedule.reused == forward.reused  # another variant may use more slots
+        if reuse and not (left and self.machine.slots.keeps(executor.schedule.slots)):
             return program.executor(replace(variant, reuse=False))
         return executor
 

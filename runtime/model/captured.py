@@ -7,14 +7,13 @@ one program serves all their values (`megacompile.runtime.model.symbolic`), if i
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from megacompile import compat, log
+from megacompile import compat, log, notices, progress
 from megacompile.errors import MegacompileError, UnsupportedGraphError
 from megacompile.garbage import old_objects_left_out
 from megacompile.ir.capture import (
@@ -301,10 +300,9 @@ class CapturedGraph:
                     program = self._divided(ambient, kinds, overlaps)
             self._plan(program)
         except UnsupportedGraphError as error:
-            warnings.warn(
+            notices.warn(
                 f"megacompile: {self.name} is not scheduled and runs in eager mode, fetching "
-                f"{self._share(args)} at each use (slower, same numbers): {error}",
-                stacklevel=2,
+                f"{self._share(args)} at each use (slower, same numbers): {error}"
             )
             return None
         return program
@@ -316,6 +314,9 @@ class CapturedGraph:
             MovesFirst: it is for buckets that are elsewhere, and nothing has been done yet that
                 would be done twice.
         """
+        if self.machine.coming():
+            progress.now("moving parameters to the host")
+            self.machine.await_parameters()  # a plan is about the memory that is free
         wanted = program.choose(program.variant())
         if program.tangents:
             self.machine.foresee(wanted.resident)

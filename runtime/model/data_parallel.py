@@ -15,7 +15,6 @@ Accelerate, and so Trainer, wraps what it prepares in a DDP, unless that says th
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -24,7 +23,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megacompile import compat
+from megacompile import compat, notices
 from megacompile.errors import ModelError
 from megacompile.options import Options
 from megacompile.runtime.params.accumulators import Accumulator
@@ -104,11 +103,10 @@ class DataParallel:
         """Say once that buckets stay."""
         if not self.said:
             self.said = True
-            warnings.warn(
+            notices.warn(
                 f"megacompile: every parameter stays on the device it is on, because {why}, and "
                 'moving one would lose its hooks; megacompile(model, resident="all") or '
-                'resident="8GiB" puts them on the GPU before that (said once)',
-                stacklevel=4,
+                'resident="8GiB" puts them on the GPU before that (said once)'
             )
 
     def check_wrap(self, module: nn.Module, given: Mapping[str, Any]) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from megacompile import compat
+from megacompile import compat, notices
 
 
 class Replacement:
@@ -44,10 +43,9 @@ class OwnCompile(Replacement):
         del args, kwargs
         if not self.said:
             self.said = True
-            warnings.warn(
+            notices.warn(
                 f"megacompile: {type(self.model).__name__}.compile() does nothing: megacompile "
-                "compiles the model (said once); leave it out",
-                stacklevel=2,
+                "compiles the model (said once); leave it out"
             )
 
 
@@ -72,10 +70,9 @@ class HostApply(Replacement):
         applied: nn.Module = getattr(type(self.model), self.name)(self.model, stay, recurse)
         if moved and not self.said:
             self.said = True
-            warnings.warn(
+            notices.warn(
                 "megacompile: parameters stay in host memory and are streamed to the device; "
-                "model.to(device) moved only buffers (said once)",
-                stacklevel=3,
+                "model.to(device) moved only buffers (said once)"
             )
         return applied
 

@@ -6,12 +6,12 @@ reads, are not: they compute where the parameter lies. Nobody sees them, but the
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable
 
 from torch import nn
 
+from megacompile import notices
 from megacompile.ir.capture import ParamInput
 from megacompile.runtime.model.captured import CapturedGraph
 from megacompile.runtime.model.program import Program
@@ -61,10 +61,9 @@ class OutsideNotice:
         name = next(name for name, param in model.named_parameters() if id(param) in outside)
         module = name.rpartition(".")[0]
         call = f"model.{module}(...)" if module else "model(...)"
-        warnings.warn(
+        notices.warn(
             f"megacompile: {share(params, outside)} of {kind} have gradients that no schedule has "
             f"computed, {name!r} first: code outside of every call used them, where they lie "
             f"(slower, same numbers; said once); write {call}, not .forward(...) nor the parameter "
-            "itself, or move that code into a module's forward",
-            stacklevel=5,
+            "itself, or move that code into a module's forward"
         )

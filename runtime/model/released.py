@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import functools
 import gc
-import warnings
 from collections.abc import Iterable
 
 import torch
 
-from megacompile import compat
+from megacompile import compat, notices
 from megacompile.errors import DeviceMemoryError, HostMemoryError, ModelError
 from megacompile.host_memory import MARGIN_BYTES, available_bytes
 from megacompile.runtime.model.buckets import ModelBuckets
@@ -159,12 +158,11 @@ class Released:
     def _say(self, why: str, size_bytes: int) -> None:
         if not self.said and size_bytes:
             self.said = True
-            warnings.warn(
+            notices.warn(
                 f"megacompile: released() leaves {format_bytes(size_bytes)} of {self._name} on the "
                 f"device, with their gradients and states, because {why}, and parameters that "
                 "move would lose its hooks; megacompile(model, resident=0) keeps none there (said "
-                "once)",
-                stacklevel=6,
+                "once)"
             )
 
     def _take(self) -> None:

@@ -28,19 +28,24 @@ from megacompile.runtime.step import hooks
 Sites = list[tuple[dict[str, Any], str]]  # where modules have a parameter
 
 
-def shard(model: nn.Module, ranks: Ranks) -> None:
+def shard(model: nn.Module, ranks: Ranks, *, filled: bool = False) -> dict[int, nn.Parameter]:
     """Let each rank have its rows of a model's parameters.
 
     Args:
         model: changed in place. Each rank has all of it, with the same shapes.
         ranks: that share it.
+        filled: parameters that are on meta get their values later, from a checkpoint. Memory that
+            nobody touches is theirs until then.
+
+    Returns:
+        The new parameters, by the id of the old ones.
 
     Raises:
         ModelError: a parameter cannot be shared, or another rank has another model.
         OptionError: an optimizer has states that cannot be divided.
     """
     guard_dtensors()
-    _check(model)
+    _check(model, meta=filled)
     optimizers = hooks.constructed(_Having(model))
     for optimizer in optimizers:
         _check_states(optimizer, model)
@@ -54,13 +59,17 @@ def shard(model: nn.Module, ranks: Ranks) -> None:
         _divide_states(optimizer, made)
         for group in optimizer.param_groups:
             group["params"] = [made.get(id(p), p) for p in group["params"]]
+    return made
 
 
 def _sharded(param: nn.Parameter, ranks: Ranks) -> nn.Parameter:
     rows = -(-param.shape[0] // ranks.count)
     shape = shard_shape(tuple(param.shape), ranks.rank, ranks.count)
     first = min(rows * ranks.rank, param.shape[0])
-    part = param.detach().narrow(0, first, shape[0]).contiguous()
+    if param.is_meta:
+        part = torch.empty(shape, dtype=param.dtype)
+    else:
+        part = param.detach().narrow(0, first, shape[0]).contiguous()
     return compat.sharded_parameter(
         part, ranks.mesh, ranks.placements, param.shape, requires_grad=param.requires_grad
     )
@@ -77,7 +86,7 @@ def _sites(model: nn.Module) -> Iterator[tuple[nn.Parameter, Sites]]:
     yield from found.values()
 
 
-def _check(model: nn.Module) -> None:
+def _check(model: nn.Module, *, meta: bool) -> None:
     name = type(model).__name__
     for _, packed, _ in packed_parameters(model):
         raise ModelError(
@@ -91,10 +100,10 @@ def _check(model: nn.Module) -> None:
                 f"{where} has no dimension, so its rows cannot be divided among ranks; needed "
                 "shape (1,) or more: nn.Parameter(param.reshape(1))"
             )
-        if param.is_meta:
+        if param.is_meta and not meta:
             raise ModelError(
-                f"{where} is on the meta device, and mesh= was given; needed values: build the "
-                "model on the CPU, or model.to_empty(device='cpu') and initialize it"
+                f"{where} is on the meta device, and mesh= was given; needed values: "
+                "checkpoint=folder reads each rank's rows; or build the model on the CPU"
             )
         if compat.gradient_hooks(param) or compat.post_accumulate_hooks(param):
             raise ModelError(

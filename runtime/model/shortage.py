@@ -7,14 +7,13 @@ the forward has changed something in place already (a BatchNorm statistic) it is
 from __future__ import annotations
 
 import gc
-import warnings
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from megacompile import compat
+from megacompile import compat, notices
 from megacompile.errors import DeviceMemoryError
 from megacompile.runtime.device.random import Random, random_state, set_random_state
 from megacompile.runtime.device.slots import DeviceSlots
@@ -47,10 +46,9 @@ def step_down(compiler: StepsDown, slots: DeviceSlots, ran_out: str, where: str)
             f"nothing resident ({ran_out})\n{needs}{'' if not needs else chr(10)}"
             'use smaller batches or sequences, or activations="offload"'
         )
-    warnings.warn(
+    notices.warn(
         f"megacompile: device memory ran out in {where}, which is repeated with a plan that needs "
-        f"less: {how} ({ran_out})",
-        stacklevel=4,
+        f"less: {how} ({ran_out})"
     )
 
 

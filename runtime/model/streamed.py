@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from megacompile import compat
+from megacompile import compat, notices
 from megacompile.errors import ModelError
 from megacompile.garbage import old_objects_left_out
 from megacompile.ir.buckets import Bucket, Unit
@@ -242,11 +241,10 @@ class StreamedModel:
     def _within_torch_compile(self) -> None:
         if not self._said:
             self._said = True
-            warnings.warn(
+            notices.warn(
                 f"megacompile: {type(self.model).__name__} is called from code that torch.compile "
                 "captures, which leaves it as it is: megacompile compiles it (said once); leave "
-                "out torch.compile where it is around the model alone",
-                stacklevel=4,
+                "out torch.compile where it is around the model alone"
             )
 
     __call__ = compat.opaque(

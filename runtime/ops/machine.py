@@ -22,6 +22,7 @@ from megacompile.runtime.device.saved_on_disk import SavedDisk
 from megacompile.runtime.device.slots import DeviceSlots
 from megacompile.runtime.device.streams import Handle, Streams
 from megacompile.runtime.params.bucket import HostBucket
+from megacompile.runtime.params.fill import Fill
 from megacompile.runtime.params.gradient_run import Run
 from megacompile.runtime.params.gradients import Gradients
 from megacompile.runtime.params.proxies import StreamedParameter
@@ -80,6 +81,19 @@ class Machine:
             self.weight_staging = WeightStaging(self.disk, self.device, self.host_budget)
         self.host_updates = HostUpdates(self.device)
         self.copies = Background("megacompile-offload")
+
+    def coming(self) -> list[HostBucket]:
+        """The buckets that their parameters have not come to, as far as is known."""
+        return [b for b in self.buckets.values() if isinstance(b.pending.in_flight, Fill)]
+
+    def await_parameters(self) -> None:
+        """Until the parameters have come to their buckets: then the memory that they came from is
+        free."""
+        coming = self.coming()
+        for bucket in coming:
+            bucket.pending.settle()
+        if coming and self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def current_run(self) -> Run:
         """What becomes of the gradients of the backward that runs now."""

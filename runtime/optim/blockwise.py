@@ -128,5 +128,6 @@ def dequantize(
     table = tables(codes.device) if table is None else table
     numel = codes.numel()
     padded = functional.pad(codes, (0, -numel % BLOCK)).view(absmax.numel(), BLOCK)
-    rows = table[int(signed), :256][padded.int()] * absmax[:, None]
+    values: Tensor = table[int(signed)].split((256, 256, 2**16))[0]
+    rows = values[padded.int()] * absmax[:, None]
     return rows.view(-1)[:numel].to(dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -34,6 +34,8 @@ def function_of(rule: OptimizerRule) -> Callable[..., None]:
     seed    0-d int64, or None: rounds a bf16 parameter stochastically
     out     (numel,) like `param`, which stays as it is then, or None
     first   the place of the first element in the whole parameter, for the seed
+    table   `blockwise.tables`, for codes; None: it is fetched. Compiled code takes it: a constant
+            is named by how much Dynamo has done in the process, and so are the keys of caches
     """
     twin, signs = rule.twin, tuple(moment.signed for moment in rule.moments)
 
@@ -46,14 +48,15 @@ def function_of(rule: OptimizerRule) -> Callable[..., None]:
         seed: Tensor | int | None = None,
         out: Tensor | None = None,
         first: int = 0,
+        table: Tensor | None = None,
     ) -> None:
         math = math_dtype(param.dtype)
         scale, *scalars = hyper.to(math).unbind()
         there = [
             (state, sign) for state, sign in zip(states, signs, strict=True) if state is not None
         ]
-        codes = any(isinstance(state, tuple) for state, _ in there)
-        table = tables(param.device) if codes else None
+        if table is None and has_codes(states):
+            table = tables(param.device)
         old = tuple([_load(state, math, table, signed=sign) for state, sign in there])
         p, new = twin(param.to(math), grad.to(math) * scale, old, scalars)
         for (state, sign), values in zip(there, new, strict=True):
@@ -95,6 +98,11 @@ def _part(whole: Update, first: int, end: int) -> Update:
     return whole.map(part)
 
 
+def has_codes(states: Iterable[State | None]) -> bool:
+    """Is any of an update's states in 8 bits?"""
+    return any(isinstance(state, tuple) for state in states)
+
+
 def _load(state: State, dtype: torch.dtype, table: Tensor | None, *, signed: bool) -> Tensor:
     if isinstance(state, Tensor):
         return state.to(dtype)
@@ -126,4 +134,5 @@ def arguments(update: Update) -> tuple[Any, ...]:
     """A flat update as `function_of` takes it."""
     scalars = torch.tensor(tuple(update.hyper), dtype=math_dtype(update.param.dtype))
     seed = None if update.seed is None else torch.tensor(update.seed)
-    return (update.param, update.grad, update.states, update.copy, scalars, seed)
+    table = tables(update.param.device) if has_codes(update.states) else None
+    return (update.param, update.grad, update.states, update.copy, scalars, seed, None, 0, table)

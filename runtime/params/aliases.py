@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Iterable
 
 from torch import nn
 
-from megacompile import compat
+from megacompile import compat, notices
 from megacompile.packed import is_wrapper
 
 
@@ -31,14 +30,13 @@ class AliasNotice:
             return
         self.said = True
         name = next(name for name, param in model.named_parameters() if id(param) in shared)
-        warnings.warn(
+        notices.warn(
             f"megacompile: parameter {type(model).__name__}.{name} shares its memory with another "
             "tensor (a flat buffer; a state dict that load_state_dict(assign=True) got). It moves "
             "to a bucket now, and the other tensor does not, so neither will see changes of the "
             "other one. Write to the parameter itself, with torch.no_grad(): "
             f"model.get_parameter({name!r}).copy_(other); and read model.state_dict() anew "
-            f"({len(shared)} parameters; said once)",
-            stacklevel=2,
+            f"({len(shared)} parameters; said once)"
         )
 
 

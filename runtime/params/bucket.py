@@ -8,19 +8,19 @@ streamed copy in another dtype in `copy`.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from megacompile import compat
+from megacompile import compat, notices
 from megacompile.ir.buckets import Bucket, Param
 from megacompile.ir.mirror import mirrored
 from megacompile.runtime.device.buffers import DeviceBuffer, HostBuffer
 from megacompile.runtime.device.disk_buffers import Disk, DiskBuffer
 from megacompile.runtime.device.host_budget import HostBudget
-from megacompile.runtime.params.guards import release
+from megacompile.runtime.params.fill import Fill, Filling
+from megacompile.runtime.params.guards import guard_of, release, unguarded
 from megacompile.runtime.params.pending import Pending
 from megacompile.runtime.params.state_memory import Made, StateMemory
 from megacompile.runtime.params.streamed_copy import StreamedCopy
@@ -48,6 +48,7 @@ class HostBucket:
         weights_on_disk: its parameters lie there too. They are what is streamed: no copy.
         empty: on the host, with memory that nobody has touched. Who fills it lets the parameters
             have it, and calls `filled`.
+        filling: lets the values come in the background, where they can (see `fill`).
         budget: makes its buffers on the host. Default: one without a limit.
     """
 
@@ -66,14 +67,18 @@ class HostBucket:
         disk: Disk | None = None,
         weights_on_disk: bool = False,
         empty: bool = False,
+        filling: Filling | None = None,
         budget: HostBudget | None = None,
     ) -> None:
         self._budget = budget or HostBudget()
         self.resident = resident
         self.disk = None if resident is not None else disk
-        self._empty = empty
         self.whole = whole
         self.layout = layout = whole.shard(rank)
+        same = all(at.dtype == p.dtype for at, p in zip(layout.params, params, strict=True))
+        if not same or resident is not None or weights_on_disk or whole.ranks > 1:
+            filling = None
+        self._empty = empty or filling is not None
         self.params = tuple(params)
         self.pin = pin
         self.pin_masters = pin_masters
@@ -97,7 +102,10 @@ class HostBucket:
         self.pending = Pending(self.params, self.copy)
         for param in self.params:
             release(param)
-        if not empty:
+        self._empty = empty
+        if filling is not None:
+            self._take_later(filling)
+        elif not empty:
             self._take()
             self._settle_in()
 
@@ -109,6 +117,21 @@ class HostBucket:
             if self.on_disk is None:
                 value.copy_(compat.local(param).detach())
             lie_in(param, value)
+
+    def _take_later(self, filling: Filling) -> None:
+        """The same, and the values come behind that. They are waited for from here on."""
+        buffer = self._streamed_lie_in
+        assert isinstance(buffer, HostBuffer)
+        self._settle_in()
+        settle = buffer.settle if self.pin else _nothing
+        fill = Fill(self.params, self.values, settle, filling.device)
+        self.pending.start(fill, range(len(self.params)), ())
+        with unguarded():
+            for param, value in zip(self.params, self.values, strict=True):
+                param.data = value
+        fill.begin(filling.thread)
+        if any(guard_of(param) is None for param in self.params):  # of a class of its own
+            self.pending.settle()
 
     def _write(self, place: DiskBuffer) -> None:
         """Bring the parameters to the disk. Page faults would take ten times as long."""
@@ -183,7 +206,8 @@ class HostBucket:
 
     def aliased(self, index: int) -> bool:
         """Does somebody hold a parameter's memory under another name?"""
-        return compat.storage_users(self.values[index]) > _OWN_USERS
+        own = _OWN_USERS - compat.is_sharded(self.params[index])  # its part is the bucket's tensor
+        return compat.storage_users(self.values[index]) > own
 
     # What the user replaced.
 
@@ -307,6 +331,10 @@ def lie_in(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.data = value
 
 
+def _nothing() -> None:
+    """Pageable memory gets its pages when it is written."""
+
+
 _OWN_USERS = 3  # of a parameter's memory: the bucket, the parameter, its proxy
 
 
@@ -314,11 +342,10 @@ def _say_moved(name: str) -> None:
     if HostBucket.said_moved:
         return
     HostBucket.said_moved = True
-    warnings.warn(
+    notices.warn(
         f"megacompile: parameter {name!r} (and maybe others) was moved to memory that processes "
         "share, by share_memory() or by sending it to another process. megacompile has taken the "
         "values back into memory of its own: other processes keep what they were until now, and "
         "what they write there is not seen here. Send state_dict() again when they shall know "
-        "newer ones (said once)",
-        stacklevel=6,
+        "newer ones (said once)"
     )

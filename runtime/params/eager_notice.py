@@ -6,13 +6,12 @@ What is captured is streamed by a schedule. Everything else is fetched at each u
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterable
 from types import FrameType
 
 import torch
 
-from megacompile import compat
+from megacompile import compat, notices
 from megacompile.text import format_bytes
 
 
@@ -21,6 +20,7 @@ class EagerNotice:
 
     def __init__(self) -> None:
         self.used = False  # by eager code, or an unknown caller
+        self._ever: set[int] = set()  # ids of all parameters that it has used
         self.place = ""  # the first line that did
         self.cause = ""  # why that was not captured
         self._params: set[int] = set()  # ids of the parameters
@@ -30,6 +30,7 @@ class EagerNotice:
     def __call__(self, param: torch.Tensor | None) -> None:
         """Eager code uses a parameter; None: of no model."""
         self.used = True
+        self._ever.add(id(param))
         if compat.backward_id() != -1:  # a backward is where its forward was
             return
         if self._said and compat.uncaptured() == self._uncaptured:
@@ -43,6 +44,10 @@ class EagerNotice:
             self.cause = _cause(frames, compat.uncaptured() > self._uncaptured)
         self._params.add(id(param))
 
+    def has_used(self, param: torch.Tensor) -> bool:
+        """Has eager code ever used a parameter, as far as is known?"""
+        return id(param) in self._ever or id(None) in self._ever
+
     def say(self, params: Callable[[], Iterable[torch.nn.Parameter]]) -> None:
         """Behind a call: say what it read in eager mode, once for each cause.
 
@@ -55,10 +60,9 @@ class EagerNotice:
         if not place or cause in self._said:
             return
         self._said.add(cause)
-        warnings.warn(
+        notices.warn(
             f"megacompile: {place} runs in eager mode and fetches {share(params(), used)} at each "
-            f"use (slower, same numbers; said once): {cause}",
-            stacklevel=2,
+            f"use (slower, same numbers; said once): {cause}"
         )
 
 

@@ -130,16 +130,16 @@ class Proxies:
     def _follow(self, undos: Undos) -> None:
         """Make the proxies anew of parameters that were frozen, or trained, since.
 
-        Where eager code uses proxies, each call gets its own: the links of several calls would
-        otherwise be one, and autograd would add their gradients in another order.
+        Of what eager code uses, each call gets its own: the links of several calls would otherwise
+        be one, and autograd would add their gradients in another order.
         """
         use_unguarded(undos)
-        used = self.notice.used
+        used = self.notice.has_used
         stale = {
             id(site.param): site.param
             for site in self.sites
             if site.proxy.requires_grad != site.param.requires_grad
-            or (used and site.param.requires_grad)
+            or (site.param.requires_grad and used(site.param))
         }
         for param in stale.values():
             if is_wrapper(param):

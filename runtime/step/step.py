@@ -16,7 +16,6 @@ later, a gradient that the user has put there) is made by a graph of its own, `r
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from megacompile import compat, log
+from megacompile import compat, log, notices
 from megacompile.ir.buckets import Bucket, ParamId
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Lowering, Options
@@ -279,7 +278,7 @@ class Updates:
     def _say(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
-            warnings.warn(f"megacompile: {text} (said once)", stacklevel=6)
+            notices.warn(f"megacompile: {text} (said once)")
 
     def _in_order(self, keys: Iterable[int]) -> list[int]:
         """Buckets in the order in which the forward read them."""

@@ -17,9 +17,8 @@ import functools
 import pickle
 import subprocess
 import sys
-import warnings
 
-from megacompile import compat, log
+from megacompile import compat, log, notices
 from megacompile.runtime.device import forks
 from megacompile.runtime.optim.registry import RULES
 from megacompile.runtime.optim.rule import OptimizerRule
@@ -129,21 +128,19 @@ class Compiled:
         where = " (from the cache)" if compat.cache_counts().found > before.found else ""
         log.logger("compile").info("%s: compiled to C++%s", self.rule.name, where)
         if request is not None and request.is_done and not request.agreed:
-            warnings.warn(
+            notices.warn(
                 f"megacompile: the {self.rule.name} update that is compiled to C++ rounds "
                 "differently from the one that torch runs until it is ready: the first steps of a "
-                "run without a warm cache differ in the last bits",
-                stacklevel=2,
+                "run without a warm cache differ in the last bits"
             )
         return True
 
     def _refuse(self, kind: Kind, why: str) -> None:
         self._refused.add(kind)
-        warnings.warn(
+        notices.warn(
             f"megacompile: the {self.rule.name} update cannot be compiled to C++: {why}; torch "
             "makes it, with the same numbers, and more slowly; install a C++ compiler that "
-            "torch.compile can use",
-            stacklevel=2,
+            "torch.compile can use"
         )
 
 

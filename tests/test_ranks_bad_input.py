@@ -1,0 +1,258 @@
+"""What is refused where ranks share a model, in a group of this process alone."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.optim import Adafactor, AdamW
+
+import megacompile as package
+from megacompile import full_parameters, megacompile, released, schedules, unmegacompile
+from megacompile.errors import (
+    CheckpointError,
+    ModelError,
+    OptimizerError,
+    OptionError,
+    OptionTypeError,
+)
+from megacompile.runtime.model.lookup import streamed_model
+from tests import quantized
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[None]:
+    dist.init_process_group(
+        "gloo",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+        timeout=datetime.timedelta(seconds=20),
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def mesh(group: None) -> DeviceMesh:
+    return init_device_mesh("cpu", (1,))
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def shared(mesh: DeviceMesh, **options: Any) -> Any:
+    return megacompile(net(), mesh=mesh, device="cpu", **options)
+
+
+def step(model: Any) -> Tensor:
+    loss: Tensor = model(torch.ones(3, 4)).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+# The option.
+
+
+@pytest.mark.parametrize(
+    ("mesh_of", "options", "error", "message"),
+    [
+        (lambda: "cpu", {}, OptionTypeError, "option 'mesh' got 'cpu' .*; needed a DeviceMesh: "),
+        (
+            lambda: init_device_mesh("cpu", (1, 1, 1)),
+            {},
+            OptionError,
+            "a mesh of 3 dimensions; needed one, which shards, or two",
+        ),
+        (
+            lambda: DeviceMesh("meta", [0], _init_backend=False),
+            {},
+            OptionError,
+            "a mesh of 'meta' devices with device='cpu'; needed init_device_mesh",
+        ),
+    ],
+)
+def test_a_mesh_that_is_none(
+    group: None, mesh_of: Callable[[], Any], options: Any, error: Any, message: str
+) -> None:
+    model = net()
+    with pytest.raises(error, match=message):
+        megacompile(model, mesh=mesh_of(), device="cpu", **options)
+    assert type(model[0].weight) is nn.Parameter
+
+
+def test_weights_on_a_disk(mesh: DeviceMesh, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="disk_weights=True with mesh=.*leave one of them out"):
+        shared(mesh, disk=tmp_path, disk_weights=True)
+
+
+# The model.
+
+
+class Scalar(nn.Linear):
+    """Has a parameter without a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+def hooked() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.weight.register_hook(lambda gradient: gradient)
+    return model
+
+
+def trained() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Scalar, "parameter Scalar.scale has no dimension, so its rows cannot be divided"),
+        (lambda: nn.Linear(2, 2, device="meta"), "weight is on the meta device, and mesh= was"),
+        (hooked, "weight has hooks, which would be lost when it becomes a DTensor"),
+        (trained, "weight has a gradient, which is not divided among ranks"),
+        (
+            lambda: quantized.model(quantized.OWN["state"]),
+            "Model has packed parameters .*DistributedDataParallel",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_divided(
+    mesh: DeviceMesh, make: Callable[[], nn.Module], message: str
+) -> None:
+    model = make()
+    with pytest.raises(ModelError, match=message):
+        megacompile(model, mesh=mesh, device="cpu")
+    assert not any(isinstance(param, DTensor) for param in model.parameters())
+
+
+def test_a_parameter_that_came_since(mesh: DeviceMesh) -> None:
+    model = shared(mesh)
+    step(model)
+    model[0].bias = nn.Parameter(torch.zeros(6))
+    with pytest.raises(ModelError, match=r"0.bias is whole, and ranks share this model; needed"):
+        step(model)
+    other = distribute_tensor(torch.zeros(6), mesh, [Replicate()])
+    model[0].bias = nn.Parameter(other)
+    with pytest.raises(ModelError, match=r"0.bias is a DTensor of placements \(Replicate\(\),\)"):
+        step(model)
+    model[0].bias = nn.Parameter(other.redistribute(placements=model[0].weight.placements))
+    step(model)
+    assert model[0].bias.grad is not None
+
+
+def test_megacompiled_again(mesh: DeviceMesh) -> None:
+    model = shared(mesh)
+    assert megacompile(model, mesh=mesh, device="cpu") is model
+    with pytest.raises(OptionError, match="is megacompiled already, with other options"):
+        megacompile(model, device="cpu")
+
+
+# Optimizers.
+
+
+def test_states_from_before_are_divided(mesh: DeviceMesh) -> None:
+    plain, model = net(), net()
+    optimizers = [AdamW(each.parameters(), lr=0.1) for each in (plain, model)]
+    for each, optimizer in zip((plain, model), optimizers, strict=True):
+        step(each)
+        optimizer.step()
+        optimizer.zero_grad()
+    megacompile(model, mesh=mesh, device="cpu")
+    for each, optimizer in zip((plain, model), optimizers, strict=True):
+        step(each)
+        optimizer.step()
+    for (name, want), got in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert want.equal(got.full_tensor()), name  # type: ignore[attr-defined]
+        assert (
+            optimizers[0]
+            .state[want]["exp_avg"]
+            .equal(optimizers[1].state[got]["exp_avg"].full_tensor())
+        )
+
+
+def test_states_that_go_by_no_rows(mesh: DeviceMesh) -> None:
+    model = net()
+    optimizer = Adafactor(model.parameters())
+    step(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(OptionError, match=r"Adafactor has a state 'row_var' of shape \(6, 1\)"):
+        megacompile(model, mesh=mesh, device="cpu")
+    assert type(model[0].weight) is nn.Parameter and optimizer.state[model[0].weight]
+
+
+def test_a_step_that_takes_no_dtensors(mesh: DeviceMesh) -> None:
+    model = shared(mesh)
+    optimizer = Adafactor(model.parameters())
+    step(model)
+    before = model[0].weight.full_tensor().clone()
+    with pytest.raises(OptimizerError, match=r"Adafactor.step\(\) computes with means over whole"):
+        optimizer.step()
+    assert model[0].weight.full_tensor().equal(before)
+    AdamW(model.parameters()).step()
+    assert not model[0].weight.full_tensor().equal(before)
+
+
+# What a model may do afterwards.
+
+
+def test_what_leaves_a_shared_model(mesh: DeviceMesh, tmp_path: Path) -> None:
+    model = shared(mesh)
+    step(model)
+    with pytest.raises(ModelError, match=r"unmegacompile\(\): ranks share Sequential"):
+        unmegacompile(model)
+    with pytest.raises(CheckpointError, match=r"save\(\): ranks share Sequential"):
+        package.save(model, tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
+    step(model)
+    full = dict(full_parameters(model))
+    assert full.keys() == dict(model.named_parameters()).keys()
+    for name, param in model.named_parameters():
+        assert type(full[name]) is Tensor and full[name].equal(param.full_tensor())
+
+
+def test_other_names_of_a_part_are_noticed(mesh: DeviceMesh) -> None:
+    """Nobody could guard them while an update runs: the step waits for it then."""
+    model = shared(mesh)
+    step(model)
+    (bucket, *_) = streamed_model(model, "test").machine.buckets.values()
+    for i, param in enumerate(bucket.params):
+        assert not bucket.aliased(i)
+        alias = param.detach()
+        assert bucket.aliased(i)
+        alias = param.to_local()  # type: ignore[attr-defined]
+        assert bucket.aliased(i)
+        del alias
+        assert not bucket.aliased(i)
+
+
+def test_memory_is_given_back_and_taken_again(mesh: DeviceMesh) -> None:
+    model, plain = shared(mesh, resident="all"), net()
+    optimizers = [AdamW(each.parameters(), lr=0.1) for each in (plain, model)]
+    for _ in range(2):
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            step(each)
+            optimizer.step()
+        with released(model):
+            moved = [param.full_tensor() for param in model.parameters()]
+        for want, got in zip(plain.parameters(), moved, strict=True):
+            assert want.equal(got)
+    assert schedules(model)
