@@ -6,6 +6,7 @@ CUDA is played by stand-ins that note what is asked of them, so the waits are te
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,7 @@ from megacompile.runtime.device.streams import Handle, Streams
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
-COMPUTE, H2D, D2H = Stream.COMPUTE, Stream.H2D, Stream.D2H
+COMPUTE, H2D, D2H, COMM = Stream.COMPUTE, Stream.H2D, Stream.D2H, Stream.COMM
 
 # --- CPU
 
@@ -76,7 +77,7 @@ class Cuda:
             def record(self, queue: Any) -> None:
                 cuda.log.append(("record", queue.name, self.name))
 
-        copies = iter(("h2d", "d2h"))
+        copies = iter(("h2d", "d2h", "comm"))
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: self.queue(next(copies)))
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.user)
@@ -265,6 +266,47 @@ def test_what_went_wrong_on_the_host_is_raised_where_the_copy_is_needed(cuda: Cu
     with streams.run():
         streams.issue(COMPUTE, (), lambda: cuda.work("next"))
     assert work_of(cuda) == ["next"], "what the failed run put off is gone"
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_collectives_are_issued_in_program_order(cuda: Cuda, seed: int) -> None:
+    """Whatever the host still does, each rank issues them in the same order; and its copies.
+
+    Ops wait for some of those before them, and copies for buckets that become free at any time.
+    """
+    rng = random.Random(seed)
+    streams = Streams(GPU)
+    buckets = [Bucket(cuda.log) for _ in range(4)]
+    handles: list[Handle] = []
+    wanted: dict[Stream, list[str]] = {stream: [] for stream in (H2D, COMM, COMPUTE, D2H)}
+    with streams.run():
+        for i in range(30):
+            stream = rng.choice((H2D, H2D, COMM, COMM, COMPUTE, D2H))
+            waits = rng.sample(handles[-6:], min(len(handles), rng.randint(0, 2)))
+            if stream is H2D and rng.random() < 0.6:
+                waits.append(behind(rng.choice(buckets)))
+            name = f"{stream.value} {i}"
+            wanted[stream].append(name)
+            handles.append(streams.issue(stream, waits, functools.partial(cuda.work, name)))
+            if rng.random() < 0.2:
+                rng.choice(buckets).over = True
+            if rng.random() < 0.1:
+                rng.choice(buckets).over = False
+    for stream, names in wanted.items():
+        assert [name for name in work_of(cuda) if name.startswith(f"{stream.value} ")] == names
+    assert all(handle.event is not None and not handle.deferred for handle in handles)
+
+
+def test_a_collective_does_not_overtake_one_that_is_put_off(cuda: Cuda) -> None:
+    streams = Streams(GPU)
+    with streams.run():
+        part = streams.issue(H2D, (behind(Bucket(cuda.log)),), lambda: cuda.work("prefetch"))
+        whole = streams.issue(COMM, (part,), lambda: cuda.work("all_gather"))
+        mean = streams.issue(COMM, (), lambda: cuda.work("reduce_scatter"))
+        streams.issue(COMPUTE, (), lambda: cuda.work("3B"))
+        assert whole.deferred and mean.deferred and work_of(cuda) == ["3B"]
+        streams.issue(D2H, (mean,), lambda: cuda.work("offload"))
+    assert work_of(cuda) == ["3B", "prefetch", "all_gather", "reduce_scatter", "offload"]
 
 
 def test_the_cpu_waits_for_the_host_at_once() -> None:

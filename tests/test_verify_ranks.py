@@ -178,7 +178,8 @@ def test_gradients_that_are_freed_while_ranks_average_them_are_reported() -> Non
     assert mutant.backward is not None
     frees = ops.nodes_of(mutant.backward, ops.free, ops.defer_free)
     means = ops.nodes_of(mutant.backward, ops.reduce_scatter)
-    waiting = [n for n in frees if set(means) & set(n.kwargs.get("after", ()))]  # type: ignore[call-overload]
+    after: dict[fx.Node, Any] = {node: node.kwargs.get("after", ()) for node in frees}
+    waiting = [node for node in frees if set(means) & set(after[node])]
     assert waiting
     for node in waiting:
         node.kwargs = {}

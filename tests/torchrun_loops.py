@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from megacompile import megacompile, schedules
+from megacompile.errors import ModelError
 
 STEPS = 4
 WIDTH = 8
@@ -194,10 +195,22 @@ def main(name: str, folder: Path, *, mesh: bool) -> None:
             megacompile(model)
         losses = loop(model, folder)
         assert is_shared(model) == (streamed and mesh)
+        if is_shared(model):
+            check_refusal(model)
         params = {name: whole(param) for name, param in model.state_dict().items()}
         results.append({"losses": losses, "params": params})
         results[-1]["schedules"] = len(schedules(model)) if streamed else 0
     torch.save(results, folder / os.environ["RANK"])
+
+
+def check_refusal(model: nn.Module) -> None:
+    """No DDP goes around a model that ranks share."""
+    try:
+        nn.parallel.DistributedDataParallel(model)
+    except ModelError as error:
+        assert "leave DistributedDataParallel out" in str(error), error
+    else:
+        raise AssertionError("it was wrapped")
 
 
 def whole(param: Any) -> Tensor:

@@ -1,0 +1,54 @@
+"""`compat.stores`: what several processes see, and how long their groups wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megacompile import compat
+
+CPU = torch.device("cpu")
+C10D: Any = dist  # whose stubs leave its stores out
+
+
+@pytest.fixture(params=[None, 7.0])
+def timeout_s(request: pytest.FixtureRequest) -> Iterator[float | None]:
+    """A process group of this process alone, with that timeout."""
+    given = None if request.param is None else timedelta(seconds=request.param)
+    dist.init_process_group("gloo", store=C10D.HashStore(), rank=0, world_size=1, timeout=given)
+    yield request.param
+    dist.destroy_process_group()
+
+
+def test_the_first_word_stands(timeout_s: float | None) -> None:
+    one, other = (compat.store("ours", timeout_s=5) for _ in range(2))
+    assert one.compare_set("key", "", "first") == b"first"
+    assert other.compare_set("key", "", "second") == b"first"
+    assert not compat.store("others", timeout_s=5).check(["key"])
+    assert other.add("count", 1) == 1 and one.add("count", 1) == 2
+    assert one.delete_key("key") and not other.check(["key"])
+
+
+def test_a_group_says_how_long_it_waits(timeout_s: float | None) -> None:
+    found_s, default = compat.group_timeout_s(dist.group.WORLD, CPU)
+    assert default == (timeout_s is None)
+    assert found_s == (timeout_s or 1800)
+
+
+def test_collectives_can_be_ended(timeout_s: float | None) -> None:
+    compat.abort(dist.group.WORLD)
+    assert hasattr(dist.group.WORLD, "abort"), "with NCCL it ends what is under way"
+
+
+def test_a_store_that_is_gone_raises() -> None:
+    there = C10D.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = C10D.TCPStore("127.0.0.1", there.port, is_master=False, timeout=timedelta(seconds=2))
+    client.set("key", "value")
+    del there
+    with pytest.raises(compat.STORE_ERRORS):
+        client.get("key")
