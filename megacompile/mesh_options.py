@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,6 +10,25 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megacompile.errors import OptionError, OptionTypeError
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMesh:
+    """Ranks that a model is only planned for, without a process of theirs."""
+
+    ranks: int
+    ndim: int = 1
+
+    def size(self, dim: int = 0) -> int:
+        """How many there are."""
+        del dim
+        return self.ranks
+
+    def get_local_rank(self, dim: int = 0) -> int:
+        """The first one's place: its part is the largest."""
+        del dim
+        return 0
+
 
 _MADE = 'init_device_mesh("{kind}", (world_size,)), after torch.distributed.init_process_group()'
 

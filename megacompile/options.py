@@ -84,7 +84,6 @@ class Options:
             recomputed.
         dynamic: whether sizes are symbols: from the start, never, or once they have changed (None).
         mesh: the ranks that share the model. Default: this process alone.
-        gpus: how many ranks a model that is only planned is shared by, on one host.
     """
 
     device: torch.device
@@ -109,8 +108,7 @@ class Options:
     detect_anomaly: bool = False
     activations: Activations = Activations.AUTO
     dynamic: bool | None = None
-    mesh: DeviceMesh | None = None
-    gpus: int = 1
+    mesh: DeviceMesh | mesh_options.PlannedMesh | None = None
 
     @property
     def ranks(self) -> int:
@@ -119,7 +117,7 @@ class Options:
         With several, plans choose nothing that collectives depend on: ranks whose inputs have
         other shapes, or that have other rates and budgets, must issue the same ones.
         """
-        return self.gpus if self.mesh is None else self.mesh.size(self.mesh.ndim - 1)
+        return 1 if self.mesh is None else self.mesh.size(self.mesh.ndim - 1)
 
     @property
     def rank(self) -> int:

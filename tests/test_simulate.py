@@ -131,6 +131,7 @@ def test_a_compute_waits_for_its_weights_and_its_slot_for_the_compute() -> None:
         Stream.DEVICE: 0.0,
         Stream.READ: 0.0,
         Stream.WRITE: 0.0,
+        Stream.COMM: 0.0,
     }
     assert timeline.bound is Stream.COMPUTE
     assert timeline.busy_s(Stream.H2D) == 2.0

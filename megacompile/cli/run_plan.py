@@ -19,6 +19,7 @@ from megacompile.cost.known import known
 from megacompile.cost.rates import disk_on_file
 from megacompile.errors import DeviceMemoryError, HostMemoryError, MegacompileError, OptionError
 from megacompile.ir.schedule import Schedule
+from megacompile.mesh_options import PlannedMesh
 from megacompile.options import Options
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
 from megacompile.plan.alternatives import alternatives, more_memory
@@ -183,7 +184,9 @@ def _options(args: argparse.Namespace, made: Target, hardware: Hardware) -> Opti
         optimizer=optimizer,
         activations=args.activations,
     )
-    options, disk = replace(options, gpus=args.gpus), plan.disk(args)
+    if args.gpus > 1:
+        options = replace(options, mesh=PlannedMesh(args.gpus))
+    disk = plan.disk(args)
     if disk is None:
         return options
     return replace(options, disk=disk.folder, disk_memory=disk.free_bytes)  # it may be elsewhere

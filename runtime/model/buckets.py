@@ -15,6 +15,7 @@ from typing import cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from megacompile import compat, packed
 from megacompile.ir.buckets import Bucket, Unit
@@ -95,7 +96,7 @@ class ModelBuckets:
             detect_anomaly=options.detect_anomaly,
             disk=tiers.scratch_disk(options),
             host_budget=self._host_budget,
-            ranks=None if options.mesh is None else Ranks.of(options.mesh, options.device),
+            ranks=_ranks(options),
         )
         self.machine.gradients.ranks = self.machine.ranks
         self.alone = threading.RLock()  # the swap and the slots serve one call at a time
@@ -407,6 +408,12 @@ def fills_later(params: Iterable[torch.Tensor], device: torch.device) -> bool:
         return False
     on_gpu = sum(param.nbytes for param in params if param.device.type == "cuda")
     return on_gpu <= compat.free_device_bytes(device)
+
+
+def _ranks(options: Options) -> Ranks | None:
+    """The ranks that share a model that runs."""
+    mesh = options.mesh
+    return Ranks.of(mesh, options.device) if isinstance(mesh, DeviceMesh) else None
 
 
 class _Places:
