@@ -364,6 +364,13 @@ class LateOps(BoundOps):
         self._count = of_args + len(params)
         return super().backward(stage, *args)
 
+    def keep_grad(self, bucket: Bucket, gradients: Handle) -> Handle:
+        """On a device a tensor is there as soon as its op is issued; here it has to run."""
+        done = super().keep_grad(bucket, gradients)
+        streams: Any = self.machine.streams
+        streams.wait_for(done)
+        return done
+
     def alloc_grad(self, bucket: Bucket) -> Handle:
         self._fresh = True
         return super().alloc_grad(bucket)
@@ -478,7 +485,9 @@ class LateExecutor(Executor):
         if name == "backward":
             run = machine.run
             assert run is not None
-            grads = [run.buffer(*place) for place, goes in run.goes.items() if goes is Goes.FIRST]
+            first = [place for place, goes in run.goes.items() if goes is Goes.FIRST]
+            there = machine.buckets
+            grads = [run.buffer(*at) for at in first if there[at[0]].resident is None]
             grads = [] if machine.in_backward is not None else grads
 
         def late() -> None:

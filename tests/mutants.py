@@ -222,13 +222,14 @@ def move_free(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
 def move_compute(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
     quiet = (ops.assign, ops.snapshot, ops.save_rng, ops.alloc_grad, ops.alloc_state, ops.begin)
     runs = (ops.recompute, ops.rerun)
-    computes = (ops.reuse, ops.add_grad, ops.norm_grad, ops.update_in_place)
+    computes = (ops.reuse, ops.add_grad, ops.norm_grad, ops.keep_grad, ops.update_in_place)
     found = ops.nodes_of(graph, *runs, *computes, *quiet)
     return _move(rng.choice(found), graph, rng) if found else ""
 
 
 def delete(schedule: Schedule, graph: fx.Graph, rng: random.Random) -> str:
-    effects = (ops.free, ops.defer_free, ops.assign, ops.offload_grad, ops.offload_state)
+    ends = (ops.keep_grad, ops.offload_grad, ops.offload_state)
+    effects = (ops.free, ops.defer_free, ops.assign, *ends)
     found = [node for node in ops.nodes_of(graph, *effects) if not node.users]
     if not found:
         return ""

@@ -218,6 +218,19 @@ def elsewhere(schedule: Schedule, rng: random.Random) -> str:
     return f"{ops.label(node)} {node.name} is made elsewhere"
 
 
+def keep_elsewhere(schedule: Schedule, rng: random.Random) -> str:
+    """Gradients go to the host as if their bucket were there, or stay on the device."""
+    backward = schedule.backward
+    found = [] if backward is None else ops.nodes_of(backward, ops.keep_grad, ops.offload_grad)
+    found = [node for node in found if len(node.args) == 2 and not _after(node)]
+    if not found:
+        return ""
+    node = rng.choice(found)
+    was = ops.label(node)
+    node.target = ops.offload_grad if node.target is ops.keep_grad else ops.keep_grad
+    return f"{was} {node.name} is {ops.label(node)}"
+
+
 def swap_left(schedule: Schedule, rng: random.Random) -> str:
     """An update takes another value that was left."""
     if not (found := _inside(schedule, ops.update)):
@@ -381,6 +394,7 @@ EDITS: dict[str, Edit] = {
     "reorder updates": reorder,
     "retarget": retarget,
     "update elsewhere": elsewhere,
+    "gradients elsewhere": keep_elsewhere,
     "swap left values": swap_left,
     "leave another value": leave_another,
     "leave less": leave_less,

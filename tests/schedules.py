@@ -447,6 +447,10 @@ class _Backward:
         norms = []
         if self.spec.norms and bucket.key not in self.spec.resident:
             norms = [call(self.graph, ops.norm_grad, bucket, group)]
+        if bucket.key in self.spec.resident:
+            call(self.graph, ops.keep_grad, bucket, group)
+            call(self.graph, ops.free, group)
+            return
         offload = call(self.graph, ops.offload_grad, bucket, group, *norms, after=after)
         left = bucket.key in self.spec.device
         self.left += [group, self.left_states[bucket.key]] if left else []

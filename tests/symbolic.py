@@ -500,6 +500,7 @@ class Layout:
 
 
 _WRITTEN: dict[object, tuple[Part, ...]] = {  # what an op is the last writer of
+    ops.keep_grad: (Part.GRADIENTS,),
     ops.offload_grad: (Part.GRADIENTS,),
     ops.offload_state: (Part.WEIGHTS, Part.STATES),
     ops.update_host: (Part.WEIGHTS, Part.STATES),

@@ -209,7 +209,8 @@ class _Elsewhere(Machine):
             self._steps(bucket.key)
         for bucket in schedule.buckets:
             self._copies_of(bucket.key)
-        copies = tuple(self.tokens[bucket.key, Part.GRADIENTS] for bucket in schedule.buckets)
+        streamed = [b.key for b in schedule.buckets if b.key not in schedule.plan.resident]
+        copies = tuple(self.tokens[key, Part.GRADIENTS] for key in streamed)
         self._queue(Stream.D2H, "ELSEWHERE", lambda cells: None, copies)
 
     def _steps(self, key: int) -> None:
@@ -239,5 +240,7 @@ class _Elsewhere(Machine):
                 cells[cell] = term("elsewhere", "gradient", key, cell)
 
         waits = (self.tokens[key, Part.WEIGHTS],)
-        done = self._queue(Stream.HOST, "ELSEWHERE", run, waits)  # in whatever order
+        resident = key in self.schedule.plan.resident
+        stream = Stream.COMPUTE if resident else Stream.HOST  # which is in whatever order
+        done = self._queue(stream, "ELSEWHERE", run, waits)
         self.tokens[key, Part.GRADIENTS] = done

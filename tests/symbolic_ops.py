@@ -307,6 +307,11 @@ class Machine(Layout):
 
         return run, Tensor(made)
 
+    def _keep_grad(self, bucket: Bucket, gradients: Any) -> tuple[Run, Value]:
+        if bucket.key not in self.schedule.plan.resident:
+            raise Crash(f"bucket {bucket.label} is on the host")
+        return self._offload_grad(bucket, gradients)
+
     def _offload_grad(self, bucket: Bucket, gradients: Any, norms: Any = None) -> tuple[Run, Value]:
         group = self.group(gradients)
         pairs = [(self._host_grad(group.key, i), cell) for i, cell in group.of]

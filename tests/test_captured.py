@@ -47,6 +47,9 @@ class Compiler:
     def replan(self) -> None:
         raise AssertionError("no bucket was to move")
 
+    def find_gradients(self) -> bool:
+        return False
+
     def step_down(self) -> str:
         return ""
 

@@ -170,7 +170,7 @@ def test_each_graph_decides_about_its_own_buckets(searches: list[Any]) -> None:
     assert len(searches) == count
 
 
-@pytest.mark.parametrize(("layers", "left"), [(4.5, 0), (5.5, 1)])
+@pytest.mark.parametrize(("layers", "left"), [(4.5, 1), (5.5, 3)])
 def test_a_later_graph_takes_what_earlier_ones_leave(layers: float, left: int) -> None:
     """In bytes of layers with gradients and states, beside what streaming takes."""
     size = WIDTH * (WIDTH + 1) * 4

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 from megacompile.ir import ops
-from megacompile.ir.schedule import Schedule
+from megacompile.ir.schedule import Plan, Schedule
 from megacompile.passes.schedule.offload_grad import offload_gradients
 from tests.actions import apply, parse, text
 
 
-def offloaded(line: str, *, accumulate: bool = False, **stubs: Any) -> Schedule:
+def offloaded(
+    line: str, *, accumulate: bool = False, resident: frozenset[int] = frozenset(), **stubs: Any
+) -> Schedule:
     function = functools.partial(offload_gradients, accumulate=accumulate)
-    return apply(function, parse(line, **stubs))
+    return apply(function, replace(parse(line, **stubs), plan=Plan(resident=resident)))
 
 
 def backward(line: str, *, accumulate: bool = False, **stubs: Any) -> str:
@@ -27,7 +30,7 @@ def backward(line: str, *, accumulate: bool = False, **stubs: Any) -> str:
 def values(schedule: Schedule) -> str:
     """Which gradients each offload and sum takes: "1OFFLOAD_GRAD(g1_1)"."""
     assert schedule.backward is not None
-    nodes = ops.nodes_of(schedule.backward, ops.add_grad, ops.offload_grad)
+    nodes = ops.nodes_of(schedule.backward, ops.add_grad, ops.keep_grad, ops.offload_grad)
     shown = [(n, " ".join(value.name for value in ops.arguments(n)[1:])) for n in nodes]
     return " ".join(f"{ops.label(n)}({names})" for n, names in shown)
 
@@ -44,6 +47,19 @@ def test_gradients_on_the_host_are_fetched_before_the_stage_and_added_after() ->
         "0FETCH_GRAD 0RECOMPUTE 0B 0ADD_GRAD 0OFFLOAD_GRAD"
     )
     assert backward("0B", accumulate=True) == "0FETCH_GRAD 0B 0ADD_GRAD 0OFFLOAD_GRAD"
+
+
+def test_what_lives_on_the_device_keeps_its_gradients() -> None:
+    """No later than the last backward that adds to them, whoever reads the weights after it."""
+    resident = frozenset({1})
+    assert backward("2B 1B 0B", resident=resident) == (
+        "2B 2OFFLOAD_GRAD 1B 1KEEP_GRAD 0B 0OFFLOAD_GRAD"
+    )
+    assert backward("1B 0B", resident=resident, accumulate=True) == (
+        "1FETCH_GRAD 1B 1ADD_GRAD 1KEEP_GRAD 0FETCH_GRAD 0B 0ADD_GRAD 0OFFLOAD_GRAD"
+    )
+    schedule = offloaded("0F 1F | 1B 0B", resident=resident, accumulate=True)
+    assert "1KEEP_GRAD(sum1)" in values(schedule)
 
 
 def test_a_forward_alone_stays_as_it_is() -> None:

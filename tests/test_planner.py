@@ -343,7 +343,7 @@ def test_plans_are_compared_on_a_slower_host_too(monkeypatch: Any) -> None:
     """Where updates end just when they are needed, a host of another day would be waited for."""
     tower = problem(0, tokens=8192)
     hardware = H200.replace(update_gb_s=45.0)
-    tower = replace(tower, budget_bytes=int(3.2 * tower.floor_bytes()), hardware=hardware)
+    tower = replace(tower, budget_bytes=int(2.4 * tower.floor_bytes()), hardware=hardware)
     sure = search(tower, device_update=False)
     assert sure is not None and sure.step_s == tower.step_s(sure.choice), "as measured"
     monkeypatch.setattr(problem_code, "_SLOWER", 1.0)

@@ -261,13 +261,20 @@ def test_gradients_of_micro_batches_are_planned_for() -> None:
     gradients = sum(
         g.nbytes for b in inside.buckets(there.model).values() for g in b.grads.values()
     )
+    there.model(batch(1, torch.float32)).backward()  # adds to them, and updates
     cost = OptimizerCost.of(inside.streamed(there.model).options)
-    least = min(
-        min(m.live_bytes[Kind.GRADIENTS] for m in device_memory(s, optimizer=cost).moments)
-        for s in schedules(there.model)
-        if s.backward is not None and ops.nodes_of(s.backward, ops.offload_grad)
-    )
-    assert gradients and least >= gradients
+    (program,) = (p for g in inside.streamed(there.model).graphs for p in g.programs.values())
+    assert program is not None
+    live = {
+        variant.accumulate: [
+            moment.live_bytes[Kind.GRADIENTS]
+            for moment in device_memory(executor.schedule, optimizer=cost).moments
+        ]
+        for variant, executor in program.executors.items()
+        if variant.accumulate or not variant.update
+    }
+    assert gradients and min(live[True]) >= gradients, "they are there before the second one"
+    assert live[False][0] == 0 and live[False][-1] >= gradients, "the first one leaves them"
 
 
 def test_plans_know_of_micro_batches() -> None:

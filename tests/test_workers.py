@@ -390,8 +390,10 @@ def test_an_interrupted_submit_leaves_nobody_behind(
     assert log == ["a by host", "b by host", "c by host"]
 
 
-def test_a_piece_that_fails_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its buffer goes back to the allocator, while a copy into it may be under way."""
+def chunks_of(
+    monkeypatch: pytest.MonkeyPatch, issue: Any, *, buffers: int = 1
+) -> tuple[moving.Chunks, list[str]]:
+    """Chunks whose streams do nothing, and the streams that were waited for."""
     waited: list[str] = []
 
     class Stream:
@@ -404,20 +406,49 @@ def test_a_piece_that_fails_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
         def synchronize(self) -> None:
             waited.append(self.name)
 
-    def fails(*args: Any) -> Any:
-        raise ArithmeticError("no such kernel")
-
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(moving, "_issue", fails)
+    monkeypatch.setattr(moving, "_issue", issue)
     here = moving.Chunks.__new__(moving.Chunks)
     here.streams = moving.ChunkStreams.__new__(moving.ChunkStreams)
     for name in ("h2d", "compute", "d2h"):
         setattr(here.streams, name, Stream(name))
     here.device, here.buffer_bytes, here.ours = CPU, 2**20, None
-    here.buffers = [torch.empty(2**20, dtype=torch.uint8)]
+    here.buffers = [torch.empty(2**20, dtype=torch.uint8) for _ in range(buffers)]
+    return here, waited
+
+
+def test_a_piece_that_fails_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its buffer goes back to the allocator, while a copy into it may be under way."""
+
+    def fails(*args: Any) -> Any:
+        raise ArithmeticError("no such kernel")
+
+    here, waited = chunks_of(monkeypatch, fails)
     with pytest.raises(ArithmeticError):
-        here.update(SGD_RULE, some_update(SGD_RULE, 4096, state="none"))
+        here.update([(SGD_RULE, some_update(SGD_RULE, 4096, state="none"))])
     assert waited == ["h2d", "compute", "d2h"]
+
+
+def test_an_update_begins_while_the_one_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8-bit states are updated parameter by parameter: the link would be idle between two."""
+    log: list[str] = []
+
+    class End:
+        def __init__(self, k: int) -> None:
+            self.k = k
+
+        def synchronize(self) -> None:
+            log.append(f"end {self.k}")
+
+    def issue(rule: Any, here: Update, buffer: torch.Tensor, streams: Any) -> End:
+        k = sum(entry.startswith("begin") for entry in log)
+        log.append(f"begin {k}")
+        return End(k)
+
+    here, _ = chunks_of(monkeypatch, issue, buffers=2)
+    small = [(SGD_RULE, some_update(SGD_RULE, 4096, state="none")) for _ in range(3)]
+    here.update(small)
+    assert log == ["begin 0", "begin 1", "end 0", "begin 2", "end 2", "end 1"]
 
 
 def test_an_interrupted_wait_leaves_the_guards() -> None:

@@ -24,7 +24,7 @@ from megacompile.cost.places import flat_bytes, state_bytes, stored_bytes, store
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, largest_shard
 from megacompile.ir.inputs import elsewhere
-from megacompile.ir.ops import Part, Value
+from megacompile.ir.ops import Op, Part, Value
 from megacompile.ir.ops.sizes import value_bytes
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, Stage
@@ -83,12 +83,17 @@ def device_memory(
     *,
     optimizer: OptimizerCost | None = None,
     fused: bool = True,
+    gradients_stay: bool = False,
 ) -> DeviceMemory:
     """Walk a step of schedules that follow one another in the forward.
 
     Slots are shared. What a backward or an update defers is there until a forward drains it (where
     none does, until something is deferred again). Chunks of updates that the device makes for the
-    host are there in forwards. Resident buckets are there all the time.
+    host are there in forwards. Resident buckets are there all the time. Their gradients are there
+    from where a backward keeps them on; all the time, where it adds to what others have left.
+
+    Args:
+        gradients_stay: they are there all the time, whatever the schedules do.
     """
     each = [schedules] if isinstance(schedules, Schedule) else list(schedules)
     cost = optimizer or OptimizerCost(states=0)
@@ -100,7 +105,7 @@ def device_memory(
     replay.live[Kind.SLOTS] = sum(slots.values())
     residents = {key for schedule in each for key in schedule.plan.resident}
     replay.live[Kind.PARAMETERS] += _resident_bytes(each, residents, cost)
-    replay.live[Kind.GRADIENTS] += _micro_batch_bytes(each, cost)
+    replay.find_gradients(each, every=gradients_stay)
     in_chunks = max((chunks_bytes(schedule, cost) for schedule in each), default=0)
     replay.live[Kind.STATES] += in_chunks
     for schedule in each:
@@ -125,34 +130,21 @@ def _resident_bytes(schedules: Sequence[Schedule], keys: Iterable[int], cost: Op
         trained = schedule.gradient_params if schedule.backward is not None else {}
         for bucket in schedule.buckets:
             if bucket.key in largest:
-                size = cost.resident_bytes(bucket, trained.get(bucket.key, ()))
+                params = trained.get(bucket.key, ())
+                size = cost.resident_bytes(bucket, params, gradients=False)
                 largest[bucket.key] = max(int(size), largest[bucket.key])
     return sum(largest.values())
 
 
-def _micro_batch_bytes(schedules: Sequence[Schedule], cost: OptimizerCost) -> int:
-    """Gradients of resident buckets that wait there for an update in a later backward."""
-    if not cost.in_backward:
-        return 0  # they are among the resident bytes
-    found: dict[int, int] = {}
-    for schedule in schedules:
-        for bucket in _accumulated(schedule):
-            if bucket.key in schedule.plan.resident:
-                mine = largest_shard(bucket)
-                params = [mine.params[i] for i in schedule.gradient_params[bucket.key]]
-                size = sum(param.numel * cost.grad_of(param.dtype.itemsize) for param in params)
-                found[bucket.key] = max(int(size), found.get(bucket.key, 0))
-    return sum(found.values())
-
-
-def _accumulated(schedule: Schedule) -> list[Bucket]:
-    """Those that a backward adds gradients to, or leaves them in."""
+def _accumulated(schedule: Schedule, *, reads: bool = False) -> list[Bucket]:
+    """Those that a backward adds gradients to, or, unless `reads`, leaves them in."""
     if schedule.backward is None:
         return []
-    touching = ops.nodes_that(
-        schedule.backward, lambda op: Part.GRADIENTS in (*op.reads, *op.writes)
-    )
-    return [ops.arguments(node)[0] for node in touching]
+
+    def touches(op: Op) -> bool:
+        return Part.GRADIENTS in (op.reads if reads else (*op.reads, *op.writes))
+
+    return [ops.arguments(node)[0] for node in ops.nodes_that(schedule.backward, touches)]
 
 
 @dataclass(slots=True)
@@ -176,6 +168,28 @@ class _Replay:
     moments: list[Moment] = field(default_factory=list)
     before: dict[Kind, int] = field(default_factory=dict)  # deferred, and not taken back yet
     in_chunks: int = 0  # device memory that the next `help_host` takes
+    kept: dict[int, int] = field(default_factory=dict)  # gradients of residents, by bucket
+
+    def find_gradients(self, schedules: Sequence[Schedule], *, every: bool) -> None:
+        """Gradients of resident buckets that a backward adds to are there before it.
+
+        Args:
+            every: those that one makes too.
+        """
+        for schedule in schedules:
+            for bucket in _accumulated(schedule, reads=not every):
+                if bucket.key in schedule.plan.resident:
+                    self._keep(schedule, bucket)
+
+    def _keep(self, schedule: Schedule, bucket: Bucket) -> int:
+        """Gradients of a resident bucket are there from now on; gives the bytes that are new."""
+        mine = largest_shard(bucket)
+        params = [mine.params[i] for i in schedule.gradient_params[bucket.key]]
+        size = int(sum(p.numel * self.cost.grad_of(p.dtype.itemsize) for p in params))
+        more = max(0, size - self.kept.get(bucket.key, 0))
+        self.kept[bucket.key] = self.kept.get(bucket.key, 0) + more
+        self.live[Kind.GRADIENTS] += more
+        return more
 
     def defer_from_before(self, schedule: Schedule) -> None:
         """What the step before has deferred is live."""
@@ -196,7 +210,7 @@ class _Replay:
             size = value_bytes(node)
             self._name(node, _Block(Kind.INPUTS, size, owned=False))
             self.live[Kind.INPUTS] += size
-        self._walk("forward", schedule.forward)
+        self._walk("forward", schedule)
         outputs, saved_values = ops.returned(schedule.forward)
         kept = {n.name: self.blocks[n] for n in saved_values if n in self.blocks}
         if schedule.backward is None:
@@ -224,7 +238,7 @@ class _Replay:
                 size = value_bytes(node)
                 self._name(node, _Block(Kind.GRADIENTS, size, owned=True))
                 self.live[Kind.GRADIENTS] += size
-        self._walk("backward", schedule.backward)
+        self._walk("backward", schedule)
         left = {node.name: block for node, block in self.blocks.items()}
         return {name: left[name] for name in schedule.left}
 
@@ -237,7 +251,7 @@ class _Replay:
                 self._name(node, left[node.name])
         for node in ops.nodes_that(schedule.update, lambda op: op.fills is not None):
             self.live[Kind.STATES] += self._copy_bytes(schedule, node)
-        self._walk("update", schedule.update)
+        self._walk("update", schedule)
 
     def _copy_bytes(self, schedule: Schedule, updated: fx.Node) -> int:
         """Of new parameters as they are streamed, where an update makes them beside the masters."""
@@ -247,8 +261,8 @@ class _Replay:
         params = (bucket.params[i] for i in schedule.gradient_params[bucket.key])
         return sum(param.size_bytes for param in params)
 
-    def _walk(self, name: str, graph: fx.Graph) -> None:
-        for node in graph.nodes:
+    def _walk(self, name: str, schedule: Schedule) -> None:
+        for node in schedule.graphs[name].nodes:
             if node.op != "call_function":
                 continue
             op = ops.effects(node)
@@ -264,8 +278,21 @@ class _Replay:
             elif op.helps:
                 self.live[Kind.STATES] += self.in_chunks
                 self.in_chunks = 0
+            elif op.keeps is not None:
+                self._give(name, schedule, node)
             elif op.owns:
                 self._make(name, node)
+
+    def _give(self, name: str, schedule: Schedule, node: fx.Node) -> None:
+        """A bucket keeps gradients in their memory. Those of another dtype, or that it has a place
+        for, are copied."""
+        bucket, value, *_ = ops.arguments(node)
+        new_bytes = self._keep(schedule, bucket)
+        block = self.blocks.get(value)
+        if block is not None and block.owned and new_bytes == block.size_bytes:
+            block.owned = False
+            self.live[block.kind] -= block.size_bytes
+        self._moment(name, node, 0)
 
     def _compute(self, name: str, node: fx.Node) -> None:
         stage: Stage = ops.arguments(node)[0]

@@ -93,17 +93,27 @@ class OptimizerCost:
         """Bytes that an update reads and writes again: the parameter and its states."""
         return self.master_of(item_bytes) + self.states_of(item_bytes)
 
-    def resident_bytes(self, bucket: Bucket, trained: Iterable[int]) -> float:
+    def left_of(self, item_bytes: int) -> float:
+        """Bytes that a backward leaves on the device for an update there, with the gradient."""
+        return self.updated_of(item_bytes) + item_bytes
+
+    def resident_bytes(
+        self, bucket: Bucket, trained: Iterable[int], *, gradients: bool = True
+    ) -> float:
         """Device memory of a bucket that lives there: parameters, and what training adds.
 
         Gradients of micro-batches, which an update in the backward waits for, are not counted.
+
+        Args:
+            gradients: those that `optimizer.step()` takes too. Else what is there all the time.
         """
         bucket = largest_shard(bucket)
         masters = (self.master_bytes or 0.0) * sum(param.numel for param in bucket.params)
         size = bucket.size_bytes + masters  # frozen parameters have a master too
         for param in (bucket.params[i] for i in trained):
             item = param.dtype.itemsize
-            size += param.numel * (self.kept_grad_of(item) + self.states_of(item))
+            gradient = self.kept_grad_of(item) if gradients else 0.0
+            size += param.numel * (gradient + self.states_of(item))
         return size
 
     def kept_grad_of(self, item_bytes: int) -> float:

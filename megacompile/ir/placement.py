@@ -11,5 +11,5 @@ class Placement:
 
     resident: frozenset[int] = frozenset()  # keys of the buckets that live on the device
     on_disk: frozenset[int] = frozenset()  # of those whose states lie on the disk, if streamed
-    accumulates: bool = False  # do gradients wait there, for an update in a later backward?
+    accumulates: bool = False  # may a forward find gradients there, of a backward before it?
     stays: str = ""  # why no bucket may go elsewhere; "": they may

@@ -65,6 +65,11 @@ class _Planned:
         """A draft, for the memory that it takes."""
         return self.problem.build(self.found.choice)
 
+    def leaves_memory_for_gradients(self) -> bool:
+        """Does it fit too where a forward finds gradients of resident buckets?"""
+        problem = replace(self.problem, gradients_stay=True)
+        return problem.peak_bytes(self.found.choice) <= problem.budget_bytes
+
 
 class Chooser:
     """Seeks what plans are made from, and remembers it.
@@ -143,7 +148,7 @@ class Chooser:
         if options.resident is not None or placement.stays:
             free = frozenset()
         storable = frozenset() if options.disk is None else own - self._stored
-        if placement.accumulates and variant.update:
+        if placement.accumulates:
             variant = replace(variant, accumulate=True)  # which needs the most
         wanted = placement if self._wanted is None else self._wanted
         here = replace(placement, resident=(placement.resident & own) - free)
@@ -331,6 +336,7 @@ class Chooser:
         """
         cost = self.setting.cost()
         accumulates = cost.in_backward and (variant.accumulate or not variant.update)
+        moves = self.setting.options.resident is None and not (wanted and wanted.stays)
         on_host, on_disk = self._elsewhere_bytes(schedule, wanted or Placement(), accumulates)
         disk_bytes = self.disk_budget_bytes()
         return Problem(
@@ -340,6 +346,7 @@ class Chooser:
             hardware=self.setting.rates(),
             optimizer=cost,
             accumulates=accumulates,
+            gradients_stay=(variant.accumulate or not moves) and not cost.in_backward,
             disk_weights=self.setting.options.disk_weights,
             disk_saved=self.setting.options.disk_saved,
             offloads=self.setting.options.activations is Activations.OFFLOAD,
@@ -386,6 +393,15 @@ class Chooser:
         """Choose anew, with the buckets where they are. No backward may be to come."""
         self._chosen.clear()
         self._wanted = None
+
+    def find_gradients(self) -> bool:
+        """From now on a forward may find gradients of resident buckets. Is there a plan that leaves
+        no memory for them? Then all is chosen anew. No backward may be to come."""
+        if all(planned.leaves_memory_for_gradients() for planned in self._planned.values()):
+            return False
+        self._decided = self._stored = frozenset()
+        self.forget()
+        return True
 
     def retain(self, stages: Collection[Schedule]) -> None:
         """Forget what was chosen for all but these captured stages."""

@@ -182,6 +182,11 @@ class PassCompiler:
         """Choose anew, with the buckets where they are. No backward may be to come."""
         self.chooser.forget()
 
+    def find_gradients(self) -> bool:
+        """From now on a forward may find gradients on the device. Are plans chosen anew for that?
+        No backward may be to come."""
+        return self.chooser.find_gradients()
+
     def step_down(self) -> str:
         """Plan with less device memory from now on; says how, or "" where that changes nothing."""
         return self.chooser.step_down()

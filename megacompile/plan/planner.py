@@ -35,6 +35,7 @@ from megacompile.text import format_bytes
 
 _COUNTS = (0, 1 / 24, 1 / 12, 1 / 6, 1 / 3, 2 / 3, 1)  # of the buckets, to be resident
 _SHARES = (0.0, 0.1, 0.2, 0.4, 0.7, 1.0)  # of the parameters, to be updated on the device
+_PARTS = (0.95, 0.88, 0.8)  # of the share that the device may update
 _SLOTS = (1, 2, 4, 8, 16)  # more than asked for
 _DELAYS = (1, 2, 4, 8)  # backwards, of states on their way to the host
 _FEWER = (0, 1, 2, 3)  # residents, where stages are kept on the host
@@ -74,7 +75,7 @@ def search(
     least = problem.fewest_residents() if resident else 0
     if least is None:
         return None
-    tries = _Tries(problem, (1, 1) if pinned else (0, problem.stages))
+    tries = _Tries(problem, (1, 1) if pinned else (0, problem.stages), updates=device_update)
     total = len(problem.candidates)
     most = max(least, problem.most_residents(Choice(0)) or 0) if resident else 0
     counts = sorted({min(max(least, round(total * part)), most) for part in _COUNTS})
@@ -119,13 +120,13 @@ def search(
 @old_objects_left_out()
 def search_near(problem: Problem, near: Choice) -> SearchResult | None:
     """The fastest of a few choices that are like one which was found for a little less memory: with
-    as many resident buckets, with as many as fit, and with a number between the two; then with as
-    many stages kept on the host, and with twice as many. None where nothing of it fits."""
+    as many resident buckets, with a few more, with as many as fit, and with a number between; then
+    with as many stages kept on the host, and with twice as many. None where nothing of it fits."""
     tries = _Tries(problem, (0, problem.stages))
     at = tries.count(near)
     most = max(at, problem.most_residents(Choice(0)) or 0)
     alike = replace(near, saved_on_host=0)
-    for count in sorted({at, (at + most) // 2, most}):
+    for count in sorted({at, at + 1, at + 2, (at + most) // 2, most}):
         if count <= len(problem.candidates):
             tries.add(replace(alike, resident=problem.with_residents(count).resident))
     if not tries.times:
@@ -157,11 +158,13 @@ class _Tries:
     Args:
         problem: what a plan is sought for.
         keeps: at least and at most so many stages are kept.
+        updates: streamed buckets may be updated on the device.
     """
 
-    def __init__(self, problem: Problem, keeps: tuple[int, int]) -> None:
+    def __init__(self, problem: Problem, keeps: tuple[int, int], *, updates: bool = False) -> None:
         self.problem = problem
         self.keeps = keeps
+        self.updates = updates
         self.times: dict[Choice, float] = {}
         self.too_many: set[int] = set()  # counts of resident buckets that do not fit
         self.passed_over: set[int] = set()  # the same, of choices that are too slow in any case
@@ -212,13 +215,24 @@ class _Tries:
         if choice.offload:
             fewer |= {lowest + (low - lowest) * k // 4 for k in range(4)}
         known = set(self.times)
-        fitting = (replace(least, keep=keep) for keep in range(low, lowest - 1, -1))
-        most_kept = next(filter(self._simulate, fitting), None)
+        most_kept = self._most_that_fit(least, range(low, lowest - 1, -1))
         for keep in sorted(fewer - {low}):
             self._simulate(replace(least, keep=keep))
         if most_kept is not None and most_kept in self.times.keys() - known:
             self.times[most_kept] = self.times.pop(most_kept)  # of equals, that which keeps less
         return most_kept is not None
+
+    def _most_that_fit(self, choice: Choice, keeps: range) -> Choice | None:
+        """Simulate a choice with as many kept stages as fit; None where even the last of `keeps` is
+        too many: gradients of resident buckets need the memory when the backward ends."""
+        for keep in keeps:
+            kept = replace(choice, keep=keep)
+            if self._simulate(kept):
+                return kept
+            last = replace(choice, keep=keeps[-1])
+            if keep == keeps[0] and self.problem.peak_bytes(last) > self.problem.budget_bytes:
+                return None
+        return None
 
     def add_offloaded(self, choice: Choice, *, resident: bool) -> None:
         """Simulate a choice with inputs of stages on the host: of as few as it takes, and of more,
@@ -336,12 +350,28 @@ class _Tries:
         return found[at] if pays else best
 
     def _in_halves(self, best: Choice, count: int) -> Choice:
-        """The fastest with so many residents; what was never simulated, where nothing fits."""
+        """The fastest with so many residents; what was never simulated, where nothing fits.
+
+        With fewer residents more is updated on the device: what that takes fits when the backward
+        ends, and takes nothing where saved tensors do.
+        """
         before = set(self.times)
         residents = self.problem.with_residents(count).resident
         halves = replace(best, resident=residents, halves=True)
         self.add(halves)
+        found = min(self.times.keys() - before, key=self.times.__getitem__, default=halves)
+        if self.updates and not self.problem.optimizer.in_backward and found in self.times:
+            self._update_more(found)
         return min(self.times.keys() - before, key=self.times.__getitem__, default=halves)
+
+    def _update_more(self, choice: Choice) -> None:
+        """Simulate a choice with as large a share that the device updates as fits."""
+        most = self.problem.most_updated(choice)
+        shares = (round(part * most, 2) for part in _PARTS)
+        for share in itertools.takewhile(lambda share: share > choice.device_update, shares):
+            more = replace(choice, device_update=share)
+            if any(self._simulate(replace(more, keep=choice.keep - fewer)) for fewer in (0, 1)):
+                break
 
     def _time(self, choice: Choice) -> float:
         """Of what was simulated; else infinite."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megacompile.cost.hardware import Hardware
-from megacompile.cost.memory import DeviceMemory, device_memory, saved_elsewhere
+from megacompile.cost.memory import DeviceMemory, Kind, device_memory, saved_elsewhere
 from megacompile.cost.ops import computes_s
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.pageable import with_pageable
@@ -50,6 +50,7 @@ class Problem:
         on_disk: keys of the streamed buckets whose states lie there already.
         storable: keys of those whose states may go there; None: all of them.
         accumulates: gradients of micro-batches wait for an update in a later backward.
+        gradients_stay: those of resident buckets are there when a forward begins.
         disk_weights: the parameters of streamed buckets lie on the disk.
         disk_saved: what waits on the host goes on to the disk; None: as little as it takes.
         offloads: saved tensors wait elsewhere, whatever is chosen.
@@ -72,6 +73,7 @@ class Problem:
     on_disk: frozenset[int] = frozenset()
     storable: frozenset[int] | None = None
     accumulates: bool = False
+    gradients_stay: bool = False
     disk_weights: bool = False
     disk_saved: bool | None = None
     offloads: bool = False
@@ -127,7 +129,12 @@ class Problem:
     def memory(self, choice: Choice) -> DeviceMemory:
         """Device memory of a choice over a step."""
         together = [*self.others, self.schedule(choice)]
-        return device_memory(together, optimizer=self.optimizer, fused=self.fused)
+        return device_memory(
+            together,
+            optimizer=self.optimizer,
+            fused=self.fused,
+            gradients_stay=self.gradients_stay,
+        )
 
     def step_s(self, choice: Choice) -> float:
         """Seconds of a step in the middle of training."""
@@ -151,8 +158,10 @@ class Problem:
 
     def learn(self, other: Problem) -> None:
         """Take what is known of choices from a problem that differs in its budgets alone."""
-        mine = (self.resident, self.optimizer, self.fused, self.others, self.accumulates)
-        its = (other.resident, other.optimizer, other.fused, other.others, other.accumulates)
+        mine, its = (
+            (p.resident, p.optimizer, p.fused, p.others, p.accumulates, p.gradients_stay)
+            for p in (self, other)
+        )
         machines = (replace(each.hardware, host_bytes=None) for each in (self, other))
         if mine == its and len(set(machines)) == 1:
             for choice, peaks in other._peaks.items():
@@ -178,6 +187,8 @@ class Problem:
         return self.fits_host(choice) and self._fits_device(choice)
 
     def _fits_device(self, choice: Choice) -> bool:
+        if self._resident_bytes(choice.resident, gradients=True) > self.budget_bytes:
+            return False  # when the backward ends
         return self.peak_bytes(self._streamed(choice)) <= self._buffer_bytes(choice)
 
     def fits_host(self, choice: Choice) -> bool:
@@ -204,11 +215,17 @@ class Problem:
         return replace(choice, resident=self.resident, on_disk=frozenset(), saved_on_disk=0)
 
     def _buffer_bytes(self, choice: Choice) -> float:
-        """The budget less what new resident buckets take."""
-        return self.budget_bytes - sum(
-            self.optimizer.resident_bytes(bucket, self.trained.get(bucket.key, ()))
+        """The budget less what new resident buckets take all the time."""
+        new = choice.resident - self.resident
+        return self.budget_bytes - self._resident_bytes(new, gradients=self.gradients_stay)
+
+    def _resident_bytes(self, keys: frozenset[int], *, gradients: bool) -> float:
+        return sum(
+            self.optimizer.resident_bytes(
+                bucket, self.trained.get(bucket.key, ()), gradients=gradients
+            )
             for bucket in self.buckets
-            if bucket.key in choice.resident - self.resident
+            if bucket.key in keys
         )
 
     def fits_exactly(self, choice: Choice) -> bool:
@@ -282,6 +299,25 @@ class Problem:
             if self._fits_device(replace(like, resident=resident)):
                 return count
         return None
+
+    def most_updated(self, choice: Choice) -> float:
+        """The largest share of what is streamed that the device may update, for what it takes to
+        fit beside the residents when the backward ends; a little less may be true."""
+        sizes = [
+            sum(
+                bucket.params[i].numel * self.optimizer.left_of(bucket.params[i].dtype.itemsize)
+                for i in self.trained.get(bucket.key, ())
+            )
+            for bucket in self.buckets
+            if bucket.key not in choice.resident | choice.on_disk
+        ]
+        moments = self.memory(Choice(1, self.resident)).moments
+        backward = [moment.live_bytes for moment in moments if moment.graph == "backward"]
+        ending = backward[-max(1, len(backward) // 4) :]
+        beside = min(live[Kind.SLOTS] + live[Kind.WORKSPACE] for live in ending)
+        there = beside + self._resident_bytes(choice.resident, gradients=True)
+        left = self.budget_bytes - there
+        return min(1.0, max(0.0, left / sum(sizes))) if sum(sizes) else 0.0
 
     def tightest(self) -> Choice:
         """What leaves the host as little as can be: as many residents as fit on the device."""

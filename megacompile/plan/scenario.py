@@ -95,7 +95,7 @@ class Scenario:
         found = {kind.value: size for kind, size in self.device.peak.live_bytes.items()}
         for bucket, trained in self._residents():
             for kind, size in streamed_bytes(bucket, trained, self.optimizer).items():
-                if kind is not Kind.PARAMETERS:
+                if kind not in (Kind.PARAMETERS, Kind.GRADIENTS):
                     found[Kind.PARAMETERS.value] -= int(size)
                     found[kind.value] = found.get(kind.value, 0) + int(size)
         return {kind: size for kind, size in found.items() if size}

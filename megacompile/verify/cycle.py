@@ -110,13 +110,12 @@ class _Cycle:
             for keys in (plan.weights_on_disk, plan.on_disk)
         )
         done = before | 1 << update.bit
-        if resident:
-            self.streams[Stream.COMPUTE] = done
-        copied = done | 1 << gradients.bit  # in whatever order
-        self.streams[Stream.D2H] = self.streams.get(Stream.D2H, 0) | copied
+        left = done | 1 << gradients.bit  # in whatever order
+        stream = Stream.COMPUTE if resident else Stream.D2H
+        self.streams[stream] = self.streams.get(stream, 0) | left
         for part in Part:
             wrote = {Part.GRADIENTS: gradients, Part.STATES: states, Part.WEIGHTS: weights}[part]
-            self.tokens[bucket.key, part] = copied if part is Part.GRADIENTS else done
+            self.tokens[bucket.key, part] = left if part is Part.GRADIENTS else done
             self.tokens[bucket.key, part] |= 1 << wrote.bit
             self.writer[bucket.key, part] = wrote
 

@@ -97,17 +97,20 @@ def _complete(gradients: fx.Node) -> bool:
 
 
 def _where_it_lies(view: View) -> Iterator[Hazard]:
-    """The compute stream alone writes the states of what is resident, and of nothing else."""
+    """The compute stream alone writes the states and gradients of what is resident, and of nothing
+    else."""
     resident = view.schedule.plan.resident
-    for node in view.that(lambda op: Part.STATES in op.writes):
+    for node in view.that(lambda op: _MOVES & set(op.writes)):
         bucket: Bucket = ops.arguments(node)[0]
         if (bucket.key in resident) != (ops.stream_of(node) is Stream.COMPUTE):
             where = "lives on the device" if bucket.key in resident else "lies on the host"
+            states = Part.STATES in effects(node).writes
             message = (
                 f"{label(node)} runs on stream {ops.stream_of(node).value}, but bucket "
-                f"{bucket.label} {where}; update it there"
+                f"{bucket.label} {where}; {'update it' if states else 'leave its gradients'} there"
             )
-            yield view.hazard(HazardKind.WRONG_UPDATE, node, None, message)
+            kind = HazardKind.WRONG_UPDATE if states else HazardKind.WRONG_GRADIENTS
+            yield view.hazard(kind, node, None, message)
 
 
 def _tokens(view: View) -> Iterator[Hazard]:
@@ -172,5 +175,7 @@ def _helps(view: View) -> Iterator[Hazard]:
                 message = f"{label(node)} is to help with {named(update)} twice; name it once"
                 yield view.hazard(HazardKind.WRONG_HELP, node, update, message)
 
+
+_MOVES = {Part.STATES, Part.GRADIENTS}  # which a bucket has where it lies
 
 CHECKS: tuple[Check, ...] = (_where_it_lies, _tokens, _helps)

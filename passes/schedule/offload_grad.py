@@ -8,6 +8,9 @@ With `accumulate=True` the gradients that are on the host already come first and
 
 The update of a bucket may begin when its gradients are on the host: they do not leave before the
 last reader of its weights.
+
+A bucket that lives on the device keeps its gradients in the memory that the backward has made them
+in: `2B 2KEEP_GRAD`. So they take none before.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from megacompile.passes.schedule.prefetch import last_readers
 
 
 def offload_gradients(schedule: Schedule, *, accumulate: bool) -> Schedule:
-    """The schedule whose backward leaves every gradient in its host bucket."""
+    """The schedule whose backward leaves every gradient in its bucket."""
     if schedule.backward is None:
         return schedule
     new = schedule.copy()
@@ -32,6 +35,10 @@ def offload_gradients(schedule: Schedule, *, accumulate: bool) -> Schedule:
     for bucket, call, group in last_gradients(graph).values():
         total = add_so_far(graph, bucket, call, group) if accumulate else group
         where = total if accumulate else max(group, last_item(call))
+        if bucket.key in new.plan.resident:
+            with graph.inserting_after(where):
+                ops.call(graph, ops.keep_grad, bucket, total, name=f"k{bucket.suffix}")
+            continue
         reader = readers.get(bucket.key, call)
         late = reader > call
         with graph.inserting_after(max(where, last_item(reader)) if late else where):

@@ -360,7 +360,20 @@ class ModelBuckets:
         updates = self.machine.in_backward
         if updates is not None and updates.accumulating:
             self.plans.say_accumulates()
+        if self._finds_gradients() and self.plans.find_gradients():
+            self.planned_anew()
         self.move_if_wanted()
+
+    def _finds_gradients(self) -> bool:
+        """Does a forward whose backward comes find gradients on the device, for the first time?"""
+        return (
+            torch.is_grad_enabled()
+            and self.options.plans
+            and not self.plans.placement.accumulates
+            and self.machine.in_backward is None
+            and not self.machine.pending
+            and self.machine.gradients.on_device()
+        )
 
     def _adopt(self, fits: bool) -> None:
         """Take over parameters whose memory was replaced, and new ones."""

@@ -88,6 +88,7 @@ class Call:
             recorded: autograd holds this call, and a backward may come.
         """
         with self.machine.running:
+            self.machine.gradients.forget()
             self.random = random_state(self.machine.device)
             outputs = self._compute()
         saved_values = self.saved_values or {}

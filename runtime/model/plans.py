@@ -41,6 +41,10 @@ class Compiler(Protocol):
     def replan(self) -> None:
         """Choose anew, with the buckets where they are. No backward may be to come."""
 
+    def find_gradients(self) -> bool:
+        """From now on a forward may find gradients of buckets that live on the device. Is all
+        chosen anew, because plans made so far leave no memory for them?"""
+
     def step_down(self) -> str:
         """Make plans that need less from now on; says how, or "" where nothing is left to give."""
 
@@ -103,6 +107,11 @@ class Plans:
         """From now on plans count the gradients of micro-batches."""
         if not self.placement.accumulates:
             self.placement = replace(self.placement, accumulates=True)
+
+    def find_gradients(self) -> bool:
+        """A forward finds gradients on the device: it may from now on. Are plans made anew?"""
+        self.say_accumulates()
+        return self.compiler.find_gradients()
 
     def stay(self, why: str) -> None:
         """Plan anew with the buckets where they are, for good. No backward may be to come."""

@@ -131,7 +131,8 @@ class ComputeOps(OpGroup):
         for primal, gradient in zip(stage.traced.gradients, found, strict=True):
             ref = stage.primals[primal]
             if isinstance(ref, ParamRef):
-                merged[stage.buckets[ref.bucket].key][ref.param] = gradient
+                # a name of its own: it may be a tangent, or another gradient (see `keep_grad`)
+                merged[stage.buckets[ref.bucket].key][ref.param] = gradient.detach()
         return [*of_args, *merged.items()]
 
 

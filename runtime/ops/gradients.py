@@ -65,6 +65,19 @@ class GradientOps(OpGroup):
 
         return self._issue(Stream.COMPUTE, (gradients,), norms)
 
+    def keep_grad(self, bucket: Bucket, gradients: Handle) -> Handle:
+        run = self.machine.current_run()
+
+        def keep() -> None:
+            key, group = gradients.value
+            for i, gradient in group.items():
+                if not run.drops(key, i):
+                    run.keep(key, i, gradient)
+
+        handle = self._issue(Stream.COMPUTE, (gradients,), keep)
+        self.machine.buckets[bucket.key].pending.gradients_copied = handle.event
+        return handle
+
     def offload_grad(
         self,
         bucket: Bucket,

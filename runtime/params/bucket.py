@@ -269,6 +269,27 @@ class HostBucket:
         self.grads, self._grad_memory = made.tensors, made.whole
         self._memory.append(made.whole)
 
+    def make_grad(self, index: int) -> torch.Tensor:
+        """Get memory for one gradient of a bucket that lives on the device."""
+        like = self.values[index]
+        self.grads[index] = torch.empty_like(like, dtype=self.grad_dtype or like.dtype)
+        return self.grads[index]
+
+    def keep_grad(self, index: int, gradient: torch.Tensor) -> None:
+        """Let a gradient be that of a bucket that lives on the device: where nobody else has its
+        memory, in that; else a copy."""
+        like = self.values[index]
+        mine = (
+            gradient.dtype == (self.grad_dtype or like.dtype)
+            and gradient.stride() == like.stride()
+            and gradient.untyped_storage().nbytes() == gradient.nbytes
+            and compat.storage_users(gradient) == 1
+        )
+        if mine:
+            self.grads[index] = gradient.detach()  # one name more: who else has it copies
+        else:
+            self.make_grad(index).copy_(gradient)
+
     def grads_bytes(self) -> int:
         """Of memory for the gradients, where they lie on the host."""
         return self.bytes_like(self._grad_dtypes())

@@ -119,6 +119,7 @@ class Run:
         self.goes: dict[ParamId, Goes] = {}
         self.apart: dict[ParamId, torch.Tensor] = {}
         self._sent: set[int] = set()  # buckets that are on their way
+        self._kept: set[ParamId] = set()  # by buckets that live on the device
         self._done: set[ParamId] = set()  # by an attempt that ran out of memory
 
     def start(self, wanted: Mapping[int, Sequence[int]]) -> bool:
@@ -176,6 +177,12 @@ class Run:
     def repeat(self) -> None:
         """The schedule starts again: what it has sent to the host is not sent twice."""
         self._done |= {place for place in self.goes if place[0] in self._sent}
+        for key, i in self._kept:
+            if self.goes[key, i] is Goes.FIRST:  # its memory is wanted: it is computed again
+                self._of.buckets[key].grads.pop(i, None)
+            else:
+                self._done.add((key, i))
+        self._kept.clear()
 
     # For the ops of the schedule.
 
@@ -218,6 +225,14 @@ class Run:
             like = bucket.values[index]
             self.apart[place] = torch.empty_like(like, dtype=bucket.grad_dtype, device=device)
         return self.apart[place]
+
+    def keep(self, key: int, index: int, gradient: torch.Tensor) -> None:
+        """Let a bucket that lives on the device have a gradient."""
+        if self.goes[key, index] is Goes.FIRST:
+            self._of.buckets[key].keep_grad(index, gradient)
+        else:
+            self.buffer(key, index).copy_(gradient)
+        self._kept.add((key, index))
 
     def norms(self, key: int, indices: Sequence[int]) -> Norms:
         """Where the norms of these gradients go."""

@@ -122,7 +122,8 @@ class Gradients:
 
     def is_free(self, place: ParamId) -> bool:
         """Has nobody but the bucket the memory of a gradient?"""
-        return compat.storage_users(self.buckets[place[0]].grads[place[1]]) == 1
+        memory = self.buckets[place[0]].grads.get(place[1])
+        return memory is None or compat.storage_users(memory) == 1
 
     def is_busy(self, place: ParamId) -> bool:
         """Has a call of `backward()` given autograd a gradient, and not ended?"""
@@ -133,6 +134,8 @@ class Gradients:
         self, wanted: Mapping[int, Sequence[int]], unwanted: Set[ParamId], backward: BackwardPass
     ) -> None:
         """Get memory for these gradients, whose `p.grad` are plain tensors from now on.
+
+        Those of buckets that live on the device get theirs when the backward has made them.
 
         Args:
             wanted: parameters' indices, by their bucket's key.
@@ -147,7 +150,9 @@ class Gradients:
                 backward.norms.pop(key, None)
             for i in params:
                 _open(bucket.params[i].grad)
-            if not bucket.grads.keys() >= set(params) or self._held_by_user(key, bucket):
+            if bucket.resident is not None:
+                self._forget(key, bucket)
+            elif not bucket.grads.keys() >= set(params) or self._held_by_user(key, bucket):
                 self._renew(key, bucket)
         self._part([(key, i) for key, params in wanted.items() for i in params])
 
@@ -157,10 +162,32 @@ class Gradients:
         if is_gone(gradient) or gradient is None:
             return False
         if not self.is_ours(place):
+            key, i = place
+            bucket = self.buckets[key]
+            memory = bucket.grads[i] if bucket.resident is None else bucket.make_grad(i)
             with torch.no_grad():
-                mine = compat.local(gradient).to_dense()
-                self.buckets[place[0]].grads[place[1]].copy_(mine)
+                memory.copy_(compat.local(gradient).to_dense())
         return True
+
+    def forget(self) -> None:
+        """Let go of gradients on the device that `p.grad` names no more: behind `zero_grad()`."""
+        for key, bucket in self.buckets.items():
+            if bucket.resident is not None and bucket.grads:
+                self._forget(key, bucket)
+
+    def _forget(self, key: int, bucket: HostBucket) -> None:
+        for i in [i for i in bucket.grads if not self.is_busy((key, i))]:
+            if is_gone(bucket.params[i].grad) or not self.is_ours((key, i)):
+                del bucket.grads[i]
+
+    def on_device(self) -> bool:
+        """Are there gradients of buckets that live on the device?"""
+        return any(
+            not is_gone(param.grad)
+            for bucket in self.buckets.values()
+            if bucket.resident is not None
+            for param in bucket.params
+        )
 
     def _part(self, places: Iterable[ParamId]) -> None:
         """Give a `p.grad` that lies in the place of another one's memory of its own."""
@@ -194,10 +221,12 @@ class Gradients:
     @staticmethod
     def put(bucket: HostBucket, taken: Mapping[int, torch.Tensor]) -> None:
         """Put them into a bucket that lies elsewhere."""
-        if taken:
+        if taken and bucket.resident is None:
             bucket.make_grads()
         for i, gradient in taken.items():
             param = bucket.params[i]
+            if bucket.resident is not None and param.requires_grad:
+                bucket.make_grad(i)
             if i in bucket.grads:
                 param.grad = compat.like(param, bucket.grads[i].copy_(gradient).detach())
             else:  # frozen since

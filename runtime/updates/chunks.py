@@ -52,13 +52,19 @@ class Chunks:
         self.ours = torch.cuda.current_stream(self.device).record_event()  # from then on
 
     @torch.no_grad()
-    def update(self, rule: OptimizerRule, whole: Update) -> None:
-        """Make the update of flat tensors in page-locked host memory, and wait for its end."""
+    def update(self, updates: Iterable[tuple[OptimizerRule, Update]]) -> None:
+        """Make updates of flat tensors in page-locked host memory, and wait for their end.
+
+        The first chunk of one comes in while the last ones of that before it go out.
+        """
+        parts = (
+            (rule, here) for rule, whole in updates for here in chunks(whole, self.buffer_bytes)
+        )
         ends: list[torch.cuda.Event | None] = [None] * len(self.buffers)
         with torch.cuda.device(self.device):
             self.streams.h2d.wait_event(self.ours)
             try:
-                for k, here in enumerate(chunks(whole, self.buffer_bytes)):
+                for k, (rule, here) in enumerate(parts):
                     at = k % len(self.buffers)
                     if (end := ends[at]) is not None:
                         end.synchronize()

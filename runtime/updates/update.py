@@ -218,8 +218,7 @@ class BucketUpdate:
 
     def by_chunks(self, chunks: Chunks) -> None:
         """Let the device make it."""
-        for run in self._take_runs():
-            chunks.update(run.rule, run.update)
+        chunks.update((run.rule, run.update) for run in self._take_runs())
 
     def _take_runs(self) -> list[_Run]:
         runs, self.runs = self.runs, []  # views of gradients must not outlive the update

@@ -28,6 +28,7 @@ their effects (`megacompile.ir.ops.op`): `megacompile.runtime.ops.bound` holds w
     fetch_grad     h2d      3FETCH_GRAD       bucket, buffer -> gradients so far
     add_grad       compute  3ADD_GRAD         bucket, gradients so far, gradients -> their sum
     norm_grad      compute  3NORM_GRAD        bucket, gradients -> their norms and largest values
+    keep_grad      compute  3KEEP_GRAD        bucket, gradients -> done; it lives on the device
     offload_grad   d2h      3OFFLOAD_GRAD     bucket, gradients, norms -> done
     alloc_state    compute  3ALLOC_STATE      bucket -> a buffer for its optimizer states
     fetch_state    h2d      3FETCH_STATE      bucket, buffer -> states
@@ -84,7 +85,14 @@ from megacompile.ir.ops.disk import (
     write_state,
     write_weights,
 )
-from megacompile.ir.ops.gradients import add_grad, alloc_grad, fetch_grad, norm_grad, offload_grad
+from megacompile.ir.ops.gradients import (
+    add_grad,
+    alloc_grad,
+    fetch_grad,
+    keep_grad,
+    norm_grad,
+    offload_grad,
+)
 from megacompile.ir.ops.lifetimes import defer_free, drain, free
 from megacompile.ir.ops.op import NO_OP, OPS, Op, Part, Show, Takes, Value
 from megacompile.ir.ops.saved_tensors import (
@@ -131,6 +139,7 @@ __all__ = [
     "free",
     "help_host",
     "items",
+    "keep_grad",
     "label",
     "nodes_of",
     "nodes_that",

@@ -77,6 +77,22 @@ def norm_grad(bucket: Bucket, gradients: Any, largest: bool = True) -> Any:
 
 
 @op(
+    Stream.COMPUTE,
+    by_subject,
+    gives=Value.DONE,
+    takes=(Takes(1, Value.GRADIENTS, ends=True),),
+    keeps=1,
+    writes=(Part.GRADIENTS,),
+)
+def keep_grad(bucket: Bucket, gradients: Any) -> Any:
+    """Let a bucket that lives on the device keep these gradients, in the memory that they are in.
+
+    Where the bucket has gradients already, as micro-batches leave them, they go to their places.
+    """
+    unbound(keep_grad)
+
+
+@op(
     Stream.D2H,
     by_subject,
     gives=Value.DONE,

@@ -89,6 +89,7 @@ class Op:
     owns: bool = False  # what it gives is memory of its own
     fills: int | None = None  # what it gives is the memory of that argument, changed
     frees: int | None = None  # it gives up this argument's memory
+    keeps: int | None = None  # this argument's memory is its bucket's from then on
     slot: int | None = None  # the argument that is the slot it works on
     fills_slot: bool = False
     reads: tuple[Part, ...] = ()  # of its bucket, where that lies
