@@ -11,7 +11,7 @@ different collectives ever meet.
 With gloo, collectives are the host's own, and one that is begun cannot be ended. So ranks meet in
 the store, where they can be told of faults, before a graph begins them. With NCCL the GPU waits and
 the host goes on: a rank that is late delays nobody's host, and a thread ends what will never be
-answered (docs/decisions/0035-ranks-agree.md).
+answered (docs/decisions/0036-ranks-agree.md).
 """
 
 from __future__ import annotations
