@@ -29,6 +29,7 @@ from megacompile.options import Options
 from megacompile.runtime.params.accumulators import Accumulator
 
 _BACKENDS = 'init_process_group("cpu:gloo,cuda:nccl")'
+_PREPARED = "_is_accelerate_prepared"  # Accelerate's
 _WRAP = "model = DistributedDataParallel(megacompile(model))"
 
 
@@ -53,7 +54,7 @@ class DataParallel:
         if self.shared:
             if _inside(model):
                 raise ModelError(_shared_refused("megacompile()", type(model).__name__))
-            model._is_accelerate_prepared = True  # type: ignore[assignment]
+            setattr(model, _PREPARED, True)
         _LIVE.add(self)
         compat.check_data_parallel(_check_wrap)
 
