@@ -93,10 +93,6 @@ class OptimizerCost:
         """Bytes that an update reads and writes again: the parameter and its states."""
         return self.master_of(item_bytes) + self.states_of(item_bytes)
 
-    def left_of(self, item_bytes: int) -> float:
-        """Bytes that a backward leaves on the device for an update there, with the gradient."""
-        return self.updated_of(item_bytes) + item_bytes
-
     def resident_bytes(
         self, bucket: Bucket, trained: Iterable[int], *, gradients: bool = True
     ) -> float:

@@ -35,7 +35,6 @@ from megacompile.text import format_bytes
 
 _COUNTS = (0, 1 / 24, 1 / 12, 1 / 6, 1 / 3, 2 / 3, 1)  # of the buckets, to be resident
 _SHARES = (0.0, 0.1, 0.2, 0.4, 0.7, 1.0)  # of the parameters, to be updated on the device
-_PARTS = (0.95, 0.88, 0.8)  # of the share that the device may update
 _SLOTS = (1, 2, 4, 8, 16)  # more than asked for
 _DELAYS = (1, 2, 4, 8)  # backwards, of states on their way to the host
 _FEWER = (0, 1, 2, 3)  # residents, where stages are kept on the host
@@ -75,7 +74,7 @@ def search(
     least = problem.fewest_residents() if resident else 0
     if least is None:
         return None
-    tries = _Tries(problem, (1, 1) if pinned else (0, problem.stages), updates=device_update)
+    tries = _Tries(problem, (1, 1) if pinned else (0, problem.stages))
     total = len(problem.candidates)
     most = max(least, problem.most_residents(Choice(0)) or 0) if resident else 0
     counts = sorted({min(max(least, round(total * part)), most) for part in _COUNTS})
@@ -158,13 +157,11 @@ class _Tries:
     Args:
         problem: what a plan is sought for.
         keeps: at least and at most so many stages are kept.
-        updates: streamed buckets may be updated on the device.
     """
 
-    def __init__(self, problem: Problem, keeps: tuple[int, int], *, updates: bool = False) -> None:
+    def __init__(self, problem: Problem, keeps: tuple[int, int]) -> None:
         self.problem = problem
         self.keeps = keeps
-        self.updates = updates
         self.times: dict[Choice, float] = {}
         self.too_many: set[int] = set()  # counts of resident buckets that do not fit
         self.passed_over: set[int] = set()  # the same, of choices that are too slow in any case
@@ -350,28 +347,12 @@ class _Tries:
         return found[at] if pays else best
 
     def _in_halves(self, best: Choice, count: int) -> Choice:
-        """The fastest with so many residents; what was never simulated, where nothing fits.
-
-        With fewer residents more is updated on the device: what that takes fits when the backward
-        ends, and takes nothing where saved tensors do.
-        """
+        """The fastest with so many residents; what was never simulated, where nothing fits."""
         before = set(self.times)
         residents = self.problem.with_residents(count).resident
         halves = replace(best, resident=residents, halves=True)
         self.add(halves)
-        found = min(self.times.keys() - before, key=self.times.__getitem__, default=halves)
-        if self.updates and not self.problem.optimizer.in_backward and found in self.times:
-            self._update_more(found)
         return min(self.times.keys() - before, key=self.times.__getitem__, default=halves)
-
-    def _update_more(self, choice: Choice) -> None:
-        """Simulate a choice with as large a share that the device updates as fits."""
-        most = self.problem.most_updated(choice)
-        shares = (round(part * most, 2) for part in _PARTS)
-        for share in itertools.takewhile(lambda share: share > choice.device_update, shares):
-            more = replace(choice, device_update=share)
-            if any(self._simulate(replace(more, keep=choice.keep - fewer)) for fewer in (0, 1)):
-                break
 
     def _time(self, choice: Choice) -> float:
         """Of what was simulated; else infinite."""

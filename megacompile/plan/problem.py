@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megacompile.cost.hardware import Hardware
-from megacompile.cost.memory import DeviceMemory, Kind, device_memory, saved_elsewhere
+from megacompile.cost.memory import DeviceMemory, device_memory, saved_elsewhere
 from megacompile.cost.ops import computes_s
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.pageable import with_pageable
@@ -299,25 +299,6 @@ class Problem:
             if self._fits_device(replace(like, resident=resident)):
                 return count
         return None
-
-    def most_updated(self, choice: Choice) -> float:
-        """The largest share of what is streamed that the device may update, for what it takes to
-        fit beside the residents when the backward ends; a little less may be true."""
-        sizes = [
-            sum(
-                bucket.params[i].numel * self.optimizer.left_of(bucket.params[i].dtype.itemsize)
-                for i in self.trained.get(bucket.key, ())
-            )
-            for bucket in self.buckets
-            if bucket.key not in choice.resident | choice.on_disk
-        ]
-        moments = self.memory(Choice(1, self.resident)).moments
-        backward = [moment.live_bytes for moment in moments if moment.graph == "backward"]
-        ending = backward[-max(1, len(backward) // 4) :]
-        beside = min(live[Kind.SLOTS] + live[Kind.WORKSPACE] for live in ending)
-        there = beside + self._resident_bytes(choice.resident, gradients=True)
-        left = self.budget_bytes - there
-        return min(1.0, max(0.0, left / sum(sizes))) if sum(sizes) else 0.0
 
     def tightest(self) -> Choice:
         """What leaves the host as little as can be: as many residents as fit on the device."""
