@@ -238,6 +238,7 @@ CASES: dict[str, tuple[Callable[[Loop, bool], None], int, dict[str, Any]]] = {
 
 def run_rank(case: str, rank: int, port: int, result: Path) -> None:
     """One rank of a case, to the end of its process."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     function, world, options = CASES[case]
     rank_faults.SILENT_S = options.get("silent_s", rank_faults.SILENT_S)
     rank_faults.PATIENCE_S = options.get("patience_s", rank_faults.PATIENCE_S)

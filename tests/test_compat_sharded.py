@@ -104,6 +104,7 @@ def test_a_shared_parameter(mesh: DeviceMesh) -> None:
 
 def test_values_of_all_ranks(mesh: DeviceMesh) -> None:
     param = shared(mesh, 3, 2)
+    assert compat.mesh_of(param) is mesh
     value = torch.randn(3, 2)
     assert compat.local(compat.distributed(value, param)).equal(value)
     assert compat.whole(param, value).equal(value)

@@ -328,6 +328,12 @@ def test_the_default_device_is_left() -> None:
         torch.set_default_device(None)
 
 
+def test_whether_subclasses_have_their_say() -> None:
+    assert compat.torch_function_enabled()
+    with compat.without_torch_function():
+        assert not compat.torch_function_enabled()
+
+
 def test_no_side_stream_on_the_host() -> None:
     with compat.side_stream(torch.device("cpu")):
         assert torch.zeros(1).item() == 0

@@ -133,7 +133,7 @@ def test_every_subject_is_logged(caplog: pytest.LogCaptureFixture) -> None:
         model = train()
     (schedule,) = schedules(model)
     ours = {r.name for r in caplog.records if r.name.startswith("megacompile")}
-    subjects = set(log.SUBJECTS) - {"compile"}  # nothing is compiled in eager mode
+    subjects = set(log.SUBJECTS) - {"compile", "ranks"}  # in eager mode, in one process
     assert ours == {f"megacompile.{subject}" for subject in subjects}
     nodes = 0
     for record in schedule.history:

@@ -201,7 +201,7 @@ FAULTS = [
         STEPPING,
         made_by(ops.update_host, "3UPDATE"),
         (
-            ("written too early", "backward", "3OFFLOAD_GRAD", "3UPDATE"),
+            ("written too early", "backward", "3KEEP_GRAD", "3UPDATE"),
             ("wrong update", "update", "3UPDATE", ""),
         ),
     ),

@@ -119,7 +119,7 @@ def convert_in_place(kind: type[torch.Tensor]) -> None:  # torch 2.11 to 2.15
         own = [p for p in self._parameters.values() if isinstance(p, kind)]
         if torch.compiler.is_compiling() or not own:
             return stock(self, fn, recurse)
-        if any(is_sharded(p) and _differs(fn(p), p) for p in own):
+        if _is_exchanged(own, fn):
             return stock(self, fn, recurse)
         _convert(self, fn, recurse)
         return self
@@ -144,8 +144,11 @@ def _convert(module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool) -
             module._buffers[name] = fn(buffer)
 
 
-def _differs(converted: torch.Tensor, param: torch.Tensor) -> bool:
-    return converted.dtype != param.dtype or converted.device != param.device
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _is_exchanged(params: list[torch.nn.Parameter], fn: Callable[[Any], Any]) -> bool:
+    """Does torch have to exchange one of these, a DTensor that comes out as another one?"""
+    sharded = [(param, fn(param)) for param in params if is_sharded(param)]
+    return any(p.dtype != to.dtype or p.device != to.device for p, to in sharded)
 
 
 _CONVERTED_IN_PLACE: list[type[torch.Tensor]] = []

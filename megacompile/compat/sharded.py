@@ -28,7 +28,7 @@ def use_dtensor() -> type[torch.Tensor]:  # torch 2.11 to 2.15
     return _DTENSOR[0]
 
 
-def is_sharded(tensor: object) -> bool:
+def is_sharded(tensor: object) -> bool:  # torch 2.11 to 2.15
     """Is it a tensor of which this rank has a part?"""
     return bool(_DTENSOR) and isinstance(tensor, _DTENSOR[0])
 
@@ -122,8 +122,12 @@ def averaged(gradient: torch.Tensor, param: torch.Tensor) -> torch.Tensor:  # to
 
 
 # torch 2.13 gave these collectives other names
-ALL_GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+ALL_GATHER: Any = getattr(
+    dist, "all_gather_single", dist.all_gather_into_tensor
+)  # torch 2.11 to 2.15
+REDUCE_SCATTER: Any = getattr(
+    dist, "reduce_scatter_single", dist.reduce_scatter_tensor
+)  # torch 2.11 to 2.15
 
 
 def coalesced(

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-STORE_ERRORS: tuple[type[Exception], ...] = (dist.DistError,)  # it is gone, or does not answer
+# It is gone, or does not answer.
+STORE_ERRORS: tuple[type[Exception], ...] = (dist.DistError,)  # torch 2.11 to 2.15
 
 
 def store(prefix: str, *, timeout_s: float) -> Any:  # torch 2.11 to 2.15
