@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megacompile import compat
+from tests.processes import group_of_one
 
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
@@ -234,14 +235,8 @@ def test_states_keep_their_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    dist.init_process_group(
-        "gloo",
-        store=dist.HashStore(),  # type: ignore[attr-defined]
-        rank=0,
-        world_size=1,
-    )
-    yield
-    dist.destroy_process_group()
+    with group_of_one():
+        yield
 
 
 def test_the_data_parallel_around(group: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -18,22 +17,14 @@ from megacompile import compat
 from megacompile.runtime.optim.blockwise import quantize
 from megacompile.runtime.optim.states import BlockwiseTensor, to_plain
 from megacompile.runtime.params.guards import guard, guard_dtensors, release
+from tests.processes import group_of_one
 
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group(
-        "gloo",
-        store=HashStore(),
-        rank=0,
-        world_size=1,
-        timeout=datetime.timedelta(seconds=20),
-    )
-    compat.use_dtensor()
-    try:
+    with group_of_one(datetime.timedelta(seconds=20)):
+        compat.use_dtensor()
         yield init_device_mesh("cpu", (1,))
-    finally:
-        dist.destroy_process_group()
 
 
 def shared(mesh: DeviceMesh, *shape: int) -> Any:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megacompile import compat
+from tests.processes import group_of_one
 
 CPU = torch.device("cpu")
 C10D: Any = dist  # whose stubs leave its stores out
@@ -20,9 +21,8 @@ C10D: Any = dist  # whose stubs leave its stores out
 def timeout_s(request: pytest.FixtureRequest) -> Iterator[float | None]:
     """A process group of this process alone, with that timeout."""
     given = None if request.param is None else timedelta(seconds=request.param)
-    dist.init_process_group("gloo", store=C10D.HashStore(), rank=0, world_size=1, timeout=given)
-    yield request.param
-    dist.destroy_process_group()
+    with group_of_one(given):
+        yield request.param
 
 
 def test_the_first_word_stands(timeout_s: float | None) -> None:

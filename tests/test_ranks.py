@@ -6,9 +6,6 @@ Losses, norms, parameters and states are compared relative to each tensor's norm
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import rank_checkpoints, rank_loops
+from tests import processes, rank_checkpoints, rank_loops
 from tests.rank_cases import FOUR, MORE, ROUGH, TWO
 from tests.rank_modes import Mode, Record, differences, reference
 from tests.rank_script import STATES
@@ -117,25 +114,7 @@ def wrong_checkpoint(title: str, found: dict[str, Any], saved: dict[str, Any]) -
 
 
 def torchrun(part: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
-    """What each rank found of a part of `rank_script`; they end, whatever happens."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), "-m", "tests.rank_script", part, str(folder)]
-    started = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        said, _ = started.communicate(timeout=TIMEOUT_S)
-    finally:
-        if started.poll() is None:
-            started.terminate()  # it ends its workers then
-            try:
-                started.wait(30)
-            finally:
-                started.kill()
-    assert started.returncode == 0, said
+    """What each rank found of a part of `rank_script`."""
+    arguments = part, str(folder)
+    processes.torchrun("tests.rank_script", *arguments, ranks=ranks, timeout_s=TIMEOUT_S)
     return [torch.load(folder / f"{part}.{rank}") for rank in range(ranks)]

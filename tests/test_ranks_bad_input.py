@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Adafactor, AdamW
@@ -27,21 +25,13 @@ from megacompile.errors import (
 )
 from megacompile.runtime.model.lookup import streamed_model
 from tests import quantized
+from tests.processes import group_of_one
 
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[None]:
-    dist.init_process_group(
-        "gloo",
-        store=HashStore(),
-        rank=0,
-        world_size=1,
-        timeout=datetime.timedelta(seconds=20),
-    )
-    try:
+    with group_of_one(datetime.timedelta(seconds=20)):
         yield
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -6,14 +6,12 @@ Those of the packages that are not there are skipped.
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import processes
 from tests.torchrun_loops import LOOPS
 from tests.zoo import equal
 
@@ -59,32 +57,6 @@ def test_ranks_that_share_a_model_train_as_plain_ones_do(loop: str, tmp_path: Pa
 
 
 def torchrun(loop: str, folder: Path, *how: str) -> None:
-    """Run a loop in two processes that end, whatever happens."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [
-        "--nproc-per-node",
-        str(WORLD),
-        "-m",
-        "tests.torchrun_loops",
-        loop,
-        str(folder),
-        *how,
-    ]
-    started = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        said, _ = started.communicate(timeout=TIMEOUT_S)
-    finally:
-        if started.poll() is None:
-            started.terminate()  # it ends its workers then
-            try:
-                started.wait(30)
-            finally:
-                started.kill()
-    assert started.returncode == 0, said
+    """Run a loop in two processes."""
+    arguments = loop, str(folder), *how
+    processes.torchrun("tests.torchrun_loops", *arguments, ranks=WORLD, timeout_s=TIMEOUT_S)

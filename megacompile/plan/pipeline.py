@@ -151,6 +151,7 @@ class Pipeline:
             slots += 1  # updates come a stage later: see `delay_reduced`
         if choice.stay:
             slots = options.lookahead + 1  # and one more for each that stays
+        reduce = functools.partial(insert_reduce_scatter, rank=options.rank)
         offload = functools.partial(offload_saved_tensors, lookahead=options.lookahead)
         schedule = replace(schedule, plan=Plan(reasons=(*schedule.plan.reasons, *reasons)))
         if draft:
@@ -164,14 +165,14 @@ class Pipeline:
                 ("rerun", insert_reruns),
                 ("offload_saved", offload),
                 *self._saved_passes(choice),
-                *self._rank_passes("reduce_scatter"),
+                *self._with_ranks(("reduce_scatter", reduce)),
                 *self._gradient_passes(choice, variant),
                 *self._disk_passes(choice),
-                *self._rank_passes("delay_reduced"),
+                *self._with_ranks(("delay_reduced", delay_reduced)),
                 ("prefetch", functools.partial(insert_prefetch, lookahead=options.lookahead)),
                 ("slots", functools.partial(assign_slots, slots=slots, reuse=variant.reuse)),
                 *([("disk_weights", insert_disk_weights)] if options.disk_weights else []),
-                *self._rank_passes("all_gather"),
+                *self._with_ranks(("all_gather", insert_all_gather)),
                 ("free", insert_free),
                 ("tokens", insert_tokens),
             ],
@@ -230,15 +231,9 @@ class Pipeline:
             ("update_graph", step),
         ]
 
-    def _rank_passes(self, name: str) -> list[SchedulePass]:
-        """What ranks that share the model do together."""
-        if self.setting.options.ranks == 1:
-            return []
-        if name == "all_gather":
-            return [(name, insert_all_gather)]
-        if name == "delay_reduced":
-            return [(name, delay_reduced)]
-        return [(name, functools.partial(insert_reduce_scatter, rank=self.setting.options.rank))]
+    def _with_ranks(self, one: SchedulePass) -> list[SchedulePass]:
+        """A pass for ranks that share the model; none where they do not."""
+        return [one] if self.setting.options.ranks > 1 else []
 
     def _saved_passes(self, choice: Choice) -> list[SchedulePass]:
         """What waits on the host goes on to a disk: all of it, or as much as is chosen."""
