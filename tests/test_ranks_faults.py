@@ -38,7 +38,7 @@ FAULTS = {
     "other_micro_batches": ("RankError", r"has made \d steps of optimizers and rank \d \d"),
     "evaluates": (
         "RankError",
-        r"rank \d .* the forward of Net, rank \d the backward",
+        r"rank \d .* the (forward of Net, rank \d the back|backward of Net, rank \d the for)ward",
     ),
     "does_not_clip": ("RankError", "which has (not come there|ended)"),
     "other_model": ("RankError", r"collective 2 is \dREDUCE_SCATTER of .* in rank \d and \dREDUCE"),
