@@ -66,6 +66,7 @@ def megacompile(
     disk_saved: bool | None = None,
     resident: int | float | str = "auto",
     head: Head | str = "auto",
+    tiles: int | str = "auto",
     detect_anomaly: bool = False,
     activations: Activations | str = Activations.AUTO,
     checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
@@ -131,6 +132,12 @@ def megacompile(
             rounding. "whole" leaves the head as it is. "auto" (default) uses chunks with Inductor
             where logits exceed 1 GiB. A head whose logits have another reader stays whole, and the
             schedule's plan says why.
+        tiles: in how many tiles of tokens everything runs that acts on each token alone (norms,
+            projections, MLPs, and their backward): its values exist for one tile at a time, are
+            computed again in the backward, and are never saved. Attention and whatever else looks
+            at other tokens stays whole. Results are equal up to rounding; gradients of weights are
+            added up in float32. 1: none. "auto" (default) uses tiles with Inductor where nothing
+            else fits on the device. Stages whose sizes change from call to call are not cut.
         detect_anomaly: raise `AnomalyError` if a stage's backward gives NaN or inf. The error names
             the stage and the parameter, and says whether the NaN came in or arose there. The host
             then waits for each stage. `torch.autograd.detect_anomaly()` does the same for NaN.
@@ -197,6 +204,7 @@ def megacompile(
         disk_saved=disk_saved,
         resident=resident,
         head=head,
+        tiles=tiles,
         detect_anomaly=detect_anomaly,
         activations=activations,
         dynamic=dynamic,

@@ -79,6 +79,8 @@ class Options:
             Default: as little of it as host memory asks for.
         resident: bytes of device memory for buckets that live there. Default: the plan decides.
         head: whether the head and its loss are computed in chunks of tokens.
+        tiles: in which what acts on each token alone runs; 1: none. Default: where nothing else
+            fits, with INDUCTOR.
         detect_anomaly: raise if a stage's backward gives NaN or inf.
         activations: where saved tensors wait between forward and backward, or if they are
             recomputed.
@@ -105,6 +107,7 @@ class Options:
     disk_saved: bool | None = None
     resident: int | None = None
     head: Head = Head.AUTO
+    tiles: int | None = None
     detect_anomaly: bool = False
     activations: Activations = Activations.AUTO
     dynamic: bool | None = None
@@ -182,6 +185,7 @@ class Options:
         disk_saved: bool | None = None,
         resident: int | float | str = "auto",
         head: Head | str = "auto",
+        tiles: int | str = "auto",
         detect_anomaly: bool = False,
         activations: Activations | str = Activations.AUTO,
         dynamic: bool | None = None,
@@ -248,6 +252,7 @@ class Options:
             disk_saved=disk_saved,
             resident=_resident(resident, resolved_device),
             head=_choice("head", head, Head),
+            tiles=_tiles(tiles),
             detect_anomaly=_flag("detect_anomaly", detect_anomaly),
             activations=waits,
             dynamic=dynamic,
@@ -309,6 +314,15 @@ def _count(name: str, value: object, *, least: int) -> int:
     if value < least:
         raise OptionError(f"megacompile(): got {name}={value}; needed at least {least}")
     return value
+
+
+def _tiles(value: object) -> int | None:
+    """In how many tiles; None: the plan decides."""
+    if value == "auto":
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise OptionTypeError(_wrong_type("tiles", value, "'auto' or an int of at least 1"))
+    return _count("tiles", value, least=1)
 
 
 def _share(name: str, value: Any) -> float | None:

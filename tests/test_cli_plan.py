@@ -416,3 +416,20 @@ def test_a_disk_that_nobody_has_measured(
     assert main(["plan", config, *SMALL, "--disk", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert "its speed is not known" in said and "hardware --disk" in said
+
+
+def test_what_does_not_fit_otherwise_runs_in_tiles(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "long.json"
+    wide = {"intermediate_size": 512, "max_position_embeddings": 16384}
+    path.write_text(json.dumps(CONFIG | wide))
+    texts = []
+    for memory, code in (("120MiB", 0), ("80MiB", 0), ("20MiB", 1)):
+        long = ("--batch", "1", "--seq", "16384", "--gpu-memory", memory)
+        assert main(["plan", str(path), *long]) == code
+        texts.append(capsys.readouterr().out)
+    whole, cut, refused = texts
+    assert "tiles" not in whole
+    assert "what acts on each token alone runs in 4 tiles" in cut
+    assert "does NOT fit" in refused

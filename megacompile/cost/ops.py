@@ -13,9 +13,11 @@ from torch import fx
 from megacompile.cost.fusion import analyse
 from megacompile.cost.hardware import Hardware
 from megacompile.cost.kernels import Analysis, Work
+from megacompile.cost.pieces import analyse_pieces
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code, Template
+from megacompile.ir.tiles import pieces_of
 
 _EMPTY = Analysis((), 0, ())
 
@@ -28,7 +30,8 @@ def analysis_of(template: Template, code: Code, *, fused: bool = True) -> Analys
     kept: dict[bool, tuple[fx.Graph, Analysis]] = module.meta.setdefault("megacompile_cost", {})
     found = kept.get(fused)
     if found is None or found[0] is not module.graph:  # `meta` is copied along with a module
-        found = kept[fused] = module.graph, analyse(module.graph, fused=fused)
+        count = analyse_pieces if pieces_of(module.graph) else analyse
+        found = kept[fused] = module.graph, count(module.graph, fused=fused)
     return found[1]
 
 

@@ -77,6 +77,16 @@ class TensorMeta:
         return f"{short_dtype(self.dtype)}[{', '.join(map(str, self.shape))}]"
 
 
+def is_dense(meta: TensorMeta, strides: tuple[int, ...]) -> bool:
+    """Does each element have a place of its own, with none between them?"""
+    expected = 1
+    for stride, size in sorted(zip(strides, meta.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 Meta = TensorMeta | Number  # of what a stage takes
 M = TypeVar("M", bound=Meta)
 

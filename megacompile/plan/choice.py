@@ -21,6 +21,7 @@ class Choice:
     state_delay: int = 1  # backwards that are issued before one waits for states to leave
     saved_on_host: int = 0  # other stages that are kept, with their saved tensors on the host
     halves: bool = False  # all kept stages but the last keep half, and compute the rest again
+    tiles: int = 1  # in which what acts on each token alone runs
     stay: int = 0  # streamed buckets that keep their slots between forwards without a backward
 
     def __str__(self) -> str:

@@ -36,6 +36,7 @@ from megacompile.plan.stay import stay_that_fit
 from megacompile.text import format_bytes
 
 _SHARE = 0.9  # of the budget, for forwards without a backward: a cache may grow
+_TILES = (4, 16, 64, 256)  # where nothing fits without: as few as it takes
 _TOLERANCE = 1.1  # how much more than there is a plan may need before it is refused
 
 
@@ -96,6 +97,7 @@ class Chooser:
         self._sought: dict[int, Problem] = {}  # the same -> the last that a search was made for
         self._nearest: dict[int, Choice] = {}  # the same -> what lacks the least, if nothing fits
         self._near: dict[int, Choice] = {}  # the same -> what was found for other budgets
+        self._tiles = 1  # what forwards without a backward run in: as the others
 
     def choose(
         self, stages: Schedule, schedule: Schedule, variant: Variant, placement: Placement
@@ -114,7 +116,8 @@ class Chooser:
         planned = self.setting.options.plans or self.setting.hardware is not None
         if schedule.backward is None:
             stay = self._stay(schedule, placement)
-            return PlanChoice(Choice(resident=placement.resident, stay=stay))
+            choice = Choice(resident=placement.resident, stay=stay, tiles=self._tiles)
+            return PlanChoice(choice)
         if not planned:
             return PlanChoice(Choice(resident=placement.resident))
         if stages in self._chosen:
@@ -194,6 +197,25 @@ class Chooser:
         return None if near is None else search_near(problem, near)
 
     def _search(self, problem: Problem) -> SearchResult | None:
+        """The fastest choice that fits: in tiles, where nothing fits without."""
+        found = self._search_whole(problem)
+        if found is not None or not self._may_cut:
+            return found
+        for tiles in _TILES:
+            found = self._search_whole(problem.in_tiles(tiles))
+            if found is not None:
+                self._tiles = max(self._tiles, tiles)
+                return replace(found, choice=replace(found.choice, tiles=tiles))
+        return None
+
+    @property
+    def _may_cut(self) -> bool:
+        """May the plan choose tiles? A matrix kernel may round otherwise for fewer rows, and eager
+        code is to be bitwise."""
+        options = self.setting.options
+        return options.tiles is None and options.lowering is Lowering.INDUCTOR
+
+    def _search_whole(self, problem: Problem) -> SearchResult | None:
         options = self.setting.options
         return search(
             problem,
@@ -243,10 +265,13 @@ class Chooser:
             DeviceMemoryError: the device is too small by more than that.
             HostMemoryError: the host is too small.
         """
-        choice = problem.tightest()
+        tiles = _TILES[-1] if self._may_cut else 1
+        problem = problem.in_tiles(tiles)
+        choice = replace(problem.tightest(), tiles=tiles)
         little = problem.peak_bytes(choice) <= _TOLERANCE * problem.budget_bytes
         if not (little and problem.fits_host(choice)):
-            choice = self._nearest[id(stages.stages)] = nearest(problem)
+            choice = replace(nearest(problem), tiles=tiles)
+            self._nearest[id(stages.stages)] = choice
         if not problem.fits_host(choice):
             self._wanted = Placement(choice.resident, choice.on_disk)
             raise HostMemoryError(

@@ -203,6 +203,7 @@ class Pipeline:
             state_delay=choice.state_delay,
             stay=choice.stay,
             on_disk=choice.on_disk,
+            tiles=choice.tiles if options.tiles is None else options.tiles,
         )
 
     def _gradient_passes(self, choice: Choice, variant: Variant) -> list[SchedulePass]:

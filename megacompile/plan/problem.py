@@ -111,6 +111,10 @@ class Problem:
         """The buckets that may become resident."""
         return self.buckets if self.undecided is None else self.undecided
 
+    def in_tiles(self, tiles: int) -> Problem:
+        """The same, where what acts on each token alone runs in so many tiles."""
+        return replace(self, build=lambda choice: self.build(replace(choice, tiles=tiles)))
+
     def schedule(self, choice: Choice) -> Schedule:
         """The draft of a choice."""
         if choice not in self._built:

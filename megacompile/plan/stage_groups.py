@@ -109,6 +109,8 @@ def _treatment(schedule: Schedule, stage: Stage) -> str:
         words[0] += " on the host" if stage.index in plan.offload else ""
     else:
         words = ["recomputed, offloaded" if stage.index in plan.offload else "recomputed"]
+    if (tiles := dict(plan.tiles).get(stage.index, 1)) > 1:
+        words.append(f"{tiles} tiles")
     if keys and keys <= plan.resident:
         words.append("resident")
     if keys & plan.device_update:

@@ -50,4 +50,6 @@ def _stages_line(run: list[Stage]) -> str:
     saved = format_bytes(first.template.saved_bytes)
     if first.template.saved_fraction < 1:
         saved += f" as a fraction of {first.template.saved_fraction:g}"
+    if first.template.tiles > 1:
+        saved += f", {first.template.tiles} tiles"
     return f"{text}, template {first.template.index} (saves {saved}{random})"

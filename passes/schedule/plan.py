@@ -31,6 +31,7 @@ def make_plan(
     rerun: int = 0,
     on_disk: frozenset[int] = frozenset(),
     saved_on_host: frozenset[int] = frozenset(),
+    tiles: int = 1,
 ) -> Schedule:
     """The schedule with its plan.
 
@@ -56,13 +57,16 @@ def make_plan(
             those.
         saved_on_host: other stages that are kept, whose saved tensors wait on the host; see
             `stages_on_host`. Where `keep` is 0, they are recomputed from what waits there.
+        tiles: in which what acts on each token alone runs, in each stage whose sizes are numbers.
     """
     so_far = schedule.plan.reasons
+    in_tiles, cut = _tiles(schedule, tiles)
+    so_far += cut
     here = resident & {bucket.key for bucket in schedule.buckets}
     if schedule.backward is None:
         keys, why = _stay(schedule, here, stay)
         reasons = (*so_far, "every stage is recomputed", *_residents(schedule, here), *why)
-        plan = Plan(frozenset(), reasons, here, stay=keys)
+        plan = Plan(frozenset(), reasons, here, stay=keys, tiles=in_tiles)
         return replace(schedule, plan=plan)
     kept, reason = _keep(schedule, keep, activations)
     count = len(schedule.stages) if activations == "offload" else offload
@@ -70,12 +74,22 @@ def make_plan(
     able = {stage.index for stage in schedule.stages if stage.traced.has_backward}
     away = (saved_on_host & able) - kept
     again, runs = _rerun(schedule, rerun)
-    halves = halves or activations == "selective"
+    halves = not in_tiles and (halves or activations == "selective")
     saved_fractions, within = _saved_fractions(schedule, kept) if halves else ((), ())
     saves = away if keep else frozenset()
-    kept, saved_fractions = kept | saves, _with(saved_fractions, saves)
+    kept = kept | saves
+    if not in_tiles:  # which save little, and compute the rest again
+        saved_fractions = _with(saved_fractions, saves)
     chosen, why = _device_update(schedule, here, on_disk, device_update)
-    how = (reason, *_away(saves), *within, *waits, *runs, *_residents(schedule, here), *why)
+    how = (
+        reason,
+        *_away(saves, "what" if in_tiles else "half of what"),
+        *within,
+        *waits,
+        *runs,
+        *_residents(schedule, here),
+        *why,
+    )
     plan = Plan(
         kept,
         (*so_far, *how),
@@ -84,6 +98,7 @@ def make_plan(
         waiting | away,
         again,
         saved_fractions,
+        in_tiles,
         state_delay=state_delay,
         saved_delay=_apart(away),
     )
@@ -111,13 +126,13 @@ def _apart(stages: frozenset[int]) -> int:
     return max(gaps, default=2 if stages else 1)
 
 
-def _away(stages: frozenset[int]) -> tuple[str, ...]:
+def _away(stages: frozenset[int], what: str) -> tuple[str, ...]:
     if not stages:
         return ()
     return (
-        f"{len(stages)} stages from {min(stages)} to {max(stages)} are kept on the host: half of "
-        "what they save goes there behind their forward, and is back ahead of their backward, "
-        "which computes the rest again",
+        f"{len(stages)} stages from {min(stages)} to {max(stages)} are kept on the host: {what} "
+        "they save goes there behind their forward, and is back ahead of their backward, which "
+        "computes the rest again",
     )
 
 
@@ -241,6 +256,24 @@ def _with(
 
 
 _SELECTIVE = 0.5  # of the saved tensors of a 7B layer: 4 % of its time for half of the memory
+
+
+def _tiles(schedule: Schedule, tiles: int) -> tuple[tuple[tuple[int, int], ...], tuple[str, ...]]:
+    """In how many tiles which stages run."""
+    if tiles == 1:
+        return (), ()
+    stages = schedule.stages
+    known = [stage.index for stage in stages if stage.traced.symbols is None]
+    reasons = [
+        f"what acts on each token alone runs in {tiles} tiles; their gradients of weights are "
+        "added up in float32"
+    ]
+    if len(known) < len(stages):
+        reasons.append(
+            f"{len(stages) - len(known)} of {len(stages)} stages are not cut: their sizes change "
+            "from call to call (dynamic=False)"
+        )
+    return tuple((index, tiles) for index in known), tuple(reasons)
 
 
 def _saved_fractions(

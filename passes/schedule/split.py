@@ -1,11 +1,12 @@
-"""Split stages anew, so that they save a given share of what they would save.
+"""Split stages anew, so that they save a given share of what they would save, or run in tiles.
 
     plan.saved_fractions: 1 -> 0.5
     before: 1F gives s1_0 s1_1 s1_2        after: 1F gives s1_0, and 1B computes more
 
 The plan is made when sizes are known, so a stage has been split for speed by then. A stage that is
-to save less is split again, from the traced graph that is at hand. How much it saves changes what
-its forward gives and its backward takes, so the backward is written again.
+to save less, or to run in tiles (`plan.tiles`), is split again, from the traced graph that is at
+hand. How much it saves changes what its forward gives and its backward takes, so the backward is
+written again.
 """
 
 from __future__ import annotations
@@ -27,30 +28,38 @@ from megacompile.passes.stages.templates import (
 
 
 def split_stages(schedule: Schedule, *, cache: TemplateCache) -> Schedule:
-    """The schedule in which every stage of `plan.saved_fractions` saves no more than its share."""
-    saved_fractions = dict(schedule.plan.saved_fractions)
-    if schedule.backward is None or not saved_fractions:
+    """The schedule in which every stage of `plan.saved_fractions` saves no more than its share, and
+    every one of `plan.tiles` runs in so many tiles."""
+    saved_fractions, tiles = dict(schedule.plan.saved_fractions), dict(schedule.plan.tiles)
+    if not (tiles or schedule.backward is not None and saved_fractions):
         return schedule
     stages = tuple(
-        replace(stage, template=_within(stage, saved_fractions[stage.index], cache))
-        if stage.index in saved_fractions and stage.traced.has_backward
+        replace(
+            stage,
+            template=_within(
+                stage, saved_fractions.get(stage.index, 1.0), tiles.get(stage.index, 1), cache
+            ),
+        )
+        if stage.index in tiles or stage.index in saved_fractions and stage.traced.has_backward
         else stage
         for stage in schedule.stages
     )
+    if schedule.backward is None:
+        return with_stages(schedule, stages)
     own = replace(schedule, draft=False)  # names that are given anew must not be taken
     made = differentiate(with_stages(_undifferentiated(own), stages))
     return replace(made, draft=schedule.draft)
 
 
-def _within(stage: Stage, saved_fraction: float, cache: TemplateCache) -> Template:
-    """The stage's template, split to save so much; one for all stages that share the template."""
+def _within(stage: Stage, saved_fraction: float, tiles: int, cache: TemplateCache) -> Template:
+    """The stage's template, split to save so much and to run in so many tiles; one for all stages
+    that share the template."""
     base = stage.traced
-    if saved_fraction == base.saved_fraction:
+    if (saved_fraction, tiles) == (base.saved_fraction, base.tiles) or base.joint is None:
         return base
     traced = base.traced or base
-    key = (traced, saved_fraction)
+    key = (traced, saved_fraction, tiles)
     if key not in cache:
-        assert base.joint is not None, "a stage without a backward saves nothing"
         takes = Takes(base.tangents, base.partial_gradients, base.tangent_metas)
         cache[key] = split(
             stage,
@@ -59,6 +68,7 @@ def _within(stage: Stage, saved_fraction: float, cache: TemplateCache) -> Templa
             base.gradients,
             index=next_index(cache),
             saved_fraction=saved_fraction,
+            tiles=tiles,
         )
     return planned_for(cache[key], numbers_of(stage.metas), cache)
 

@@ -14,6 +14,7 @@ again, they would be others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +24,7 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.ir import ops
-from megacompile.ir.stages import Code, ParamRef, SavedRef, Stage, Template
+from megacompile.ir.stages import ArgRef, Code, ParamRef, SavedRef, Stage, Template
 from megacompile.ir.symbols import Symbols
 from megacompile.ir.tensors import TensorMeta
 from megacompile.passes.capture.narrow import narrow_heads
@@ -34,6 +35,8 @@ from megacompile.passes.stages.numbers import (
     sized,
     without_numbers,
 )
+from megacompile.passes.stages.tile import tile
+from megacompile.passes.stages.tokenwise import Tokens, find_tokenwise
 
 _VIEWS = {"t", "view", "transpose", "permute", "expand", "reshape", "unsqueeze", "squeeze"}
 _VIEWS |= {"slice", "select", "alias", "detach", "_unsafe_view", "_to_copy", "convert_element_type"}
@@ -63,6 +66,7 @@ def split(
     *,
     index: int,
     saved_fraction: float = 1.0,
+    tiles: int = 1,
 ) -> Template:
     """The template of a traced stage.
 
@@ -75,13 +79,16 @@ def split(
         index: of the template.
         saved_fraction: how much the forward saves, from 0 (inputs, and random numbers) to 1 (what
             makes forward and backward fastest).
+        tiles: in which the tokenwise pieces of its graphs run. What they compute is not saved, but
+            computed again, tile by tile; see `megacompile.passes.stages.tile`.
     """
     planned = numbers_of(stage.metas)
+    tokens = None if planned or tiles == 1 else tokens_of(stage, tiles)
     if not takes.tangents:
         forward: fx.GraphModule = joint
         backward: fx.GraphModule | None = None
     else:
-        forward, backward = _parted(stage, joint, saved_fraction)
+        forward, backward = _parted(stage, joint, saved_fraction, tokens)
     results = len(stage.outputs) + len(stage.mutated)
     returned = list(ops.returned(forward.graph))
     saved = [n for n in returned[results:] if n.op != "placeholder" and not _gives_number(n)]
@@ -106,6 +113,8 @@ def split(
     gradient_metas = () if backward is None else _output_metas(backward)
     if planned:
         graphs = {code: sized(graph, planned) for code, graph in graphs.items()}
+    if tokens is not None:
+        graphs = _tiled(graphs, tokens, tiles, _parameters(stage))
     return Template(
         index=index,
         primals=stage.metas,
@@ -121,8 +130,9 @@ def split(
         recompute_primals=recompute_primals,
         random=random,
         graphs=graphs,
-        joint=joint if backward is not None else None,
+        joint=joint,
         saved_fraction=saved_fraction,
+        tiles=tiles,
         symbols=None if not planned else Symbols(planned, _fakes(joint)),
         tangent_strides=_tangent_strides(takes, list(planned)),
     )
@@ -147,14 +157,66 @@ def _gives_number(node: fx.Node) -> bool:
     return compat.is_number(node.meta.get("val"))
 
 
+def tokens_of(stage: Stage, tiles: int) -> Tokens | None:
+    """What of a stage's activations is cut: the first dimension, where it is divided evenly, or
+    else the largest. None where there is nothing to cut."""
+    args = [
+        meta
+        for ref, meta in zip(stage.primals, stage.metas, strict=True)
+        if isinstance(ref, ArgRef) and isinstance(meta, TensorMeta) and meta.dtype.is_floating_point
+    ]
+    each = [meta for meta in (*args, *stage.outputs) if len(meta.shape) > 1]
+    shape = max((meta.shape for meta in each), key=math.prod, default=())
+    leading = range(len(shape) - 1)
+    if not leading:
+        return None
+    dim = 0 if shape[0] % tiles == 0 else max(leading, key=lambda d: shape[d])
+    return Tokens(shape, dim) if shape[dim] > 1 else None
+
+
+def _parameters(stage: Stage) -> frozenset[str]:
+    """The names of the parameters among the inputs of traced graphs."""
+    refs = enumerate(stage.primals, start=1)
+    return frozenset(f"primals_{i}" for i, ref in refs if isinstance(ref, ParamRef))
+
+
+def _tiled(
+    graphs: dict[Code, fx.GraphModule], tokens: Tokens, tiles: int, parameters: frozenset[str]
+) -> dict[Code, fx.GraphModule]:
+    """The graphs in pieces; codes that share a graph share it still."""
+    made: dict[fx.GraphModule, fx.GraphModule] = {}
+    for graph in graphs.values():
+        if graph not in made:
+            made[graph] = tile(graph, tokens, tiles, parameters)
+    return {code: made[graph] for code, graph in graphs.items()}
+
+
+def _compute_in_tiles(joint: fx.GraphModule, tokens: Tokens, parameters: frozenset[str]) -> None:
+    """Mark what tiles compute as never saved, but for what others than tiles read."""
+    acts = find_tokenwise(joint.graph, tokens, parameters).acts
+    backward = [n for n in joint.graph.find_nodes(op="placeholder") if "tangents" in n.name]
+    behind: set[fx.Node] = set(backward)
+    for node in joint.graph.nodes:
+        if behind.intersection(node.all_input_nodes):
+            behind.add(node)
+    for node in acts.keys() - behind:
+        if not any(user.op != "output" and user not in acts for user in node.users):
+            compat.mark_must_recompute(node)
+
+
 def _parted(
-    stage: Stage, joint: fx.GraphModule, saved_fraction: float
+    stage: Stage, joint: fx.GraphModule, saved_fraction: float, tokens: Tokens | None = None
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """(forward returning results and saved tensors, backward)."""
     params = sum(isinstance(ref, ParamRef) for ref in stage.primals)
     work = _extract(joint, ops.returned(joint.graph))  # the partitioner changes its argument
     _forbid_saving_parameters(work, params, _packed(stage))
     random = _random(work)
+    if tokens is not None:
+        saved_fraction = 1.0
+        _compute_in_tiles(work, tokens, _parameters(stage))
+        for node in random.values():
+            compat.mark_must_save(node)
     if random and saved_fraction < 1:
         saved_fraction = max(saved_fraction, _LEAST)
         for node in random.values():
@@ -168,7 +230,8 @@ def _parted(
     )
     for part in (forward, backward):
         restore_floats(part)
-    if saved_fraction < 1 and (_random(forward).keys() != random.keys() or _random(backward)):
+    changed = saved_fraction < 1 or tokens is not None
+    if changed and (_random(forward).keys() != random.keys() or _random(backward)):
         return _parted(stage, joint, 1.0)  # the partitioner would draw them again, its own way
     return forward, without_numbers(backward, joint)
 

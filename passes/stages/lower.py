@@ -15,11 +15,12 @@ from torch import fx
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code, LoweredFn, Template
-from megacompile.ir.tensors import TensorMeta
+from megacompile.ir.tensors import TensorMeta, is_dense
+from megacompile.ir.tiles import pieces_of
 from megacompile.options import Lowering
 from megacompile.passes.stages.direct import direct
 from megacompile.passes.stages.floats import compiled
-from megacompile.passes.stages.strides import is_dense
+from megacompile.passes.stages.lower_pieces import lower_pieces
 
 Progress = Callable[[Iterable[tuple[Template, Code]], int], Iterable[tuple[Template, Code]]]
 
@@ -43,13 +44,23 @@ def _runs(schedule: Schedule) -> Iterable[tuple[Template, Code]]:
 
 
 def _lower(module: fx.GraphModule, lowering: Lowering) -> LoweredFn:
-    computes = any(node.op == "call_function" for node in module.graph.nodes)
-    function: Callable[..., Sequence[torch.Tensor | None]] = module.forward
-    if lowering is Lowering.EAGER:
-        function = direct(module)
-    elif computes:
-        function = _with_strides(compiled(module), module)
+    if pieces_of(module.graph):
+        function = lower_pieces(module, lambda part: _function(part, lowering))
+    else:
+        function = _function(module, lowering)
     return lambda inputs: function(*inputs)
+
+
+def _function(
+    module: fx.GraphModule, lowering: Lowering
+) -> Callable[..., Sequence[torch.Tensor | None]]:
+    """The code of a graph of ATen operators."""
+    if lowering is Lowering.EAGER:
+        return direct(module)
+    if any(node.op == "call_function" for node in module.graph.nodes):
+        return _with_strides(compiled(module), module)
+    forward: Callable[..., Sequence[torch.Tensor | None]] = module.forward
+    return forward
 
 
 def _with_strides(

@@ -20,7 +20,7 @@ from megacompile.ir import ops
 from megacompile.ir.capture import Ambient
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, Stage
-from megacompile.ir.tensors import TensorMeta
+from megacompile.ir.tensors import TensorMeta, is_dense
 from megacompile.passes.stages.canonical import graph_key
 from megacompile.passes.stages.templates import real_tensors, with_stages
 
@@ -81,13 +81,3 @@ def _with(metas: tuple[TensorMeta, ...], strides: Strides | None) -> tuple[Tenso
         replace(meta, stride=stride) if stride != meta.stride and is_dense(meta, stride) else meta
         for meta, stride in zip(metas, strides, strict=True)
     )
-
-
-def is_dense(meta: TensorMeta, strides: tuple[int, ...]) -> bool:
-    """Does each element have a place of its own, with none between them?"""
-    expected = 1
-    for stride, size in sorted(zip(strides, meta.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True

@@ -11,12 +11,12 @@ it once a chunk.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megacompile.ir.head import OPERATOR, SCALE, empty_gradients, equal_chunks, sum_dtype
+from megacompile.products import add_product
 from megacompile.runtime.ops.cross_entropy import rows
 from megacompile.runtime.ops.rows import Rows
 
@@ -60,9 +60,9 @@ def _linear_cross_entropy(
         chunk = Rows.of(logits, target[start : start + chunk_rows], class_weight, ignore_index)
         total += rows(chunk, label_smoothing, gradient=any(wanted))
         if of_hidden:
-            _add_product(d_hidden[start : start + chunk_rows], logits, weight)
+            add_product(d_hidden[start : start + chunk_rows], logits, weight)
         if of_weight:
-            _add_product(d_weight, logits.t(), x)
+            add_product(d_weight, logits.t(), x)
         if of_bias:
             d_bias += logits.sum(0, dtype=d_bias.dtype)
     return total, d_hidden, d_weight, d_bias
@@ -71,32 +71,3 @@ def _linear_cross_entropy(
 @torch.no_grad()
 def _scale(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """`total += a @ b`, where total may be of a wider dtype."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    elif a.device.type == "cpu":  # half matrices are slow there anyway
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
-    elif _adds_to_wider(a.device, a.dtype):
-        addmm: Any = torch.addmm
-        addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total.add_(a @ b)  # rounded once a chunk
-
-
-@functools.cache
-def _adds_to_wider(device: torch.device, dtype: torch.dtype) -> bool:
-    """Does addmm add a product of halves to a float32 matrix in place, and get it right?
-
-    Documented for CUDA since torch 2.8; tried once, because not every backend has it.
-    """
-    addmm: Any = torch.addmm
-    total = torch.full((16, 16), 1.0, device=device)
-    factor = torch.full((16, 16), 1 / 1024, dtype=dtype, device=device)
-    try:
-        addmm(total, factor, factor, out_dtype=torch.float32, out=total)
-    except (RuntimeError, TypeError):
-        return False
-    return bool((total == 1 + 16 / 1024**2).all())  # 1.0 in halves

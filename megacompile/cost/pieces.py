@@ -1,0 +1,97 @@
+"""What a graph of pieces does on a device: its pieces' kernels, tile by tile, and its memory.
+
+A tile's results are copied to where they belong in the whole; a product over tokens is added to a
+sum, which is read and written for each tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from megacompile.cost.aten import bytes_of, tensors_of
+from megacompile.cost.fusion import analyse
+from megacompile.cost.kernels import Analysis, Kernel, Kind, Returned
+from megacompile.ir import ops
+from megacompile.ir.head import sum_dtype
+from megacompile.ir.tensors import TensorMeta
+from megacompile.ir.tiles import Piece, Result, Tile, pieces_of
+
+_HALF = 2  # bytes of an element that the matrix units take at their full rate
+
+
+def analyse_pieces(graph: fx.Graph, *, fused: bool = True) -> Analysis:
+    """Count the kernels of a graph of pieces, whose nodes have fake tensors as `meta["val"]`."""
+    found = {
+        tile: analyse(tile.module.graph, fused=fused)
+        for _, piece in pieces_of(graph)
+        for tile in piece.tiles
+    }
+    kernels = [
+        kernel for node, piece in pieces_of(graph) for kernel in _kernels(node, piece, found)
+    ]
+    return Analysis(tuple(kernels), _peak_bytes(graph, found), tuple(_returned(graph)))
+
+
+def _kernels(node: fx.Node, piece: Piece, found: dict[Tile, Analysis]) -> Iterator[Kernel]:
+    for _, tile in piece.spans() if not piece.is_whole else [(0, piece.tiles[0])]:
+        yield from found[tile].kernels
+        if not piece.is_whole:
+            yield from _joined(node, piece, tile)
+
+
+def _joined(node: fx.Node, piece: Piece, tile: Tile) -> Iterator[Kernel]:
+    """Of the loop over tiles: copies into the whole, and sums."""
+    made = iter(ops.returned(tile.module.graph))
+    for (kind, _), meta in zip(piece.results, piece.metas, strict=True):
+        name = f"{piece.__name__}_{kind.value}"
+        if kind is Result.PRODUCT:
+            (a,), (b,) = tensors_of(next(made)), tensors_of(next(made))
+            moved = bytes_of([a, b]) + 2 * _sum_bytes(meta)
+            flops = 2 * a.shape[0] * a.shape[1] * b.shape[1]
+            yield Kernel(name, Kind.PRODUCT, flops, moved, a.dtype.itemsize == _HALF)
+            continue
+        size = bytes_of(tensors_of(next(made)))
+        moved = 2 * size if kind is Result.CUT else 3 * size
+        yield Kernel(name, Kind.MEMORY, 0, moved, half=False)
+
+
+def _sum_bytes(meta: TensorMeta) -> int:
+    return meta.size_bytes // meta.dtype.itemsize * sum_dtype(meta.dtype).itemsize
+
+
+def _peak_bytes(graph: fx.Graph, found: dict[Tile, Analysis]) -> int:
+    """The most that pieces hold at once: values for others, and what a tile needs."""
+    nodes = list(graph.nodes)
+    last = {source: i for i, node in enumerate(nodes) for source in node.all_input_nodes}
+    live: dict[fx.Node, int] = {}
+    peak = 0
+    for i, node in enumerate(nodes):
+        if isinstance(node.target, Piece):
+            piece: Piece = node.target
+            inside = max(found[tile].peak_bytes for tile in piece.tiles)
+            if not piece.is_whole:
+                pairs = zip(piece.results, piece.metas, strict=True)
+                inside += sum(
+                    meta.size_bytes if kind is Result.CUT else _sum_bytes(meta)
+                    for (kind, _), meta in pairs
+                )
+            peak = max(peak, sum(live.values()) + inside)
+        elif node.op == "call_function":  # an item
+            live[node] = bytes_of(tensors_of(node))
+            peak = max(peak, sum(live.values()))
+        for source in node.all_input_nodes:
+            if last[source] == i and node.op != "output":
+                live.pop(source, None)
+    return peak
+
+
+def _returned(graph: fx.Graph) -> Iterator[Returned | None]:
+    inputs = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
+    for k, node in enumerate(ops.returned(graph)):
+        if not isinstance(node, fx.Node):
+            yield None
+            continue
+        memory = -1 - inputs[node] if node in inputs else k
+        yield Returned(memory, bytes_of(tensors_of(node)))

@@ -1,0 +1,214 @@
+"""Divide a traced graph into pieces that run one after another, by turns whole and in tiles.
+
+    norm mm | attention | mm add norm mm gelu mm add
+    tiles     whole       tiles
+
+A piece in tiles is as large as it can be: a node joins the first one that has all of what it takes.
+It must come later where it needs a value whole (attention looks at all tokens), or a sum over
+tokens. Views of weights are made in each piece that reads them. What a piece reads of an earlier
+one, cheap to compute again from what lies in memory anyway (a norm), is computed again there:
+else it would have to be kept for all tokens.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from megacompile import compat
+from megacompile.ir.tiles import Axis, Result
+from megacompile.passes.stages.tokenwise import Act, Tokenwise, is_fill, is_view
+
+PRODUCTS = {"mm", "bmm", "addmm"}
+_AGAIN = 16  # nodes at most that are computed again for one value
+
+
+@dataclass(slots=True)
+class Members:
+    """The nodes of a piece.
+
+    Args:
+        in_tiles: it runs in tiles.
+        nodes: in the order in which they run, each with how it acts; None in a whole piece.
+        again: those that an earlier piece has computed too.
+        reads: values of earlier pieces, and inputs of the graph.
+    """
+
+    in_tiles: bool
+    nodes: dict[fx.Node, Act | None] = field(default_factory=dict)
+    again: set[fx.Node] = field(default_factory=set)
+    reads: set[fx.Node] = field(default_factory=set)
+
+
+def divide(graph: fx.Graph, found: Tokenwise) -> list[Members]:
+    """The pieces of a graph, in order; a single whole one where nothing is worth tiles.
+
+    `found.acts` loses the nodes that are no part of a piece in tiles.
+    """
+    while True:
+        division = _Division(graph, found)
+        lonely = division.without_products()
+        if not lonely:
+            return division.pieces()
+        for node in lonely:
+            del found.acts[node]
+
+
+class _Division:
+    """Which node runs in which phase: even ones are whole, odd ones in tiles."""
+
+    def __init__(self, graph: fx.Graph, found: Tokenwise) -> None:
+        self.found = found
+        self.graph = graph
+        self.free: set[fx.Node] = set()  # made in each piece that reads them
+        self.phases: dict[fx.Node, int] = {}
+        for node in graph.nodes:
+            if node.op not in ("call_function", "get_attr"):
+                continue
+            if self._is_free(node):
+                self.free.add(node)
+            else:
+                self.phases[node] = self._first_phase(node)
+        self._delay()
+
+    def _is_free(self, node: fx.Node) -> bool:
+        if is_fill(node):
+            return True
+        if any(node in act.cuts for u in node.users if (act := self.found.acts.get(u))):
+            return False
+        if node.op == "get_attr":
+            return True
+        sources = node.all_input_nodes
+        known = all(s in self.free or s.op == "placeholder" for s in sources)
+        return is_view(node) and node not in self.found.acts and known and bool(sources)
+
+    def _first_phase(self, node: fx.Node) -> int:
+        act = self.found.acts.get(node)
+        least = 0 if act is None else 1
+        for source in node.all_input_nodes:
+            before = self.phases.get(source)
+            if before is None:  # an input, or free
+                continue
+            if act is None:
+                phase = before + before % 2
+            elif before % 2 == 0:
+                phase = before + 1
+            else:
+                phase = before if self.stays(node, source) else before + 2
+            least = max(least, phase)
+        return least
+
+    def stays(self, node: fx.Node, source: fx.Node) -> bool:
+        """Can a node take a tokenwise value in the tile that gives it?"""
+        act, given = self.found.acts[node], self.found.acts[source]
+        if given.items:  # an item of a tuple
+            return True
+        return given.results[0][0] is Result.CUT and act.cuts.get(source) == given.axis
+
+    def _delay(self) -> None:
+        """Let what is whole run as late as it can: it takes memory until it is read."""
+        for node in reversed(list(self.phases)):
+            if node in self.found.acts or _is_item(node):
+                continue
+            items = [user for user in node.users if _is_item(user)]
+            users = [user for one in (node, *items) for user in self._users(one, items)]
+            if any(user.op == "output" for user in users):
+                continue
+            phases = [self.phases[user] for user in users]
+            latest = min((at - 1 if at % 2 else at for at in phases), default=0)
+            for one in (node, *items):
+                self.phases[one] = max(latest, self.phases[one])
+
+    def _users(self, node: fx.Node, items: Iterable[fx.Node]) -> Iterator[fx.Node]:
+        """Who reads a value, through views that are made in each piece."""
+        for user in node.users:
+            if user in self.free:
+                yield from self._users(user, items)
+            elif user not in items:
+                yield user
+
+    def without_products(self) -> list[fx.Node]:
+        """Nodes of pieces that compute no matrix product: whole, they are fused with others."""
+        lonely: dict[int, list[fx.Node]] = {}
+        for node, phase in self.phases.items():
+            if node in self.found.acts:
+                lonely.setdefault(phase, []).append(node)
+        return [n for nodes in lonely.values() if not any(map(is_product, nodes)) for n in nodes]
+
+    def pieces(self) -> list[Members]:
+        made: dict[int, Members] = {}
+        for phase in sorted(set(self.phases.values())):
+            made[phase] = Members(phase % 2 == 1)
+        for phase, members in made.items():
+            again: dict[fx.Node, None] = {}
+            own = [node for node, at in self.phases.items() if at == phase]
+            for node in own if members.in_tiles else ():
+                for source in node.all_input_nodes:
+                    again |= dict.fromkeys(self._again(node, source, phase))
+            members.again = set(again)
+            chosen = {*own, *again}
+            for node in self.graph.nodes:
+                if node in chosen:
+                    act = self.found.acts.get(node)
+                    members.nodes[node] = act if members.in_tiles else None
+                    members.reads |= self._read(node, chosen)
+        return list(made.values())
+
+    def _read(self, node: fx.Node, own: set[fx.Node]) -> set[fx.Node]:
+        """What a node takes from outside of its piece, through views that the piece makes."""
+        found: set[fx.Node] = set()
+        for source in node.all_input_nodes:
+            if source in self.free:
+                found |= self._read(source, own)
+            elif source not in own:
+                found.add(source)
+        return found
+
+    def _again(self, node: fx.Node, source: fx.Node, phase: int) -> list[fx.Node]:
+        """What a later piece computes again, to have a value; empty where it reads it instead."""
+        before = self.phases.get(source)
+        if before is None or before % 2 == 0 or before == phase or not self.stays(node, source):
+            return []
+        cone: dict[fx.Node, None] = {}
+        stack = [source]
+        while stack:
+            one = stack.pop()
+            if one in cone or one in self.free or one.op == "placeholder":
+                continue
+            at = self.phases[one]
+            if at % 2 == 0 and at < phase:
+                continue  # it lies in memory
+            act = self.found.acts.get(one)
+            sums = act is not None and any(kind is not Result.CUT for kind, _ in act.results)
+            if act is None or sums or is_product(one) or len(cone) == _AGAIN:
+                return []
+            cone[one] = None
+            if any(s in self.phases and not self._takes(one, s) for s in one.all_input_nodes):
+                return []
+            stack += one.all_input_nodes
+        return list(cone)
+
+    def _takes(self, node: fx.Node, source: fx.Node) -> bool:
+        return source not in self.found.acts or self.stays(node, source)
+
+
+def _is_item(node: fx.Node) -> bool:
+    """Is it one of a tuple's?"""
+    return node.target is operator.getitem and not isinstance(
+        node.all_input_nodes[0].meta.get("val"), torch.Tensor
+    )
+
+
+def is_product(node: fx.Node) -> bool:
+    """Is it a product of matrices that a tile may compute?"""
+    return compat.operator_name(node.target) in PRODUCTS
+
+
+def cut_of(act: Act | None, node: fx.Node) -> Axis | None:
+    """Where a node cuts an operand; None: it takes it whole."""
+    cuts: Mapping[fx.Node, Axis] = {} if act is None else act.cuts
+    return cuts.get(node)

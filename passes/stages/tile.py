@@ -1,0 +1,272 @@
+"""Run what acts on each token alone in tiles, so that its values are there for a tile at a time.
+
+    before: h = mm(x, w1); g = gelu(h); y = mm(g, w2); d = sum(g, [0])
+    after:  y, d = tiles_1(x, w1, w2)        4 tiles of 4096 tokens
+
+The graph that comes out calls pieces (`megacompile.ir.tiles`) and nothing else. Each piece has a
+graph of its own for the size of its tiles: the same operators, with sizes of the tile in the place
+of sizes of the whole. It is run on fake tensors, and a node that does not give a part of what it
+gave before stays whole.
+
+Gradients of weights are products over tokens. They are added up in float32, tile by tile, and
+rounded once. A matrix kernel may round otherwise for fewer rows, so results are equal up to
+rounding, and not in every bit.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from megacompile import compat
+from megacompile.ir import ops
+from megacompile.ir.head import sum_dtype
+from megacompile.ir.tensors import TensorMeta, is_dense
+from megacompile.ir.tiles import Axis, Piece, Result, Tile
+from megacompile.passes.stages.pieces import Members, cut_of, divide
+from megacompile.passes.stages.tokenwise import Act, Tokens, find_tokenwise
+
+_SIZES = {"view": 1, "_unsafe_view": 1, "reshape": 1, "expand": 1, "full": 0, "zeros": 0, "ones": 0}
+
+
+def tile_lengths(tokens: int, tiles: int) -> tuple[int, ...]:
+    """Of as few tiles as asked for, all equal but for the last: one length, or two."""
+    length = -(-tokens // tiles)
+    rest = tokens % length
+    return (length, rest) if rest else (length,)
+
+
+def tile(
+    module: fx.GraphModule, tokens: Tokens, tiles: int, whole: frozenset[str]
+) -> fx.GraphModule:
+    """The graph as pieces, those that can in tiles; itself, where none can.
+
+    Args:
+        module: an ATen graph whose sizes are numbers.
+        tokens: along what it is cut.
+        tiles: how many, at most one for each token.
+        whole: names of the placeholders that have no tokens: parameters.
+    """
+    lengths = tile_lengths(tokens.count, max(1, min(tiles, tokens.count)))
+    rejected: set[fx.Node] = set()
+    while True:
+        found = find_tokenwise(module.graph, tokens, whole, rejected)
+        members = divide(module.graph, found)
+        if not any(each.in_tiles for each in members):
+            return module
+        try:
+            return _Writer(module, members, lengths, tokens.count).write()
+        except _NoPart as wrong:
+            rejected.add(wrong.node)
+
+
+class _NoPart(Exception):
+    """A node that does not give, for a tile, that part of what it gives for all tokens."""
+
+    def __init__(self, node: fx.Node) -> None:
+        super().__init__(node)
+        self.node = node
+
+
+Read = tuple[fx.Node, Axis | None]
+
+
+class _Writer:
+    """Writes the graph of pieces."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        members: Sequence[Members],
+        lengths: tuple[int, ...],
+        tokens: int,
+    ) -> None:
+        self.module = module
+        self.members = members
+        self.lengths = lengths
+        self.tokens = tokens
+        self.graph = fx.Graph()
+        self.made: dict[fx.Node, fx.Node] = {}  # a value of the given graph -> of the new one
+        self.metas: dict[fx.Node, TensorMeta] = {}  # of those, as they lie in memory
+        self.fakes = compat.fake_mode()
+
+    def write(self) -> fx.GraphModule:
+        for node in self.module.graph.find_nodes(op="placeholder"):
+            self.made[node] = self.graph.node_copy(node)
+            self.metas[node] = TensorMeta.of(node.meta["val"])
+        outputs = ops.returned(self.module.graph)
+        returned = {node for node in outputs if isinstance(node, fx.Node)}
+        for members in self.members:
+            read = returned.union(*(each.reads for each in self.members if each is not members))
+            wanted = [n for n in members.nodes if n in read and n not in members.again]
+            self._piece(members, wanted)
+        rest = [n for n in returned if n not in self.made]
+        if rest:  # views of inputs, and constants
+            self._piece(Members(in_tiles=False), rest)
+        self.graph.output(tuple(self.made[n] if isinstance(n, fx.Node) else n for n in outputs))
+        return compat.graph_module(self.module, self.graph)
+
+    def _piece(self, members: Members, wanted: Sequence[fx.Node]) -> None:
+        lengths: tuple[int | None, ...] = self.lengths if members.in_tiles else (None,)
+        parts = [_Part(self, members, wanted, length) for length in lengths]
+        reads = list(parts[0].reads)
+        piece = Piece(
+            index=sum(isinstance(node.target, Piece) for node in self.graph.nodes),
+            tokens=self.tokens if members.in_tiles else 1,
+            tiles=tuple(Tile(part.length or 1, part.module) for part in parts),
+            inputs=tuple(axis for _, axis in reads),
+            results=tuple(_result(members.nodes.get(node)) for node in wanted),
+            metas=tuple(_laid_out(node, members) for node in wanted),
+        )
+        call = self.graph.call_function(piece, tuple(self.made[node] for node, _ in reads))
+        call.meta["val"] = tuple(node.meta["val"] for node in wanted)
+        for k, node in enumerate(wanted):
+            item = self.graph.call_function(operator.getitem, (call, k))
+            item.meta = dict(node.meta)
+            self.made[node], self.metas[node] = item, piece.metas[k]
+
+
+class _Part:
+    """The graph of a piece for one size of tile; `length` None: for all tokens."""
+
+    def __init__(
+        self, writer: _Writer, members: Members, wanted: Sequence[fx.Node], length: int | None
+    ) -> None:
+        self.writer = writer
+        self.members = members
+        self.length = length
+        self.graph = fx.Graph()
+        self.made: dict[fx.Node, fx.Node] = {}
+        self.reads: dict[Read, fx.Node] = {}
+        self.fills: dict[Read, fx.Node] = {}  # constants, and views of what has no tokens
+        self._last_read: fx.Node | None = None
+        with writer.fakes:
+            for node, act in members.nodes.items():
+                if _result(act)[0] is not Result.PRODUCT:
+                    self.made[node] = self._copy(node, act)
+            returned = [value for node in wanted for value in self._returned(node)]
+        self.graph.output(tuple(returned))
+        self.module = compat.graph_module(writer.module, self.graph)
+
+    def _returned(self, node: fx.Node) -> list[fx.Node]:
+        act = self.members.nodes.get(node)
+        if _result(act)[0] is Result.PRODUCT:
+            return [self._value(n, cut_of(act, n)) for n in node.args[:2] if isinstance(n, fx.Node)]
+        return [self._value(node, None)]
+
+    def _value(self, node: fx.Node, cut: Axis | None) -> fx.Node:
+        """A value in this piece: computed in it, or read, all of it or a tile."""
+        if node in self.made:
+            return self.made[node]
+        if node.op == "get_attr" or node not in self.writer.made:
+            return self._fill(node, cut)
+        if (node, cut) not in self.reads:
+            self.reads[node, cut] = self._placeholder(node, cut)
+        return self.reads[node, cut]
+
+    def _placeholder(self, node: fx.Node, cut: Axis | None) -> fx.Node:
+        value = self.writer.metas[node].empty()
+        if cut is not None and self.length is not None:
+            value = cut.cut(value, 0, self.length)
+        after = self._last_read or self.graph._root
+        with self.graph.inserting_after(after):
+            made = self.graph.placeholder(f"{node.name}_{len(self.reads)}")
+        made.meta["val"] = value.detach()
+        self._last_read = made
+        return made
+
+    def _fill(self, node: fx.Node, cut: Axis | None) -> fx.Node:
+        if (node, cut) not in self.fills:
+            act = None if cut is None else Act({}, ((Result.CUT, cut),))
+            self.fills[node, cut] = self._copy(node, act)
+        return self.fills[node, cut]
+
+    def _copy(self, node: fx.Node, act: Act | None) -> fx.Node:
+        """The node, for a tile."""
+        made = self.graph.node_copy(node, lambda n: self._value(n, cut_of(act, n)))
+        if self.length is None or act is None:
+            made.meta["val"] = _whole(node.meta["val"])
+            return made
+        if act.axis is not None:
+            self._resize(made, act.axis)
+        if act.results[0][0] is Result.SUM and _name(made) == "sum":
+            self._widen(made)
+        made.meta["val"] = value = self._computed(node, made)
+        for given, found, result in zip(
+            _each(node.meta["val"]), _each(value), act.results, strict=True
+        ):
+            self._check(node, given, found, *result)
+        return made
+
+    def _resize(self, made: fx.Node, axis: Axis) -> None:
+        """Let the sizes that a view or a constant is given be those of the tile."""
+        assert self.length is not None
+        at = _SIZES.get(_name(made))
+        sizes: Any = made.args[at] if at is not None and len(made.args) > at else None
+        if isinstance(sizes, (list, tuple)) and sizes[axis.dim] != -1:
+            made.update_arg(at, list(axis.shape(tuple(sizes), self.length)))  # type: ignore[arg-type]
+
+    def _widen(self, made: fx.Node) -> None:
+        """Sums of halves stay in float32: they are added to others."""
+        dtype = made.args[0].meta["val"].dtype  # type: ignore[union-attr]
+        if made.kwargs.get("dtype") is None and dtype.is_floating_point:
+            made.update_kwarg("dtype", sum_dtype(dtype))
+
+    def _computed(self, node: fx.Node, made: fx.Node) -> Any:
+        args, kwargs = fx.map_arg((made.args, made.kwargs), lambda n: n.meta["val"])
+        try:
+            return made.target(*args, **kwargs)  # type: ignore[operator]
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            raise _NoPart(node) from error
+
+    def _check(
+        self, node: fx.Node, given: Any, found: Any, kind: Result, axis: Axis | None
+    ) -> None:
+        if not isinstance(given, torch.Tensor):  # a gradient that nobody wants
+            return
+        shape = tuple(given.shape)
+        if axis is not None and self.length is not None:
+            shape = axis.shape(shape, self.length)
+        dtypes = given.dtype == found.dtype or kind is Result.SUM
+        if tuple(found.shape) != shape or not dtypes:
+            raise _NoPart(node)
+
+
+def _name(node: fx.Node) -> str:
+    return compat.operator_name(node.target)
+
+
+def _each(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (tuple, list)) else (value,)
+
+
+def _whole(value: Any) -> Any:
+    """What a node gives for all tokens, in this mode."""
+    if isinstance(value, torch.Tensor):
+        return TensorMeta.of(value.detach()).empty()
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_whole, value))
+    return value
+
+
+def _result(act: Act | None) -> tuple[Result, Axis | None]:
+    """Of a node that gives one tensor; in a whole piece, all of it."""
+    return (Result.CUT, None) if act is None or act.items else act.results[0]
+
+
+def _laid_out(node: fx.Node, members: Members) -> TensorMeta:
+    """How a result lies in memory: as it did, or where it was a view with gaps and is put together
+    of tiles, without them."""
+    meta = replace(TensorMeta.of(node.meta["val"]), requires_grad=False)
+    if not members.in_tiles or is_dense(meta, meta.stride):
+        return meta
+    stride, size = [], 1
+    for length in reversed(meta.shape):
+        stride.append(size)
+        size *= length
+    return replace(meta, stride=tuple(reversed(stride)))
