@@ -45,7 +45,7 @@ class Axis:
     def part(self, tensor: Tensor, start: int, length: int) -> Tensor:
         """The same as a view with dimensions (outer, length, inner) in the place of `dim`."""
         tokens = tensor.shape[self.dim] // (self.outer * self.inner)
-        whole: Tensor = tensor.unflatten(self.dim, (self.outer, tokens, self.inner))  # type: ignore[no-untyped-call]
+        whole: Tensor = tensor.unflatten(self.dim, (self.outer, tokens, self.inner))
         return whole.narrow(self.dim + 1, start, length)
 
     def write(self, tensor: Tensor, start: int, length: int, tile: Tensor) -> None:
