@@ -211,9 +211,10 @@ class Chooser:
     @property
     def _may_cut(self) -> bool:
         """May the plan choose tiles? A matrix kernel may round otherwise for fewer rows, and eager
-        code is to be bitwise."""
+        code is to be bitwise. Ranks choose nothing that decides which weights a backward reads."""
         options = self.setting.options
-        return options.tiles is None and options.lowering is Lowering.INDUCTOR
+        alone = options.ranks == 1 and options.tiles is None
+        return alone and options.lowering is Lowering.INDUCTOR
 
     def _search_whole(self, problem: Problem) -> SearchResult | None:
         options = self.setting.options
