@@ -51,6 +51,20 @@ def _streamed(name: str, **other: Any) -> Case:
     return Case(name, options=_STREAMED, **other)
 
 
+def _in_tiles(name: str, layers: int, length: int) -> Case:
+    """One sequence, so long that a plan needs tiles."""
+    return Case(
+        name,
+        layers=layers,
+        batch=1,
+        length=length,
+        in_backward=True,
+        state_dtype="int8",
+        warm=0,
+        steps=1,
+    )
+
+
 GROUPS: dict[str, tuple[Case, ...]] = {
     "optimizer": (
         _streamed("exact"),
@@ -93,6 +107,14 @@ GROUPS: dict[str, tuple[Case, ...]] = {
     "context": (
         Case("planned", layers=28, batch=1, length=131072, cap_gib=80, warm=1, steps=1),
         Case("planned", layers=12, batch=1, length=131072, cap_gib=80, warm=1, steps=1),
+        Case("planned", layers=28, batch=1, length=262144, warm=0, steps=1),
+        # a quarter of the layers, and all: a step of these takes some eight minutes
+        _in_tiles("in the backward, 8-bit", layers=7, length=524288),
+        _in_tiles("in the backward, 8-bit", layers=28, length=524288),
+    ),
+    "tiles": (
+        Case("planned", layers=28, batch=1, length=16384, steps=3),
+        Case("planned, 8 tiles", layers=28, batch=1, length=16384, steps=3, options={"tiles": 8}),
     ),
     "tiers": (
         Case("planned", layers=48, shape=_SHAPE_14B, steps=3),

@@ -433,3 +433,10 @@ def test_what_does_not_fit_otherwise_runs_in_tiles(
     assert "tiles" not in whole
     assert "what acts on each token alone runs in 4 tiles" in cut
     assert "does NOT fit" in refused
+
+
+def test_tiles_that_are_asked_for(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", config, *SMALL, "--tiles", "2"]) == 0
+    assert "runs in 2 tiles" in capsys.readouterr().out
+    assert main(["plan", config, "--tiles", "0"]) == 2
+    assert "--tiles 0: needed 1 or more" in capsys.readouterr().err

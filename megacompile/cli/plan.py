@@ -77,6 +77,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=[*DTYPES], help="of the parameters; default: bfloat16 for a config")
     add("--compute-dtype", choices=["bfloat16", "float16"], help="of float32 masters' copies")
     add("--activations", choices=ACTIVATIONS, default="auto")
+    add("--tiles", type=int, metavar="N", help="megacompile(model, tiles=N); default: auto")
     add("--tokens", type=float, default=1e12, metavar="N", help="how long do so many take; 1e12")
     add("--changes", action="store_true", help="try other plans too: what would help most")
     add("--json", action="store_true", help="print JSON")
@@ -98,6 +99,8 @@ def check(args: argparse.Namespace) -> None:
         raise OptionError(
             f"--interconnect {args.interconnect:g}: needed GB/s, more than 0, and --gpus 2 or more"
         )
+    if args.tiles is not None and args.tiles < 1:
+        raise OptionError(f"--tiles {args.tiles}: needed 1 or more")
     hardware = of_sheet(gpu)  # None: this machine, which torch is asked for
     host_memory(args, 2**40 if hardware is None else hardware.host_bytes)
     device_memory(args, 2**40 if hardware is None else hardware.device_bytes)

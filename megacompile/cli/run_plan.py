@@ -183,6 +183,7 @@ def _options(args: argparse.Namespace, made: Target, hardware: Hardware) -> Opti
         compute_dtype=_DTYPES.get(args.compute_dtype),
         optimizer=optimizer,
         activations=args.activations,
+        tiles="auto" if args.tiles is None else args.tiles,
     )
     if args.gpus > 1:
         options = replace(options, mesh=PlannedMesh(args.gpus))

@@ -28,32 +28,36 @@ def analyse_pieces(graph: fx.Graph, *, fused: bool = True) -> Analysis:
         for _, piece in pieces_of(graph)
         for tile in piece.tiles
     }
-    kernels = [
-        kernel for node, piece in pieces_of(graph) for kernel in _kernels(node, piece, found)
-    ]
+    kernels = [kernel for _, piece in pieces_of(graph) for kernel in _kernels(piece, found)]
     return Analysis(tuple(kernels), _peak_bytes(graph, found), tuple(_returned(graph)))
 
 
-def _kernels(node: fx.Node, piece: Piece, found: dict[Tile, Analysis]) -> Iterator[Kernel]:
-    for _, tile in piece.spans() if not piece.is_whole else [(0, piece.tiles[0])]:
+def _kernels(piece: Piece, found: dict[Tile, Analysis]) -> Iterator[Kernel]:
+    if piece.is_whole:
+        yield from found[piece.tiles[0]].kernels
+        return
+    for start, tile in piece.spans():
         yield from found[tile].kernels
-        if not piece.is_whole:
-            yield from _joined(node, piece, tile)
+        yield from _joined(piece, tile, first=start == 0)
+    for (kind, _), meta in zip(piece.results, piece.metas, strict=True):
+        if kind is not Result.CUT and _sum_bytes(meta) > meta.size_bytes:
+            moved = _sum_bytes(meta) + meta.size_bytes
+            yield Kernel(f"{piece.__name__}_rounded", Kind.MEMORY, 0, moved, half=False)
 
 
-def _joined(node: fx.Node, piece: Piece, tile: Tile) -> Iterator[Kernel]:
+def _joined(piece: Piece, tile: Tile, *, first: bool) -> Iterator[Kernel]:
     """Of the loop over tiles: copies into the whole, and sums."""
     made = iter(ops.returned(tile.module.graph))
     for (kind, _), meta in zip(piece.results, piece.metas, strict=True):
         name = f"{piece.__name__}_{kind.value}"
         if kind is Result.PRODUCT:
             (a,), (b,) = tensors_of(next(made)), tensors_of(next(made))
-            moved = bytes_of([a, b]) + 2 * _sum_bytes(meta)
+            moved = bytes_of([a, b]) + (1 if first else 2) * _sum_bytes(meta)
             flops = 2 * a.shape[0] * a.shape[1] * b.shape[1]
             yield Kernel(name, Kind.PRODUCT, flops, moved, a.dtype.itemsize == _HALF)
             continue
         size = bytes_of(tensors_of(next(made)))
-        moved = 2 * size if kind is Result.CUT else 3 * size
+        moved = 2 * size if first or kind is Result.CUT else 3 * size
         yield Kernel(name, Kind.MEMORY, 0, moved, half=False)
 
 

@@ -78,7 +78,7 @@ def _begin(kind: Result, axis: Axis | None, meta: TensorMeta) -> Tensor:
     """Memory for a result."""
     if kind is Result.CUT:
         return meta.empty()
-    return torch.zeros(meta.shape, dtype=sum_dtype(meta.dtype), device=meta.device)
+    return torch.empty(meta.shape, dtype=sum_dtype(meta.dtype), device=meta.device)
 
 
 def _cut(value: Tensor, axis: Axis | None, start: int, length: int) -> Tensor:
@@ -90,9 +90,9 @@ def _put(
 ) -> None:
     """Write a tile's part of a result, or add it."""
     if kind is Result.PRODUCT:
-        add_product(result, next(made), next(made))
+        add_product(result, next(made), next(made), first=start == 0)
     elif kind is Result.SUM:
-        result.add_(next(made))
+        result.copy_(next(made)) if start == 0 else result.add_(next(made))
     else:
         assert axis is not None
         axis.write(result, start, length, next(made))
