@@ -139,13 +139,14 @@ class Adapted(nn.Module):
         return x.float().square().mean()
 
 
+@pytest.mark.parametrize("tiles", [1, 8])
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
-def test_a_step_takes_what_its_plan_says(lowering: str) -> None:
+def test_a_step_takes_what_its_plan_says(lowering: str, tiles: int) -> None:
     """Without cuBLAS's workspaces, and within what single calls take: a value that is as wide as
     the MLP takes 256 MiB, the sum of its rows 1 MiB for each of 132 multiprocessors."""
     base = device_bytes()
     options: dict[str, Any] = {"resident": 0, "device_update": 0, "activations": "recompute"}
-    model = megacompile(Adapted(), lowering=lowering, **options)
+    model = megacompile(Adapted(), lowering=lowering, tiles=tiles, **options)
     x = torch.randn(32768, 512, device="cuda", dtype=torch.bfloat16)
     for _ in range(3):
         torch.cuda.synchronize()

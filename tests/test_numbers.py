@@ -108,9 +108,15 @@ def test_inductor_on_the_gpu(name: str) -> None:
     _within_rounding(name, GPU)
 
 
-def _within_rounding(name: str, device: torch.device) -> None:
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["demo gpt", "hf qwen2", "tied", "frozen half"])
+def test_tiles_on_the_gpu(name: str) -> None:
+    _within_rounding(name, GPU, tiles=4)
+
+
+def _within_rounding(name: str, device: torch.device, **options: Any) -> None:
     """Within 1e-5 relative in fp32; where a gradient is only rounding, of the largest one."""
-    plain, streamed, case = both(name, device, "inductor")
+    plain, streamed, case = both(name, device, "inductor", **options)
     want, got = step(plain, case, 0, device), step(streamed, case, 0, device)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
     pairs = {
