@@ -24,14 +24,14 @@ INDUCTOR = 1e-3  # of the largest value: fused kernels add in another order
 PER_PROCESS = 12  # models; what a compiler keeps of them goes with the process
 
 
-def run(name: str, *, gpu: bool = False) -> tuple[str, Result | str]:
-    """Compare one entry, bitwise on the CPU or with Inductor on a GPU; gives its name, and the
-    traceback where it fails."""
+def run(name: str, *, gpu: bool = False, tiles: int = 1) -> tuple[str, Result | str]:
+    """Compare one entry, bitwise on the CPU or with Inductor on a GPU, or up to rounding in tiles;
+    gives its name, and the traceback where it fails."""
     torch.set_num_threads(1)
     try:
         if gpu:
-            return name, compare(ENTRIES[name], device="cuda", lowering="inductor")
-        return name, compare(ENTRIES[name])
+            return name, compare(ENTRIES[name], device="cuda", lowering="inductor", tiles=tiles)
+        return name, compare(ENTRIES[name], tiles=tiles)
     except Exception:
         return name, traceback.format_exc()
 
@@ -42,11 +42,11 @@ def tolerance(entry: Entry, *, inductor: bool) -> float:
     return INDUCTOR if inductor else rounds
 
 
-def faults(entry: Entry, result: Result, *, gpu: bool = False) -> list[str]:
+def faults(entry: Entry, result: Result, *, gpu: bool = False, tiles: int = 1) -> list[str]:
     """What is wrong with an entry's result: on a GPU the numbers alone, since the page's breaks are
     those of the packages here."""
     found = []
-    may_be = tolerance(entry, inductor=gpu)
+    may_be = tolerance(entry, inductor=gpu or tiles > 1)
     if result.error > may_be:
         found.append(f"{result.where} is off by {result.error:.1e}; may be {may_be:.0e}")
     if (result.breaks or result.streamed < 1) and not entry.note and not gpu:
@@ -61,12 +61,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--write", action="store_true", help="write docs/zoo.md")
     parser.add_argument("--gpu", action="store_true", help="with Inductor on a GPU: that column")
+    parser.add_argument("--tiles", type=int, default=1, help="so many; the page is left alone")
     options = parser.parse_args(arguments)
     for package in PACKAGES:
         if not is_installed(package):
             print(f"{package} is not installed: its models are skipped")
     chosen = {n: e for n, e in ENTRIES.items() if e.is_there and re.search(options.only, n)}
-    results, failed = _compare_all(chosen, options.jobs, gpu=options.gpu)
+    results, failed = _compare_all(chosen, options.jobs, gpu=options.gpu, tiles=options.tiles)
+    if options.tiles > 1:
+        print(f"{len(results)} models compared in {options.tiles} tiles, {len(failed)} failed")
+        return 1 if failed else 0
     text = table.PAGE.read_text() if table.PAGE.exists() else ""
     written = table.rows_of(text)
     rows = {}
@@ -95,13 +99,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _compare_all(
-    chosen: dict[str, Entry], jobs: int, *, gpu: bool = False
+    chosen: dict[str, Entry], jobs: int, *, gpu: bool = False, tiles: int = 1
 ) -> tuple[dict[str, Result], list[str]]:
     """Results by name, in any order, and the names of those that failed. Ctrl-C ends it early."""
     results: dict[str, Result] = {}
     failed = []
     context = get_context("spawn")
-    one = functools.partial(run, gpu=gpu)
+    one = functools.partial(run, gpu=gpu, tiles=tiles)
     with (
         contextlib.suppress(KeyboardInterrupt),
         context.Pool(jobs, maxtasksperchild=PER_PROCESS) as pool,
@@ -112,7 +116,7 @@ def _compare_all(
                 print(f"{name}: FAILED\n{result}", flush=True)
                 continue
             results[name] = result
-            wrong = faults(chosen[name], result, gpu=gpu)
+            wrong = faults(chosen[name], result, gpu=gpu, tiles=tiles)
             print(
                 f"{name:32} {result.breaks:3} breaks {result.stages:4} stages "
                 f"{table.percent(result.streamed):>6} streamed  error {result.error:.1e} "

@@ -40,7 +40,9 @@ class Result:
     time_s: float  # of the processor
 
 
-def compare(entry: Entry, *, device: str = "cpu", lowering: str = "eager") -> Result:
+def compare(
+    entry: Entry, *, device: str = "cpu", lowering: str = "eager", tiles: int = 1
+) -> Result:
     """Two steps with SGD, then a call in eval: losses, outputs, gradients, parameters, buffers.
 
     Everything that is drawn at random has one seed in both, and Inductor draws as PyTorch does.
@@ -50,10 +52,10 @@ def compare(entry: Entry, *, device: str = "cpu", lowering: str = "eager") -> Re
     """
     exact = torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
     with torch._inductor.config.patch(fallback_random=True), exact:
-        return _compare(entry, device, lowering)
+        return _compare(entry, device, lowering, tiles)
 
 
-def _compare(entry: Entry, device: str, lowering: str) -> Result:
+def _compare(entry: Entry, device: str, lowering: str, tiles: int) -> Result:
     began = time.process_time()
     torch.compiler.reset()
     torch.manual_seed(0)
@@ -67,7 +69,7 @@ def _compare(entry: Entry, device: str, lowering: str) -> Result:
     with warnings.catch_warnings(record=True) as caught, calls() as ran:
         warnings.simplefilter("always")
         streamed = megacompile(
-            copy.deepcopy(plain), device=device, lowering=lowering, progress=False
+            copy.deepcopy(plain), device=device, lowering=lowering, tiles=tiles, progress=False
         )
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (plain, streamed)]
         for i in range(STEPS):
