@@ -184,6 +184,18 @@ def test_a_norm_is_computed_again_where_another_piece_reads_it() -> None:
     assert_equal(got, wanted)
 
 
+def test_what_is_computed_again_in_tiles_is_read_whole_where_that_is_needed() -> None:
+    def attention(x: Tensor, w: Tensor) -> tuple[Tensor]:
+        normed = F.rms_norm(x, (W,))
+        whole = mm(normed, w).softmax(1)
+        scores = torch.bmm(mm(normed + whole, w), x.transpose(1, 2)).softmax(-1)
+        return (torch.bmm(scores, normed),)
+
+    pieces, got, wanted = in_pieces(attention, X, (W, W), tiles=5)
+    assert [piece.is_whole for piece in pieces] == [False, True, False]
+    assert_equal(got, wanted)
+
+
 def test_sums_of_halves_are_rounded_once() -> None:
     def gradient(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         return flat(x).t() @ flat(x * w), (flat(x) @ w.expand(W, W)).sum(0)

@@ -15,11 +15,12 @@ from torch import fx
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code, LoweredFn, Template
-from megacompile.ir.tensors import TensorMeta, is_dense
+from megacompile.ir.tensors import TensorMeta
 from megacompile.ir.tiles import pieces_of
 from megacompile.options import Lowering
 from megacompile.passes.stages.direct import direct
 from megacompile.passes.stages.floats import compiled
+from megacompile.passes.stages.layout import with_strides
 from megacompile.passes.stages.lower_pieces import lower_pieces
 
 Progress = Callable[[Iterable[tuple[Template, Code]], int], Iterable[tuple[Template, Code]]]
@@ -58,48 +59,13 @@ def _function(
     if lowering is Lowering.EAGER:
         return direct(module)
     if any(node.op == "call_function" for node in module.graph.nodes):
-        return _with_strides(compiled(module), module)
+        return with_strides(compiled(module), _metas(module))
     forward: Callable[..., Sequence[torch.Tensor | None]] = module.forward
     return forward
 
 
-def _with_strides(
-    function: Callable[..., Sequence[Any]], module: fx.GraphModule
-) -> Callable[..., list[Any]]:
-    """Give results the strides that they were traced with: what takes them was compiled for those.
-
-    Inductor keeps the order of strides alone where a result is a view of what it has padded, such
-    as a matrix product whose sides are no multiples of 8. A result that was traced as a view with
-    gaps is left as it is.
-    """
+def _metas(module: fx.GraphModule) -> list[TensorMeta | None]:
+    """Of what a graph gives; None for what is no tensor."""
     results: Any = module.graph.output_node().args[0]
-    metas = [
-        TensorMeta.of(v) if isinstance(v := _value(r), torch.Tensor) else None for r in results
-    ]
-    dense = [meta if meta and is_dense(meta, meta.stride) else None for meta in metas]
-
-    def run(*inputs: Any) -> list[Any]:
-        pairs = zip(function(*inputs), dense, strict=True)
-        return [
-            value if meta is None or value.stride() == meta.stride else _laid_out(value, meta)
-            for value, meta in pairs
-        ]
-
-    return run
-
-
-def _value(result: Any) -> Any:
-    return result.meta.get("val") if isinstance(result, fx.Node) else result
-
-
-def _laid_out(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """The tensor, or a copy of it, dense in the order of the strides of `meta`, of any size."""
-    order = sorted(range(tensor.dim()), key=lambda d: (meta.stride[d], meta.shape[d]), reverse=True)
-    expected = 1
-    for d in reversed(order):
-        if tensor.shape[d] != 1 and tensor.stride(d) != expected:
-            return (
-                tensor.permute(order).contiguous().permute([*map(order.index, range(len(order)))])
-            )
-        expected *= tensor.shape[d]
-    return tensor
+    values = [r.meta.get("val") if isinstance(r, fx.Node) else r for r in results]
+    return [TensorMeta.of(v) if isinstance(v, torch.Tensor) else None for v in values]

@@ -12,6 +12,7 @@ from megacompile import compat
 from megacompile.ir.head import sum_dtype
 from megacompile.ir.tensors import TensorMeta
 from megacompile.ir.tiles import Axis, Piece, Result, Tile, pieces_of
+from megacompile.passes.stages.layout import with_strides
 from megacompile.products import add_product
 
 Function = Callable[..., Sequence[Any]]
@@ -36,17 +37,15 @@ def lower_pieces(module: fx.GraphModule, lower: Callable[[fx.GraphModule], Funct
 
 def _function(piece: Piece, lower: Callable[[fx.GraphModule], Function]) -> Function:
     functions = {tile: lower(tile.module) for tile in piece.tiles}
+    function: Function = _loop(piece, functions)
     if piece.is_whole:
-        (run,) = functions.values()
-    else:
-        run = _loop(piece, functions)
-    run = _tuple(run)
+        function = with_strides(functions[piece.tiles[0]], piece.metas)
+
+    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(function(*inputs))
+
     run.__name__ = piece.__name__
     return run
-
-
-def _tuple(function: Function) -> Function:
-    return lambda *inputs: tuple(function(*inputs))
 
 
 def _loop(piece: Piece, functions: dict[Tile, Function]) -> Function:

@@ -164,9 +164,14 @@ class _Division:
         for source in node.all_input_nodes:
             if source in self.free:
                 found |= self._read(source, own)
-            elif source not in own:
+            elif source not in own or not self._is_at_hand(node, source):
                 found.add(source)
         return found
+
+    def _is_at_hand(self, node: fx.Node, source: fx.Node) -> bool:
+        """Can a node take what its own piece has of a value? A tile is not all of it."""
+        acts = self.found.acts
+        return node not in acts or source not in acts or self.stays(node, source)
 
     def _again(self, node: fx.Node, source: fx.Node, phase: int) -> list[fx.Node]:
         """What a later piece computes again, to have a value; empty where it reads it instead."""
@@ -187,13 +192,10 @@ class _Division:
             if act is None or sums or is_product(one) or len(cone) == _AGAIN:
                 return []
             cone[one] = None
-            if any(s in self.phases and not self._takes(one, s) for s in one.all_input_nodes):
+            if any(s in self.phases and not self._is_at_hand(one, s) for s in one.all_input_nodes):
                 return []
             stack += one.all_input_nodes
         return list(cone)
-
-    def _takes(self, node: fx.Node, source: fx.Node) -> bool:
-        return source not in self.found.acts or self.stays(node, source)
 
 
 def _is_item(node: fx.Node) -> bool:

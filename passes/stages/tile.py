@@ -15,6 +15,7 @@ rounding, and not in every bit.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
@@ -157,11 +158,12 @@ class _Part:
         act = self.members.nodes.get(node)
         if _result(act)[0] is Result.PRODUCT:
             return [self._value(n, cut_of(act, n)) for n in node.args[:2] if isinstance(n, fx.Node)]
-        return [self._value(node, None)]
+        return [self.made[node] if node in self.made else self._value(node, None)]
 
     def _value(self, node: fx.Node, cut: Axis | None) -> fx.Node:
         """A value in this piece: computed in it, or read, all of it or a tile."""
-        if node in self.made:
+        act = self.members.nodes.get(node)
+        if node in self.made and (act is None or act.items or cut == act.axis):
             return self.made[node]
         if node.op == "get_attr" or node not in self.writer.made:
             return self._fill(node, cut)
@@ -173,12 +175,17 @@ class _Part:
         value = self.writer.metas[node].empty()
         if cut is not None and self.length is not None:
             value = cut.cut(value, 0, self.length)
-        after = self._last_read or self.graph._root
-        with self.graph.inserting_after(after):
+        with self._behind_placeholders():
             made = self.graph.placeholder(f"{node.name}_{len(self.reads)}")
         made.meta["val"] = value.detach()
         self._last_read = made
         return made
+
+    def _behind_placeholders(self) -> contextlib.AbstractContextManager[Any]:
+        if self._last_read is not None:
+            return self.graph.inserting_after(self._last_read)
+        first = next(iter(self.graph.nodes), None)
+        return contextlib.nullcontext() if first is None else self.graph.inserting_before(first)
 
     def _fill(self, node: fx.Node, cut: Axis | None) -> fx.Node:
         if (node, cut) not in self.fills:
