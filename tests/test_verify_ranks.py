@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
 
 from megacompile.errors import ScheduleError
 from megacompile.ir import ops
@@ -78,6 +78,29 @@ def test_swapped_collectives_are_reported(name: str) -> None:
         assert found.kind is HazardKind.RANKS_DIFFER and found.graph == name, (at, moved)
         assert f"collective {k + 1} is" in str(found) and "in rank 1" in str(found)
     assert right_alone > 0, "only several ranks show it"
+
+
+class Tanh(nn.Module):
+    """A layer whose backward, without a gradient of its input, needs no weights, as its recompute
+    does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.fc(x))
+
+
+def test_ranks_may_keep_other_stages() -> None:
+    model = nn.Sequential(Tanh(), Tanh(), Tanh())
+    kept = capture(model, torch.ones(2, 4), ranks=2)
+    activations = ("keep", "recompute", "selective", "offload")
+    schedules = [kept.build(rank=i % 2, activations=how) for i, how in enumerate(activations)]
+    assert len({schedule.plan.keep for schedule in schedules}) > 1
+    for schedule in schedules:
+        assert hazards(schedule) == []
+    verify_ranks(schedules)
 
 
 def test_another_plan_is_reported() -> None:

@@ -6,6 +6,9 @@ A recompute and the backward after it are one use. Buckets that a stage's code d
 (an embedding's backward needs no weight) are not fetched. A bucket that the use before reads too
 is fetched once for both. Buckets that live on the device (`plan.resident`) are taken from there.
 
+Ranks that share a bucket fetch it together, and may keep other stages than one another. So they
+fetch for the backward of a stage that is kept what its recompute would read.
+
 A prefetch waits for nothing yet: `slots` adds the last reader of its slot, `tokens` the last update
 of its bucket.
 """
@@ -83,7 +86,10 @@ def buckets_read(node: fx.Node) -> tuple[Bucket, ...]:
         return stage.buckets_read(range(len(stage.primals)))
     if node.target is ops.recompute:
         return stage.buckets_read(stage.traced.recompute_primals)
-    return stage.buckets_read(stage.traced.backward_primals)
+    read = stage.traced.backward_primals
+    if stage.traced.saved and any(bucket.ranks > 1 for bucket in stage.buckets):
+        read += stage.traced.recompute_primals
+    return stage.buckets_read(read)
 
 
 def _insert(
