@@ -73,6 +73,16 @@ def test_ranks_train_as_plain_ones(ranks: int, choice: Choice) -> None:
     assert subject.poisoned > 0 and subject.interconnect.met > 0
 
 
+def test_ranks_whose_inputs_have_new_sizes_at_other_times() -> None:
+    """A rank that captures another graph has not seen for which outputs gradients come."""
+    net = dataclasses.replace(NET, rows=(4, 7, 4), input_grad=False)
+    choice = Choice(lookahead=4, more_slots=3, optimizer="sgd", in_backward=True)
+    subject = RankSubject(Shared(net, (choice,) * 3), Counts())
+    assert subject.to_program_order() == []
+    for seed in SEEDS:
+        assert subject.random(seed) == [], seed
+
+
 def test_ranks_have_their_own_shards_and_data() -> None:
     subject = RankSubject(Shared(NET, (Choice(),) * 3), Counts())
     first, *_, last = subject.ranks
