@@ -103,12 +103,18 @@ class Loop:
         return choice.in_backward and (self.outside or self.twice or bool(self.hooks))
 
 
-def run(model: Any, net: Net, choice: Choice, loop: Loop, optimizer: Any) -> Result:
-    """Train a little; gives everything that can be seen."""
+def run(
+    model: Any, net: Net, choice: Choice, loop: Loop, optimizer: Any, *, first: int = 0
+) -> Result:
+    """Train a little; gives everything that can be seen.
+
+    Args:
+        first: the number of the first micro-batch.
+    """
     seen: Result = {}
     steps = STEPS if optimizer is not None or loop.tie or loop.fork else 1
     with _hooked(model, loop, seen), _tied_later(model, loop) as tie:
-        training = Training(model, net, choice, loop, seen)
+        training = Training(model, net, choice, loop, seen, first)
         for step in range(steps):
             training.backwards(step)
             if optimizer is not None:
@@ -126,14 +132,18 @@ def run(model: Any, net: Net, choice: Choice, loop: Loop, optimizer: Any) -> Res
 class Training:
     """The losses and backwards of a loop."""
 
-    def __init__(self, model: Any, net: Net, choice: Choice, loop: Loop, seen: Result) -> None:
+    def __init__(
+        self, model: Any, net: Net, choice: Choice, loop: Loop, seen: Result, first: int
+    ) -> None:
         self.model, self.net, self.choice, self.loop, self.seen = model, net, choice, loop, seen
+        self.first = first
         self.streamed = inside.is_streamed(model)
         self.alias = None if loop.view < 0 else _matrix(model, loop.view).t()
 
     def backwards(self, step: int) -> None:
         """The micro-batches of one step."""
-        numbers = [step * self.choice.backwards + k for k in range(self.choice.backwards)]
+        first = self.first + step * self.choice.backwards
+        numbers = [first + k for k in range(self.choice.backwards)]
         if self.loop.threads:
             losses = [self.loss(which) for which in numbers]
             in_threads([total.backward for total, _ in losses])

@@ -1,6 +1,7 @@
 """The proof, as a command: random models and plans on an adversarial device; mutants of schedules.
 
     python -m tests.prove --cases 2000 --seed 0      random models against the plain ones
+    python -m tests.prove --ranks 200 --seed 0       models that ranks share, against plain ranks
     python -m tests.prove --mutants 1000 --seed 0    broken schedules against `verify`
 
 A case is one interleaving of one plan of one model: two or four forwards and backwards, or steps of
@@ -13,11 +14,13 @@ refused where others use the parameters, before anything is updated. Models, pla
 drawn by hypothesis; several interleavings (`--interleavings`) share these, because tracing takes
 most of the time.
 
-A mutant is a schedule with one or two edits: `tests.mutants` says which, and decides by
-interleavings whether it is harmful. Of the schedules, some are those that random models ran, some
-were made by the passes for random models and plans without running them, and the others by hand
-(`tests.schedules`). As many mutants again are of updates and of the edges between graphs
-(`tests.mutants_step`): they have a table of their own, the last one.
+Of ranks, 2 to 4 are simulated in this process (`tests.rank_subject`, `tests.interconnect`). Each
+has data, a plan and an adversarial device of its own, and they meet in their collectives. With
+`--cases`, there are a tenth as many cases of ranks, unless `--ranks` says how many.
+
+A mutant is a schedule of `tests.originals` with one or two edits: `tests.mutants` says which, and
+decides by interleavings whether it is harmful. As many mutants again are of updates and of the
+edges between graphs (`tests.mutants_step`): they have a table of their own, the last one.
 """
 
 from __future__ import annotations
@@ -41,13 +44,13 @@ from hypothesis import strategies as st
 from megacompile import schedules
 from megacompile.ir.schedule import Schedule
 from megacompile.verify.proof import hazards
-from tests import adversary, inside, loops, mutants_step, nets
-from tests.capturing import capture
+from tests import adversary, loops, mutants_step, rank_subject
 from tests.loops import Loop
 from tests.mutants import Harm, Truth, Verdict, mutate
 from tests.nets import Choice, Net
-from tests.schedules import Spec, build
-from tests.subject import Counts, InOrder, Subject, plain_refuses
+from tests.originals import hand_made, planned, ran
+from tests.rank_subject import RankSubject, Shared
+from tests.subject import Counts, Subject, plain_refuses
 
 
 def check(
@@ -58,23 +61,51 @@ def check(
         counts.refused += 1
         hypothesis.reject()
     subject = Subject(net, choice, counts, loop)
-    wrong: dict[object, object] = {}
-    if subject.rounds and (found := looked_at(subject.to_program_order)):
-        wrong["program order"] = found
-        counts.mismatches += 1
-    for k in range(seed, seed + interleavings):
-        found = looked_at(functools.partial(subject.wrong, adversary.Random(k)))
-        counts.cases += 1
-        counts.mismatches += bool(found)
-        wrong |= {k: found} if found else {}
-        if isinstance(found, str):  # the model may be in chunks
-            break
-    counts.drawn(subject, interleavings)
+    found = examine(
+        subject, lambda k: subject.wrong(adversary.Random(k)), range(seed, seed + interleavings)
+    )
     counts.stages += sum(len(s.stages) for s in schedules(subject.model))
     counts.ops += subject.device.executed
     counts.poisoned += subject.device.memory.poisoned
-    if wrong:
-        counts.found.append(f"{net}\n{choice}\n{loop}\ninterleavings that differ: {wrong}")
+    if found:
+        counts.found.append(f"{net}\n{choice}\n{loop}\ninterleavings that differ: {found}")
+
+
+def check_ranks(case: Shared, interleavings: int, seed: int, counts: Counts) -> None:
+    """The same of ranks that share a model."""
+    if plain_refuses(case.net, case.choice, case.loop):
+        counts.refused += 1
+        hypothesis.reject()
+    before = counts.cases
+    subject = RankSubject(case, counts)
+    found = examine(subject, subject.random, range(seed, seed + interleavings))
+    counts.of_ranks[case.count] += counts.cases - before
+    counts.collectives += subject.interconnect.met
+    counts.stages += sum(len(s.stages) for r in subject.ranks for s in schedules(r.model))
+    counts.ops += subject.executed
+    counts.poisoned += subject.poisoned
+    if found:
+        counts.found.append(f"{case}\ninterleavings that differ: {found}")
+
+
+def examine(
+    subject: Subject | RankSubject, wrong: Callable[[int], list[str]], seeds: range
+) -> dict[object, object]:
+    """What is wrong in some interleavings, by seed; all are counted."""
+    counts = subject.counts
+    wrongs: dict[object, object] = {}
+    if subject.rounds and (found := looked_at(subject.to_program_order)):
+        wrongs["program order"] = found
+        counts.mismatches += 1
+    for k in seeds:
+        found = looked_at(functools.partial(wrong, k))
+        counts.cases += 1
+        counts.mismatches += bool(found)
+        wrongs |= {k: found} if found else {}
+        if isinstance(found, str):  # the model may be in chunks
+            break
+    counts.drawn(subject, len(seeds))
+    return wrongs
 
 
 _ERRORS = (RuntimeError, LookupError, NameError, AttributeError, TypeError, AssertionError)
@@ -101,6 +132,30 @@ def prove(
     Raises:
         AssertionError: with `shrink`, of the smallest model that is found to differ.
     """
+
+    def one(case: tuple[Net, Choice, Loop], first: int, counts: Counts) -> None:
+        check(*case, interleavings, first, counts)
+
+    return _prove(loops.cases(features), one, cases, seed, interleavings, shrink)
+
+
+def prove_ranks(cases: int, seed: int, interleavings: int, *, shrink: bool = False) -> Counts:
+    """The same of ranks that share a model."""
+
+    def one(case: Shared, first: int, counts: Counts) -> None:
+        check_ranks(case, interleavings, first, counts)
+
+    return _prove(rank_subject.shared(), one, cases, seed, interleavings, shrink)
+
+
+def _prove(
+    drawn: st.SearchStrategy[Any],
+    check: Callable[[Any, int, Counts], None],
+    cases: int,
+    seed: int,
+    interleavings: int,
+    shrink: bool,
+) -> Counts:
     counts = Counts()
     phases = [hypothesis.Phase.generate, *([hypothesis.Phase.shrink] if shrink else [])]
 
@@ -112,11 +167,11 @@ def prove(
         phases=phases,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    @hypothesis.given(loops.cases(features), st.integers(0, 2**30))
-    def one(case: tuple[Net, Choice, Loop], first: int) -> None:
+    @hypothesis.given(drawn, st.integers(0, 2**30))
+    def one(case: Any, first: int) -> None:
         if counts.cases >= cases:
             return
-        check(*case, interleavings, first, counts)
+        check(case, first, counts)
         if shrink and counts.found:
             raise AssertionError(counts.found.pop())
 
@@ -181,135 +236,6 @@ class Mutants:
             yield f"  {name:24}{self.edits[name, True]:9}{self.edits[name, False]:10}"
 
 
-def real_schedules(count: int, seed: int) -> list[Schedule]:
-    """At least `count` schedules that the passes make for random models and plans."""
-    found: list[Schedule] = []
-
-    @hypothesis.seed(seed)
-    @hypothesis.settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        phases=[hypothesis.Phase.generate],
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
-    @hypothesis.given(nets.nets(), nets.choices())
-    def one(net: Net, choice: Choice) -> None:
-        if len(found) >= count or plain_refuses(net, choice):
-            return
-        # see tests/test_disk_*pass.py
-        choice = dataclasses.replace(choice, disk=False, disk_weights=False, disk_saved=False)
-        choice = dataclasses.replace(choice, offload=False, on_host=0)
-        subject = Subject(net, choice, Counts())
-        subject.wrong(InOrder())
-        graphs = inside.streamed(subject.model).graphs
-        programs = [p for graph in graphs for p in graph.programs.values() if p is not None]
-        found.extend(e.schedule for p in programs for e in p.executors.values())
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        one()
-    return found
-
-
-def planned_schedules(count: int, seed: int) -> list[Schedule]:
-    """`count` schedules that the passes make for random models and plans; none of them is run.
-
-    Their code is not compiled, so they have what is only made with Inductor, too: norms, and
-    updates on the device.
-    """
-    found: list[Schedule] = []
-
-    @hypothesis.seed(seed)
-    @hypothesis.settings(
-        max_examples=2 * count,
-        deadline=None,
-        database=None,
-        phases=[hypothesis.Phase.generate],
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
-    @hypothesis.given(nets.nets(), st.integers(0, 2**30))
-    def one(net: Net, chosen: int) -> None:
-        if len(found) >= count or plain_refuses(net, Choice()):
-            return
-        rng = random.Random(chosen)
-        inputs: dict[str, Any] = {**nets.data(net, 0)}
-        captured = capture(nets.build(net), **inputs)
-        for _ in range(2):  # tracing takes most of the time
-            found.append(captured.build(**_plan(rng, len(captured.units))))
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        one()
-    return found
-
-
-def _plan(rng: random.Random, buckets: int) -> dict[str, Any]:
-    """Options of the passes."""
-    update = rng.random() < 0.25
-    lookahead = rng.randint(1, 3)
-    resident = {key for key in range(buckets) if rng.random() < 0.2}
-    on_host = rng.choice((0.0, 0.0, 0.5))
-    return {
-        "accumulate": rng.random() < 0.35,
-        "keep_last": rng.random() < 0.7,
-        "reuse": rng.random() < 0.4,
-        "lookahead": lookahead,
-        "slots": lookahead + 1 + rng.randint(0, 2),
-        "update": update,
-        "masters": update and rng.random() < 0.3,
-        "norms": rng.random() < 0.5,
-        "device_update": 0.0 if update else rng.choice((0.0, 0.3, 0.6, 1.0)),
-        "resident": frozenset(resident),
-        "helps": rng.random() < 0.5,
-        "state_delay": rng.choice((1, 1, 2)),
-        "rerun": rng.choice((0, 0, 1, 9)),
-        "activations": rng.choice(("auto", "offload")),
-        "disk_saved": rng.random() < 0.5,
-        "on_disk": frozenset(key for key in range(buckets) if rng.random() < 0.3),
-        "saved_on_host": frozenset(i for i in range(12) if rng.random() < on_host),
-    }
-
-
-def hand_made(count: int, seed: int) -> list[Schedule]:
-    """Random schedules of `tests.schedules`, which no pass makes."""
-    rng = random.Random(seed)
-
-    def some(stages: int) -> frozenset[int]:
-        return frozenset(i for i in range(stages) if rng.random() < 0.25)
-
-    found = []
-    for _ in range(count):
-        stages = rng.randint(1, 6)
-        spec = Spec(
-            stages=stages,
-            slots=rng.randint(2, 4),
-            accumulate=rng.random() < 0.4,
-            shared=stages > 1 and rng.random() < 0.3,
-            reuse=rng.random() < 0.4,
-            random=some(stages),
-            keep=some(stages),
-            changes=some(stages),
-            update=rng.random() < 0.3,
-            masters=rng.random() < 0.3,
-        )
-        norms = rng.random() < 0.3
-        buckets = frozenset() if spec.update else some(stages)
-        found.append(
-            build(
-                dataclasses.replace(
-                    spec,
-                    norms=norms,
-                    late=spec.shared and not spec.update and rng.random() < 0.5,
-                    device=buckets,
-                    resident=some(stages) - buckets,
-                    helps=rng.random() < 0.5,
-                )
-            )
-        )
-    return found
-
-
 def prove_verify(
     mutants: int, seed: int, originals: list[Schedule], *, of_steps: int = 0
 ) -> Mutants:
@@ -338,6 +264,7 @@ def prove_verify(
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.prove", description=__doc__)
     parser.add_argument("--cases", type=int, default=0)
+    parser.add_argument("--ranks", type=int, help="cases of ranks; default: a tenth of --cases")
     parser.add_argument("--mutants", type=int, default=0)
     parser.add_argument("--schedules", type=int, default=320, help="that are mutated")
     parser.add_argument("--interleavings", type=int, default=8, help="of a model and plan")
@@ -360,9 +287,14 @@ def main(argv: list[str] | None = None) -> int:
         counts = prove(args.cases, args.seed, interleavings, shrink=shrink, features=features)
         print("\n".join([*counts.found, str(counts)]))
         failed |= counts.mismatches > 0
+    ranks = args.cases // 10 if args.ranks is None else args.ranks
+    if ranks:
+        counts = prove_ranks(ranks, args.seed, args.interleavings, shrink=args.shrink)
+        print("\n".join([*counts.found, f"ranks: {counts}"]))
+        failed |= counts.mismatches > 0
     if args.mutants:
         third = args.schedules // 3
-        originals = real_schedules(third, args.seed) + planned_schedules(third, args.seed)
+        originals = ran(third, args.seed) + planned(third, args.seed)
         originals += hand_made(args.schedules - len(originals), args.seed)
         found = prove_verify(args.mutants, args.seed, originals, of_steps=args.mutants)
         print("\n".join([*found.missed, str(found)]))

@@ -10,7 +10,7 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 from unittest import mock
 
 import torch
@@ -29,6 +29,18 @@ from tests.nets import Choice, Net
 from tests.zoo import equal
 
 NO_LOOP = Loop()
+
+
+class Drawn(Protocol):
+    """What is counted of a subject."""
+
+    net: Net
+    choice: Choice
+    loop: Loop
+
+    @property
+    def rounds(self) -> bool:
+        """Is it equal to the plain model but for rounding?"""
 
 
 @dataclasses.dataclass
@@ -52,8 +64,10 @@ class Counts:
     rounded: int = 0  # cases that equal the plain model but for rounding
     refused_updates: int = 0  # loops that an update in the backward refused
     interrupted: int = 0  # loops
+    of_ranks: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    collectives: int = 0  # that ranks met in
 
-    def drawn(self, subject: Subject, cases: int) -> None:
+    def drawn(self, subject: Drawn, cases: int) -> None:
         """Count what a subject has."""
         self.models.add(subject.net)
         self.plans.add((subject.net, subject.choice))
@@ -95,16 +109,28 @@ class Counts:
             f"  {self.stages} stages, {self.kept} of them kept by a random choice\n"
             f"  {self.ops} ops executed, {self.poisoned} times memory was poisoned\n"
             f"  {self.refused} drawn models that the plain loop refuses were left out"
+            f"{self._over_ranks()}"
         )
+
+    def _over_ranks(self) -> str:
+        if not self.of_ranks:
+            return ""
+        cases = [f"{count} of {ranks} ranks" for ranks, count in sorted(self.of_ranks.items())]
+        return f"\n  of the cases {', '.join(cases)}; {self.collectives} collectives"
 
 
 @contextlib.contextmanager
-def kept(choice: Choice, counts: Counts) -> Iterator[None]:
+def kept(choose: Callable[[], Choice], counts: Counts) -> Iterator[None]:
     """Keep the saved tensors of the stages whose bit is set, all or half of them, there or on the
-    host; run others again for their outputs; let states leave as late as chosen."""
-    bits = choice.keep
+    host; run others again for their outputs; let states leave as late as chosen.
+
+    Args:
+        choose: gives what is chosen for the model that is planned.
+    """
 
     def chosen(schedule: Schedule, *, keep: int = 1, **options: Any) -> Schedule:
+        choice = choose()
+        bits = choice.keep
         options["state_delay"] = choice.state_delay
         able = [s.index for s in schedule.stages if s.traced.has_backward]
         options["saved_on_host"] = frozenset(i for i in able if choice.on_host >> (i % 8) & 1)
@@ -165,6 +191,27 @@ def _store(model: Any, bits: int) -> None:
     buckets._move(dataclasses.replace(buckets.plans.placement, on_disk=frozenset(keys)))
 
 
+def streamed(model: Any, choice: Choice, optimizer: Any, mesh: Any = None) -> adversary.Adversary:
+    """Megacompile a model as chosen, and put it on an adversarial device."""
+    megacompile(
+        model,
+        device="cpu",
+        lowering="eager",
+        lookahead=choice.lookahead,
+        slots=choice.lookahead + 1 + choice.more_slots,
+        optimizer=optimizer if choice.in_backward else None,
+        disk=tempfile.gettempdir() if choice.disk else None,
+        disk_weights=choice.disk_weights,
+        activations="offload" if choice.offload else "auto",
+        disk_saved=choice.disk_saved,
+        resident=(0, f"{_param_bytes(model)}", "all")[choice.resident],
+        mesh=mesh,
+    )
+    if choice.disk and choice.stored >= 0:
+        _store(model, choice.stored)
+    return adversary.attach(model)
+
+
 class Subject:
     """A model with a plan: the plain run, and the megacompiled one on an adversarial device."""
 
@@ -178,22 +225,7 @@ class Subject:
         self.model: Any = nets.build(net)
         self.optimizer = make_optimizer(self.model, choice, self.rounds)
         self.start = {k: v.clone() for k, v in self.model.state_dict().items()}
-        megacompile(
-            self.model,
-            device="cpu",
-            lowering="eager",
-            lookahead=choice.lookahead,
-            slots=choice.lookahead + 1 + choice.more_slots,
-            optimizer=self.optimizer if choice.in_backward else None,
-            disk=tempfile.gettempdir() if choice.disk else None,
-            disk_weights=choice.disk_weights,
-            activations="offload" if choice.offload else "auto",
-            disk_saved=choice.disk_saved,
-            resident=(0, f"{_param_bytes(self.model)}", "all")[choice.resident],
-        )
-        if choice.disk and choice.stored >= 0:
-            _store(self.model, choice.stored)
-        self.device = adversary.attach(self.model)
+        self.device = streamed(self.model, choice, self.optimizer)
         self.rtol = 0.0
         self._opcodes: Opcodes | None = None  # of a loop that is not interrupted
         self._random = random.Random(loop.interrupt)
@@ -207,7 +239,7 @@ class Subject:
         """What one interleaving gives that is not as it should be."""
         self.device.policy = policy
         rng = random.Random(policy.disk)
-        with adversary.adversarial(), kept(self.choice, self.counts), ExitStack() as stack:
+        with adversary.adversarial(), kept(lambda: self.choice, self.counts), ExitStack() as stack:
             if self.choice.disk:
                 stack.enter_context(disks.harsh(rng))
                 stack.enter_context(disks.few_buffers(rng))
@@ -230,7 +262,7 @@ class Subject:
         self.rtol = 1e-5
         found = self.wrong(InOrder())
         self._reset()
-        with adversary.adversarial(), kept(self.choice, self.counts):
+        with adversary.adversarial(), kept(lambda: self.choice, self.counts):
             try:
                 self.wanted = self._train()
             except (BackwardError, OptimizerError):

@@ -28,7 +28,7 @@ from megacompile.runtime.params.proxies import StreamedParameter
 from megacompile.verify import cycle as verify_cycle
 from megacompile.verify import memory as verify_memory
 from megacompile.verify import updates as verify_updates
-from tests import adversary, inside, loops, prove
+from tests import adversary, inside, loops, originals, prove
 from tests.draws import drawn
 from tests.interrupts import Opcodes, traced
 from tests.loops import Loop
@@ -287,16 +287,16 @@ def test_differences_are_found() -> None:
 
 
 def test_verify_reports_every_harmful_mutant_and_nothing_else() -> None:
-    originals = prove.hand_made(60, seed=1) + prove.real_schedules(8, seed=1)
-    counts = prove.prove_verify(300, 1, originals)
+    schedules = originals.hand_made(60, seed=1) + originals.ran(8, seed=1)
+    counts = prove.prove_verify(300, 1, schedules)
     assert counts.missed == [] and counts.false_alarms == 0
     assert counts.of(Harm.WRONG, reported=True) > 50
     assert counts.of(Harm.NONE, reported=False) > 20, "it does not report everything"
 
 
 def test_verify_reports_every_harmful_mutant_of_a_step() -> None:
-    originals = prove.hand_made(30, seed=3) + prove.planned_schedules(8, seed=3)
-    counts = prove.prove_verify(0, 3, originals, of_steps=200)
+    schedules = originals.hand_made(30, seed=3) + originals.planned(8, seed=3)
+    counts = prove.prove_verify(0, 3, schedules, of_steps=200)
     assert counts.missed == [] and counts.false_alarms == 0
     assert counts.step is not None
     assert counts.step.of(Harm.WRONG, reported=True) > 50
@@ -305,22 +305,22 @@ def test_verify_reports_every_harmful_mutant_of_a_step() -> None:
 
 
 def test_a_verifier_that_is_blind_to_the_update_is_found_out() -> None:
-    originals = prove.hand_made(20, seed=3)
+    schedules = originals.hand_made(20, seed=3)
     with mock.patch.object(verify_updates, "updated_once", lambda views: iter(())):
-        assert prove.prove_verify(0, 3, originals, of_steps=200).missed
+        assert prove.prove_verify(0, 3, schedules, of_steps=200).missed
 
 
 def test_a_verifier_that_is_blind_between_graphs_is_found_out() -> None:
-    originals = prove.hand_made(20, seed=5)
+    schedules = originals.hand_made(20, seed=5)
     with mock.patch.object(verify_cycle, "hazards", lambda views: iter(())):
-        assert prove.prove_verify(0, 5, originals, of_steps=100).missed
+        assert prove.prove_verify(0, 5, schedules, of_steps=100).missed
 
 
 def test_a_blind_verifier_is_found_out() -> None:
     """The test of the test: without one of its checks, `verify` misses harmful mutants."""
-    originals = prove.hand_made(40, seed=2)
+    schedules = originals.hand_made(40, seed=2)
     with mock.patch.object(verify_memory, "CHECKS", ()):
-        assert prove.prove_verify(150, 2, originals).missed
+        assert prove.prove_verify(150, 2, schedules).missed
 
 
 class Replay(adversary.LateExecutor):

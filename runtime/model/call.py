@@ -220,7 +220,9 @@ class Call:
         variant = program.variant(tangents=tangents, reuse=reuse)
         if tangents != self.variant.tangents:
             program.tangents = tangents
-            variant = Variant(tangents, keep_last=False)
+            # it reuses as one that was guessed does: another rank, which has seen a call of this
+            # graph before, guesses right, and all of them fetch the same buckets
+            variant = Variant(tangents, keep_last=False, reuse=reuse)
         run, update = self.machine.current_run(), self._updates()
         if update:
             assert self.machine.in_backward is not None

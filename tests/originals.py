@@ -1,0 +1,148 @@
+"""Schedules to break: those that random models ran, those that the passes make for random models
+and plans without running them, and those that no pass makes (`tests.schedules`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import warnings
+from typing import Any
+
+import hypothesis
+from hypothesis import strategies as st
+
+from megacompile.ir.schedule import Schedule
+from tests import inside, nets
+from tests.capturing import capture
+from tests.nets import Choice, Net
+from tests.schedules import Spec, build
+from tests.subject import Counts, InOrder, Subject, plain_refuses
+
+
+def ran(count: int, seed: int) -> list[Schedule]:
+    """At least `count` schedules that the passes make for random models and plans."""
+    found: list[Schedule] = []
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=[hypothesis.Phase.generate],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(nets.nets(), nets.choices())
+    def one(net: Net, choice: Choice) -> None:
+        if len(found) >= count or plain_refuses(net, choice):
+            return
+        # see tests/test_disk_*pass.py
+        choice = dataclasses.replace(choice, disk=False, disk_weights=False, disk_saved=False)
+        choice = dataclasses.replace(choice, offload=False, on_host=0)
+        subject = Subject(net, choice, Counts())
+        subject.wrong(InOrder())
+        graphs = inside.streamed(subject.model).graphs
+        programs = [p for graph in graphs for p in graph.programs.values() if p is not None]
+        found.extend(e.schedule for p in programs for e in p.executors.values())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        one()
+    return found
+
+
+def planned(count: int, seed: int) -> list[Schedule]:
+    """`count` schedules that the passes make for random models and plans; none of them is run.
+
+    Their code is not compiled, so they have what is only made with Inductor, too: norms, and
+    updates on the device.
+    """
+    found: list[Schedule] = []
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=2 * count,
+        deadline=None,
+        database=None,
+        phases=[hypothesis.Phase.generate],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(nets.nets(), st.integers(0, 2**30))
+    def one(net: Net, chosen: int) -> None:
+        if len(found) >= count or plain_refuses(net, Choice()):
+            return
+        rng = random.Random(chosen)
+        inputs: dict[str, Any] = {**nets.data(net, 0)}
+        captured = capture(nets.build(net), **inputs)
+        for _ in range(2):  # tracing takes most of the time
+            found.append(captured.build(**_plan(rng, len(captured.units))))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        one()
+    return found
+
+
+def _plan(rng: random.Random, buckets: int) -> dict[str, Any]:
+    """Options of the passes."""
+    update = rng.random() < 0.25
+    lookahead = rng.randint(1, 3)
+    resident = {key for key in range(buckets) if rng.random() < 0.2}
+    on_host = rng.choice((0.0, 0.0, 0.5))
+    return {
+        "accumulate": rng.random() < 0.35,
+        "keep_last": rng.random() < 0.7,
+        "reuse": rng.random() < 0.4,
+        "lookahead": lookahead,
+        "slots": lookahead + 1 + rng.randint(0, 2),
+        "update": update,
+        "masters": update and rng.random() < 0.3,
+        "norms": rng.random() < 0.5,
+        "device_update": 0.0 if update else rng.choice((0.0, 0.3, 0.6, 1.0)),
+        "resident": frozenset(resident),
+        "helps": rng.random() < 0.5,
+        "state_delay": rng.choice((1, 1, 2)),
+        "rerun": rng.choice((0, 0, 1, 9)),
+        "activations": rng.choice(("auto", "offload")),
+        "disk_saved": rng.random() < 0.5,
+        "on_disk": frozenset(key for key in range(buckets) if rng.random() < 0.3),
+        "saved_on_host": frozenset(i for i in range(12) if rng.random() < on_host),
+    }
+
+
+def hand_made(count: int, seed: int) -> list[Schedule]:
+    """Random schedules of `tests.schedules`, which no pass makes."""
+    rng = random.Random(seed)
+
+    def some(stages: int) -> frozenset[int]:
+        return frozenset(i for i in range(stages) if rng.random() < 0.25)
+
+    found = []
+    for _ in range(count):
+        stages = rng.randint(1, 6)
+        spec = Spec(
+            stages=stages,
+            slots=rng.randint(2, 4),
+            accumulate=rng.random() < 0.4,
+            shared=stages > 1 and rng.random() < 0.3,
+            reuse=rng.random() < 0.4,
+            random=some(stages),
+            keep=some(stages),
+            changes=some(stages),
+            update=rng.random() < 0.3,
+            masters=rng.random() < 0.3,
+        )
+        norms = rng.random() < 0.3
+        buckets = frozenset() if spec.update else some(stages)
+        found.append(
+            build(
+                dataclasses.replace(
+                    spec,
+                    norms=norms,
+                    late=spec.shared and not spec.update and rng.random() < 0.5,
+                    device=buckets,
+                    resident=some(stages) - buckets,
+                    helps=rng.random() < 0.5,
+                )
+            )
+        )
+    return found
