@@ -1,0 +1,29 @@
+"""PyTorch as it is: everything on the device."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from benchmarks.peers.system import System, adamw, layers, loop, recompute_layers
+
+
+def setup(
+    model: nn.Module, device: str, *, compiled: bool = False, recompute: bool = False
+) -> System:
+    """Train a `Loss` on the device.
+
+    Args:
+        model: in host memory.
+        device: "cuda" or "cpu".
+        compiled: `torch.compile` on the whole, with `recompute` on each layer.
+        recompute: each layer in the backward.
+    """
+    model.to(device)
+    if recompute:
+        recompute_layers(model)
+        if compiled:
+            for layer in layers(model):
+                layer.compile()
+    elif compiled:
+        model.compile()
+    return System(loop(model, adamw(model.parameters())))
