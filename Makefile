@@ -123,6 +123,7 @@ bench: $(INSTALLED)
 	$(PY) -m benchmarks.precision
 	$(PY) -m benchmarks.head
 	$(PY) -m benchmarks.predict
+	$(PY) -m benchmarks.peers
 
 format: $(INSTALLED)
 	$(PY) -m ruff check --fix .

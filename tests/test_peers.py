@@ -1,0 +1,238 @@
+"""`python -m benchmarks.peers`: processes that go wrong, points in turns, the file, the page."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.peers import driver, page, process
+from benchmarks.peers.__main__ import main
+from benchmarks.peers.catalogue import DEFAULT, PEERS
+from benchmarks.peers.outcome import Outcome, Status
+from benchmarks.peers.plot import draw
+from benchmarks.peers.store import Results, load
+from benchmarks.peers.summary import differing, figures, rows
+from benchmarks.peers.work import Point, Setting
+
+SMALL = Setting("3.9b", 16, 1024)
+RUN = {
+    **{"gpu": "NVIDIA H200", "cpus": "16", "host GiB": 125, "python": "3.11", "torch": "2.11"},
+    **{"transformers": "5.0", "commit": "abc", "command": "python -m benchmarks.peers"},
+}
+
+
+def measured(step_s: float, loss: float = 12.0) -> Outcome:
+    result = {
+        "parameters": 10**9,
+        "step_s": step_s,
+        "losses": [loss, loss - 1],
+        "host_bytes": 2**30,
+    }
+    return Outcome(Status.OK, result=result | {"first_step_s": 9.0}, package="a 1.0")
+
+
+# Processes.
+
+
+def ended(folder: Path, code: str, **limits: float) -> Outcome:
+    """What became of a Python program; its last argument is the file of events."""
+    limit_s = limits.pop("limit_s", 60.0)
+    command = [sys.executable, "-c", f"import json, os, sys, time\nevents = sys.argv[1]\n{code}"]
+    return process.run(command, folder, limit_s=limit_s, **limits)  # type: ignore[arg-type]
+
+
+def test_a_process_that_measures(tmp_path: Path) -> None:
+    said = measured(0.5).as_json()
+    outcome = ended(tmp_path, f"open(events, 'w').write(json.dumps({{'outcome': {said!r}}}))")
+    assert outcome.status is Status.OK and outcome.result is not None
+    assert outcome.result["step_s"] == 0.5 and outcome.process_s > 0
+
+
+def test_a_process_that_crashes(tmp_path: Path) -> None:
+    code = (
+        "open(events, 'w').write('{\"doing\": \"sets up\"}\\n'); print('bad | luck'); sys.exit(3)"
+    )
+    outcome = ended(tmp_path, code)
+    assert outcome.status is Status.CRASHED
+    assert outcome.reason == "no outcome, exit code 3 (sets up): bad / luck", "it fits in a table"
+
+
+def test_a_process_that_writes_rubbish(tmp_path: Path) -> None:
+    code = 'open(events, \'w\').write(\'{"outcome": {"status": "fine"}}\\n\\x00[]\\n{\')'
+    outcome = ended(tmp_path, code)
+    assert outcome.status is Status.CRASHED and "it printed nothing" in outcome.reason
+
+
+def test_a_process_that_takes_too_long_goes_with_its_children(tmp_path: Path) -> None:
+    sleeps = f"{sys.executable!r}, '-c', 'import time; time.sleep(600)'"
+    code = (
+        f"import subprocess\nchild = subprocess.Popen([{sleeps}], start_new_session=True)\n"
+        "print(child.pid, flush=True)\ntime.sleep(600)"
+    )
+    outcome = ended(tmp_path, code, limit_s=3.0)
+    assert outcome.status is Status.TIMED_OUT and outcome.reason == "more than 3 s (starts)"
+    pid = int((tmp_path / "printed").read_text())
+    stop = time.monotonic() + 10
+    while psutil.pid_exists(pid) and time.monotonic() < stop:
+        if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            break  # it has ended; whoever adopted it has not looked yet
+        time.sleep(0.05)
+    else:
+        assert not psutil.pid_exists(pid)
+
+
+def test_a_process_that_takes_too_much_memory(tmp_path: Path) -> None:
+    code = "kept = bytearray(300 * 2**20)\ntime.sleep(600)"
+    outcome = ended(tmp_path, code, host_bytes=200 * 2**20)
+    assert outcome.status is Status.OUT_OF_MEMORY and "of 0.2 at most" in outcome.reason
+
+
+def test_a_process_that_the_system_kills(tmp_path: Path) -> None:
+    outcome = ended(tmp_path, "os.kill(os.getpid(), 9)")
+    assert outcome.status is Status.OUT_OF_MEMORY and "killed by the system" in outcome.reason
+
+
+# Points.
+
+
+def go(
+    results: Results,
+    path: Path,
+    outcomes: dict[str, Outcome],
+    total_s: float = 1e6,
+    each_s: float = 1,
+) -> list[str]:
+    """Measure what is planned; gives who was launched. A launch takes `each_s` of a clock."""
+    launched: list[str] = []
+
+    def launch(point: Point, limit_s: float) -> Outcome:
+        launched.append(point.peer)
+        return outcomes[point.peer]
+
+    driver.go(
+        *(results, path, launch),
+        limit_s=100.0,
+        total_s=total_s,
+        say=lambda text: None,
+        clock=lambda: each_s * len(launched),
+    )
+    return launched
+
+
+def planned(settings: list[Setting], *peers: str, repeats: int = 2) -> Results:
+    results = Results(runs=[RUN])
+    results.plan(driver.points(settings, peers, repeats))
+    return results
+
+
+def test_systems_take_turns(tmp_path: Path) -> None:
+    results = planned([SMALL], "megacompile", "compiled")
+    outcomes = {"megacompile": measured(1.0), "compiled": measured(2.0)}
+    assert go(results, tmp_path / "r.json", outcomes) == ["megacompile", "compiled"] * 2
+    assert load(tmp_path / "r.json").records == results.records
+
+
+def test_what_failed_is_not_repeated_and_nothing_larger_is_tried(tmp_path: Path) -> None:
+    large = replace(SMALL, batch=64)
+    results = planned([SMALL, large, replace(SMALL, batch=4)], "compiled")
+    outcomes = {"compiled": Outcome(Status.OUT_OF_MEMORY, "150 GiB")}
+    assert len(go(results, tmp_path / "r.json", outcomes)) == 2, "not the repeats, and not 64"
+    said = {row.setting.batch: row.failure for row in rows(results)}
+    assert said[64] is not None and said[64].reason == "out of memory at 3.9b, 16x1024"
+
+
+def test_a_run_that_is_continued(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    results = planned([SMALL], "megacompile", "compiled")
+    outcomes = {"megacompile": measured(1.0), "compiled": measured(2.0)}
+    first = go(results, path, outcomes, total_s=30.0, each_s=10.0)
+    assert first == ["megacompile", "compiled"], "15 s are not enough for another process"
+    again = load(path)
+    assert go(again, path, outcomes) == ["megacompile", "compiled"]
+    assert len(load(path).records) == 4
+
+
+def test_settings() -> None:
+    made = driver.settings(["3.9b", "7.6b"], [(16, 1024), (64, 1024)], [None, 24.0])
+    assert [s.text for s in made] == [
+        *("3.9b, 16x1024", "3.9b, 16x1024, 24 GiB", "3.9b, 64x1024", "7.6b, 16x1024"),
+    ]
+    every = driver.settings(["3.9b", "7.6b"], [(16, 1024), (64, 1024)], [None, 24.0], grid=True)
+    assert len(every) == 8
+
+
+# What is shown.
+
+
+def shown(loss: float = 12.0) -> Results:
+    results = planned([SMALL], "megacompile", "compiled", "deepspeed")
+    for k in range(2):
+        results.add(Point(SMALL, "megacompile", k), measured(1.0 + k))
+        results.add(Point(SMALL, "compiled", k), measured(4.0, loss))
+    missing = Outcome(Status.NOT_INSTALLED, "no package deepspeed")
+    results.add(Point(SMALL, "deepspeed", 0), missing)
+    return results
+
+
+def test_the_table_has_medians_and_reasons() -> None:
+    text = figures(rows(shown()))
+    first, second, third = text.splitlines()[2:]
+    assert "| 1.500 | 1.000 .. 2.000 |" in first
+    assert "| 4.000 |" in second and "12.0000 (+0.0000)" in second
+    assert "not installed: no package deepspeed" in third
+
+
+def test_other_work_is_seen() -> None:
+    assert differing(rows(shown())) == []
+    (text,) = differing(rows(shown(loss=12.5)))[:1]
+    assert "first loss" in text and "0.01 apart are allowed" in text
+
+
+def test_the_page_is_what_the_files_give() -> None:
+    """Of the results that are in the repository."""
+    assert page.main(["--check"]) == 0
+
+
+def test_the_section_of_a_page() -> None:
+    text = page.section({"h200-peers.json": shown()})
+    made = page.written(f"before\n{page.BEGIN}\nold\n{page.END}\nafter", text)
+    assert made.startswith("before\n") and made.endswith("\nafter") and "old" not in made
+    assert "### NVIDIA H200" in made and "h200-peers.json" in made
+    assert page.written(made, text) == made
+    with pytest.raises(ValueError, match="without the section"):
+        page.written("no place", text)
+
+
+def test_the_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "picture.png"
+    assert draw(path, rows(shown()), gpu_gib=139.0) == f"{path} is written"
+    assert path.stat().st_size > 1000
+
+
+def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "matplotlib is not installed" in draw(tmp_path / "p.png", rows(shown()))
+
+
+def test_every_default_is_known() -> None:
+    assert set(DEFAULT) <= set(PEERS)
+
+
+def test_from_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    out = tmp_path / "r.json"
+    few = ["--device", "cpu", "--tokens", "2x16", "--repeats", "1", "--warm", "0", "--steps", "1"]
+    peers = ["--peer", "plain", "megacompile", "roundpipe"]
+    assert main([*few, *peers, "--out", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert "tiny, 2x16, plain #1: ok" in text and "tiny, 2x16, megacompile #1: ok" in text
+    assert "roundpipe #1: not installed" in text
+    with pytest.raises(SystemExit):
+        main([*few, "--out", str(out)])
+    assert "is there already" in capsys.readouterr().err
