@@ -21,7 +21,8 @@ from megacompile.ir.tiles import Axis, Piece, Result, pieces_of
 from megacompile.passes.stages.direct import direct
 from megacompile.passes.stages.lower_pieces import lower_pieces
 from megacompile.passes.stages.tile import tile, tile_lengths
-from megacompile.passes.stages.tokenwise import Tokens, reshaped
+from megacompile.passes.stages.token_rules import reshaped
+from megacompile.passes.stages.tokenwise import Tokens
 from tests import cases
 
 W = 6  # of activations

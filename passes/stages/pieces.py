@@ -21,7 +21,8 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.ir.tiles import Axis, Result
-from megacompile.passes.stages.tokenwise import Act, Tokenwise, is_fill, is_view
+from megacompile.passes.stages.token_rules import Act
+from megacompile.passes.stages.tokenwise import Tokenwise, is_fill, is_view
 
 PRODUCTS = {"mm", "bmm", "addmm"}
 _AGAIN = 16  # nodes at most that are computed again for one value

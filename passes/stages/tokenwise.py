@@ -4,27 +4,23 @@
     s = sum(h, [0])        a sum over tokens: the sum of the sums of tiles
     a = attention(q, k, v) not tokenwise: each token looks at others
 
-An operator is known by its name, and by nothing of the model. Whether a rule is right does not
-depend on which dimension is called that of the tokens: it says that a part of the result needs that
-part of the operands alone. What no rule knows is not tokenwise. Random numbers are not: tiles would
-draw others.
+What no rule (`token_rules`) knows is not tokenwise, nor are random numbers: tiles would draw
+others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+import operator
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx
 
 from megacompile import compat
 from megacompile.ir.tiles import Axis, Result
-
-Kinds = tuple[tuple[Result, Axis | None], ...]
-Axes = Mapping[fx.Node, Axis]
+from megacompile.passes.stages.token_rules import RULES, VIEWS, Act, name_of, pointwise, shape_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +50,6 @@ class Tokens:
         rows = outer * self.count * inner
         flat = [d for d, size in enumerate(shape) if size == rows]
         return Axis(flat[0], outer, inner) if flat else None
-
-
-@dataclass(frozen=True, slots=True)
-class Act:
-    """How a tokenwise node acts: which operands are cut, and what its results are."""
-
-    cuts: Axes
-    results: Kinds
-    items: bool = False  # the node gives a tuple
-
-    @property
-    def axis(self) -> Axis | None:
-        """Of the only result; None for a sum, and for a tuple."""
-        return None if self.items else self.results[0][1]
 
 
 @dataclass(slots=True)
@@ -107,22 +89,14 @@ def find_tokenwise(
     return found
 
 
-def shape_of(node: Any) -> tuple[int, ...] | None:
-    """Of a node that gives one tensor of known size."""
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    if not isinstance(value, torch.Tensor) or not all(type(n) is int for n in value.shape):
-        return None
-    return tuple(value.shape)
-
-
 def is_fill(node: fx.Node) -> bool:
     """Does a node make a tensor of one value, out of nothing?"""
-    return _name(node) in ("full", "zeros", "ones") and not node.all_input_nodes
+    return name_of(node) in ("full", "zeros", "ones") and not node.all_input_nodes
 
 
 def is_view(node: fx.Node) -> bool:
     """Does a node give the memory that it takes?"""
-    return _name(node) in VIEWS
+    return name_of(node) in VIEWS
 
 
 def _axis(node: fx.Node, act: Act | None, found: Tokenwise) -> Axis | None:
@@ -136,40 +110,27 @@ def _axis(node: fx.Node, act: Act | None, found: Tokenwise) -> Axis | None:
     return found.tokens.axis_in(shape)
 
 
-def _name(node: fx.Node) -> str:
-    return compat.operator_name(node.target) if node.op == "call_function" else ""
-
-
 def _act(node: fx.Node, found: Tokenwise) -> Act | None:
     if compat.is_random(node):
         return None
-    name = _name(node) or str(getattr(node.target, "__name__", ""))
     if is_fill(node):
         shape = shape_of(node)
         axis = None if shape is None else found.tokens.axis_in(shape)
         return None if axis is None else Act({}, ((Result.CUT, axis),))
-    rule = _RULES.get(name)
-    if rule is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
-        rule = _pointwise
-    if rule is None or any(shape_of(source) is None for source in _tensors(node, name)):
-        return None
-    offered = {
-        source: found.axes[source] for source in node.all_input_nodes if source in found.axes
-    }
-    if name == "getitem":
+    if node.target is operator.getitem:
         return _item(node, found)
-    if not offered:
+    rule = RULES.get(name_of(node))
+    if rule is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        rule = pointwise
+    offered = {n: found.axes[n] for n in node.all_input_nodes if n in found.axes}
+    if rule is None or not offered or any(shape_of(n) is None for n in node.all_input_nodes):
         return None
     made = rule(node, offered, found.tokens.count)
-    if made is None and name in ("mm", "bmm"):  # one operand may be whole: keys of attention
+    if made is None and name_of(node) in ("mm", "bmm"):  # one may be whole: keys of attention
         for source in reversed(offered):
             rest = {other: axis for other, axis in offered.items() if other is not source}
             made = made or (rule(node, rest, found.tokens.count) if rest else None)
     return made
-
-
-def _tensors(node: fx.Node, name: str) -> Sequence[fx.Node]:
-    return () if name == "getitem" else node.all_input_nodes
 
 
 def _item(node: fx.Node, found: Tokenwise) -> Act | None:
@@ -179,300 +140,3 @@ def _item(node: fx.Node, found: Tokenwise) -> Act | None:
     if act is None or not isinstance(index, int):
         return None
     return Act({}, (act.results[index],))
-
-
-# The rules: (node, the axes of operands, tokens) -> how it acts; None: not on each token alone.
-
-Rule = Callable[[fx.Node, Axes, int], Act | None]
-
-
-def _of(node: fx.Node) -> dict[str, Any]:
-    return dict(compat.arguments_of(node))
-
-
-def _rank(node: fx.Node) -> int:
-    shape = shape_of(node)
-    assert shape is not None
-    return len(shape)
-
-
-def _aligned(
-    operands: Sequence[fx.Node], axes: Axes, rank: int, tokens: int
-) -> tuple[Axis, dict[fx.Node, Axis]] | None:
-    """The axis of what operands of all shapes are broadcast to, and where each is cut."""
-    found: Axis | None = None
-    for node in operands:
-        if node in axes:
-            axis = axes[node]
-            there = Axis(axis.dim + rank - _rank(node), axis.outer, axis.inner)
-            if found is not None and there != found:
-                return None
-            found = there
-    if found is None:
-        return None
-    cuts = {}
-    for node in operands:
-        shape = shape_of(node) or ()
-        dim = found.dim - (rank - len(shape))
-        if dim < 0 or (shape[dim] == 1 and found.size(tokens) != 1):
-            if node in axes:
-                return None
-            continue  # it is broadcast over tokens
-        if shape[dim] != found.size(tokens):
-            return None
-        cuts[node] = Axis(dim, found.outer, found.inner)
-    return found, cuts
-
-
-def _pointwise(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    shape = shape_of(node)
-    if shape is None:
-        return None
-    made = _aligned(node.all_input_nodes, axes, len(shape), tokens)
-    if made is None or shape[made[0].dim] != made[0].size(tokens):
-        return None
-    return Act(made[1], ((Result.CUT, made[0]),))
-
-
-def _along(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    """Something along other dimensions, which keeps the shape: a softmax."""
-    dim = _of(node)["dim"] % max(1, _rank(node))
-    act = _pointwise(node, axes, tokens)
-    return act if act is not None and act.axis is not None and act.axis.dim != dim else None
-
-
-def _only(node: fx.Node, axes: Axes) -> tuple[fx.Node, Axis] | None:
-    source = node.args[0]
-    return (source, axes[source]) if isinstance(source, fx.Node) and source in axes else None
-
-
-def _kept(node: fx.Node, source: fx.Node, axis: Axis, made: Axis) -> Act:
-    return Act({source: axis}, ((Result.CUT, made),))
-
-
-def _reshape(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    taken, shape = _only(node, axes), shape_of(node)
-    if taken is None or shape is None:
-        return None
-    source, axis = taken
-    made = reshaped(axis, shape_of(source) or (), shape)
-    return None if made is None else _kept(node, source, axis, made)
-
-
-def reshaped(axis: Axis, before: Sequence[int], after: Sequence[int]) -> Axis | None:
-    """Where tokens are after a reshape; None where it takes them apart."""
-    outer = math.prod(before[: axis.dim]) * axis.outer
-    inner = math.prod(before[axis.dim + 1 :]) * axis.inner
-    if 0 in before:
-        return None
-    for dim, size in enumerate(after):
-        left, right = math.prod(after[:dim]), math.prod(after[dim + 1 :])
-        if outer % left == 0 and inner % right == 0:
-            made = Axis(dim, outer // left, inner // right)
-            if size % (made.outer * made.inner) == 0 and size > 1:
-                return made
-    return None
-
-
-def _permute(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    taken = _only(node, axes)
-    if taken is None:
-        return None
-    source, axis = taken
-    order = list(range(_rank(node)))
-    if _name(node) == "permute":
-        order = [d % len(order) for d in _of(node)["dims"]]
-    elif _name(node) == "t":
-        order.reverse()
-    else:
-        a, b = (_of(node)[key] % len(order) for key in ("dim0", "dim1"))
-        order[a], order[b] = order[b], order[a]
-    return _kept(node, source, axis, Axis(order.index(axis.dim), axis.outer, axis.inner))
-
-
-def _expand(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    taken, shape = _only(node, axes), shape_of(node)
-    if taken is None or shape is None:
-        return None
-    source, axis = taken
-    dim = axis.dim + len(shape) - _rank(source)
-    if shape[dim] != axis.size(tokens):
-        return None
-    return _kept(node, source, axis, Axis(dim, axis.outer, axis.inner))
-
-
-def _slice(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    """A part of another dimension: its axis stays, or moves down where the dimension goes."""
-    taken = _only(node, axes)
-    if taken is None:
-        return None
-    source, axis = taken
-    dim = _of(node)["dim"] % _rank(source)
-    if dim == axis.dim:
-        return None
-    gone = _rank(source) - _rank(node)
-    return _kept(
-        node, source, axis, Axis(axis.dim - (gone if dim < axis.dim else 0), axis.outer, axis.inner)
-    )
-
-
-def _split(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    taken = _only(node, axes)
-    if taken is None:
-        return None
-    source, axis = taken
-    if _of(node)["dim"] % _rank(source) == axis.dim:
-        return None
-    results = tuple((Result.CUT, axis) for _ in node.meta["val"])
-    return Act({source: axis}, results, items=True)
-
-
-def _cat(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    operands = node.args[0]
-    if not isinstance(operands, (list, tuple)) or len({*map(_rank, operands)}) != 1:
-        return None
-    made = _aligned(node.all_input_nodes, axes, _rank(node), tokens)
-    if made is None or _of(node)["dim"] % _rank(node) == made[0].dim:
-        return None
-    if len(made[1]) != len(node.all_input_nodes):
-        return None
-    return Act(made[1], ((Result.CUT, made[0]),))
-
-
-def _slice_scatter(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    """Another part of a dimension that has no tokens; both operands are cut."""
-    if _of(node)["dim"] % _rank(node) == next(iter(axes.values())).dim:
-        return None
-    act = _cat_like(node, axes, tokens)
-    if act is None or act.axis is None or _of(node)["dim"] % _rank(node) == act.axis.dim:
-        return None
-    return act
-
-
-def _cat_like(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    made = _aligned(node.all_input_nodes, axes, _rank(node), tokens)
-    if made is None or len(made[1]) != len(node.all_input_nodes):
-        return None
-    return Act(made[1], ((Result.CUT, made[0]),))
-
-
-def _reduce(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    taken = _only(node, axes)
-    if taken is None:
-        return None
-    source, axis = taken
-    rank, given = _rank(source), _of(node)
-    dims = given.get("dim")
-    dims = [dims] if isinstance(dims, int) else list(dims or range(rank))
-    dims = [d % rank for d in dims] if rank else []
-    pair = isinstance(node.meta.get("val"), (tuple, list))
-    if axis.dim in dims:
-        return Act({source: axis}, ((Result.SUM, None),)) if _name(node) == "sum" else None
-    below = 0 if given.get("keepdim") else sum(d < axis.dim for d in dims)
-    made = Axis(axis.dim - below, axis.outer, axis.inner)
-    results = ((Result.CUT, made),) * (len(node.meta["val"]) if pair else 1)
-    return Act({source: axis}, results, items=pair)
-
-
-def _mm(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    a, b = node.args[:2]
-    assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
-    return _product(node, a, b, axes, Result.PRODUCT)
-
-
-def _bmm(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    a, b = node.args[:2]
-    assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
-    return _product(node, a, b, axes, Result.SUM)
-
-
-def _product(node: fx.Node, a: fx.Node, b: fx.Node, axes: Axes, sums: Result) -> Act | None:
-    """Of matrices in the last two dimensions, one or many."""
-    rank, left, right = _rank(a), axes.get(a), axes.get(b)
-    rows, columns = rank - 2, rank - 1
-    if a is b:
-        return None
-    if left is not None and right is not None:
-        same = (left.outer, left.inner) == (right.outer, right.inner)
-        if same and left.dim == right.dim < rows:  # of each matrix
-            return Act({a: left, b: right}, ((Result.CUT, left),))
-        if same and left.dim == columns and right.dim == rows:
-            return Act({a: left, b: right}, ((sums, None),))
-        return None
-    one = left or right
-    if one is not None and one.dim < rows:  # matrices of all tokens, of one operand or of both
-        return Act({a: one, b: one}, ((Result.CUT, one),))
-    if left is not None and left.dim == rows:
-        return Act({a: left}, ((Result.CUT, left),))
-    if right is not None and right.dim == columns:
-        return Act({b: right}, ((Result.CUT, right),))
-    return None
-
-
-def _addmm(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    bias, a, b = node.args[:3]
-    assert isinstance(a, fx.Node) and isinstance(b, fx.Node) and isinstance(bias, fx.Node)
-    if bias in axes or b in axes or a not in axes or axes[a].dim != 0:
-        return None
-    return Act({a: axes[a]}, ((Result.CUT, axes[a]),)) if _rank(bias) < 2 else None
-
-
-def _embedding(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    table, indices = node.args[:2]
-    if not isinstance(indices, fx.Node) or indices not in axes or table in axes:
-        return None
-    return Act({indices: axes[indices]}, ((Result.CUT, axes[indices]),))
-
-
-def _norm(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    """A norm over the last dimensions: the result, and statistics of the same rank."""
-    taken = _only(node, axes)
-    if taken is None or any(n in axes for n in node.all_input_nodes if n is not taken[0]):
-        return None
-    source, axis = taken
-    if axis.dim >= _rank(source) - len(_of(node)["normalized_shape"]):
-        return None
-    results = ((Result.CUT, axis),) * len(node.meta["val"])
-    return Act({source: axis}, results, items=True)
-
-
-def _norm_backward(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
-    given = _of(node)
-    each = [given["grad_out"], given["input"], given.get("mean"), given.get("rstd")]
-    operands = [n for n in each if isinstance(n, fx.Node)]
-    made = _aligned(operands, axes, _rank(operands[0]), tokens)
-    if made is None or made[0].dim >= _rank(operands[0]) - len(given["normalized_shape"]):
-        return None
-    if any(n in axes for n in node.all_input_nodes if n not in operands):
-        return None
-    kinds: Kinds = ((Result.CUT, made[0]), *((Result.SUM, None) for _ in node.meta["val"][1:]))
-    return Act(made[1], kinds, items=True)
-
-
-VIEWS = set(
-    "view _unsafe_view reshape permute transpose t unsqueeze squeeze expand slice select alias "
-    "detach split split_with_sizes unbind".split()
-)
-_RULES: dict[str, Rule] = {
-    **dict.fromkeys("view _unsafe_view reshape unsqueeze squeeze".split(), _reshape),
-    **dict.fromkeys("permute transpose t".split(), _permute),
-    **dict.fromkeys("alias detach clone _to_copy convert_element_type".split(), _pointwise),
-    **dict.fromkeys("full_like zeros_like ones_like empty_like".split(), _pointwise),
-    **dict.fromkeys(
-        "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data".split(), _along
-    ),
-    **dict.fromkeys("slice select".split(), _slice),
-    **dict.fromkeys("split split_with_sizes unbind".split(), _split),
-    **dict.fromkeys("sum mean amax amin var var_mean prod any all logsumexp".split(), _reduce),
-    **dict.fromkeys("argmax argmin".split(), _reduce),
-    **dict.fromkeys("native_layer_norm _fused_rms_norm".split(), _norm),
-    **dict.fromkeys("native_layer_norm_backward _fused_rms_norm_backward".split(), _norm_backward),
-    "expand": _expand,
-    "cat": _cat,
-    "slice_scatter": _slice_scatter,
-    "mm": _mm,
-    "bmm": _bmm,
-    "addmm": _addmm,
-    "embedding": _embedding,
-    "getitem": _item,  # type: ignore[dict-item]
-}
