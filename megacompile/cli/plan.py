@@ -89,9 +89,10 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         OptionError: an option, or what TARGET names.
     """
-    for name in ("batch", "seq", "tokens", "gpus"):
-        if not getattr(args, name) >= 1:
-            raise OptionError(f"--{name} {getattr(args, name)}: needed 1 or more")
+    for name in ("batch", "seq", "tokens", "gpus", "tiles"):
+        value = getattr(args, name)
+        if value is not None and not value >= 1:
+            raise OptionError(f"--{name} {value}: needed 1 or more")
     gpu = args.gpu.lower()
     if gpu not in NAMES:
         raise OptionError(f"--gpu {args.gpu}: needed one of {', '.join(NAMES)}")
@@ -99,8 +100,6 @@ def check(args: argparse.Namespace) -> None:
         raise OptionError(
             f"--interconnect {args.interconnect:g}: needed GB/s, more than 0, and --gpus 2 or more"
         )
-    if args.tiles is not None and args.tiles < 1:
-        raise OptionError(f"--tiles {args.tiles}: needed 1 or more")
     hardware = of_sheet(gpu)  # None: this machine, which torch is asked for
     host_memory(args, 2**40 if hardware is None else hardware.host_bytes)
     device_memory(args, 2**40 if hardware is None else hardware.device_bytes)

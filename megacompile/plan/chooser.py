@@ -266,8 +266,7 @@ class Chooser:
             DeviceMemoryError: the device is too small by more than that.
             HostMemoryError: the host is too small.
         """
-        tiles = _TILES[-1] if self._may_cut else 1
-        problem = problem.in_tiles(tiles)
+        problem, tiles = self._smallest(problem)
         choice = replace(problem.tightest(), tiles=tiles)
         little = problem.peak_bytes(choice) <= _TOLERANCE * problem.budget_bytes
         if not (little and problem.fits_host(choice)):
@@ -301,6 +300,12 @@ class Chooser:
         over = peak.total_bytes > problem.budget_bytes
         reasons = (f"{text}: tried nevertheless" if over else "no other plan fits",)
         return SearchResult(choice, math.inf, peak.total_bytes, 0, reasons)
+
+    def _smallest(self, problem: Problem) -> tuple[Problem, int]:
+        """In as many tiles as may be, or in none: what needs less of the device."""
+        counts = (1, _TILES[-1]) if self._may_cut else (1,)
+        each = [(problem.in_tiles(tiles), tiles) for tiles in counts]
+        return min(each, key=lambda pair: pair[0].floor_bytes())
 
     def _elsewhere_bytes(
         self, schedule: Schedule, wanted: Placement, accumulates: bool
