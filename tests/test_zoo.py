@@ -111,7 +111,7 @@ def test_each_of_two_runs_fills_its_columns(
     """On the CPU all but one; with Inductor on a GPU that one, which no run there is held to."""
     monkeypatch.setattr(table, "PAGE", tmp_path / "zoo.md")
     given = {ENTRY.name: EXACT}
-    monkeypatch.setattr(command, "_compare_all", lambda *_, gpu: (dict(given), []))
+    monkeypatch.setattr(command, "_compare_all", lambda *_, gpu, tiles: (dict(given), []))
     assert command.main(["--write"]) == 0
     given[ENTRY.name] = replace(OFF, stages=9)
     assert command.main(["--gpu", "--write"]) == 0
@@ -121,6 +121,17 @@ def test_each_of_two_runs_fills_its_columns(
     given[ENTRY.name] = EXACT
     assert command.main(["--write"]) == command.main([]) == 0
     assert list(table.rows_of(table.PAGE.read_text()).values()) == [row]
+
+
+def test_in_tiles_the_page_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(table, "PAGE", tmp_path / "zoo.md")
+    found: list[list[str]] = [[], [ENTRY.name]]
+    monkeypatch.setattr(command, "_compare_all", lambda *_, gpu, tiles: ({}, found.pop(0)))
+    assert [command.main(["--tiles", "3", "--write"]) for _ in range(2)] == [0, 1]
+    assert "in 3 tiles, 1 failed" in capsys.readouterr().out and not table.PAGE.exists()
+    assert faults(ENTRY, OFF, tiles=3) == []
 
 
 def test_faults() -> None:
