@@ -332,7 +332,13 @@ def test_the_activations_are_those_of_the_options() -> None:
 
 
 def test_the_configs_of_the_examples_are_the_models_they_are_named_for() -> None:
-    billions = {"qwen2.5-7b": 7.62, "qwen2.5-14b": 14.8, "qwen2.5-32b": 32.8, "qwen2.5-72b": 72.7}
+    billions = {
+        "qwen2.5-7b": 7.62,
+        "qwen2.5-7b-1m": 7.62,
+        "qwen2.5-14b": 14.8,
+        "qwen2.5-32b": 32.8,
+        "qwen2.5-72b": 72.7,
+    }
     for name, size in {**billions, "120b": 120.0}.items():
         made = target.build(
             str(ROOT / "examples" / "configs" / f"{name}.json"), batch=1, seq=8, dtype=None
