@@ -9,15 +9,21 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from torch import Tensor, nn
 
+from benchmarks.models import Loss
 from benchmarks.peers import driver, page, process
 from benchmarks.peers.__main__ import main
 from benchmarks.peers.catalogue import DEFAULT, PEERS
+from benchmarks.peers.measure import outcome as outcome_of
 from benchmarks.peers.outcome import Outcome, Status
 from benchmarks.peers.plot import draw
 from benchmarks.peers.store import Results, load
 from benchmarks.peers.summary import differing, figures, rows
-from benchmarks.peers.work import Point, Setting
+from benchmarks.peers.system import System
+from benchmarks.peers.systems.roundpipe import stages
+from benchmarks.peers.work import Point, Setting, batch, build
 
 SMALL = Setting("3.9b", 16, 1024)
 RUN = {
@@ -95,6 +101,31 @@ def test_a_process_that_takes_too_much_memory(tmp_path: Path) -> None:
 def test_a_process_that_the_system_kills(tmp_path: Path) -> None:
     outcome = ended(tmp_path, "os.kill(os.getpid(), 9)")
     assert outcome.status is Status.OUT_OF_MEMORY and "killed by the system" in outcome.reason
+
+
+def exhausted(model: nn.Module, device: str) -> System:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.")
+
+
+def test_a_system_that_runs_out_of_memory() -> None:
+    pytest.importorskip("transformers")
+    peer = replace(PEERS["plain"], setup=f"{__name__}:exhausted")
+    said = outcome_of(peer, Setting("tiny", 1, 8), "cpu", 0, 1, lambda doing: None)
+    assert said.status is Status.OUT_OF_MEMORY
+    assert "Tried to allocate 3.00 GiB" in said.reason and "GiB of host memory" in said.reason
+
+
+def test_the_stages_of_roundpipe_compute_the_same_loss() -> None:
+    pytest.importorskip("transformers")
+    setting = Setting("tiny", 2, 16)
+    model: Loss = build(setting, "cpu", masters=True)
+    ids = batch(setting, "cpu")
+
+    def loss(hidden: Tensor, head: nn.Module, labels: Tensor) -> Tensor:
+        logits = head(hidden)[:, :-1].flatten(0, 1)
+        return nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
+
+    torch.testing.assert_close(stages(model.model, loss)(ids), model(ids))
 
 
 # Points.

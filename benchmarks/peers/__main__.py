@@ -84,6 +84,8 @@ def launch(
     point: Point, limit_s: float, args: argparse.Namespace, folder: Path, paths: Sequence[Path]
 ) -> Outcome:
     """Measure a point in a process of its own."""
+    if not PEERS[point.peer].comes_apart:  # what others import must not change what it does
+        paths = ()
     request = {
         "point": point.as_json(),
         "device": args.device,
@@ -144,7 +146,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--repeats", type=int, default=2, help="processes of each system at each setting")
     add("--warm", type=int, default=3, help="steps between the first one and those")
     add("--steps", type=int, default=4, help="that are timed")
-    add("--timeout", type=float, default=150.0, help="seconds of one process")
+    add(
+        "--timeout",
+        type=float,
+        default=150.0,
+        help="seconds of one process; more where C++ is built",
+    )
     add("--minutes", type=float, default=60.0, help="of all of them together")
     add("--wheels", type=Path, metavar="DIR", help="packages that are not installed")
     add("--out", type=Path, help="JSON; default: peers-<time>.json")

@@ -29,6 +29,12 @@ class Peer:
     package: str = "torch"  # whose version is shown
     minimum: tuple[int, int] = (0, 0)  # that version, at least
     needs_gpu: bool = False
+    build_s: float = 0.0  # more time for its processes: C++ is compiled at first use
+
+    @property
+    def comes_apart(self) -> bool:
+        """Is its package one that `--wheels` may bring?"""
+        return self.package not in ("torch", "megacompile")
 
 
 _ALL = "each layer"
@@ -99,6 +105,7 @@ PEERS = {
             _ALL,
             package="deepspeed",
             minimum=(0, 19),
+            build_s=240.0,
         ),
         Peer(
             "roundpipe",
@@ -110,6 +117,7 @@ PEERS = {
             package="roundpipe",
             minimum=(0, 1),
             needs_gpu=True,
+            build_s=120.0,
         ),
         Peer(
             "roundpipe-stale",
@@ -122,6 +130,7 @@ PEERS = {
             package="roundpipe",
             minimum=(0, 1),
             needs_gpu=True,
+            build_s=120.0,
         ),
         Peer(
             "torchao",

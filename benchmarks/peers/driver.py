@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.peers.catalogue import PEERS
 from benchmarks.peers.outcome import TOO_LARGE, Outcome, Status
 from benchmarks.peers.store import Record, Results
 from benchmarks.peers.work import MODELS, Point, Setting
@@ -67,7 +68,7 @@ def go(
         results: of this run and those before; each new record is saved.
         path: of the file.
         launch: measures a point.
-        limit_s: of one process.
+        limit_s: of one process, beside what its `Peer` needs to build.
         total_s: of all of them.
         say: is told of each point.
         clock: in seconds.
@@ -79,8 +80,9 @@ def go(
         outcome = _known(results, point)
         if outcome is None:
             left = stop - clock()
-            outcome = launch(point, min(limit_s, left)) if left >= LEAST_S else None
-            if outcome is None or (outcome.status is Status.TIMED_OUT and left < limit_s):
+            own_s = limit_s + PEERS[point.peer].build_s
+            outcome = launch(point, min(own_s, left)) if left >= LEAST_S else None
+            if outcome is None or (outcome.status is Status.TIMED_OUT and left < own_s):
                 say(f"stopped: {total_s / 60:.3g} minutes are over; --continue goes on")
                 return False
         results.add(point, outcome)

@@ -71,6 +71,13 @@ def recompute_layers(model: nn.Module) -> None:
     inner.model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
+def buffers_to(model: nn.Module, device: str) -> None:
+    """Offloading is for parameters; buffers are where the layers compute."""
+    for name, buffer in list(model.named_buffers()):
+        owner, _, own = name.rpartition(".")
+        setattr(model.get_submodule(owner), own, buffer.to(device))
+
+
 def module(name: str) -> Any:
     """A package that ships no types, or may not be there."""
     return importlib.import_module(name)

@@ -3,6 +3,9 @@
 Of 0.19's defaults, these matter here: host memory is page-locked, reduction overlaps the backward,
 1e9 parameters may be live, 5e7 are fetched ahead, master weights and moments are float32, and steps
 whose gradients overflow are skipped. Its CPU Adam is C++ that is compiled at first use.
+
+`zero.Init` takes the parameters from the host; without it, `initialize` would move the whole model
+to the device first, which a memory limit may forbid.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.peers.group import group_of_one
-from benchmarks.peers.system import System, module, recompute_layers
+from benchmarks.peers.system import System, buffers_to, module, recompute_layers
 from benchmarks.peers.work import CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY
 
 
@@ -31,20 +34,20 @@ def setup(model: nn.Module, device: str) -> System:
     deepspeed: Any = module("deepspeed")
     recompute_layers(model)
     adam = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        config={
-            "train_batch_size": 1,  # counts sequences for its own reports alone
-            "bf16": {"enabled": True},
-            "gradient_clipping": CLIP_NORM,
-            "optimizer": {"type": "AdamW", "params": adam},
-            "zero_optimization": {
-                "stage": 3,
-                "offload_param": {"device": "cpu"},
-                "offload_optimizer": {"device": "cpu"},
-            },
+    config = {
+        "train_batch_size": 1,  # counts sequences for its own reports alone
+        "bf16": {"enabled": True},
+        "gradient_clipping": CLIP_NORM,
+        "optimizer": {"type": "AdamW", "params": adam},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "cpu"},
+            "offload_optimizer": {"device": "cpu"},
         },
-    )
+    }
+    deepspeed.zero.Init(module=model, config_dict_or_path=config)
+    buffers_to(model, device)
+    engine, *_ = deepspeed.initialize(model=model, config=config)
 
     def step(ids: Tensor) -> Tensor:
         loss: Tensor = engine(ids)

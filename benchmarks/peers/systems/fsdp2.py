@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from benchmarks.peers.group import group_of_one
-from benchmarks.peers.system import System, adamw, layers, loop, recompute_layers
+from benchmarks.peers.system import System, adamw, buffers_to, layers, loop, recompute_layers
 
 
 def setup(model: nn.Module, device: str, *, offload: bool = False) -> System:
@@ -32,7 +32,7 @@ def setup(model: nn.Module, device: str, *, offload: bool = False) -> System:
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device == "cuda")
         recompute_layers(model)
-        _buffers_to(model, device)
+        buffers_to(model, device)
     else:
         model.to(device)
     for layer in layers(model):
@@ -40,10 +40,3 @@ def setup(model: nn.Module, device: str, *, offload: bool = False) -> System:
         fully_shard(layer, **options)
     fully_shard(model, **options)
     return System(loop(model, adamw(model.parameters())))
-
-
-def _buffers_to(model: nn.Module, device: str) -> None:
-    """Offloading is for parameters; buffers are where the layers compute."""
-    for name, buffer in list(model.named_buffers()):
-        owner, _, own = name.rpartition(".")
-        setattr(model.get_submodule(owner), own, buffer.to(device))
