@@ -27,6 +27,7 @@ from tests import cases
 
 W = 6  # of activations
 X = (2, 10, W)  # batch, tokens, width
+EACH_TOKEN = torch.arange(10.0)[:, None]
 aten = torch.ops.aten
 
 
@@ -100,6 +101,7 @@ TOKENWISE: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "a sum over tokens": lambda x, w: (mm(x, w).sum((0, 1)),),
     "a sum of all": lambda x, w: (mm(x, w).sum(),),
     "a gradient of a weight": lambda x, w: (flat(x).t() @ flat(mm(x, w)), mm(x, w)),
+    "a constant of all tokens": lambda x, w: (mm(x, w) * EACH_TOKEN,),
     "constants": lambda x, w: (mm(x + torch.ones(2, 10, 1), w),),
 }
 

@@ -64,6 +64,8 @@ def tile(
         try:
             return _Writer(module, members, lengths, tokens.count).write()
         except _NoPart as wrong:
+            if wrong.node in rejected:  # nothing comes of trying again
+                return module
             rejected.add(wrong.node)
 
 
@@ -166,7 +168,7 @@ class _Part:
         act = self.members.nodes.get(node)
         if node in self.made and (act is None or act.items or cut == act.axis):
             return self.made[node]
-        if node.op == "get_attr" or node not in self.writer.made:
+        if node not in self.writer.made:
             return self._fill(node, cut)
         if (node, cut) not in self.reads:
             self.reads[node, cut] = self._placeholder(node, cut)
