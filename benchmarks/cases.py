@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.models import SHAPE_14B, SHAPE_32B
+
 _DISK = tempfile.gettempdir()
 _STREAMED: dict[str, Any] = {"resident": 0, "activations": "recompute"}
 
@@ -39,11 +41,6 @@ class Case:
         """ "12 layers, 16x1024, 24 GiB"."""
         cap = "" if self.cap_gib is None else f", {self.cap_gib:g} GiB"
         return f"{self.layers} layers, {self.batch}x{self.length}{cap}"
-
-
-# Qwen2.5-14B's and 32B's.
-_SHAPE_14B = {"width": 5120, "intermediate": 13824, "kv_heads": 8}
-_SHAPE_32B = {"width": 5120, "intermediate": 27648, "kv_heads": 8}
 
 
 def _streamed(name: str, **other: Any) -> Case:
@@ -117,12 +114,12 @@ GROUPS: dict[str, tuple[Case, ...]] = {
         Case("planned, 8 tiles", layers=28, batch=1, length=16384, steps=3, options={"tiles": 8}),
     ),
     "tiers": (
-        Case("planned", layers=48, shape=_SHAPE_14B, steps=3),
-        Case("planned, 8-bit", layers=64, shape=_SHAPE_32B, state_dtype="int8", steps=3),
+        Case("planned", layers=48, shape=SHAPE_14B, steps=3),
+        Case("planned, 8-bit", layers=64, shape=SHAPE_32B, state_dtype="int8", steps=3),
         Case(
             "in the backward, 8-bit",
             layers=64,
-            shape=_SHAPE_32B,
+            shape=SHAPE_32B,
             in_backward=True,
             state_dtype="int8",
             steps=3,

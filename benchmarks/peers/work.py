@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.models import Loss, qwen2
+from benchmarks.models import SHAPE_14B, SHAPE_32B, Loss, qwen2
 
 CLIP_NORM = 1.0
 LEARNING_RATE = 1e-5
@@ -39,12 +39,8 @@ MODELS = {
     "tiny": Model(2, "a test", {"width": 256, "vocabulary": 512}),
     "3.9b": Model(12, "Qwen2.5-7B's shape"),
     "7.6b": Model(28, "Qwen2.5-7B's shape"),
-    "14.8b": Model(
-        48, "Qwen2.5-14B's shape", {"width": 5120, "intermediate": 13824, "kv_heads": 8}
-    ),
-    "32.8b": Model(
-        64, "Qwen2.5-32B's shape", {"width": 5120, "intermediate": 27648, "kv_heads": 8}
-    ),
+    "14.8b": Model(48, "Qwen2.5-14B's shape", SHAPE_14B),
+    "32.8b": Model(64, "Qwen2.5-32B's shape", SHAPE_32B),
 }
 
 

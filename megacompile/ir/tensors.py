@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -85,6 +86,20 @@ def is_dense(meta: TensorMeta, strides: tuple[int, ...]) -> bool:
             return False
         expected *= size
     return True
+
+
+def dense(tensor: torch.Tensor, like: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    """The tensor, or a copy of it, dense in the order of the strides `like` of a tensor of this
+    shape."""
+    order = sorted(range(tensor.dim()), key=lambda d: (like[d], shape[d]), reverse=True)
+    expected = 1
+    for d in reversed(order):
+        if tensor.shape[d] != 1 and tensor.stride(d) != expected:
+            return (
+                tensor.permute(order).contiguous().permute([*map(order.index, range(len(order)))])
+            )
+        expected *= tensor.shape[d]
+    return tensor
 
 
 Meta = TensorMeta | Number  # of what a stage takes

@@ -17,7 +17,7 @@ from enum import Enum
 
 from torch import Tensor, fx
 
-from megacompile.ir.tensors import TensorMeta
+from megacompile.ir.tensors import TensorMeta, dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,9 @@ class Axis:
         """`length` tokens from `start` on, in dense memory with its dimensions in the same order: a
         view, unless other dimensions lie outside of that of the tokens."""
         part: Tensor = self.part(tensor, start, length).flatten(self.dim, self.dim + 2)
-        return _dense(part)
+        if 0 in part.stride():  # it is broadcast
+            return part
+        return dense(part, part.stride(), part.shape)
 
     def part(self, tensor: Tensor, start: int, length: int) -> Tensor:
         """The same as a view with dimensions (outer, length, inner) in the place of `dim`."""
@@ -52,16 +54,6 @@ class Axis:
         """Put a tile where it belongs in the whole."""
         whole = tile.unflatten(self.dim, (self.outer, length, self.inner))
         self.part(tensor, start, length).copy_(whole)
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    if 0 in tensor.stride():  # it is broadcast
-        return tensor
-    order = sorted(
-        range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.shape[d]), reverse=True
-    )
-    back = [order.index(d) for d in range(tensor.dim())]
-    return tensor.permute(order).contiguous().permute(back)
 
 
 class Result(Enum):

@@ -97,7 +97,6 @@ class Chooser:
         self._sought: dict[int, Problem] = {}  # the same -> the last that a search was made for
         self._nearest: dict[int, Choice] = {}  # the same -> what lacks the least, if nothing fits
         self._near: dict[int, Choice] = {}  # the same -> what was found for other budgets
-        self._tiles = 1  # what forwards without a backward run in: as the others
 
     def choose(
         self, stages: Schedule, schedule: Schedule, variant: Variant, placement: Placement
@@ -116,8 +115,8 @@ class Chooser:
         planned = self.setting.options.plans or self.setting.hardware is not None
         if schedule.backward is None:
             stay = self._stay(schedule, placement)
-            choice = Choice(resident=placement.resident, stay=stay, tiles=self._tiles)
-            return PlanChoice(choice)
+            tiles = max((each.found.choice.tiles for each in self._planned.values()), default=1)
+            return PlanChoice(Choice(resident=placement.resident, stay=stay, tiles=tiles))
         if not planned:
             return PlanChoice(Choice(resident=placement.resident))
         if stages in self._chosen:
@@ -204,7 +203,6 @@ class Chooser:
         for tiles in _TILES:
             found = self._search_whole(problem.in_tiles(tiles))
             if found is not None:
-                self._tiles = max(self._tiles, tiles)
                 return replace(found, choice=replace(found.choice, tiles=tiles))
         return None
 

@@ -215,9 +215,8 @@ def _parted(
     if tokens is not None:
         saved_fraction = 1.0
         _compute_in_tiles(work, tokens, _parameters(stage))
-        for node in random.values():
-            compat.mark_must_save(node)
-    if random and saved_fraction < 1:
+    changed = saved_fraction < 1 or tokens is not None
+    if random and changed:
         saved_fraction = max(saved_fraction, _LEAST)
         for node in random.values():
             compat.mark_must_save(node)
@@ -230,7 +229,6 @@ def _parted(
     )
     for part in (forward, backward):
         restore_floats(part)
-    changed = saved_fraction < 1 or tokens is not None
     if changed and (_random(forward).keys() != random.keys() or _random(backward)):
         return _parted(stage, joint, 1.0)  # the partitioner would draw them again, its own way
     return forward, without_numbers(backward, joint)

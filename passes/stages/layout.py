@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
-from megacompile.ir.tensors import TensorMeta, is_dense
+from megacompile.ir.tensors import TensorMeta, dense, is_dense
 
 
 def with_strides(
@@ -19,26 +17,15 @@ def with_strides(
     as a matrix product whose sides are no multiples of 8. A result that was traced as a view with
     gaps is left as it is.
     """
-    dense = [meta if meta and is_dense(meta, meta.stride) else None for meta in metas]
+    wanted = [meta if meta and is_dense(meta, meta.stride) else None for meta in metas]
 
     def run(*inputs: Any) -> list[Any]:
-        pairs = zip(function(*inputs), dense, strict=True)
+        pairs = zip(function(*inputs), wanted, strict=True)
         return [
-            value if meta is None or value.stride() == meta.stride else _laid_out(value, meta)
+            value
+            if meta is None or value.stride() == meta.stride
+            else dense(value, meta.stride, meta.shape)
             for value, meta in pairs
         ]
 
     return run
-
-
-def _laid_out(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """The tensor, or a copy of it, dense in the order of the strides of `meta`, of any size."""
-    order = sorted(range(tensor.dim()), key=lambda d: (meta.stride[d], meta.shape[d]), reverse=True)
-    expected = 1
-    for d in reversed(order):
-        if tensor.shape[d] != 1 and tensor.stride(d) != expected:
-            return (
-                tensor.permute(order).contiguous().permute([*map(order.index, range(len(order)))])
-            )
-        expected *= tensor.shape[d]
-    return tensor

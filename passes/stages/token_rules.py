@@ -113,7 +113,7 @@ def _only(node: fx.Node, axes: Axes) -> tuple[fx.Node, Axis] | None:
     return (source, axes[source]) if isinstance(source, fx.Node) and source in axes else None
 
 
-def _kept(node: fx.Node, source: fx.Node, axis: Axis, made: Axis) -> Act:
+def _kept(source: fx.Node, axis: Axis, made: Axis) -> Act:
     return Act({source: axis}, ((Result.CUT, made),))
 
 
@@ -123,7 +123,7 @@ def _reshape(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
         return None
     source, axis = taken
     made = reshaped(axis, shape_of(source) or (), shape)
-    return None if made is None else _kept(node, source, axis, made)
+    return None if made is None else _kept(source, axis, made)
 
 
 def reshaped(axis: Axis, before: Sequence[int], after: Sequence[int]) -> Axis | None:
@@ -154,7 +154,7 @@ def _permute(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
     else:
         a, b = (_of(node)[key] % len(order) for key in ("dim0", "dim1"))
         order[a], order[b] = order[b], order[a]
-    return _kept(node, source, axis, Axis(order.index(axis.dim), axis.outer, axis.inner))
+    return _kept(source, axis, Axis(order.index(axis.dim), axis.outer, axis.inner))
 
 
 def _expand(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
@@ -165,7 +165,7 @@ def _expand(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
     dim = axis.dim + len(shape) - _rank(source)
     if shape[dim] != axis.size(tokens):
         return None
-    return _kept(node, source, axis, Axis(dim, axis.outer, axis.inner))
+    return _kept(source, axis, Axis(dim, axis.outer, axis.inner))
 
 
 def _slice(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
@@ -178,9 +178,8 @@ def _slice(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
     if dim == axis.dim:
         return None
     gone = _rank(source) - _rank(node)
-    return _kept(
-        node, source, axis, Axis(axis.dim - (gone if dim < axis.dim else 0), axis.outer, axis.inner)
-    )
+    below = gone if dim < axis.dim else 0
+    return _kept(source, axis, Axis(axis.dim - below, axis.outer, axis.inner))
 
 
 def _split(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
@@ -299,10 +298,6 @@ def _norm_backward(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
     return Act(made[1], kinds, items=True)
 
 
-VIEWS = set(
-    "view _unsafe_view reshape permute transpose t unsqueeze squeeze expand slice select alias "
-    "detach split split_with_sizes unbind".split()
-)
 RULES: dict[str, Rule] = {
     **dict.fromkeys("view _unsafe_view reshape unsqueeze squeeze".split(), _reshape),
     **dict.fromkeys("permute transpose t".split(), _permute),

@@ -19,8 +19,9 @@ import torch
 from torch import fx
 
 from megacompile import compat
+from megacompile.cost import aten
 from megacompile.ir.tiles import Axis, Result
-from megacompile.passes.stages.token_rules import RULES, VIEWS, Act, name_of, pointwise, shape_of
+from megacompile.passes.stages.token_rules import RULES, Act, name_of, pointwise, shape_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +96,8 @@ def is_fill(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Does a node give the memory that it takes?"""
-    return name_of(node) in VIEWS
+    """Does a node give the memory that it takes? One of a tuple's is not asked for."""
+    return node.target is not operator.getitem and aten.is_view(node)
 
 
 def _axis(node: fx.Node, act: Act | None, found: Tokenwise) -> Axis | None:
