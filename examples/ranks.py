@@ -52,9 +52,9 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         losses.append(mean.item() / mesh.size())
         if dist.get_rank() == 0:
             print(f"step {len(losses)}  loss {losses[-1]:.4f}")
-    dist.destroy_process_group()
     return losses
 
 
 if __name__ == "__main__":
     main()
+    dist.destroy_process_group()  # out here: DistributedDataParallel holds the group while it lives

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
+from typing import cast
 
 import torch
 
@@ -22,6 +23,7 @@ from megacompile.errors import CheckpointError
 from megacompile.runtime.checkpoint.files import Entry
 
 PIECE_BYTES = 16 * 2**20
+STAGED_BYTES = 4 * 2**20  # of a thread, for values that become others
 THREADS = 16  # at most; more fault on the same file of shared memory
 
 
@@ -36,6 +38,7 @@ class Reader:
         self._done = done
         self._files: dict[Path, int] = {}
         self._opening = threading.Lock()
+        self._of_thread = threading.local()
         self._computing = ThreadPoolExecutor(1, "megacompile-convert")
         self._pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "megacompile-read")
 
@@ -66,7 +69,13 @@ class Reader:
             return [self._pool.submit(self._convert, file, entry, into)]
         return [
             self._pool.submit(
-                self._fill, file, entry, begin, into, min(PIECE_BYTES, entry.size_bytes - begin)
+                self._fill,
+                file,
+                entry,
+                begin,
+                into,
+                min(PIECE_BYTES, entry.size_bytes - begin),
+                begin,
             )
             for begin in range(0, entry.size_bytes, PIECE_BYTES)
         ]
@@ -103,17 +112,29 @@ class Reader:
 
     def _convert(self, file: int, entry: Entry, into: torch.Tensor) -> None:
         with torch.inference_mode(False), torch.no_grad():  # threads have modes of their own
-            staged = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-            for begin in range(0, entry.size_bytes, PIECE_BYTES):
-                size = min(PIECE_BYTES, entry.size_bytes - begin)
-                self._fill(file, entry, begin, staged, size)
-            into.copy_(staged)
+            if not into.is_contiguous():
+                whole = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+                self._fill(file, entry, 0, whole, entry.size_bytes)
+                into.copy_(whole)
+                return
+            staging, flat = self._staging(entry.dtype), into.view(-1)
+            for begin in range(0, flat.numel(), staging.numel()):
+                piece = flat[begin : begin + staging.numel()]
+                staged = staging[: piece.numel()]
+                self._fill(file, entry, begin * staged.itemsize, staged, staged.nbytes)
+                piece.copy_(staged)
+
+    def _staging(self, dtype: torch.dtype) -> torch.Tensor:
+        """This thread's memory, used again: the allocator would keep for a thread what it freed."""
+        if not hasattr(self._of_thread, "staging"):
+            self._of_thread.staging = torch.empty(STAGED_BYTES, dtype=torch.uint8, device="cpu")
+        return cast(torch.Tensor, self._of_thread.staging).view(dtype)
 
     def _fill(
-        self, file: int, entry: Entry, begin: int, into: torch.Tensor, size_bytes: int
+        self, file: int, entry: Entry, begin: int, into: torch.Tensor, size_bytes: int, to: int = 0
     ) -> None:
-        """Read `size_bytes` of an entry, from its byte `begin` on, to where they are in `into`."""
-        memory = (ctypes.c_char * size_bytes).from_address(into.data_ptr() + begin)
+        """Read `size_bytes` of an entry, from its byte `begin` on, into the bytes from `to` on."""
+        memory = (ctypes.c_char * size_bytes).from_address(into.data_ptr() + to)
         left = memoryview(memory).cast("B")
         at = entry.offset_bytes + begin
         while left:
