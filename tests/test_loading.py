@@ -114,7 +114,11 @@ def test_other_strides_are_kept(tmp_path: Path) -> None:
     assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_masters_are_read_from_fewer_digits(plain: Net, tmp_path: Path) -> None:
+@pytest.mark.parametrize("staged", [8, read.STAGED_BYTES])
+def test_masters_are_read_from_fewer_digits(
+    plain: Net, tmp_path: Path, staged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read, "STAGED_BYTES", staged)
     saved(plain.bfloat16(), tmp_path)
     model = megacompile(on_meta(), checkpoint=tmp_path, compute_dtype=torch.bfloat16)
     expected = {n: v.float() if v.is_floating_point() else v for n, v in values(plain).items()}
