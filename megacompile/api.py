@@ -210,29 +210,8 @@ def megacompile(
         dynamic=dynamic,
         mesh=mesh,
     )
-    present = compat.compiled_call(model) if isinstance(model, nn.Module) else None
-    if is_part(present):  # another model's: what has its parameters says more
-        present = None
-    shared = isinstance(present, StreamedModel) and present.options.mesh is not None
-    check_model(model, meta=True, sharded=shared)
-    if isinstance(present, StreamedModel):
-        changes = present.options.differences(options)
-        if changes:
-            raise OptionError(
-                f"megacompile(): {type(model).__name__} is megacompiled already, with other "
-                f"options ({', '.join(changes)}); call it once, with the options you want"
-            )
-        if checkpoint is not None:
-            raise OptionError(
-                f"megacompile(): {type(model).__name__} is megacompiled already, and has values; "
-                "give checkpoint= in the first call, or use model.load_state_dict()"
-            )
+    if _megacompiled(model, options, checkpoint):
         return model
-    if present is not None:
-        raise OptionError(
-            f"megacompile(): {type(model).__name__} was compiled with model.compile() already; "
-            "leave that out: megacompile compiles it"
-        )
     refuse_nested(model)
     refuse_shared(model)
     if optimizer is not None:
@@ -241,27 +220,18 @@ def megacompile(
         warn_of_rounding(model)
     wanted = mesh is None or checkpoint is not None  # without one, `mesh` refuses what is on meta
     contents = _contents(model, checkpoint) if wanted else None
-    on_device = 0 if options.resident == 0 else _device_bytes(options)
     rows = host_rows(
         model,
         gradients=optimizer is None,
-        device_bytes=on_device,
+        device_bytes=0 if options.resident == 0 else _device_bytes(options),
         on_disk=options.disk_weights,
         ranks=options.ranks,
     )
     check_host_memory(rows, options.host_memory)
-    host_bytes, agreed = None, None
-    if options.device.type == "cuda":
-        share = 1 if mesh is None else ranks_of_host(mesh)
-        host_bytes = budget_bytes(held_bytes(model), share=share)
-    if mesh is not None:
-        use_cores(mesh)
-        if options.device.type == "cuda":
-            agreed = agree(mesh, options.device)
+    compiler = _compiler(model, options, mesh)
     if options.device.type == "cuda" and options.lowering is Lowering.INDUCTOR:
         compat.start_compile_workers()  # they are ready when parameters have moved
     divide = functools.partial(find_units, compute_dtype=options.compute_dtype, ranks=options.ranks)
-    compiler = functools.partial(PassCompiler, options, host_bytes=host_bytes, agreed=agreed)
     with compat.on_host():
         streamed = StreamedModel(model, options, divide, compiler, contents)
     compat.set_compiled_call(model, streamed)
@@ -270,6 +240,49 @@ def megacompile(
     for listener in tuple(LISTENERS):
         listener(model)
     return model
+
+
+def _megacompiled(
+    model: nn.Module, options: Options, checkpoint: str | os.PathLike[str] | Checkpoint | None
+) -> bool:
+    """Whether it is already, as it is wanted. Raises where it cannot be, or is it otherwise."""
+    present = compat.compiled_call(model) if isinstance(model, nn.Module) else None
+    if is_part(present):  # another model's: what has its parameters says more
+        present = None
+    shared = isinstance(present, StreamedModel) and present.options.mesh is not None
+    check_model(model, meta=True, sharded=shared)
+    if present is None:
+        return False
+    name = type(model).__name__
+    if not isinstance(present, StreamedModel):
+        raise OptionError(
+            f"megacompile(): {name} was compiled with model.compile() already; "
+            "leave that out: megacompile compiles it"
+        )
+    if changes := present.options.differences(options):
+        raise OptionError(
+            f"megacompile(): {name} is megacompiled already, with other "
+            f"options ({', '.join(changes)}); call it once, with the options you want"
+        )
+    if checkpoint is not None:
+        raise OptionError(
+            f"megacompile(): {name} is megacompiled already, and has values; "
+            "give checkpoint= in the first call, or use model.load_state_dict()"
+        )
+    return True
+
+
+def _compiler(
+    model: nn.Module, options: Options, mesh: DeviceMesh | None
+) -> functools.partial[PassCompiler]:
+    """What compiles captured graphs for this machine; over ranks, for what all of them have."""
+    cuda = options.device.type == "cuda"
+    share = 1 if mesh is None or not cuda else ranks_of_host(mesh)
+    host_bytes = budget_bytes(held_bytes(model), share=share) if cuda else None
+    if mesh is not None:
+        use_cores(mesh)
+    agreed = agree(mesh, options.device) if mesh is not None and cuda else None
+    return functools.partial(PassCompiler, options, host_bytes=host_bytes, agreed=agreed)
 
 
 def _device_bytes(options: Options) -> int:
