@@ -19,6 +19,8 @@ from megacompile.passes.capture import propagate as propagating
 from megacompile.passes.capture.interpret import Interpreter, Values
 from megacompile.passes.capture.propagate import propagate
 from megacompile.passes.capture.recall import NotRecallableError, Recalling
+from tests import whole
+from tests.capturing import capture as dynamo
 
 CPU = torch.device("cpu")
 X = TensorMeta((4, 6), torch.float32, (6, 1), requires_grad=True)
@@ -209,6 +211,13 @@ def test_equal_layers_run_once() -> None:
     _, plain = run(Interpreter(capture, Values()))
     _, recalled = run(Recalling(capture, Values()))
     assert plain == 35 and recalled == 7, "the first layer"
+
+
+def test_equal_layers_of_a_function_that_is_left_whole_run_once() -> None:
+    """All but what makes their configurations, of which each has two."""
+    captures = [dynamo(whole.Model(layers), torch.ones(2, 4)).capture for layers in (2, 5)]
+    few, many = (run(Recalling(each, Values()))[1] for each in captures)
+    assert many - few == 3 * 2
 
 
 def test_parameters_are_made_for_the_layers_that_run() -> None:

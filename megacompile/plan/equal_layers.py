@@ -22,6 +22,7 @@ import torch
 from torch import fx, nn
 
 from megacompile import compat
+from megacompile.ir.constants import constant_key
 from megacompile.ir.tensors import TensorMeta
 
 _LEAST = 3  # layers; fewer are not worth it
@@ -117,7 +118,10 @@ def _attribute(value: Any) -> Hashable:
         return dict, tuple((_attribute(k), _attribute(item)) for k, item in value.items())
     if isinstance(value, (nn.Module, torch.Tensor)):
         raise TypeError(f"{type(value).__name__} as an attribute")
-    return type(value), id(value)
+    try:
+        return constant_key(value)
+    except TypeError:
+        return type(value), id(value)
 
 
 @contextlib.contextmanager

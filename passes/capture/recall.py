@@ -21,13 +21,11 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.ir.capture import Ambient, Capture, ParamInput
+from megacompile.ir.constants import PLAIN, constant_key, function_key
 from megacompile.ir.tensors import TensorMeta
 from megacompile.packed import is_wrapper
 from megacompile.passes.capture.interpret import Interpreter, Values, tensors_in
 
-_CONSTANTS = frozenset(
-    map(type, (0, 0.0, False, 0j, "", None, ..., torch.int8, torch.strided, torch.device("cpu")))
-) | {torch.memory_format}
 # What looks at a tensor and not at its data, of all that gives no tensor.
 _LOOKS = frozenset({"size", "dim", "stride", "numel", "is_contiguous", "element_size"})
 _ATTRIBUTES = frozenset({"shape", "dtype", "device", "ndim"})
@@ -150,14 +148,15 @@ class Recalling(Interpreter):
         if call.taken:
             places = {storage: k for k, storage in reversed([*enumerate(call.storages)])}
             shared = tuple(places[storage] for storage in call.storages)
-            call.key = (n.op, n.target, given, tuple(call.metas), shared, self._mode, self._epoch)
+            what = n.op, function_key(n.target), given
+            call.key = (*what, tuple(call.metas), shared, self._mode, self._epoch)
         return call
 
     def _key_of(self, value: Any, call: _Call) -> Hashable:
         if isinstance(value, fx.Node):
             value = self.env[value]
         kind = type(value)
-        if kind in _CONSTANTS:
+        if kind in PLAIN:
             return kind, value
         if kind is _Later or isinstance(value, torch.Tensor):
             return "tensor", self._place(value, call)
@@ -168,7 +167,10 @@ class Recalling(Interpreter):
             return kind, tuple(self._key_of(part, call) for part in parts)
         if isinstance(value, dict):
             return dict, tuple((name, self._key_of(item, call)) for name, item in value.items())
-        raise _Run
+        try:
+            return constant_key(value)
+        except TypeError:
+            raise _Run from None
 
     def _place(self, value: Any, call: _Call) -> int:
         """The place of a tensor among those that are taken."""
@@ -354,7 +356,15 @@ def _is_data(value: Any) -> bool:
     """Is it made of tensors and constants alone?"""
     if isinstance(value, (tuple, list)):
         return all(map(_is_data, value))
-    return type(value) in _CONSTANTS or isinstance(value, torch.Tensor)
+    return isinstance(value, torch.Tensor) or _is_constant(value)
+
+
+def _is_constant(value: Any) -> bool:
+    try:
+        constant_key(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _looks(n: fx.Node) -> bool:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from megacompile.ir.constants import function_key
+
 
 def graph_key(module: fx.GraphModule) -> Hashable:
     """Equal for graph modules that compute the same function of their inputs."""
@@ -19,7 +21,7 @@ def graph_key(module: fx.GraphModule) -> Hashable:
     rows: list[Hashable] = []
     for i, node in enumerate(module.graph.nodes):
         position[node] = i
-        target: Hashable = node.target
+        target = function_key(node.target)
         if node.op == "get_attr":
             target = _attribute_key(_fetch(module, str(node.target)))
         elif node.op == "call_module":
