@@ -7,7 +7,7 @@
 #   make zoo      models of transformers, torchvision, timm and diffusers against the plain ones;
 #                 ARGS="--only t5", ARGS=--write (docs/zoo.md)
 #   make examples  the loops in examples/ with and without the one line, and the tests that need
-#                 Accelerate, PEFT, TRL, Lightning or bitsandbytes, which `make test` skips
+#                 Accelerate, PEFT, TRL, Lightning, bitsandbytes or torchao, which `make test` skips
 #   make lint     ruff and mypy --strict
 #   make bench    the benchmarks (an NVIDIA GPU)
 #   make format   ruff's formatter and its safe fixes
@@ -46,7 +46,7 @@ FAST := $(wildcard tests/test_compat*.py) $(patsubst %,tests/test_%.py, \
 	captured numbers gradients shared_gradients step eviction proxies torch_compile)
 # Where other packages are skipped if they are not there; test_ecosystem needs a GPU.
 LOOPS := $(patsubst %,tests/test_%.py, \
-	examples quantized_bases micro_steps what_is_streamed released ecosystem)
+	examples float8 quantized_bases micro_steps what_is_streamed released ecosystem)
 
 ifdef PY
 INSTALLED :=

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -242,6 +243,8 @@ def _printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["tests.test_cli_plan:breaking"], "cannot be captured"),
         (["tests.test_cli_plan:fixed", "--sweep", "batch"], "takes no arguments batch and seq"),
         (["CONFIG", "--gpu", "tpu"], "--gpu tpu: needed one of h200, h100"),
+        (["CONFIG", "--float8", "rowwise", "--gpu", "a100"], "rowwise: the NVIDIA A100"),
+        (["tests.test_cli_plan:tower", "--float8", "rowwise"], "a function converts the model"),
         (["CONFIG", "--gpu-memory", "24"], "--gpu-memory 24: needed a size such as 20GiB"),
         (["CONFIG", "--host-memory", "1.5"], "--host-memory 1.5: needed a size such as 20GiB"),
         (["CONFIG", "--gpu-memory", "much"], "--gpu-memory much: needed a size"),
@@ -446,3 +449,14 @@ def test_tiles_that_are_asked_for(config: str, capsys: pytest.CaptureFixture[str
     assert "runs in 2 tiles" in capsys.readouterr().out
     assert main(["plan", config, "--tiles", "0"]) == 2
     assert "--tiles 0: needed 1 or more" in capsys.readouterr().err
+
+
+def test_without_torchao(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "torchao" else find(name)
+    )
+    assert main(["plan", config, "--float8", "tensorwise"]) == 2
+    assert "--float8 needs torchao: pip install torchao" in capsys.readouterr().err

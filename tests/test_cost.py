@@ -343,30 +343,61 @@ def test_returned_memory_is_shared_by_views() -> None:
 
 
 def test_the_slower_of_rate_and_bandwidth_counts() -> None:
-    assert Kernel("k", Kind.PRODUCT, 10**12, 10**6, True).seconds(UNIT) == pytest.approx(1.0)
-    assert Kernel("k", Kind.PRODUCT, 10**6, 10**9, True).seconds(UNIT) == pytest.approx(1.0)
+    assert Kernel("k", Kind.PRODUCT, 10**12, 10**6, 2).seconds(UNIT) == pytest.approx(1.0)
+    assert Kernel("k", Kind.PRODUCT, 10**6, 10**9, 2).seconds(UNIT) == pytest.approx(1.0)
     launch = UNIT.replace(launch_s=0.5)
-    assert Kernel("k", Kind.MEMORY, 0, 10**9, True).seconds(launch) == pytest.approx(1.5)
+    assert Kernel("k", Kind.MEMORY, 0, 10**9, 2).seconds(launch) == pytest.approx(1.5)
 
 
 def test_rates_are_of_the_dtype_and_the_kind() -> None:
     machine = UNIT.replace(
         matmul32_tflop_s=0.5, sustained=0.8, attention_share=0.25, memory_gb_s=1e9
     )
+    with_fp8 = machine.replace(matmul8_tflop_s=2.0)
     work = 10**12
     seconds = [
-        Kernel("k", Kind.PRODUCT, work, 0, True).seconds(machine),
-        Kernel("k", Kind.PRODUCT, work, 0, False).seconds(machine),
-        Kernel("k", Kind.ATTENTION, work, 0, True).seconds(machine),
+        Kernel("k", Kind.PRODUCT, work, 0, 2).seconds(machine),
+        Kernel("k", Kind.PRODUCT, work, 0, 4).seconds(machine),
+        Kernel("k", Kind.ATTENTION, work, 0, 2).seconds(machine),
+        Kernel("k", Kind.PRODUCT, work, 0, 1).seconds(with_fp8),
+        Kernel("k", Kind.PRODUCT, work, 0, 1).seconds(machine),  # without kernels for it
     ]
-    assert seconds == pytest.approx([1 / 0.8, 2 / 0.8, 4.0])
+    assert seconds == pytest.approx([1 / 0.8, 2 / 0.8, 4.0, 0.5 / 0.8, 1 / 0.8])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_products_know_their_dtype(dtype: torch.dtype) -> None:
     graph = traced(lambda x, w: x @ w, (N, N), (N, N), dtype=dtype)
     (kernel,) = analyse(graph).kernels
-    assert kernel.half == (dtype is HALF)
+    assert kernel.itemsize == dtype.itemsize
+
+
+def fp8_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """`x @ w.t()` in fp8, with a scale for each of both that is of the whole tensor."""
+    cast = []
+    for each in (x, w):
+        scale = 448.0 / each.abs().max().float()
+        cast.append(((each.float() * scale).to(torch.float8_e4m3fn), scale.reciprocal()))
+    (a, a_scale), (b, b_scale) = cast
+    return compat.SCALED_MM(a, b.t(), a_scale, b_scale, out_dtype=HALF)
+
+
+def test_an_fp8_product_is_counted() -> None:
+    """Each factor is read for its scale, then again to be cast; the product reads what was cast."""
+    kernels = found(fp8_product, (N, N), (N, N)).kernels
+    *casts, product = kernels
+    assert (product.kind, product.itemsize, product.flops) == (Kind.PRODUCT, 1, 2 * N**3)
+    numbers = 4 + 4  # bytes of two scales
+    assert product.size_bytes == SQUARE // 2 + SQUARE // 2 + SQUARE + numbers
+    read_twice_and_written = 2 * (2 * SQUARE + SQUARE // 2)
+    assert sum(k.size_bytes for k in casts) == pytest.approx(read_twice_and_written, rel=0.01)
+
+
+def test_a_scale_for_each_row_is_found_in_the_kernel_that_casts() -> None:
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        return (x / x.abs().amax(1, keepdim=True)).to(torch.float8_e4m3fn)
+
+    assert sizes(found(cast, (N, N))) == [SQUARE + SQUARE // 2]
 
 
 # --- templates and nodes

@@ -19,6 +19,7 @@ from megacompile.cost.known import known
 from megacompile.cost.sheets import NAMES
 from megacompile.errors import OptionError
 from megacompile.host_memory import total_bytes
+from megacompile.plan import scenario
 
 
 @pytest.fixture
@@ -39,11 +40,15 @@ def test_known_machines_are_whole(name: str) -> None:
         value = getattr(found, field.name)
         if field.name in ("host_bytes", "locked_bytes") or field.name.startswith("disk_"):
             assert value is None  # a GPU does not say what host it is in
+        elif field.name == "matmul8_tflop_s" and name in ("a100", "3090", "3080"):
+            assert value is None  # Ampere has no fp8
         elif field.name not in ("name", "collective_s"):
             assert value > 0 and math.isfinite(value), field.name
     assert found.h2d_both_gb_s <= found.h2d_gb_s
     assert found.update_gb_s <= found.host_memory_gb_s
     assert found.matmul32_tflop_s < found.matmul_tflop_s
+    if found.matmul8_tflop_s is not None:
+        assert found.matmul8_tflop_s == pytest.approx(2 * found.matmul_tflop_s, rel=0.01)
 
 
 def test_faster_machines_have_greater_figures() -> None:
@@ -88,6 +93,8 @@ def test_hardware_is_measured_once(quick: Path, monkeypatch: pytest.MonkeyPatch)
         value = getattr(first, field.name)
         if field.name == "locked_bytes" or field.name.startswith("disk_"):
             assert value is None  # that is of a folder, or found when memory is locked
+        elif field.name == "matmul8_tflop_s":
+            assert value is None  # a CPU's products of fp8 are no measure
         else:
             assert field.name in ("name", "collective_s") or value > 0, field.name
     assert first.sustained <= 1.0
@@ -207,3 +214,20 @@ def test_a_disk_that_is_none(
     absent = str(tmp_path / "absent")
     assert main(["hardware", "--device", "cpu", "--disk", absent]) == 2
     assert "no file can be made there" in capsys.readouterr().err
+
+
+def test_fp8_is_measured_where_the_device_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_COPY_BYTES", 2**16)
+    measuring = probe._Probe(torch.device("cpu"))
+    measuring.cuda = True
+    monkeypatch.setattr(measuring, "_wait", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    assert measuring.fp8_tflop_s(64) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    found = measuring.fp8_tflop_s(64)
+    assert found is not None and found > 0
+
+
+def test_faster_computing_is_faster_in_fp8_too() -> None:
+    assert scenario.faster(H200, "compute", 2.0).matmul8_tflop_s == 2 * 1609.0
+    assert scenario.faster(known("a100"), "compute", 2.0).matmul8_tflop_s is None

@@ -13,14 +13,16 @@ Exit code: 0 if it fits, 1 if it does not, 2 if it cannot be planned.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import os
 import shutil
 from dataclasses import dataclass
 
 from megacompile.cli import source
+from megacompile.cost.hardware import Hardware
 from megacompile.cost.sheets import NAMES, of_sheet
-from megacompile.errors import OptionError
+from megacompile.errors import MissingExtraError, OptionError
 from megacompile.sizes import parse_bytes
 
 NAME = "plan"
@@ -29,6 +31,7 @@ HELP = "if a model fits on a machine, and how fast it trains"
 OPTIMIZERS = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0}  # states of each
 DTYPES = ("bfloat16", "float16", "float32")
 STATE_DTYPES = ("float32", "bfloat16", "int8", "same")
+FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # torchao's recipes
 ACTIVATIONS = ("auto", "keep", "selective", "recompute", "offload")  # those of the options
 
 _LEAST_BYTES = 2**20  # of a size without a unit
@@ -76,6 +79,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--update-in-backward", action="store_true", help="megacompile(model, optimizer=...)")
     add("--dtype", choices=[*DTYPES], help="of the parameters; default: bfloat16 for a config")
     add("--compute-dtype", choices=["bfloat16", "float16"], help="of float32 masters' copies")
+    add("--float8", choices=FLOAT8, help="torchao's recipe for all linear layers but the head")
     add("--activations", choices=ACTIVATIONS, default="auto")
     add("--tiles", type=int, metavar="N", help="megacompile(model, tiles=N); default: auto")
     add("--tokens", type=float, default=1e12, metavar="N", help="how long do so many take; 1e12")
@@ -101,10 +105,21 @@ def check(args: argparse.Namespace) -> None:
             f"--interconnect {args.interconnect:g}: needed GB/s, more than 0, and --gpus 2 or more"
         )
     hardware = of_sheet(gpu)  # None: this machine, which torch is asked for
+    if args.float8 is not None:
+        _check_float8(args, hardware)
     host_memory(args, 2**40 if hardware is None else hardware.host_bytes)
     device_memory(args, 2**40 if hardware is None else hardware.device_bytes)
     disk(args)
     source.check(args.target, seq=args.seq)
+
+
+def _check_float8(args: argparse.Namespace, hardware: Hardware | None) -> None:
+    if isinstance(source.parse(args.target), source.Function):
+        raise OptionError(f"--float8 {args.float8}: a function converts the model that it returns")
+    if hardware is not None and hardware.matmul8_tflop_s is None:
+        raise OptionError(f"--float8 {args.float8}: the {hardware.name} has no fp8")
+    if importlib.util.find_spec("torchao") is None:
+        raise MissingExtraError("--float8 needs torchao: pip install torchao")
 
 
 def host_memory(args: argparse.Namespace, there_bytes: int | None) -> int | None:

@@ -141,7 +141,7 @@ def _short(answer: Answer) -> str:
 def _answer(args: argparse.Namespace, hardware: Hardware, batch: int) -> Answer:
     start = time.perf_counter()
     dtype = _DTYPES[args.dtype] if args.dtype else None
-    made = target.build(args.target, batch=batch, seq=args.seq, dtype=dtype)
+    made = target.build(args.target, batch=batch, seq=args.seq, dtype=dtype, float8=args.float8)
     options = _options(args, made, hardware)
     programs = _programs(made, options, hardware)
     compiler = programs[0].compiler
@@ -228,11 +228,13 @@ def _text(answer: Answer, args: argparse.Namespace) -> str:
     if answer.active != made.parameters:
         active = f" ({answer.active / 1e9:,.3g} B active a token)"
     dtypes = dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in made.model.parameters())
+    products = f", float8 products ({args.float8})" if args.float8 else ""
     machine = f"one {explained.hardware}"
     if args.gpus > 1:
         machine = f"each of {args.gpus} {explained.hardware}; memory is that of one GPU's part"
     lines = [
-        f"{made.name}: {made.parameters / 1e9:,.3g} B parameters{active}, {' and '.join(dtypes)}",
+        f"{made.name}: {made.parameters / 1e9:,.3g} B parameters{active}, {' and '.join(dtypes)}"
+        + products,
         f"{made.shape} a step, {args.optimizer}{where}{states}, on {machine}",
         *([made.note] if made.note else []),
         "",

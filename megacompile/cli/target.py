@@ -45,13 +45,16 @@ class LossAlone(nn.Module):
         return loss
 
 
-def build(text: str, *, batch: int, seq: int, dtype: torch.dtype | None) -> Target:
+def build(
+    text: str, *, batch: int, seq: int, dtype: torch.dtype | None, float8: str | None = None
+) -> Target:
     """The model that `text` names.
 
     Args:
         text: a folder with a config.json, a json file, or `package.module:function`.
         batch, seq: of the tokens that it gets; a function may take them as arguments.
         dtype: of its floating parameters. None: bfloat16 for a config, a function's as they are.
+        float8: torchao's recipe for the linear layers of a config.
 
     Raises:
         OptionError: nothing of that name, or one that gives no model.
@@ -59,11 +62,13 @@ def build(text: str, *, batch: int, seq: int, dtype: torch.dtype | None) -> Targ
     """
     named = source.parse(text)
     if isinstance(named, Config):
-        return _of_config(named, batch, seq, dtype or torch.bfloat16)
+        return _of_config(named, batch, seq, dtype or torch.bfloat16, float8)
     return _of_function(text, named, batch, seq, dtype)
 
 
-def _of_config(named: Config, batch: int, seq: int, dtype: torch.dtype) -> Target:
+def _of_config(
+    named: Config, batch: int, seq: int, dtype: torch.dtype, float8: str | None
+) -> Target:
     file, kind = named.file, named.model_type
     try:
         from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, __version__
@@ -79,6 +84,8 @@ def _of_config(named: Config, batch: int, seq: int, dtype: torch.dtype) -> Targe
         raise OptionError(f"{file}: transformers: {type(error).__name__}: {error}") from None
     source.check_length(seq, getattr(config, "max_position_embeddings", None))
     _cast(model, dtype)
+    if float8 is not None:
+        _to_float8(model, float8)
     tokens = torch.empty(batch, seq, dtype=torch.int64, device="meta")
     return Target(
         f"{type(model).__name__} of {file}",
@@ -128,3 +135,18 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
     for param in model.parameters():
         if param.is_floating_point():
             param.data = param.data.to(dtype)
+
+
+def _to_float8(model: nn.Module, recipe: str) -> None:
+    """Linear layers as torchao trains them in float8, but for the head and what is no multiple of
+    16 wide."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    head = model.get_output_embeddings()  # type: ignore[operator]
+
+    def wanted(module: nn.Linear, name: str) -> bool:
+        del name
+        return module is not head and module.in_features % 16 == module.out_features % 16 == 0
+
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    convert_to_float8_training(model, config=config, module_filter_fn=wanted)

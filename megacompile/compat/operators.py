@@ -135,6 +135,9 @@ torch.library.register_fake("megacompile::cudnn_batch_norm", _cudnn_batch_norm, 
 # aten.cudnn_batch_norm, which changes its statistics, as a function that gives new ones.
 CUDNN_BATCH_NORM = torch.ops.megacompile.cudnn_batch_norm.default  # torch 2.11 to 2.15
 
+# The product of fp8 matrices, each with a scale.
+SCALED_MM = torch._scaled_mm  # torch 2.11 to 2.15
+
 # What clip_grad_norm_ calls on a list of gradients, GradScaler.unscale_, and zero_grad.
 FOREACH_NORM = torch._foreach_norm  # torch 2.11 to 2.15
 FOREACH_MUL = torch._foreach_mul_  # torch 2.11 to 2.15

@@ -89,6 +89,16 @@ def flops_of(node: fx.Node) -> int:
     return int(formula(*args, **kwargs, out_val=node.meta["val"]))
 
 
+def itemsize_of(node: fx.Node) -> int:
+    """Bytes of a number that a product multiplies: 1 where both factors are fp8, 2 where anything
+    that it takes has 16 bits, else 4."""
+    factors = [t.dtype for n in node.args[:2] if isinstance(n, fx.Node) for t in tensors_of(n)]
+    if factors and all(dtype.is_floating_point and dtype.itemsize == 1 for dtype in factors):
+        return 1
+    taken = (tensor.dtype for n in node.all_input_nodes for tensor in tensors_of(n))
+    return 2 if any(dtype in (torch.bfloat16, torch.float16) for dtype in taken) else 4
+
+
 def _grouped_flops(node: fx.Node) -> int:
     """Of `a` (rows, k) and `b` (groups, k, n), or the forms of its backward: (groups, rows, k) with
     (k, n), and (m, rows) with (rows, n), which gives (groups, m, n).
@@ -220,6 +230,16 @@ def readers_of(node: fx.Node) -> Iterator[fx.Node]:
             yield from readers_of(user)
         else:
             yield user
+
+
+def reduces_to_one(node: fx.Node) -> bool:
+    """Does a reduction make one number of more than a row?"""
+    if name_of(node) not in REDUCTIONS:
+        return False
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    taken, given = tensors_of(source)[0], tensors_of(node)[0]
+    return given.numel() == 1 and math.prod(taken.shape[:-1]) > 1
 
 
 def reduces_columns(node: fx.Node) -> bool:

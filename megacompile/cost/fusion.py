@@ -7,8 +7,9 @@ packages as they are, and writes kernels for the rest. Elementwise nodes cost no
 they are part of whoever reads them. A value is *realized*, written to memory, where a library, a
 reduction's reader or the caller needs it, or where several readers would repeat too much. Realized
 nodes that no library call separates, and that reduce in the same direction, share one kernel, which
-reads and writes only what crosses its border. Without fusion (lowering "eager") every node is a
-kernel.
+reads and writes only what crosses its border. What depends on a number that is reduced from a whole
+tensor (the scale of an fp8 cast) comes in a kernel behind it, and reads that tensor again. Without
+fusion (lowering "eager") every node is a kernel.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import fx
 
 from megacompile.cost.aten import (
@@ -30,10 +30,12 @@ from megacompile.cost.aten import (
     is_called,
     is_library,
     is_view,
+    itemsize_of,
     name_of,
     reached_rate,
     readers_of,
     reduces_columns,
+    reduces_to_one,
     scatters,
     tensors_of,
     unpacked_bytes,
@@ -59,7 +61,7 @@ class _Buffer:
     """A value in memory."""
 
     size_bytes: int
-    level: int  # library calls on the longest way to it
+    level: int  # library calls and reductions to one number on the longest way to it
     internal: bool
 
 
@@ -166,7 +168,8 @@ class _Walk:
     ) -> None:
         level = max((self.buffers[b].level for b in reads), default=0) + (1 if library else 0)
         sizes = [bytes_of([t]) for t in tensors_of(node)]
-        writes = tuple(self._buffer(size, level, internal=True) for size in sizes)
+        behind = level + 1 if reduces_to_one(node) else level
+        writes = tuple(self._buffer(size, behind, internal=True) for size in sizes)
         self.of[node] = dict(zip(writes, sizes, strict=True))
         self.realized[node] = writes
         amounts = (flops, extra_bytes, inside_bytes)
@@ -203,10 +206,8 @@ class _Walk:
         kind = Kind.MEMORY
         if last.flops:
             kind = Kind.ATTENTION if is_attention(last.node) else Kind.PRODUCT
-        operands = [t for n in last.node.all_input_nodes for t in tensors_of(n)]
-        half = any(t.dtype in (torch.bfloat16, torch.float16) for t in operands)
         reached = reached_rate(last.node) if kind is Kind.ATTENTION else 1.0
-        return Kernel(last.node.name, kind, last.flops, moved, half, reached)
+        return Kernel(last.node.name, kind, last.flops, moved, itemsize_of(last.node), reached)
 
     def _groups(self) -> list[list[_Op]]:
         """Realized nodes that share a kernel, in the order of their last node."""

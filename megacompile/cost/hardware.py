@@ -27,6 +27,7 @@ class Hardware:
     memory_gb_s: float  # device memory, bytes read plus bytes written
     launch_s: float  # a kernel among others that does nothing
     matmul32_tflop_s: float = 1.0  # a large fp32 matrix product, as torch is set (TF32 or not)
+    matmul8_tflop_s: float | None = None  # a large fp8 matrix product; None: it has no such kernels
     sustained: float = 1.0  # of the matmul rates: what products of a model's shapes get for long
     attention_share: float = 0.7  # of the matmul rate: what attention gets with long sequences
     copy_s: float = 0.0  # of a copy, whatever its size
@@ -81,6 +82,7 @@ H200 = Hardware(
     "NVIDIA H200",
     *(55.5, 55.5, 50.8, 50.8, 804.0, 4300.0, 4e-6),
     matmul32_tflop_s=52.0,
+    matmul8_tflop_s=1609.0,
     sustained=0.85,
     attention_share=0.7,
     copy_s=8e-6,
@@ -94,5 +96,6 @@ H200 = Hardware(
 Measured: copies, matmul, memory, host memory, the update (0.18 s per billion parameters of 22
 bytes), a gather over NVLink. Fitted to whole steps (benchmarks/results): `sustained`, that is, to
 one layer's forward, recompute and backward in 48 ms, and `attention_share`, to those of 28 layers
-at 131072 tokens in 39.5 s. fp32 is of the data sheet (67 TFLOP/s).
+at 131072 tokens in 39.5 s. fp32 is of the data sheet (67 TFLOP/s), and so is fp8: 1979 TFLOP/s,
+times the share of its own that bf16 reached.
 """

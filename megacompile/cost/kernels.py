@@ -30,7 +30,7 @@ class Kernel:
     kind: Kind
     flops: int
     size_bytes: int
-    half: bool  # 16-bit operands
+    itemsize: int  # bytes of a number of the operands: 1 (fp8), 2 or 4
     reached: float = 1.0  # of the rate, for its size
 
     def seconds(self, hardware: Hardware) -> float:
@@ -39,7 +39,9 @@ class Kernel:
         return max(self.flops / self._rate(hardware), moved) + hardware.launch_s
 
     def _rate(self, hardware: Hardware) -> float:
-        rate = hardware.matmul_tflop_s if self.half else hardware.matmul32_tflop_s
+        rate = hardware.matmul32_tflop_s if self.itemsize > 2 else hardware.matmul_tflop_s
+        if self.itemsize == 1:
+            rate = hardware.matmul8_tflop_s or rate
         share = hardware.attention_share if self.kind is Kind.ATTENTION else hardware.sustained
         return rate * share * self.reached * 1e12
 

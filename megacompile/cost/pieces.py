@@ -42,7 +42,7 @@ def _kernels(piece: Piece, found: dict[Tile, Analysis]) -> Iterator[Kernel]:
     for (kind, _), meta in zip(piece.results, piece.metas, strict=True):
         if kind is not Result.CUT and _sum_bytes(meta) > meta.size_bytes:
             moved = _sum_bytes(meta) + meta.size_bytes
-            yield Kernel(f"{piece.__name__}_rounded", Kind.MEMORY, 0, moved, half=False)
+            yield Kernel(f"{piece.__name__}_rounded", Kind.MEMORY, 0, moved, itemsize=4)
 
 
 def _joined(piece: Piece, tile: Tile, *, first: bool) -> Iterator[Kernel]:
@@ -58,7 +58,7 @@ def _joined(piece: Piece, tile: Tile, *, first: bool) -> Iterator[Kernel]:
             continue
         size = bytes_of(tensors_of(next(made)))
         moved = 2 * size if first or kind is Result.CUT else 3 * size
-        yield Kernel(name, Kind.MEMORY, 0, moved, half=False)
+        yield Kernel(name, Kind.MEMORY, 0, moved, itemsize=4)
 
 
 def _sum_bytes(meta: TensorMeta) -> int:

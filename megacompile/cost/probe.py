@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
 
+from megacompile import compat
 from megacompile.cost.hardware import H200, Hardware
 from megacompile.host_memory import total_bytes
 from megacompile.page_locks import pinned_empty
@@ -16,6 +18,7 @@ _COPY_BYTES = 256 * 2**20
 _REPEATS = 5
 _SUSTAINED_S = 1.0  # how long matrix products run for the sustained rate
 _LAUNCHES = 100
+_FP8_CAPABILITY = (8, 9)  # of CUDA: Ada, Hopper and later
 
 
 def measure(device: torch.device | str) -> Hardware:
@@ -51,6 +54,7 @@ def _measured(device: torch.device) -> Hardware:
         * (n // 2) ** 3
         / probe.seconds(probe.matmul(n // 2, torch.float32))
         / 1e12,
+        matmul8_tflop_s=probe.fp8_tflop_s(n),
         sustained=min(1.0, probe.sustained_flop_s(half) / (peak * 1e12)),
         attention_share=H200.attention_share,
         copy_s=probe.seconds(probe.small_copies) / _LAUNCHES,
@@ -129,6 +133,15 @@ class _Probe:
     def matmul(self, n: int, dtype: torch.dtype) -> Callable[[], object]:
         a, b = (torch.randn(n, n, device=self.device, dtype=dtype) for _ in range(2))
         return lambda: a @ b
+
+    def fp8_tflop_s(self, n: int) -> float | None:
+        """Of products with a scale for each operand; None where the device has no kernels."""
+        if not self.cuda or torch.cuda.get_device_capability(self.device) < _FP8_CAPABILITY:
+            return None
+        a, b = (torch.ones(n, n, device=self.device).to(torch.float8_e4m3fn) for _ in range(2))
+        one = torch.ones((), device=self.device)
+        product = functools.partial(compat.SCALED_MM, a, b.t(), one, one, out_dtype=torch.bfloat16)
+        return 2 * n**3 / self.seconds(product) / 1e12
 
     def sustained_flop_s(self, dtype: torch.dtype) -> float:
         """A linear layer's three products again and again, until the clock has settled."""

@@ -33,7 +33,7 @@ from megacompile.text import format_bytes
 
 _FASTER = 1.1
 _RATES = {  # what a resource's speed stands for in `Hardware`
-    "compute": ("matmul_tflop_s", "matmul32_tflop_s", "memory_gb_s"),
+    "compute": ("matmul_tflop_s", "matmul32_tflop_s", "matmul8_tflop_s", "memory_gb_s"),
     "h2d": ("h2d_gb_s", "h2d_both_gb_s"),
     "d2h": ("d2h_gb_s", "d2h_both_gb_s"),
     "host memory bandwidth": ("host_memory_gb_s",),
