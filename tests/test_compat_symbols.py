@@ -8,6 +8,7 @@ import pytest
 import sympy
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megacompile import compat
 
@@ -57,6 +58,15 @@ def test_tracing_with_symbols() -> None:
     assert bool(n < 20)
     assert not fakes.holds(40)
     assert not issubclass(compat.UntraceableSymbols, RuntimeError)
+
+
+def test_operations_with_symbols_are_not_remembered() -> None:
+    before = FakeTensorMode.cache_info()
+    with compat.SymbolicFakes({ROWS: 12}) as fakes:
+        x = torch.empty(fakes.number(ROWS), 4)
+        for _ in range(2):
+            x = x * 2
+    assert FakeTensorMode.cache_info() == before
 
 
 def test_expressions() -> None:

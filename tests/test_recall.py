@@ -9,11 +9,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import sympy
 import torch
 from torch import Tensor, fx
 
 from megacompile.ir.buckets import Bucket
-from megacompile.ir.capture import Ambient, Capture, ParamInput, TensorInput
+from megacompile.ir.capture import Ambient, Capture, NumberInput, ParamInput, TensorInput
+from megacompile.ir.symbols import Number, SymbolicSizes
 from megacompile.ir.tensors import TensorMeta
 from megacompile.passes.capture import propagate as propagating
 from megacompile.passes.capture.interpret import Interpreter, Values
@@ -266,3 +268,69 @@ def test_a_view_that_is_cut_off_is_not_like_one_without_grad() -> None:
     plain, _ = run(Interpreter(capture, Values()))
     recalled, _ = run(Recalling(capture, Values()))
     assert recalled == plain
+
+
+ROWS = sympy.Symbol("n0", integer=True, positive=True)
+Y = replace(X, symbolic=SymbolicSizes((ROWS, 6), (6, 1)))  # X, with any number of rows
+
+
+def numbered(x: Tensor, n: Any) -> Any:
+    """What layers do with numbers: computed, asked for, in slices and in sizes of what is made."""
+    for _ in range(5):
+        half = x[: x.size(0) - n // 2]
+        x = torch.cat([half, x[: n // 2]]) * n + torch.arange(n)[:, None]
+        x = x.reshape(-1).view(n, 6)
+    return x
+
+
+def with_numbers(function: Callable[..., Any]) -> Capture:
+    """A capture that takes a tensor with symbols, and the symbol if the function asks for it."""
+    module = fx.GraphModule(torch.nn.Module(), fx.Tracer().trace(function))
+    number = NumberInput(Number(ROWS, 4))
+    inputs = (TensorInput(Y), number)
+    if function is not numbered:  # as Dynamo has it: every symbol is an input
+        with module.graph.inserting_after(next(iter(module.graph.nodes))):
+            module.graph.placeholder("n")
+    return Capture("f", module, inputs, CPU, Ambient.current(CPU))
+
+
+def conditions(interpreter: Interpreter) -> list[str]:
+    assert interpreter.symbols is not None
+    return sorted({str(guard.expr) for guard in interpreter.symbols.fakes.env.guards})
+
+
+@pytest.mark.parametrize("function", [numbered, *FUNCTIONS[:5], twice, sizes, constants])
+def test_with_symbols_the_same_is_found_for_the_same_sizes(function: Callable[..., Any]) -> None:
+    capture = with_numbers(function)
+    plain = Interpreter(capture, Values())
+    expected, _ = run(plain)
+    assert told(propagate(capture)) == expected
+    if function is view_of_changed:
+        return
+    recalling = Recalling(capture, Values())
+    recalled, _ = run(recalling)
+    assert recalled == expected and conditions(recalling) == conditions(plain)
+
+
+def test_equal_layers_with_symbols_run_once() -> None:
+    _, plain = run(Interpreter(with_numbers(layers), Values()))
+    _, recalled = run(Recalling(with_numbers(layers), Values()))
+    assert plain == 35 and recalled == 7, "the first layer"
+    _, plain = run(Interpreter(with_numbers(numbered), Values()))
+    _, recalled = run(Recalling(with_numbers(numbered), Values()))
+    assert recalled < plain / 2
+    with mock.patch.object(propagating, "Interpreter", side_effect=AssertionError):
+        propagate(with_numbers(numbered))
+
+
+def test_another_number_is_another_operation() -> None:
+    def several(x: Tensor, n: Any) -> Any:
+        return [x.expand(k, 4, 6) for k in (n, n + 1, n * 2, n + 1)]
+
+    module = fx.GraphModule(torch.nn.Module(), fx.Tracer().trace(several))
+    inputs = (TensorInput(X), NumberInput(Number(ROWS, 4)))
+    capture = Capture("f", module, inputs, CPU, Ambient.current(CPU))
+    values = Values()
+    propagating._run(Recalling(capture, values))
+    first = [value.symbolic.shape[0] for n, value in values.of.items() if n.target == "expand"]
+    assert first == [ROWS, ROWS + 1, 2 * ROWS, ROWS + 1]

@@ -241,6 +241,14 @@ def test_a_graph_break_is_said_with_its_share_place_and_reason() -> None:
     assert f"a graph break at {__file__}:{line} (forward): Skip calling" in message
 
 
+def test_a_break_in_the_forward_is_looked_for_in_its_own_frame() -> None:
+    """Between the call and the forward no frame is traced, up to the break, for nothing."""
+    torch._dynamo.utils.clear_compilation_metrics()
+    megacompile(Breaks(), device="cpu")(torch.ones(2, 8))
+    begun = [metrics.co_name for metrics in torch._dynamo.utils.get_compilation_metrics()]
+    assert begun[1] == "forward" and "__call__" not in begun
+
+
 class InALoop(Breaks):
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(2):

@@ -82,6 +82,7 @@ from megacompile.compat.dynamo import (
     opaque,
     set_dynamo_options,
     tracer_around,
+    within_callers,
 )
 from megacompile.compat.graphs import graph_module, new_node
 from megacompile.compat.inductor import (
@@ -390,6 +391,7 @@ __all__ = [
     "when_backward_ends",
     "whole",
     "with_module_stack",
+    "within_callers",
     "without_saved_tensors_hooks",
     "without_sources",
     "without_torch_compile",

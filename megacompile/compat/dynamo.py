@@ -10,7 +10,7 @@ import types
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._dynamo import convert_frame
@@ -19,6 +19,8 @@ from torch._dynamo.guards import CheckFunctionManager, DeletedGuardManagerWrappe
 from torch._dynamo.variables.builder import SourcelessBuilder
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 # Dynamo captures anew when hooks are added to or removed from a module, and when two parameters
 # become one; by default it looks at neither. Nor does it split a graph at the buckets of a
@@ -164,6 +166,16 @@ def opaque(
         if name.startswith("_torchdynamo_disable"):
             setattr(call, name, value)
     return call
+
+
+def within_callers(function: F) -> F:  # torch 2.11 to 2.15
+    """A function that Dynamo captures as a part of its callers alone.
+
+    Where a graph breaks in what it calls, its own frame would be traced up to there for nothing;
+    what it calls is captured by itself.
+    """
+    skip_code(function.__code__)
+    return function
 
 
 def compiled_function(

@@ -53,9 +53,11 @@ class SymbolicFakes:  # torch 2.11 to 2.15
         self.hints = dict(hints)
         self.env = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
+        self.mode.cache_enabled = False  # few operations come twice: it takes longer than they do
         self._theirs: dict[Any, Any] = {}
         self._ours: dict[Any, Any] = {}
         self._numbers: dict[Any, Any] = {}
+        self._described: dict[Any, tuple[Any, Any]] = {}  # by an expression of theirs
         for symbol, hint in self.hints.items():
             self._add(symbol, hint)
         _BY_ENV[self.env] = self
@@ -124,12 +126,15 @@ class SymbolicFakes:  # torch 2.11 to 2.15
         """Another mode, of the symbols that are ints."""
         return SymbolicFakes({s: hint for s, hint in self.hints.items() if s.is_integer})
 
-    def expression(self, number: Any) -> Any:
-        """What a SymInt or SymFloat is, in our symbols; a number where it is none of them."""
-        found = number.node.expr.xreplace(self._ours)
-        if found.free_symbols:
-            return found
-        return int(found) if found.is_integer else float(found)
+    def described(self, number: Any) -> tuple[Any, Any]:
+        """What a SymInt or SymFloat is: for the hints, and in our symbols, where it has any."""
+        theirs = number.node.expr
+        if theirs not in self._described:
+            found = theirs.xreplace(self._ours)
+            if not found.free_symbols:
+                found = int(found) if found.is_integer else float(found)
+            self._described[theirs] = evaluated(found, self.hints), found
+        return self._described[theirs]
 
     @property
     def holds(self) -> Callable[..., bool]:
@@ -175,9 +180,7 @@ def expression_of(number: Any) -> tuple[Any, Any]:  # torch 2.11 to 2.15
     """(its value for the hints, its expression) of a size or number of `SymbolicFakes`."""
     if not isinstance(number, (torch.SymInt, torch.SymFloat)):
         return number, number
-    fakes = fakes_of(number)
-    found = fakes.expression(number)
-    return evaluated(found, fakes.hints), found
+    return fakes_of(number).described(number)
 
 
 def fakes_of(number: Any) -> SymbolicFakes:  # torch 2.11 to 2.15

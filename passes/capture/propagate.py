@@ -25,7 +25,7 @@ def propagate(capture: Capture, *, recall: bool = True) -> Values:
     Raises:
         UnsupportedGraphError: an operator has no fake kernel, or a shape that depends on data.
     """
-    if recall and not capture.planned:
+    if recall:
         try:
             return _run(Recalling(capture, Values()))
         except Exception:  # whatever needs the tensors themselves: the plain run says what is wrong

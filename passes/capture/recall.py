@@ -6,8 +6,9 @@ its result is known, and is not made until somebody needs the tensor itself.
     before: y = linear(x, w0), z = linear(y, w1)        after: y is run, z is recalled
 
 An operation is run wherever that may not be so: where it changes anything in place or takes what
-was changed, where its result is a number that data decide, where it takes anything but tensors and
-plain constants, and inside of transforms.
+was changed, where its result is a number that data decide, where it takes anything but tensors,
+numbers and plain constants, and inside of transforms. Numbers are known by their expressions: an
+operation on the same ones asks the same of the symbols, so its conditions are there already.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from megacompile.ir.tensors import TensorMeta
 from megacompile.packed import is_wrapper
 from megacompile.passes.capture.interpret import Interpreter, Values, tensors_in
 
+_NUMBERS = frozenset({torch.SymInt, torch.SymFloat})
 # What looks at a tensor and not at its data, of all that gives no tensor.
 _LOOKS = frozenset({"size", "dim", "stride", "numel", "is_contiguous", "element_size"})
 _ATTRIBUTES = frozenset({"shape", "dtype", "device", "ndim"})
@@ -158,6 +160,8 @@ class Recalling(Interpreter):
         kind = type(value)
         if kind in PLAIN:
             return kind, value
+        if kind in _NUMBERS:
+            return kind, compat.expression_of(value)[1]
         if kind is _Later or isinstance(value, torch.Tensor):
             return "tensor", self._place(value, call)
         if isinstance(value, (tuple, list)):
@@ -353,10 +357,10 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    """Is it made of tensors and constants alone?"""
+    """Is it made of tensors, numbers and constants alone?"""
     if isinstance(value, (tuple, list)):
         return all(map(_is_data, value))
-    return isinstance(value, torch.Tensor) or _is_constant(value)
+    return isinstance(value, torch.Tensor) or type(value) in _NUMBERS or _is_constant(value)
 
 
 def _is_constant(value: Any) -> bool:

@@ -30,6 +30,7 @@ class OwnCall(Replacement):
 
     name = compat.CALL
 
+    @compat.within_callers
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
 
