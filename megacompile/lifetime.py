@@ -115,6 +115,11 @@ def unmegacompile(model: M, *, device: torch.device | str | int = "cpu") -> M:
 
     The states of an optimizer that has not stepped yet stay where they are.
 
+    Where ranks share the model (`mesh=`), all of them call it, and each gets all of the model:
+    parameters are other objects, under the same names, as after `megacompile()`; optimizers that
+    have the old ones, stepped or not, get the new ones, with whole states. Buffers stay those of
+    the rank. An interrupt in the middle is the end of all ranks.
+
     Args:
         model: a megacompiled model. The host needs memory for one bucket more while it runs.
         device: where everything goes.
@@ -123,10 +128,12 @@ def unmegacompile(model: M, *, device: torch.device | str | int = "cpu") -> M:
         The model.
 
     Raises:
-        ModelError: the model is not megacompiled, is in use, ranks share it, or a hook holds its
-            parameters where they are.
-        OptionError: no such device.
+        ModelError: the model is not megacompiled, is in use, or a hook holds its parameters where
+            they are, or would be lost.
+        OptionError: no such device; or an optimizer has states that ranks cannot gather.
         DeviceMemoryError: it does not fit there. Nothing has changed then.
+        HostMemoryError: the same, of ranks that share it.
+        RankError: another rank does something else, or has stopped.
 
     Example::
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests import rank_checkpoints, rank_loops, rank_refusals
+from tests import rank_checkpoints, rank_loops, rank_refusals, rank_whole
 from tests.rank_cases import FOUR, MORE, TWO
 from tests.rank_modes import Mode, Record, train
 
@@ -65,7 +65,12 @@ def run(part: str, mesh: Any, folder: Path) -> dict[str, Any]:
     if part == "loops":
         return loops(mesh)
     if part == "four":
-        return modes(FOUR, mesh) | checkpoints(mesh, folder, "save")
+        nested = init_device_mesh("cpu", (2, 2))
+        saved = {"2 x 2, saved": rank_whole.saved(nested, folder)}
+        plain = {"2 x 2, plain again": rank_whole.plain_again(nested, "adamw")}
+        return modes(FOUR, mesh) | checkpoints(mesh, folder, "save") | saved | plain
+    if part == "whole":
+        return rank_whole.run(mesh, folder)
     if part == "save":
         return checkpoints(mesh, folder, "save")
     if part == "load":

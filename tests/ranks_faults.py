@@ -12,21 +12,26 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import megacompile as package
+import megacompile.runtime.checkpoint.save as saving
 from megacompile import megacompile
+from megacompile.runtime.checkpoint import savers
 from megacompile.runtime.device import rank_faults
-from megacompile.runtime.device.ranks import Ranks
+from megacompile.runtime.device.ranks import Ranks, whole
 
 MOST_S = 120.0  # a rank that has not ended by then is killed
 AT_ONCE = 4  # cases: most of their time they wait
@@ -128,6 +133,46 @@ def rank_0_is_killed(loop: Loop, odd: bool) -> None:
     loop.steps(2)
 
 
+def is_killed_in_a_save(loop: Loop, odd: bool) -> None:
+    """The first one writes, and takes nothing for whole."""
+    with tempfile.TemporaryDirectory() as folder:
+        package.save(loop.model, Path(folder) / "whole")
+
+        def killed(like: Tensor, part: Tensor) -> Tensor:
+            if odd and like.shape == (8,):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return whole(like, part)
+
+        try:
+            with mock.patch.object(savers, "whole", killed):
+                package.save(loop.model, Path(folder) / "part")
+        finally:
+            left = [path.name for path in Path(folder).glob("part/*")]
+            assert not left, left
+
+
+def saves_for_long(loop: Loop, odd: bool) -> None:
+    """No fault: the disk takes longer than the patience of ranks that wait for it."""
+    stock = saving._sync
+
+    def slow(path: Path) -> None:
+        if path.name.endswith(".safetensors.incomplete"):
+            time.sleep(12)
+        stock(path)
+
+    saving._sync = slow
+    with tempfile.TemporaryDirectory() as folder:
+        package.save(loop.model, folder)
+
+
+def saves_alone(loop: Loop, odd: bool) -> None:
+    loop.steps(1)
+    if odd:
+        with tempfile.TemporaryDirectory() as folder:
+            package.save(loop.model, folder)
+    loop.steps(1)
+
+
 def is_stopped(loop: Loop, odd: bool) -> None:
     loop.steps(2)
     if odd:
@@ -222,6 +267,9 @@ CASES: dict[str, tuple[Callable[[Loop, bool], None], int, dict[str, Any]]] = {
     "is_killed_with_the_store": (rank_0_is_killed, 2, {}),
     "is_stopped": (is_stopped, 2, {"silent_s": 6}),
     "is_idle": (is_idle, 2, {"timeout_s": 6}),
+    "is_killed_in_a_save": (is_killed_in_a_save, 2, {}),
+    "saves_for_long": (saves_for_long, 2, {"patience_s": 5}),
+    "saves_alone": (saves_alone, 2, {}),
     "works_for_long": (works_for_long, 2, {"patience_s": 5}),
     "ends_early": (ends_early, 2, {}),
     "other_micro_batches": (other_micro_batches, 2, {}),

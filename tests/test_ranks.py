@@ -6,6 +6,7 @@ Losses, norms, parameters and states are compared relative to each tensor's norm
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests import processes, rank_checkpoints, rank_loops
+import megacompile as package
+from tests import processes, rank_checkpoints, rank_loops, rank_whole
 from tests.rank_cases import FOUR, MORE, ROUGH, TWO
 from tests.rank_modes import Mode, Record, differences, reference
 from tests.rank_script import STATES
@@ -45,6 +47,8 @@ def test_loops_of_two_ranks_are_those_of_one_process(tmp_path: Path) -> None:
 def test_four_ranks_and_what_two_and_one_load_of_them(tmp_path: Path) -> None:
     four = torchrun("four", 4, tmp_path)
     failed = wrong_modes(FOUR, four)
+    failed += wrong_plain("2 x 2", [each["2 x 2, plain again"] for each in four])
+    failed += wrong_save(four[0]["2 x 2, saved"], tmp_path)
     two = torchrun("load", 2, tmp_path)
     for states in STATES:
         saved = four[0][f"save, {states}"]
@@ -55,6 +59,26 @@ def test_four_ranks_and_what_two_and_one_load_of_them(tmp_path: Path) -> None:
             plain = {name: load(None, 1, tmp_path / states)}
             failed += wrong_checkpoint(f"plain: {name}", plain, saved)
     assert not failed, "\n".join(failed)
+
+
+def test_ranks_save_and_are_plain_again(tmp_path: Path) -> None:
+    ranks = torchrun("whole", 2, tmp_path)
+    failed = wrong_save(ranks[0]["saved"], tmp_path)
+    for name in rank_whole.MADE:
+        failed += wrong_plain(name, [each[name] for each in ranks])
+    assert not failed, "\n".join(failed)
+    assert ranks[0]["saved"]["gathered"] == 6 and not ranks[0]["saved"]["alive"]
+    for rank, said in enumerate(each["failing"] for each in ranks):
+        first, last = ("", "rank 1: ") if rank == 0 else ("rank 0: ", "")
+        assert re.match(f"CheckpointError: {first}save.*/file cannot be written", said["a file"])
+        assert re.match(f"CheckpointError: {first}save.*No space left", said["a full disk"])
+        assert said["left"] == "[]" and said["in the end"] == "['model.safetensors']"
+        assert said["a size"].startswith(f"OptionError: {last}save(): got max_shard_size=0")
+        assert f"ModelError: {last}unmegacompile(): parameter Tied.layers.1" in said["a hook"]
+    for said in (each["refused"] for each in ranks):
+        assert "AdamW has a state 'mine' of shape (3, 71) for parameter" in said["states"]
+        assert "more of host memory in each rank for whole parameters" in said["memory"]
+        assert "are free for each of the 2 ranks of this host" in said["memory"]
 
 
 @pytest.mark.thorough
@@ -99,6 +123,39 @@ def wrong_loops(ranks: list[dict[str, Record]]) -> list[str]:
     for name in rank_loops.LOOPS:
         plain = rank_loops.run(name, None, len(ranks))
         failed += [f"{name}: {each}" for each in differences(ranks[0][name], plain, EXACT)]
+    return failed
+
+
+def wrong_save(saved: dict[str, Any], folder: Path) -> list[str]:
+    """What differs from what one process saves of the same values."""
+    alone = rank_whole.net()
+    alone.load_state_dict(saved["tensors"])
+    sizes: dict[str, Any] = {"several": {"max_shard_size": rank_whole.SHARD}, "one": {}, "part": {}}
+    wrong = [] if saved["there"] == ["model.safetensors"] else [f"there: {saved['there']}"]
+    for name, options in sizes.items():
+        ours, theirs = folder / name, folder / f"{name}, alone"
+        package.save(alone.layers[1] if name == "part" else alone, theirs, **options)
+        files = [{file.name: file.read_bytes() for file in at.iterdir()} for at in (ours, theirs)]
+        wrong += [] if files[0] == files[1] else [f"save, {name}: other files"]
+    several = sorted((folder / "several").glob("*-of-*"))
+    return wrong + ([] if len(several) > 1 else [f"files: {several}"])
+
+
+def wrong_plain(name: str, ranks: list[dict[str, Any]]) -> list[str]:
+    """What changes in a model that is not shared any more, or goes on in another way than a plain
+    one, or is not the same in all ranks."""
+    failed = []
+    for number, rank in enumerate(ranks):
+        pairs = [(rank["now"], rank["shared"]), (rank["plain"], rank["expected"])]
+        pairs += [(rank["plain"], ranks[0]["plain"]), (rank["again"], ranks[0]["again"])]
+        for k, (ours, theirs) in enumerate(pairs):
+            for kind in theirs:
+                different = ours[kind].keys() ^ theirs[kind].keys() or [
+                    each
+                    for each, value in theirs[kind].items()
+                    if not value.equal(ours[kind][each])
+                ]
+                failed += [f"{name}, rank {number}, {k}: {kind} {each}" for each in different]
     return failed
 
 

@@ -29,6 +29,14 @@ FAULTS = {
     "raises_in_a_graph": ("ValueError", r"which raised ValueError: bad stage, in 0ALL_GATHER@0"),
     "raises_in_a_backward": ("RankError", r"their collectives differ, collective 1 is ALL_GATHER"),
     "is_killed": ("none", WAITS + r"2, which was killed \(process \d+\)"),
+    "is_killed_in_a_save": (
+        "none",
+        r"waits in ALL_GATHER of a parameter of shape \(8,\) .* rank 1, which was killed",
+    ),
+    "saves_alone": (
+        "RankError",
+        r"about to run the (save\(\) of Net, rank 0|forward of Net, rank 1)",
+    ),
     "is_killed_with_the_store": ("RankError", "store .* does not answer|which was killed"),
     "is_stopped": ("none", WAITS + r"1, which has given no sign of life for 6 s"),
     "is_stopped_by_default": ("none", WAITS + r"1, which has given no sign of life for 30 s"),
@@ -47,12 +55,16 @@ FAULTS = {
     "all_are_interrupted": ("KeyboardInterrupt", ""),
     "other_shapes": ("", ""),
     "works_for_long": ("", ""),
+    "saves_for_long": ("", ""),
 }
 ALWAYS = [
     "raises_between",
     "raises_in_a_graph",
     "is_killed",
     "is_killed_with_the_store",
+    "is_killed_in_a_save",
+    "saves_for_long",
+    "saves_alone",
     "is_stopped",
     "is_idle",
     "evaluates",

@@ -122,6 +122,15 @@ def test_what_is_computed_is_so_one_tensor_at_a_time(
     assert max(in_memory) == 1 and sum(in_memory) == 2  # gate and up; down
 
 
+def test_ranks_do_not_gather_several_tensors_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = from_config(configs()["mixtral"])
+    monkeypatch.setattr(conversions, "_alike", lambda a, b: False)  # as if several became one
+    conversions.Saved(model, model.state_dict())
+    monkeypatch.setattr("megacompile.compat.is_sharded", lambda tensor: True)
+    with pytest.raises(CheckpointError, match="are computed from several parameters"):
+        conversions.Saved(model, model.state_dict())
+
+
 def test_an_older_save_is_replaced_whatever_files_it_had(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     for size in (2000, "5GB", 4000, 2000, "5GB"):

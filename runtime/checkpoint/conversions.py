@@ -9,13 +9,15 @@ from several is computed for one group of them at a time.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from megacompile import compat
+from megacompile.errors import CheckpointError
 from megacompile.runtime.checkpoint import hugging_face
 
 
@@ -112,38 +114,56 @@ class Saved:
     Args:
         model: of transformers; of any other, names are right as they are.
         tensors: by their names in the model.
+        whole: gives all of a tensor of which ranks have parts; any other one as it is.
+
+    Raises:
+        CheckpointError: ranks share them, and all would have to be whole at once.
     """
 
-    def __init__(self, model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tensors: Mapping[str, torch.Tensor],
+        whole: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+    ) -> None:
         self._model = model
         self._tensors = tensors
+        self._whole = whole
         self._source: dict[str, str] = {}  # of what is computed: its name in the model
         self._last: tuple[str, dict[str, torch.Tensor]] = ("", {})
         self.looks = dict(tensors)  # what is saved, by its name there; on meta where it is computed
         if not hugging_face.is_pretrained(model):
             return
         metas = {name: _meta(tensor) for name, tensor in tensors.items()}
-        whole = _reverted(model, metas)
-        if all(made is metas.get(name) for name, made in whole.items()):
+        at_once = _reverted(model, metas)
+        if all(made is metas.get(name) for name, made in at_once.items()):
             return
         self.looks = {}
         for name, meta in metas.items():
-            made = {name: meta} if whole.get(name) is meta else _reverted(model, {name: meta})
+            made = {name: meta} if at_once.get(name) is meta else _reverted(model, {name: meta})
             for new, look in made.items():
                 self._source[new] = name
                 self.looks[new] = tensors[name] if look is meta else look
-        if not _alike(self.looks, whole):  # some are made of several
+        if not _alike(self.looks, at_once):  # some are made of several
+            if any(map(compat.is_sharded, tensors.values())):
+                raise CheckpointError(
+                    f"save(): checkpoints of {type(model).__name__} have tensors that are computed "
+                    "from several parameters, and ranks that share it (mesh=) gather one at a "
+                    "time; save with torch.distributed.checkpoint"
+                )
             self._source, self._tensors = {}, _reverted(model, dict(tensors))
             self.looks = dict(self._tensors)
 
     def get(self, name: str) -> torch.Tensor:
         """One tensor. What comes of one tensor of the model follows one another in `looks`."""
-        if not self.looks[name].is_meta:
-            return self.looks[name]
-        source = self._source[name]
+        source = self._source.get(name) if self.looks[name].is_meta else None
         if self._last[0] != source:
             self._last = ("", {})  # its memory, before there is more
-            self._last = (source, _reverted(self._model, {source: self._tensors[source]}))
+        if source is None:
+            return self._whole(self.looks[name])
+        if not self._last[0]:
+            there = {source: self._whole(self._tensors[source])}
+            self._last = (source, _reverted(self._model, there))
         return self._last[1][name]
 
 
@@ -157,7 +177,7 @@ def _reverted(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
 
 
 def _meta(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, device="meta")
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _alike(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:

@@ -6,8 +6,8 @@
     rename    the files to their names
     publish   the index, or the one file, by a rename: from here on there is the new one
 
-Whoever is killed leaves the old checkpoint, none, or the new one. A tied tensor is saved once. At
-most one file's tensors that are not on the host, or not contiguous, have a copy at a time.
+Whoever is killed leaves the old checkpoint, none, or the new one. A tied tensor is saved once. One
+tensor at a time has a copy: where ranks share it, it is not on the host, or not contiguous.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from megacompile import compat
 from megacompile.errors import CheckpointError, OptionError
 from megacompile.runtime.checkpoint import hugging_face
 from megacompile.runtime.checkpoint.conversions import Saved
 from megacompile.runtime.checkpoint.files import INCOMPLETE, SHARD, WEIGHTS, library
+from megacompile.runtime.checkpoint.savers import Savers
+from megacompile.runtime.checkpoint.writer import SafetensorsFile
 from megacompile.sizes import parse_bytes
 from megacompile.text import format_bytes
 
@@ -51,12 +53,15 @@ def save(
     *,
     max_shard_size: int | str = "5GB",
 ) -> None:
-    """Save a model's parameters and persistent buffers as safetensors, file by file.
+    """Save a model's parameters and persistent buffers as safetensors, tensor by tensor.
 
     `from_pretrained(folder)` of transformers and `megacompile(model, checkpoint=folder)` read it.
     Names are those of `model.state_dict()`; of a model of transformers, those of its checkpoints,
-    and its config is saved too. A save that is cut off is never taken for a whole one. With several
-    processes, call it in one of them.
+    and its config is saved too. A save that is cut off is never taken for a whole one.
+
+    With several processes, call it in one of them. Where ranks share the model (`mesh=`), call it
+    in all of them: they gather one tensor at a time, and the first one writes, its buffers too.
+    When it returns, the checkpoint is whole; where the first one fails, all raise.
 
     Args:
         model: megacompiled or not; a submodule of a megacompiled one too.
@@ -68,32 +73,41 @@ def save(
             the folder is whole, unless the error came while files were renamed: then none is.
         MissingExtraError: `safetensors` is not installed.
         OptionError: `max_shard_size` is no size.
+        RankError: another rank that shares the model does something else, or has stopped.
 
     Example::
 
         megacompile.save(model, "checkpoint")
         model = megacompile(model_on_meta, checkpoint="checkpoint")
     """
-    library()
-    limit = parse_bytes("max_shard_size", max_shard_size, 0)
-    if limit < 1:
-        raise OptionError(f"save(): got max_shard_size={max_shard_size!r}; needed at least 1 byte")
-    tensors = _tensors(model)
-    shards = _shards(tensors.looks, limit)
+    savers = Savers(model)
     path = Path(folder)
+    with savers.together():
+        library()
+        limit = parse_bytes("max_shard_size", max_shard_size, 0)
+        if limit < 1:
+            raise OptionError(
+                f"save(): got max_shard_size={max_shard_size!r}; needed at least 1 byte"
+            )
+        tensors = _tensors(model, savers)
+        shards = _shards(tensors.looks, limit)
+        if savers.writes:
+            with _told(path):
+                path.mkdir(parents=True, exist_ok=True)
+                _clear(path)
+                _check_room(path, sum(map(_size, tensors.looks.values())) + _HEADER_BYTES)
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        _clear(path)
-        _check_room(path, sum(map(_size, tensors.looks.values())) + _HEADER_BYTES)
-    except OSError as error:
-        raise CheckpointError(_failed(path, error)) from error
-    try:
-        _write(path, shards, tensors)
-        _write_configs(model, path / _CONFIGS)
-        _publish(path, shards)
-    except Exception as error:
-        _clear(path)
-        raise CheckpointError(_failed(path, error)) from error
+        for shard in shards:
+            _write(path, shard, tensors, savers)
+        with savers.together(), _told(path):
+            if savers.writes:
+                _write_index(path, shards, tensors)
+                _write_configs(model, path / _CONFIGS)
+                _publish(path, shards)
+    except Exception:
+        if savers.writes:
+            _clear(path)
+        raise
 
 
 def _clear(path: Path) -> None:
@@ -103,26 +117,24 @@ def _clear(path: Path) -> None:
         left.unlink()
 
 
-def _failed(path: Path, error: Exception) -> str:
-    return (
-        f"save(): folder {path} cannot be written ({error}); no new checkpoint is there; free the "
-        "disk, or save elsewhere"
-    )
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """What goes wrong in the folder, as an error of ours."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(
+            f"save(): folder {path} cannot be written ({error}); no new checkpoint is there; free "
+            "the disk, or save elsewhere"
+        ) from error
 
 
-def _tensors(model: nn.Module) -> Saved:
+def _tensors(model: nn.Module, savers: Savers) -> Saved:
     """What is saved, by name; each tensor once."""
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise CheckpointError(
             f"save(): {type(model).__name__} has tensors on the meta device, which have no values; "
             "needed a model in memory; save it after megacompile()"
-        )
-    if any(map(compat.is_sharded, model.parameters())):
-        raise CheckpointError(
-            f"save(): ranks share {type(model).__name__} (mesh=), and each has a part; save with "
-            "torch.distributed.checkpoint, or take all of it with its state_dict."
-            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
-            "cpu_offload=True)), and save that in rank 0"
         )
     kept: dict[int, str] = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -135,7 +147,7 @@ def _tensors(model: nn.Module) -> Saved:
     found = {name: value.detach() for name, value in _named(model, set(kept.values())).items()}
     for name in hugging_face.left_out(model, found, "_keys_to_ignore_on_save"):
         del found[name]
-    return Saved(model, found)
+    return Saved(model, found, savers.whole)
 
 
 def _named(model: nn.Module, names: set[str]) -> dict[str, torch.Tensor]:
@@ -175,15 +187,33 @@ def _check_room(path: Path, needed: int) -> None:
         )
 
 
-def _write(path: Path, shards: Sequence[_Shard], tensors: Saved) -> None:
-    """Every file, whole and on the disk, under names that nobody reads."""
-    from safetensors.torch import save_file
+def _write(path: Path, shard: _Shard, tensors: Saved, savers: Savers) -> None:
+    """One file, whole and on the disk, under a name that nobody reads."""
+    file: SafetensorsFile | None = None
+    target = path / (shard.name + INCOMPLETE)
+    with ExitStack() as stack:
+        with savers.together(), _told(path):
+            if savers.writes:
+                made = SafetensorsFile(target, {n: tensors.looks[n] for n in shard.tensors})
+                file = stack.enter_context(made)
+        for name in shard.tensors:
+            _write_one(file, name, tensors, path, savers)
+    with savers.together(), _told(path):
+        if file is not None:
+            _sync(target)
 
-    for shard in shards:
-        file = path / (shard.name + INCOMPLETE)
-        there = {name: tensors.get(name).cpu().contiguous() for name in shard.tensors}
-        save_file(there, file, metadata={"format": "pt"})
-        _sync(file)
+
+def _write_one(
+    file: SafetensorsFile | None, name: str, tensors: Saved, path: Path, savers: Savers
+) -> None:
+    """Its memory is free when this returns."""
+    tensor = tensors.get(name)
+    with savers.together(), _told(path):
+        if file is not None:
+            file.write(name, tensor)
+
+
+def _write_index(path: Path, shards: Sequence[_Shard], tensors: Saved) -> None:
     if len(shards) > 1:
         index = {
             "metadata": {"total_size": sum(map(_size, tensors.looks.values()))},

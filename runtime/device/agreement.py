@@ -109,6 +109,15 @@ class Agreement:
             self._now = None
             self._at(len(graph.ops), f"behind the {graph.graph} (graph {self._count})")
 
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """For its duration this rank does something, though it may only wait for a disk."""
+        self.notes.working += 1
+        try:
+            yield
+        finally:
+            self.notes.working -= 1
+
     def check(self) -> None:
         """Raise what the thread has found."""
         if self._fault is not None:

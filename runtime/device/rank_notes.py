@@ -74,6 +74,7 @@ class Notes:
         self._over = threading.Event()
         self._writing = threading.Lock()
         self._process = os.getpid()
+        self.working = 0  # is it at work, whether it uses a processor or not?
         self.position: tuple[int, int, str] = (0, 0, self._note.at)  # n, entered, at
         self._begin()
         forks.tell(self)
@@ -136,7 +137,7 @@ class Notes:
 
     def _beat(self) -> None:
         now, cpu_s = _now(), time.process_time()
-        if cpu_s - self._cpu_s > _BUSY * (now - self._beat_at_s):
+        if self.working or cpu_s - self._cpu_s > _BUSY * (now - self._beat_at_s):
             self._busy_at_s = now
         self._cpu_s, self._beat_at_s = cpu_s, now
         n, entered, at = self.position

@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megacompile import compat
+from megacompile import compat, errors
+from megacompile.errors import MegacompileError, RankError
 from megacompile.ir.buckets import Bucket, shard_shape
 from megacompile.ir.collectives import Collectives
 from megacompile.runtime.device.agreement import Agreement
@@ -165,6 +166,33 @@ class Ranks:
             found = [one for several in each for one in several]
         return found
 
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """What raises in one rank raises in all of them: they meet at its end.
+
+        Args:
+            what: they do: "save() of Net".
+
+        Raises:
+            MegacompileError: of the class and with the text that another rank has, and its number.
+        """
+        mine: MegacompileError | None = None
+        try:
+            with self.agreement.working():
+                yield
+        except RankError:
+            raise
+        except MegacompileError as error:
+            mine = error
+        end = Collectives(what, ("what each rank says",), f"told-{what}")
+        with self.running(end), self.agreement.collective():
+            said = self.told(None if mine is None else (type(mine).__name__, str(mine)))
+        if mine is not None:
+            raise mine
+        for rank, other in zip(self.agreement.ranks, said, strict=True):
+            if other is not None:
+                raise getattr(errors, other[0])(f"rank {rank}: {other[1]}")
+
     def gathered(self, values: Sequence[float]) -> list[list[float]]:
         """Some numbers of each rank: one collective."""
         given = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -173,6 +201,12 @@ class Ranks:
             self._issue(compat.ALL_GATHER, found, given, group=self.group)
         rows: list[list[float]] = found.view(self.count, -1).tolist()
         return rows
+
+
+def ranks_of(sharded: torch.Tensor) -> Ranks:
+    """The ranks that share a tensor; all of them call it."""
+    mesh = compat.mesh_of(sharded)
+    return Ranks.of(mesh, torch.device(mesh.device_type))
 
 
 def whole(like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:

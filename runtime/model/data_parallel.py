@@ -87,6 +87,8 @@ class DataParallel:
     def end(self) -> None:
         """The model is a plain one again."""
         _LIVE.discard(self)
+        if self.shared:
+            vars(self.model).pop(_PREPARED, None)
 
     def forget(self) -> None:
         """Parameters may have moved: check again at the next call."""

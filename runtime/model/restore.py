@@ -2,19 +2,21 @@
 
 Each bucket goes when its parameters have memory of their own, so that there is one bucket too much
 at a time. An interrupt in between leaves a megacompiled model: its next call takes over again what
-has left.
+has left. Where ranks share the model, all of them do it together, and an interrupt of one ends all.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import torch
 from torch.optim import Optimizer
 
 from megacompile import compat
 from megacompile.errors import DeviceMemoryError, ModelError
+from megacompile.runtime.model.gathering import Gathering, refuse_ungathered
 from megacompile.runtime.model.methods import restore_methods
 from megacompile.runtime.model.streamed import StreamedModel
 from megacompile.runtime.params.bucket import HostBucket
@@ -36,14 +38,17 @@ def restore(streamed: StreamedModel, device: torch.device) -> None:
         OptimizerError: an update in the background has failed.
     """
     model, buckets, machine = streamed.model, streamed.buckets, streamed.machine
+    name = type(model).__name__
     streamed.refuse_in_use("unmegacompile()")
     if streamed.released.depth:
         streamed.released.check()
+    ranks = machine.ranks
     with buckets.alone, unguarded(), compat.outside_inference_mode(), compat.on_host():
-        _refuse(streamed, device)
-        for bucket in machine.buckets.values():
-            bucket.pending.settle()
-            bucket.pending.withdraw()
+        with nullcontext() if ranks is None else ranks.together(f"unmegacompile() of {name}"):
+            _refuse(streamed, device)
+            for bucket in machine.buckets.values():
+                bucket.pending.settle()
+                bucket.pending.withdraw()
         machine.give_back()
         machine.device_update.forget()
         machine.activations.forget()
@@ -53,11 +58,17 @@ def restore(streamed: StreamedModel, device: torch.device) -> None:
         if streamed.options.optimizer is not None:
             optimizers.append(streamed.options.optimizer)
         buckets.proxies.put_back()
+        gathering = None if ranks is None else Gathering(model, ranks, device)
         buckets.proxies.forget()
         machine.gradients.bind({})
         for key in list(machine.buckets):
-            _empty(machine.buckets[key], device, optimizers)
+            if gathering is None:
+                _empty(machine.buckets[key], device, optimizers)
+            else:
+                gathering.take(machine.buckets[key].params, _taken)
             del machine.buckets[key]
+        if gathering is not None:
+            gathering.take_rest()
         buckets.follow_leaves()
         buckets.buffers_to(device)
         hooks.leave(streamed.updates, optimizers)
@@ -70,20 +81,16 @@ def restore(streamed: StreamedModel, device: torch.device) -> None:
 
 def _refuse(streamed: StreamedModel, device: torch.device) -> None:
     """Raise if the parameters cannot leave the buckets now."""
-    name = type(streamed.model).__name__
-    if streamed.machine.ranks is not None:
-        raise ModelError(
-            f"unmegacompile(): ranks share {name} (mesh=), and a plain model has all of each "
-            "parameter; take its values with torch.distributed.checkpoint.state_dict."
-            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), and load "
-            "them into a plain model"
-        )
+    name, ranks = type(streamed.model).__name__, streamed.machine.ranks
     updates = streamed.machine.in_backward
     if updates is not None and updates.uncommitted:
         raise ModelError(
             f"unmegacompile(): the backward of {name} has made an update that optimizer.step() has "
             "not counted; call optimizer.step() first"
         )
+    buckets = streamed.machine.buckets.values()
+    if ranks is not None:
+        refuse_ungathered(streamed.model, ranks, sum(map(_bytes, buckets)), device)
     moving = [p for p in streamed.model.parameters() if p.device != device]
     why = streamed.buckets.data_parallel.holds(moving) if moving else ""
     if moving and streamed.buckets.data_parallel.around_last:
@@ -96,7 +103,9 @@ def _refuse(streamed: StreamedModel, device: torch.device) -> None:
         )
     if device.type != "cpu":
         there = compat.free_device_bytes(device)
-        needed = sum(_bytes(b) for b in streamed.machine.buckets.values() if b.resident != device)
+        needed = sum(_bytes(b) for b in buckets if b.resident != device)
+        if ranks is not None:
+            needed += sum(map(_bytes, buckets)) * (ranks.count - 1)
         if needed > there:
             raise DeviceMemoryError(
                 f"unmegacompile(): {name} needs {format_bytes(needed)} on {device} for parameters, "

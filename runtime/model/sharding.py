@@ -46,12 +46,12 @@ def shard(model: nn.Module, ranks: Ranks, *, filled: bool = False) -> dict[int, 
     """
     guard_dtensors()
     _check(model, meta=filled)
-    optimizers = hooks.constructed(_Having(model))
+    optimizers = optimizers_over(model)
     for optimizer in optimizers:
         _check_states(optimizer, model)
     _check_alike(model, ranks)
     made: dict[int, nn.Parameter] = {}
-    for param, sites in _sites(model):
+    for param, sites in sites_of(model):
         whole = made[id(param)] = _sharded(param, ranks)
         for holder, name in sites:
             holder[name] = whole
@@ -75,7 +75,7 @@ def _sharded(param: nn.Parameter, ranks: Ranks) -> nn.Parameter:
     )
 
 
-def _sites(model: nn.Module) -> Iterator[tuple[nn.Parameter, Sites]]:
+def sites_of(model: nn.Module) -> Iterator[tuple[nn.Parameter, Sites]]:
     """Every parameter, once, and where modules have it."""
     found: dict[int, tuple[nn.Parameter, Sites]] = {}
     for module in compat.modules_of(model):
@@ -134,6 +134,11 @@ def check_divided(model: nn.Module, ranks: Ranks) -> None:
             "nn.Parameter(torch.distributed.tensor.distribute_tensor(param, mesh, placements)), "
             "and an optimizer that has it"
         )
+
+
+def optimizers_over(model: nn.Module) -> list[Optimizer]:
+    """Those that have parameters of a model, though they have not stepped yet."""
+    return hooks.constructed(_Having(model))
 
 
 class _Having:
