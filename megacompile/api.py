@@ -96,7 +96,8 @@ def megacompile(
             (8 bits, blockwise). Default: the parameter's, as in torch.optim. Optimizers without a
             rule in `runtime/optim`, such as Muon, ignore it with a warning.
         stochastic_rounding: the optimizer rounds bfloat16 parameters up or down at random, in
-            proportion, so that small updates are not lost. Warns if no parameter is bfloat16.
+            proportion, so that small updates are not lost. Warns if no parameter is bfloat16. It
+            goes by `torch.initial_seed()`; with `mesh` by the first rank's at this call.
         optimizer: one with a rule in `runtime/optim` (AdamW, Adam, SGD, Lion), whose update the
             backward makes, stage by stage. Gradients never reach the host, and `optimizer.step()`
             only counts. There is no clipping by the global norm, no `p.grad` and no GradScaler;

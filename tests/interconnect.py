@@ -181,6 +181,11 @@ class SimulatedRanks(Ranks):
         self.group.exchange(self.rank, f"a gather of {bucket.name}", None)
         super().gather(bucket, whole)
 
+    def told(self, value: Any) -> list[Any]:
+        """What each rank says."""
+        said: list[Any] = self.group.exchange(self.rank, "what each rank says", value)
+        return said
+
     def _issue(self, collective: Any, *args: Any, **options: Any) -> None:
         into, given = args
         op = options.get("op")

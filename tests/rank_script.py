@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests import rank_checkpoints, rank_loops, rank_refusals, rank_whole
+from tests import rank_checkpoints, rank_loops, rank_refusals, rank_rounding, rank_whole
 from tests.rank_cases import FOUR, MORE, TWO
 from tests.rank_modes import Mode, Record, train
 
@@ -60,15 +60,19 @@ def checkpoints(mesh: Any, folder: Path, *names: str) -> dict[str, Any]:
 
 def run(part: str, mesh: Any, folder: Path) -> dict[str, Any]:
     """One part of the tests."""
+    found: dict[str, Any]
     if part == "two":
-        return modes(TWO, mesh) | {"refusals": rank_refusals.run(mesh)}
+        found = {"refusals": rank_refusals.run(mesh), "rounded": rank_rounding.rounded(mesh)}
+        return modes(TWO, mesh) | found
     if part == "loops":
         return loops(mesh)
     if part == "four":
         nested = init_device_mesh("cpu", (2, 2))
         saved = {"2 x 2, saved": rank_whole.saved(nested, folder)}
         plain = {"2 x 2, plain again": rank_whole.plain_again(nested, "adamw")}
-        return modes(FOUR, mesh) | checkpoints(mesh, folder, "save") | saved | plain
+        rounded = {"2 x 2, rounded": rank_rounding.rounded(nested)}
+        found = modes(FOUR, mesh) | checkpoints(mesh, folder, "save")
+        return found | saved | plain | rounded
     if part == "whole":
         return rank_whole.run(mesh, folder)
     if part == "save":

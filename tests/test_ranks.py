@@ -30,6 +30,8 @@ def test_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
     failed = wrong_modes(TWO, ranks)
     again = differences(ranks[0]["exact, again"], ranks[0]["exact"], 0.0)
     assert not failed and not again, "\n".join([*failed, *again])
+    first, second = ranks[0]["rounded"]
+    assert first.unique().numel() > 1 and not first.equal(second)
     for said in (each["refusals"] for each in ranks):
         for other in ("another shape", "frozen in one"):
             assert "ModelError: megacompile(): Linear is another model in rank 1" in said[other]
@@ -49,6 +51,8 @@ def test_four_ranks_and_what_two_and_one_load_of_them(tmp_path: Path) -> None:
     failed = wrong_modes(FOUR, four)
     failed += wrong_plain("2 x 2", [each["2 x 2, plain again"] for each in four])
     failed += wrong_save(four[0]["2 x 2, saved"], tmp_path)
+    a, b, of_a, of_b = four[0]["2 x 2, rounded"]  # the last two replicate the first two
+    assert a.equal(of_a) and b.equal(of_b) and not a.equal(b)
     two = torchrun("load", 2, tmp_path)
     for states in STATES:
         saved = four[0][f"save, {states}"]

@@ -108,6 +108,8 @@ class ModelBuckets:
             made = sharding.shard(model, ranks, filled=contents is not None)
             if contents is not None:
                 contents.share(made, ranks)
+            seed: int = ranks.told(torch.initial_seed())[0]  # who has the same rows rounds alike
+            self.machine.seed = lambda: seed
         self._take_over(frozenset(), contents)
 
     @torch.inference_mode(False)  # what is allocated here outlives the mode

@@ -67,6 +67,7 @@ class Machine:
     disk: Disk | None = None  # where the states of streamed buckets lie, if not on the host
     host_budget: HostBudget = field(default_factory=HostBudget)  # makes all host buffers
     ranks: Ranks | None = None  # the processes that share the model
+    seed: Callable[[], int] = torch.initial_seed  # of stochastic rounding
     detect_anomaly: bool = False  # is NaN or inf in a gradient an error?
     running: threading.RLock = field(default_factory=threading.RLock)  # one schedule at a time
     activations: HostPool = field(init=False)  # host memory of what waits for its backward

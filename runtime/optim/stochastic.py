@@ -17,14 +17,16 @@ _WORD = 0xFFFFFFFF  # 32 bits
 _LOW = 0xFFFF
 
 
-def seed_of(torch_seed: int, parameter: int, step: int) -> int:
+def seed_of(torch_seed: int, parameter: int, step: int, shard: int = 0) -> int:
     """A seed in [0, 2^63) for one parameter's rounding in one step.
 
-    `torch_seed` is `torch.initial_seed()`. The three are mixed by the finalizer of SplitMix64
-    (Steele et al., "Fast splittable pseudorandom number generators", 2014).
+    `torch_seed` is `torch.initial_seed()`. Elements count from the first one of a shard, so each
+    shard has a seed of its own: that of the first one is that of a whole parameter. All are mixed
+    by the finalizer of SplitMix64 (Steele et al., "Fast splittable pseudorandom number
+    generators", 2014).
     """
     mixed = 0
-    for part in (torch_seed, parameter, step):
+    for part in (torch_seed, parameter, step, *([shard] if shard else [])):
         mixed = (mixed + part + 0x9E3779B97F4A7C15) % 2**64
         mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
         mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % 2**64

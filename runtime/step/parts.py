@@ -266,8 +266,9 @@ class Parts:
             step.rule = rule
             step.hyper = rule.hyper(group, step=count, first=first, scale=scale)
             if rounded:
-                key = bucket.layout.key
-                step.seed = seed_of(torch.initial_seed(), (key << 20) + i, int(count))
+                ranks, place = self.machine.ranks, (bucket.layout.key << 20) + i
+                shard = 0 if ranks is None else ranks.rank
+                step.seed = seed_of(self.machine.seed(), place, int(count), shard)
         return step
 
     def in_backward(
