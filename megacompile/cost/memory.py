@@ -456,15 +456,15 @@ def streamed_bytes(
         trained: indices of the parameters that get a gradient.
         accumulates: gradients of micro-batches wait for an update in a later backward.
     """
-    bucket = largest_shard(bucket)
-    found = {Kind.PARAMETERS: bucket.size_bytes}
+    mine = largest_shard(bucket)
+    found = {Kind.PARAMETERS: mine.size_bytes}
     masters = cost.master_bytes
     if masters is not None:
-        found[Kind.MASTERS] = flat_bytes(bucket, range(len(bucket.params)), lambda _: masters)
+        found[Kind.MASTERS] = flat_bytes(mine, range(len(mine.params)), lambda _: masters)
     indices = list(trained)
     found[Kind.STATES] = cost.states * sum(state_bytes(bucket, indices, cost))
     grad_of = cost.grad_of if accumulates else cost.kept_grad_of
-    found[Kind.GRADIENTS] = flat_bytes(bucket, indices, grad_of)
+    found[Kind.GRADIENTS] = flat_bytes(mine, indices, grad_of)
     return found
 
 

@@ -29,36 +29,40 @@ def flat_bytes(bucket: Bucket, indices: Iterable[int], item_of: Callable[[int], 
 
 
 def state_bytes(bucket: Bucket, trained: Iterable[int], cost: OptimizerCost) -> list[int]:
-    """Of the buffers of each optimizer state, which there is one of for each parameter.
+    """Of the buffers of each optimizer state, which there is one of for each parameter; of a rank.
 
     Args:
+        bucket: what ranks have together.
         trained: indices of the parameters that get a gradient.
     """
     if not cost.states or not (indices := list(trained)):
         return []
+    mine = largest_shard(bucket)
     if cost.state_bytes != EIGHT_BITS:
-        return [flat_bytes(bucket, indices, lambda item: cost.states_of(item) / cost.states)]
+        return [flat_bytes(mine, indices, lambda item: cost.states_of(item) / cost.states)]
     small = [i for i in indices if not quantizes(bucket.params[i].numel)]
     codes = 0
     for i in sorted(set(indices) - set(small)):
-        codes += _codes_bytes(bucket.params[i].numel)
-    found = [codes, flat_bytes(bucket, small, lambda item: _FLOAT32)]
+        codes += _codes_bytes(mine.params[i].numel)
+    found = [codes, flat_bytes(mine, small, lambda item: _FLOAT32)]
     return [size for size in found if size]
 
 
 def stored_bytes(bucket: Bucket, trained: Iterable[int], cost: OptimizerCost) -> int:
-    """Bytes that the states of a bucket take on a disk, where each parameter's has a place.
+    """Bytes that a rank's states of a bucket take on a disk, where each parameter's has a place.
 
     The set of buffers that they come to in host memory is as large.
 
     Args:
+        bucket: what ranks have together.
         trained: indices of the parameters that get a gradient.
     """
-    size, bucket = 0, largest_shard(bucket)
-    for param in (bucket.params[i] for i in trained if cost.states):
+    size, mine = 0, largest_shard(bucket)
+    for i in trained if cost.states else ():
+        param = mine.params[i]
         if cost.state_bytes != EIGHT_BITS:
             each = math.ceil(param.numel * cost.states_of(param.dtype.itemsize) / cost.states)
-        elif quantizes(param.numel):
+        elif quantizes(bucket.params[i].numel):
             each = _codes_bytes(param.numel)
         else:
             each = math.ceil(param.numel * _FLOAT32)

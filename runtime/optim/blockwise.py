@@ -35,7 +35,10 @@ _DECADES = 7
 
 
 def quantizes(numel: int) -> bool:
-    """Whether the states of a parameter of this size are kept in 8 bits."""
+    """Whether the states of a parameter of this size are kept in 8 bits.
+
+    Where ranks share it, all of it counts: the last of them may have no rows.
+    """
     return numel >= MIN_SIZE
 
 
