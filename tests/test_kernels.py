@@ -230,6 +230,39 @@ def test_a_master_and_its_copy(rule: OptimizerRule, copy: torch.dtype) -> None:
         assert torch.equal(update.copy, update.param.to(copy))
 
 
+@pytest.mark.parametrize("run", [kernel, twin])
+@pytest.mark.parametrize(
+    "param, grad",
+    [(BF16, BF16), (FP16, FP16), (FP32, FP32), (FP32, BF16), (FP64, FP64), (FP64, FP32)],
+    ids=str,
+)
+def test_a_factor_of_the_gradient(
+    run: Callable[[OptimizerRule, Sequence[Update]], None], param: torch.dtype, grad: torch.dtype
+) -> None:
+    """The numbers are those of `mul_` ahead of the update, in every bit; the gradient stays."""
+    sizes = [300, 77, 1024]  # aligned or not, several rows
+    updates = at_step(ADAM, some_updates(ADAM, sizes, param=param, grad=grad), 1, seeded=False)
+    factors = [torch.tensor(value, device=DEVICE).to(grad) for value in (0.3, 1.0, 1.7e-3)]
+    wants = [cloned(update) for update in updates]
+    for want, factor in zip(wants, factors, strict=True):
+        want.grad.mul_(factor)
+    before = [update.grad.clone() for update in updates]
+    run(ADAM, wants)
+    run(ADAM, [u._replace(factor=factor) for u, factor in zip(updates, factors, strict=True)])
+    for update, want, values in zip(updates, wants, before, strict=True):
+        assert torch.equal(update.grad, values)
+        assert torch.equal(update.param, want.param)
+        for mine, its in zip(update.states, want.states, strict=True):
+            assert its is None or torch.equal(mine, its)  # type: ignore[arg-type]
+
+
+def test_a_factor_is_of_the_gradients_dtype() -> None:
+    (update,) = some_updates(ADAM, [300], param=BF16)
+    update = update._replace(hyper=ADAM.hyper(GROUP), factor=torch.tensor(0.5, device=DEVICE))
+    with pytest.raises(ValueError, match="the factor is torch.float32 .* needed torch.bfloat16"):
+        kernel(ADAM, [update])
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_the_new_parameter_elsewhere(rule: OptimizerRule) -> None:
     updates = some_updates(rule, apart=True)
@@ -482,7 +515,9 @@ def compile_for_a_gpu(name: str) -> None:
     least = tuple(None if moment.option else FP64 for moment in rule.moments)
     most = (EIGHT_BIT,) * len(rule.moments)
     for dtype, states, copy in ((FP64, least, FP32), (BF16, most, None)):
-        signature = Signature(dtype, dtype, copy, states, stochastic=True, aligned=True)
+        signature = Signature(
+            dtype, dtype, copy, states, stochastic=True, aligned=True, scaled=copy is None
+        )
         given = constants(rule, signature) | {"ROWS": 4, "HYPERS": len(rule.hyper(GROUP))}
         hyper = "*fp64" if dtype == FP64 else "*fp32"
         types = {"blocks": "*i32", "table": "*i64", "hyper": hyper, "maps": "*fp32"}

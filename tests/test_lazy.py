@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megacompile.errors import BackwardError
 from megacompile.runtime.params.guards import GuardedTensor
-from megacompile.runtime.params.lazy import LazyGradient, lazy_of
+from megacompile.runtime.params.lazy import HostGradient, lazy_of
 from tests import zoo
 from tests.zoo import twins
 
@@ -46,7 +46,7 @@ class Watched:
             values = grad(param)
             known = (lie * float(values.norm()), lie * float(values.abs().max()))
             norm = (lambda known=known: known) if norms else None
-            made = LazyGradient(values, self._settle, norm, f"p{i}")
+            made = HostGradient(values, self._settle, norm, f"p{i}")
             self.guards.append(made)
 
     def _settle(self) -> None:
@@ -98,7 +98,7 @@ def test_norms_are_of_the_gradients_dtype(dtype: torch.dtype, norm_type: float) 
     values = torch.arange(1.0, 12.0).to(dtype)
     gradient = values.clone()
     largest = float(values.float().norm()), float(values.abs().max())
-    LazyGradient(gradient, lambda: None, lambda: largest, "p")
+    HostGradient(gradient, lambda: None, lambda: largest, "p")
     want = nn.utils.get_total_norm([values, values], norm_type)
     got = nn.utils.get_total_norm([gradient, values], norm_type)
     assert got.dtype is want.dtype is dtype
@@ -269,7 +269,7 @@ def test_end_to_end() -> None:
         norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.05) for m in (plain, streamed)]
         torch.testing.assert_close(norms[1], norms[0], rtol=1e-5, atol=0)
         guards = [lazy_of(p.grad) for p in streamed.parameters() if p.grad is not None]
-        assert all(guard is not None and guard.scale < 1 for guard in guards)
+        assert all(isinstance(guard, HostGradient) and guard.scale < 1 for guard in guards)
         if i == 2:
             for model in (plain, streamed):  # a backward behind the clipping, of the model itself
                 zoo.step(model, zoo.batch(i + 20))

@@ -143,3 +143,11 @@ FOREACH_NORM = torch._foreach_norm  # torch 2.11 to 2.15
 FOREACH_MUL = torch._foreach_mul_  # torch 2.11 to 2.15
 FOREACH_UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_  # torch 2.11 to 2.15
 FOREACH_ZERO = torch._foreach_zero_  # torch 2.11 to 2.15
+
+
+def take_as_plain(kind: type) -> None:  # torch 2.11 to 2.15
+    """Let `clip_grad_norm_` call its functions for lists on tensors of a class too, as on plain
+    ones. Else it calls one function for each tensor."""
+    supported: list[Any] = torch.utils._foreach_utils._foreach_supported_types
+    if kind not in supported:
+        supported.append(kind)

@@ -84,7 +84,8 @@ def apply(rule: OptimizerRule, update: Update) -> None:
     step = function_of(rule)
     for first in range(0, numel, CHUNK):
         part = whole if numel <= CHUNK else _part(whole, first, min(first + CHUNK, numel))
-        step(part.param, part.grad, part.states, part.copy, scalars, part.seed, part.out, first)
+        grad = part.grad if part.factor is None else part.grad * part.factor
+        step(part.param, grad, part.states, part.copy, scalars, part.seed, part.out, first)
 
 
 def _part(whole: Update, first: int, end: int) -> Update:
@@ -131,7 +132,8 @@ def _store_param(
 
 
 def arguments(update: Update) -> tuple[Any, ...]:
-    """A flat update as `function_of` takes it."""
+    """A flat update as `function_of` takes it: one on the host, whose factor is in `hyper`."""
+    assert update.factor is None
     scalars = torch.tensor(tuple(update.hyper), dtype=math_dtype(update.param.dtype))
     seed = None if update.seed is None else torch.tensor(update.seed)
     table = tables(update.param.device) if has_codes(update.states) else None

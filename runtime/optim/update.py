@@ -22,6 +22,7 @@ class Update(NamedTuple):
     out: Tensor | None = None  # where the new parameter goes, of its dtype; None is `param`
     copy: Tensor | None = None  # of another float dtype: takes the new parameter too
     seed: int | None = None  # a bf16 parameter is rounded stochastically with it
+    factor: Tensor | None = None  # 0-d, of the gradient's dtype: first, as `grad.mul_(factor)` does
 
     def map(self, function: Callable[[str, Tensor], Tensor]) -> Update:
         """The update of what a function makes of each tensor that there is.

@@ -19,18 +19,30 @@ from megacompile.ir.buckets import ParamId
 from megacompile.page_locks import pinned_empty
 from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.device.streams import Streams
+from megacompile.runtime.optim.states import is_shared
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.consumed import consume
 from megacompile.runtime.params.guards import guard_of
-from megacompile.runtime.params.lazy import LazyGradient
+from megacompile.runtime.params.lazy import HostGradient
+from megacompile.runtime.params.lazy_on_device import DeviceGradient
 
 
 class BackwardPass:
-    """The gradients of one call of `backward()`."""
+    """The gradients of one call of `backward()`.
+
+    Args:
+        folds: the update of a bucket on the device multiplies its gradients by a factor itself.
+    """
 
     def __init__(
-        self, streams: Streams, buckets: Mapping[int, HostBucket], ranks: Ranks | None = None
+        self,
+        streams: Streams,
+        buckets: Mapping[int, HostBucket],
+        ranks: Ranks | None = None,
+        *,
+        folds: bool = False,
     ) -> None:
+        self.folds = folds
         self.totals = None if ranks is None else Totals(ranks)
         self.streams = streams
         self.buckets = buckets
@@ -78,6 +90,8 @@ class BackwardPass:
         for place in sorted(self.taken):
             self._settle_down(place)
         self._serve(lazy)
+        if self.folds:
+            self._note_factors()
 
     def _settle_down(self, place: ParamId) -> None:
         """Let `p.grad` be the tensor that it was, or adopt a sum that autograd has made."""
@@ -151,7 +165,18 @@ class BackwardPass:
                     continue  # who holds another name for it may change it unseen
                 if type(compat.local(gradient)) is torch.Tensor and guard_of(gradient) is None:
                     of_it = functools.partial(self._norms, norms, k)
-                    LazyGradient(gradient, settle, of_it, bucket.layout.params[i].name)
+                    HostGradient(gradient, settle, of_it, bucket.layout.params[i].name)
+
+    def _note_factors(self) -> None:
+        """Let the gradients that stay on the device note a factor."""
+        for key, i in self.taken - self.watched:
+            bucket = self.buckets[key]
+            if bucket.resident is None or not lies_in_bucket(bucket, i):
+                continue
+            gradient = bucket.params[i].grad
+            # a plain one that has no other name: who holds one would read it unscaled
+            if type(gradient) is torch.Tensor and not is_shared(gradient):
+                DeviceGradient(gradient, bucket.pending.settle, bucket.layout.params[i].name)
 
 
 class Norms:

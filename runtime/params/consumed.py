@@ -18,7 +18,7 @@ from torch import nn
 from megacompile import compat
 from megacompile.errors import OptimizerError
 from megacompile.runtime.params.guards import guard, guard_of
-from megacompile.runtime.params.lazy import lazy_of
+from megacompile.runtime.params.lazy import HostGradient
 
 
 class Consumed:
@@ -121,8 +121,7 @@ def _norm(tensor: torch.Tensor, order: float) -> torch.Tensor | None:
         if order != 2 or who.norm is None:
             return None
         return torch.tensor(who.norm(), dtype=tensor.dtype)
-    lazy = lazy_of(tensor)
-    norm = None if lazy is None else lazy.norm(tensor, order)
+    norm = who.norm(tensor, order) if isinstance(who, HostGradient) else None
     if norm is None:
         norm = torch.linalg.vector_norm(_opened(tensor), order)
     return norm

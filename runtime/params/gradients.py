@@ -99,7 +99,9 @@ class Gradients:
         """The call of `backward()` that runs in this thread."""
         number = compat.backward_id()
         if number not in self._passes:
-            found = self._passes[number] = BackwardPass(self.streams, self.buckets, self.ranks)
+            found = self._passes[number] = BackwardPass(
+                self.streams, self.buckets, self.ranks, folds=not self.exact
+            )
 
             def finish() -> None:
                 del self._passes[number]

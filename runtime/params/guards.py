@@ -159,5 +159,6 @@ def _guarded_among(values: Any) -> Iterator[torch.Tensor]:
             yield from _guarded_among(value)
 
 
+compat.take_as_plain(GuardedTensor)
 compat.ask_before_export(_open)
 compat.ask_before_collectives(_open)

@@ -1,11 +1,13 @@
-"""`p.grad` while it can answer for its norm, and be scaled, without a pass over host memory.
+"""`p.grad` while it can answer for its norm, and be scaled, without a pass over its memory.
 
 An L2 norm over gradients on the host takes longer than the update itself, but each gradient has
 been on the device, where its norm costs nothing. So `p.grad` is guarded (see `guards`) by a
-`LazyGradient`, which answers `torch.linalg.vector_norm` and `torch._foreach_norm` with the norm
+`HostGradient`, which answers `torch.linalg.vector_norm` and `torch._foreach_norm` with the norm
 that was taken there, and notes a factor instead of multiplying: stock `clip_grad_norm_` and
 `get_total_norm` need nothing else. The optimizer takes the factor along. Any other use multiplies
 first, and from then on `p.grad` is a plain tensor.
+
+Gradients that stay on the device note a factor too: see `lazy_on_device`.
 """
 
 from __future__ import annotations
@@ -22,11 +24,57 @@ from megacompile.runtime.params.guards import guard, guard_of, release
 
 
 class LazyGradient:
-    """Guards one `p.grad`.
+    """Guards one `p.grad` that notes a factor.
 
     Args:
         tensor: it.
         settle: waits until nothing in the background reads it.
+    """
+
+    def __init__(self, tensor: torch.Tensor, settle: Callable[[], None], name: str) -> None:
+        self.settle = settle
+        self.name = name
+        self.version = compat.version(tensor)
+        guard(tensor, self)
+
+    def noted(self) -> float | torch.Tensor | None:
+        """What the tensor is still to be multiplied by; None: it is what it looks like."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Nothing is noted any more."""
+        raise NotImplementedError
+
+    def open(self, tensor: torch.Tensor) -> None:
+        """Multiply by what was noted, and let the tensor be plain."""
+        self.settle()
+        release(tensor)
+        self.check(tensor)
+        factor = self.noted()
+        self.forget()
+        if factor is not None:
+            with torch.no_grad():
+                tensor.mul_(factor)
+
+    def check(self, tensor: torch.Tensor) -> None:
+        """Raise if something changed a scaled gradient without asking: autograd, in C++."""
+        if self.noted() is not None and compat.version(tensor) != self.version:
+            raise BackwardError(
+                f"the gradient of {self.name!r} was scaled (clip_grad_norm_), and then a backward "
+                "outside of the model added to it; call that backward before you clip"
+            )
+
+    def serve(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Norms and factors."""
+        raise NotImplementedError
+
+
+class HostGradient(LazyGradient):
+    """Guards a `p.grad` in host memory.
+
+    Args:
+        tensor: it.
+        settle: as of `LazyGradient`.
         norms: gives its L2 norm and its largest absolute value; None where they were not taken.
     """
 
@@ -37,33 +85,17 @@ class LazyGradient:
         norms: Callable[[], tuple[float, float]] | None,
         name: str,
     ) -> None:
-        self.settle = settle
         self.norms = norms
-        self.name = name
         self.scale = 1.0
-        self.version = compat.version(tensor)
-        guard(tensor, self)
+        super().__init__(tensor, settle, name)
 
-    def open(self, tensor: torch.Tensor) -> None:
-        """Multiply by what was noted, and let the tensor be plain."""
-        self.settle()
-        release(tensor)
-        self.check(tensor)
-        factor, self.scale = self.scale, 1.0
-        if factor != 1.0:
-            with torch.no_grad():
-                tensor.mul_(factor)
+    def noted(self) -> float | None:
+        return None if self.scale == 1.0 else self.scale
 
-    def check(self, tensor: torch.Tensor) -> None:
-        """Raise if something changed a scaled gradient without asking: autograd, in C++."""
-        if self.scale != 1.0 and compat.version(tensor) != self.version:
-            raise BackwardError(
-                f"the gradient of {self.name!r} was scaled (clip_grad_norm_), and then a backward "
-                "outside of the model added to it; call that backward before you clip"
-            )
+    def forget(self) -> None:
+        self.scale = 1.0
 
     def serve(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Norms and factors."""
         served = _FUNCTIONS.get(function)
         return NotImplemented if served is None else served(args, kwargs)
 
@@ -86,10 +118,15 @@ def lazy_of(tensor: torch.Tensor | None) -> LazyGradient | None:
     return found if isinstance(found, LazyGradient) else None
 
 
+def _host(tensor: torch.Tensor) -> HostGradient | None:
+    found = guard_of(tensor)
+    return found if isinstance(found, HostGradient) else None
+
+
 def _norms(tensors: Sequence[Any], order: Any) -> list[torch.Tensor] | None:
     if isinstance(order, bool) or order not in (2, math.inf):
         return None
-    guards = [lazy_of(tensor) for tensor in tensors]
+    guards = [_host(tensor) for tensor in tensors]
     norms = [
         None if who is None else who.norm(tensor, order)
         for who, tensor in zip(guards, tensors, strict=True)
@@ -120,7 +157,7 @@ def _scale(tensors: Sequence[Any], factor: Any) -> bool:
             return False
     elif not isinstance(factor, (int, float)):
         return False
-    guards = [lazy_of(tensor) for tensor in tensors]
+    guards = [_host(tensor) for tensor in tensors]
     if not all(
         who is not None and tensor.is_floating_point() and compat.version(tensor) == who.version
         for who, tensor in zip(guards, tensors, strict=True)

@@ -26,7 +26,8 @@ from megacompile.runtime.optim.stochastic import seed_of
 from megacompile.runtime.optim.update import Update
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.guards import guard_of
-from megacompile.runtime.params.lazy import lazy_of
+from megacompile.runtime.params.lazy import HostGradient, LazyGradient, lazy_of
+from megacompile.runtime.params.lazy_on_device import DeviceGradient
 from megacompile.runtime.params.optimizer_states import (
     Trained,
     adopt,
@@ -99,8 +100,9 @@ class Parts:
             ours, theirs = bucket.grads.get(each.at), compat.local(gradient)
             foreign = ours is None or ours.data_ptr() != theirs.data_ptr()
             taken = theirs.detach() if foreign or ours is None else ours
-            scale = 1.0 if who is None else who.scale
+            scale = who.scale if isinstance(who, HostGradient) else 1.0
             step = self._step(optimizer, bucket, each, taken, scale, way)
+            step.factor = _factor(who, gradient, way)
             step.intact = (
                 not foreign and who is not None and who.version == compat.version(gradient)
             )
@@ -295,6 +297,17 @@ class Parts:
     def _rounds(self, param: nn.Parameter) -> bool:
         """Is a parameter rounded at random?"""
         return self.options.stochastic_rounding and param.dtype == torch.bfloat16
+
+
+def _factor(
+    who: LazyGradient | None, gradient: torch.Tensor, way: UpdatePath
+) -> torch.Tensor | None:
+    """The factor that an update multiplies a gradient by. Where it cannot, that is done here."""
+    if not isinstance(who, DeviceGradient):
+        return None
+    if way is not UpdatePath.RESIDENT:
+        who.open(gradient)
+    return who.factor
 
 
 def _has_tensors(group: dict[str, Any]) -> bool:

@@ -71,6 +71,7 @@ class ParamUpdate:
     hyper: Sequence[float] = ()
     seed: int | None = None
     intact: bool = False  # the gradient is what the backward left, but for the scale
+    factor: torch.Tensor | None = None  # of the gradient too, where the update is RESIDENT
 
     def in_order(self) -> tuple[State | None, ...]:
         """The states in the rule's order."""
@@ -267,6 +268,7 @@ class BucketUpdate:
             hyper=step.hyper,
             copy=flat(bucket.streamed[i]) if bucket.has_copy else None,
             seed=step.seed,
+            factor=step.factor,
         )
         ours = step.grad is bucket.grads.get(i) or bucket.holds(step.grad)
         return _Run(step.rule, update, ours, update.param.numel())

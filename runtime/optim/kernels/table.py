@@ -5,7 +5,8 @@ the kernel all of it; their layout is what this module and the kernels share:
 
     blocks  (programs, 2) int32: the parameter's row, the number of the block within it
     table   (params, columns) int64: numel, addresses of param, out, copy and grad, of each state
-            (or of its codes), of each state's absmax, and the seed; 0 where there is none
+            (or of its codes), of each state's absmax, the seed, and the address of the gradient's
+            factor; 0 where there is none
     hyper   (params, columns) fp32 or fp64: `OptimizerRule.hyper`
 
 `blocks` depends on the sizes alone and is made once. The rest is fetched in every call, from one
@@ -43,6 +44,7 @@ class Signature(NamedTuple):
     states: tuple[torch.dtype | None, ...]  # uint8: 8-bit codes
     stochastic: bool
     aligned: bool
+    scaled: bool  # gradients have a factor
 
 
 class Launch(NamedTuple):
@@ -74,7 +76,7 @@ def launches(rule: OptimizerRule, updates: Sequence[Update], *, block: int) -> I
 
 def describe(position: int, rule: OptimizerRule, update: Update) -> tuple[Signature, list[int]]:
     """A parameter's signature and its row of the table."""
-    param, grad, given, _, out, copy, seed = update
+    param, grad, given, _, out, copy, seed, factor = update
     numel = param.numel()
     moments = rule.moments
     if len(given) != len(moments):
@@ -112,6 +114,11 @@ def describe(position: int, rule: OptimizerRule, update: Update) -> tuple[Signat
         address = tensor.data_ptr()
         together |= address
         row.append(address)
+    if factor is not None and (factor.dtype, factor.dim()) != (grad.dtype, 0):
+        raise ValueError(
+            f"parameter {position}: the factor is {factor.dtype} of {factor.dim()} dimensions, "
+            f"needed {grad.dtype} of 0"
+        )
     stochastic = seed is not None and param.dtype == torch.bfloat16
     signature = Signature(
         param=param.dtype,
@@ -120,8 +127,10 @@ def describe(position: int, rule: OptimizerRule, update: Update) -> tuple[Signat
         states=tuple(None if state is None else state.dtype for state in codes),
         stochastic=stochastic,
         aligned=together % _ALIGNMENT == 0,
+        scaled=factor is not None,
     )
-    return signature, [*row, *absmaxes, seed or 0]
+    at = 0 if factor is None else factor.data_ptr()
+    return signature, [*row, *absmaxes, seed or 0, at]
 
 
 def _check(position: int, tensor: Tensor, numel: int) -> None:
@@ -148,11 +157,10 @@ def pack(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """The table and the scalars on a device.
-
-    The rows have an even number of columns, so both start at 16 bytes' alignment.
-    """
+    """The table and the scalars on a device, both at 16 bytes' alignment."""
     table = array("q", [value for row in rows for value in row])
+    numel = len(table)
+    table.extend([0] * (numel % 2))
     scalars = array("d" if dtype == torch.float64 else "f", [v for row in hypers for v in row])
     packed = bytearray(table.tobytes() + scalars.tobytes())
     packed.extend(bytes(-len(packed) % 8))
@@ -162,4 +170,4 @@ def pack(
 
         staged = fetch(staged, device)
     hyper = staged[len(table) :].view(dtype)[: len(scalars)]
-    return staged[: len(table)].view(len(rows), -1), hyper.view(len(rows), -1)
+    return staged[:numel].view(len(rows), -1), hyper.view(len(rows), -1)

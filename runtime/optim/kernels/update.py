@@ -1,6 +1,6 @@
 """The kernel of all rules: one launch for the parameters of a bucket that share a signature.
 
-    g = scale * grad;   p, states = rule(p, g, states, scalars)
+    g = scale * (factor * grad);   p, states = rule(p, g, states, scalars)
 
 Each of gradient, parameter and states is read once; parameter, copy and states are written once.
 The rule's arithmetic (`OptimizerRule.kernel`) is inlined; the twin is `runtime/optim/twin.py`.
@@ -85,6 +85,7 @@ def constants(rule: OptimizerRule, signature: Signature) -> dict[str, Any]:
         "COPY": _DTYPES[signature.copy],
         "STOCHASTIC": signature.stochastic,
         "ALIGNED": signature.aligned,
+        "SCALED": signature.scaled,
     }
     for i, dtype in enumerate([*signature.states, *rest]):
         found[f"STATE{i}"] = _DTYPES[dtype]
@@ -97,6 +98,27 @@ def _jitted(rule: OptimizerRule) -> Any:
     plain: Any = rule.kernel
     names = {**plain.__globals__, "tl": tl}
     return triton.jit(types.FunctionType(plain.__code__, names, plain.__name__))
+
+
+@triton.jit
+def load_gradient(
+    table,
+    FACTOR: tl.constexpr,  # its column
+    index,
+    mask,
+    GRAD: tl.constexpr,
+    MATH: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """A tile of the gradient, in MATH: times its factor, if it has one, as `mul_` rounds that."""
+    if not SCALED:
+        return load(table, _GRAD, index, mask, GRAD, MATH, ALIGNED)
+    else:
+        WIDE: tl.constexpr = tl.float64 if GRAD == tl.float64 else tl.float32
+        factor = tl.load(tl.load(table + FACTOR).to(tl.pointer_type(GRAD))).to(WIDE)
+        product = load(table, _GRAD, index, mask, GRAD, WIDE, ALIGNED) * factor
+        return round_nearest(product, GRAD).to(MATH)
 
 
 @triton.jit
@@ -118,6 +140,7 @@ def _update(
     SIGNED2: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     ALIGNED: tl.constexpr,
+    SCALED: tl.constexpr,
     ROWS: tl.constexpr,
     HYPERS: tl.constexpr,
 ):
@@ -128,7 +151,8 @@ def _update(
     row = tl.load(blocks + 2 * program).to(tl.int64)
     tile = tl.load(blocks + 2 * program + 1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     index = tile[:, None] * 256 + tl.arange(0, 256)[None, :]
-    table += row * (SEED + 1)
+    FACTOR: tl.constexpr = SEED + 1
+    table += row * (FACTOR + 1)
     hyper += row * HYPERS
     numel = tl.load(table)
     if ALIGNED:  # a vector lies within the tensor or beyond it
@@ -136,7 +160,7 @@ def _update(
     mask = index < numel
 
     p = load(table, _PARAM, index, mask, PARAM, MATH, ALIGNED)
-    g = load(table, _GRAD, index, mask, GRAD, MATH, ALIGNED) * tl.load(hyper)
+    g = load_gradient(table, FACTOR, index, mask, GRAD, MATH, ALIGNED, SCALED) * tl.load(hyper)
     states = ()
     if STATE0 is not None:
         s0 = load_state(
