@@ -1,13 +1,17 @@
 """`python -m megacompile`."""
 
+import contextlib
 import os
 import sys
 
 from megacompile.cli import main, plan
+from megacompile.garbage import OF_A_PLAN, old_objects_left_out
 
-code = main()
-if sys.argv[1] == plan.NAME:  # torch takes seconds to take itself apart, and nothing is left to do
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+plans = sys.argv[1:2] == [plan.NAME]
+with old_objects_left_out(OF_A_PLAN) if plans else contextlib.nullcontext():
+    code = main()
+    if plans:  # torch takes seconds to take itself apart, and nothing is left to do
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 raise SystemExit(code)

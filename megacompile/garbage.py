@@ -10,14 +10,19 @@ from typing import Any
 
 _LEFT_OUT: list[bool] = []  # True while old objects are left out
 _OBJECTS = 300_000  # new ones, about 30 MiB, that the collector waits for; Python's default: 700
+OF_A_PLAN = 6_000_000  # more than `plan` makes for a large model; about 600 MiB
 
 
 @contextlib.contextmanager
-def old_objects_left_out() -> Iterator[None]:
+def old_objects_left_out(objects: int = _OBJECTS) -> Iterator[None]:
     """For its duration, the collector looks through what is made in it alone, and seldom.
 
     A search then takes a third of its time. Where somebody else has frozen objects, nothing is
     done: they could not be told from ours afterwards. Within itself it does nothing more.
+
+    Args:
+        objects: so many new ones it waits for. What is not collected by then is collected
+            afterwards: more of them save time only where the process ends.
     """
     if _LEFT_OUT or gc.get_freeze_count():  # the list first: to count a million objects takes 45 ms
         yield
@@ -27,7 +32,7 @@ def old_objects_left_out() -> Iterator[None]:
     try:
         _LEFT_OUT.append(True)
         if often[0]:  # 0: never
-            gc.set_threshold(max(_OBJECTS, often[0]), *often[1:])
+            gc.set_threshold(max(objects, often[0]), *often[1:])
         yield
     finally:
         _LEFT_OUT.clear()

@@ -16,8 +16,7 @@ from megacompile.ir.schedule import Schedule
 
 def add_item(graph: fx.Graph, call: fx.Node, index: int, name: str) -> fx.Node:
     """`call[index]`, named; its meta is that part of the call's."""
-    item = compat.new_node(graph, "call_function", operator.getitem, name)
-    set_args(item, (call, index))  # here, as in `ops.call`
+    item = compat.new_node(graph, "call_function", operator.getitem, name, (call, index))
     value = call.meta.get("value")
     item.meta["value"] = value[index] if isinstance(value, tuple) and index < len(value) else None
     return item

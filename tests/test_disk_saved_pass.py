@@ -288,7 +288,7 @@ def test_as_little_as_it_takes(reruns: bool, monkeypatch: pytest.MonkeyPatch) ->
     fewer = replace(less.choice, saved_on_disk=less.choice.saved_on_disk - 1)
     assert less.choice.saved_on_disk and not deep.fits_host(fewer)
     assert less.step_s > found.step_s
-    assert deep.build(less.choice).plan.saved_on_disk
+    assert deep.drafts.of(less.choice).plan.saved_on_disk
 
 
 def test_it_is_settled() -> None:

@@ -13,7 +13,7 @@ from megacompile import compat
 from megacompile.ir import ops
 from megacompile.ir.buckets import ALIGNMENT_BYTES, Bucket, Slot
 from megacompile.ir.capture import Ambient
-from megacompile.ir.schedule import Plan, Schedule, copy_graph
+from megacompile.ir.schedule import Plan, Schedule
 from megacompile.ir.tensors import TensorMeta, short_dtype, tensors_bytes
 from megacompile.text import format_bytes
 from tests.layouts import layout_of
@@ -228,7 +228,7 @@ def shape_of(graph: fx.Graph) -> list[tuple[object, ...]]:
 @pytest.mark.parametrize("spec", [Spec(), Spec(training=False), EVERYTHING], ids=str)
 def test_a_copied_graph_says_the_same_with_nodes_of_its_own(spec: Spec) -> None:
     for graph in build(spec).graphs.values():
-        copied = copy_graph(graph)
+        copied = compat.copy_graph(graph)
         assert shape_of(copied) == shape_of(graph)
         assert not set(copied.nodes) & set(graph.nodes)
         for node in copied.nodes:
@@ -255,7 +255,7 @@ def test_names_that_python_has_too_survive_a_copy() -> None:
     taken = [graph.placeholder(name) for name in ("len", "x", "x_1", "forward", "float", "_x")]
     node = ops.call(graph, ops.snapshot, taken[0], name="print")
     graph.output((node, *taken))
-    assert [n.name for n in copy_graph(graph).nodes] == [n.name for n in graph.nodes]
+    assert [n.name for n in compat.copy_graph(graph).nodes] == [n.name for n in graph.nodes]
 
 
 def test_a_copied_schedule_is_the_same_but_for_its_graphs() -> None:

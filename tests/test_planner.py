@@ -263,7 +263,7 @@ def test_states_are_fetched_later_where_that_makes_room() -> None:
     assert found.choice.state_lookahead == 1
     assert late <= found.peak_bytes <= between.budget_bytes
     assert any("1 stage ahead" in reason for reason in found.reasons)
-    graph = between.build(found.choice).backward
+    graph = between.drafts.of(found.choice).backward
     assert graph is not None
     assert ops.actions(graph).split(" 11B ")[0].count("FETCH_STATE") == 2
     assert between.floor_bytes() <= late
@@ -295,7 +295,7 @@ def test_residents_save_copies_where_the_backward_updates() -> None:
 
 
 def _backward(tower: Problem, choice: Choice) -> fx.Graph:
-    graph = tower.build(choice).backward
+    graph = tower.drafts.of(choice).backward
     assert graph is not None
     return graph
 
@@ -398,11 +398,13 @@ def test_a_few_slots_may_pay_where_one_does_not() -> None:
         def expected_s(self, choice: Choice) -> float:
             return seconds[choice.more_slots]
 
+        step_s = expected_s
+
         def peak_bytes(self, choice: Choice) -> int:
             return choice.more_slots
 
     tower = problem(0, tokens=64)
-    stub = Slots(tower.build, [tower.buckets[0]] * 40, 12, H200, tower.optimizer, budget_bytes=8)
+    stub = Slots(tower.drafts, [tower.buckets[0]] * 40, 12, H200, tower.optimizer, budget_bytes=8)
     tries = planner._Tries(stub, (0, 12))
     tries.times[Choice()] = seconds[0]
     assert tries.with_more_slots(Choice()).more_slots == 4

@@ -9,7 +9,6 @@ what a library says of it in full.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -18,7 +17,6 @@ from typing import Any, NoReturn
 
 from megacompile.cli import demo, hardware, plan, trace
 from megacompile.errors import MegacompileError
-from megacompile.garbage import old_objects_left_out
 
 COMMANDS: tuple[ModuleType, ...] = (demo, plan, trace, hardware)
 
@@ -58,9 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     module = next(module for module in COMMANDS if args.command == module.NAME)
     try:
         module.check(args)
-        with old_objects_left_out() if module is plan else contextlib.nullcontext():
-            work = importlib.import_module(f"{__name__}.run_{module.NAME}")
-            return int(work.run(args))
+        work = importlib.import_module(f"{__name__}.run_{module.NAME}")
+        return int(work.run(args))
     except (MegacompileError, OSError) as error:
         print(f"megacompile {module.NAME}: {error}", file=sys.stderr)
         return 2

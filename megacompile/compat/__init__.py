@@ -83,8 +83,9 @@ from megacompile.compat.dynamo import (
     set_dynamo_options,
     tracer_around,
     within_callers,
+    without_collecting,
 )
-from megacompile.compat.graphs import graph_module, new_node
+from megacompile.compat.graphs import copy_graph, graph_module, new_node
 from megacompile.compat.inductor import (
     compile_inductor,
     has_cpp_compiler,
@@ -148,6 +149,7 @@ from megacompile.compat.regions import (
     as_region,
     body_of,
     has_hooks,
+    sources_renamed_once,
     with_module_stack,
 )
 from megacompile.compat.sharded import (
@@ -283,6 +285,7 @@ __all__ = [
     "compiled_call",
     "compiled_function",
     "convert_in_place",
+    "copy_graph",
     "ddp_around",
     "ddp_parameters",
     "described_inputs",
@@ -367,6 +370,7 @@ __all__ = [
     "settle_cache_keys",
     "sharded_parameter",
     "side_stream",
+    "sources_renamed_once",
     "split_joint",
     "start_compile_workers",
     "step_without_hooks",
@@ -394,6 +398,7 @@ __all__ = [
     "whole",
     "with_module_stack",
     "within_callers",
+    "without_collecting",
     "without_saved_tensors_hooks",
     "without_sources",
     "without_torch_compile",

@@ -60,6 +60,12 @@ def set_dynamo_options(options: Mapping[str, Any]) -> None:  # torch 2.11 to 2.1
         setattr(torch._dynamo.config, name, value)
 
 
+def without_collecting() -> AbstractContextManager[object]:  # torch 2.11 to 2.15
+    """For its duration, Dynamo does not run the garbage collector behind each compilation."""
+    patch: AbstractContextManager[object] = torch._dynamo.config.patch(run_gc_after_compile=False)
+    return patch
+
+
 def forget_compiled(
     code: types.CodeType, backend: Callable[..., Any]
 ) -> None:  # torch 2.11 to 2.15

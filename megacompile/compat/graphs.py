@@ -16,19 +16,53 @@ def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:  # torch 2
 
 
 def new_node(
-    graph: fx.Graph, op: str, target: Callable[..., Any] | str, name: str
+    graph: fx.Graph,
+    op: str,
+    target: Callable[..., Any] | str,
+    name: str,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
 ) -> fx.Node:  # torch 2.11 to 2.15
-    """As `graph.create_node(op, target, name=name)`, for a graph that no module has hooks on.
+    """As `graph.create_node(op, target, args, kwargs, name)`, for a graph that no module has hooks
+    on, and arguments that are no symbols.
 
     A name with a digit is no keyword and no builtin: where it is free, it is taken as it is.
     """
     names = graph._graph_namespace
     plain = name.isascii() and name.isidentifier() and not name.replace("_", "").isalpha()
     if not plain or name in names._used_names:
-        return graph.create_node(op, target, name=name)
+        node = graph.create_node(op, target, name=name)
+        node.args, node.kwargs = args, kwargs or {}
+        return node
     names._used_names.add(name)
-    node = fx.Node(graph, name, op, target, (), {})
-    names._obj_to_name[node] = name
+    return _added(graph, op, target, name, args, kwargs)
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:  # torch 2.11 to 2.15
+    """A copy with nodes of its own and the same names."""
+    copied = fx.Graph()
+    nodes: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        args = fx.map_arg(node.args, nodes.__getitem__)
+        kwargs = fx.map_arg(node.kwargs, nodes.__getitem__) if node.kwargs else None
+        new = _added(copied, node.op, node.target, node.name, args, kwargs)
+        new.meta.update(node.meta)
+        nodes[node] = new
+    copied._graph_namespace._used_names.update(node.name for node in nodes)
+    return copied
+
+
+def _added(
+    graph: fx.Graph,
+    op: str,
+    target: Callable[..., Any] | str,
+    name: str,
+    args: Any,
+    kwargs: Any,
+) -> fx.Node:
+    """A node of exactly this name, where the graph inserts now."""
+    node = fx.Node(graph, name, op, target, args, kwargs or {})
+    graph._graph_namespace._obj_to_name[node] = name
     graph._insert(node)
     graph._find_nodes_lookup_table.insert(node)
     graph._len += 1

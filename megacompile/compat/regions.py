@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import ChainedSource
 
 # The operator that Dynamo writes for a region: (body, its name, *what it takes).
 INVOKE = torch.ops.higher_order.invoke_subgraph  # torch 2.11 to 2.15
@@ -22,6 +24,32 @@ def as_region(function: Callable[..., Any]) -> Callable[..., Any]:  # torch 2.11
     """The same function, as a region of its own."""
     marked: Callable[..., Any] = torch.compiler.nested_compile_region(function)
     return marked
+
+
+@contextlib.contextmanager
+def sources_renamed_once() -> Iterator[None]:  # torch 2.11 to 2.15
+    """For its duration, Dynamo renames each source that two guards share once.
+
+    To stamp out a region, it renames what each guard of the first one looks at (`layers[0].norm.eps`
+    to `layers[1].norm.eps`), from the root for each, though most of the way is the same.
+    """
+    holder: Any = ChainedSource
+    plain = holder.clone
+    renamed: dict[tuple[int, int], tuple[Any, ...]] = {}  # by the ids of function and source
+
+    def clone(source: Any, rename: Callable[[Any], Any] | None = None) -> Any:
+        if rename is None:
+            return plain(source)
+        key = id(rename), id(source)
+        if key not in renamed:  # with both, so that nobody else gets their ids
+            renamed[key] = plain(source, rename), rename, source
+        return renamed[key][0]
+
+    holder.clone = clone
+    try:
+        yield
+    finally:
+        holder.clone = plain
 
 
 def has_hooks(module: torch.nn.Module) -> bool:  # torch 2.11 to 2.15

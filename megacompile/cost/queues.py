@@ -42,7 +42,7 @@ class Queues:
         self.works: list[Work] = []
         self.start_s: list[float] = []
         self.stop_s: list[float] = []
-        self.blocker: list[int] = []  # the work whose end let this one start, or -1
+        self.before: list[int] = []  # the work that its queue did before, or -1
         self.rates = [_rates(hardware, busy) for busy in range(1 << len(STREAMS))]
         self._host_s, self._device_s = (1 / self.rates[1 << k][k] for k in (HOST, DEVICE))
 
@@ -60,7 +60,7 @@ class Queues:
         """Run everything."""
         count = len(self.works)
         self.start_s, self.stop_s = [0.0] * count, [0.0] * count
-        self.blocker = [-1] * count
+        self.before = [-1] * count
         missing = [len(work.waits) for work in self.works]
         readers: list[list[int]] = [[] for _ in range(count)]
         each = range(len(STREAMS))
@@ -74,22 +74,22 @@ class Queues:
         last_of = [-1] * len(STREAMS)
         while done < count:
             for k in order:
-                if running >> k & 1:
+                queue = queues[HOST] if k == DEVICE else queues[k]
+                if running >> k & 1 or not queue:
                     continue
-                i = self._next(k, queues, left[DEVICE] if running >> DEVICE & 1 else 0.0)
+                i = queue[0]
+                if k in (HOST, DEVICE):
+                    i = self._next(k, queue, left[DEVICE] if running >> DEVICE & 1 else 0.0)
                 if i < 0 or missing[i]:
                     continue
+                queue.remove(i)
                 running |= 1 << k
                 runs[k] = i
                 left[k] = self.works[i].amount
                 if k == DEVICE:
-                    queues[HOST].remove(i)
                     self.works[i].queue, left[k] = k, self.works[i].helped
-                else:
-                    queues[k].remove(i)
                 self.start_s[i] = now
-                blockers = [*self.works[i].waits, *([last_of[k]] if last_of[k] >= 0 else [])]
-                self.blocker[i] = max(blockers, key=self.stop_s.__getitem__, default=-1)
+                self.before[i] = last_of[k]
             assert running, "a schedule whose ops wait for each other"
             rates = self.rates[running]
             active = [k for k in each if running >> k & 1]
@@ -108,14 +108,13 @@ class Queues:
                 for reader in readers[i]:
                     missing[reader] -= 1
 
-    def _next(self, k: int, queues: Sequence[deque[int]], device_left: float) -> int:
-        """What a queue would begin now, while the device has so much left to do; -1: nothing."""
+    def _next(self, k: int, queue: Iterable[int], device_left: float) -> int:
+        """Which update the host or the device would begin now, while the device has so much left to
+        do; -1: none."""
         if k == DEVICE:
-            return next((i for i in self._of_a_step(queues[HOST]) if self.works[i].helped), -1)
-        if k != HOST:
-            return next(iter(queues[k]), -1)
+            return next((i for i in self._of_a_step(queue) if self.works[i].helped), -1)
         device_s = device_left * self._device_s
-        for i in self._of_a_step(queues[k]):
+        for i in self._of_a_step(queue):
             work = self.works[i]
             device_s += work.helped * self._device_s
             if not work.helped or work.amount * self._host_s <= device_s:
@@ -137,8 +136,13 @@ class Queues:
         while last >= 0 and self.stop_s[last] > start_s:
             begin = max(self.start_s[last], start_s)
             found[STREAMS[self.works[last].queue]] += self.stop_s[last] - begin
-            last = self.blocker[last]
+            last = self._blocker(last)
         return found
+
+    def _blocker(self, i: int) -> int:
+        """The work whose end let this one start, or -1."""
+        before = [self.before[i]] if self.before[i] >= 0 else []
+        return max([*self.works[i].waits, *before], key=self.stop_s.__getitem__, default=-1)
 
 
 def _rates(hardware: Hardware, busy: int) -> tuple[float, ...]:

@@ -20,7 +20,6 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.ir.buckets import Bucket, Slot
-from megacompile.ir.nodes import set_args, set_kwargs
 from megacompile.ir.stages import ParamRef, Stage, Template
 from megacompile.ir.symbols import Symbols
 
@@ -129,13 +128,15 @@ class Schedule:
 
     def copy(self) -> Schedule:
         """The same schedule with graphs of its own for a pass to change; a draft gives itself."""
-        if self.draft:
-            return self
+        return self if self.draft else self.fresh()
+
+    def fresh(self) -> Schedule:
+        """The same schedule with graphs of its own, a draft too."""
         return replace(
             self,
-            forward=copy_graph(self.forward),
-            backward=None if self.backward is None else copy_graph(self.backward),
-            update=None if self.update is None else copy_graph(self.update),
+            forward=compat.copy_graph(self.forward),
+            backward=None if self.backward is None else compat.copy_graph(self.backward),
+            update=None if self.update is None else compat.copy_graph(self.update),
         )
 
     def code(self) -> str:
@@ -167,18 +168,3 @@ class Schedule:
 
     def __str__(self) -> str:
         return self.code()
-
-
-def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """A copy with nodes of its own and the same names."""
-    copied = fx.Graph()
-    nodes: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        new = compat.new_node(copied, node.op, node.target, node.name)
-        set_args(new, fx.map_arg(node.args, nodes.__getitem__))  # here, as in `ops.call`
-        if node.kwargs:
-            set_kwargs(new, fx.map_arg(node.kwargs, nodes.__getitem__))
-        assert new.name == node.name, f"{node.name} was renamed {new.name} in a copy"
-        new.meta.update(node.meta)
-        nodes[node] = new
-    return copied

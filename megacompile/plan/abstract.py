@@ -194,7 +194,7 @@ class _Capturing:
 
     def _call(self, given: tuple[Any, Any], backend: Callable[..., Any]) -> None:
         call = compat.frame_of(self.model, f"abstract_{type(self.model).__name__}")
-        with old_objects_left_out():
+        with old_objects_left_out(), compat.without_collecting():
             torch.compile(call, backend=backend)(*given[0], **given[1])
 
     def _call_in_regions(self, given: tuple[Any, Any], groups: Sequence[Any]) -> bool:
@@ -213,7 +213,7 @@ class _Capturing:
             return run
 
         try:
-            with as_regions(groups):
+            with as_regions(groups), compat.sources_renamed_once():
                 self._call(given, backend)
         except Exception:  # what is wrong with the model itself, the plain capture says
             self.captures.clear()

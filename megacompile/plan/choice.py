@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,22 @@ class Choice:
     halves: bool = False  # all kept stages but the last keep half, and compute the rest again
     tiles: int = 1  # in which what acts on each token alone runs
     stay: int = 0  # streamed buckets that keep their slots between forwards without a backward
+
+    @property
+    def computing(self) -> Choice:
+        """What of it makes a difference to what is computed, and to what is saved for that: not
+        where buckets live, who updates them, and when what of them comes and goes."""
+        where = Choice()
+        return replace(
+            self,
+            resident=where.resident,
+            on_disk=where.on_disk,
+            saved_on_disk=where.saved_on_disk,
+            device_update=where.device_update,
+            more_slots=where.more_slots,
+            state_lookahead=where.state_lookahead,
+            state_delay=where.state_delay,
+        )
 
     def __str__(self) -> str:
         return f"{self.keep} stages kept, {len(self.resident)} buckets resident"

@@ -25,6 +25,7 @@ from megacompile.ir.stages import Stage
 from megacompile.options import Activations, Lowering
 from megacompile.plan.budget import Budget
 from megacompile.plan.choice import Choice
+from megacompile.plan.drafts import Drafts
 from megacompile.plan.fit import refusal
 from megacompile.plan.nearest import nearest
 from megacompile.plan.pipeline import Pipeline
@@ -64,7 +65,7 @@ class _Planned:
     @cached_property
     def schedule(self) -> Schedule:
         """A draft, for the memory that it takes."""
-        return self.problem.build(self.found.choice)
+        return self.problem.drafts.of(self.found.choice)
 
     def leaves_memory_for_gradients(self) -> bool:
         """Does it fit too where a forward finds gradients of resident buckets?"""
@@ -369,7 +370,7 @@ class Chooser:
         on_host, on_disk = self._elsewhere_bytes(schedule, wanted or Placement(), accumulates)
         disk_bytes = self.disk_budget_bytes()
         return Problem(
-            build=lambda choice: self.pipeline.planned(schedule, variant, choice, draft=True),
+            drafts=Drafts(self.pipeline, schedule, variant),
             buckets=schedule.buckets,
             stages=sum(stage.traced.has_backward for stage in schedule.stages),
             hardware=self.setting.rates(),

@@ -85,6 +85,7 @@ class PassCompiler:
             agreed=self.setting.agreed,
         )
         if same:
+            made._last = self._last
             made.chooser.learn(self.chooser)
         return made
 

@@ -2,7 +2,7 @@
 
     partition        capture            ->  stages
     differentiated   stages             ->  forward and backward: what a plan is sought for
-    planned          those, and Choice  ->  the schedule
+    planned          those, and Choice  ->  the schedule: a plan, what is saved, what moves
     lowered          the schedule       ->  with code
 
 Nothing is decided here, and nothing is kept but traced templates.
@@ -138,12 +138,53 @@ class Pipeline:
         *,
         draft: bool = False,
     ) -> Schedule:
-        """The passes behind the choice of a plan.
+        """The passes behind the choice of a plan: `with_plan`, `saving`, `moving`.
 
         Args:
             schedule: what `differentiated` gives.
             reasons: of the choice.
             draft: only to be simulated.
+        """
+        schedule = replace(schedule, draft=draft)
+        schedule = self.with_plan(schedule, variant, choice, reasons)
+        return self.moving(self.saving(schedule), variant, choice)
+
+    def with_plan(
+        self,
+        schedule: Schedule,
+        variant: Variant,
+        choice: Choice,
+        reasons: tuple[str, ...] = (),
+    ) -> Schedule:
+        """With what the choice and the options together say written down."""
+        schedule = replace(schedule, plan=Plan(reasons=(*schedule.plan.reasons, *reasons)))
+        return run(schedule, [("plan", self._plan_pass(schedule, variant, choice))])
+
+    def saving(self, schedule: Schedule) -> Schedule:
+        """With what backwards need of forwards: it is kept, computed again, or waits elsewhere.
+
+        The same for all choices whose `computing` is the same.
+        """
+        lookahead = self.setting.options.lookahead
+        offload = functools.partial(offload_saved_tensors, lookahead=lookahead)
+        split = functools.partial(split_stages, cache=self.templates)
+        made = run(schedule, [("split", split)])
+        if made.draft and made.forward is schedule.forward:
+            made = made.fresh()
+        return run(
+            made,
+            [
+                ("recompute", insert_recompute),
+                ("rerun", insert_reruns),
+                ("offload_saved", offload),
+            ],
+        )
+
+    def moving(self, schedule: Schedule, variant: Variant, choice: Choice) -> Schedule:
+        """With what comes and goes: weights, gradients, states.
+
+        Args:
+            schedule: what `saving` gives.
         """
         options = self.setting.options
         slots = options.least_slots + choice.more_slots
@@ -152,18 +193,9 @@ class Pipeline:
         if choice.stay:
             slots = options.lookahead + 1  # and one more for each that stays
         reduce = functools.partial(insert_reduce_scatter, rank=options.rank)
-        offload = functools.partial(offload_saved_tensors, lookahead=options.lookahead)
-        schedule = replace(schedule, plan=Plan(reasons=(*schedule.plan.reasons, *reasons)))
-        if draft:
-            schedule = replace(schedule.copy(), draft=True)
         return run(
             schedule,
             [
-                ("plan", self._plan_pass(schedule, variant, choice)),
-                ("split", functools.partial(split_stages, cache=self.templates)),
-                ("recompute", insert_recompute),
-                ("rerun", insert_reruns),
-                ("offload_saved", offload),
                 *self._saved_passes(choice),
                 *self._with_ranks(("reduce_scatter", reduce)),
                 *self._gradient_passes(choice, variant),

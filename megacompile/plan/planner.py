@@ -188,10 +188,11 @@ class _Tries:
         return everything and self.problem.fits_exactly(choice) and self._simulate(choice)
 
     def add_each(self, counts: Iterable[int], shares: Iterable[float]) -> None:
-        """Every combination of so many resident buckets and shares of device updates."""
+        """Every combination of so many resident buckets and shares of device updates. Where a share
+        does not fit, a larger one, which takes more memory, does not."""
         for count in counts:
-            fits = [self.add(self._with(count, share)) for share in shares]
-            if not any(fits):
+            choices = (self._with(count, share) for share in sorted(shares))
+            if not list(itertools.takewhile(self.add, choices)):
                 self.too_many.add(count)
 
     def add(self, choice: Choice) -> bool:
@@ -304,17 +305,23 @@ class _Tries:
         return True
 
     def _is_in_vain(self, choice: Choice) -> bool:
-        """Do its computes alone take longer than a choice that is known, beside which it would not
-        be told of either?"""
+        """Do its computes alone take too long?"""
+        return self.problem.least_s(choice) > self._enough_s(choice)
+
+    def _enough_s(self, choice: Choice) -> float:
+        """What takes longer is not chosen, beside a choice that is known, nor told of."""
         known = self.times.items()
         likes = (s for other, s in known if choice.resident or not other.resident)
-        return self.problem.least_s(choice) > min(likes, default=math.inf) * (1 + _EQUAL)
+        return min(likes, default=math.inf) * (1 + _EQUAL)
 
     def _expected_s(self, choice: Choice) -> float | None:
-        """A choice's time; None where its peak is more than there is."""
-        expected_s = self.problem.expected_s(choice)  # which finds the peak too
-        fits = self.problem.peak_bytes(choice) <= self.problem.budget_bytes
-        return expected_s if fits and self.problem.fits_host(choice) else None
+        """A choice's time; None where its peak is more than there is. Where it takes too long with
+        the host that was measured, a slower one, which only makes it longer, is not asked."""
+        problem = self.problem
+        step_s = problem.step_s(choice)  # which finds the peak too
+        if problem.peak_bytes(choice) > problem.budget_bytes or not problem.fits_host(choice):
+            return None
+        return step_s if step_s > self._enough_s(choice) else problem.expected_s(choice)
 
     def surest(self) -> Choice:
         """Of those that are as fast as the fastest the one with the most residents."""

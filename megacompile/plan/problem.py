@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megacompile.cost.hardware import Hardware
-from megacompile.cost.memory import DeviceMemory, device_memory, saved_elsewhere
+from megacompile.cost.memory import DeviceMemory, device_memory
 from megacompile.cost.ops import computes_s
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.pageable import with_pageable
@@ -20,6 +20,7 @@ from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
 from megacompile.passes.schedule.plan import reruns
 from megacompile.plan.choice import Choice
+from megacompile.plan.drafts import Drafts
 from megacompile.plan.tiers import LARGE, Tiers, spread
 
 _SLOWER = 0.65  # of the host's rates: what it gets on another day
@@ -33,7 +34,7 @@ class Problem:
     """What a plan is sought for.
 
     Args:
-        build: the schedule of a choice.
+        drafts: makes schedules of choices.
         buckets: in forward order.
         stages: how many have a backward.
         hardware: rates of the machine.
@@ -56,7 +57,7 @@ class Problem:
         offloads: saved tensors wait elsewhere, whatever is chosen.
     """
 
-    build: Callable[[Choice], Schedule]
+    drafts: Drafts
     buckets: Sequence[Bucket]
     stages: int
     hardware: Hardware
@@ -83,7 +84,6 @@ class Problem:
     _slower_s: dict[Choice, float] = field(default_factory=dict, init=False)
     _computes_s: dict[Choice, float] = field(default_factory=dict, init=False)
     _built: dict[Choice, Schedule] = field(default_factory=dict, init=False)  # the last ones
-    _saved: dict[Choice, list[tuple[int, int]]] = field(default_factory=dict, init=False)
     tiers: Tiers = field(init=False)  # host and disk
 
     def __post_init__(self) -> None:
@@ -98,7 +98,7 @@ class Problem:
             self.on_disk,
             every if self.storable is None else self.storable,
             self.accumulates,
-            self._waiting,
+            self.drafts.waiting,
             lambda: self.schedule(Choice(0, self.resident, every)).plan,
             self.disk_weights,
             self.disk_saved,
@@ -113,22 +113,22 @@ class Problem:
 
     def in_tiles(self, tiles: int) -> Problem:
         """The same, where what acts on each token alone runs in so many tiles."""
-        return replace(self, build=lambda choice: self.build(replace(choice, tiles=tiles)))
+        return replace(self, drafts=self.drafts.in_tiles(tiles))
 
     def schedule(self, choice: Choice) -> Schedule:
         """The draft of a choice."""
         if choice not in self._built:
             if len(self._built) == _BUILT:
                 del self._built[next(iter(self._built))]
-            self._built[choice] = draft = self.build(choice)
-            if (key := _computed(choice)) not in self._computes_s:
+            self._built[choice] = draft = self.drafts.of(choice)
+            if (key := choice.computing) not in self._computes_s:
                 self._computes_s[key] = computes_s(draft, self.hardware, fused=self.fused)
         return self._built[choice]
 
     def least_s(self, choice: Choice) -> float:
         """Seconds that no step of a choice is shorter than: those of its computes. They are the
         same wherever buckets lie; 0.0 where none that computes the same has been built yet."""
-        return self._computes_s.get(_computed(choice), 0.0)
+        return self._computes_s.get(choice.computing, 0.0)
 
     def memory(self, choice: Choice) -> DeviceMemory:
         """Device memory of a choice over a step."""
@@ -161,7 +161,9 @@ class Problem:
         return (step_s + self._slower_s[choice]) / 2
 
     def learn(self, other: Problem) -> None:
-        """Take what is known of choices from a problem that differs in its budgets alone."""
+        """Take what is known of choices from a problem with the same options: of its drafts, and
+        of their costs where it differs in its budgets alone."""
+        self.drafts.learn(other.drafts)
         mine, its = (
             (p.resident, p.optimizer, p.fused, p.others, p.accumulates, p.gradients_stay)
             for p in (self, other)
@@ -206,14 +208,6 @@ class Problem:
     def settled(self, choice: Choice) -> Choice:
         """With the states of as few buckets on the disk as can be; see `Tiers.settled`."""
         return self.tiers.settled(choice)
-
-    def _waiting(self, choice: Choice) -> list[tuple[int, int]]:
-        """Saved tensors that wait on the host or on the disk: stage, bytes."""
-        streamed = self._streamed(choice)
-        if streamed not in self._saved:
-            made = self._built.get(choice) or self.schedule(streamed)  # the same, where they live
-            self._saved[streamed] = saved_elsewhere(made)
-        return self._saved[streamed]
 
     def _streamed(self, choice: Choice) -> Choice:
         return replace(choice, resident=self.resident, on_disk=frozenset(), saved_on_disk=0)
@@ -366,21 +360,6 @@ class Problem:
         on_disk = choice.on_disk if updates else frozenset[int]()
         place = replace(choice, keep=0, on_disk=on_disk, saved_on_disk=0)
         return self._peaks.setdefault(place, {})
-
-
-def _computed(choice: Choice) -> Choice:
-    """What of a choice makes a difference to which stages are computed again."""
-    where = Choice()
-    return replace(
-        choice,
-        resident=where.resident,
-        on_disk=where.on_disk,
-        saved_on_disk=where.saved_on_disk,
-        device_update=where.device_update,
-        more_slots=where.more_slots,
-        state_lookahead=where.state_lookahead,
-        state_delay=where.state_delay,
-    )
 
 
 def _fewest(most: int, fits: Callable[[int], bool]) -> int | None:

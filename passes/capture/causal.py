@@ -27,7 +27,6 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.ir.capture import Capture, ConstantInput
-from megacompile.ir.schedule import copy_graph
 from megacompile.ir.symbols import Number, symbols_in
 from megacompile.ir.tensors import TensorMeta, tensors_bytes
 from megacompile.options import Lowering
@@ -80,7 +79,7 @@ def use_causal_attention(
     own = inline_checkpoints(capture)
     if not any(map(mask_of, own.module.graph.nodes)):
         return capture, ()
-    own = replace(own, module=compat.graph_module(own.module, copy_graph(own.module.graph)))
+    own = replace(own, module=compat.graph_module(own.module, compat.copy_graph(own.module.graph)))
     known = _Known(own, propagate(own))
     sizes: dict[fx.Node, int] = {}
     count = 0

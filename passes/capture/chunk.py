@@ -30,7 +30,6 @@ from torch import fx
 from megacompile import compat
 from megacompile.ir.capture import Capture
 from megacompile.ir.head import ALIGNED_ROWS, equal_chunks
-from megacompile.ir.schedule import copy_graph
 from megacompile.ir.symbols import Number
 from megacompile.ir.tensors import TensorMeta
 from megacompile.options import Head, Lowering
@@ -75,7 +74,7 @@ def chunk_head(
     if head is Head.AUTO and lowering is Lowering.EAGER:
         why = "lowering='eager' is bitwise, and head='chunked' is equal up to rounding"
         return capture, (f"{STOOD_BACK}{why}",)
-    own = replace(own, module=compat.graph_module(own.module, copy_graph(own.module.graph)))
+    own = replace(own, module=compat.graph_module(own.module, compat.copy_graph(own.module.graph)))
     finder = _Finder(own, propagate(own))
     heads, reasons, conditions = [], [], []
     for loss in [n for n in own.module.graph.nodes if n.target in _LOSSES]:

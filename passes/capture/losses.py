@@ -17,7 +17,6 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.ir.capture import Capture
-from megacompile.ir.schedule import copy_graph
 from megacompile.ir.tensors import TensorMeta
 from megacompile.passes.capture.inline import inline_checkpoints
 from megacompile.passes.capture.propagate import Values, propagate
@@ -42,7 +41,7 @@ def widen_losses(
     own = inline_checkpoints(capture)
     if not any(_is_loss(node, names) for node in own.module.graph.nodes):
         return capture, ()
-    own = replace(own, module=compat.graph_module(own.module, copy_graph(own.module.graph)))
+    own = replace(own, module=compat.graph_module(own.module, compat.copy_graph(own.module.graph)))
     values = propagate(own)
     for node in [n for n in own.module.graph.nodes if _is_loss(n, names)]:
         for given in dict.fromkeys(node.all_input_nodes):

@@ -13,7 +13,6 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.ir.capture import Capture, ConstantInput, NumberInput
-from megacompile.ir.schedule import copy_graph
 
 
 def take_numbers(capture: Capture) -> Capture:
@@ -21,7 +20,7 @@ def take_numbers(capture: Capture) -> Capture:
     if not any(_items(capture)):
         return capture
     own = replace(
-        capture, module=compat.graph_module(capture.module, copy_graph(capture.module.graph))
+        capture, module=compat.graph_module(capture.module, compat.copy_graph(capture.module.graph))
     )
     for node, source in _items(own):
         node.replace_all_uses_with(source)

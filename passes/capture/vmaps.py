@@ -17,7 +17,6 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.ir.capture import Capture
-from megacompile.ir.schedule import copy_graph
 from megacompile.passes.capture.inline import inline_checkpoints
 
 
@@ -27,7 +26,7 @@ def fold_vmaps(capture: Capture) -> Capture:
     if not own.module.graph.find_nodes(op="call_function", target=compat.VMAP_BEGIN):
         return capture
     compat.VMAP_LOAD()
-    module = compat.graph_module(own.module, copy_graph(own.module.graph))
+    module = compat.graph_module(own.module, compat.copy_graph(own.module.graph))
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=compat.VMAP_LOAD):
         graph.erase_node(node)

@@ -18,6 +18,7 @@ from torch import fx
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.inputs import tangent_of
+from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, ParamRef, Stage, Template
 from megacompile.passes.edit import add_item, saved_value, set_saved_values
@@ -85,7 +86,7 @@ def _boundary(graph: fx.Graph, call: fx.Node, stage: Stage) -> list[str]:
 def _save(graph: fx.Graph, call: fx.Node, stage: Stage) -> None:
     """Let a forward return its saved tensors after its outputs and new values."""
     results = len(stage.outputs) + len(stage.mutated)
-    call.args = (*call.args[:3], True)
+    set_args(call, (*call.args[:3], True))
     call.meta["value"] = (*call.meta["value"], *stage.traced.saved)
     last = max((item for _, item in ops.items(call)), default=call)
     with graph.inserting_after(last):

@@ -88,7 +88,9 @@ def _insert(
                 so_many = plan.state_delay if state else plan.saved_delay if saved else delay
                 last = ends[nodes[later[min(so_many, len(later)) - 1]]]
         frees.append((last, node, waits, deferred))
-    named = {wait: max(f[0] for f in frees if wait in f[2]) for f in frees for wait in f[2]}
+    named: dict[fx.Node, int] = {}  # by what a free waits for: the last such free
+    for last, _, waits, _ in frees:
+        named |= {wait: max(last, named.get(wait, last)) for wait in waits}
     # a value that another free waits for is named there: its own free comes behind that
     frees = [(max(last, named.get(node, 0)), node, w, d) for last, node, w, d in frees]
     frees.sort(key=lambda entry: (entry[0], entry[1] in named), reverse=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megacompile.ir import ops
+from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage, Template
 from megacompile.passes.schedule.differentiate import differentiate
@@ -45,9 +46,9 @@ def split_stages(schedule: Schedule, *, cache: TemplateCache) -> Schedule:
         for stage in schedule.stages
     )
     if schedule.backward is None:
-        return with_stages(schedule, stages)
-    own = replace(schedule, draft=False)  # names that are given anew must not be taken
-    made = differentiate(with_stages(_undifferentiated(own), stages))
+        made = with_stages(replace(schedule, draft=True).fresh(), stages)
+    else:
+        made = differentiate(with_stages(_undifferentiated(schedule), stages))
     return replace(made, draft=schedule.draft)
 
 
@@ -74,20 +75,19 @@ def _within(stage: Stage, saved_fraction: float, tiles: int, cache: TemplateCach
 
 
 def _undifferentiated(schedule: Schedule) -> Schedule:
-    """The forward alone, as it was before `differentiate`."""
-    new = schedule.copy()
+    """The forward alone, as it was before `differentiate`: a draft, in a graph of its own."""
+    new = replace(schedule, backward=None, saved_values=(), gradients=(), draft=True).fresh()
     graph = new.forward
     outputs, _ = ops.returned(graph)
-    graph.output_node().args = ((outputs, ()),)
+    set_args(graph.output_node(), ((outputs, ()),))
     for index, call in ops.calls_by_stage(graph, ops.forward).items():
         stage = new.stages[index]
         results = len(stage.outputs) + len(stage.mutated)
         for k, item in list(ops.items(call)):
             if k >= results:
                 graph.erase_node(item)
-        call.args = (*call.args[:3], False)
+        set_args(call, (*call.args[:3], False))
         call.meta["value"] = call.meta["value"][:results]
     for node in ops.nodes_of(graph, ops.save_rng, ops.snapshot):
         graph.erase_node(node)
-    plain = replace(new, backward=None, saved_values=(), gradients=())
-    return plain.copy()  # in a graph of its own, the names of what was erased are free
+    return new.fresh()  # in a graph of its own, the names of what was erased are free

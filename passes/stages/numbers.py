@@ -21,7 +21,6 @@ import torch
 from torch import fx
 
 from megacompile import compat
-from megacompile.ir.schedule import copy_graph
 from megacompile.ir.symbols import Number, Values, planned_of
 from megacompile.ir.tensors import TensorMeta
 
@@ -141,7 +140,7 @@ def sized(module: fx.GraphModule, values: Values) -> fx.GraphModule:
         module: left as it is; it may have been given other sizes before.
         values: of the symbols.
     """
-    graph = copy_graph(module.graph)
+    graph = compat.copy_graph(module.graph)
     memo: dict[Any, Any] = {}
     with compat.fake_mode():
         for node in graph.nodes:

@@ -26,6 +26,7 @@ from megacompile import compat
 from megacompile.errors import UnsupportedGraphError
 from megacompile.ir import ops
 from megacompile.ir.capture import Ambient
+from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, ParamRef, Stage, Template
 from megacompile.ir.symbols import Values
@@ -109,7 +110,7 @@ def with_stages(schedule: Schedule, stages: tuple[Stage, ...]) -> Schedule:
     for graph in new.graphs.values():
         for node in graph.nodes:
             if node.args and isinstance(node.args[0], Stage):
-                node.args = (stages[node.args[0].index], *node.args[1:])
+                set_args(node, (stages[node.args[0].index], *node.args[1:]))
     return new
 
 

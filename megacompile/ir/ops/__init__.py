@@ -183,16 +183,14 @@ def call(
 ) -> fx.Node:
     """Add a node that calls an op, where the graph inserts now.
 
-    The arguments are set afterwards: `create_node` would look into each for symbols, and a search
-    makes a million nodes.
+    `create_node` would look into each argument for symbols, and a search makes a million nodes.
     """
-    if name is None:
-        node = graph.create_node("call_function", op)
-    else:
-        node = compat.new_node(graph, "call_function", op, name)
+    kwargs = {} if after is None else {"after": after}
+    if name is not None:
+        return compat.new_node(graph, "call_function", op, name, args, kwargs)
+    node = graph.create_node("call_function", op)
     set_args(node, args)
-    if after is not None:
-        set_kwargs(node, {"after": after})
+    set_kwargs(node, kwargs)
     return node
 
 

@@ -1,0 +1,82 @@
+"""Drafts: schedules of choices that are only simulated.
+
+A search makes dozens of them, and they are most of its time. What is saved, and for what, is the
+same for many choices (`Choice.computing`). Where something of it waits on the host or on a disk,
+how much that is is asked too, so that part of the passes is not run again for the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megacompile.cost.memory import saved_elsewhere
+from megacompile.ir.capture import Variant
+from megacompile.ir.schedule import Schedule
+from megacompile.plan.choice import Choice
+from megacompile.plan.pipeline import Pipeline
+
+_KEPT = 2  # the last ones, as `Pipeline.saving` has made them
+
+
+class Drafts:
+    """Makes drafts of one captured graph.
+
+    Args:
+        pipeline: the passes.
+        graphs: what `Pipeline.differentiated` gives.
+        variant: of the schedules.
+        tiles: in which what acts on each token alone runs, whatever a choice says; None: as it
+            says.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, graphs: Schedule, variant: Variant, tiles: int | None = None
+    ) -> None:
+        self.pipeline = pipeline
+        self.graphs = graphs
+        self.variant = variant
+        self.tiles = tiles
+        self._saving: dict[Choice, Schedule] = {}  # the last ones in which something waits
+        self._waiting: dict[Choice, list[tuple[int, int]]] = {}
+
+    def in_tiles(self, tiles: int) -> Drafts:
+        """The same, in so many tiles."""
+        return Drafts(self.pipeline, self.graphs, self.variant, tiles)
+
+    def of(self, choice: Choice) -> Schedule:
+        """The draft of a choice."""
+        choice = self._tiled(choice)
+        planned = self._with_plan(choice)
+        if choice.offload or choice.saved_on_host:
+            saving = replace(self._kept(choice).fresh(), plan=planned.plan)
+        else:
+            saving = self.pipeline.saving(planned)
+        return self.pipeline.moving(saving, self.variant, choice)
+
+    def waiting(self, choice: Choice) -> list[tuple[int, int]]:
+        """Saved tensors that wait on the host or on a disk: stage, bytes."""
+        key = self._tiled(choice).computing
+        if key not in self._waiting:
+            self._waiting[key] = saved_elsewhere(self._kept(key))
+        return self._waiting[key]
+
+    def _kept(self, choice: Choice) -> Schedule:
+        key = choice.computing
+        if key not in self._saving:
+            if len(self._saving) == _KEPT:
+                del self._saving[next(iter(self._saving))]
+            self._saving[key] = self.pipeline.saving(self._with_plan(key))
+        return self._saving[key]
+
+    def learn(self, other: Drafts) -> None:
+        """Take what is known from drafts of the same graphs, with the same options."""
+        mine, its = ((d.graphs, d.variant.keep_last, d.tiles) for d in (self, other))
+        if mine == its:
+            self._waiting.update(other._waiting)
+
+    def _tiled(self, choice: Choice) -> Choice:
+        return choice if self.tiles is None else replace(choice, tiles=self.tiles)
+
+    def _with_plan(self, choice: Choice) -> Schedule:
+        graphs = replace(self.graphs, draft=True)
+        return self.pipeline.with_plan(graphs, self.variant, choice)
