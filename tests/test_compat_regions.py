@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo.source import AttrSource, LocalSource
+from torch._guards import Source
 
 from megacompile import compat
 
@@ -90,3 +92,20 @@ def test_fake_tensors_that_remember_their_data() -> None:
         assert compat.has_known_data(torch.tensor(3))
         assert not compat.has_known_data(torch.ones(3))
         assert not compat.has_known_data(compat.to_functional(torch.ones(3)))
+
+
+def test_a_source_that_is_renamed_once_is_the_same_as_before() -> None:
+    root, other = LocalSource("layers"), LocalSource("others")
+    shared = AttrSource(root, "norm")
+    sources = [AttrSource(shared, "eps"), AttrSource(shared, "weight"), shared]
+
+    def rename(source: Source) -> Source:
+        return other if source == root else source
+
+    plain = [source.clone(rename) for source in sources]
+    with compat.sources_renamed_once():
+        found = [source.clone(rename) for source in sources]
+        assert found[0].base is found[1].base
+        assert [source.clone() for source in sources] == sources
+    assert found == plain and found[0].name == "L['others'].norm.eps"
+    assert sources[0].clone(rename) is not sources[0].clone(rename)

@@ -30,8 +30,8 @@ def as_region(function: Callable[..., Any]) -> Callable[..., Any]:  # torch 2.11
 def sources_renamed_once() -> Iterator[None]:  # torch 2.11 to 2.15
     """For its duration, Dynamo renames each source that two guards share once.
 
-    To stamp out a region, it renames what each guard of the first one looks at (`layers[0].norm.eps`
-    to `layers[1].norm.eps`), from the root for each, though most of the way is the same.
+    To stamp out a region, it renames what each guard of the first one looks at, from the root for
+    each, though most of the way is the same: `layers[0].norm.eps` to `layers[1].norm.eps`.
     """
     holder: Any = ChainedSource
     plain = holder.clone

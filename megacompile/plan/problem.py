@@ -5,6 +5,7 @@ Memory is found by walking the schedule of a choice, time by simulating it. Both
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -84,6 +85,7 @@ class Problem:
     _slower_s: dict[Choice, float] = field(default_factory=dict, init=False)
     _computes_s: dict[Choice, float] = field(default_factory=dict, init=False)
     _built: dict[Choice, Schedule] = field(default_factory=dict, init=False)  # the last ones
+    _steepest: dict[Choice, float] = field(default_factory=dict, init=False)  # bytes a kept stage
     tiers: Tiers = field(init=False)  # host and disk
 
     def __post_init__(self) -> None:
@@ -320,27 +322,36 @@ class Problem:
         `most`; approximate.
 
         The peak rises by more and more with each: it is flat as long as it is somewhere else, then
-        it rises by a stage's saved tensors. So it is below a chord between two known peaks, and on
-        the chord where the next interval is as steep.
+        it rises by a stage's saved tensors. So it is below a chord between two known peaks, on the
+        chord where the next interval is as steep, and above a line that is as steep as it gets:
+        that, found once, is the same wherever buckets lie.
         """
         streamed, buffer = self._streamed(choice), self._buffer_bytes(choice)
+        family = replace(streamed.computing, keep=0)
         by_chord = True
         while True:
             known = self._known(streamed)
             low = max(k for k, peak in known.items() if peak <= buffer and k <= most)
             too_many = (k for k, peak in known.items() if peak > buffer and k <= most)
             high = min(too_many, default=most + 1)
-            if high - low <= 1:
+            if low == most:
                 return max(low, least)
             if high > most:
                 self.peak_bytes(replace(streamed, keep=most))
                 continue
+            over = known[high] - buffer
             share = (buffer - known[low]) / (known[high] - known[low])
             on_chord = min(low + math.floor(share * (high - low)), high - 1)
-            if _is_straight(known, low, high):
+            if straight := _is_straight(known, low, high):
+                self._steepest[family] = max(*_slopes(known), self._steepest.get(family, 0.0))
+            steepest = self._steepest.get(family)
+            on_line = high - 1 if steepest is None else high - math.ceil(over / steepest)
+            if straight or on_line <= on_chord:
                 return max(on_chord, least)
-            middle = max(on_chord, low + 1) if by_chord else (low + high) // 2
-            by_chord = not by_chord
+            middle = on_line
+            if steepest is None:
+                middle = max(on_chord, low + 1) if by_chord else (low + high) // 2
+                by_chord = not by_chord
             self.peak_bytes(replace(streamed, keep=middle))
 
     def peak_bytes(self, choice: Choice) -> int:
@@ -371,6 +382,11 @@ def _fewest(most: int, fits: Callable[[int], bool]) -> int | None:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
     return high
+
+
+def _slopes(known: Mapping[int, int]) -> list[float]:
+    """Of the intervals between what is known."""
+    return [(known[b] - known[a]) / (b - a) for a, b in itertools.pairwise(sorted(known))]
 
 
 def _is_straight(known: Mapping[int, int], low: int, high: int) -> bool:
