@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -173,7 +174,7 @@ class SimulatedRanks(Ranks):
         """One of them."""
         agreement: Any = Agreement()
         count = mesh.interconnect.count
-        groups = (mesh.interconnect,)
+        groups = (weakref.ref(mesh.interconnect),)
         return SimulatedRanks(mesh, torch.device("cpu"), mesh.place, count, 1, groups, agreement)
 
     def gather(self, bucket: Bucket, whole: Tensor) -> None:

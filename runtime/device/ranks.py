@@ -15,6 +15,7 @@ begun cannot be ended, and would keep the process from its end.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ class Ranks:
     rank: int  # its place among those that shard
     count: int  # of those
     replicas: int  # how many have the same rows
-    groups: tuple[Any, ...]  # process groups, by dimension of the mesh
+    groups: tuple[weakref.ref[Any], ...]  # process groups, by dimension of the mesh
     agreement: Agreement  # on what is run
 
     @staticmethod
@@ -59,7 +60,7 @@ class Ranks:
     @property
     def group(self) -> Any:
         """Those that shard."""
-        return self.groups[-1]
+        return _alive(self.groups[-1])
 
     def running(self, graph: Collectives) -> AbstractContextManager[None]:
         """For its duration all ranks run this graph."""
@@ -128,7 +129,8 @@ class Ranks:
                         self._issue(
                             compat.REDUCE_SCATTER, parts[i], gradient, op=op, group=self.group
                         )
-            for group in self.groups[:-1] if self.replicas > 1 else ():
+            for replicas in self.groups[:-1] if self.replicas > 1 else ():
+                group = _alive(replicas)
                 with compat.coalesced(group, self.device):
                     for part in parts.values():
                         if part.numel():
@@ -233,6 +235,16 @@ def _alone(param: torch.Tensor, what: str) -> Iterator[None]:
         yield
 
 
+def _alive(group: weakref.ref[Any]) -> Any:
+    found = group()
+    if found is None:
+        raise RankError(
+            "the process group of ranks that share a model is gone, and the model needs it; needed "
+            "torch.distributed.destroy_process_group() behind the last call, step and save"
+        )
+    return found
+
+
 def _norms(count: int) -> Collectives:
     digest = f"norms-{count}"
     return Collectives(
@@ -242,10 +254,14 @@ def _norms(count: int) -> Collectives:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Joint:
-    """What the models of the same ranks have together: their collectives are in one order."""
+    """What the models of the same ranks have together: their collectives are in one order.
 
-    world: Any  # the default process group, with which it goes
-    groups: tuple[Any, ...]
+    Process groups belong to torch: who keeps the last reference to one, when it was destroyed, ends
+    its threads at some later time, where that may wait for ever.
+    """
+
+    world: weakref.ref[Any]  # the default process group, with which it goes
+    groups: tuple[weakref.ref[Any], ...]
     agreement: Agreement
 
 
@@ -257,7 +273,7 @@ def _joint(mesh: DeviceMesh, device: torch.device) -> _Joint:
     ranks = tuple(mesh.mesh.flatten().tolist())
     key = (device.type, tuple(mesh.mesh.shape), ranks)
     there = _JOINT.get(key)
-    if there is not None and there.world is dist.group.WORLD:
+    if there is not None and there.world() is dist.group.WORLD is not None:
         return there
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
     limits = Limits.of(groups[-1], device)
@@ -269,11 +285,12 @@ def _joint(mesh: DeviceMesh, device: torch.device) -> _Joint:
             dist.new_group(each, timeout, backend="gloo", use_local_synchronization=True)
             for each in numbers
         ]
-    of_mesh = tuple(groups)
+    of_mesh = tuple(weakref.ref(group) for group in groups)
 
     def abort() -> None:
-        for group in of_mesh:
-            compat.abort(group)
+        for each in of_mesh:
+            if (group := each()) is not None:
+                compat.abort(group)
 
     prefix = f"megacompile/{next(_MADE)}/{'-'.join(map(str, ranks))}"
     agreement = Agreement(
@@ -284,5 +301,5 @@ def _joint(mesh: DeviceMesh, device: torch.device) -> _Joint:
         meets=meets,
         abort=abort,
     )
-    made = _JOINT[key] = _Joint(dist.group.WORLD, of_mesh, agreement)
+    made = _JOINT[key] = _Joint(weakref.ref(dist.group.WORLD), of_mesh, agreement)
     return made
