@@ -188,11 +188,18 @@ class _Tries:
         return everything and self.problem.fits_exactly(choice) and self._simulate(choice)
 
     def add_each(self, counts: Iterable[int], shares: Iterable[float]) -> None:
-        """Every combination of so many resident buckets and shares of device updates. Where a share
-        does not fit, a larger one, which takes more memory, does not."""
+        """Every combination of so many resident buckets and shares of device updates.
+
+        More on the device takes more memory, but not with every step. Where one share fits and the
+        next two do not, larger ones are not tried.
+        """
         for count in counts:
-            choices = (self._with(count, share) for share in sorted(shares))
-            if not list(itertools.takewhile(self.add, choices)):
+            fits: list[bool] = []
+            for share in sorted(shares):
+                fits.append(self.add(self._with(count, share)))
+                if fits[-3:] == [True, False, False]:
+                    break
+            if not any(fits):
                 self.too_many.add(count)
 
     def add(self, choice: Choice) -> bool:
