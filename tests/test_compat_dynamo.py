@@ -436,3 +436,27 @@ def test_dynamo_compiles_under_the_lock() -> None:
     assert taken == [False]
     with compat.compile_lock():
         pass
+
+
+def test_dynamo_does_not_collect_garbage_while_it_is_told_so() -> None:
+    before = torch._dynamo.config.run_gc_after_compile
+    with compat.without_collecting():
+        assert torch._dynamo.config.run_gc_after_compile is False
+    assert torch._dynamo.config.run_gc_after_compile is before
+
+
+@compat.within_callers
+def _twice(x: Tensor) -> Tensor:
+    return _once(_once(x))
+
+
+def _once(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+def test_a_function_within_its_callers_has_no_frame_of_its_own() -> None:
+    torch.compiler.reset()
+    (graph,) = captured(lambda x: _twice(x) + 1, torch.ones(2))
+    assert [n.target for n in graph.graph.nodes if n.op == "call_method"] == ["sin", "sin"]
+    torch.compiler.reset()
+    assert len(captured(_twice, torch.ones(2))) == 1  # of `_once` alone, the second time from it

@@ -68,3 +68,21 @@ def test_the_python_of_a_module_is_written_when_it_is_called(
     assert isinstance(module, fx.GraphModule) and not written
     assert torch.equal(module(torch.ones(2)), -torch.ones(2)) and written
     assert "neg" in module.code
+
+
+def test_a_copied_graph_has_nodes_of_its_own_under_the_same_names() -> None:
+    graph = made(True)
+    next(iter(graph.nodes)).meta["value"] = 1
+    copied = compat.copy_graph(graph)
+    copied.lint()
+    assert str(copied) == str(graph) and len(copied.nodes) == len(graph.nodes)
+    assert [n.name for n in copied.nodes] == [n.name for n in graph.nodes]
+    assert not set(copied.nodes) & set(graph.nodes)
+    first = next(iter(copied.nodes))
+    assert first.meta == {"value": 1}
+    first.meta["value"] = 2
+    assert next(iter(graph.nodes)).meta == {"value": 1}
+    with copied.inserting_after(first):
+        assert copied.create_node("call_function", operator.neg, (first,), name="x").name == "x_3"
+    found = copied.find_nodes(op="call_function", target=operator.neg)
+    assert len(found) == 1 + len(NAMES)

@@ -356,3 +356,28 @@ def test_an_operator_that_takes_tensors_for_numbers() -> None:
 
 def test_leaves() -> None:
     assert compat.leaves([1, (2, {"a": 3})]) == [1, 2, 3]
+
+
+class _Like(torch.Tensor):
+    pass
+
+
+def test_clipping_takes_a_class_as_plain_when_it_is_told_so() -> None:
+    from torch.utils import _foreach_utils
+
+    before = [*_foreach_utils._foreach_supported_types]
+    try:
+        compat.take_as_plain(_Like)
+        compat.take_as_plain(_Like)
+        assert _foreach_utils._foreach_supported_types == [*before, _Like]
+        like = torch.ones(2).as_subclass(_Like)
+        assert _foreach_utils._has_foreach_support([like], torch.device("cpu"))
+    finally:
+        _foreach_utils._foreach_supported_types[:] = before
+
+
+def test_fp8_products_are_there() -> None:
+    a = torch.ones(16, 16).to(torch.float8_e4m3fn)
+    one = torch.ones(())
+    product = compat.SCALED_MM(a, a.t(), one, one, out_dtype=torch.bfloat16)
+    assert torch.equal(product, torch.full((16, 16), 16.0, dtype=torch.bfloat16))

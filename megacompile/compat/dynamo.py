@@ -20,7 +20,7 @@ from torch._dynamo.variables.builder import SourcelessBuilder
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
-F = TypeVar("F", bound=Callable[..., Any])
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 # Dynamo captures anew when hooks are added to or removed from a module, and when two parameters
 # become one; by default it looks at neither. Nor does it split a graph at the buckets of a
@@ -174,7 +174,7 @@ def opaque(
     return call
 
 
-def within_callers(function: F) -> F:  # torch 2.11 to 2.15
+def within_callers(function: _F) -> _F:  # torch 2.11 to 2.15
     """A function that Dynamo captures as a part of its callers alone.
 
     Where a graph breaks in what it calls, its own frame would be traced up to there for nothing;
