@@ -248,6 +248,15 @@ def test_trees() -> None:
     assert compat.tree_map(lambda x: x + 1, {"a": [1, (2,)]}) == {"a": [2, (3,)]}
 
 
+def test_a_number_is_added_to_a_list_of_counters_in_place() -> None:
+    """Of other dtypes than the number's, which stay what they are."""
+    counters = [torch.tensor(2, dtype=d) for d in (torch.float32, torch.float64, torch.int64)]
+    before = [(id(counter), counter.dtype) for counter in counters]
+    compat.FOREACH_ADD(counters, torch.tensor(1), alpha=1)
+    assert [float(counter) for counter in counters] == [3.0] * 3
+    assert [(id(counter), counter.dtype) for counter in counters] == before
+
+
 def test_what_is_called_on_lists_of_gradients() -> None:
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     listening = [torch.ones(2).as_subclass(Listening) for _ in params]

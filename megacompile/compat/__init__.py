@@ -112,6 +112,7 @@ from megacompile.compat.modules import (
 )
 from megacompile.compat.operators import (
     CUDNN_BATCH_NORM,
+    FOREACH_ADD,
     FOREACH_MUL,
     FOREACH_NORM,
     FOREACH_UNSCALE,
@@ -231,6 +232,7 @@ __all__ = [
     "CROSS_ENTROPY_LOSS",
     "CUDNN_BATCH_NORM",
     "EXIT_AUTOCAST",
+    "FOREACH_ADD",
     "FOREACH_MUL",
     "FOREACH_NORM",
     "FOREACH_UNSCALE",

@@ -138,11 +138,13 @@ CUDNN_BATCH_NORM = torch.ops.megacompile.cudnn_batch_norm.default  # torch 2.11 
 # The product of fp8 matrices, each with a scale.
 SCALED_MM = torch._scaled_mm  # torch 2.11 to 2.15
 
-# What clip_grad_norm_ calls on a list of gradients, GradScaler.unscale_, and zero_grad.
+# What clip_grad_norm_ calls on a list of gradients, GradScaler.unscale_, and zero_grad; and what
+# torch.optim counts steps with.
 FOREACH_NORM = torch._foreach_norm  # torch 2.11 to 2.15
 FOREACH_MUL = torch._foreach_mul_  # torch 2.11 to 2.15
 FOREACH_UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_  # torch 2.11 to 2.15
 FOREACH_ZERO = torch._foreach_zero_  # torch 2.11 to 2.15
+FOREACH_ADD = torch._foreach_add_  # torch 2.11 to 2.15
 
 
 def take_as_plain(kind: type) -> None:  # torch 2.11 to 2.15

@@ -53,18 +53,23 @@ class DeviceGradient(LazyGradient):
         self.factor, self.version = factor, compat.version(tensor)
 
 
-def _all_ours(tensors: Sequence[Any]) -> bool:
-    """Has nobody else guarded one of these?"""
-    return all(who is None or isinstance(who, DeviceGradient) for who in map(guard_of, tensors))
+def _guards(tensors: Sequence[Any]) -> list[DeviceGradient | None] | None:
+    """Who guards each of these; None: somebody else guards one."""
+    found: list[DeviceGradient | None] = []
+    for who in map(guard_of, tensors):
+        if who is not None and not isinstance(who, DeviceGradient):
+            return None
+        found.append(who)
+    return found
 
 
 def _norm(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
-    if "out" in kwargs or not _all_ours(tensors):
+    guards = _guards(tensors)
+    if "out" in kwargs or guards is None:
         return NotImplemented
-    for tensor in tensors:
-        who = guard_of(tensor)
-        if isinstance(who, DeviceGradient) and who.factor is not None:
+    for tensor, who in zip(tensors, guards, strict=True):
+        if who is not None and who.factor is not None:
             who.open(tensor)
     return function(*args, **kwargs)
 
@@ -76,15 +81,15 @@ def _multiply(tensors: Sequence[Any], factor: Any) -> bool:
     """
     if type(factor) is not torch.Tensor or factor.dim() or factor.requires_grad:
         return False
-    if not _all_ours(tensors):
+    guards = _guards(tensors)
+    if guards is None:
         return False
     own, others = factor.clone(), []
-    for tensor in tensors:
-        who = guard_of(tensor)
-        if isinstance(who, DeviceGradient) and who.takes(tensor, factor):
+    for tensor, who in zip(tensors, guards, strict=True):
+        if who is not None and who.takes(tensor, factor):
             who.note(tensor, own)
             continue
-        if isinstance(who, DeviceGradient):
+        if who is not None:
             who.open(tensor)
         others.append(tensor)
     if others:

@@ -97,8 +97,8 @@ def make_buffers(
     others = any(other is not optimizer for other in bucket.states.owners())
     for trained, name, dtype in wanted:
         named.setdefault(name, {})[trained.at] = dtype
-        given = trained.state.get(name)
-        if others and given is not None and not isinstance(compat.local(given), BlockwiseTensor):
+        given = trained.state.get(name) if others else None
+        if given is not None and not isinstance(compat.local(given), BlockwiseTensor):
             bucket.states.share(optimizer, name, trained.at, compat.local(given))
     codes = False
     for name, dtypes in named.items():
@@ -115,12 +115,12 @@ def adopt(
 ) -> None:
     """Let `state` have views of the buffers; what was there (a loaded checkpoint) is copied."""
     buffers = bucket.states.of(optimizer)
-    rule = rule_of(optimizer)
     for name in names:
         given, buffer = state.get(name), buffers[name][i]
         if isinstance(buffer, tuple):
             mine = compat.local(given)
             if not (isinstance(mine, BlockwiseTensor) and mine.codes is buffer[0]):
+                rule = rule_of(optimizer)
                 view = BlockwiseTensor(
                     bucket.values[i],
                     *buffer,
@@ -214,10 +214,15 @@ def new_counter() -> torch.Tensor:
     return torch.tensor(0.0, dtype=torch.float64 if double else torch.float32)
 
 
-def count_up(state: dict[str, Any]) -> None:
-    """Count a step in an optimizer's own counter."""
-    if "step" in state:
-        state["step"] += 1
+def count_up(states: Iterable[dict[str, Any]]) -> None:
+    """Count a step in an optimizer's own counters."""
+    counting = [state for state in states if "step" in state]
+    tensors = [state["step"] for state in counting if isinstance(state["step"], torch.Tensor)]
+    if tensors:
+        compat.FOREACH_ADD(tensors, torch.tensor(1), alpha=1)  # a number is made a tensor for each
+    for state in counting:
+        if not isinstance(state["step"], torch.Tensor):
+            state["step"] += 1
 
 
 def drop_empty(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:

@@ -73,7 +73,10 @@ class StateMemory:
 
     def of(self, owner: object) -> dict[str, dict[int, State]]:
         """Those of an optimizer: name -> parameter's index -> state."""
-        return self._owned.setdefault(owner, _Owned()).by_name
+        owned = self._owned.get(owner)
+        if owned is None:
+            owned = self._owned[owner] = _Owned()
+        return owned.by_name
 
     def memory(self) -> Iterator[torch.Tensor]:
         """Everything that is not in 8 bits, flat, uint8."""

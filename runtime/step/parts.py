@@ -38,6 +38,7 @@ from megacompile.runtime.params.optimizer_states import (
     visible,
 )
 from megacompile.runtime.step import hooks
+from megacompile.runtime.step.groups import Groups
 from megacompile.runtime.updates.cpp import kind_of
 from megacompile.runtime.updates.on_device import DeviceUpdate
 from megacompile.runtime.updates.part import BucketPart
@@ -59,7 +60,24 @@ class Parts:
         offer = bucket.pending.take_offer()
         assert offer is None or isinstance(offer, DeviceUpdate)
         part = BucketPart(update, update.way, trained, [], [], aliased=False, first=[], left=None)
-        for each in trained:
+        if update.way is not UpdatePath.RESIDENT:  # that is over for all that follows on the stream
+            self._look_at(part)
+        if update.makes_states():
+            part.first = update.new()
+        if offer is not None:
+            by_rule = update.way in (UpdatePath.COMPILED, UpdatePath.TORCH)
+            if by_rule and not part.aliased and offer.fits(update.steps):
+                update.way, part.left = UpdatePath.ON_DEVICE, offer
+            else:
+                offer.drop()
+        return part
+
+    @staticmethod
+    def _look_at(part: BucketPart) -> None:
+        """Find out who can see that an update is in flight, and who has another name for it."""
+        update = part.update
+        bucket = update.bucket
+        for each in part.trained:
             mine = visible(each.state)
             part.states += mine
             part.visible += mine
@@ -73,15 +91,6 @@ class Parts:
                 part.aliased = True
             if update.way is UpdatePath.STOCK and _has_tensors(each.group):
                 part.aliased = True  # see float64 in for_update
-        if update.makes_states():
-            part.first = update.new()
-        if offer is not None:
-            by_rule = update.way in (UpdatePath.COMPILED, UpdatePath.TORCH)
-            if by_rule and not part.aliased and offer.fits(update.steps):
-                update.way, part.left = UpdatePath.ON_DEVICE, offer
-            else:
-                offer.drop()
-        return part
 
     def _update(
         self, optimizer: Optimizer, bucket: HostBucket, trained: Sequence[Trained]
@@ -89,7 +98,9 @@ class Parts:
         way = self._way(optimizer, bucket, trained)
         pin = way is UpdatePath.STOCK_ON_DEVICE or self.machine.in_backward is not None
         pin = pin or bucket.layout.key in self.machine.device_update.keys
-        self._make_buffers(optimizer, bucket, trained, by_rule=way in _RULES, pin=pin and self.cuda)
+        rule = rule_of(optimizer) if way in _RULES else None
+        groups = None if rule is None else Groups(rule)
+        self._make_buffers(optimizer, bucket, trained, groups, pin=pin and self.cuda)
         update = BucketUpdate(bucket, way, type(optimizer), self.machine.device)
         for each in trained:
             gradient = each.param.grad
@@ -101,7 +112,7 @@ class Parts:
             foreign = ours is None or ours.data_ptr() != theirs.data_ptr()
             taken = theirs.detach() if foreign or ours is None else ours
             scale = who.scale if isinstance(who, HostGradient) else 1.0
-            step = self._step(optimizer, bucket, each, taken, scale, way)
+            step = self._step(optimizer, bucket, each, taken, scale, groups)
             step.factor = _factor(who, gradient, way)
             step.intact = (
                 not foreign and who is not None and who.version == compat.version(gradient)
@@ -223,16 +234,15 @@ class Parts:
         optimizer: Optimizer,
         bucket: HostBucket,
         trained: Iterable[Trained],
+        groups: Groups | None,
         *,
-        by_rule: bool,
         pin: bool,
     ) -> None:
         wanted: list[tuple[Trained, str, torch.dtype | str]] = []
-        rule = rule_of(optimizer) if by_rule else None
         for each in trained:
-            if rule is not None:
+            if groups is not None:
                 dtype = self._state_dtype(each.param)
-                wanted += [(each, n, dtype) for n in rule.state_names(each.group)]
+                wanted += [(each, n, dtype) for n in groups.names(each.group)]
             else:
                 names = names_like(each.param, each.state)
                 wanted += [(each, name, each.state[name].dtype) for name in names]
@@ -246,11 +256,16 @@ class Parts:
         trained: Trained,
         gradient: torch.Tensor,
         scale: float,
-        way: UpdatePath,
+        groups: Groups | None,
     ) -> ParamUpdate:
+        """The step of one parameter.
+
+        Args:
+            groups: of its rule; None: torch.optim's own step makes it.
+        """
         param, i, group, state = trained
-        rule = rule_of(optimizer) if way in _RULES else None
-        names = names_like(param, state) if rule is None else rule.state_names(group)
+        rule = None if groups is None else groups.rule
+        names = names_like(param, state) if groups is None else groups.names(group)
         first = any(state.get(name) is None for name in names)
         adopt(optimizer, bucket, i, state, names)
         rounded = rule is not None and self._rounds(param)
@@ -263,10 +278,10 @@ class Parts:
             group={} if rule else {k: _snapshot(v) for k, v in group.items() if k != "params"},
             states=for_update(optimizer, bucket, i, state, names if rule else None),
         )
-        if rule is not None:
+        if groups is not None:
             count = float(state.get("step", 0)) + 1
             step.rule = rule
-            step.hyper = rule.hyper(group, step=count, first=first, scale=scale)
+            step.hyper = groups.hyper(group, count, first=first, scale=scale)
             if rounded:
                 ranks, place = self.machine.ranks, (bucket.layout.key << 20) + i
                 shard = 0 if ranks is None else ranks.rank
@@ -277,15 +292,14 @@ class Parts:
         self, optimizer: Optimizer, bucket: HostBucket, indices: Iterable[int]
     ) -> dict[int, ParamUpdate]:
         """The steps of some parameters by rule, for an update in the backward."""
-        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        rule = rule_of(optimizer)
+        assert rule is not None, "an update in the backward is by rule"
+        by_param = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         params = [(bucket.params[i], i) for i in indices]
-        trained = [Trained(p, i, groups[id(p)], optimizer.state[p]) for p, i in params]
-        self._make_buffers(optimizer, bucket, trained, by_rule=True, pin=self.cuda)
-        none = torch.empty(0)
-        return {
-            each.at: self._step(optimizer, bucket, each, none, 1.0, UpdatePath.BACKWARD)
-            for each in trained
-        }
+        trained = [Trained(p, i, by_param[id(p)], optimizer.state[p]) for p, i in params]
+        groups, none = Groups(rule), torch.empty(0)
+        self._make_buffers(optimizer, bucket, trained, groups, pin=self.cuda)
+        return {each.at: self._step(optimizer, bucket, each, none, 1.0, groups) for each in trained}
 
     def is_plain(self, param: nn.Parameter) -> bool:
         """Are a parameter, its gradient and its states of one dtype, as torch.optim has them?"""

@@ -232,10 +232,11 @@ class Updates:
         """
         updates = self.machine.in_backward
         if updates is not None and updates.optimizer is optimizer:
-            for key, i in updates.commit(self.machine.buckets):
-                param = self.machine.buckets[key].params[i]
-                count_up(optimizer.state[param])
-                drop_empty(optimizer, [param])
+            places = updates.commit(self.machine.buckets)
+            updated = [self.machine.buckets[key].params[i] for key, i in places]
+            count_up(optimizer.state[param] for param in updated)
+            drop_empty(optimizer, updated)
+            for param in updated:
                 param.grad = None
         found: dict[int, list[Trained]] = {}
         for group in optimizer.param_groups:
@@ -315,9 +316,9 @@ class Updates:
 
     @staticmethod
     def _count(optimizer: Optimizer, parts: Sequence[BucketPart]) -> None:
+        count_up(each.state for part in parts for each in part.trained)
         for part in parts:
             for each in part.trained:
-                count_up(each.state)
                 if each.state:
                     optimizer.state[each.param].update(each.state)
 

@@ -236,7 +236,7 @@ class BucketUpdate:
         by_rule: dict[OptimizerRule, list[Update]] = {}
         for step in self.steps:
             assert step.rule is not None
-            update = self._run(step).update
+            update = self._of(step, _dense)
             if update.param.numel():
                 by_rule.setdefault(step.rule, []).append(update)
         for rule, updates in by_rule.items():
@@ -260,18 +260,24 @@ class BucketUpdate:
 
     def _run(self, step: ParamUpdate) -> _Run:
         assert step.rule is not None
+        update = self._of(step, flat)
         bucket, i = self.bucket, step.index
-        update = Update(
-            param=flat(bucket.values[i]),
-            grad=flat(laid_out_as(step.grad, bucket.values[i])),
-            states=tuple(map(_flat_state, step.in_order())),
+        ours = step.grad is bucket.grads.get(i) or bucket.holds(step.grad)
+        return _Run(step.rule, update, ours, update.param.numel())
+
+    def _of(self, step: ParamUpdate, lay: Callable[[torch.Tensor], torch.Tensor]) -> Update:
+        """The update of one parameter, with its tensors as `lay` gives them."""
+        bucket, i = self.bucket, step.index
+        value = bucket.values[i]
+        return Update(
+            param=lay(value),
+            grad=lay(laid_out_as(step.grad, value)),
+            states=tuple(lay(s) if isinstance(s, torch.Tensor) else s for s in step.in_order()),
             hyper=step.hyper,
-            copy=flat(bucket.streamed[i]) if bucket.has_copy else None,
+            copy=lay(bucket.streamed[i]) if bucket.has_copy else None,
             seed=step.seed,
             factor=step.factor,
         )
-        ours = step.grad is bucket.grads.get(i) or bucket.holds(step.grad)
-        return _Run(step.rule, update, ours, update.param.numel())
 
     # torch.optim's own step.
 
@@ -338,8 +344,10 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _flat_state(state: State | None) -> State | None:
-    return flat(state) if isinstance(state, torch.Tensor) else state
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The same, or the tensor itself where its elements are in that order: to make another one
+    takes longer than to ask."""
+    return tensor if tensor.is_contiguous() else flat(tensor)
 
 
 def laid_out_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -93,7 +93,8 @@ def describe(position: int, rule: OptimizerRule, update: Update) -> tuple[Signat
     absmaxes: list[int] = []
     for state in given:
         if isinstance(state, tuple):
-            _check(position, state[1], absmax_numel(numel))
+            if state[1].numel() != absmax_numel(numel) or not state[1].is_contiguous():
+                _refuse(position, state[1], absmax_numel(numel))
             if state[0].dtype != torch.uint8 or state[1].dtype != torch.float32:
                 raise ValueError(
                     f"parameter {position}: an 8-bit state is {state[0].dtype} codes and "
@@ -110,7 +111,8 @@ def describe(position: int, rule: OptimizerRule, update: Update) -> tuple[Signat
         if tensor is None:
             row.append(0)
             continue
-        _check(position, tensor, numel)
+        if tensor.numel() != numel or not tensor.is_contiguous():
+            _refuse(position, tensor, numel)
         address = tensor.data_ptr()
         together |= address
         row.append(address)
@@ -133,12 +135,11 @@ def describe(position: int, rule: OptimizerRule, update: Update) -> tuple[Signat
     return signature, [*row, *absmaxes, seed or 0, at]
 
 
-def _check(position: int, tensor: Tensor, numel: int) -> None:
-    if tensor.numel() != numel or not tensor.is_contiguous():
-        raise ValueError(
-            f"parameter {position}: a tensor of shape {tuple(tensor.shape)} and strides "
-            f"{tensor.stride()}, needed a contiguous one of {numel} elements"
-        )
+def _refuse(position: int, tensor: Tensor, numel: int) -> NoReturn:
+    raise ValueError(
+        f"parameter {position}: a tensor of shape {tuple(tensor.shape)} and strides "
+        f"{tensor.stride()}, needed a contiguous one of {numel} elements"
+    )
 
 
 @functools.cache
