@@ -67,16 +67,9 @@ class Reader:
         file = self._open(entry.path)
         if into.dtype != entry.dtype or into.device.type != "cpu" or not into.is_contiguous():
             return [self._pool.submit(self._convert, file, entry, into)]
+        memory = _bytes_of(into)
         return [
-            self._pool.submit(
-                self._fill,
-                file,
-                entry,
-                begin,
-                into,
-                min(PIECE_BYTES, entry.size_bytes - begin),
-                begin,
-            )
+            self._pool.submit(self._fill, file, entry, begin, memory[begin : begin + PIECE_BYTES])
             for begin in range(0, entry.size_bytes, PIECE_BYTES)
         ]
 
@@ -114,14 +107,14 @@ class Reader:
         with torch.inference_mode(False), torch.no_grad():  # threads have modes of their own
             if not into.is_contiguous():
                 whole = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-                self._fill(file, entry, 0, whole, entry.size_bytes)
+                self._fill(file, entry, 0, _bytes_of(whole))
                 into.copy_(whole)
                 return
             staging, flat = self._staging(entry.dtype), into.view(-1)
             for begin in range(0, flat.numel(), staging.numel()):
                 piece = flat[begin : begin + staging.numel()]
                 staged = staging[: piece.numel()]
-                self._fill(file, entry, begin * staged.itemsize, staged, staged.nbytes)
+                self._fill(file, entry, begin * staged.itemsize, _bytes_of(staged))
                 piece.copy_(staged)
 
     def _staging(self, dtype: torch.dtype) -> torch.Tensor:
@@ -130,11 +123,10 @@ class Reader:
             self._of_thread.staging = torch.empty(STAGED_BYTES, dtype=torch.uint8, device="cpu")
         return cast(torch.Tensor, self._of_thread.staging).view(dtype)
 
-    def _fill(
-        self, file: int, entry: Entry, begin: int, into: torch.Tensor, size_bytes: int, to: int = 0
-    ) -> None:
-        """Read `size_bytes` of an entry, from its byte `begin` on, into the bytes from `to` on."""
-        memory = (ctypes.c_char * size_bytes).from_address(into.data_ptr() + to)
+    def _fill(self, file: int, entry: Entry, begin: int, into: torch.Tensor) -> None:
+        """Read an entry, from its byte `begin` on, into some bytes."""
+        size_bytes = into.numel()
+        memory = (ctypes.c_char * size_bytes).from_address(into.data_ptr())
         left = memoryview(memory).cast("B")
         at = entry.offset_bytes + begin
         while left:
@@ -154,3 +146,8 @@ class Reader:
             at += got
             left = left[got:]
         self._done(size_bytes)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory: (bytes,), uint8."""
+    return tensor.detach().view(-1).view(torch.uint8)

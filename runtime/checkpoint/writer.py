@@ -6,6 +6,7 @@ one of them is whole at a time. Format: https://huggingface.co/docs/safetensors
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 from collections.abc import Mapping
@@ -71,13 +72,20 @@ class SafetensorsFile:
 
 
 def _said(look: torch.Tensor) -> dict[str, Any]:
-    """Dtype and shape of a tensor, in the words of the library: it knows dtypes of several numbers
-    in a byte."""
-    from safetensors.torch import save
-
-    one = save({"x": torch.empty(1, dtype=look.dtype)})
-    header = json.loads(one[8 : 8 + struct.unpack("<Q", one[:8])[0]])["x"]
+    """Dtype and shape of a tensor, in the words of the library."""
+    dtype, numbers = _in_its_words(look.dtype)
     shape = list(look.shape)
     if shape:
-        shape[-1] *= header["shape"][0]
-    return {"dtype": header["dtype"], "shape": shape}
+        shape[-1] *= numbers
+    return {"dtype": dtype, "shape": shape}
+
+
+@functools.cache
+def _in_its_words(dtype: torch.dtype) -> tuple[str, int]:
+    """What the library calls a dtype, and how many of its numbers an element is: it knows dtypes of
+    several numbers in a byte."""
+    from safetensors.torch import save
+
+    one = save({"x": torch.empty(1, dtype=dtype)})
+    header = json.loads(one[8 : 8 + struct.unpack("<Q", one[:8])[0]])["x"]
+    return header["dtype"], header["shape"][0]
