@@ -140,6 +140,11 @@ class Capture:
     overlaps: tuple[Overlap, ...] = ()  # between inputs of which the graph changes one in place
     conditions: tuple[Any, ...] = ()  # relations of the symbols that the passes have relied on
 
+    def fresh(self) -> Capture:
+        """The same capture with a graph of its own for a pass to change."""
+        graph = compat.copy_graph(self.module.graph)
+        return replace(self, module=compat.graph_module(self.module, graph))
+
     def under(self, conditions: Sequence[Any]) -> Capture:
         """The capture, for values of its symbols of which these relations are true too."""
         if not conditions:

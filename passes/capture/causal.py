@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -25,7 +25,6 @@ import sympy
 import torch
 from torch import fx
 
-from megacompile import compat
 from megacompile.ir.capture import Capture, ConstantInput
 from megacompile.ir.symbols import Number, symbols_in
 from megacompile.ir.tensors import TensorMeta, tensors_bytes
@@ -79,7 +78,7 @@ def use_causal_attention(
     own = inline_checkpoints(capture)
     if not any(map(mask_of, own.module.graph.nodes)):
         return capture, ()
-    own = replace(own, module=compat.graph_module(own.module, compat.copy_graph(own.module.graph)))
+    own = own.fresh()
     known = _Known(own, propagate(own))
     sizes: dict[fx.Node, int] = {}
     count = 0

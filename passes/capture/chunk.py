@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -74,7 +74,7 @@ def chunk_head(
     if head is Head.AUTO and lowering is Lowering.EAGER:
         why = "lowering='eager' is bitwise, and head='chunked' is equal up to rounding"
         return capture, (f"{STOOD_BACK}{why}",)
-    own = replace(own, module=compat.graph_module(own.module, compat.copy_graph(own.module.graph)))
+    own = own.fresh()
     finder = _Finder(own, propagate(own))
     heads, reasons, conditions = [], [], []
     for loss in [n for n in own.module.graph.nodes if n.target in _LOSSES]:

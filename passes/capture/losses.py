@@ -9,13 +9,11 @@ on a GPU `log_softmax` too (its list of ops that autocast to float32); so does t
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from megacompile import compat
 from megacompile.ir.capture import Capture
 from megacompile.ir.tensors import TensorMeta
 from megacompile.passes.capture.inline import inline_checkpoints
@@ -41,7 +39,7 @@ def widen_losses(
     own = inline_checkpoints(capture)
     if not any(_is_loss(node, names) for node in own.module.graph.nodes):
         return capture, ()
-    own = replace(own, module=compat.graph_module(own.module, compat.copy_graph(own.module.graph)))
+    own = own.fresh()
     values = propagate(own)
     for node in [n for n in own.module.graph.nodes if _is_loss(n, names)]:
         for given in dict.fromkeys(node.all_input_nodes):

@@ -7,11 +7,8 @@ Dynamo gives a graph a float as a tensor without dimensions, whose value is aske
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import fx
 
-from megacompile import compat
 from megacompile.ir.capture import Capture, ConstantInput, NumberInput
 
 
@@ -19,9 +16,7 @@ def take_numbers(capture: Capture) -> Capture:
     """The capture whose numbers are taken as they are; itself where none comes as a tensor."""
     if not any(_items(capture)):
         return capture
-    own = replace(
-        capture, module=compat.graph_module(capture.module, compat.copy_graph(capture.module.graph))
-    )
+    own = capture.fresh()
     for node, source in _items(own):
         node.replace_all_uses_with(source)
         own.module.graph.erase_node(node)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import replace
 
 from torch import fx
 
@@ -26,14 +25,14 @@ def fold_vmaps(capture: Capture) -> Capture:
     if not own.module.graph.find_nodes(op="call_function", target=compat.VMAP_BEGIN):
         return capture
     compat.VMAP_LOAD()
-    module = compat.graph_module(own.module, compat.copy_graph(own.module.graph))
-    graph = module.graph
+    own = own.fresh()
+    module, graph = own.module, own.module.graph
     for node in graph.find_nodes(op="call_function", target=compat.VMAP_LOAD):
         graph.erase_node(node)
     for i, region in enumerate(_regions(graph)):
         _fold(module, region, f"vmap_{i}")
     module.recompile()
-    return replace(own, module=module)
+    return own
 
 
 def _regions(graph: fx.Graph) -> list[list[fx.Node]]:
