@@ -15,7 +15,8 @@ from megacompile import megacompile
 from megacompile.errors import MegacompileError
 
 
-def _said(refused: Callable[[], Any]) -> str:
+def said_by(refused: Callable[[], Any]) -> str:
+    """The error that a call ends with; "" where it ends with none."""
     try:
         refused()
     except MegacompileError as error:
@@ -30,13 +31,13 @@ def run(mesh: Any) -> dict[str, Any]:
     frozen = nn.Linear(4, 4)
     frozen.weight.requires_grad_(rank == 0)
     return {
-        "another shape": _said(lambda: megacompile(second, mesh=mesh, device="cpu")),
-        "frozen in one": _said(lambda: megacompile(frozen, mesh=mesh, device="cpu")),
+        "another shape": said_by(lambda: megacompile(second, mesh=mesh, device="cpu")),
+        "frozen in one": said_by(lambda: megacompile(frozen, mesh=mesh, device="cpu")),
         "is as it was": type(second.weight) is nn.Parameter,
-        "only replicas": _said(
+        "only replicas": said_by(
             lambda: megacompile(first, mesh=init_device_mesh("cpu", (2, 1)), device="cpu")
         ),
-        "not in the mesh": _said(
+        "not in the mesh": said_by(
             lambda: megacompile(first, mesh=DeviceMesh("cpu", [0]), device="cpu")
         ),
         "collectives": _collectives(mesh),

@@ -16,13 +16,13 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import megacompile as package
 from megacompile import megacompile, unmegacompile
-from megacompile.errors import MegacompileError
-from megacompile.runtime.checkpoint import savers, writer
-from megacompile.runtime.device.ranks import whole as whole_of
+from megacompile.runtime.checkpoint import writer
+from megacompile.runtime.device import ranks
 from megacompile.runtime.model import gathering
 from tests.rank_cases import lion, muon
 from tests.rank_checkpoints import Rows
 from tests.rank_modes import contents, whole
+from tests.rank_refusals import said_by
 
 STEPS = 2
 SHARD = 30_000  # bytes of a file: there are several
@@ -85,7 +85,7 @@ class Most:
 
     def __init__(self) -> None:
         self.alive = self.gathered = 0
-        stock = whole_of
+        stock = ranks.whole
         seen: list[weakref.ref[Tensor]] = []
 
         def counted(like: Tensor, part: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class Most:
             seen.append(weakref.ref(made))
             return made
 
-        self._patch = mock.patch.object(savers, "whole", counted)
+        self._patch = mock.patch.object(ranks, "whole", counted)
         self._patch.start()
 
     def end(self) -> None:
@@ -108,7 +108,7 @@ def failing(mesh: Any, folder: Path) -> dict[str, Any]:
     optimizer = AdamW(model.parameters(), lr=0.01)
     rank, last = dist.get_rank(), mesh.size() - 1
     target = folder / "failing"
-    said = {"a file": _said(lambda: package.save(model, _file(folder)))}
+    said = {"a file": said_by(lambda: package.save(model, _file(folder)))}
     stock = writer.SafetensorsFile.write
 
     def full(self: Any, name: str, tensor: Tensor) -> None:
@@ -117,15 +117,15 @@ def failing(mesh: Any, folder: Path) -> dict[str, Any]:
         stock(self, name, tensor)
 
     writer.SafetensorsFile.write = full  # type: ignore[method-assign]
-    said["a full disk"] = _said(lambda: package.save(model, target, max_shard_size=SHARD))
+    said["a full disk"] = said_by(lambda: package.save(model, target, max_shard_size=SHARD))
     writer.SafetensorsFile.write = stock  # type: ignore[method-assign]
     dist.barrier()
     said["left"] = str([path.name for path in target.iterdir()])
     sizes = "5GB" if rank < last else 0
-    said["a size"] = _said(lambda: package.save(model, target, max_shard_size=sizes))
+    said["a size"] = said_by(lambda: package.save(model, target, max_shard_size=sizes))
     if rank == last:
         model.layers[1].weight.register_hook(lambda gradient: gradient)
-    said["a hook"] = _said(lambda: unmegacompile(model))
+    said["a hook"] = said_by(lambda: unmegacompile(model))
     train(model, optimizer, 0, rank)
     package.save(model, target)
     said["in the end"] = str(sorted(path.name for path in target.iterdir()))
@@ -136,14 +136,6 @@ def _file(folder: Path) -> Path:
     file = folder / "file"
     file.write_text("mine")
     return file
-
-
-def _said(refused: Callable[[], Any]) -> str:
-    try:
-        refused()
-    except MegacompileError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def plain_again(mesh: Any, name: str) -> dict[str, Any]:
@@ -201,11 +193,11 @@ def refused_states(mesh: Any) -> dict[str, str]:
     optimizer = AdamW(model.parameters(), lr=0.01)
     train(model, optimizer, 0, dist.get_rank())
     optimizer.state[model.layers[1].weight]["mine"] = torch.zeros(3, 71)
-    said = _said(lambda: unmegacompile(model))
+    said = said_by(lambda: unmegacompile(model))
     train(model, optimizer, STEPS, dist.get_rank())  # nothing has changed
     del optimizer.state[model.layers[1].weight]["mine"]
     with mock.patch.object(gathering, "available_bytes", lambda: 1000):
-        memory = _said(lambda: unmegacompile(model))
+        memory = said_by(lambda: unmegacompile(model))
     unmegacompile(model)
     return {"states": said, "memory": memory}
 

@@ -29,8 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import megacompile as package
 import megacompile.runtime.checkpoint.save as saving
 from megacompile import megacompile
-from megacompile.runtime.checkpoint import savers
-from megacompile.runtime.device import rank_faults
+from megacompile.runtime.device import rank_faults, ranks
 from megacompile.runtime.device.ranks import Ranks, whole
 
 MOST_S = 120.0  # a rank that has not ended by then is killed
@@ -144,7 +143,7 @@ def is_killed_in_a_save(loop: Loop, odd: bool) -> None:
             return whole(like, part)
 
         try:
-            with mock.patch.object(savers, "whole", killed):
+            with mock.patch.object(ranks, "whole", killed):
                 package.save(loop.model, Path(folder) / "part")
         finally:
             left = [path.name for path in Path(folder).glob("part/*")]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megacompile import compat
-from megacompile.runtime.device.ranks import ranks_of, whole
+from megacompile.runtime.device.ranks import ranks_of
 
 
 class Savers:
@@ -36,4 +36,5 @@ class Savers:
         """All of a tensor; of one that ranks share, a collective."""
         if not compat.is_sharded(tensor):
             return tensor
-        return whole(tensor, compat.local(tensor).to(compat.mesh_of(tensor).device_type))
+        assert self._ranks is not None, "who has such a tensor is one of several ranks"
+        return self._ranks.all_of(tensor)

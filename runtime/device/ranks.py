@@ -195,6 +195,10 @@ class Ranks:
             if other is not None:
                 raise getattr(errors, other[0])(f"rank {rank}: {other[1]}")
 
+    def all_of(self, sharded: torch.Tensor) -> torch.Tensor:
+        """All of a tensor that these share, wherever their parts lie; all of them call it."""
+        return whole(sharded, compat.local(sharded).detach().to(self.device))
+
     def gathered(self, values: Sequence[float]) -> list[list[float]]:
         """Some numbers of each rank: one collective."""
         given = torch.tensor(values, dtype=torch.float64, device=self.device)

@@ -18,8 +18,8 @@ from megacompile import compat
 from megacompile.cost.ranks import ranks_of_host
 from megacompile.errors import HostMemoryError, ModelError, OptionError
 from megacompile.host_memory import available_bytes
-from megacompile.runtime.device.ranks import Ranks, whole
-from megacompile.runtime.model.sharding import Sites, optimizers_over, sites_of
+from megacompile.runtime.device.ranks import Ranks
+from megacompile.runtime.model.sharding import Sites, into_groups, optimizers_over, sites_of
 from megacompile.runtime.optim.states import to_plain
 from megacompile.runtime.params.accumulators import Accumulator
 from megacompile.runtime.params.guards import release
@@ -39,7 +39,7 @@ class Gathering:
     def __init__(self, model: nn.Module, ranks: Ranks, device: torch.device) -> None:
         self.device = device
         self._model = model
-        self._on = ranks.device  # where collectives are
+        self._ranks = ranks
         self._sites: dict[int, Sites] = {id(param): sites for param, sites in sites_of(model)}
         self.optimizers = optimizers_over(model)
 
@@ -68,8 +68,7 @@ class Gathering:
                     name: self._whole(to_plain(value)) if compat.is_sharded(value) else value
                     for name, value in states.items()
                 }
-            for group in optimizer.param_groups:
-                group["params"] = [replaced.get(id(p), p) for p in group["params"]]
+            into_groups(optimizer, replaced)
             free_states(optimizer, made)
 
     def take_rest(self) -> None:
@@ -79,8 +78,7 @@ class Gathering:
 
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """All of a DTensor, in memory of its own: a collective."""
-        part = compat.local(tensor).detach()
-        return whole(tensor, part.to(self._on)).to(self.device, copy=True)
+        return self._ranks.all_of(tensor).to(self.device, copy=True)
 
 
 def refuse_ungathered(

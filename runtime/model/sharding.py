@@ -9,7 +9,7 @@ the old ones get the new ones, and their states are divided too.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -57,8 +57,7 @@ def shard(model: nn.Module, ranks: Ranks, *, filled: bool = False) -> dict[int, 
             holder[name] = whole
     for optimizer in optimizers:
         _divide_states(optimizer, made)
-        for group in optimizer.param_groups:
-            group["params"] = [made.get(id(p), p) for p in group["params"]]
+        into_groups(optimizer, made)
     return made
 
 
@@ -139,6 +138,12 @@ def check_divided(model: nn.Module, ranks: Ranks) -> None:
 def optimizers_over(model: nn.Module) -> list[Optimizer]:
     """Those that have parameters of a model, though they have not stepped yet."""
     return hooks.constructed(_Having(model))
+
+
+def into_groups(optimizer: Optimizer, made: Mapping[int, nn.Parameter]) -> None:
+    """Put new parameters, by the ids of the old ones, in the places of these."""
+    for group in optimizer.param_groups:
+        group["params"] = [made.get(id(p), p) for p in group["params"]]
 
 
 class _Having:
