@@ -7,13 +7,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.peers.system import System, adamw, loop
+from benchmarks.peers.system import System, adamw, loop, to_float8
 from megacompile import explain, megacompile
 from megacompile.runtime.updates.compiled import wait_until_compiled
 
 
 def setup(
-    model: nn.Module, device: str, *, streamed: bool = False, in_backward: bool = False
+    model: nn.Module,
+    device: str,
+    *,
+    streamed: bool = False,
+    in_backward: bool = False,
+    float8: str | None = None,
 ) -> System:
     """Train a `Loss`.
 
@@ -22,7 +27,10 @@ def setup(
         device: "cuda" or "cpu".
         streamed: no parameter stays on the device, every layer is recomputed.
         in_backward: the update is made there, with 8-bit moments and without clipping.
+        float8: torchao's recipe for the linear layers but the head.
     """
+    if float8:
+        to_float8(model, float8)
     options: dict[str, Any] = {"device": device, "progress": False}
     if any(parameter.dtype == torch.float32 for parameter in model.parameters()):
         options |= {"compute_dtype": torch.bfloat16, "grad_dtype": torch.bfloat16}

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from torch import nn
 
-from benchmarks.peers.system import System, adamw, layers, loop, recompute_layers
+from benchmarks.peers.system import (
+    System,
+    adamw,
+    layers,
+    loop,
+    recompute_layers,
+    to_float8,
+)
 
 
 def setup(
-    model: nn.Module, device: str, *, compiled: bool = False, recompute: bool = False
+    model: nn.Module,
+    device: str,
+    *,
+    compiled: bool = False,
+    recompute: bool = False,
+    float8: str | None = None,
 ) -> System:
     """Train a `Loss` on the device.
 
@@ -17,7 +29,10 @@ def setup(
         device: "cuda" or "cpu".
         compiled: `torch.compile` on the whole, with `recompute` on each layer.
         recompute: each layer in the backward.
+        float8: torchao's recipe for the linear layers but the head.
     """
+    if float8:
+        to_float8(model, float8)
     model.to(device)
     if recompute:
         recompute_layers(model)
