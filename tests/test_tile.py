@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -258,6 +259,27 @@ def test_a_tile_needs_a_part_of_the_memory() -> None:
     one, two, many = (analysis.peak_bytes for analysis in peaks)
     assert many < two < one and many < one / 10
     assert peaks[2].work.flops == peaks[0].work.flops, "the same operations"
+
+
+def test_a_tile_is_gone_when_the_next_one_begins() -> None:
+    def gradient(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return flat(x).t() @ flat(x * w), mm(x * w, w.expand(W, W))
+
+    made = tile(traced(gradient, (1, 12, W), (W,)), Tokens((1, 12, W), 1), 4, frozenset(["arg1_1"]))
+    before: list[weakref.ref[Tensor]] = []
+    left: list[int] = []
+
+    def lower(module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
+        def run(*inputs: Tensor) -> Sequence[Any]:
+            left.append(sum(value() is not None for value in before))
+            values = list(module(*inputs))
+            before[:] = [weakref.ref(value) for value in values]
+            return values
+
+        return run
+
+    lower_pieces(made, lower)(torch.randn(1, 12, W), torch.randn(W))
+    assert left == [0] * 4
 
 
 # Whole models.

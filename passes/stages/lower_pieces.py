@@ -66,6 +66,7 @@ def _loop(piece: Piece, functions: dict[Tile, Function]) -> Function:
             del cut
             for result, (kind, axis) in zip(results, piece.results, strict=True):
                 _put(result, kind, axis, start, tile.tokens, made)
+            del made  # or this tile's values would be there beside the next one's
         for k, meta in enumerate(piece.metas):
             results[k] = results[k].to(meta.dtype)
         return results
