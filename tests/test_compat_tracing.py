@@ -197,3 +197,11 @@ def test_a_compiler_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(builder, "get_cpp_compiler", fail)
     assert not compat.has_cpp_compiler()
+
+
+@needs_compiler
+def test_vector_instructions_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = compat.find_vector_isa()
+    isa = inspect.getmodule(compat.find_vector_isa).cpu_vec_isa  # type: ignore[union-attr]
+    monkeypatch.setattr(isa.VecISA, "check_build", None)
+    assert found == str(isa.pick_vec_isa()) == compat.find_vector_isa()

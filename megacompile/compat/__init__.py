@@ -88,6 +88,7 @@ from megacompile.compat.dynamo import (
 from megacompile.compat.graphs import copy_graph, graph_module, new_node
 from megacompile.compat.inductor import (
     compile_inductor,
+    find_vector_isa,
     has_cpp_compiler,
     inductor_decompositions,
     mark_must_recompute,
@@ -299,6 +300,7 @@ __all__ = [
     "expression_of",
     "fake_mode",
     "fakes_of",
+    "find_vector_isa",
     "flatten_signature",
     "flatten_wrapper",
     "forget_compiled",

@@ -10,7 +10,7 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
-from torch._inductor import async_compile, cpp_builder
+from torch._inductor import async_compile, cpp_builder, cpu_vec_isa
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -97,3 +97,8 @@ def has_cpp_compiler() -> bool:  # torch 2.11 to 2.15
     except Exception:  # it raises errors of several kinds, by how it looked
         return False
     return True
+
+
+def find_vector_isa() -> str:  # torch 2.11 to 2.15
+    """The vector instructions that Inductor's code for the CPU uses; the process knows it then."""
+    return str(cpu_vec_isa.pick_vec_isa())

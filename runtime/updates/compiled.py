@@ -3,7 +3,8 @@
 A process beside this one compiles it (`cpp_process`). Until it is done, the twin as it is serves
 (`optim.twin.apply`), whose numbers are the same in every bit. Nobody waits: `ready` is asked in the
 thread that calls `optimizer.step()`, once for each kind of update, and takes the code from
-Inductor's caches, which takes less than half a second and starts no compiler.
+Inductor's caches, which takes less than half a second and starts no compiler: which vector
+instructions there are, a thread has found out by then (`vector_isa`).
 
 Where no caches are kept, or no process can be started, that thread compiles.
 
@@ -33,6 +34,7 @@ from megacompile.runtime.updates.cpp import (
     options_now,
 )
 from megacompile.runtime.updates.cpp_process import REFUSED, CppProcess
+from megacompile.runtime.updates.vector_isa import ISA
 
 
 class Compiled:
@@ -48,6 +50,7 @@ class Compiled:
     def expect(self, update: Update) -> None:
         """Updates of this kind will come: let them be compiled, if nobody has done it."""
         kind = kind_of(update)
+        ISA.begin()
         if kind not in self._codes and kind not in self._refused and kind not in self._beside:
             request = self._request(update)
             if request is not None and not request.is_done:
@@ -62,7 +65,7 @@ class Compiled:
             return False
         if kind in self._beside:
             asked, process = self._beside[kind]
-            if process.status is None:
+            if process.status is None or not self._can_load():
                 return False
             del self._beside[kind]
             refused, why = process.status == REFUSED, process.complaint()
@@ -72,9 +75,17 @@ class Compiled:
                 return False
             return self._take(kind, update, asked)
         request = self._request(update)
-        if request is not None and not request.is_done and self._begin(kind, request):
-            return False
+        if request is not None:
+            if not request.is_done and self._begin(kind, request):
+                return False
+            if request.is_done and not self._can_load():
+                return False
         return self._take(kind, update, request)
+
+    def _can_load(self) -> bool:
+        """Would taking code from the caches take no longer than that?"""
+        ISA.begin()
+        return ISA.known
 
     def __call__(self, update: Update) -> None:
         self._codes[kind_of(update)](*arguments(update))
@@ -83,6 +94,7 @@ class Compiled:
         """Until all that compiles is over."""
         for _, process in list(self._beside.values()):
             process.wait()
+        ISA.wait()
 
     def before_fork(self) -> None:
         """Nothing: what compiles is no thread."""
