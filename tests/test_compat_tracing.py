@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -200,8 +202,21 @@ def test_a_compiler_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_compiler
-def test_vector_instructions_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = compat.find_vector_isa()
-    isa = inspect.getmodule(compat.find_vector_isa).cpu_vec_isa  # type: ignore[union-attr]
-    monkeypatch.setattr(isa.VecISA, "check_build", None)
-    assert found == str(isa.pick_vec_isa()) == compat.find_vector_isa()
+def test_vector_instructions_are_tried_in_one_process_of_several() -> None:
+    names = compat.vector_isas()
+    compat.use_vector_isas([])
+    assert compat.vector_isas() == names, "what is known stays so"
+    code = (
+        "from torch._inductor import cpu_vec_isa\n"
+        "from megacompile import compat\n"
+        "def tried(isa, code): raise SystemExit(3)\n"
+        "cpu_vec_isa.VecISA.check_build = tried\n"
+        "compat.use_vector_isas({names})\n"
+        "assert compat.vector_isas() == {found} == compat.vector_isas()\n"
+        "assert cpu_vec_isa.VecISA.check_build is tried\n"
+    )
+    script = code.format(names=names, found=names)
+    subprocess.run([sys.executable, "-c", script], check=True)
+    if names:
+        script = code.format(names=names[1:], found=names[1:])
+        assert subprocess.run([sys.executable, "-c", script]).returncode == 3

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from megacompile.runtime.updates.compiled import Compiled, compiled
 from megacompile.runtime.updates.cpp import Request, agrees, kind_of
 from megacompile.runtime.updates.cpp_process import CppProcess
 from megacompile.runtime.updates.update import UpdatePath
-from megacompile.runtime.updates.vector_isa import VectorIsa
 from tests.inside import ways
 from tests.test_fork import in_child
 from tests.training import adamw, data, net, train
@@ -102,7 +100,11 @@ def test_it_is_compiled_elsewhere_and_found_here(
     ((request, process),) = rule._beside.values()
     assert request.is_done and request.agreed, process.complaint()
     before = compat.cache_counts()
-    assert rule.ready(update)
+    known: list[list[str]] = []
+    with monkeypatch.context() as planted:
+        planted.setattr(compat, "use_vector_isas", known.append)
+        assert rule.ready(update)
+    assert known == [compat.vector_isas()], "which takes long to find out"
     after = compat.cache_counts()
     assert after.since(before) == (1, 0)
     mine, its = cloned(update), cloned(update)
@@ -114,54 +116,6 @@ def test_it_is_compiled_elsewhere_and_found_here(
     torch.compiler.reset()
     assert Compiled(ADAM).ready(update)
     assert compat.cache_counts().made == after.made
-
-
-@needs_compiler
-def test_nobody_waits_for_the_vector_instructions(
-    cold: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To find them takes most of a minute on some machines: a thread does, here and in a child."""
-    update, first = update_of(), Compiled(ADAM)
-    first.expect(update)
-    first.wait()
-    asked, found = threading.Event(), threading.Event()
-
-    def slow() -> str:
-        asked.set()
-        found.wait(TIMEOUT_S)
-        return "avx2"
-
-    monkeypatch.setattr(compat, "find_vector_isa", slow)
-    isa = VectorIsa()
-    monkeypatch.setattr(module, "ISA", isa)
-    rule = Compiled(ADAM)
-    rule.expect(update)
-    assert asked.wait(TIMEOUT_S), "before the first step"
-    assert not rule.ready(update) and not first.ready(update)
-
-    def child() -> bool:
-        asked.clear()
-        isa.begin()
-        return asked.wait(TIMEOUT_S)
-
-    if hasattr(os, "fork"):
-        assert in_child(child)
-    found.set()
-    rule.wait()
-    assert rule.ready(update) and first.ready(update)
-
-
-def test_a_machine_without_vector_instructions_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What is wrong, whoever compiles says."""
-    monkeypatch.setattr(compat, "find_vector_isa", None)
-    isa = VectorIsa()
-    assert not isa.known
-    isa.wait()
-    isa.begin()
-    isa.wait()
-    assert isa.known
 
 
 @needs_compiler

@@ -88,13 +88,14 @@ from megacompile.compat.dynamo import (
 from megacompile.compat.graphs import copy_graph, graph_module, new_node
 from megacompile.compat.inductor import (
     compile_inductor,
-    find_vector_isa,
     has_cpp_compiler,
     inductor_decompositions,
     mark_must_recompute,
     mark_must_save,
     split_joint,
     start_compile_workers,
+    use_vector_isas,
+    vector_isas,
 )
 from megacompile.compat.modules import (
     APPLY,
@@ -222,6 +223,8 @@ from megacompile.compat.tracing import (
 )
 
 __all__ = [
+    "use_vector_isas",
+    "vector_isas",
     "ALL_GATHER",
     "REDUCE_SCATTER",
     "APPLY",
@@ -300,7 +303,6 @@ __all__ = [
     "expression_of",
     "fake_mode",
     "fakes_of",
-    "find_vector_isa",
     "flatten_signature",
     "flatten_wrapper",
     "forget_compiled",

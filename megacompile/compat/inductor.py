@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
@@ -99,6 +100,20 @@ def has_cpp_compiler() -> bool:  # torch 2.11 to 2.15
     return True
 
 
-def find_vector_isa() -> str:  # torch 2.11 to 2.15
-    """The vector instructions that Inductor's code for the CPU uses; the process knows it then."""
-    return str(cpu_vec_isa.pick_vec_isa())
+def vector_isas() -> list[str]:  # torch 2.11 to 2.15
+    """The sets of vector instructions that Inductor's code for the CPU may use here.
+
+    Each is tried, once in a process: a program is built, and run in a process that imports torch.
+    """
+    return [str(isa) for isa in cpu_vec_isa.valid_vec_isa_list()]
+
+
+def use_vector_isas(names: Sequence[str]) -> None:  # torch 2.11 to 2.15
+    """Take over what `vector_isas` said in another process; only what it does not name is tried."""
+    tried = cpu_vec_isa.VecISA.check_build
+
+    def found(isa: cpu_vec_isa.VecISA, code: str) -> bool:
+        return str(isa) in names or tried(isa, code)
+
+    with mock.patch.object(cpu_vec_isa.VecISA, "check_build", found):
+        cpu_vec_isa.valid_vec_isa_list()

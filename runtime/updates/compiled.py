@@ -4,7 +4,7 @@ A process beside this one compiles it (`cpp_process`). Until it is done, the twi
 (`optim.twin.apply`), whose numbers are the same in every bit. Nobody waits: `ready` is asked in the
 thread that calls `optimizer.step()`, once for each kind of update, and takes the code from
 Inductor's caches, which takes less than half a second and starts no compiler: which vector
-instructions there are, a thread has found out by then (`vector_isa`).
+instructions there are, the other process has found out.
 
 Where no caches are kept, or no process can be started, that thread compiles.
 
@@ -34,7 +34,6 @@ from megacompile.runtime.updates.cpp import (
     options_now,
 )
 from megacompile.runtime.updates.cpp_process import REFUSED, CppProcess
-from megacompile.runtime.updates.vector_isa import ISA
 
 
 class Compiled:
@@ -50,7 +49,6 @@ class Compiled:
     def expect(self, update: Update) -> None:
         """Updates of this kind will come: let them be compiled, if nobody has done it."""
         kind = kind_of(update)
-        ISA.begin()
         if kind not in self._codes and kind not in self._refused and kind not in self._beside:
             request = self._request(update)
             if request is not None and not request.is_done:
@@ -65,7 +63,7 @@ class Compiled:
             return False
         if kind in self._beside:
             asked, process = self._beside[kind]
-            if process.status is None or not self._can_load():
+            if process.status is None:
                 return False
             del self._beside[kind]
             refused, why = process.status == REFUSED, process.complaint()
@@ -75,17 +73,9 @@ class Compiled:
                 return False
             return self._take(kind, update, asked)
         request = self._request(update)
-        if request is not None:
-            if not request.is_done and self._begin(kind, request):
-                return False
-            if request.is_done and not self._can_load():
-                return False
+        if request is not None and not request.is_done and self._begin(kind, request):
+            return False
         return self._take(kind, update, request)
-
-    def _can_load(self) -> bool:
-        """Would taking code from the caches take no longer than that?"""
-        ISA.begin()
-        return ISA.known
 
     def __call__(self, update: Update) -> None:
         self._codes[kind_of(update)](*arguments(update))
@@ -94,7 +84,6 @@ class Compiled:
         """Until all that compiles is over."""
         for _, process in list(self._beside.values()):
             process.wait()
-        ISA.wait()
 
     def before_fork(self) -> None:
         """Nothing: what compiles is no thread."""
@@ -132,6 +121,8 @@ class Compiled:
             if request is None:
                 self._codes[kind] = compile_update(self.rule, update, options_now())
             else:
+                if request.is_done:
+                    request.prepare_to_load()
                 with compat.compile_settings_in_use(request.settings):
                     self._codes[kind] = compile_update(self.rule, update, request.options)
         except RuntimeError as error:

@@ -29,6 +29,7 @@ from megacompile.runtime.optim.twin import apply, arguments, function_of
 from megacompile.runtime.optim.update import Update
 
 TYPICAL = 2**22  # elements of a parameter that Inductor should have in mind
+_NOTE = 2  # the version of what a note says
 _SAMPLE = 2**16 + 37  # elements that the codes are compared on
 
 Code = Callable[..., None]
@@ -113,7 +114,7 @@ class Request:
         settings = compat.compile_settings()
         key = (
             *(torch.__version__, torch.backends.cpu.get_cpu_capability(), _sources()),
-            *(rule.name, kind_of(empty), tuple(options.items()), settings),
+            *(_NOTE, rule.name, kind_of(empty), tuple(options.items()), settings),
         )
         name = hashlib.sha256(pickle.dumps(key)).hexdigest()
         return Request(rule.name, empty, options, settings, str(folder / "megacompile" / name[:40]))
@@ -126,7 +127,18 @@ class Request:
     @property
     def agreed(self) -> bool:
         """Did its code round as the twin? Ask when it is done."""
-        return bool(json.loads(Path(self.note).read_text())["agrees"])
+        return bool(self._noted()["agrees"])
+
+    def prepare_to_load(self) -> None:
+        """Know what the process found out that made the code: which vector instructions there are.
+
+        Inductor asks before it loads code, and takes 45 s to answer on some machines.
+        """
+        compat.use_vector_isas(self._noted()["vector ISAs"])
+
+    def _noted(self) -> dict[str, Any]:
+        noted: dict[str, Any] = json.loads(Path(self.note).read_text())
+        return noted
 
     def carry_out(self) -> None:
         """Compile it, in a process of its own, and note that it is done."""
@@ -136,7 +148,12 @@ class Request:
         note = Path(self.note)
         note.parent.mkdir(parents=True, exist_ok=True)
         draft = note.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps({"rule": self.rule, "agrees": agrees(rule, self.update, code)}))
+        noted = {
+            "rule": self.rule,
+            "agrees": agrees(rule, self.update, code),
+            "vector ISAs": compat.vector_isas(),
+        }
+        draft.write_text(json.dumps(noted))
         draft.replace(note)
 
 
