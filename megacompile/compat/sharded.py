@@ -25,7 +25,7 @@ def use_dtensor() -> type[torch.Tensor]:  # torch 2.11 to 2.15
 
         _LOCAL.append(DTensor._local_tensor)
         _DTENSOR.append(DTensor)
-        DTensor.__deepcopy__ = _deepcopy
+        DTensor.__deepcopy__ = _deepcopy  # type: ignore[method-assign]
     return _DTENSOR[0]
 
 
