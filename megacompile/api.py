@@ -236,7 +236,7 @@ def megacompile(
     with compat.on_host():
         streamed = StreamedModel(model, options, divide, compiler, contents)
     compat.set_compiled_call(model, streamed)
-    replace_methods(model)
+    replace_methods(model, shared=mesh is not None)
     log.buckets_placed(type(model).__name__, [b.layout for b in streamed.machine.buckets.values()])
     for listener in tuple(LISTENERS):
         listener(model)

@@ -41,6 +41,35 @@ def run(mesh: Any) -> dict[str, Any]:
             lambda: megacompile(first, mesh=DeviceMesh("cpu", [0]), device="cpu")
         ),
         "collectives": _collectives(mesh),
+        "values": values(mesh),
+    }
+
+
+def values(mesh: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """The parameters and buffers of a model that every rank has drawn for itself, those of the
+    first rank's, and what there is when that was loaded, whole."""
+    first = _drawn(0)
+    ours = megacompile(_drawn(dist.get_rank()), mesh=mesh, device="cpu")
+    found = {"expected": _whole(first), "found": _whole(ours)}
+    with torch.no_grad():
+        for param in ours.parameters():
+            param.zero_()
+    ours.load_state_dict(first.state_dict())
+    return found | {"loaded": _whole(ours)}
+
+
+def _drawn(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+    with torch.no_grad():
+        net.get_buffer("1.running_mean").normal_()
+    return net
+
+
+def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+        for name, value in model.state_dict().items()
     }
 
 

@@ -71,8 +71,9 @@ def run(part: str, mesh: Any, folder: Path) -> dict[str, Any]:
         saved = {"2 x 2, saved": rank_whole.saved(nested, folder)}
         plain = {"2 x 2, plain again": rank_whole.plain_again(nested, "adamw")}
         rounded = {"2 x 2, rounded": rank_rounding.rounded(nested)}
+        values = {"2 x 2, values": rank_refusals.values(nested)}
         found = modes(FOUR, mesh) | checkpoints(mesh, folder, "save")
-        return found | saved | plain | rounded
+        return found | saved | plain | rounded | values
     if part == "whole":
         return rank_whole.run(mesh, folder)
     if part == "save":

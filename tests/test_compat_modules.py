@@ -243,7 +243,16 @@ def test_the_data_parallel_around(group: None, monkeypatch: pytest.MonkeyPatch) 
     kind = nn.parallel.DistributedDataParallel
     monkeypatch.setattr(kind, "__init__", inspect.unwrap(kind.__init__))
     checked: list[dict[str, Any]] = []
-    compat.check_data_parallel(checked.append)
+    made: list[nn.Module] = []
+
+    def check(ddp: Any, given: dict[str, Any]) -> bool:
+        checked.append(given)
+        if given["module"] in made:
+            nn.Module.__init__(ddp)
+            ddp.mine = True
+        return given["module"] in made
+
+    compat.check_data_parallel(check)
     model = Asks(compat.ddp_around)
     ddp = kind(model, bucket_cap_mb=1)
     ddp(torch.ones(2))
@@ -252,6 +261,29 @@ def test_the_data_parallel_around(group: None, monkeypatch: pytest.MonkeyPatch) 
     assert [id(param) for param in compat.ddp_parameters(ddp)] == [id(model.weight)]
     (given,) = checked
     assert given["module"] is model and given["bucket_cap_mb"] == 1
+    made.append(model)
+    assert bool(kind(model).mine)
+
+
+def test_what_makes_ranks_equal_sends_no_parts(
+    group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Any] = []
+
+    def stock(group: Any, tensors: Any, *others: Any) -> None:
+        sent.append([*tensors])
+
+    monkeypatch.setattr(dist, "_broadcast_coalesced", stock)
+    part, copy = torch.zeros(1), torch.ones(2)
+    for _ in range(2):
+        compat.send_no_parts(lambda tensor: tensor is part)
+    broadcast: Any = dist._broadcast_coalesced  # type: ignore[attr-defined, unused-ignore]
+    broadcast(dist.group.WORLD, [part, copy], 1 << 20, 0)
+    broadcast(dist.group.WORLD, [part], 1 << 20, 0)
+    assert [[each is copy for each in tensors] for tensors in sent] == [[True]]
+    monkeypatch.undo()
+    torchs: Any = dist
+    torchs._broadcast_coalesced(dist.group.WORLD, [copy], 1 << 20, 0)  # torch has it
 
 
 class Listening(Tensor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 from collections.abc import Iterator
 from typing import Any
@@ -156,3 +157,19 @@ def test_whoever_uses_a_guarded_dtensor_asks(mesh: DeviceMesh, use: Any) -> None
     assert param.shape == (3, 2) and asked.count == 0
     use(param)
     assert asked.count == 1 and type(param) is DTensor
+
+
+def test_a_part_behind_the_beginning_of_its_memory_is_copied(mesh: DeviceMesh) -> None:
+    """As in a bucket. Torch's own deepcopy fails there."""
+    param = shared(mesh, 3, 2)
+    compat.set_local(param, torch.arange(8.0)[2:].view(3, 2))
+    state = param.detach()
+    assert state.storage_offset() == 2
+    for source in (param, state):
+        first, again = copy.deepcopy([source, source])
+        assert first is again and type(first) is DTensor
+        assert isinstance(first, nn.Parameter) == isinstance(source, nn.Parameter)
+        assert first.requires_grad == source.requires_grad
+        assert compat.local(first).data_ptr() != compat.local(source).data_ptr()
+        assert first.full_tensor().equal(torch.arange(2.0, 8.0).view(3, 2))
+    assert compat.use_dtensor() is DTensor

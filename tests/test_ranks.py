@@ -32,6 +32,8 @@ def test_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
     assert not failed and not again, "\n".join([*failed, *again])
     first, second = ranks[0]["rounded"]
     assert first.unique().numel() > 1 and not first.equal(second)
+    failed = wrong_values([each["refusals"]["values"] for each in ranks])
+    assert not failed, "\n".join(failed)
     for said in (each["refusals"] for each in ranks):
         for other in ("another shape", "frozen in one"):
             assert "ModelError: megacompile(): Linear is another model in rank 1" in said[other]
@@ -51,6 +53,7 @@ def test_four_ranks_and_what_two_and_one_load_of_them(tmp_path: Path) -> None:
     failed = wrong_modes(FOUR, four)
     failed += wrong_plain("2 x 2", [each["2 x 2, plain again"] for each in four])
     failed += wrong_save(four[0]["2 x 2, saved"], tmp_path)
+    failed += wrong_values([each["2 x 2, values"] for each in four])
     a, b, of_a, of_b = four[0]["2 x 2, rounded"]  # the last two replicate the first two
     assert a.equal(of_a) and b.equal(of_b) and not a.equal(b)
     two = torchrun("load", 2, tmp_path)
@@ -128,6 +131,17 @@ def wrong_loops(ranks: list[dict[str, Record]]) -> list[str]:
         plain = rank_loops.run(name, None, len(ranks))
         failed += [f"{name}: {each}" for each in differences(ranks[0][name], plain, EXACT)]
     return failed
+
+
+def wrong_values(ranks: list[dict[str, dict[str, torch.Tensor]]]) -> list[str]:
+    """What is not the first rank's, of models that ranks drew apart."""
+    return [
+        f"rank {rank}: {kind} {name}"
+        for rank, said in enumerate(ranks)
+        for kind in ("found", "loaded")
+        for name, value in said["expected"].items()
+        if not value.equal(said[kind][name])
+    ]
 
 
 def wrong_save(saved: dict[str, Any], folder: Path) -> list[str]:

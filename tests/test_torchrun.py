@@ -18,7 +18,12 @@ from tests.zoo import equal
 ROOT = Path(__file__).resolve().parent.parent
 WORLD = 2
 TIMEOUT_S = 240
-NEEDS = {"trainer": "accelerate", "accelerate": "accelerate", "lightning": "lightning"}
+NEEDS = {
+    "trainer": "accelerate",
+    "accelerate": "accelerate",
+    "lightning": "lightning",
+    "model_parallel": "lightning",
+}
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -34,7 +39,8 @@ def test_losses_and_parameters_are_the_plain_ones(loop: str, tmp_path: Path) -> 
         assert plain["params"].keys() == ours["params"].keys()
         for name, param in plain["params"].items():
             assert equal(param, ours["params"][name]), name
-            assert equal(param, ranks[0][1]["params"][name]), f"{name} differs between ranks"
+            if "running" not in name:  # a buffer is this rank's own when the last step is over
+                assert equal(param, ranks[0][1]["params"][name]), f"{name} differs between ranks"
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -52,7 +58,8 @@ def test_ranks_that_share_a_model_train_as_plain_ones_do(loop: str, tmp_path: Pa
         assert plain["params"].keys() == ours["params"].keys()
         for name, param in plain["params"].items():
             torch.testing.assert_close(ours["params"][name], param, rtol=1e-5, atol=1e-6)
-            assert equal(ours["params"][name], ranks[0][1]["params"][name]), name
+            if "running" not in name:
+                assert equal(ours["params"][name], ranks[0][1]["params"][name]), name
     assert ranks[0][1]["losses"] != ranks[1][1]["losses"] or loop == "trainer", "rows of its own"
 
 

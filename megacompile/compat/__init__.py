@@ -144,6 +144,7 @@ from megacompile.compat.processes import (
     check_data_parallel,
     ddp_around,
     ddp_parameters,
+    send_no_parts,
 )
 from megacompile.compat.real_strides import real_strides
 from megacompile.compat.regions import (
@@ -369,6 +370,7 @@ __all__ = [
     "reified",
     "root_node",
     "run_soon",
+    "send_no_parts",
     "set_compiled_call",
     "set_dynamo_options",
     "set_local",

@@ -25,8 +25,11 @@ def ddp_parameters(
     return list(ddp._module_parameters)
 
 
-def check_data_parallel(check: Callable[[dict[str, Any]], None]) -> None:  # torch 2.11 to 2.15
-    """Call `check` with the arguments of every DistributedDataParallel, before it is made."""
+def check_data_parallel(
+    check: Callable[[Any, dict[str, Any]], bool],
+) -> None:  # torch 2.11 to 2.15
+    """Call `check` with every DistributedDataParallel and its arguments, before it is made. Where
+    it says True, it has made it."""
     stock = torch.nn.parallel.DistributedDataParallel.__init__
     if hasattr(stock, "checked"):
         return
@@ -34,8 +37,8 @@ def check_data_parallel(check: Callable[[dict[str, Any]], None]) -> None:  # tor
 
     @functools.wraps(stock)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        check(signature.bind(self, *args, **kwargs).arguments)
-        stock(self, *args, **kwargs)
+        if not check(self, signature.bind(self, *args, **kwargs).arguments):
+            stock(self, *args, **kwargs)
 
     init.checked = True  # type: ignore[attr-defined]
     torch.nn.parallel.DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
@@ -67,3 +70,20 @@ def ask_before_collectives(ask: Callable[[Any], None]) -> None:  # torch 2.11 to
 
         setattr(torch.distributed, name, collective)
         setattr(torch.distributed.distributed_c10d, name, collective)
+
+
+def send_no_parts(is_part: Callable[[Any], bool]) -> None:  # torch 2.11 to 2.15
+    """Let what makes ranks equal (`_broadcast_coalesced`: Lightning calls it before it evaluates)
+    leave out tensors of which each rank has another part; torch refuses them."""
+    distributed: Any = torch.distributed
+    stock = distributed._broadcast_coalesced
+    if hasattr(stock, "sends_no_parts"):
+        return
+
+    @functools.wraps(stock)
+    def broadcast(process_group: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        copies = [tensor for tensor in tensors if not is_part(tensor)]
+        return stock(process_group, copies, *args, **kwargs) if copies else None
+
+    broadcast.sends_no_parts = True  # type: ignore[attr-defined]
+    distributed._broadcast_coalesced = broadcast

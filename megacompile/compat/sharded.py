@@ -25,7 +25,21 @@ def use_dtensor() -> type[torch.Tensor]:  # torch 2.11 to 2.15
 
         _LOCAL.append(DTensor._local_tensor)
         _DTENSOR.append(DTensor)
+        DTensor.__deepcopy__ = _deepcopy  # type: ignore[method-assign]
     return _DTENSOR[0]
+
+
+def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+    """`copy.deepcopy` of a DTensor. Torch's own fails where the part lies behind the beginning of
+    its memory, as in a bucket: it takes the offset for an address, and the DTensor for a tensor
+    with memory of its own."""
+    if id(self) not in memo:
+        with torch.no_grad():
+            made: Any = like(self, local(self).detach().clone())
+        if isinstance(self, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=self.requires_grad)
+        memo[id(self)] = made.requires_grad_(self.requires_grad)
+    return memo[id(self)]
 
 
 def is_sharded(tensor: object) -> bool:  # torch 2.11 to 2.15

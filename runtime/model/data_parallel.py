@@ -8,7 +8,8 @@ again, and torch says nothing. Megatron and Apex put hooks of Python on such nod
                                                  seen there, at the first call inside of the DDP
     DDP(megacompile(model))                      right; buckets stay where they are from then on
     parameters where DDP cannot reduce them      refused when the DDP is made
-    a model that ranks share (mesh=)             refused: its gradients are means already
+    a model that ranks share (mesh=)             right: the DDP passes through, because gradients
+                                                 are means already (`pass_through`)
 
 Accelerate, and so Trainer, wraps what it prepares in a DDP, unless that says that it is prepared.
 """
@@ -21,11 +22,19 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from megacompile import compat, notices
 from megacompile.errors import ModelError
 from megacompile.options import Options
+from megacompile.runtime.model.pass_through import (
+    PassThrough,
+    group_of,
+    refuse_other_wraps,
+    sends_buffers,
+)
+from megacompile.runtime.model.sharding import divide_loaded
 from megacompile.runtime.params.accumulators import Accumulator
 
 _BACKENDS = 'init_process_group("cpu:gloo,cuda:nccl")'
@@ -50,11 +59,13 @@ class DataParallel:
         self._checked: weakref.ref[DistributedDataParallel] | None = None
         if updates and _inside(model):
             raise ModelError(_updates_refused("megacompile()", type(model).__name__))
-        self.shared = options.mesh is not None
+        self.mesh = options.mesh
+        self.shared = self.mesh is not None
         if self.shared:
             if _inside(model):
-                raise ModelError(_shared_refused("megacompile()", type(model).__name__))
+                raise ModelError(_shared_refused(type(model).__name__))
             setattr(model, _PREPARED, True)
+            self._loading = model.register_load_state_dict_pre_hook(divide_loaded)
         _LIVE.add(self)
         compat.check_data_parallel(_check_wrap)
 
@@ -89,6 +100,7 @@ class DataParallel:
         _LIVE.discard(self)
         if self.shared:
             vars(self.model).pop(_PREPARED, None)
+            self._loading.remove()
 
     def forget(self) -> None:
         """Parameters may have moved: check again at the next call."""
@@ -112,6 +124,10 @@ class DataParallel:
                 'resident="8GiB" puts them on the GPU before that (said once)'
             )
 
+    def is_among(self, modules: Collection[int]) -> bool:
+        """Is the model megacompiled, and one of these modules, by their ids?"""
+        return id(self.model) in modules and compat.compiled_call(self.model) is not None
+
     def check_wrap(self, module: nn.Module, given: Mapping[str, Any]) -> None:
         """Raise where a DDP over `module`, which has this model in it, could not reduce.
 
@@ -120,8 +136,6 @@ class DataParallel:
             given: the arguments of DistributedDataParallel.
         """
         name = type(self.model).__name__
-        if self.shared:
-            raise ModelError(_shared_refused("DistributedDataParallel()", name))
         trained = [param for param in self.model.parameters() if param.requires_grad]
         if self.updates and trained:
             raise ModelError(_updates_refused("DistributedDataParallel()", name))
@@ -230,13 +244,26 @@ def refuse_unreduced(
         )
 
 
-def _check_wrap(given: Mapping[str, Any]) -> None:
-    """Before a DDP is made: ask the megacompiled models in it."""
+def _check_wrap(ddp: DistributedDataParallel, given: Mapping[str, Any]) -> bool:
+    """Before a DDP is made: ask the megacompiled models in it. True: it is made, and passes
+    through."""
     module = given["module"]
     modules = {id(m) for m in module.modules()} if isinstance(module, nn.Module) else set()
-    for each in tuple(_LIVE):
-        if id(each.model) in modules and compat.compiled_call(each.model) is not None:
+    inside = [each for each in tuple(_LIVE) if each.is_among(modules)]
+    shared = [each for each in inside if each.mesh is not None]
+    meshes = [each.mesh for each in shared if isinstance(each.mesh, DeviceMesh)]
+    if not shared:
+        for each in inside:
             each.check_wrap(module, given)
+        return False
+    names = ", ".join(type(each.model).__name__ for each in shared)
+    params = {id(param) for each in shared for param in each.model.parameters()}
+    for mesh in meshes:
+        refuse_other_wraps(type(ddp), names, given, params, mesh)
+    ddp.__class__ = PassThrough
+    assert isinstance(ddp, PassThrough)
+    ddp.become(module, group_of(given), buffers=sends_buffers(given))
+    return True
 
 
 def devices_of(group: Any) -> frozenset[str] | None:
@@ -268,11 +295,10 @@ def _updates_refused(where: str, name: str) -> str:
     )
 
 
-def _shared_refused(where: str, name: str) -> str:
+def _shared_refused(name: str) -> str:
     return (
-        f"{where}: ranks share {name} (mesh=), so that its gradients are means over ranks already; "
-        "leave DistributedDataParallel out (with Lightning: strategy=ModelParallelStrategy(), and "
-        'megacompile(self.model, mesh=self.device_mesh["data_parallel"]) in configure_model())'
+        f"megacompile(): {name} has a DistributedDataParallel in it, and ranks are to share it "
+        "(mesh=), which averages gradients too; leave DistributedDataParallel out"
     )
 
 

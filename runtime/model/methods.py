@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from megacompile import compat, notices
+from megacompile.errors import ModelError
 
 
 class Replacement:
@@ -78,14 +79,34 @@ class HostApply(Replacement):
         return applied
 
 
-def replace_methods(model: nn.Module) -> None:
-    """Put ours in the place of a model's methods; a copied or loaded model is a plain one."""
+class SharedSave(Replacement):
+    """Raises: loops call it in their first rank, which has its rows alone."""
+
+    name = "save_pretrained"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        del args, kwargs
+        raise ModelError(
+            f"save_pretrained(): ranks share {type(self.model).__name__} (mesh=), and this one has "
+            "its rows alone; needed megacompile.save(model, folder), which all ranks call (with "
+            'Trainer: save_strategy="no", and a TrainerCallback)'
+        )
+
+
+def replace_methods(model: nn.Module, *, shared: bool = False) -> None:
+    """Put ours in the place of a model's methods; a copied or loaded model is a plain one.
+
+    Args:
+        shared: ranks share the model.
+    """
     for kind in (HostApply, OwnCall, OwnCompile):
         setattr(model, kind.name, kind(model))
+    if shared and hasattr(model, SharedSave.name):
+        setattr(model, SharedSave.name, SharedSave(model))
 
 
 def restore_methods(model: nn.Module) -> None:
     """Let a model have its own methods again."""
-    for kind in (HostApply, OwnCall, OwnCompile):
+    for kind in (HostApply, OwnCall, OwnCompile, SharedSave):
         if isinstance(vars(model).get(kind.name), kind):
             delattr(model, kind.name)

@@ -25,6 +25,7 @@ from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.params.guards import guard_dtensors
 from megacompile.runtime.step import hooks
 
+_SAMPLED = 1024  # elements of a tensor that tell whether ranks have the same
 Sites = list[tuple[dict[str, Any], str]]  # where modules have a parameter
 
 
@@ -45,11 +46,13 @@ def shard(model: nn.Module, ranks: Ranks, *, filled: bool = False) -> dict[int, 
         OptionError: an optimizer has states that cannot be divided.
     """
     guard_dtensors()
+    compat.send_no_parts(compat.is_sharded)
     _check(model, meta=filled)
     optimizers = optimizers_over(model)
     for optimizer in optimizers:
         _check_states(optimizer, model)
     _check_alike(model, ranks)
+    _send_values(model, ranks)
     made: dict[int, nn.Parameter] = {}
     for param, sites in sites_of(model):
         whole = made[id(param)] = _sharded(param, ranks)
@@ -135,6 +138,19 @@ def check_divided(model: nn.Module, ranks: Ranks) -> None:
         )
 
 
+def divide_loaded(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: object
+) -> None:
+    """Before `load_state_dict()` of a module: of whole tensors, this rank takes its rows. Nothing
+    is sent: each rank has loaded all of them."""
+    del others
+    for name, param in module.named_parameters(remove_duplicate=False):
+        value = state_dict.get(prefix + name)
+        if compat.is_sharded(param) and isinstance(value, torch.Tensor):
+            if not compat.is_sharded(value) and value.shape == param.shape:
+                state_dict[prefix + name] = compat.distributed(value, param)
+
+
 def optimizers_over(model: nn.Module) -> list[Optimizer]:
     """Those that have parameters of a model, though they have not stepped yet."""
     return hooks.constructed(_Having(model))
@@ -200,6 +216,31 @@ def _check_alike(model: nn.Module, ranks: Ranks) -> None:
         found: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(found, mine, group=group)
         _refuse_others(model, found, dist.get_process_group_ranks(group))
+
+
+@torch.no_grad()
+def _send_values(model: nn.Module, ranks: Ranks) -> None:
+    """Let all ranks have the first one's parameters and buffers, where theirs are others: drawn at
+    random without a seed, say. A DistributedDataParallel does so too."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    tensors = [t for _, t in named if not t.is_meta and t.layout is torch.strided]
+    said = ranks.told([_sample(tensor) for tensor in tensors])
+    if any(len(each) != len(tensors) for each in said):  # buffers of some ranks alone
+        return
+    for tensor, *each in zip(tensors, *said, strict=True):
+        if len(set(each)) > 1:
+            sent = tensor.detach().to(ranks.device).contiguous()
+            for dim in range(ranks.mesh.ndim):
+                group = ranks.mesh.get_group(dim)
+                dist.broadcast(sent, dist.get_global_rank(group, 0), group=group)
+            tensor.copy_(sent)
+
+
+def _sample(tensor: torch.Tensor) -> str:
+    """A digest of some elements: values that were drawn apart differ in nearly all of them."""
+    flat = tensor.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED].cpu().contiguous()
+    return hashlib.sha256(bytes(some.view(torch.uint8).tolist())).hexdigest()
 
 
 def _refuse_others(model: nn.Module, found: list[Any], numbers: list[int]) -> None:

@@ -1,0 +1,160 @@
+"""A DistributedDataParallel around a model that ranks share: it calls the module, and that is all.
+
+    gradients    are means over ranks when they come
+    buffers      are the first rank's, where it is made, and before each forward as in any DDP
+    no_sync()    each backward averages what it adds: the sum is the same, up to rounding
+    state dicts  are whole in every rank (`whole_states`): the loop's first rank saves them
+
+So a loop that wraps what it trains (Lightning's `strategy="ddp"`) goes on as it is. Nothing of
+torch's reducer is made: it would take parameters, of which each rank has other rows, for copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from megacompile.errors import ModelError
+from megacompile.runtime.model.whole_states import make_whole
+
+_OTHERWISE = ("mixed_precision", "delay_all_reduce_named_params")  # options that change numbers
+
+
+class PassThrough(DistributedDataParallel):
+    """What such a DistributedDataParallel becomes when it is made: `become` makes it."""
+
+    def become(self, module: nn.Module, group: Any, *, buffers: bool) -> None:
+        """Wrap a module.
+
+        Args:
+            module: what is called.
+            group: the process group whose ranks share it.
+            buffers: send the first rank's buffers to the others.
+        """
+        nn.Module.__init__(self)
+        self.module = module
+        self.process_group = group
+        self.device_ids = None
+        self.reducer: Any = _Nothing()
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self.find_unused_parameters = False
+        self.static_graph = False
+        self.broadcast_buffers = buffers
+        make_whole(module)
+        self._send_buffers()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module gives. Inputs go to the device that it computes on by themselves."""
+        self._send_buffers()
+        found = self.module(*args, **kwargs)
+        synced = torch.is_grad_enabled() and self.require_backward_grad_sync
+        self.require_forward_param_sync = synced  # as DistributedDataParallel has it
+        return found
+
+    def _send_buffers(self) -> None:
+        if not (self.broadcast_buffers and self.require_forward_param_sync):
+            return
+        first = dist.get_global_rank(self.process_group, 0)
+        with torch.no_grad():
+            for buffer in self.module.buffers():
+                sent = buffer.contiguous()
+                dist.broadcast(sent, first, group=self.process_group)
+                if sent is not buffer:
+                    buffer.copy_(sent)
+
+    def register_comm_hook(self, state: object, hook: Any) -> NoReturn:
+        """Raise: there is nothing that a hook could be given."""
+        raise _refused("register_comm_hook()", "no gradients pass through it")
+
+    def join(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise: each rank has rows of every layer, so that all of them compute or none."""
+        raise _refused("join()", "a rank without inputs would stop the others")
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Nothing; Lightning asks for it in the end."""
+        return {}
+
+
+class _Nothing:
+    """Stands for the reducer, which Lightning's manual optimization prepares for a backward."""
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
+        del outputs
+
+
+def refuse_other_wraps(
+    kind: type, names: str, given: Mapping[str, Any], shared: Collection[int], mesh: DeviceMesh
+) -> None:
+    """Raise where a DistributedDataParallel around what ranks share would have more to do.
+
+    Args:
+        kind: the class that is made.
+        names: of the models that ranks share.
+        given: the arguments of DistributedDataParallel.
+        shared: the ids of their parameters.
+        mesh: the ranks.
+
+    Raises:
+        ModelError: with what to write instead.
+    """
+    where = f"DistributedDataParallel(): ranks share {names} (mesh=)"
+    if kind is not DistributedDataParallel:
+        raise ModelError(f"{where}, so that gradients are means already; leave {kind.__name__} out")
+    for option in _OTHERWISE:
+        if given.get(option) is not None:
+            raise ModelError(
+                f"{where}, so that gradients are means already, and {option}= has no effect; "
+                "leave DistributedDataParallel out, or the option"
+            )
+    module = given["module"]
+    for name, param in module.named_parameters():
+        if param.requires_grad and id(param) not in shared:
+            raise ModelError(
+                f"{where}, but not parameter {name!r} of {type(module).__name__}, whose gradient "
+                "would have to be reduced; megacompile the outermost module with mesh="
+            )
+    here, there = sorted(dist.get_process_group_ranks(group_of(given))), sorted(ranks_of(mesh))
+    if here != there:
+        raise ModelError(
+            f"{where}, which are {there}, but its process group has the ranks {here}; needed the "
+            "same: leave DistributedDataParallel out, and give megacompile() a mesh of all ranks "
+            "(of two dimensions: the first one replicates, the second one shards)"
+        )
+
+
+def group_of(given: Mapping[str, Any]) -> Any:
+    """The process group of the DistributedDataParallel that gets these arguments."""
+    mesh = given.get("device_mesh")
+    if mesh is not None:
+        return mesh.get_group()
+    return given.get("process_group") or dist.group.WORLD
+
+
+def sends_buffers(given: Mapping[str, Any]) -> bool:
+    """Would a DistributedDataParallel that gets these arguments send buffers?"""
+    newer = given.get("forward_sync_buffers")  # torch 2.13 renamed it
+    older = given.get("broadcast_buffers")
+    return next((bool(each) for each in (newer, older) if each is not None), True)
+
+
+def ranks_of(mesh: DeviceMesh) -> list[int]:
+    """The global ranks on a mesh."""
+    found: list[int] = mesh.mesh.flatten().tolist()
+    return found
+
+
+def _refused(what: str, why: str) -> ModelError:
+    return ModelError(
+        f"DistributedDataParallel.{what}: ranks share the model in it (mesh=), and {why}; leave "
+        "it out"
+    )

@@ -1,0 +1,143 @@
+"""A DistributedDataParallel around what ranks share: what is refused, and what it answers.
+
+Its numbers are those of plain loops: tests/test_torchrun.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from megacompile import megacompile, unmegacompile
+from megacompile.errors import ModelError
+from tests.processes import group_of_one
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.norm(layer(x))
+        return x
+
+
+class Outer(nn.Module):
+    """Has one more parameter than the model in it."""
+
+    def __init__(self, net: nn.Module, *, trained: bool) -> None:
+        super().__init__()
+        self.net = net
+        self.scale = nn.Parameter(torch.ones(1), requires_grad=trained)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.net(x) * self.scale
+        return result
+
+
+class Other(DistributedDataParallel):
+    pass
+
+
+@pytest.fixture
+def net() -> Iterator[nn.Module]:
+    with group_of_one():
+        yield megacompile(Net(), mesh=init_device_mesh("cpu", (1,)), device="cpu")
+
+
+def mixed(net: nn.Module) -> Any:
+    return DistributedDataParallel(net, mixed_precision=object())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("wrap", "says"),
+    [
+        (lambda net: DistributedDataParallel(Outer(net, trained=True)), "parameter 'scale' of Out"),
+        (Other, "leave Other out"),
+        (mixed, "and mixed_precision= has no effect"),
+        (
+            lambda net: DistributedDataParallel(net).join(),
+            r"DistributedDataParallel.join\(\): rank",
+        ),
+        (
+            lambda net: DistributedDataParallel(net).register_comm_hook(None, print),
+            r"DistributedDataParallel.register_comm_hook\(\): ranks share",
+        ),
+    ],
+)
+def test_what_is_not_that_of_a_plain_loop_is_refused(
+    net: nn.Module, wrap: Callable[[nn.Module], Any], says: str
+) -> None:
+    with pytest.raises(ModelError, match=says):
+        wrap(net)
+
+
+def test_other_ranks_are_refused(net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    with pytest.raises(ModelError, match=r"which are \[0\], but its process group has the ranks"):
+        DistributedDataParallel(net)
+
+
+def test_ranks_do_not_share_what_has_one_in_it() -> None:
+    with group_of_one():
+        inner = DistributedDataParallel(nn.Linear(2, 2))
+        with pytest.raises(ModelError, match="has a DistributedDataParallel in it, and ranks"):
+            megacompile(nn.Sequential(inner), mesh=init_device_mesh("cpu", (1,)), device="cpu")
+
+
+def test_the_first_rank_does_not_save_alone(net: nn.Module) -> None:
+    class Saves(Net):
+        def save_pretrained(self, folder: str) -> str:
+            return folder
+
+    mesh = init_device_mesh("cpu", (1,))
+    shared: Any = megacompile(Saves(), mesh=mesh, device="cpu")
+    with pytest.raises(
+        ModelError, match=r"save_pretrained\(\): ranks share Saves .*megacompile.sa"
+    ):
+        shared.save_pretrained("folder")
+    assert unmegacompile(shared).save_pretrained("folder") == "folder"
+
+
+def test_it_trains_saves_and_loads(net: nn.Module) -> None:
+    plain = Net()
+    plain.load_state_dict(states(net))
+    wrapped = DistributedDataParallel(Outer(net, trained=False), broadcast_buffers=True)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (net, plain)]
+    for step in range(4):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+        for call, optimizer in zip((wrapped, plain), optimizers, strict=True):
+            with wrapped.no_sync() if step % 2 else contextlib.nullcontext():
+                call(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found, expected = wrapped.module.state_dict(), plain.state_dict()
+    for name, value in expected.items():
+        assert type(found[f"net.{name}"]) is Tensor
+        torch.testing.assert_close(found[f"net.{name}"], value)
+    saved, there = (each.state_dict() for each in optimizers)
+    for i, state in there["state"].items():
+        for name, value in state.items():
+            assert type(saved["state"][i][name]) is Tensor
+            torch.testing.assert_close(saved["state"][i][name], value)
+    wrapped.module.load_state_dict({name: value + 1 for name, value in found.items()})
+    torch.testing.assert_close(states(net)["layers.0.weight"], expected["layers.0.weight"] + 1)
+
+
+def states(net: nn.Module) -> dict[str, Tensor]:
+    """Whole, as a state dict."""
+    return {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in net.state_dict().items()
+    }
