@@ -15,7 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests import rank_checkpoints, rank_loops, rank_refusals, rank_rounding, rank_whole
+from tests import (
+    rank_checkpoints,
+    rank_explain,
+    rank_loops,
+    rank_refusals,
+    rank_rounding,
+    rank_whole,
+)
 from tests.rank_cases import FOUR, MORE, TWO
 from tests.rank_modes import Mode, Record, train
 
@@ -73,6 +80,8 @@ def run(part: str, mesh: Any, folder: Path) -> dict[str, Any]:
         rounded = {"2 x 2, rounded": rank_rounding.rounded(nested)}
         found = modes(FOUR, mesh) | checkpoints(mesh, folder, "save")
         return found | saved | plain | rounded
+    if part == "explain":
+        return rank_explain.run(mesh, folder)
     if part == "whole":
         return rank_whole.run(mesh, folder)
     if part == "save":
