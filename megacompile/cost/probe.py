@@ -78,7 +78,7 @@ def _with_host(probe: _Probe, measured: Hardware) -> Hardware:
     """Host memory has at least what was seen to go over it at once."""
     update_s = probe.seconds(probe.update)
     update = probe.update_bytes / update_s / 1e9
-    copies = measured.h2d_both_gb_s + measured.d2h_both_gb_s if probe.cuda else 0.0
+    copies = measured.h2d_both_gb_s + measured.d2h_both_gb_s
     both = probe.host_gb_s(update_s, measured.h2d_gb_s)
     return replace(measured, host_memory_gb_s=max(update, both, copies), update_gb_s=update)
 

@@ -74,12 +74,12 @@ def agree(mesh: DeviceMesh, device: torch.device) -> Agreed | None:
             return None
         mine = measure_of_rank(device, of_host, first=first, meet=lambda: told(mesh, None))
         found = told(mesh, _said(mine))
-    ranks = _with_hosts(found)
+    ranks = _with_hosts(found, together=cuda)
     slowest = _slowest([each.hardware for each in ranks]).shared_by(of_host)
     if not cuda:
         return Agreed(slowest, ranks)
     gather_gb_s, start_s = _interconnect(mesh, device)
-    slowest = replace(slowest, interconnect_gb_s=gather_gb_s, collective_s=start_s)
+    slowest = replace(slowest.with_interconnect(gather_gb_s), collective_s=start_s)
     return Agreed(slowest, ranks)
 
 
@@ -101,13 +101,23 @@ def _said(hardware: Hardware | None) -> _Said:
     return dist.get_rank(), os.environ.get("GROUP_RANK", ""), platform.node(), hardware
 
 
-def _with_hosts(found: Sequence[_Said]) -> tuple[RankRates, ...]:
-    """Each rank's rates, with those of its host, which the first one there has measured."""
+def _with_hosts(found: Sequence[_Said], *, together: bool) -> tuple[RankRates, ...]:
+    """Each rank's rates, with those of its host, which the first one there has measured.
+
+    Args:
+        together: links were measured at once: host memory has at least what went over all of them.
+    """
     of_host: dict[tuple[str, str], dict[str, float]] = {}
+    copied: dict[tuple[str, str], float] = {}
     for _, machine, host, hardware in found:
         there = of_host.setdefault((machine, host), {})
         for name in _OF_HOST:
             there[name] = min(there.get(name, math.inf), getattr(hardware, name))
+        if hardware is not None and together:
+            both = hardware.h2d_both_gb_s + hardware.d2h_both_gb_s
+            copied[machine, host] = copied.get((machine, host), 0.0) + both
+    for where, gb_s in copied.items():
+        of_host[where]["host_memory_gb_s"] = max(of_host[where]["host_memory_gb_s"], gb_s)
     rows = []
     for rank, machine, host, hardware in sorted(found, key=lambda row: row[0]):
         assert hardware is not None
