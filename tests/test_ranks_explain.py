@@ -168,10 +168,13 @@ def test_ranks_measure_together_where_one_of_them_has_no_rates(
     found = ranks.agree(mesh, torch.device("cuda"))
     assert found is not None and measured == [False]
     assert [(each.rank, each.host) for each in found.ranks] == [(0, "a"), (1, "a"), (2, "b")]
-    assert found.ranks[1].hardware == H200, "its host is what the first one there has measured"
+    both = H200.h2d_both_gb_s + H200.d2h_both_gb_s
+    shared = H200.replace(host_memory_gb_s=2 * both)  # as much as went over two links at once
+    assert found.ranks[1].hardware == shared, "its host is what the first one there has measured"
     slowest = found.hardware
     assert slowest.matmul_tflop_s * slowest.sustained == pytest.approx(400.0)
-    assert slowest.host_memory_gb_s == 40.0 and slowest.copy_s == 9e-6
+    assert slowest.host_memory_gb_s == both / 2 and slowest.copy_s == 9e-6
+    assert slowest.update_gb_s == H200.update_gb_s / 2
     assert (slowest.interconnect_gb_s, slowest.collective_s) == (395.0, 1e-5)
     assert slowest.name == H200.name
 
