@@ -282,7 +282,7 @@ def _compiler(
     host_bytes = budget_bytes(held_bytes(model), share=share) if cuda else None
     if mesh is not None:
         use_cores(mesh)
-    agreed = agree(mesh, options.device) if mesh is not None and cuda else None
+    agreed = None if mesh is None else agree(mesh, options.device)
     return functools.partial(PassCompiler, options, host_bytes=host_bytes, agreed=agreed)
 
 

@@ -118,7 +118,9 @@ def explain(
     It shows the stages; where every byte is, on the device and on the host; the plan and its
     reasons; how busy each stream is and what bounds the step; what would help, and by how much.
     Times are predicted for a step in the middle of training. A trace puts measured times beside
-    them. The optimizer is assumed to be an AdamW with the states that the options name.
+    them. Where ranks share the model it names the slowest, and what that costs; no rank waits for
+    another here, so any of them may call it. The optimizer is assumed to be an AdamW with the
+    states that the options name.
 
     Args:
         model: a model that has run a step. Its newest schedules are explained.
@@ -160,6 +162,7 @@ def explain(
     if trace is None and streamed in _TRACES:
         trace = _TRACES[streamed]()
     on_gpu = options.device.type == "cuda"
+    agreed = compiler.setting.agreed if hardware is None else None
     plans = options.plans and any(schedule.backward is not None for schedule in made)
     return explanation(
         now,
@@ -170,6 +173,8 @@ def explain(
         more=more_memory(compiler, planned, now) if plans and changes else None,
         try_changes=changes,
         locked_bytes=streamed.machine.host_budget.locked_bytes if on_gpu else None,
+        rates=() if agreed is None else agreed.ranks,
+        rank_steps=() if trace is None else trace.rank_steps.get(name, ()),
     )
 
 

@@ -15,7 +15,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests import rank_checkpoints, rank_loops, rank_refusals, rank_rounding, rank_whole
+from tests import (
+    rank_checkpoints,
+    rank_explain,
+    rank_loops,
+    rank_refusals,
+    rank_rounding,
+    rank_whole,
+)
 from tests.rank_cases import FOUR, MORE, TWO
 from tests.rank_modes import Mode, Record, train
 
@@ -74,6 +81,8 @@ def run(part: str, mesh: Any, folder: Path) -> dict[str, Any]:
         values = {"2 x 2, values": rank_refusals.values(nested)}
         found = modes(FOUR, mesh) | checkpoints(mesh, folder, "save")
         return found | saved | plain | rounded | values
+    if part == "explain":
+        return rank_explain.run(mesh, folder)
     if part == "whole":
         return rank_whole.run(mesh, folder)
     if part == "save":

@@ -11,9 +11,11 @@ from torch import fx, nn
 
 from megacompile import megacompile, schedules
 from megacompile.cost.hardware import H200, Hardware
+from megacompile.cost.known import known
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.queues import HOST, STREAMS, Queues, Work
 from megacompile.cost.simulate import Event, Prediction, simulate
+from megacompile.errors import OptionError
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, Param, Slot
 from megacompile.ir.ops import Part
@@ -549,3 +551,40 @@ def test_hand_made_schedules_without_graphs_take_time_too(spec: hand_made.Spec) 
     timeline = simulate(hand_made.build(spec), H200, optimizer=OptimizerCost(), steps=3)
     assert timeline.step_s > 0
     assert timeline.memory.peak.total_bytes > 0
+
+
+def ends(hardware: Hardware, **gigabytes_of: float) -> dict[str, float]:
+    """When works end that all begin at once, by the name of their stream."""
+    queues = Queues(hardware)
+    for name, size in gigabytes_of.items():
+        queues.add(Work("forward", name, STREAMS.index(Stream[name]), size * 1e9, [], 0))
+    queues.go()
+    return dict(zip(gigabytes_of, queues.stop_s, strict=True))
+
+
+def test_a_gather_over_pcie_shares_the_link_both_ways() -> None:
+    nvlink = UNIT.with_interconnect(4.0)
+    assert ends(nvlink, COMM=4.0, H2D=2.0) == {"COMM": 1.0, "H2D": 1.0}
+    pcie = UNIT.with_interconnect(1.0)
+    # the gather sends as much as it gets, so each way has 1 GB/s, which copies share with it
+    assert ends(pcie, COMM=1.0) == {"COMM": 1.0}
+    assert ends(pcie, COMM=1.0, H2D=1.0) == {"COMM": 2.0, "H2D": 2.0}
+    assert ends(pcie, COMM=1.0, D2H=1.0) == {"COMM": 2.0, "D2H": 2.0}
+    assert ends(UNIT.with_interconnect(2.0), COMM=1.0) == {"COMM": 0.5}, "as was measured"
+    slow = UNIT.with_interconnect(0.25)  # takes what it can, and leaves the rest
+    assert ends(slow, COMM=0.5, H2D=1.5) == {"COMM": 2.0, "H2D": 2.0}
+
+
+def test_all_copies_go_over_host_memory() -> None:
+    shared = UNIT.replace(host_memory_gb_s=4.0)
+    assert ends(shared, H2D=2.0, D2H=2.0) == {"H2D": 2.0, "D2H": 2.0}
+    assert ends(shared.shared_by(4), H2D=1.0, D2H=1.0) == {"H2D": 2.0, "D2H": 2.0}
+    assert ends(shared.shared_by(4), H2D=1.0, COMM=0.0)["H2D"] == 1.0
+
+
+def test_an_interconnect_no_faster_than_the_link_is_the_link() -> None:
+    assert known("4090").gathers_over_pcie == 1.0
+    assert known("a100").gathers_over_pcie == known("h200").gathers_over_pcie == 0.0
+    assert known("a100").with_interconnect(20.0).gathers_over_pcie == 1.0
+    with pytest.raises(OptionError, match="got interconnect_gb_s=0"):
+        UNIT.with_interconnect(0.0)

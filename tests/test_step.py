@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import unittest.mock
 import warnings
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from torch.optim import RMSprop
 from megacompile.runtime.optim.adam import ADAM
 from megacompile.runtime.optim.twin import apply
 from megacompile.runtime.optim.update import Update
+from megacompile.runtime.params import optimizer_states
+from megacompile.runtime.step import step
 from megacompile.runtime.updates.compiled import Compiled
 from megacompile.runtime.updates.update import UpdatePath
 from tests.inside import buckets, ways
@@ -99,6 +103,21 @@ def compile_now(rule: Compiled, update: Update) -> None:
     if not rule.ready(update):
         rule.wait()
         assert rule.ready(update)
+
+
+def test_states_of_the_first_step_are_never_all_there_twice() -> None:
+    """torch.optim makes them, and they are copied to the buckets: each is dropped behind that."""
+    _, streamed = twins(net())
+    made: list[weakref.ref[Tensor]] = []
+
+    def adopt(optimizer: Any, bucket: Any, i: int, state: dict[str, Any], names: Any) -> None:
+        assert not any(each() is not None for each in made), "those of a parameter before"
+        made.extend(weakref.ref(state[name]) for name in names)
+        optimizer_states.adopt(optimizer, bucket, i, state, names)
+
+    with unittest.mock.patch.object(step, "adopt", adopt):
+        train(streamed, adamw(streamed), 1)
+    assert len(made) > 10
 
 
 def test_a_rule_in_the_background_is_out_of_the_compilers_hands() -> None:

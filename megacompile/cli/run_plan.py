@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         hardware = hardware.replace(host_bytes=host_bytes)
     hardware = _with_disk(hardware, plan.disk(args)).shared_by(args.gpus)
     if args.interconnect is not None:
-        hardware = hardware.replace(interconnect_gb_s=args.interconnect)
+        hardware = hardware.with_interconnect(args.interconnect)
     answers = _sweep(args, hardware) if args.sweep else [_answer(args, hardware, args.batch)]
     fitting = [answer for answer in answers if not answer.why_not]
     best = max(fitting or answers[:1], key=lambda answer: answer.tokens_s or 0.0)

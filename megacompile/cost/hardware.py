@@ -42,6 +42,7 @@ class Hardware:
     disk_write_both_gb_s: float | None = None
     interconnect_gb_s: float = math.inf  # of a collective: what one rank gets from the others
     collective_s: float = 0.0  # of a collective, whatever its size
+    gathers_over_pcie: float = 0.0  # 1.0: collectives go over the link to the host, both ways
 
     def replace(self, **changes: Any) -> Hardware:
         """The same machine with other figures: `h200.replace(host_bytes=256 * 2**30)`.
@@ -61,6 +62,12 @@ class Hardware:
                 )
         return replace(self, **changes)
 
+    def with_interconnect(self, gb_s: float) -> Hardware:
+        """The same machine where collectives bring a rank so much: what is no faster than the link
+        to the host is that link, to other GPUs of this host or to its network."""
+        over_pcie = 1.0 if gb_s <= self.h2d_gb_s else 0.0
+        return self.replace(interconnect_gb_s=gb_s, gathers_over_pcie=over_pcie)
+
     def shared_by(self, ranks: int) -> Hardware:
         """What one of several ranks on this host counts on: a GPU of its own, and a share of the
         host's memory, of its bandwidth, and of the cores that update."""
@@ -74,7 +81,7 @@ class Hardware:
 
 def least(name: str) -> float:
     """The smallest figure of this name that there can be."""
-    zero = ("launch_s", "copy_s", "locked_bytes", "collective_s")
+    zero = ("launch_s", "copy_s", "locked_bytes", "collective_s", "gathers_over_pcie")
     return 0.0 if name in zero else 1e-12
 
 

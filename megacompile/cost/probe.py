@@ -6,6 +6,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -21,26 +22,36 @@ _LAUNCHES = 100
 _FP8_CAPABILITY = (8, 9)  # of CUDA: Ada, Hopper and later
 
 
-def measure(device: torch.device | str) -> Hardware:
+def measure(
+    device: torch.device | str, *, host: bool = True, meet: Callable[[], object] = lambda: None
+) -> Hardware:
     """Measure `device` (about five seconds on a GPU); the random generators stay as they are.
 
     On the CPU, a copy is one within host memory, and directions do not overlap.
+
+    Args:
+        host: measure host memory and updates too; else they are infinitely fast.
+        meet: called twice: where the device is measured, and where the host is. Several processes
+            that measure a GPU each wait for one another there, so that they copy at the same time,
+            and nobody copies while one measures the host.
     """
     device = torch.device(device)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        return _measured(device)
+        probe = _Probe(device)
+        meet()
+        measured = _device(probe)
+        meet()
+        return _with_host(probe, measured) if host else measured
 
 
-def _measured(device: torch.device) -> Hardware:
-    probe = _Probe(device)
+def _device(probe: _Probe) -> Hardware:
+    device = probe.device
     copy = _COPY_BYTES / 1e9
     h2d, d2h = copy / probe.seconds(probe.h2d), copy / probe.seconds(probe.d2h)
     both = probe.seconds(probe.both_ways)
     n = 8192 if device.type == "cuda" else 1024
     half = torch.bfloat16 if device.type == "cuda" else torch.float32
     peak = 2 * n**3 / probe.seconds(probe.matmul(n, half)) / 1e12
-    update_s = probe.seconds(probe.update)
-    update = probe.update_bytes / update_s / 1e9
     return Hardware(
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         h2d_gb_s=h2d,
@@ -58,11 +69,18 @@ def _measured(device: torch.device) -> Hardware:
         sustained=min(1.0, probe.sustained_flop_s(half) / (peak * 1e12)),
         attention_share=H200.attention_share,
         copy_s=probe.seconds(probe.small_copies) / _LAUNCHES,
-        host_memory_gb_s=max(update, probe.host_gb_s(update_s, h2d)),
-        update_gb_s=update,
         device_bytes=_device_bytes(device),
         host_bytes=total_bytes(),
     )
+
+
+def _with_host(probe: _Probe, measured: Hardware) -> Hardware:
+    """Host memory has at least what was seen to go over it at once."""
+    update_s = probe.seconds(probe.update)
+    update = probe.update_bytes / update_s / 1e9
+    copies = measured.h2d_both_gb_s + measured.d2h_both_gb_s
+    both = probe.host_gb_s(update_s, measured.h2d_gb_s)
+    return replace(measured, host_memory_gb_s=max(update, both, copies), update_gb_s=update)
 
 
 def _device_bytes(device: torch.device) -> int | None:

@@ -148,17 +148,27 @@ class Queues:
 def _rates(hardware: Hardware, busy: int) -> tuple[float, ...]:
     """Work a second of each queue while those in the mask run.
 
-    The device's updates go both ways at once, and divide each way with what else goes there.
+    The device's updates go both ways at once, and so do collectives where GPUs have no interconnect
+    but their links to the host: they divide each way with what else goes there. All copies go over
+    host memory, those between GPUs not: they stay in the processor's caches, or do not come there.
     """
-    h2d, d2h, host, device = (busy >> k & 1 for k in (H2D, D2H, HOST, DEVICE))
-    down = hardware.h2d_both_gb_s if d2h or device else hardware.h2d_gb_s
-    up = hardware.d2h_both_gb_s if h2d or device else hardware.d2h_gb_s
-    down, up = down / max(1, h2d + device), up / max(1, d2h + device)
+    h2d, d2h, host, device, comm = (busy >> k & 1 for k in (H2D, D2H, HOST, DEVICE, COMM))
+    gather = hardware.interconnect_gb_s
+    over_link = comm and hardware.gathers_over_pcie > 0
+    down = hardware.h2d_both_gb_s if d2h or device or over_link else hardware.h2d_gb_s
+    up = hardware.d2h_both_gb_s if h2d or device or over_link else hardware.d2h_gb_s
+    gathers = gather if over_link else 0.0
+    ways = ((h2d, down), (d2h, up))  # a gather alone gets its own rate, which was measured
+    (down, helps_down, comes), (up, helps_up, goes) = (
+        _shares([copies * rate, device * rate, gathers], max(rate, gathers))
+        for copies, rate in ways
+    )
+    if over_link:
+        gather = min(comes, goes)
     host_gb_s = hardware.update_gb_s if host else 0.0
-    wanted = [h2d * down, d2h * up, host_gb_s, device * 2 * min(down, up)]
-    given = _shares(wanted, hardware.host_memory_gb_s) if host else wanted
+    given = _shares([down, up, host_gb_s, 2 * min(helps_down, helps_up)], hardware.host_memory_gb_s)
     disk = _disk_rates(hardware, read=bool(busy >> READ & 1), write=bool(busy >> WRITE & 1))
-    return (1.0, *(rate * 1e9 for rate in (*given, *disk, hardware.interconnect_gb_s)))
+    return (1.0, *(rate * 1e9 for rate in (*given, *disk, gather)))
 
 
 def _disk_rates(hardware: Hardware, *, read: bool, write: bool) -> tuple[float, float]:

@@ -1,15 +1,19 @@
 """What ranks that share a model can do together: the slowest of each rate, and the interconnect.
 
-Ranks of one host share its memory: its bandwidth, the cores that update, and the bytes. The first
-of each host measures what there is, the others take that, and each counts on its share.
+Each rank measures its own GPU, all at the same time: what the links of a host have when all of its
+GPUs copy is what training gets. Ranks of one host share its memory: its bandwidth, the cores that
+update, and the bytes. The first of each host measures what there is, and each counts on its share.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import platform
 import statistics
 import time
-from dataclasses import asdict, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -18,12 +22,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megacompile import compat
 from megacompile.cost.hardware import Hardware
-from megacompile.cost.rates import load
+from megacompile.cost.rates import cached, cached_of_rank, measure_of_rank
+from megacompile.cost.slowest import RankRates
 
 _BYTES = 256 * 2**20  # that the ranks gather together: about a layer of a 7 B model
 _SMALL = 64 * 2**10
 _REPEATS = 5
 _LONGEST = ("launch_s", "copy_s", "collective_s")
+_OF_HOST = ("host_memory_gb_s", "update_gb_s")  # which the first rank of a host measures
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What all ranks plan with, and what each of them has."""
+
+    hardware: Hardware  # the slowest rates of all; of its host, a rank's share
+    ranks: tuple[RankRates, ...]  # by number
 
 
 def ranks_of_host(mesh: DeviceMesh) -> int:
@@ -45,33 +59,85 @@ def use_cores(mesh: DeviceMesh) -> None:
         torch.set_num_threads(share)
 
 
-def agree(mesh: DeviceMesh, device: torch.device) -> Hardware:
-    """The slowest rates of all ranks: a collective of all of them."""
+def agree(mesh: DeviceMesh, device: torch.device) -> Agreed | None:
+    """The slowest rates of all ranks: a collective of all of them.
+
+    Each GPU is measured once, in a few seconds. None on the CPU, where nobody measures for a plan,
+    unless every rank has rates on file.
+    """
+    of_host, cuda = ranks_of_host(mesh), device.type == "cuda"
     first = int(os.environ.get("LOCAL_RANK", mesh.get_rank())) == 0
-    mine = asdict(load(device)) if first else None
-    found: list[Any] = [None] * mesh.size()
-    for dim in range(mesh.ndim):  # along one dimension after the other, everybody hears of all
+    mine = cached_of_rank(device, of_host, first=first) if cuda else cached(device)
+    found = told(mesh, _said(mine))
+    if any(hardware is None for *_, hardware in found):  # some must measure: all do, at once
+        if not cuda:
+            return None
+        mine = measure_of_rank(device, of_host, first=first, meet=lambda: told(mesh, None))
+        found = told(mesh, _said(mine))
+    ranks = _with_hosts(found, together=cuda)
+    slowest = _slowest([each.hardware for each in ranks]).shared_by(of_host)
+    if not cuda:
+        return Agreed(slowest, ranks)
+    gather_gb_s, start_s = _interconnect(mesh, device)
+    slowest = replace(slowest.with_interconnect(gather_gb_s), collective_s=start_s)
+    return Agreed(slowest, ranks)
+
+
+def told(mesh: DeviceMesh, value: Any) -> list[Any]:
+    """What each rank of a mesh says, in their order: a collective of all of them."""
+    found = [value]
+    for dim in reversed(range(mesh.ndim)):
         group = mesh.get_group(dim)
         each: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(each, mine if dim == 0 else found, group=group)
-        found = each if dim == 0 else [row for rows in each for row in rows]
-    slowest = Hardware(**_slowest([row for row in found if row is not None]))
-    gather_gb_s, start_s = _interconnect(mesh, device)
-    shared = slowest.shared_by(ranks_of_host(mesh))
-    return replace(shared, interconnect_gb_s=gather_gb_s, collective_s=start_s)
+        dist.all_gather_object(each, found, group=group)
+        found = [one for several in each for one in several]
+    return found
 
 
-def _slowest(rates: list[dict[str, Any]]) -> dict[str, Any]:
+_Said = tuple[int, str, str, Hardware | None]  # rank, which machine of torchrun's, host, rates
+
+
+def _said(hardware: Hardware | None) -> _Said:
+    return dist.get_rank(), os.environ.get("GROUP_RANK", ""), platform.node(), hardware
+
+
+def _with_hosts(found: Sequence[_Said], *, together: bool) -> tuple[RankRates, ...]:
+    """Each rank's rates, with those of its host, which the first one there has measured.
+
+    Args:
+        together: links were measured at once: host memory has at least what went over all of them.
+    """
+    of_host: dict[tuple[str, str], dict[str, float]] = {}
+    copied: dict[tuple[str, str], float] = {}
+    for _, machine, host, hardware in found:
+        there = of_host.setdefault((machine, host), {})
+        for name in _OF_HOST:
+            there[name] = min(there.get(name, math.inf), getattr(hardware, name))
+        if hardware is not None and together:
+            both = hardware.h2d_both_gb_s + hardware.d2h_both_gb_s
+            copied[machine, host] = copied.get((machine, host), 0.0) + both
+    for where, gb_s in copied.items():
+        of_host[where]["host_memory_gb_s"] = max(of_host[where]["host_memory_gb_s"], gb_s)
+    rows = []
+    for rank, machine, host, hardware in sorted(found, key=lambda row: row[0]):
+        assert hardware is not None
+        rows.append(RankRates(rank, host, hardware.replace(**of_host[machine, host])))
+    return tuple(rows)
+
+
+def _slowest(rates: Sequence[Hardware]) -> Hardware:
     found: dict[str, Any] = {}
     for field in fields(Hardware):
-        values = [row[field.name] for row in rates if row[field.name] is not None]
-        if field.name in ("interconnect_gb_s", "collective_s"):
-            continue
-        if not values or isinstance(values[0], str):
-            found[field.name] = values[0] if values else None
+        values = [getattr(each, field.name) for each in rates]
+        values = [value for value in values if value is not None]
+        if field.name == "name":
+            found["name"] = " and ".join(dict.fromkeys(values))
         else:
-            found[field.name] = max(values) if field.name in _LONGEST else min(values)
-    return found
+            worst = max if field.name in _LONGEST else min
+            found[field.name] = worst(values, default=None)
+    for_long = min(each.matmul_tflop_s * each.sustained for each in rates)
+    found["sustained"] = for_long / found["matmul_tflop_s"]  # the two may be of two ranks
+    return Hardware(**found)
 
 
 def _interconnect(mesh: DeviceMesh, device: torch.device) -> tuple[float, float]:

@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from megacompile.cost.disk import DiskRates, measure_disk
 from megacompile.cost.hardware import Hardware, least
 from megacompile.cost.probe import measure
 
-_FORMAT = 4  # of the file: raised when fields change, or what they mean
+_FORMAT = 5  # of the file: raised when fields change, or what they mean
 _DISK_FORMAT = 1
 
 
@@ -38,7 +39,10 @@ def load(device: torch.device | str) -> Hardware:
 
 def cached(device: torch.device) -> Hardware | None:
     """The figures of `device` if it was measured before, and they are figures."""
-    path = _file(device)
+    return _on_file(_file(device))
+
+
+def _on_file(path: Path | None) -> Hardware | None:
     try:
         if path is None or not path.is_file():  # to open a FIFO would wait for ever
             return None
@@ -46,6 +50,29 @@ def cached(device: torch.device) -> Hardware | None:
     except (OSError, ValueError, TypeError):
         return None
     return found if _are_figures(found) else None
+
+
+def cached_of_rank(device: torch.device, ranks: int, *, first: bool) -> Hardware | None:
+    """The figures of one of `ranks` GPUs of this host, if they were measured together before.
+
+    Args:
+        first: the rates of the host are among them.
+    """
+    return _on_file(_file_of_rank(device, ranks, first=first))
+
+
+def measure_of_rank(
+    device: torch.device, ranks: int, *, first: bool, meet: Callable[[], object]
+) -> Hardware:
+    """Measure this GPU while the other ranks of this host measure theirs, and keep it.
+
+    Args:
+        first: measure the host too; the rates of other ranks are infinite there.
+        meet: waits until all ranks are here; called as often in each of them.
+    """
+    measured = measure(device, host=first, meet=meet)
+    _keep(_file_of_rank(device, ranks, first=first), json.dumps(asdict(measured), indent=2))
+    return measured
 
 
 def _are_figures(hardware: Hardware) -> bool:
@@ -102,8 +129,7 @@ def _disk_file(folder: Path) -> Path | None:
         device = os.stat(folder).st_dev
     except OSError:
         return None  # to measure says what is wrong
-    name = "".join(c if c.isalnum() else "-" for c in platform.node().lower())
-    where = f"{name}-{os.major(device)}-{os.minor(device)}"
+    where = f"{_words(platform.node())}-{os.major(device)}-{os.minor(device)}"
     return None if cache is None else cache / f"disk-{where}-v{_DISK_FORMAT}.json"
 
 
@@ -126,6 +152,18 @@ def _keep(path: Path | None, text: str) -> None:
 def _file(device: torch.device) -> Path | None:
     folder = _cache()
     return None if folder is None else folder / f"{_key(device)}.json"
+
+
+def _file_of_rank(device: torch.device, ranks: int, *, first: bool) -> Path | None:
+    """Of this GPU, of this machine: they may be one by one, and homes be shared."""
+    folder = _cache()
+    which = f"{_words(platform.node())}-{torch.cuda.get_device_properties(device).uuid}"
+    name = f"{_key(device)}-{which}-{'first' if first else 'one'}-of-{ranks}.json"
+    return None if folder is None else folder / name
+
+
+def _words(name: str) -> str:
+    return "".join(c if c.isalnum() else "-" for c in name.lower())
 
 
 def _key(device: torch.device) -> str:

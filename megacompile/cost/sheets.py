@@ -26,7 +26,7 @@ class _Sheet:
     def hardware(self) -> Hardware:
         """What to expect of it: the sheet times what the H200 reached of its own."""
         link, both, product = 55.5 / 63.0, 50.8 / 63.0, 804.0 / 989.0
-        return Hardware(
+        made = Hardware(
             self.name,
             h2d_gb_s=self.pcie_gb_s * link,
             d2h_gb_s=self.pcie_gb_s * link,
@@ -43,8 +43,8 @@ class _Sheet:
             host_memory_gb_s=self.host_memory_gb_s,
             update_gb_s=self.host_memory_gb_s * 125.0 / 150.0,
             device_bytes=self.memory_bytes,
-            interconnect_gb_s=self._interconnect_gb_s(),
         )
+        return made.with_interconnect(self._interconnect_gb_s())
 
     def _interconnect_gb_s(self) -> float:
         """What a collective brings: of NVLink as much as on the H200 (450 GB/s each way)."""

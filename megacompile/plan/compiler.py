@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from megacompile import log
 from megacompile.cost.hardware import Hardware
+from megacompile.cost.ranks import Agreed
 from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.capture import Capture, Variant
 from megacompile.ir.placement import Placement
@@ -39,7 +40,7 @@ class PassCompiler:
         budget_bytes: device memory that plans may use. None: what the user said, or what is free.
         host_bytes: host memory that the model may take. None: what the user said, or not known.
         templates: code that was traced already.
-        agreed: the slowest rates of the ranks that share the model.
+        agreed: the rates of the ranks that share the model.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class PassCompiler:
         budget_bytes: int | None = None,
         host_bytes: int | None = None,
         templates: TemplateCache | None = None,
-        agreed: Hardware | None = None,
+        agreed: Agreed | None = None,
     ) -> None:
         self.setting = Setting(options, hardware, host_bytes, agreed)
         self.pipeline = Pipeline(self.setting, units, templates)

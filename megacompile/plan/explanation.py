@@ -6,11 +6,12 @@ Sections of titles and rows; a terminal gets columns, a notebook tables, a progr
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from megacompile.cost.memory import Kind
+from megacompile.cost.slowest import RankRates
 from megacompile.ir.stream import Stream
 from megacompile.plan.report import (
     Section,
@@ -22,9 +23,11 @@ from megacompile.plan.report import (
     short_count,
 )
 from megacompile.plan.scenario import Change, Scenario, budgets, changes
+from megacompile.plan.slow_ranks import SlowRank, is_felt, last_text, slow_ranks
 from megacompile.plan.stage_groups import StageGroup, stage_groups
 from megacompile.text import format_bytes
 from megacompile.tracing.critical_path import NONE, traced_steps
+from megacompile.tracing.rank_steps import LastRank, RankSteps, last_rank
 from megacompile.tracing.timeline import Timeline as Traced
 
 _ROWS = 8  # groups of stages that are shown
@@ -91,10 +94,15 @@ class Explanation:
     changes: tuple[Change, ...]
     budgets: tuple[Change, ...]  # what a tenth more of each would buy
     locked_bytes: int | None = None  # of host memory, page-locked; None: nothing has to be
+    ranks: int = 1  # that share the model; memory and times are those of one
+    hosts: tuple[str, ...] = ()  # theirs, where ranks share the model and their rates are known
+    slow_ranks: tuple[SlowRank, ...] = ()  # rates at which some are behind, what costs most first
+    last_rank: LastRank | None = None  # whom the others wait for, where all ranks were traced
 
     @property
     def bound(self) -> str:
-        """What bounds the step: compute, h2d, d2h, host memory bandwidth, host update or disk."""
+        """What bounds the step: compute, h2d, d2h, host memory bandwidth, host update, disk or,
+        where ranks share the model, interconnect."""
         return next(iter(self.bounds))
 
     @property
@@ -162,10 +170,19 @@ class Explanation:
             shown[-1] = NONE, shown[-1][1] / self.traced_step_s
         return ", ".join(f"{name} {share:.0%}" for name, share in shown if share >= _EXPLAINED)
 
+    def slowest_lines(self) -> list[str]:
+        """Which ranks the others wait for, by rates and by a trace; [] where that makes little."""
+        several = len(self.hosts) > 1
+        found = [each.text(with_host=several) for each in self.slow_ranks if each.matters]
+        if self.last_rank is not None and is_felt(self.last_rank):
+            found.append(last_text(self.last_rank, with_host=several))
+        return found
+
     def _title(self) -> str:
         count = sum(group.count for group in self.stages)
+        each = "" if self.ranks == 1 else f"each of {self.ranks} ranks' "
         return (
-            f"{self.model}, {short_count(self.parameters)} parameters, on {self.hardware}: "
+            f"{self.model}, {short_count(self.parameters)} parameters, on {each}{self.hardware}: "
             f"{count} stages of {self.templates} templates"
         )
 
@@ -184,6 +201,8 @@ class Explanation:
         ]
         if self.traced_step_s is not None:
             sections.append(("the traced steps waited for", [self.traced_waits_text()]))
+        if slowest := self.slowest_lines():
+            sections.append(("the slowest rank", slowest))
         if self.budgets:
             sections.append((_TENTH, self._budget_rows()))
         return sections + (self._change_sections() if self.changes else [])
@@ -277,6 +296,8 @@ def explanation(
     more: Mapping[str, Callable[[], Scenario]] | None = None,
     try_changes: bool = True,
     locked_bytes: int | None = None,
+    rates: Sequence[RankRates] = (),
+    rank_steps: Sequence[RankSteps] = (),
 ) -> Explanation:
     """What there is to say of a planned step.
 
@@ -289,6 +310,8 @@ def explanation(
         more: the same plan with more of a memory; see `megacompile.plan.scenario.budgets`.
         try_changes: say what would help.
         locked_bytes: of host memory that is page-locked. Default: what can be, where that is known.
+        rates: of each of the ranks that share the model; the slowest are those of `now`.
+        rank_steps: what each of them has traced.
     """
     timeline = now.timeline()
     peak = now.device.peak
@@ -331,4 +354,8 @@ def explanation(
         changes=changes(now, rebuilt) if try_changes else (),
         budgets=budgets(now, more) if try_changes or more else (),
         locked_bytes=locked_bytes,
+        ranks=now.ranks,
+        hosts=tuple(dict.fromkeys([r.host for r in rates] + [r.host for r in rank_steps])),
+        slow_ranks=slow_ranks(now, rates),
+        last_rank=last_rank(rank_steps),
     )

@@ -38,6 +38,7 @@ _RATES = {  # what a resource's speed stands for in `Hardware`
     "d2h": ("d2h_gb_s", "d2h_both_gb_s"),
     "host memory bandwidth": ("host_memory_gb_s",),
     "host update": ("update_gb_s",),
+    "interconnect": ("interconnect_gb_s",),
     "disk": (
         "disk_read_gb_s",
         "disk_write_gb_s",
@@ -80,6 +81,11 @@ class Scenario:
                 self.schedules, rates, optimizer=self.optimizer, steps=3, fused=self.fused
             )
         return self._kept[machine]
+
+    @property
+    def ranks(self) -> int:
+        """How many share the model."""
+        return max((b.ranks for schedule in self.schedules for b in schedule.buckets), default=1)
 
     @property
     def step_s(self) -> float:
@@ -168,7 +174,7 @@ class Scenario:
         """
         found = {}
         for name in _RATES:
-            if name == "disk" and not self.disk():
+            if (name == "disk" and not self.disk()) or (name == "interconnect" and self.ranks == 1):
                 continue
             less = self.step_s - self.timeline(faster(self.hardware, name, _FASTER)).step_s
             possible = self.step_s * (1 - 1 / _FASTER)
@@ -185,6 +191,8 @@ def faster(hardware: Hardware, resource: str, times: float) -> Hardware:
     """The same machine with one resource so many times as fast."""
     rates = {name: getattr(hardware, name) for name in _RATES[resource]}
     changes = {name: rate * times for name, rate in rates.items() if rate is not None}
+    if resource == "interconnect":
+        changes["collective_s"] = hardware.collective_s / times
     if resource == "compute":
         changes["launch_s"] = hardware.launch_s / times
     if resource in ("h2d", "d2h"):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from megacompile import compat
 from megacompile.cost.hardware import H200, Hardware
 from megacompile.cost.optimizer import OptimizerCost
+from megacompile.cost.ranks import Agreed
 from megacompile.cost.rates import cached, load, load_disk
 from megacompile.options import Options
 from megacompile.page_locks import PAGE_LOCKS
@@ -26,13 +27,14 @@ class Setting:
         hardware: a GPU that plans are made for. None: the device of the options.
         host_bytes: host memory that the model may take, when the user says nothing. None: not
             known, or that of `hardware`.
-        agreed: the slowest rates of the ranks that share the model; None: it has no ranks.
+        agreed: the rates of the ranks that share the model; None: it has no ranks, or they are not
+            known.
     """
 
     options: Options
     hardware: Hardware | None = None
     host_bytes: int | None = None
-    agreed: Hardware | None = None
+    agreed: Agreed | None = None
 
     @property
     def on_gpu(self) -> bool:
@@ -48,10 +50,12 @@ class Setting:
         if self.hardware is not None:
             return self.hardware
         if self.options.device.type == "cuda":
-            found = load(self.options.device) if self.agreed is None else self.agreed
+            found = load(self.options.device) if self.agreed is None else self.agreed.hardware
             folder = self.options.disk
             found = replace(found, locked_bytes=PAGE_LOCKS.limit_bytes)
             return found if folder is None else load_disk(folder).on(found)
+        if self.agreed is not None:
+            return self.agreed.hardware
         return cached(self.options.device) or _ASSUMED  # nobody measures for a plan on the CPU
 
     def host_budget_bytes(self) -> int | None:

@@ -67,7 +67,7 @@ def period(timeline: Timeline, model: str, *, last: int | None = None) -> Period
     Args:
         last: only so many of the last steps; default: all of them.
     """
-    ends = _ends(timeline, model, "backward") or _ends(timeline, model, "forward")
+    ends = step_ends(timeline, model)
     if last is not None:
         ends = ends[-last - 1 :]
     if len(ends) > 1:
@@ -77,6 +77,11 @@ def period(timeline: Timeline, model: str, *, last: int | None = None) -> Period
         return None
     start, stop = min(s.start_s for s in spans), max(s.stop_s for s in spans)
     return Period(start, stop, max(1, len(ends)))
+
+
+def step_ends(timeline: Timeline, model: str) -> list[float]:
+    """When the computes of each step ended; seconds of the timeline's axis."""
+    return _ends(timeline, model, "backward") or _ends(timeline, model, "forward")
 
 
 def _ends(timeline: Timeline, model: str, graph: str) -> list[float]:

@@ -14,9 +14,10 @@ Their distance, some microseconds, is the error of what the host's lane shows be
 from __future__ import annotations
 
 import functools
+import platform
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
@@ -28,8 +29,9 @@ from megacompile.cost.optimizer import OptimizerCost
 from megacompile.errors import TraceError
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
-from megacompile.tracing import perfetto, plot, prediction, timeline, totals
+from megacompile.tracing import perfetto, plot, prediction, rank_steps, timeline, totals
 from megacompile.tracing.describe import describe
+from megacompile.tracing.rank_steps import RankSteps
 from megacompile.tracing.timeline import OpInfo, Run, Span, Timeline
 
 _CLOCK_TRIES = 3
@@ -215,6 +217,7 @@ class Trace:
         self._predicted: Timeline | None = None
         self._start_s: float | None = None
         self._over = False
+        self._rank_steps: dict[str, tuple[RankSteps, ...]] = {}
 
     def __enter__(self) -> Self:
         if self._start_s is not None:
@@ -323,13 +326,56 @@ class Trace:
         their clocks are one where they are of one host.
         """
         whole = perfetto.document(self.measured, self.predicted)
-        ranks = next((m.machine.ranks for m in self._models if m.machine.ranks is not None), None)
+        ranks = self._ranks()
         if ranks is not None:
+            self._compare(ranks)
             found = ranks.told((whole, self._start_s or 0.0))
             if not ranks.is_first:
                 return
             whole = perfetto.together([each for each, _ in found], [start for _, start in found])
         perfetto.write(path, whole)
+
+    def compare_ranks(self) -> dict[str, tuple[RankSteps, ...]]:
+        """What the steps of each rank took, by model, in the ranks' order.
+
+        All ranks that share the models call this, or `save()`, behind the block: a collective.
+        `explain(model)` then says which rank the others wait for.
+
+        Raises:
+            TraceError: the block is not over, or no ranks share the models.
+        """
+        ranks = self._ranks()
+        if ranks is None:
+            raise TraceError(
+                "compare_ranks(): no ranks share what was traced; needed a model of "
+                "megacompile(model, mesh=...)"
+            )
+        if not self._over:
+            raise TraceError(
+                "compare_ranks(): this trace is still on; call it in all ranks, behind the block"
+            )
+        return self._compare(ranks)
+
+    @property
+    def rank_steps(self) -> Mapping[str, tuple[RankSteps, ...]]:
+        """What `compare_ranks()` or `save()` found, by model; {}: nobody has called it."""
+        return self._rank_steps
+
+    def _compare(self, ranks: Any) -> dict[str, tuple[RankSteps, ...]]:
+        who = ranks.mesh.get_rank(), platform.node()
+        names = [model.name for model in self._models]
+        mine = {name: rank_steps.rank_steps(self.measured, name, *who) for name in names}
+        found: dict[str, tuple[RankSteps, ...]] = dict.fromkeys(names, ())
+        for said in ranks.told(mine):
+            for name, steps in said.items():
+                if steps is not None:
+                    found[name] = (*found.get(name, ()), steps)
+        self._rank_steps = found
+        return found
+
+    def _ranks(self) -> Any:
+        """A `runtime.device.ranks.Ranks` of those that share a model; None: none do."""
+        return next((m.machine.ranks for m in self._models if m.machine.ranks is not None), None)
 
     def plot(self, path: str) -> None:
         """Draw streams and device memory over time, the prediction above what was measured.

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megacompile import compat, errors
+from megacompile.cost.ranks import told
 from megacompile.errors import MegacompileError, RankError
 from megacompile.ir.buckets import Bucket, shard_shape
 from megacompile.ir.collectives import Collectives
@@ -160,13 +161,7 @@ class Ranks:
 
     def told(self, value: Any) -> list[Any]:
         """What each rank of the mesh says, in their order: a collective of all of them."""
-        found = [value]
-        for dim in reversed(range(self.mesh.ndim)):
-            group = self.mesh.get_group(dim)
-            each: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(each, found, group=group)
-            found = [one for several in each for one in several]
-        return found
+        return told(self.mesh, value)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:

@@ -1,0 +1,203 @@
+"""Which rank is slow: by rates, and by a trace of all ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megacompile.cost import probe, ranks, rates
+from megacompile.cost.hardware import H200, Hardware
+from megacompile.cost.slowest import RankRates, slow_rates
+from megacompile.plan.slow_ranks import SlowRank, is_felt, last_text
+from megacompile.tracing.critical_path import NONE
+from megacompile.tracing.rank_steps import RankSteps, last_rank
+from tests.rank_explain import STEPS
+from tests.test_ranks import torchrun
+
+
+def test_two_ranks_whose_rates_and_work_differ(tmp_path: Path) -> None:
+    each_found = torchrun("explain", 2, tmp_path)
+    for found in each_found:
+        for name in ("unknown", "one has rates", "given"):
+            assert found[name]["slow_ranks"] == () and found[name]["ranks"] == 2, name
+            assert "interconnect" in found[name]["bounds"]
+        slow = {each["rate"]["name"]: each for each in found["rates"]["slow_ranks"]}
+        assert set(slow) == {"fp32 matrix products", "copies to the GPU", "host memory"}
+        products = slow["fp32 matrix products"]
+        assert products["rate"]["ranks"] == (1,) and products["rate"]["behind"] > 0.19
+        assert products["rate"]["hosts"] == ("host1",)
+        assert found["rates"]["hosts"] == ("host0", "host1")
+        assert products["shorter"] == max(each["shorter"] for each in slow.values()) > 0.1
+        assert found["alone"]["last_rank"] is None, "nobody has compared the ranks"
+        assert [each["rank"] for each in found["told"]] == [0, 1]
+        assert all(len(each["waited_s"]) == STEPS - 1 for each in found["told"])
+        last = found["traced"]["last_rank"]
+        assert last["rank"] == 1 and last["lane"] == "compute" and last["of"] == STEPS - 1
+        assert last["busy_s"] > 2 * last["others_busy_s"] and last["waited_s"] > 0
+        assert json.loads(json.dumps(found["traced"]))["last_rank"]["rank"] == 1
+        slowest = found["text"].partition("\nthe slowest rank\n")[2]
+        assert slowest.startswith("  - 1 (host host1): fp32 matrix products at 0.008 TFLOP/s where")
+        assert f"1 (host host1) came last in {last['steps']} of {STEPS - 1} traced steps" in slowest
+        assert "on each of 2 ranks' NVIDIA H200" in found["text"]
+        assert found["saved"] == 2 and found["nothing"] == {"Net": ()}
+        assert "compare_ranks(): this trace is still on" in found["on"]
+        assert "compare_ranks(): no ranks share what was traced" in found["no ranks"]
+    first, second = (
+        [each["rate"] for each in found["rates"]["slow_ranks"]] for found in each_found
+    )
+    assert sorted(map(str, first)) == sorted(map(str, second)), "one of them may print"
+
+
+def rows(*machines: Hardware, hosts: str = "aabb") -> list[RankRates]:
+    return [RankRates(i, hosts[i % len(hosts)], each) for i, each in enumerate(machines)]
+
+
+def products(*tflop_s: float) -> list[Hardware]:
+    return [H200.replace(matmul_tflop_s=each, sustained=1.0) for each in tflop_s]
+
+
+def test_the_slow_ones_are_named_beside_the_median_of_the_others() -> None:
+    (slow,) = slow_rates(rows(*products(655, 657, 653, 610)))
+    assert (slow.ranks, slow.hosts) == ((3,), ("b",))
+    assert (slow.value, slow.median, slow.fastest) == (610, 655, 657)
+    assert slow.behind == pytest.approx(1 - 610 / 655)
+    text = SlowRank(slow, 0.05).text(with_host=True)
+    assert text.startswith(
+        "3 (host b): matrix products at 610 TFLOP/s where the others reach 655; at that a step "
+        "would be 5% shorter"
+    )
+    assert SlowRank(slow, 0.05).text(with_host=False).startswith("3: matrix products")
+    assert SlowRank(slow, 0.05).matters and not SlowRank(slow, 0.009).matters
+    (both,) = slow_rates(rows(*products(655, 657, 610, 612)))
+    assert (both.ranks, both.hosts, both.value) == ((2, 3), ("b",), 610)
+
+
+def test_what_is_measured_a_little_apart_is_no_difference() -> None:
+    assert slow_rates(rows(*products(655, 645, 650, 640))) == []
+    assert slow_rates(rows(*products(655, 655))) == []
+    assert slow_rates(rows(*products(655))) == slow_rates([]) == []
+
+
+def test_a_card_that_is_slow_for_long_alone_is_slow() -> None:
+    hot = H200.replace(sustained=0.7)
+    slow, *others = slow_rates(rows(H200, hot))
+    assert {each.name for each in others} == {"fp32 matrix products", "fp8 matrix products"}
+    assert slow.name == "matrix products" and slow.ranks == (1,)
+    assert slow.behind == pytest.approx(1 - 0.7 / H200.sustained)
+    mended = slow.mended(H200)
+    assert mended.matmul_tflop_s * 0.7 == pytest.approx(H200.matmul_tflop_s * H200.sustained)
+
+
+def test_seconds_are_slow_where_they_are_more() -> None:
+    (slow,) = slow_rates(rows(H200.replace(launch_s=8e-6), H200, H200))
+    assert (slow.name, slow.ranks) == ("kernel launches", (0,))
+    assert slow.behind == pytest.approx(0.5)
+    assert slow.mended(H200.replace(launch_s=8e-6)).launch_s == pytest.approx(H200.launch_s)
+    assert "at 8 us where the others take 4" in SlowRank(slow, 0.0).text(with_host=False)
+
+
+def test_what_one_rank_has_not_is_not_compared() -> None:
+    assert slow_rates(rows(H200, H200.replace(matmul8_tflop_s=None))) == []
+
+
+def steps(rank: int, waited: list[float], **busy_s: float) -> RankSteps:
+    return RankSteps(rank, "ab"[rank % 2], 1.0, {"comm": 0.5, **busy_s}, tuple(waited))
+
+
+def test_last_is_who_waits_least_in_most_steps() -> None:
+    each = [
+        steps(0, [0.9, 0.3, 0.3, 0.1], compute=0.6, h2d=0.3),
+        steps(1, [0.0, 0.0, 0.2], compute=0.6, h2d=0.9),
+        steps(2, [0.3, 0.3, 0.3], compute=0.7, h2d=0.3),
+    ]
+    last = last_rank(each)
+    assert last is not None and (last.rank, last.host, last.steps, last.of) == (1, "b", 2, 3)
+    assert (last.lane, last.busy_s, last.others_busy_s) == ("h2d", 0.9, 0.3)
+    assert last.waited_s == pytest.approx((0.8 - 0.2) / 3)
+    assert is_felt(last)
+    assert last_text(last, with_host=True) == (
+        "1 (host b) came last in 2 of 3 traced steps: its h2d is busy for 900 ms a step where the "
+        "others' is for 300 ms; the others wait 200 ms a step longer in collectives"
+    )
+
+
+def test_a_rank_that_is_late_and_not_busy() -> None:
+    last = last_rank([steps(0, [0.3], compute=0.6), steps(1, [0.1], compute=0.6)])
+    assert last is not None and (last.rank, last.lane) == (1, NONE)
+    assert "no recorded op of it takes longer" in last_text(last, with_host=False)
+    assert last_rank([steps(0, [0.3])]) is last_rank([]) is None
+    assert last_rank([steps(0, []), steps(1, [0.1])]) is None
+
+
+def test_ranks_measure_together_where_one_of_them_has_no_rates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other = H200.replace(matmul_tflop_s=400.0, sustained=1.0, host_memory_gb_s=80.0, copy_s=9e-6)
+    mine = H200.replace(host_memory_gb_s=math.inf, update_gb_s=math.inf)  # not first of its host
+    rows: list[Hardware | None] = [None, H200, other]
+    measured: list[bool] = []
+
+    def told(mesh: Any, value: Any) -> list[Any]:
+        hosts = (("0", "a"), ("0", "a"), ("1", "b"))
+        found = [(i, *hosts[i], each) for i, each in enumerate(rows)]
+        return [found[2], value, found[0]]
+
+    def measure(device: Any, ranks: int, *, first: bool, meet: Any) -> Hardware:
+        measured.append(first)
+        rows[0] = H200
+        meet()
+        return mine
+
+    monkeypatch.setenv("GROUP_RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(platform, "node", lambda: "a")
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(ranks, "told", told)
+    monkeypatch.setattr(ranks, "cached_of_rank", lambda *_, **__: mine)
+    monkeypatch.setattr(ranks, "measure_of_rank", measure)
+    monkeypatch.setattr(ranks, "_interconnect", lambda *_: (395.0, 1e-5))
+    mesh: Any = SimpleNamespace(get_rank=lambda: 1)
+    found = ranks.agree(mesh, torch.device("cuda"))
+    assert found is not None and measured == [False]
+    assert [(each.rank, each.host) for each in found.ranks] == [(0, "a"), (1, "a"), (2, "b")]
+    both = H200.h2d_both_gb_s + H200.d2h_both_gb_s
+    shared = H200.replace(host_memory_gb_s=2 * both)  # as much as went over two links at once
+    assert found.ranks[1].hardware == shared, "its host is what the first one there has measured"
+    slowest = found.hardware
+    assert slowest.matmul_tflop_s * slowest.sustained == pytest.approx(400.0)
+    assert slowest.host_memory_gb_s == both / 2 and slowest.copy_s == 9e-6
+    assert slowest.update_gb_s == H200.update_gb_s / 2
+    assert (slowest.interconnect_gb_s, slowest.collective_s) == (395.0, 1e-5)
+    assert slowest.name == H200.name
+
+
+def test_what_a_gpu_is_measured_at_among_ranks_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(probe, "_COPY_BYTES", 2**16)
+    monkeypatch.setattr(probe, "_SUSTAINED_S", 0.001)
+    cpu, met = torch.device("cpu"), [0]
+    gpu = SimpleNamespace(uuid="one")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+
+    def meet() -> None:
+        met[0] += 1
+
+    found = rates.measure_of_rank(cpu, 2, first=False, meet=meet)
+    assert met == [2] and found.host_memory_gb_s == found.update_gb_s == math.inf
+    assert rates.cached_of_rank(cpu, 2, first=False) == found
+    assert rates.cached_of_rank(cpu, 2, first=True) is None, "who is first has those of the host"
+    assert rates.cached_of_rank(cpu, 4, first=False) is rates.cached(cpu) is None
+    gpu.uuid = "another"
+    assert rates.cached_of_rank(cpu, 2, first=False) is None
+    first = rates.measure_of_rank(cpu, 2, first=True, meet=meet)
+    assert met == [4] and 0 < first.update_gb_s <= first.host_memory_gb_s < math.inf
