@@ -29,8 +29,9 @@ from megacompile.plan.drafts import Drafts
 from megacompile.plan.fit import refusal
 from megacompile.plan.nearest import nearest
 from megacompile.plan.pipeline import Pipeline
-from megacompile.plan.planner import SearchResult, does_not_fit, search, search_near
+from megacompile.plan.planner import SearchResult, search, search_near
 from megacompile.plan.problem import Problem
+from megacompile.plan.reasons import does_not_fit
 from megacompile.plan.scenario import Scenario
 from megacompile.plan.setting import Setting
 from megacompile.plan.stay import stay_that_fit
