@@ -37,9 +37,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (3, -1, 128)).transpose(1, 3)
-        mixed = F.scaled_dot_product_attention(*heads.unbind(2), is_causal=True)
+        query, key, value = heads.unbind(2)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + mixed.transpose(1, 2).flatten(2)
-        return x + self.down(F.silu(self.up(x)))
+        result: Tensor = x + self.down(F.silu(self.up(x)))
+        return result
 
 
 class Long(nn.Module):
