@@ -10,13 +10,13 @@ from megacompile import DeviceMemoryError, HostMemoryError
 from megacompile.cost.hardware import H200
 from megacompile.passes.schedule.plan import ROWS, reruns
 from megacompile.plan.choice import Choice
-from megacompile.plan.chooser import _TILES
 from megacompile.plan.fit import refusal
 from megacompile.plan.nearest import DEVICE, DISK, HOST, lacking, nearest
 from megacompile.plan.planner import search
 from megacompile.plan.problem import Problem
 from megacompile.plan.scenario import Scenario
 from megacompile.plan.settled import SettledPlans
+from megacompile.plan.tiling import TILES
 from megacompile.text import format_bytes
 from tests import test_disk_placement
 from tests.test_joint_budgets import GIB, problem, program
@@ -96,7 +96,7 @@ def test_the_error_of_the_host_has_what_is_needed_of_each_memory() -> None:
     tower = short_host(problem())
     error, text = refused(tower)
     assert isinstance(error, HostMemoryError)
-    tower = tower.in_tiles(_TILES[-1])  # which need less
+    tower = tower.in_tiles(TILES[-1])  # which need less
     needed = format_bytes(tower.peak_bytes(nearest(tower)))
     (row,) = [line for line in text.splitlines() if line.startswith("  on the device ")]
     assert row.endswith(needed)
@@ -108,7 +108,7 @@ def test_the_error_of_the_device_says_how_much_more_would_do() -> None:
     tower = replace(problem(), budget_bytes=GIB // 64, host_budget_bytes=100 * GIB)
     error, text = refused(tower)
     assert isinstance(error, DeviceMemoryError)
-    tower = tower.in_tiles(_TILES[-1])  # which need less
+    tower = tower.in_tiles(TILES[-1])  # which need less
     found = nearest(tower)
     missing = lacking(tower, found)
     assert [*missing] == [DEVICE] and found.offload

@@ -88,7 +88,7 @@ def test_with_a_tenth_more_memory_plans_near_the_one_that_was_found_will_do(fact
     near = search_near(more, before.choice)
     assert near is not None and near.peak_bytes <= more.budget_bytes
     assert near.step_s <= 1.011 * before.step_s  # what was found fits here too
-    assert near.step_s <= 1.03 * whole.step_s
+    assert near.step_s <= 1.04 * whole.step_s
 
 
 def test_host_memory_that_was_enough_for_all_that_was_tried() -> None:
@@ -197,9 +197,9 @@ def test_the_most_residents_that_fit_are_tried(monkeypatch: Any) -> None:
     tried: set[int] = set()
     add = planner._Tries.add
 
-    def noted(self: planner._Tries, choice: Choice) -> bool:
+    def noted(self: planner._Tries, choice: Choice, **how: bool) -> bool:
         tried.add(self.count(choice))
-        return add(self, choice)
+        return add(self, choice, **how)
 
     monkeypatch.setattr(planner._Tries, "add", noted)
     assert search(tower) is not None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megacompile.plan.planner import table
 from megacompile.plan.problem import Problem
+from megacompile.plan.reasons import table
 from megacompile.plan.setting import Setting
 from megacompile.text import format_bytes
 

@@ -29,15 +29,16 @@ from megacompile.plan.drafts import Drafts
 from megacompile.plan.fit import refusal
 from megacompile.plan.nearest import nearest
 from megacompile.plan.pipeline import Pipeline
-from megacompile.plan.planner import SearchResult, does_not_fit, search, search_near
+from megacompile.plan.planner import SearchResult, search, search_near
 from megacompile.plan.problem import Problem
+from megacompile.plan.reasons import does_not_fit
 from megacompile.plan.scenario import Scenario
 from megacompile.plan.setting import Setting
 from megacompile.plan.stay import stay_that_fit
+from megacompile.plan.tiling import TILES, search_in_tiles
 from megacompile.text import format_bytes
 
 _SHARE = 0.9  # of the budget, for forwards without a backward: a cache may grow
-_TILES = (4, 16, 64, 256)  # where nothing fits without: as few as it takes
 _TOLERANCE = 1.1  # how much more than there is a plan may need before it is refused
 
 
@@ -197,15 +198,10 @@ class Chooser:
         return None if near is None else search_near(problem, near)
 
     def _search(self, problem: Problem) -> SearchResult | None:
-        """The fastest choice that fits: in tiles, where nothing fits without."""
-        found = self._search_whole(problem)
-        if found is not None or not self._may_cut:
-            return found
-        for tiles in _TILES:
-            found = self._search_whole(problem.in_tiles(tiles))
-            if found is not None:
-                return replace(found, choice=replace(found.choice, tiles=tiles))
-        return None
+        """The fastest choice that fits: in tiles too, where the plan may choose them."""
+        if self._may_cut:
+            return search_in_tiles(problem, self._search_whole)
+        return self._search_whole(problem)
 
     @property
     def _may_cut(self) -> bool:
@@ -302,7 +298,7 @@ class Chooser:
 
     def _smallest(self, problem: Problem) -> tuple[Problem, int]:
         """In as many tiles as may be, or in none: what needs less of the device."""
-        counts = (1, _TILES[-1]) if self._may_cut else (1,)
+        counts = (1, TILES[-1]) if self._may_cut else (1,)
         each = [(problem.in_tiles(tiles), tiles) for tiles in counts]
         return min(each, key=lambda pair: pair[0].floor_bytes())
 

@@ -26,12 +26,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from megacompile.cost.memory import Moment
 from megacompile.garbage import old_objects_left_out
 from megacompile.passes.schedule.plan import ROWS
 from megacompile.plan.choice import Choice
+from megacompile.plan.freeing import freed
 from megacompile.plan.problem import Problem
-from megacompile.text import format_bytes
+from megacompile.plan.reasons import reasons
 
 _COUNTS = (0, 1 / 24, 1 / 12, 1 / 6, 1 / 3, 2 / 3, 1)  # of the buckets, to be resident
 _SHARES = (0.0, 0.1, 0.2, 0.4, 0.7, 1.0)  # of the parameters, to be updated on the device
@@ -99,6 +99,11 @@ def search(
             late = replace(streamed, resident=keys, state_delay=delay)
             if not tries.add(late):
                 tries.add(replace(late, state_lookahead=1))
+        if resident:  # which leaves memory for a few more
+            later = Choice(0, state_lookahead=1)
+            count = problem.most_residents(later) or 0
+            if count > tries.count(tries.best):
+                tries.add(replace(later, resident=problem.with_residents(count).resident))
     if not tries.times and not pinned:
         late = replace(streamed, keep=0, state_lookahead=1 if in_backward else None)
         tries.add_offloaded(late, resident=resident)
@@ -107,13 +112,14 @@ def search(
     best = tries.surest()
     if not pinned:
         best = tries.with_halves(best, resident=resident)
+        best = tries.with_memory_freed(best, resident=resident)
         best = tries.with_saved_on_host(best)
     if slots:
         best = tries.with_more_slots(best)
     peak = problem.peak_bytes(best)
     step_s = problem.step_s(best)
-    reasons = _reasons(problem, best, step_s, tries.times, peak)
-    return SearchResult(best, step_s, peak, len(tries.times), reasons)
+    why = reasons(problem, best, step_s, tries.times, peak)
+    return SearchResult(best, step_s, peak, len(tries.times), why)
 
 
 @old_objects_left_out()
@@ -130,7 +136,7 @@ def search_near(problem: Problem, near: Choice) -> SearchResult | None:
             tries.add(replace(alike, resident=problem.with_residents(count).resident))
     if not tries.times:
         return None
-    best = tries.surest()
+    best = tries.with_memory_freed(tries.surest(), resident=True)
     if near.saved_on_host:
         most = problem.stages - best.keep
         counts = {min(near.saved_on_host, most), min(2 * near.saved_on_host, most)}
@@ -139,8 +145,8 @@ def search_near(problem: Problem, near: Choice) -> SearchResult | None:
     else:
         best = tries.with_saved_on_host(best)
     peak, step_s = problem.peak_bytes(best), problem.step_s(best)
-    reasons = _reasons(problem, best, step_s, tries.times, peak)
-    return SearchResult(best, step_s, peak, len(tries.times), reasons)
+    why = reasons(problem, best, step_s, tries.times, peak)
+    return SearchResult(best, step_s, peak, len(tries.times), why)
 
 
 def _between(counts: Sequence[int], at: int) -> set[int]:
@@ -202,26 +208,30 @@ class _Tries:
             if not any(fits):
                 self.too_many.add(count)
 
-    def add(self, choice: Choice) -> bool:
+    def add(self, choice: Choice, *, fewer: bool = True) -> bool:
         """Simulate a choice with as many kept stages as fit; False where it does not fit at all.
 
-        Where the backward updates, or what is kept waits on the host, copies may leave no time to
-        save: keeping less is tried as well.
+        Args:
+            fewer: where the backward updates, or what is kept waits on the host, copies may leave
+                no time to save: keeping less is tried as well.
         """
         problem, (lowest, most) = self.problem, self.keeps
         if choice.saved_on_host:  # where none is kept, none is kept on the host
             lowest, most = 1, max(1, choice.keep)
+        elif choice.offload and not fewer:  # what is kept stays on the device
+            most = max(lowest, problem.stages - choice.offload)
         least = problem.settled(replace(choice, keep=lowest))
         if not problem.fits(least):
             return False
         low = problem.most_kept(least, lowest, most)
+        low = problem.most_waiting(least, lowest, low)
         updates = problem.optimizer.in_backward and not choice.saved_on_host
-        fewer = {lowest} if updates else set()
-        if choice.offload:
-            fewer |= {lowest + (low - lowest) * k // 4 for k in range(4)}
+        others = {lowest} if updates and fewer else set()
+        if choice.offload and fewer:
+            others |= {lowest + (low - lowest) * k // 4 for k in range(4)}
         known = set(self.times)
         most_kept = self._most_that_fit(least, range(low, lowest - 1, -1))
-        for keep in sorted(fewer - {low}):
+        for keep in sorted(others - {low}):
             self._simulate(replace(least, keep=keep))
         if most_kept is not None and most_kept in self.times.keys() - known:
             self.times[most_kept] = self.times.pop(most_kept)  # of equals, that which keeps less
@@ -241,7 +251,7 @@ class _Tries:
 
     def add_offloaded(self, choice: Choice, *, resident: bool) -> None:
         """Simulate a choice with inputs of stages on the host: of as few as it takes, and of more,
-        which may leave memory to keep stages.
+        which may leave memory to keep stages; where stages are kept, of numbers between too.
 
         If that is more than the host has, stages run again instead of having their outputs wait,
         or what waits goes on to a disk (`Tiers.settled`). If it still is, every other stage does,
@@ -262,6 +272,9 @@ class _Tries:
                 again = problem.reruns(1)
             if again:
                 self.add(replace(waiting, rerun=again))
+        if some and self.best.keep > 1 and self.best.offload in some:
+            for count in _between(sorted(set(some)), self.best.offload):
+                self.add(replace(self.best, offload=count), fewer=False)
         for row in () if self.times else ROWS:
             rerun = replace(choice, rerun=problem.reruns(row))
             fewer = problem.fewest_offloaded(rerun)
@@ -325,9 +338,9 @@ class _Tries:
         """A choice's time; None where its peak is more than there is. Where it takes too long with
         the host that was measured, a slower one, which only makes it longer, is not asked."""
         problem = self.problem
-        step_s = problem.step_s(choice)  # which finds the peak too
-        if problem.peak_bytes(choice) > problem.budget_bytes or not problem.fits_host(choice):
+        if not problem.fits_host(choice) or problem.peak_bytes(choice) > problem.budget_bytes:
             return None
+        step_s = problem.step_s(choice)
         return step_s if step_s > self._enough_s(choice) else problem.expected_s(choice)
 
     def surest(self) -> Choice:
@@ -372,28 +385,55 @@ class _Tries:
         """Of what was simulated; else infinite."""
         return self.times.get(choice, math.inf)
 
+    def with_memory_freed(self, best: Choice, *, resident: bool) -> Choice:
+        """With what stages are computed again from on the host, or computed again too, if more
+        buckets that live on the device then, or more kept stages, pay for it.
+
+        Args:
+            resident: the number of residents is for the search to say.
+        """
+        before = self.times[best]
+        for choice in freed(self.problem, best, before, resident=resident):
+            self.add(choice, fewer=False)
+        fastest = self.best
+        return fastest if self._time(fastest) < before * (1 - _PAYS) else best
+
     def with_saved_on_host(self, best: Choice) -> Choice:
         """With so many stages kept on the host as pay. Of those that are not kept half are tried
-        first, so that one that is computed again lies between two that are copied."""
-        count = most = self.problem.stages - best.keep
-        times = {0: self.times[best], most: math.inf}
-        choices = {0: best}
+        first, so that one that is computed again lies between two that are copied. More of them,
+        as evenly spread, may hold less of the device while they are copied: these are tried where
+        that does not fit. What they leave of its memory keeps more stages there."""
+        count = (self.problem.stages - best.keep) // 2
+        most = self.problem.most_on_host(best)
+        times, choices = {0: self.times[best], self.problem.stages - best.keep: math.inf}, {0: best}
 
         def tried(count: int) -> bool:
             found = self.kept_on_host(best, count)
-            choices[count], times[count] = found, self.times.get(found, math.inf)
+            choices[count], times[count] = found, self._time(found)
             return found.saved_on_host > 0
 
-        while (count := count // 2) and not tried(count):
-            pass
-        for _ in range(2 if count else 0):
+        counts = (count, most // 2, most, *(count >> k for k in range(1, count.bit_length())))
+        first = next((n for n in dict.fromkeys(counts) if n and tried(n)), 0)
+        for _ in range(2 if first else 0):
             before = min(times, key=times.__getitem__)
             for between in _between(sorted(times), before):
                 tried(between)
             if min(times, key=times.__getitem__) == before:
                 break
         fastest = choices[min(times, key=times.__getitem__)]
-        return fastest if self.times[fastest] < times[0] * (1 - _PAYS) else best
+        if self.times[fastest] >= times[0] * (1 - _PAYS):
+            return best
+        return self._with_more_kept(fastest)
+
+    def _with_more_kept(self, best: Choice) -> Choice:
+        """With more stages kept on the device, where those on the host have left memory."""
+        again = self.problem.again(best)
+        left = self.problem.budget_bytes - self.problem.peak_bytes(best)
+        if again is None or again[1] > left:
+            return best
+        more = min(int(left // again[1]), self.problem.stages - best.saved_on_host - best.keep)
+        self.add(replace(best, keep=best.keep + more))
+        return min((best, self.best), key=self.times.__getitem__)
 
     def kept_on_host(self, best: Choice, count: int) -> Choice:
         """The fastest with `count` stages kept on the host, and as many residents as leave device
@@ -422,67 +462,3 @@ class _Tries:
             self.times[choice] = step_s
             best = choice
         return best
-
-
-def _reasons(
-    problem: Problem, best: Choice, step_s: float, tried: dict[Choice, float], peak: int
-) -> tuple[str, ...]:
-    """Why this one: what it needs, what it takes, and the floor beside it."""
-    budget = format_bytes(problem.budget_bytes)
-    lines = [
-        f"{best.keep} of {problem.stages} stages are kept and {len(best.resident)} of "
-        f"{len(problem.buckets)} buckets live on the device: {format_bytes(peak)} of {budget} of "
-        f"device memory, {step_s * 1e3:.0f} ms a step predicted, "
-        + (
-            f"the fastest of {len(tried)} plans that fit"
-            if len(tried) > 1
-            else "the only plan tried"
-        )
-    ]
-    floor = {choice: s for choice, s in tried.items() if not choice.resident}
-    if best.state_lookahead is not None:
-        lines.append(
-            f"optimizer states are fetched {best.state_lookahead} stage ahead, later than weights: "
-            "they take less memory"
-        )
-    if floor and best.resident:
-        streamed_s = problem.step_s(min(floor, key=floor.__getitem__))
-        lines.append(f"with every bucket streamed it would take {streamed_s * 1e3:.0f} ms")
-    return tuple(lines)
-
-
-def table(problem: Problem, peak: Moment) -> str:
-    """What needs how much of device memory, and what there is."""
-    needed = sorted(peak.live_bytes.items(), key=lambda item: -item[1])
-    rows = [(kind.value, size) for kind, size in needed if size]
-    rows += [("needed", peak.total_bytes), ("there", problem.budget_bytes)]
-    width = max(len(what) for what, _ in rows)
-    return "\n".join(f"  {what:<{width}}  {format_bytes(size):>10}" for what, size in rows)
-
-
-def does_not_fit(problem: Problem, choice: Choice, peak: Moment) -> str:
-    """The error of a model for which there is too little device memory.
-
-    Args:
-        choice: what comes nearest; its peak is `peak`.
-    """
-    how = "".join(
-        f", {text}"
-        for text, holds in (
-            (f"{len(choice.resident)} buckets resident", choice.resident),
-            (f"the inputs of {choice.offload} stages on the host", choice.offload),
-            (f"{choice.rerun} stages run again", choice.rerun),
-        )
-        if holds
-    )
-    host, there = format_bytes(problem.host_bytes(choice)), "not known"
-    if problem.host_budget_bytes is not None:
-        there = format_bytes(problem.host_budget_bytes)
-    more = format_bytes(peak.total_bytes - problem.budget_bytes)
-    return (
-        f"megacompile(): device memory is too small, at {peak.graph} {peak.label}, with every "
-        f"stage recomputed{how}\n{table(problem, peak)}\n(host memory: {host} needed, {there} "
-        f"there)\nwith {more} more of device memory it would fit (gpu_memory=); use smaller "
-        "batches or sequences; where the head is the largest, let the model return its loss alone "
-        '(head="chunked")'
-    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megacompile.cost.hardware import Hardware
@@ -19,7 +19,7 @@ from megacompile.cost.pageable import with_pageable
 from megacompile.cost.simulate import simulate
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
-from megacompile.passes.schedule.plan import reruns
+from megacompile.passes.schedule.plan import reruns, stages_on_host
 from megacompile.plan.choice import Choice
 from megacompile.plan.drafts import Drafts
 from megacompile.plan.tiers import LARGE, Tiers, spread
@@ -132,6 +132,17 @@ class Problem:
         same wherever buckets lie; 0.0 where none that computes the same has been built yet."""
         return self._computes_s.get(choice.computing, 0.0)
 
+    def again(self, choice: Choice) -> tuple[float, float] | None:
+        """What one more kept stage saves of a step, seconds, and takes of the device, bytes: the
+        mean over all stages, and the most; None where that is not known of choices like this."""
+        like = choice.computing
+        none, every = (self._computes_s.get(replace(like, keep=n)) for n in (0, self.stages))
+        known = self._known(self._streamed(choice))
+        steep = max(_slopes(known), default=0.0)
+        if none is None or every is None or steep <= 0:
+            return None
+        return max(0.0, none - every) / self.stages, steep
+
     def memory(self, choice: Choice) -> DeviceMemory:
         """Device memory of a choice over a step."""
         together = [*self.others, self.schedule(choice)]
@@ -195,7 +206,7 @@ class Problem:
         return self.fits_host(choice) and self._fits_device(choice)
 
     def _fits_device(self, choice: Choice) -> bool:
-        if self._resident_bytes(choice.resident, gradients=True) > self.budget_bytes:
+        if self.resident_bytes(choice.resident, gradients=True) > self.budget_bytes:
             return False  # when the backward ends
         return self.peak_bytes(self._streamed(choice)) <= self._buffer_bytes(choice)
 
@@ -217,9 +228,10 @@ class Problem:
     def _buffer_bytes(self, choice: Choice) -> float:
         """The budget less what new resident buckets take all the time."""
         new = choice.resident - self.resident
-        return self.budget_bytes - self._resident_bytes(new, gradients=self.gradients_stay)
+        return self.budget_bytes - self.resident_bytes(new, gradients=self.gradients_stay)
 
-    def _resident_bytes(self, keys: frozenset[int], *, gradients: bool) -> float:
+    def resident_bytes(self, keys: Collection[int], *, gradients: bool) -> float:
+        """What buckets take that live on the device, with their gradients or without."""
         return sum(
             self.optimizer.resident_bytes(
                 bucket, self.trained.get(bucket.key, ()), gradients=gradients
@@ -353,6 +365,20 @@ class Problem:
                 middle = max(on_chord, low + 1) if by_chord else (low + high) // 2
                 by_chord = not by_chord
             self.peak_bytes(replace(streamed, keep=middle))
+
+    def most_waiting(self, choice: Choice, least: int, most: int) -> int:
+        """The largest number of stages, from `least`, which fits, up to `most`, that can be kept
+        where what they save waits on the host."""
+        if not choice.offload or self.fits_host(replace(choice, keep=most)):
+            return most
+        fewer = _fewest(most - least, lambda n: self.fits_host(replace(choice, keep=most - n)))
+        return least if fewer is None else most - fewer
+
+    def most_on_host(self, choice: Choice) -> int:
+        """How many stages may be kept on the host, at most."""
+        lookahead = self.drafts.pipeline.setting.options.lookahead
+        graphs = self.drafts.graphs
+        return len(stages_on_host(graphs, count=self.stages, keep=choice.keep, lookahead=lookahead))
 
     def peak_bytes(self, choice: Choice) -> int:
         """The peak of its device memory."""

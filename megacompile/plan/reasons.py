@@ -1,0 +1,72 @@
+"""What is said of a plan that was found, and of one that was not."""
+
+from __future__ import annotations
+
+from megacompile.cost.memory import Moment
+from megacompile.plan.choice import Choice
+from megacompile.plan.problem import Problem
+from megacompile.text import format_bytes
+
+
+def reasons(
+    problem: Problem, best: Choice, step_s: float, tried: dict[Choice, float], peak: int
+) -> tuple[str, ...]:
+    """Why this one: what it needs, what it takes, and the floor beside it."""
+    budget = format_bytes(problem.budget_bytes)
+    lines = [
+        f"{best.keep} of {problem.stages} stages are kept and {len(best.resident)} of "
+        f"{len(problem.buckets)} buckets live on the device: {format_bytes(peak)} of {budget} of "
+        f"device memory, {step_s * 1e3:.0f} ms a step predicted, "
+        + (
+            f"the fastest of {len(tried)} plans that fit"
+            if len(tried) > 1
+            else "the only plan tried"
+        )
+    ]
+    floor = {choice: s for choice, s in tried.items() if not choice.resident}
+    if best.state_lookahead is not None:
+        lines.append(
+            f"optimizer states are fetched {best.state_lookahead} stage ahead, later than weights: "
+            "they take less memory"
+        )
+    if floor and best.resident:
+        streamed_s = problem.step_s(min(floor, key=floor.__getitem__))
+        lines.append(f"with every bucket streamed it would take {streamed_s * 1e3:.0f} ms")
+    return tuple(lines)
+
+
+def table(problem: Problem, peak: Moment) -> str:
+    """What needs how much of device memory, and what there is."""
+    needed = sorted(peak.live_bytes.items(), key=lambda item: -item[1])
+    rows = [(kind.value, size) for kind, size in needed if size]
+    rows += [("needed", peak.total_bytes), ("there", problem.budget_bytes)]
+    width = max(len(what) for what, _ in rows)
+    return "\n".join(f"  {what:<{width}}  {format_bytes(size):>10}" for what, size in rows)
+
+
+def does_not_fit(problem: Problem, choice: Choice, peak: Moment) -> str:
+    """The error of a model for which there is too little device memory.
+
+    Args:
+        choice: what comes nearest; its peak is `peak`.
+    """
+    how = "".join(
+        f", {text}"
+        for text, holds in (
+            (f"{len(choice.resident)} buckets resident", choice.resident),
+            (f"the inputs of {choice.offload} stages on the host", choice.offload),
+            (f"{choice.rerun} stages run again", choice.rerun),
+        )
+        if holds
+    )
+    host, there = format_bytes(problem.host_bytes(choice)), "not known"
+    if problem.host_budget_bytes is not None:
+        there = format_bytes(problem.host_budget_bytes)
+    more = format_bytes(peak.total_bytes - problem.budget_bytes)
+    return (
+        f"megacompile(): device memory is too small, at {peak.graph} {peak.label}, with every "
+        f"stage recomputed{how}\n{table(problem, peak)}\n(host memory: {host} needed, {there} "
+        f"there)\nwith {more} more of device memory it would fit (gpu_memory=); use smaller "
+        "batches or sequences; where the head is the largest, let the model return its loss alone "
+        '(head="chunked")'
+    )

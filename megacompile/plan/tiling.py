@@ -1,0 +1,76 @@
+"""In how many tiles a plan runs: in as few as it takes to fit, and in some where that is faster.
+
+What acts on each token alone needs less of the device in tiles, and a stage that is kept saves
+less: what attention reads and gives. That leaves memory to keep more. What tiles compute is
+computed again in the backward, whatever is kept: with short sequences that is most of a stage.
+
+A search in tiles takes as long as one without. So what tiles can bring is bounded first: by what
+they can free, and then by what computes take where all stages are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from megacompile.cost.memory import Kind
+from megacompile.plan.choice import Choice
+from megacompile.plan.planner import SearchResult
+from megacompile.plan.problem import Problem
+
+TILES = (4, 16, 64, 256)  # that are tried
+_PAYS = 0.03  # of a step: what tiles must save where it fits without
+_NOTABLE = 0.1  # of the device's memory: what they free a part of
+
+Search = Callable[[Problem], SearchResult | None]
+
+
+def search_in_tiles(problem: Problem, search: Search) -> SearchResult | None:
+    """The fastest choice that fits, with or without tiles.
+
+    Args:
+        problem: without tiles.
+        search: finds the fastest choice that fits, and runs in the tiles of its problem.
+    """
+    best, at, count = search(problem), problem, 1
+    why: tuple[str, ...] = ()
+    for tiles in TILES:
+        cut = problem.in_tiles(tiles)
+        if best is not None and not _may_pay(at, best, cut):
+            break
+        found = search(cut)
+        if found is not None and best is not None:
+            before_s = at.expected_s(best.choice)
+            if cut.expected_s(found.choice) > before_s * (1 - _PAYS):
+                break
+            why = (_instead(count, at.step_s(best.choice)),)
+        if found is not None:
+            best, at, count = found, cut, tiles
+    if best is None:
+        return None
+    choice = replace(best.choice, tiles=count)
+    return replace(best, choice=choice, reasons=(*best.reasons, *why))
+
+
+def _instead(tiles: int, step_s: float) -> str:
+    how = "without tiles" if tiles == 1 else f"in {tiles} tiles"
+    return f"{how} it would take {step_s * 1e3:.0f} ms"
+
+
+def _may_pay(problem: Problem, best: SearchResult, cut: Problem) -> bool:
+    """May more tiles save enough of a step?
+
+    Args:
+        problem: what `best` was found for.
+        cut: the same in more tiles.
+    """
+    enough_s = problem.expected_s(best.choice) * (1 - _PAYS)
+    every = Choice(problem.stages)
+    if problem.least_s(every) > enough_s:
+        return False  # hardly anything is computed again, and nothing waited for
+    moments = problem.memory(best.choice).moments
+    workspace = max(moment.live_bytes.get(Kind.WORKSPACE, 0) for moment in moments)
+    if workspace < _NOTABLE * problem.budget_bytes:
+        return False
+    cut.schedule(every)
+    return cut.least_s(every) < enough_s
