@@ -123,8 +123,10 @@ def test_nor_where_it_hardly_fits_or_the_host_is_slow(tokens: int, host: dict[st
 
 
 @pytest.mark.parametrize("factor", [1.5, 2.5, 4])
-def test_stages_keep_half_where_that_pays(factor: float) -> None:
-    """Where the backward updates, a third of the step may be computed again."""
+def test_stages_keep_half_where_that_pays(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the backward updates, a third of the step may be computed again. What else frees memory
+    is left out: here it brings more."""
+    monkeypatch.setattr(planner._Tries, "with_memory_freed", lambda self, best, resident: best)
     tower = problem(GIB, 8192, in_backward=True)
     roomier = [replace(tower, budget_bytes=int(factor * tower.floor_bytes())) for _ in range(2)]
     found = search(roomier[0])

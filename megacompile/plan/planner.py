@@ -111,8 +111,11 @@ def search(
         return None
     best = tries.surest()
     if not pinned:
-        best = tries.with_halves(best, resident=resident)
-        best = tries.with_memory_freed(best, resident=resident)
+        halves = tries.with_halves(best, resident=resident)
+        each = [
+            tries.with_memory_freed(b, resident=resident) for b in dict.fromkeys((halves, best))
+        ]
+        best = min(each, key=tries.times.__getitem__)
         best = tries.with_saved_on_host(best)
     if slots:
         best = tries.with_more_slots(best)
