@@ -173,7 +173,7 @@ def test_passing_over_what_computes_too_long_changes_nothing(in_backward: bool) 
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_a_slower_host_is_simulated_where_it_updates(in_backward: bool) -> None:
     tower = problem(64 * GIB, in_backward=in_backward)
-    slower = replace(tower, hardware=H200.replace(update_gb_s=1.0, host_memory_gb_s=1.0))
+    slower = replace(tower, hardware=H200.replace(update_gb_s=1.0))
     with mock.patch.object(problem_code, "simulate", wraps=simulate) as simulated:
         assert (tower.expected_s(Choice()) == tower.step_s(Choice())) is in_backward
     assert simulated.call_count == (1 if in_backward else 2)
