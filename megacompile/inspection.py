@@ -118,9 +118,10 @@ def explain(
     It shows the stages; where every byte is, on the device and on the host; the plan and its
     reasons; how busy each stream is and what bounds the step; what would help, and by how much.
     Times are predicted for a step in the middle of training. A trace puts measured times beside
-    them. Where ranks share the model it names the slowest, and what that costs; no rank waits for
-    another here, so any of them may call it. The optimizer is assumed to be an AdamW with the
-    states that the options name.
+    them. The optimizer is assumed to be an AdamW with the states that the options name.
+
+    Where ranks share the model, it names the slowest one and says what that costs. No rank waits
+    for another in this call, so one of them alone may make it.
 
     Args:
         model: a model that has run a step. Its newest schedules are explained.

@@ -49,7 +49,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="GB/S",
         help="what one GPU gets from the others, with --gpus; default: NVLink's of the GPU. "
-        "What is no faster than the link to the host goes over that",
+        "What is no faster than the link to the host is taken to share that link",
     )
     add("--gpu-memory", metavar="SIZE", help=f"20GiB, or 0.5 of it; {default}")
     add("--host-memory", metavar="SIZE", help="1.5TB, 128GiB; default: not known, or this one's")

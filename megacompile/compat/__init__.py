@@ -224,8 +224,6 @@ from megacompile.compat.tracing import (
 )
 
 __all__ = [
-    "use_vector_isas",
-    "vector_isas",
     "ALL_GATHER",
     "REDUCE_SCATTER",
     "APPLY",
@@ -401,6 +399,8 @@ __all__ = [
     "use_compile_settings",
     "use_dtensor",
     "use_expandable_segments",
+    "use_vector_isas",
+    "vector_isas",
     "version",
     "when_backward_ends",
     "whole",

@@ -103,13 +103,14 @@ def has_cpp_compiler() -> bool:  # torch 2.11 to 2.15
 def vector_isas() -> list[str]:  # torch 2.11 to 2.15
     """The sets of vector instructions that Inductor's code for the CPU may use here.
 
-    Each is tried, once in a process: a program is built, and run in a process that imports torch.
+    Each is tried once in a process: a library is built, and loaded in a process that imports torch.
     """
     return [str(isa) for isa in cpu_vec_isa.valid_vec_isa_list()]
 
 
 def use_vector_isas(names: Sequence[str]) -> None:  # torch 2.11 to 2.15
-    """Take over what `vector_isas` said in another process; only what it does not name is tried."""
+    """Take over what `vector_isas` said in another process; only sets that it does not name are
+    tried. Inductor still leaves out those that this CPU does not report."""
     tried = cpu_vec_isa.VecISA.check_build
 
     def found(isa: cpu_vec_isa.VecISA, code: str) -> bool:

@@ -42,7 +42,7 @@ class Hardware:
     disk_write_both_gb_s: float | None = None
     interconnect_gb_s: float = math.inf  # of a collective: what one rank gets from the others
     collective_s: float = 0.0  # of a collective, whatever its size
-    gathers_over_pcie: float = 0.0  # 1.0: collectives go over the link to the host, both ways
+    gathers_over_pcie: float = 0.0  # 1.0: collectives share the link to the host, both ways; or 0.0
 
     def replace(self, **changes: Any) -> Hardware:
         """The same machine with other figures: `h200.replace(host_bytes=256 * 2**30)`.
@@ -63,8 +63,14 @@ class Hardware:
         return replace(self, **changes)
 
     def with_interconnect(self, gb_s: float) -> Hardware:
-        """The same machine where collectives bring a rank so much: what is no faster than the link
-        to the host is that link, to other GPUs of this host or to its network."""
+        """The same machine where collectives bring a rank so many GB/s.
+
+        What is no faster than the link to the host is taken to go over that link, to other GPUs of
+        this host or to its network, and to share it with copies.
+
+        Raises:
+            OptionError: it is no positive number.
+        """
         over_pcie = 1.0 if gb_s <= self.h2d_gb_s else 0.0
         return self.replace(interconnect_gb_s=gb_s, gathers_over_pcie=over_pcie)
 

@@ -30,10 +30,11 @@ def measure(
     On the CPU, a copy is one within host memory, and directions do not overlap.
 
     Args:
+        device: a GPU, or the CPU.
         host: measure host memory and updates too; else they are infinitely fast.
-        meet: called twice: where the device is measured, and where the host is. Several processes
-            that measure a GPU each wait for one another there, so that they copy at the same time,
-            and nobody copies while one measures the host.
+        meet: called twice: before the device is measured, and before the host is. Processes that
+            measure one GPU each wait for one another in it. So all of them copy at the same time,
+            and nobody copies while the host is measured.
     """
     device = torch.device(device)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):

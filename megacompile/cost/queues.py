@@ -148,9 +148,10 @@ class Queues:
 def _rates(hardware: Hardware, busy: int) -> tuple[float, ...]:
     """Work a second of each queue while those in the mask run.
 
-    The device's updates go both ways at once, and so do collectives where GPUs have no interconnect
-    but their links to the host: they divide each way with what else goes there. All copies go over
-    host memory, those between GPUs not: they stay in the processor's caches, or do not come there.
+    The device's updates use both directions of the link to the host, and so do collectives where
+    GPUs have no other interconnect: each direction is divided among all that use it. Every copy to
+    or from the host also takes host memory bandwidth. Collectives are taken to need none of it: the
+    GPUs reach one another directly, or through the processor's caches. That was not measured.
     """
     h2d, d2h, host, device, comm = (busy >> k & 1 for k in (H2D, D2H, HOST, DEVICE, COMM))
     gather = hardware.interconnect_gb_s

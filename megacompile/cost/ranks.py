@@ -1,8 +1,8 @@
 """What ranks that share a model can do together: the slowest of each rate, and the interconnect.
 
-Each rank measures its own GPU, all at the same time: what the links of a host have when all of its
-GPUs copy is what training gets. Ranks of one host share its memory: its bandwidth, the cores that
-update, and the bytes. The first of each host measures what there is, and each counts on its share.
+Each rank measures its own GPU, all at the same time: training gets what the links of a host give
+when all of its GPUs copy. Ranks of one host share its memory: its bandwidth, the cores that update,
+and the bytes. The first rank of each host measures these, and each rank counts on its share.
 """
 
 from __future__ import annotations
@@ -62,8 +62,12 @@ def use_cores(mesh: DeviceMesh) -> None:
 def agree(mesh: DeviceMesh, device: torch.device) -> Agreed | None:
     """The slowest rates of all ranks: a collective of all of them.
 
-    Each GPU is measured once, in a few seconds. None on the CPU, where nobody measures for a plan,
+    Each GPU is measured once, in a few seconds. On the CPU nobody measures for a plan: None there,
     unless every rank has rates on file.
+
+    Args:
+        mesh: the ranks.
+        device: where this one computes.
     """
     of_host, cuda = ranks_of_host(mesh), device.type == "cuda"
     first = int(os.environ.get("LOCAL_RANK", mesh.get_rank())) == 0
@@ -105,7 +109,8 @@ def _with_hosts(found: Sequence[_Said], *, together: bool) -> tuple[RankRates, .
     """Each rank's rates, with those of its host, which the first one there has measured.
 
     Args:
-        together: links were measured at once: host memory has at least what went over all of them.
+        together: the links of a host were measured at the same time, so its memory has at least
+            the bandwidth of all of them.
     """
     of_host: dict[tuple[str, str], dict[str, float]] = {}
     copied: dict[tuple[str, str], float] = {}

@@ -155,7 +155,7 @@ def _file(device: torch.device) -> Path | None:
 
 
 def _file_of_rank(device: torch.device, ranks: int, *, first: bool) -> Path | None:
-    """Of this GPU, of this machine: they may be one by one, and homes be shared."""
+    """One for each GPU of each machine: GPUs of one name differ, and machines may share a home."""
     folder = _cache()
     which = f"{_words(platform.node())}-{torch.cuda.get_device_properties(device).uuid}"
     name = f"{_key(device)}-{which}-{'first' if first else 'one'}-of-{ranks}.json"

@@ -2,8 +2,8 @@
 
     matrix products   655 652 610 657 TFLOP/s   ->   rank 2: 610, the others 655, the fastest 657
 
-Slow are the ranks that are nearer to the slowest than to the fastest. So a host whose memory is
-slow is named with all of its ranks.
+A rank is slow if it is nearer to the slowest than to the fastest. So a host whose memory is slow is
+named with all of its ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from megacompile.cost.hardware import Hardware
 
-FELT = 0.03  # what is behind by less is no difference: rates are measured in seconds
+FELT = 0.03  # to be behind by less is noise: a rate is measured within seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def _slow(figure: Figure, ranks: Sequence[RankRates]) -> SlowRate | None:
     given = [(each, figure.of(each.hardware)) for each in ranks]
     values = [(each, value) for each, value in given if value and math.isfinite(value)]
     if len(values) != len(ranks) or not ranks:
-        return None  # nobody compares what one of them has not
+        return None  # some rank has no such rate
     sign = 1 if figure.seconds else -1
     values.sort(key=lambda item: (-sign * item[1], item[0].rank))
     (_, slowest), (_, fastest) = values[0], values[-1]

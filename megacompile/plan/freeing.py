@@ -1,10 +1,10 @@
-"""Device memory that a plan which fits could still free: what stages are computed again from waits
-on the host, or is itself computed again.
+"""Device memory that a plan which fits could still free: the inputs that stages are computed again
+from wait on the host, or are themselves computed again.
 
-That pays where the memory is wanted: for buckets that live on the device then, and for stages that
-are kept. It is sought for the fastest plan that was found otherwise, though that fits: or else a
-device with more memory would get a slower plan than one on which nothing fits without. What it can
-bring is bounded first, by what is known of other plans; where that is too little, no draft is made.
+That pays where other things can use the memory: more buckets live on the device, or more stages are
+kept. It is tried for the fastest plan that frees nothing. Without that, a device on which a plan
+just fits would get a slower one than a smaller device, where memory has to be freed. A bound on the
+gain comes first, from what is known of other plans; where it is too little, no draft is made.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import replace
 from megacompile.plan.choice import Choice
 from megacompile.plan.problem import Problem
 
-_PAYS = 0.01  # of a step: what it must be able to save
-_MUCH = 0.03  # the same, where it is computed again, or another share of updates goes with it
+_PAYS = 0.01  # of a step: what inputs on the host must be able to save
+_MUCH = 0.03  # the same, where inputs are computed again, or other updates go to the device
 
 
 def freed(problem: Problem, best: Choice, step_s: float, *, resident: bool) -> Iterator[Choice]:
@@ -55,15 +55,19 @@ def _with_residents(problem: Problem, way: Choice) -> Iterator[Choice]:
 
 
 def _by_residents_s(problem: Problem, best: Choice, step_s: float, size: float) -> float:
-    """The most that buckets can save which live in so much more of the device's memory: they need
-    no copies and no updates of the host. What computes take stays."""
+    """The most that buckets can save by living in the freed memory, seconds of a step: they need no
+    copies and no updates of the host. The step still takes as long as its computes.
+
+    Args:
+        size: bytes that are freed.
+    """
     streamed = [b.key for b in problem.candidates if b.key not in best.resident]
     share = size / max(1.0, problem.resident_bytes(streamed, gradients=False))
     return min(step_s - problem.least_s(best), share * step_s)
 
 
 def _by_keeping(problem: Problem, best: Choice, size: float) -> tuple[int, float]:
-    """How many stages can be kept in so much memory, at most, and what that saves."""
+    """How many stages can be kept in `size` bytes, at most, and how many seconds that saves."""
     again = problem.again(best)
     if again is None:
         return 0, 0.0

@@ -389,8 +389,8 @@ class _Tries:
         return self.times.get(choice, math.inf)
 
     def with_memory_freed(self, best: Choice, *, resident: bool) -> Choice:
-        """With what stages are computed again from on the host, or computed again too, if more
-        buckets that live on the device then, or more kept stages, pay for it.
+        """With the inputs of recomputed stages on the host, or computed again, if what the memory
+        then holds pays for it: more resident buckets, or more kept stages.
 
         Args:
             resident: the number of residents is for the search to say.
@@ -402,10 +402,10 @@ class _Tries:
         return fastest if self._time(fastest) < before * (1 - _PAYS) else best
 
     def with_saved_on_host(self, best: Choice) -> Choice:
-        """With so many stages kept on the host as pay. Of those that are not kept half are tried
-        first, so that one that is computed again lies between two that are copied. More of them,
-        as evenly spread, may hold less of the device while they are copied: these are tried where
-        that does not fit. What they leave of its memory keeps more stages there."""
+        """With as many stages kept on the host as pay. Half of those that are not kept are tried
+        first, so that between two that are copied lies one that is computed again. Where that does
+        not fit, more are tried, as evenly spread: they may hold less of the device while they are
+        copied. The memory that they leave keeps more stages on the device."""
         count = (self.problem.stages - best.keep) // 2
         most = self.problem.most_on_host(best)
         times, choices = {0: self.times[best], self.problem.stages - best.keep: math.inf}, {0: best}

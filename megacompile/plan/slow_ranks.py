@@ -1,7 +1,7 @@
 """Ranks that the others wait for: by the rates that plans are made with, and by a trace of all.
 
-Plans are made with the slowest rates of all ranks. What a slow rank costs is asked of the
-simulation: the same step with the rate that the others have.
+Plans are made with the slowest rates of all ranks. The simulation says what a slow rank costs: it
+runs the same step with the rate that the others have.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megacompile.plan.scenario import Scenario
 from megacompile.tracing.critical_path import NONE
 from megacompile.tracing.rank_steps import LastRank
 
-_SHORTER = 0.01  # what is less of the step is left out of the text
+_SHORTER = 0.01  # of a step; the text leaves out what costs less
 
 
 @dataclass(frozen=True, slots=True)

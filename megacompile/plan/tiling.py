@@ -1,11 +1,11 @@
 """In how many tiles a plan runs: in as few as it takes to fit, and in some where that is faster.
 
-What acts on each token alone needs less of the device in tiles, and a stage that is kept saves
-less: what attention reads and gives. That leaves memory to keep more. What tiles compute is
+What acts on each token alone needs less device memory in tiles, and a kept stage saves less: only
+what attention reads and gives. That leaves memory to keep more stages. But what tiles compute is
 computed again in the backward, whatever is kept: with short sequences that is most of a stage.
 
-A search in tiles takes as long as one without. So what tiles can bring is bounded first: by what
-they can free, and then by what computes take where all stages are kept.
+A search in tiles takes as long as one without. So two bounds on the gain come first: the memory
+that tiles can free, and the time of the computes in tiles where all stages are kept.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megacompile.plan.planner import SearchResult
 from megacompile.plan.problem import Problem
 
 TILES = (4, 16, 64, 256)  # that are tried
-_PAYS = 0.03  # of a step: what tiles must save where it fits without
-_NOTABLE = 0.1  # of the device's memory: what they free a part of
+_PAYS = 0.03  # of a step: what tiles must save where a plan fits without
+_NOTABLE = 0.1  # of the budget: workspace that is worth cutting
 
 Search = Callable[[Problem], SearchResult | None]
 

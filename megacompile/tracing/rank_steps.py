@@ -1,8 +1,8 @@
 """Which of several ranks comes last, by what all of them have measured.
 
-Ranks meet in every collective, so their steps take as long as one another. Who comes last waits for
-nobody: of the path that ends its step (`megacompile.tracing.critical_path`), less than in other
-ranks is in collectives. On the CPU ranks also meet before a graph, where no op runs.
+Ranks meet in every collective, so the steps of all ranks take equally long. The rank that comes
+last waits for nobody: its critical path (`megacompile.tracing.critical_path`) has less time in
+collectives than those of the others. On the CPU ranks also meet before a graph, where no op runs.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class LastRank:
 
     rank: int
     host: str
-    steps: int  # in so many of the steps it came last
-    of: int
+    steps: int  # in which it came last
+    of: int  # of so many
     step_s: float
     lane: str  # what takes it longer than the others; `NONE`: nothing that was recorded
     busy_s: float  # a step, of that
     others_busy_s: float  # the median of theirs
-    waited_s: float  # a step, that the others wait longer than it (their median)
+    waited_s: float  # how much longer than it the others wait in a step (their median)
 
 
 def rank_steps(timeline: Timeline, model: str, rank: int, host: str) -> RankSteps | None:

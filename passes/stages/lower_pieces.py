@@ -66,7 +66,7 @@ def _loop(piece: Piece, functions: dict[Tile, Function]) -> Function:
             del cut
             for result, (kind, axis) in zip(results, piece.results, strict=True):
                 _put(result, kind, axis, start, tile.tokens, made)
-            del made  # or this tile's values would be there beside the next one's
+            del made  # or this tile's values would live while the next one is computed
         for k, meta in enumerate(piece.metas):
             results[k] = results[k].to(meta.dtype)
         return results

@@ -80,7 +80,7 @@ class HostApply(Replacement):
 
 
 class SharedSave(Replacement):
-    """Raises: loops call it in their first rank, which has its rows alone."""
+    """Raises: loops call it in their first rank, which has only its own rows."""
 
     name = "save_pretrained"
 

@@ -220,12 +220,14 @@ def _check_alike(model: nn.Module, ranks: Ranks) -> None:
 
 @torch.no_grad()
 def _send_values(model: nn.Module, ranks: Ranks) -> None:
-    """Let all ranks have the first one's parameters and buffers, where theirs are others: drawn at
-    random without a seed, say. A DistributedDataParallel does so too."""
+    """Give all ranks the first one's parameters and buffers where they differ, for example because
+    they were initialised without a seed. A DistributedDataParallel does so too.
+
+    A sample of each tensor is compared: a difference elsewhere in it is not found."""
     named = [*model.named_parameters(), *model.named_buffers()]
     tensors = [t for _, t in named if not t.is_meta and t.layout is torch.strided]
     said = ranks.told([_sample(tensor) for tensor in tensors])
-    if any(len(each) != len(tensors) for each in said):  # buffers of some ranks alone
+    if any(len(each) != len(tensors) for each in said):  # some have more buffers: nothing is sent
         return
     for tensor, *each in zip(tensors, *said, strict=True):
         if len(set(each)) > 1:
@@ -237,7 +239,7 @@ def _send_values(model: nn.Module, ranks: Ranks) -> None:
 
 
 def _sample(tensor: torch.Tensor) -> str:
-    """A digest of some elements: values that were drawn apart differ in nearly all of them."""
+    """A digest of some elements: random values of two ranks differ in nearly all of them."""
     flat = tensor.detach().reshape(-1)
     some = flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED].cpu().contiguous()
     return hashlib.sha256(bytes(some.view(torch.uint8).tolist())).hexdigest()

@@ -21,7 +21,7 @@ from megacompile.runtime.optim.states import to_plain
 
 def make_whole(module: nn.Module) -> None:
     """Let `state_dict()` of a module, and of the optimizers over it that step from now on, gather
-    what ranks share. All ranks call it then; the tensors are on the host."""
+    what ranks share, into tensors on the host. From then on all ranks must call it together."""
     if module in _MODULES:
         return
     _MODULES[module] = module.register_state_dict_post_hook(_of_module)

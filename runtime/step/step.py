@@ -389,7 +389,7 @@ class Updates:
                 dtypes = {step.index: state[name].dtype}
                 bucket.states.make(optimizer, name, dtypes, pin=self._parts.cuda)
             adopt(optimizer, bucket, step.index, state, names)
-            step.states.clear()  # copied: else the states of all buckets would be there twice
+            step.states.clear()  # they are copied; the states of all buckets would be there twice
             drop_empty(optimizer, [param])
 
 

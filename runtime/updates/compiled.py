@@ -3,8 +3,8 @@
 A process beside this one compiles it (`cpp_process`). Until it is done, the twin as it is serves
 (`optim.twin.apply`), whose numbers are the same in every bit. Nobody waits: `ready` is asked in the
 thread that calls `optimizer.step()`, once for each kind of update, and takes the code from
-Inductor's caches, which takes less than half a second and starts no compiler: which vector
-instructions there are, the other process has found out.
+Inductor's caches, which takes less than half a second and starts no compiler. The other process has
+found out which vector instructions there are.
 
 Where no caches are kept, or no process can be started, that thread compiles.
 

@@ -130,9 +130,9 @@ class Request:
         return bool(self._noted()["agrees"])
 
     def prepare_to_load(self) -> None:
-        """Know what the process found out that made the code: which vector instructions there are.
+        """Take over which vector instructions the compiling process found.
 
-        Inductor asks before it loads code, and takes 45 s to answer on some machines.
+        Inductor looks for them before it loads code, which takes 45 s on some machines.
         """
         compat.use_vector_isas(self._noted()["vector ISAs"])
 
