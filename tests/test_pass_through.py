@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from megacompile import megacompile, unmegacompile
+from megacompile import compat, megacompile, save, unmegacompile
 from megacompile.errors import ModelError
+from megacompile.runtime.model import whole_states
 from tests.processes import group_of_one
 
 
@@ -98,7 +100,7 @@ def test_ranks_do_not_share_what_has_one_in_it() -> None:
 
 def test_the_first_rank_does_not_save_alone(net: nn.Module) -> None:
     class Saves(Net):
-        def save_pretrained(self, folder: str) -> str:
+        def save_pretrained(self, folder: str, state_dict: Any = None) -> str:
             return folder
 
     mesh = init_device_mesh("cpu", (1,))
@@ -107,7 +109,39 @@ def test_the_first_rank_does_not_save_alone(net: nn.Module) -> None:
         ModelError, match=r"save_pretrained\(\): ranks share Saves .*megacompile.sa"
     ):
         shared.save_pretrained("folder")
+    gathered = shared.save_pretrained("folder", state_dict=states(shared))
+    assert gathered == "folder"
     assert unmegacompile(shared).save_pretrained("folder") == "folder"
+
+
+def test_all_ranks_have_the_first_ones_values(
+    net: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what is frozen beside what they share, and of buffers, also where these are not sent
+    before each forward."""
+    sent: list[Tensor] = []
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, first, group: sent.append(tensor))
+    outer = Outer(net, trained=False)
+    wrapped = DistributedDataParallel(outer, broadcast_buffers=False)
+    wanted = {outer.scale.data_ptr(), *(buffer.data_ptr() for buffer in net.buffers())}
+    assert {tensor.data_ptr() for tensor in sent} == wanted
+    wrapped(torch.ones(2, 4))
+    assert len(sent) == len(wanted)
+
+
+def test_what_is_saved_is_gathered_one_by_one(
+    net: nn.Module, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A state dict under a DistributedDataParallel would hold all of it at once, in every rank."""
+    DistributedDataParallel(net)
+
+    def whole(value: Any) -> Any:
+        assert not compat.is_sharded(value)
+        return value
+
+    monkeypatch.setattr(whole_states, "whole_on_host", whole)
+    save(net, tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
 
 
 def test_it_trains_saves_and_loads(net: nn.Module) -> None:

@@ -352,10 +352,10 @@ def test_plans_are_compared_on_a_slower_host_too(monkeypatch: Any) -> None:
     fastest = search(replace(tower), device_update=False)  # which knows of no prediction yet
     assert fastest is not None and fastest.step_s < sure.step_s < 1.05 * fastest.step_s
     monkeypatch.undo()
-    slow = hardware.replace(
-        update_gb_s=problem_code._SLOWER * 45,
-        host_memory_gb_s=problem_code._SLOWER * H200.host_memory_gb_s,
-    )
+    slow = problem_code._with_a_slower_host(hardware)
+    assert slow.update_gb_s == problem_code._SLOWER * 45
+    copies = slow.h2d_both_gb_s + slow.d2h_both_gb_s
+    assert copies <= slow.host_memory_gb_s < H200.host_memory_gb_s
     slower = replace(tower, hardware=slow)
     assert slower.step_s(fastest.choice) > 1.05 * slower.step_s(sure.choice)
     mean = (tower.step_s(sure.choice) + slower.step_s(sure.choice)) / 2

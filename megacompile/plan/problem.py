@@ -165,12 +165,7 @@ class Problem:
         """The mean of that and of the time with a slower host."""
         step_s = self.step_s(choice)
         if choice not in self._slower_s:
-            slower = replace(
-                self.hardware,
-                update_gb_s=_SLOWER * self.hardware.update_gb_s,
-                host_memory_gb_s=_SLOWER * self.hardware.host_memory_gb_s,
-            )
-            self._slower_s[choice], _ = self._simulated(choice, slower)
+            self._slower_s[choice], _ = self._simulated(choice, _with_a_slower_host(self.hardware))
         return (step_s + self._slower_s[choice]) / 2
 
     def learn(self, other: Problem) -> None:
@@ -424,3 +419,15 @@ def _is_straight(known: Mapping[int, int], low: int, high: int) -> bool:
     beside += [(high, at[k + 1])] if k + 1 < len(at) else []
     slopes = [(known[right] - known[left]) / (right - left) for left, right in beside]
     return any(abs(slope - steep) <= _STRAIGHT * steep for slope in slopes)
+
+
+def _with_a_slower_host(hardware: Hardware) -> Hardware:
+    """What updates on another day. Copies that are alone take as long as ever: a choice without
+    updates is not simulated twice."""
+    memory_gb_s = hardware.host_memory_gb_s
+    copies_gb_s = min(memory_gb_s, hardware.h2d_both_gb_s + hardware.d2h_both_gb_s)
+    return replace(
+        hardware,
+        update_gb_s=_SLOWER * hardware.update_gb_s,
+        host_memory_gb_s=max(_SLOWER * memory_gb_s, copies_gb_s),
+    )

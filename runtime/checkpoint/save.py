@@ -151,8 +151,13 @@ def _tensors(model: nn.Module, savers: Savers) -> Saved:
 
 
 def _named(model: nn.Module, names: set[str]) -> dict[str, torch.Tensor]:
-    """The values of a state dict; whoever reads them waits for updates that are under way."""
-    return {name: value for name, value in model.state_dict().items() if name in names}
+    """The values of a state dict; whoever reads them waits for updates that are under way.
+
+    Parameters themselves, which no hook on state dicts makes whole (`model.whole_states`): ranks
+    gather them one by one.
+    """
+    found = model.state_dict(keep_vars=True)
+    return {name: value for name, value in found.items() if name in names}
 
 
 def _shards(tensors: Mapping[str, torch.Tensor], limit_bytes: int) -> list[_Shard]:

@@ -1,7 +1,7 @@
 """A DistributedDataParallel around a model that ranks share: it calls the module, and that is all.
 
     gradients    are means over ranks when they come
-    buffers      are the first rank's, where it is made, and before each forward as in any DDP
+    buffers      are the first rank's, when it is made, and before each forward as in any DDP
     no_sync()    each backward averages what it adds: the sum is the same, up to rounding
     state dicts  are whole in every rank (`whole_states`): the loop's first rank saves them
 
@@ -11,7 +11,7 @@ torch's reducer is made: it would take parameters, of which each rank has other 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from megacompile import compat
 from megacompile.errors import ModelError
 from megacompile.runtime.model.whole_states import make_whole
 
@@ -48,7 +49,8 @@ class PassThrough(DistributedDataParallel):
         self.static_graph = False
         self.broadcast_buffers = buffers
         make_whole(module)
-        self._send_buffers()
+        frozen = (each for each in module.parameters() if not compat.is_sharded(each))
+        self._send([*frozen, *module.buffers()])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module gives. Inputs go to the device that it computes on by themselves."""
@@ -59,15 +61,18 @@ class PassThrough(DistributedDataParallel):
         return found
 
     def _send_buffers(self) -> None:
-        if not (self.broadcast_buffers and self.require_forward_param_sync):
-            return
+        if self.broadcast_buffers and self.require_forward_param_sync:
+            self._send(self.module.buffers())
+
+    @torch.no_grad()
+    def _send(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let all ranks have the first one's."""
         first = dist.get_global_rank(self.process_group, 0)
-        with torch.no_grad():
-            for buffer in self.module.buffers():
-                sent = buffer.contiguous()
-                dist.broadcast(sent, first, group=self.process_group)
-                if sent is not buffer:
-                    buffer.copy_(sent)
+        for tensor in tensors:
+            sent = tensor.contiguous()
+            dist.broadcast(sent, first, group=self.process_group)
+            if sent is not tensor:
+                tensor.copy_(sent)
 
     def register_comm_hook(self, state: object, hook: Any) -> NoReturn:
         """Raise: there is nothing that a hook could be given."""
