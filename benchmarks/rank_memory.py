@@ -21,7 +21,6 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -30,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from benchmarks.process_memory import shared_bytes
 from benchmarks.report import publish
 from megacompile import explain, megacompile
 
@@ -76,19 +76,19 @@ def _measure(case: str, args: argparse.Namespace, mesh: DeviceMesh | None) -> di
     _train(case, 2, 8, args.steps, mesh, lambda: None)
     torch.compiler.reset()
     gc.collect()
-    before, resident = _pss_bytes(), psutil.Process().memory_info().rss
+    before, resident = shared_bytes(), psutil.Process().memory_info().rss
     found: dict[str, float] = {}
 
     def built() -> None:
-        found["built"] = _pss_bytes() - before
+        found["built"] = shared_bytes() - before
 
     most = _Most()
     model, optimizer = _train(case, args.layers, args.width, args.steps, mesh, built)
     found["most"] = most.stop() - resident
     gc.collect()
-    untrimmed = _pss_bytes()
+    untrimmed = shared_bytes()
     ctypes.CDLL(None).malloc_trim(0)  # glibc's
-    found["trained"] = _pss_bytes() - before
+    found["trained"] = shared_bytes() - before
     found["kept"] = untrimmed - before - found["trained"]
     del optimizer  # until here its states were there
     explained = explain(model, changes=False)
@@ -153,11 +153,6 @@ class _Most:
         self._over.set()
         self._thread.join()
         return self._bytes
-
-
-def _pss_bytes() -> int:
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
 
 
 def _sum(value: float, mesh: DeviceMesh | None) -> float:

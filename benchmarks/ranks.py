@@ -19,7 +19,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.models import Loss, parameters, qwen2, tokens
+from benchmarks.process_memory import shared_bytes
 from benchmarks.report import publish
 from megacompile import explain, megacompile
 
@@ -108,7 +108,7 @@ def _measure(case: str, args: argparse.Namespace, mesh: DeviceMesh | None) -> di
         "median s, idle between": f"{statistics.median(taken):.3f}",
         "TFLOP/s (6NT)": f"{6 * count * ids.numel() * ranks / seconds / 1e12:.0f}",
         "peak GiB": f"{torch.cuda.max_memory_allocated() / 2**30:.1f}",
-        "host GiB of all": f"{_sum(_shared_bytes(), mesh) / 2**30:.1f}",
+        "host GiB of all": f"{_sum(shared_bytes(), mesh) / 2**30:.1f}",
         "first step s": f"{first_s:.1f}",
         "losses": f"{losses[0]:.4f} .. {losses[-1]:.4f}",
     }
@@ -167,12 +167,6 @@ def _loop(model: nn.Module, optimizer: torch.optim.Optimizer, clips: bool) -> St
 def _barrier(mesh: DeviceMesh | None) -> None:
     if mesh is not None:
         dist.barrier()
-
-
-def _shared_bytes() -> int:
-    """Memory of this process in RAM; what several processes map counts in parts."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
 
 
 def _sum(value: float, mesh: DeviceMesh | None) -> float:
