@@ -16,13 +16,14 @@ import torch
 from torch.optim import SGD, AdamW, RMSprop
 
 from megacompile import compat, megacompile
+from megacompile.beside import process as beside
 from megacompile.runtime.optim.adam import ADAM
 from megacompile.runtime.optim.blockwise import absmax_numel
 from megacompile.runtime.optim.twin import apply
 from megacompile.runtime.optim.update import Update
 from megacompile.runtime.step import hooks
 from megacompile.runtime.updates import compiled as module
-from megacompile.runtime.updates import cpp, cpp_process
+from megacompile.runtime.updates import cpp
 from megacompile.runtime.updates.compiled import Compiled, compiled
 from megacompile.runtime.updates.cpp import Request, agrees, kind_of
 from megacompile.runtime.updates.cpp_process import CppProcess
@@ -44,7 +45,7 @@ UNTIL_THE_END = (  # in place of what compiles: it ends as that does
     "path, name, request = pickle.load(sys.stdin.buffer)\n"
     "sys.path[:] = path\n"
     "import importlib\n"
-    "importlib.import_module(name)._end_with_the_pipe()\n"
+    "importlib.import_module('megacompile.beside.process')._until_it_closes(print)\n"
 )
 
 
@@ -75,7 +76,7 @@ def cold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.fixture
 def endless(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process never comes to an end by itself."""
-    monkeypatch.setattr(cpp_process, "_PROGRAM", UNTIL_THE_END)
+    monkeypatch.setattr(beside, "_PROGRAM", UNTIL_THE_END)
 
 
 def process_of(rule: Compiled) -> subprocess.Popen[bytes]:
@@ -338,8 +339,8 @@ def test_it_ends_with_this_process(cold: Path, end: str) -> None:
     """However that ends: its pipe is closed, which a forked child does not keep open."""
     program = f"""
 import os, signal, sys, time
-from tests.test_cpp_process import ADAM, Compiled, UNTIL_THE_END, cpp_process, process_of, update_of
-cpp_process._PROGRAM = UNTIL_THE_END
+from tests.test_cpp_process import ADAM, Compiled, UNTIL_THE_END, beside, process_of, update_of
+beside._PROGRAM = UNTIL_THE_END
 rule = Compiled(ADAM)
 rule.expect(update_of())
 if os.fork() == 0:

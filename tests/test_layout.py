@@ -30,6 +30,7 @@ FLOORS = (
     ("progress",),
     ("runtime.device.forks",),
     ("runtime.device.background",),
+    ("beside",),
     ("runtime.disk",),  # the cost model measures it
     ("cost",),
     ("tracing",),

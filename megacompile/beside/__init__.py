@@ -1,0 +1,1 @@
+"""Processes beside this one, which compile what it will need."""

@@ -1,0 +1,145 @@
+"""A Python process beside this one, which does what a module of ours says.
+
+It hears no Ctrl-C (it is a session of its own), and ends when the pipe to it closes, be it because
+this process is killed. A forked child has no part in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable
+from typing import IO
+
+from megacompile.runtime.device import forks
+
+_PROGRAM = (
+    "import pickle, sys\n"
+    "path, name, request = pickle.load(sys.stdin.buffer)\n"
+    "sys.path[:] = path\n"
+    "import importlib\n"
+    "importlib.import_module(name).main(request)\n"
+)
+_HIDDEN = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")  # a context takes device memory
+
+
+class Process:
+    """A process that calls `main(request)` of a module.
+
+    Args:
+        module: its name.
+        request: a pickle, of whatever that `main` wants.
+        sees_gpus: else it knows nothing of a GPU.
+        answers: it writes lines to stdout, which `hear` reads.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+
+    def __init__(
+        self, module: str, request: bytes, *, sees_gpus: bool = False, answers: bool = False
+    ) -> None:
+        self._errors: IO[bytes] = tempfile.TemporaryFile()
+        environment = {k: v for k, v in os.environ.items() if k != "MEGACOMPILE_LOG"}
+        environment |= {} if sees_gpus else dict.fromkeys(_HIDDEN, "")
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE if answers else subprocess.DEVNULL,
+            stderr=self._errors,
+            env=environment,
+            start_new_session=True,
+        )
+        self._end = weakref.finalize(self, _stop, self._process, self._errors)  # at exit too
+        forks.tell(self)
+        try:
+            self.send(pickle.dumps((sys.path, module, request)))
+        except BrokenPipeError:
+            pass  # it is over already, and its status says so
+
+    def send(self, message: bytes) -> None:
+        """Let it read one more pickle.
+
+        Raises:
+            BrokenPipeError: it is over.
+        """
+        assert self._process.stdin is not None
+        self._process.stdin.write(message)
+        self._process.stdin.flush()
+
+    def hear(self) -> bool:
+        """Wait for a line that it writes to stdout; False: it is over, and said nothing."""
+        assert self._process.stdout is not None
+        return bool(self._process.stdout.readline())
+
+    @property
+    def status(self) -> int | None:
+        """Its exit status; None while it works."""
+        return self._process.poll()
+
+    def wait(self) -> None:
+        """Until it is over."""
+        self._process.wait()
+
+    def complaint(self) -> str:
+        """The last line that it wrote to stderr."""
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
+    def stop(self) -> None:
+        """End it."""
+        self._end()
+
+    def before_fork(self) -> None:
+        """Nothing: it is no thread of this process."""
+
+    def after_fork(self, *, in_child: bool) -> None:
+        """The child must neither end it nor keep its pipes open."""
+        if in_child:
+            self._end.detach()
+            _close(self._process, self._errors)
+            self._process.returncode = 0  # it is not the child's to wait for
+
+
+def _stop(process: subprocess.Popen[bytes], errors: IO[bytes]) -> None:
+    if process.poll() is None:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)  # with what it started
+        except (AttributeError, OSError):  # no groups here, or it is over
+            process.kill()
+        process.wait()
+    _close(process, errors)
+
+
+def _close(process: subprocess.Popen[bytes], errors: IO[bytes]) -> None:
+    for pipe in (process.stdin, process.stdout, errors):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):  # of what was not read
+                pipe.close()
+
+
+def end_with_the_pipe(read: Callable[[bytes], object] = lambda message: None) -> None:
+    """In the process: end it when the pipe to it closes.
+
+    Args:
+        read: called with each pickle that comes before that, in a thread.
+    """
+    threading.Thread(target=_until_it_closes, args=(read,), daemon=True).start()
+
+
+def _until_it_closes(read: Callable[[bytes], object]) -> None:
+    try:
+        while True:
+            read(pickle.load(sys.stdin.buffer))
+    except (EOFError, pickle.UnpicklingError):  # nothing more comes, or half of it
+        if hasattr(os, "killpg"):
+            os.killpg(0, signal.SIGKILL)
+        os._exit(1)
