@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megacompile import compat, log
+from megacompile.beside import compile_pool
 from megacompile.cost.ranks import agree, ranks_of_host, use_cores
 from megacompile.errors import ModelError, OptionError, OptionTypeError
 from megacompile.host_memory import budget_bytes, check_host_memory
@@ -233,6 +234,7 @@ def megacompile(
     compiler = _compiler(model, options, mesh)
     if options.device.type == "cuda" and options.lowering is Lowering.INDUCTOR:
         compat.start_compile_workers()  # they are ready when parameters have moved
+        compile_pool.start(options.device, share=1 if mesh is None else ranks_of_host(mesh))
     divide = functools.partial(find_units, compute_dtype=options.compute_dtype, ranks=options.ranks)
     with compat.on_host():
         streamed = StreamedModel(model, options, divide, compiler, contents)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,11 +13,15 @@ from torch import nn
 
 from megacompile import megacompile
 from megacompile.errors import HostMemoryError
-from megacompile.runtime.device import buffers_ahead, host_budget
+from megacompile.host_memory import MARGIN_BYTES
+from megacompile.ir.schedule import Schedule
+from megacompile.runtime.device import activations, buffers_ahead, host_budget
+from megacompile.runtime.device.activations import HostPool
 from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.device.buffers_ahead import BuffersAhead, Wanted
 from megacompile.runtime.device.host_budget import HostBudget
 from tests import inside
+from tests.test_activations import loss, offloading
 
 CPU = torch.device("cpu")
 PAGE = 4096
@@ -147,7 +152,7 @@ def test_a_budget_that_is_gone_gets_nothing() -> None:
 # --- of a model
 
 
-AHEAD = "gradients and optimizer states"
+AHEAD = "saved tensors, gradients and optimizer states"
 
 
 @pytest.fixture
@@ -214,6 +219,49 @@ def test_the_first_step_finds_its_memory(
     numel = sum(param.numel() for param in model.parameters())
     least = {None: 8.0, torch.bfloat16: 4.0, "int8": 2.0}[state_dtype] + 4.0 * (not in_backward)
     assert numel * least <= size < 1.2 * numel * least and optimizer.state
+
+
+def test_the_first_forward_finds_the_memory_of_what_it_saves(made: list[tuple[str, int]]) -> None:
+    """It is made behind the plan, ahead of that of gradients, and only once."""
+    _, model = offloading()
+    machine = inside.machine(model)
+    machine.activations.pin = True
+    make_ahead = machine.make_ahead
+
+    def all_of_it(schedule: Schedule) -> None:
+        make_ahead(schedule)
+        done(machine.host_budget._ahead)
+
+    machine.make_ahead = all_of_it
+    del made[:]
+
+    def step() -> None:
+        loss(model, 0).backward()
+
+    with mock.patch.object(HostPool, "_make", autospec=True, side_effect=HostPool._make) as asked:
+        step()
+        lent = asked.call_count
+        step()
+    sizes = sorted(call.args[1] for call in asked.call_args_list)
+    assert lent == asked.call_count > 1, "a second step asks for nothing"
+    assert sorted(size for what, size in made if what == AHEAD) == sizes, "all of it, and no more"
+    assert "what waits for its backward" not in dict(made)
+
+
+def test_memory_made_ahead_for_others_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits for its backward comes before what nobody has asked for."""
+    budget = HostBudget()
+    pool = HostPool(pin=False, budget=budget)
+    budget.make_ahead([Wanted(2 * PAGE, pin=False)], "states", CPU)
+    done(budget._ahead)
+
+    def free() -> int:
+        return MARGIN_BYTES + (2 if budget._ahead is not None else 5) * PAGE
+
+    monkeypatch.setattr(activations, "available_bytes", free)
+    lent = pool.lend(4 * PAGE)
+    assert lent.size_bytes == 4 * PAGE
+    assert budget.held_bytes == 4 * PAGE
 
 
 def test_a_second_step_gives_back_what_was_not_needed(made: list[tuple[str, int]]) -> None:

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from megacompile import compat
 
@@ -204,3 +206,34 @@ def test_the_workers_that_compile_start_when_they_are_told_to(wanted: str, tmp_p
     )
     environment = {"TORCH_WARM_POOL": wanted, "TORCHINDUCTOR_COMPILE_THREADS": "2"}
     assert run(program, tmp_path, **environment).stdout.split() == ["0", wanted]
+
+
+def test_a_graph_is_the_same_in_another_process() -> None:
+    """What is packed here and unpacked there."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x) + 1
+
+    module = make_fx(function, tracing_mode="fake")(torch.ones(3))
+    (x,) = module.graph.find_nodes(op="placeholder")
+    other, (y,) = compat.unpacked_graph(compat.packed_graph(module, [x.meta["val"]]))
+    assert other.code == module.code
+    assert (y.shape, y.dtype, y.device) == ((3,), torch.float32, torch.device("cpu"))
+
+
+def test_who_compiles_kernels() -> None:
+    config = torch._inductor.config
+    with config.patch(compile_threads=1):
+        assert not compat.compiles_in_processes()
+        compat.use_compile_threads(7)
+        assert config.compile_threads == 7
+        assert compat.compiles_in_processes()
+        with config.patch(fx_graph_cache=False):
+            assert not compat.compiles_in_processes()
+
+
+def test_variables_say_where_the_caches_are(tmp_path: Path) -> None:
+    for name in compat.CACHE_VARIABLES:
+        assert name.endswith("_CACHE_DIR")
+    with mock.patch.dict(os.environ, {compat.CACHE_VARIABLES[0]: str(tmp_path)}):
+        assert compat.code_cache() == tmp_path

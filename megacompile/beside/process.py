@@ -74,10 +74,10 @@ class Process:
         self._process.stdin.write(message)
         self._process.stdin.flush()
 
-    def hear(self) -> bool:
-        """Wait for a line that it writes to stdout; False: it is over, and said nothing."""
+    def hear(self) -> str:
+        """Wait for a line that it writes to stdout; "": it is over, and says nothing more."""
         assert self._process.stdout is not None
-        return bool(self._process.stdout.readline())
+        return self._process.stdout.readline().decode(errors="replace").strip()
 
     @property
     def status(self) -> int | None:
@@ -122,7 +122,7 @@ def _stop(process: subprocess.Popen[bytes], errors: IO[bytes]) -> None:
 def _close(process: subprocess.Popen[bytes], errors: IO[bytes]) -> None:
     for pipe in (process.stdin, process.stdout, errors):
         if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):  # of what was not read
+            with contextlib.suppress(OSError):  # of what was not read
                 pipe.close()
 
 

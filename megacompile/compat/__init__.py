@@ -32,6 +32,7 @@ from megacompile.compat.breaks import (
     uncaptured,
 )
 from megacompile.compat.caches import (
+    CACHE_VARIABLES,
     CacheCounts,
     cache_counts,
     code_cache,
@@ -88,12 +89,16 @@ from megacompile.compat.dynamo import (
 from megacompile.compat.graphs import copy_graph, graph_module, new_node
 from megacompile.compat.inductor import (
     compile_inductor,
+    compiles_in_processes,
     has_cpp_compiler,
     inductor_decompositions,
     mark_must_recompute,
     mark_must_save,
+    packed_graph,
     split_joint,
     start_compile_workers,
+    unpacked_graph,
+    use_compile_threads,
     use_vector_isas,
     vector_isas,
 )
@@ -224,6 +229,11 @@ from megacompile.compat.tracing import (
 )
 
 __all__ = [
+    "use_compile_threads",
+    "unpacked_graph",
+    "packed_graph",
+    "compiles_in_processes",
+    "CACHE_VARIABLES",
     "ALL_GATHER",
     "REDUCE_SCATTER",
     "APPLY",

@@ -16,6 +16,9 @@ from torch._inductor import codecache
 from torch._inductor import config as inductor_config
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+# Variables of the environment that say where caches are.
+CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # torch 2.11 to 2.15
+
 
 def code_cache() -> Path | None:  # torch 2.11 to 2.15
     """The folder in which compiled code outlives a process; None where caches are off."""

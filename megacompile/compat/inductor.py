@@ -12,11 +12,15 @@ from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._inductor import async_compile, cpp_builder, cpu_vec_isa
+from torch._inductor import config as inductor_config
 from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._graph_pickler import GraphPickler, Options
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import CheckpointPolicy
+
+from megacompile.compat.caches import code_cache
 
 Tensors = Sequence[torch.Tensor]
 
@@ -80,6 +84,33 @@ def compile_inductor(
     with tracing(context):
         compiled: Callable[..., Any] = torch._inductor.compile(module, list(inputs))
     return compiled
+
+
+def packed_graph(module: fx.GraphModule, inputs: Tensors) -> bytes:  # torch 2.11 to 2.15
+    """What `compile_inductor` takes, for another process; `unpacked_graph` gives it there.
+
+    Raises:
+        Exception: of any kind; not all that a graph may hold can be pickled.
+    """
+    return GraphPickler.dumps((module, list(inputs)), Options(ops_filter=None))
+
+
+def unpacked_graph(given: bytes) -> tuple[fx.GraphModule, Tensors]:  # torch 2.11 to 2.15
+    """A graph and its inputs, which are fake."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    packed: Any = GraphPickler.loads(given, mode)
+    module, inputs = packed
+    return module, inputs
+
+
+def use_compile_threads(count: int) -> None:  # torch 2.11 to 2.15
+    """Let so many processes compile kernels for this one."""
+    inductor_config.compile_threads = count
+
+
+def compiles_in_processes() -> bool:  # torch 2.11 to 2.15
+    """May other processes compile for this one?"""
+    return code_cache() is not None and inductor_config.compile_threads != 1
 
 
 def start_compile_workers() -> None:  # torch 2.11 to 2.15

@@ -12,6 +12,7 @@ from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Value, effects
 from megacompile.ir.schedule import Schedule
+from megacompile.ir.tensors import TensorMeta
 
 
 def producer(node: fx.Node) -> fx.Node:
@@ -50,6 +51,14 @@ def reads(node: fx.Node) -> list[fx.Node]:
     found: dict[fx.Node, None] = {}
     fx.map_arg(node.args, lambda n: found.setdefault(n))
     return list(found)
+
+
+def left_on_host(schedule: Schedule) -> list[TensorMeta]:
+    """The tensors of fixed sizes that a forward leaves on the host, all at the same time."""
+    written = {ops.arguments(node)[1] for node in ops.nodes_of(schedule.forward, ops.write_saved)}
+    left = [n for n in ops.nodes_of(schedule.forward, ops.offload_saved) if n not in written]
+    metas = [node.meta.get("value") for node in left]
+    return [m for m in metas if isinstance(m, TensorMeta) and m.symbolic is None]
 
 
 def copied_away(schedule: Schedule) -> dict[str, fx.Node]:

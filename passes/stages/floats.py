@@ -131,6 +131,20 @@ def compiled(module: fx.GraphModule) -> Callable[..., Any]:
     return run
 
 
+def fixed_inputs(module: fx.GraphModule) -> list[torch.Tensor] | None:
+    """What `compiled` compiles a traced graph for, fake; None where something of it changes from
+    call to call, or there is nothing to compile."""
+    values = [_value(node) for node in module.graph.find_nodes(op="placeholder")]
+    every = [_value(node) for node in module.graph.nodes if node.op == "call_function"]
+    numbers = (v for value in (*values, *every) for v in compat.leaves(value))
+    changes = any(compat.is_number(v) or _has_symbols(v) for v in numbers)
+    return None if changes or not every else values
+
+
+def _has_symbols(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and bool(TensorMeta.of(value).symbolic)
+
+
 def _in(fakes: compat.SymbolicFakes, value: Any) -> Any:
     """A value with symbols, in another mode."""
     if isinstance(value, torch.Tensor):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from megacompile.errors import HostMemoryError
 from megacompile.host_memory import MARGIN_BYTES, available_bytes
 from megacompile.ir.tensors import TensorMeta
 from megacompile.runtime.device.buffers import HostBuffer
+from megacompile.runtime.device.buffers_ahead import Wanted
 from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.device.reuse import Reused
 from megacompile.text import format_bytes
@@ -180,7 +181,20 @@ class HostPool(Reused[Buffer]):
         """
         return OnHost(self, TensorMeta.of(value)).store(value, queue)
 
+    def wanted(self, metas: Iterable[TensorMeta]) -> list[Wanted]:
+        """The memory that tensors will ask for which are here at the same time; none where there
+        is some already."""
+        if not self.pin or self.held_bytes:
+            return []
+        sizes = [OnHost(self, meta).size_bytes for meta in metas]
+        return [Wanted(size_bytes, pin=True) for size_bytes in sizes]
+
     def _make(self, size_bytes: int) -> Buffer:
+        ready = self.budget.ready(size_bytes, pin=self.pin)
+        if ready is not None:
+            return Buffer(ready, size_bytes)
+        if size_bytes > mmap.PAGESIZE and size_bytes + MARGIN_BYTES > available_bytes():
+            self.budget.forget_ahead()  # what nobody may ask for is in the way
         free = available_bytes()
         if size_bytes > mmap.PAGESIZE and size_bytes + MARGIN_BYTES > free:
             raise HostMemoryError(

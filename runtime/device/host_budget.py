@@ -53,10 +53,8 @@ class HostBudget:
             HostMemoryError: there is too little, or the limit is reached. The kernel would kill the
                 process later, when the memory is touched.
         """
-        if touch and self._ahead is not None:
-            ready = self._ahead.take(size_bytes, pin=pin)
-            if ready is not None:
-                return ready
+        if touch and (ready := self.ready(size_bytes, pin=pin)) is not None:
+            return ready
         try:
             return self._new(size_bytes, what, pin=pin, touch=touch)
         except HostMemoryError:
@@ -64,6 +62,10 @@ class HostBudget:
                 raise
         self.forget_ahead()  # what nobody may ask for is in the way
         return self._new(size_bytes, what, pin=pin, touch=touch)
+
+    def ready(self, size_bytes: int, *, pin: bool) -> HostBuffer | None:
+        """A buffer that was made ahead, or is being made."""
+        return None if self._ahead is None else self._ahead.take(size_bytes, pin=pin)
 
     def make_ahead(self, wanted: Iterable[Wanted], what: str, device: torch.device) -> None:
         """Make buffers in the background, which `make` gives to whoever asks for such ones.

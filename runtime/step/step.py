@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from megacompile import compat, log, notices
 from megacompile.ir.buckets import Bucket, ParamId
 from megacompile.ir.schedule import Schedule
+from megacompile.ir.values import left_on_host
 from megacompile.options import Lowering, Options
 from megacompile.progress import line
 from megacompile.runtime.device.buffers_ahead import Wanted
@@ -139,18 +140,26 @@ class Updates:
                     compiled(rule).expect(update)
 
     def make_ahead(self, schedule: Schedule) -> None:
-        """The first backward over buckets that are where they will be comes soon: let page-locked
-        memory of their gradients be made, and of the states of the optimizers that there are.
+        """The first step of a schedule over buckets that are where they will be comes soon: let
+        page-locked memory be made for what the forward leaves on the host, for gradients, and for
+        the states of the optimizers that there are.
 
         Args:
             schedule: planned, and not lowered yet.
         """
+        wanted = self.machine.activations.wanted(left_on_host(schedule))
         keys = [b.key for b in schedule.buckets if b.key not in self._made_ahead]
         self._made_ahead.update(keys)
         buckets = [self.machine.buckets[key] for key in keys]
         buckets = [bucket for bucket in buckets if bucket.pin and bucket.resident is None]
-        if not buckets:
-            return
+        if buckets:
+            wanted += self._of_buckets_ahead(buckets, schedule)
+        if wanted:
+            self.machine.host_budget.make_ahead(
+                wanted, "saved tensors, gradients and optimizer states", self.machine.device
+            )
+
+    def _of_buckets_ahead(self, buckets: Sequence[HostBucket], schedule: Schedule) -> list[Wanted]:
         in_backward = self.machine.in_backward
         wanted: list[Wanted] = []
         if in_backward is None:
@@ -160,9 +169,7 @@ class Updates:
         for optimizer in found:
             if optimizer not in self._prepared:
                 wanted += self._parts.states_ahead(optimizer, buckets, schedule)
-        self.machine.host_budget.make_ahead(
-            wanted, "gradients and optimizer states", self.machine.device
-        )
+        return wanted
 
     def _trained(self) -> list[nn.Parameter]:
         buckets = self.machine.buckets.values()

@@ -1,0 +1,226 @@
+"""Stages are compiled by processes beside this one, and found in the caches by this one."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megacompile import compat, megacompile
+from megacompile.beside import compile_pool
+from megacompile.beside.compile_pool import CompilePool
+from tests.test_fork import in_child
+from tests.zoo import equal
+
+needs_compiler = pytest.mark.skipif(not compat.has_cpp_compiler(), reason="needs a C++ compiler")
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+
+@pytest.fixture(autouse=True)
+def cold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Inductor's caches are empty, and no process is left behind."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch.compiler.reset()
+    yield
+    compile_pool.stop()
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)]
+    return nn.Sequential(*layers, nn.LayerNorm(8))
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    model(torch.linspace(-1, 1, 32).view(4, 8)).square().sum().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def compiled(**options: Any) -> nn.Module:
+    return megacompile(net(), device="cpu", lowering="inductor", progress=False, **options)
+
+
+def start(monkeypatch: pytest.MonkeyPatch, cores: int = 4) -> CompilePool:
+    """Processes as they are started for a GPU, for the CPU."""
+    with monkeypatch.context() as planted:
+        planted.setattr(compile_pool, "_cores", lambda: cores)
+        compile_pool.start(torch.device("cpu"))
+    assert compile_pool._pool is not None
+    return compile_pool._pool
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process compiles nothing that another one was given."""
+    monkeypatch.setattr(Future, "cancel", lambda self: False)
+
+
+def pids(pool: CompilePool) -> list[int]:
+    return [process._process.pid for process in pool._processes]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@needs_compiler
+@pytest.mark.usefixtures("patient")
+def test_stages_are_compiled_elsewhere_and_found_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them; the numbers are those of code that was compiled here, and the processes end."""
+    pool = start(monkeypatch, cores=8)
+    started = pids(pool)
+    assert len(started) == 2
+    before = compat.cache_counts()
+    found = gradients(compiled())
+    counts = compat.cache_counts().since(before)
+    assert counts.made == 0 and counts.found > 2
+    assert compile_pool._pool is None and not any(map(is_alive, started))
+
+    torch.compiler.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        expected = gradients(compiled())
+    assert all(map(equal, found, expected))
+
+
+@needs_compiler
+def test_what_no_process_has_begun_is_compiled_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for a process that does not get ready."""
+    monkeypatch.setattr("megacompile.beside.process._PROGRAM", "import time; time.sleep(1000)")
+    pool = start(monkeypatch)
+    (pid,) = pids(pool)
+    before = compat.cache_counts()
+    gradients(compiled())
+    assert compat.cache_counts().since(before).made > 2
+    assert not is_alive(pid)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("patient")
+def test_a_process_that_is_killed_is_no_loss(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    carry_out = compile_pool._carry_out
+
+    def kill_it(process: Any, job: Any) -> None:
+        os.killpg(process._process.pid, signal.SIGKILL)
+        carry_out(process, job)
+
+    monkeypatch.setattr(compile_pool, "_carry_out", kill_it)
+    monkeypatch.setattr(Future, "exception", lambda self: _error_within(self, 20))
+    start(monkeypatch)
+    with caplog.at_level("INFO", "megacompile.compile"):
+        found = gradients(compiled())
+    assert "no process compiled a graph" in caplog.text
+    assert len(found) == 8
+
+
+def _error_within(future: Future[None], seconds: float) -> BaseException | None:
+    """What a future has raised, or that it is late."""
+    try:
+        future.result(seconds)
+    except BaseException as error:
+        return error
+    return None
+
+
+@needs_compiler
+@pytest.mark.usefixtures("patient")
+def test_a_graph_that_a_process_cannot_compile_is_compiled_here(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compat, "packed_graph", lambda *_: b"no graph")
+    start(monkeypatch)
+    before = compat.cache_counts()
+    with caplog.at_level("INFO", "megacompile.compile"):
+        gradients(compiled())
+    assert "no process compiled a graph: UnpicklingError" in caplog.text
+    assert compat.cache_counts().since(before).made > 2
+
+
+@needs_compiler
+def test_a_graph_that_cannot_be_sent_is_compiled_here(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Options of Inductor may be functions."""
+
+    def packed(*_: object) -> bytes:
+        return pickle.dumps(lambda: None)
+
+    monkeypatch.setattr(compat, "packed_graph", packed)
+    start(monkeypatch)
+    with caplog.at_level("INFO", "megacompile.compile"):
+        assert len(gradients(compiled())) == 8
+    assert "since it cannot be sent" in caplog.text
+
+
+@needs_compiler
+@pytest.mark.usefixtures("patient")
+def test_an_interrupt_ends_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = start(monkeypatch)
+    (pid,) = pids(pool)
+
+    def interrupted(self: Future[None]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Future, "exception", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        gradients(compiled())
+    assert not is_alive(pid) and compile_pool._pool is None
+    monkeypatch.undo()
+    assert len(gradients(compiled())) == 8
+    names = [thread.name for thread in threading.enumerate() if thread.is_alive()]
+    assert "megacompile-compile" not in names
+
+
+@needs_fork
+def test_a_forked_child_leaves_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = start(monkeypatch)
+
+    def stop() -> int:
+        compile_pool.stop()
+        return len(pool._processes)
+
+    (pid,) = pids(pool)
+    assert in_child(stop) == 0
+    assert is_alive(pid)
+
+
+@pytest.mark.parametrize("why", ["few cores", "no caches", "one compile thread", "many ranks"])
+def test_no_processes_are_started(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_pool, "_cores", lambda: 3 if why == "few cores" else 16)
+    kinds: dict[str, dict[str, Any]] = {
+        "no caches": {"fx_graph_cache": False},
+        "one compile thread": {"compile_threads": 1},
+    }
+    changes = kinds.get(why, {"compile_threads": 8})
+    with torch._inductor.config.patch(changes):
+        assert compat.compiles_in_processes() == (why in ("few cores", "many ranks"))
+        compile_pool.start(torch.device("cpu"), share=8 if why == "many ranks" else 1)
+    assert compile_pool._pool is None
+
+
+@pytest.mark.parametrize(
+    ("cores", "share", "count"), [(16, 1, 4), (64, 1, 4), (64, 8, 2), (8, 1, 2)]
+)
+def test_how_many_are_started(
+    cores: int, share: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(compile_pool, "CompilePool", lambda *given: made.append(given))
+    monkeypatch.setattr(compile_pool, "_cores", lambda: cores)
+    with torch._inductor.config.patch(compile_threads=8):
+        compile_pool.start(torch.device("cuda", 1), share=share)
+    assert made == [(count, 1, 4)]
