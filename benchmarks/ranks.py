@@ -8,7 +8,8 @@ of all ranks together. Host memory is what all processes have in RAM at the end,
 
 Cases: `planned` (default options), `streamed` (no parameter stays on the GPU, everything is
 recomputed), `in-backward` (8-bit moments), `fsdp2` (`fully_shard` on each layer, resident, each
-layer compiled, activation checkpointing where `--checkpoint` says so).
+layer compiled, activation checkpointing where `--checkpoint` says so), `deepspeed` (ZeRO-3 with
+parameters and optimizer on the CPU, as in `benchmarks.peers`; its packages may be in `--wheels`).
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ import argparse
 import gc
 import os
 import statistics
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,11 +31,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.models import Loss, parameters, qwen2, tokens
+from benchmarks.peers.systems import deepspeed
+from benchmarks.peers.wheels import importable
 from benchmarks.process_memory import shared_bytes
 from benchmarks.report import publish
 from megacompile import explain, megacompile
 
-CASES = ("planned", "streamed", "in-backward", "fsdp2")
+CASES = ("planned", "streamed", "in-backward", "fsdp2", "deepspeed")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -44,8 +50,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--warm", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--checkpoint", action="store_true", help="activation checkpointing, fsdp2")
+    parser.add_argument("--wheels", type=Path, help="a folder of packages that are not installed")
     parser.add_argument("--out", help="write the table here")
     args = parser.parse_args(argv)
+    unpacked = tempfile.TemporaryDirectory()
+    if args.wheels is not None:
+        sys.path.extend(map(str, importable(args.wheels, Path(unpacked.name))))
     mesh = None
     if "RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -63,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.cuda.empty_cache()
     if first:
         publish("Training steps on several GPUs", rows, args.out)
+    unpacked.cleanup()
     if mesh is not None:
         dist.destroy_process_group()
 
@@ -74,7 +85,8 @@ def _measure(case: str, args: argparse.Namespace, mesh: DeviceMesh | None) -> di
     torch.manual_seed(1 if mesh is None else 1 + mesh.get_rank())
     ids = tokens(args.batch, args.length)
     start = time.perf_counter()
-    step, predicted = (_fsdp2 if case == "fsdp2" else _ours)(model, case, args, mesh)
+    build = {"fsdp2": _fsdp2, "deepspeed": _deepspeed}.get(case, _ours)
+    step, predicted = build(model, case, args, mesh)
     del model
     losses = [step(ids)]
     first_s = time.perf_counter() - start
@@ -149,6 +161,18 @@ def _fsdp2(
     whole = Loss(model)
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-5, fused=True)
     return _loop(whole, optimizer, clips=True), lambda: None
+
+
+def _deepspeed(
+    model: nn.Module, case: str, args: argparse.Namespace, mesh: DeviceMesh | None
+) -> tuple[Step, Callable[[], float | None]]:
+    system = deepspeed.setup(Loss(model).to("cpu"), "cuda")
+
+    def step(ids: torch.Tensor, *, look: bool = True) -> float:
+        loss = system.step(ids)
+        return float(loss.item()) if look else 0.0
+
+    return step, lambda: None
 
 
 def _loop(model: nn.Module, optimizer: torch.optim.Optimizer, clips: bool) -> Step:

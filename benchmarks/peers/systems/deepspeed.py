@@ -14,6 +14,7 @@ import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.peers.group import group_of_one
@@ -22,7 +23,7 @@ from benchmarks.peers.work import CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY
 
 
 def setup(model: nn.Module, device: str) -> System:
-    """Train a `Loss`, each layer recomputed.
+    """Train a `Loss`, each layer recomputed; by the process group that there is, or alone.
 
     Args:
         model: in host memory, bf16.
@@ -30,12 +31,13 @@ def setup(model: nn.Module, device: str) -> System:
     """
     if device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
-    group_of_one(device)
+    if not dist.is_initialized():
+        group_of_one(device)
     deepspeed: Any = module("deepspeed")
     recompute_layers(model)
     adam = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
     config = {
-        "train_batch_size": 1,  # counts sequences for its own reports alone
+        "train_micro_batch_size_per_gpu": 1,  # counts sequences for its own reports alone
         "bf16": {"enabled": True},
         "gradient_clipping": CLIP_NORM,
         "optimizer": {"type": "AdamW", "params": adam},
