@@ -238,7 +238,10 @@ def megacompile(
         streamed = StreamedModel(model, options, divide, compiler, contents)
     compat.set_compiled_call(model, streamed)
     replace_methods(model, shared=mesh is not None)
-    log.buckets_placed(type(model).__name__, [b.layout for b in streamed.machine.buckets.values()])
+    machine = streamed.machine
+    layouts = [bucket.layout for bucket in machine.buckets.values()]
+    node = machine.host_budget.node
+    log.buckets_placed(type(model).__name__, layouts, "" if node is None else str(node))
     for listener in tuple(LISTENERS):
         listener(model)
     return model

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from megacompile import compat
+from megacompile import compat, numa
 from megacompile.cost.hardware import H200, Hardware
 from megacompile.host_memory import total_bytes
 from megacompile.page_locks import pinned_empty
@@ -103,7 +103,9 @@ class _Probe:
 
     def _host(self) -> torch.Tensor:
         make = pinned_empty if self.cuda else torch.empty
-        return make((_COPY_BYTES,), dtype=torch.uint8).fill_(1)
+        with numa.bound(numa.node_of(self.device)):  # near the GPU, as buckets are
+            buffer = make((_COPY_BYTES,), dtype=torch.uint8)
+        return buffer.fill_(1)
 
     def _device(self) -> torch.Tensor:
         return torch.ones(_COPY_BYTES, dtype=torch.uint8, device=self.device)

@@ -46,6 +46,11 @@ def ranks_of_host(mesh: DeviceMesh) -> int:
     return int(said) if said.isdigit() and int(said) else mesh.size()
 
 
+def host_of_rank() -> tuple[str, str]:
+    """What tells this rank's host from others: which machine of torchrun's, and its name."""
+    return os.environ.get("GROUP_RANK", ""), platform.node()
+
+
 def use_cores(mesh: DeviceMesh) -> None:
     """Let this rank's work on the host have its share of the cores.
 
@@ -102,7 +107,7 @@ _Said = tuple[int, str, str, Hardware | None]  # rank, which machine of torchrun
 
 
 def _said(hardware: Hardware | None) -> _Said:
-    return dist.get_rank(), os.environ.get("GROUP_RANK", ""), platform.node(), hardware
+    return dist.get_rank(), *host_of_rank(), hardware
 
 
 def _with_hosts(found: Sequence[_Said], *, together: bool) -> tuple[RankRates, ...]:
