@@ -72,6 +72,7 @@ class Agreement:
     ) -> None:
         self.ranks, self.rank, self.meets = ranks, rank, meets
         self.steps = 0  # of optimizers, so far
+        self.doing = "a talk of ranks"  # what they do together; see `Ranks.together`
         self._store, self._tidier = store(), store()
         self._abort = abort
         self._count = self._tidied = 0
@@ -85,8 +86,11 @@ class Agreement:
         self._seen_by_thread = Faults(self.notes, limits, thread=True)
 
     @contextmanager
-    def run(self, graph: Collectives) -> Iterator[None]:
+    def run(self, graph: Collectives, *, meet: bool = False) -> Iterator[None]:
         """For its duration this rank runs a graph, as all of them do.
+
+        Args:
+            meet: wait for one another before it, though this is NCCL.
 
         Raises:
             RankError: another rank runs another one, has stopped, or does not come.
@@ -97,7 +101,7 @@ class Agreement:
         outer, position = self._now, self.notes.position
         self._now = graph
         try:
-            self._begin(graph)
+            self._begin(graph, meet=meet or self.meets)
             yield
             self.check()
         except BaseException as error:
@@ -126,7 +130,7 @@ class Agreement:
     def _at(self, entered: int, words: str = "") -> None:
         self.notes.position = (self._count, entered, words or self.notes.position[2])
 
-    def _begin(self, graph: Collectives) -> None:
+    def _begin(self, graph: Collectives, *, meet: bool) -> None:
         self.check()
         key = str(self._count)
         self._count += 1
@@ -140,7 +144,7 @@ class Agreement:
             theirs, _, other = first.rpartition(" ")
             if theirs != mine:
                 raise RankError(self._difference(graph, int(other), theirs))
-            if self.meets:
+            if meet:
                 self._meet(key)
         except compat.STORE_ERRORS as error:
             self._gone(error)

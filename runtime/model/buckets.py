@@ -84,7 +84,7 @@ class ModelBuckets:
         self.check_memory: Callable[[], None] = lambda: None  # raises where it is given back
         self.data_parallel = DataParallel(model, options)
         self._places = _Places()
-        node, ranks = numa.node_of(options.device), _ranks(options)
+        node, ranks = numa.node_of(options.device), ranks_that_share(options)
         self._host_budget = HostBudget(options.host_memory, node)
         streams = Streams(options.device)
         self.machine = Machine(
@@ -427,8 +427,8 @@ def fills_later(params: Iterable[torch.Tensor], device: torch.device) -> bool:
     return on_gpu <= compat.free_device_bytes(device)
 
 
-def _ranks(options: Options) -> Ranks | None:
-    """The ranks that share a model that runs."""
+def ranks_that_share(options: Options) -> Ranks | None:
+    """The ranks that share a model that runs; all of them call it."""
     mesh = options.mesh
     return Ranks.of(mesh, options.device) if isinstance(mesh, DeviceMesh) else None
 
