@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -167,19 +168,17 @@ class Ranks:
         Raises:
             MegacompileError: another rank has raised in the block of `together` around.
         """
-        said = self._say(value)
-        for rank, each in zip(self.agreement.ranks, said, strict=True):
-            if isinstance(each, _Raised):
-                raise each.error(rank, self.agreement.doing)
-        return said
-
-    def _say(self, value: Any) -> list[Any]:
-        """Of a rank that raises, this is the last word in a block: it meets whatever the others
-        are about to say there. So both have one digest."""
         what = self.agreement.doing
+        self._meet()
         talk = Collectives(what, ("what each rank says",), f"told-{what}")
-        with self.agreement.run(talk, meet=True), self.agreement.collective():
+        with self.running(talk), self.agreement.collective():
             return told(self.mesh, value)
+
+    def _meet(self) -> None:
+        """Wait for all ranks, and raise what one of them has raised."""
+        what = self.agreement.doing
+        for rank, said in self.agreement.meet(what).items():
+            raise _Raised(*json.loads(said)).error(rank, what)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -197,11 +196,11 @@ class Ranks:
         try:
             with self.agreement.working():
                 yield
-            self.told(None)
+            self._meet()
         except Exception as error:
             if not isinstance(error, RankError) and not getattr(error, _KNOWN, False):
                 with suppress(RankError):  # they have stopped already
-                    self._say(_Raised.of(error))
+                    self.agreement.meet(what, json.dumps(astuple(_Raised.of(error))))
                 setattr(error, _KNOWN, True)
             raise
         finally:
