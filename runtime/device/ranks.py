@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -28,14 +27,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megacompile import compat, errors
+from megacompile import compat
 from megacompile.cost.ranks import told
-from megacompile.errors import MegacompileError, RankError
+from megacompile.errors import RankError
 from megacompile.ir.buckets import Bucket, shard_shape
 from megacompile.ir.collectives import Collectives
 from megacompile.runtime.device.agreement import Agreement
+from megacompile.runtime.device.raised import Raised, is_known, make_known
 from megacompile.runtime.device.rank_faults import SILENT_S, Limits
-from megacompile.runtime.device.rank_notes import described
 
 _ENDING_S = 15.0  # a collective of the host fails so long after ranks have lost their patience
 
@@ -178,7 +177,7 @@ class Ranks:
         """Wait for all ranks, and raise what one of them has raised."""
         what = self.agreement.doing
         for rank, said in self.agreement.meet(what).items():
-            raise _Raised(*json.loads(said)).error(rank, what)
+            raise Raised.read(said).error(rank, what)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -198,10 +197,10 @@ class Ranks:
                 yield
             self._meet()
         except Exception as error:
-            if not isinstance(error, RankError) and not getattr(error, _KNOWN, False):
+            if not is_known(error):
                 with suppress(RankError):  # they have stopped already
-                    self.agreement.meet(what, json.dumps(astuple(_Raised.of(error))))
-                setattr(error, _KNOWN, True)
+                    self.agreement.meet(what, Raised.of(error).text())
+                make_known(error)
             raise
         finally:
             self.agreement.doing = before
@@ -241,37 +240,6 @@ class Ranks:
             self._issue(compat.ALL_GATHER, found, given, group=self.group)
         rows: list[list[float]] = found.view(self.count, -1).tolist()
         return rows
-
-
-_KNOWN = "_megacompile_known_to_ranks"  # of an error: all of them have raised, or will
-
-
-@dataclass(frozen=True, slots=True)
-class _Raised:
-    """What a rank says that cannot go on."""
-
-    kind: str  # of the error
-    text: str
-    ours: bool  # is it one of megacompile's?
-
-    @staticmethod
-    def of(error: Exception) -> _Raised:
-        ours = isinstance(error, MegacompileError) and hasattr(errors, type(error).__name__)
-        text = str(error) if ours else described(error)
-        return _Raised(type(error).__name__, text, ours)
-
-    def error(self, rank: int, what: str) -> MegacompileError:
-        """What the others raise."""
-        if not self.ours:
-            why = f"raised {self.text}, in {what}"
-            return RankError(
-                f"rank {rank} {why}; all ranks stop there; mend what that rank says",
-                by=rank,
-                why=why,
-            )
-        raised: MegacompileError = getattr(errors, self.kind)(f"rank {rank}: {self.text}")
-        setattr(raised, _KNOWN, True)
-        return raised
 
 
 def global_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
