@@ -26,6 +26,8 @@ from megacompile.plan.compiler import PassCompiler
 from megacompile.runtime.checkpoint.checkpoint import Checkpoint as Checkpoint
 from megacompile.runtime.checkpoint.contents import Contents, on_meta
 from megacompile.runtime.checkpoint.save import save as save
+from megacompile.runtime.device.ranks import Ranks
+from megacompile.runtime.model.buckets import ranks_that_share
 from megacompile.runtime.model.methods import replace_methods
 from megacompile.runtime.model.owners import refuse_shared
 from megacompile.runtime.model.parts import is_part
@@ -213,25 +215,42 @@ def megacompile(
         dynamic=dynamic,
         mesh=mesh,
     )
+    if isinstance(model, nn.Module) and compat.compiled_call(model) is not None:
+        return _made(model, options, checkpoint, None)  # there is nothing to make
+    ranks = ranks_that_share(options)
+    if ranks is None:
+        return _made(model, options, checkpoint, None)
+    with ranks.together(f"megacompile() of {type(model).__name__}"):
+        return _made(model, options, checkpoint, ranks)
+
+
+def _made(
+    model: M,
+    options: Options,
+    checkpoint: str | os.PathLike[str] | Checkpoint | None,
+    ranks: Ranks | None,
+) -> M:
+    """The model, megacompiled; `ranks` share it, and raise together."""
     if _megacompiled(model, options, checkpoint):
         return model
     refuse_nested(model)
     refuse_shared(model)
-    if optimizer is not None:
-        check_optimizer(model, optimizer)
+    if options.optimizer is not None:
+        check_optimizer(model, options.optimizer)
     if options.stochastic_rounding:
         warn_of_rounding(model)
-    wanted = mesh is None or checkpoint is not None  # without one, `mesh` refuses what is on meta
+    # without a checkpoint, `mesh` refuses what is on meta
+    wanted = options.mesh is None or checkpoint is not None
     contents = _contents(model, checkpoint) if wanted else None
     rows = host_rows(
         model,
-        gradients=optimizer is None,
+        gradients=options.optimizer is None,
         device_bytes=0 if options.resident == 0 else _device_bytes(options),
         on_disk=options.disk_weights,
         ranks=options.ranks,
     )
     check_host_memory(rows, options.host_memory)
-    compiler = _compiler(model, options, mesh)
+    compiler = _compiler(model, options, ranks)
     if options.device.type == "cuda" and options.lowering is Lowering.INDUCTOR:
         compat.start_compile_workers()  # they are ready when parameters have moved
         compile_pool.start(options.device, share=1 if mesh is None else ranks_of_host(mesh))
@@ -239,8 +258,11 @@ def megacompile(
     with compat.on_host():
         streamed = StreamedModel(model, options, divide, compiler, contents)
     compat.set_compiled_call(model, streamed)
-    replace_methods(model, shared=mesh is not None)
-    log.buckets_placed(type(model).__name__, [b.layout for b in streamed.machine.buckets.values()])
+    replace_methods(model, shared=options.mesh is not None)
+    machine = streamed.machine
+    layouts = [bucket.layout for bucket in machine.buckets.values()]
+    node = machine.host_budget.node
+    log.buckets_placed(type(model).__name__, layouts, "" if node is None else str(node))
     for listener in tuple(LISTENERS):
         listener(model)
     return model
@@ -277,15 +299,15 @@ def _megacompiled(
 
 
 def _compiler(
-    model: nn.Module, options: Options, mesh: DeviceMesh | None
+    model: nn.Module, options: Options, ranks: Ranks | None
 ) -> functools.partial[PassCompiler]:
     """What compiles captured graphs for this machine; over ranks, for what all of them have."""
     cuda = options.device.type == "cuda"
-    share = 1 if mesh is None or not cuda else ranks_of_host(mesh)
+    share = 1 if ranks is None or not cuda else ranks_of_host(ranks.mesh)
     host_bytes = budget_bytes(held_bytes(model), share=share) if cuda else None
-    if mesh is not None:
-        use_cores(mesh)
-    agreed = None if mesh is None else agree(mesh, options.device)
+    if ranks is not None:
+        use_cores(ranks.mesh)
+    agreed = None if ranks is None else agree(ranks.mesh, options.device, ranks.told)
     return functools.partial(PassCompiler, options, host_bytes=host_bytes, agreed=agreed)
 
 

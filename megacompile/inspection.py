@@ -163,6 +163,7 @@ def explain(
     if trace is None and streamed in _TRACES:
         trace = _TRACES[streamed]()
     on_gpu = options.device.type == "cuda"
+    node = streamed.machine.host_budget.node
     agreed = compiler.setting.agreed if hardware is None else None
     plans = options.plans and any(schedule.backward is not None for schedule in made)
     return explanation(
@@ -174,6 +175,7 @@ def explain(
         more=more_memory(compiler, planned, now) if plans and changes else None,
         try_changes=changes,
         locked_bytes=streamed.machine.host_budget.locked_bytes if on_gpu else None,
+        numa_node=None if node is None else node.short,
         rates=() if agreed is None else agreed.ranks,
         rank_steps=() if trace is None else trace.rank_steps.get(name, ()),
     )

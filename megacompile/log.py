@@ -158,10 +158,12 @@ def schedule_made(schedule: Schedule) -> None:
     logger("schedule").debug("%s", Lazy(schedule.code))
 
 
-def buckets_placed(name: str, buckets: Sequence[Bucket]) -> None:
+def buckets_placed(name: str, buckets: Sequence[Bucket], node: str = "") -> None:
     """A model's parameters were moved to host buckets."""
     total = Lazy(lambda: format_bytes(sum(bucket.size_bytes for bucket in buckets)))
     logger("memory").info("%s: %s in %d host buckets", name, total, len(buckets))
+    if node:
+        logger("memory").info("%s: host memory near the GPU: NUMA node %s", name, node)
     for bucket in buckets:
         logger("memory").debug("%s: %d bytes", bucket.name, bucket.size_bytes)
 

@@ -29,7 +29,7 @@ from megacompile.ir.buckets import Bucket
 from megacompile.ir.collectives import Collectives
 from megacompile.options import Options
 from megacompile.runtime.device.ranks import Ranks
-from megacompile.runtime.model import buckets, sharding
+from megacompile.runtime.model import buckets
 
 T = TypeVar("T")
 
@@ -174,6 +174,7 @@ class SimulatedRanks(Ranks):
         """One of them."""
         agreement: Any = Agreement()
         count = mesh.interconnect.count
+        agreement.ranks = tuple(range(count))
         groups = (weakref.ref(mesh.interconnect),)
         return SimulatedRanks(mesh, torch.device("cpu"), mesh.place, count, 1, groups, agreement)
 
@@ -185,6 +186,11 @@ class SimulatedRanks(Ranks):
     def told(self, value: Any) -> list[Any]:
         """All say the same: models are made one after the other, before ranks run."""
         return [value] * self.count
+
+    def together(self, what: str) -> Any:
+        """For its duration, nothing: what one raises, the test sees."""
+        del what
+        return nullcontext()
 
     def _issue(self, collective: Any, *args: Any, **options: Any) -> None:
         into, given = args
@@ -214,8 +220,8 @@ def simulated() -> Iterator[None]:
         return SimulatedRanks.on(options.mesh) if isinstance(options.mesh, Mesh) else None
 
     with (
-        mock.patch.object(buckets, "_ranks", ranks),
-        mock.patch.object(sharding, "_check_alike", lambda *_: None),
+        mock.patch.object(buckets, "ranks_that_share", ranks),
+        mock.patch.object(api, "ranks_that_share", ranks),
         mock.patch.object(api, "agree", lambda *_: None),
     ):
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from megacompile import megacompile
 from megacompile.errors import MegacompileError
+from megacompile.runtime.device.checksum import checksum
 
 
 def said_by(refused: Callable[[], Any]) -> str:
@@ -30,7 +32,15 @@ def run(mesh: Any) -> dict[str, Any]:
     first, second = nn.Linear(4, 4), nn.Linear(4, 4 + rank)
     frozen = nn.Linear(4, 4)
     frozen.weight.requires_grad_(rank == 0)
+    one_has_a_buffer, other_buffers = nn.Linear(4, 4), nn.BatchNorm1d(4 + rank, affine=False)
+    if rank == 1:
+        one_has_a_buffer.register_buffer("late", torch.ones(3))
+    beside = nn.Sequential(nn.Linear(4, 4), other_buffers)
     return {
+        "a buffer in one": said_by(lambda: megacompile(one_has_a_buffer, mesh=mesh, device="cpu")),
+        "another buffer": said_by(lambda: megacompile(beside, mesh=mesh, device="cpu")),
+        "raises in one": _raises_in_one(mesh),
+        "goes on": said_by(lambda: megacompile(nn.Linear(4, 4), mesh=mesh, device="cpu")),
         "another shape": said_by(lambda: megacompile(second, mesh=mesh, device="cpu")),
         "frozen in one": said_by(lambda: megacompile(frozen, mesh=mesh, device="cpu")),
         "is as it was": type(second.weight) is nn.Parameter,
@@ -60,10 +70,33 @@ def values(mesh: Any) -> dict[str, dict[str, torch.Tensor]]:
 
 def _drawn(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+    net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1), nn.Linear(64, 64))
+    nan = torch.full((3,), torch.nan)
+    net.register_buffer("nan", nan)
+    net.register_buffer("flags", torch.tensor([True, seed == 0]))
     with torch.no_grad():
         net.get_buffer("1.running_mean").normal_()
+        net.get_buffer("1.running_mean")[4] = torch.nan
+        large = net.get_parameter("3.weight")  # which differs in one bit of its last element
+        large.copy_(torch.arange(64.0 * 64).view(64, 64))
+        large.view(torch.int32)[-1, -1] += seed
+        nan.view(torch.int32)[2] += seed
     return net
+
+
+def _raises_in_one(mesh: Any) -> str:
+    """No error of megacompile's, in the middle: the other one has waited in a collective."""
+
+    def broken(tensor: torch.Tensor) -> str:
+        raise ValueError("bad memory")
+
+    used = broken if dist.get_rank() == 1 else checksum
+    with mock.patch("megacompile.runtime.model.sharding.checksum", used):
+        try:
+            megacompile(nn.Linear(4, 4), mesh=mesh, device="cpu")
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _whole(model: nn.Module) -> dict[str, torch.Tensor]:

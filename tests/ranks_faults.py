@@ -25,12 +25,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import megacompile as package
 import megacompile.runtime.checkpoint.save as saving
 from megacompile import megacompile
+from megacompile.cost import ranks as cost_ranks
 from megacompile.runtime.device import rank_faults, ranks
 from megacompile.runtime.device.ranks import Ranks, whole
+from megacompile.tracing import perfetto, rank_steps
 
 MOST_S = 120.0  # a rank that has not ended by then is killed
 AT_ONCE = 4  # cases: most of their time they wait
@@ -256,6 +259,71 @@ def all_are_interrupted(loop: Loop, odd: bool) -> None:
     loop.steps(2)
 
 
+def raises_in_the_probe(loop: Loop, odd: bool) -> None:
+    """Each rank measures its GPU in `agree`."""
+
+    def measure(*_: Any, meet: Callable[[], object], **__: Any) -> Any:
+        if odd:
+            raise ValueError("bad probe")
+        return meet()
+
+    def agree(mesh: Any, device: Any, *told: Any) -> Any:
+        return cost_ranks.agree(mesh, torch.device("cuda"), *told)
+
+    with (
+        mock.patch("megacompile.api.agree", agree),
+        mock.patch.object(cost_ranks, "cached_of_rank", lambda *_, **__: None),
+        mock.patch.object(cost_ranks, "measure_of_rank", measure),
+    ):
+        megacompile(Net(), mesh=init_device_mesh("cpu", (loop.world,)), device="cpu")
+
+
+def _traced(loop: Loop) -> package.Trace:
+    with package.trace(loop.model) as trace:
+        loop.steps(2)
+    return trace
+
+
+def _fails(*_: Any, **__: Any) -> Any:
+    raise ValueError("bad trace")
+
+
+def raises_in_compare_ranks(loop: Loop, odd: bool) -> None:
+    trace = _traced(loop)
+    with mock.patch.object(rank_steps, "rank_steps", _fails if odd else rank_steps.rank_steps):
+        trace.compare_ranks()
+
+
+def raises_in_a_trace_save(loop: Loop, odd: bool) -> None:
+    trace = _traced(loop)
+    document = _fails if odd else perfetto.document
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(perfetto, "document", document):
+        trace.save(f"{folder}/trace.json")
+
+
+class Beside(nn.Module):
+    """Has a buffer beside what ranks share."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.net(x * self.get_buffer("scale"))
+        return result
+
+
+def raises_before_buffers(loop: Loop, odd: bool) -> None:
+    """A DistributedDataParallel sends buffers before each forward."""
+    wrapped = DistributedDataParallel(Beside(loop.model))
+    for step in range(3):
+        if odd and step == 1:
+            raise ValueError("bad batch")
+        wrapped(torch.ones(2, 8)).backward()
+        loop.update()
+
+
 CASES: dict[str, tuple[Callable[[Loop, bool], None], int, dict[str, Any]]] = {
     # function, ranks, options: timeout_s of the process group, silent_s
     "raises_between": (raises_between, 2, {}),
@@ -278,6 +346,10 @@ CASES: dict[str, tuple[Callable[[Loop, bool], None], int, dict[str, Any]]] = {
     "other_model": (other_model, 2, {}),
     "is_interrupted": (is_interrupted, 2, {}),
     "all_are_interrupted": (all_are_interrupted, 2, {}),
+    "raises_in_the_probe": (raises_in_the_probe, 2, {}),
+    "raises_in_compare_ranks": (raises_in_compare_ranks, 3, {}),
+    "raises_in_a_trace_save": (raises_in_a_trace_save, 2, {}),
+    "raises_before_buffers": (raises_before_buffers, 2, {}),
     "is_stopped_by_default": (is_stopped, 2, {}),
     "is_idle_by_default": (is_idle, 2, {}),
 }

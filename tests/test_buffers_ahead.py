@@ -164,7 +164,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         def lock(self) -> None:
             """There is no CUDA."""
 
-    def new(size_bytes: int, what: str, *, pin: bool, touch: bool) -> HostBuffer:
+    def new(size_bytes: int, what: str, **options: Any) -> HostBuffer:
+        del options
         found.append((what, size_bytes))
         return Buffer(size_bytes, pin=False)
 

@@ -27,7 +27,7 @@ FLOORS = (
     ("runtime.optim",),  # what an optimizer is: options, cost and the runtime ask
     ("packed",),
     ("log", "disk_options", "mesh_options", "options", "validate"),
-    ("progress",),
+    ("numa", "progress"),
     ("runtime.device.forks",),
     ("runtime.device.background",),
     ("beside",),

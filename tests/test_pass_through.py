@@ -120,7 +120,13 @@ def test_all_ranks_have_the_first_ones_values(
     """Of what is frozen beside what they share, and of buffers, also where these are not sent
     before each forward."""
     sent: list[Tensor] = []
-    monkeypatch.setattr(dist, "broadcast", lambda tensor, first, group: sent.append(tensor))
+    broadcast = dist.broadcast
+
+    def noted(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        sent.append(tensor)
+        return broadcast(tensor, *args, **options)
+
+    monkeypatch.setattr(dist, "broadcast", noted)
     outer = Outer(net, trained=False)
     wrapped = DistributedDataParallel(outer, broadcast_buffers=False)
     wanted = {outer.scale.data_ptr(), *(buffer.data_ptr() for buffer in net.buffers())}

@@ -139,44 +139,71 @@ def test_a_rank_that_is_late_and_not_busy() -> None:
 def test_ranks_measure_together_where_one_of_them_has_no_rates(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Ranks 0 and 1 are of one host, where torchrun has three; rank 2 has one of its own."""
     other = H200.replace(matmul_tflop_s=400.0, sustained=1.0, host_memory_gb_s=80.0, copy_s=9e-6)
-    mine = H200.replace(host_memory_gb_s=math.inf, update_gb_s=math.inf)  # not first of its host
-    rows: list[Hardware | None] = [None, H200, other]
-    measured: list[bool] = []
+    small = H200.replace(host_memory_gb_s=50.0, update_gb_s=30.0, host_bytes=3 * 2**30)
+    large = H200.replace(host_memory_gb_s=70.0, update_gb_s=40.0, host_bytes=9 * 2**30)
+    hosts = (("0", "a"), ("0", "a"), ("1", "b"))
+    rows: list[Hardware | None] = [None, large, other]
+    measured: list[int] = []
+    said: list[Any] = []
 
-    def told(mesh: Any, value: Any) -> list[Any]:
-        hosts = (("0", "a"), ("0", "a"), ("1", "b"))
-        found = [(i, *hosts[i], each) for i, each in enumerate(rows)]
-        return [found[2], value, found[0]]
+    def told(value: Any) -> list[Any]:
+        said.append(value)
+        if value == hosts[1]:
+            return list(hosts)
+        if value is None or isinstance(value[0], float):
+            return [value] * 3
+        found = [(i, hosts[i], (3, 3, 1)[i], each) for i, each in enumerate(rows)]
+        return [found[0], value, found[2]]
 
-    def measure(device: Any, ranks: int, *, first: bool, meet: Any) -> Hardware:
-        measured.append(first)
-        rows[0] = H200
+    def measure(device: Any, ranks: int, *, meet: Any) -> Hardware:
+        measured.append(ranks)
+        rows[0] = small
         meet()
-        return mine
+        return large
 
     monkeypatch.setenv("GROUP_RANK", "0")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     monkeypatch.setattr(platform, "node", lambda: "a")
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
-    monkeypatch.setattr(ranks, "told", told)
-    monkeypatch.setattr(ranks, "cached_of_rank", lambda *_, **__: mine)
+    monkeypatch.setattr(ranks, "cached_of_rank", lambda *_: large)
     monkeypatch.setattr(ranks, "measure_of_rank", measure)
     monkeypatch.setattr(ranks, "_interconnect", lambda *_: (395.0, 1e-5))
     mesh: Any = SimpleNamespace(get_rank=lambda: 1)
-    found = ranks.agree(mesh, torch.device("cuda"))
-    assert found is not None and measured == [False]
+    found = ranks.agree(mesh, torch.device("cuda"), told)
+    assert found is not None and measured == [2], "as many as measure there at once"
     assert [(each.rank, each.host) for each in found.ranks] == [(0, "a"), (1, "a"), (2, "b")]
-    both = H200.h2d_both_gb_s + H200.d2h_both_gb_s
-    shared = H200.replace(host_memory_gb_s=2 * both)  # as much as went over two links at once
-    assert found.ranks[1].hardware == shared, "its host is what the first one there has measured"
+    whole = large.replace(host_memory_gb_s=120.0)  # what both got of it at once
+    assert found.ranks[1].hardware == whole, "though none of them is torchrun's first there"
     slowest = found.hardware
     assert slowest.matmul_tflop_s * slowest.sustained == pytest.approx(400.0)
-    assert slowest.host_memory_gb_s == both / 2 and slowest.copy_s == 9e-6
-    assert slowest.update_gb_s == H200.update_gb_s / 2
+    assert slowest.host_memory_gb_s == 60.0 and slowest.copy_s == 9e-6
+    assert slowest.update_gb_s == 30.0, "a rank's own, which the other one's were in the way of"
+    assert slowest.host_bytes == 2**30, "of three ranks"
     assert (slowest.interconnect_gb_s, slowest.collective_s) == (395.0, 1e-5)
     assert slowest.name == H200.name
+
+
+def test_ranks_on_a_cpu_have_measured_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has had the host for itself: it has what one of them got."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(ranks, "cached", lambda device: H200)
+
+    def told(value: Any) -> list[Any]:
+        if len(value) == 2:
+            return [value] * 2
+        rank, host, of_host, hardware = value
+        return [value, (1, host, of_host, hardware.replace(host_memory_gb_s=100.0))]
+
+    mesh: Any = SimpleNamespace()
+    found = ranks.agree(mesh, torch.device("cpu"), told)
+    assert found is not None
+    assert [each.hardware.host_memory_gb_s for each in found.ranks] == [100.0, 100.0]
+    assert found.hardware.host_memory_gb_s == 50.0
+    assert found.hardware.update_gb_s == H200.update_gb_s
 
 
 def test_what_a_gpu_is_measured_at_among_ranks_is_kept(
@@ -192,12 +219,9 @@ def test_what_a_gpu_is_measured_at_among_ranks_is_kept(
     def meet() -> None:
         met[0] += 1
 
-    found = rates.measure_of_rank(cpu, 2, first=False, meet=meet)
-    assert met == [2] and found.host_memory_gb_s == found.update_gb_s == math.inf
-    assert rates.cached_of_rank(cpu, 2, first=False) == found
-    assert rates.cached_of_rank(cpu, 2, first=True) is None, "who is first has those of the host"
-    assert rates.cached_of_rank(cpu, 4, first=False) is rates.cached(cpu) is None
+    found = rates.measure_of_rank(cpu, 2, meet=meet)
+    assert met == [3] and 0 < found.update_gb_s <= found.host_memory_gb_s < math.inf
+    assert rates.cached_of_rank(cpu, 2) == found
+    assert rates.cached_of_rank(cpu, 4) is rates.cached(cpu) is None
     gpu.uuid = "another"
-    assert rates.cached_of_rank(cpu, 2, first=False) is None
-    first = rates.measure_of_rank(cpu, 2, first=True, meet=meet)
-    assert met == [4] and 0 < first.update_gb_s <= first.host_memory_gb_s < math.inf
+    assert rates.cached_of_rank(cpu, 2) is None

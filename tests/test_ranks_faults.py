@@ -12,10 +12,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megacompile.errors import RankError
+from megacompile.runtime.device.rank_faults import Faults, Limits
+from megacompile.runtime.device.rank_notes import Note
 from tests.ranks_faults import CASES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,6 +54,23 @@ FAULTS = {
     ),
     "does_not_clip": ("RankError", "which has (not come there|ended)"),
     "other_model": ("RankError", r"collective 2 is \dREDUCE_SCATTER of .* in rank \d and \dREDUCE"),
+    "raises_in_the_probe": (
+        "ValueError",
+        r"rank 1 raised ValueError: bad probe, in megacompile\(\) of Net",
+    ),
+    "raises_in_compare_ranks": (
+        "ValueError",
+        r"rank 2 raised ValueError: bad trace, in compare_ranks\(\) of a trace",
+    ),
+    "raises_in_a_trace_save": (
+        "ValueError",
+        r"rank 1 raised ValueError: bad trace, in save\(\) of a trace",
+    ),
+    "raises_before_buffers": (
+        "ValueError",
+        r"rank 0 waits in BROADCAST of \(8,\) of torch.float32 of the buffers of Beside for "
+        r"rank 1, which has ended \(ValueError: bad batch\)",
+    ),
     "skips_a_step": ("RankError", r"has made \d steps of optimizers and rank \d \d"),
     "is_interrupted": ("KeyboardInterrupt", WAITS + r"1, which has ended \(KeyboardInterrupt\)"),
     "all_are_interrupted": ("KeyboardInterrupt", ""),
@@ -60,6 +81,10 @@ FAULTS = {
 ALWAYS = [
     "raises_between",
     "raises_in_a_graph",
+    "raises_in_the_probe",
+    "raises_in_compare_ranks",
+    "raises_in_a_trace_save",
+    "raises_before_buffers",
     "is_killed",
     "is_killed_with_the_store",
     "is_killed_in_a_save",
@@ -86,6 +111,18 @@ def test_faults_stop_all_ranks(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_more_faults_stop_all_ranks(tmp_path: Path) -> None:
     check(run([case for case in CASES if case not in ALWAYS], tmp_path))
+
+
+def test_a_rank_that_never_came_is_named() -> None:
+    """With NCCL nobody waits for it when ranks get to know one another."""
+    here = Note(n=1)
+    notes: Any = SimpleNamespace(
+        ranks=(0, 1, 2), rank=0, position=(1, 0, ""), others=lambda thread: {1: here}, runs=bool
+    )
+    faults = Faults(notes, Limits(45.0, 600.0), thread=False)
+    faults.look("here", 599.0, failed=False)
+    with pytest.raises(RankError, match=r"waits in here for rank 2, which has not called megac"):
+        faults.look("here", 601.0, failed=False)
 
 
 def run(cases: list[str], folder: Path) -> dict[str, list[dict[str, Any]]]:

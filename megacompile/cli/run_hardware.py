@@ -6,6 +6,7 @@ import argparse
 import json
 from dataclasses import asdict
 
+from megacompile import numa
 from megacompile.cost.hardware import Hardware
 from megacompile.cost.probe import measure
 from megacompile.cost.rates import load, load_disk
@@ -20,7 +21,12 @@ def run(args: argparse.Namespace) -> int:
     found = measure(device) if args.again else load(device)
     if args.disk is not None:
         found = load_disk(args.disk, again=args.again).on(found)
-    print(json.dumps(asdict(found)) if args.json else _table(found))
+    if args.json:
+        print(json.dumps(asdict(found)))
+        return 0
+    print(_table(found))
+    if (node := numa.node_of(device)) is not None:
+        print(f"  {'NUMA node':15} {node}")
     return 0
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from megacompile import compat
+from megacompile import compat, numa
 from megacompile.cost.hardware import H200, Hardware
 from megacompile.host_memory import total_bytes
 from megacompile.page_locks import pinned_empty
@@ -22,27 +22,26 @@ _LAUNCHES = 100
 _FP8_CAPABILITY = (8, 9)  # of CUDA: Ada, Hopper and later
 
 
-def measure(
-    device: torch.device | str, *, host: bool = True, meet: Callable[[], object] = lambda: None
-) -> Hardware:
+def measure(device: torch.device | str, *, meet: Callable[[], object] = lambda: None) -> Hardware:
     """Measure `device` (about five seconds on a GPU); the random generators stay as they are.
 
     On the CPU, a copy is one within host memory, and directions do not overlap.
 
     Args:
         device: a GPU, or the CPU.
-        host: measure host memory and updates too; else they are infinitely fast.
-        meet: called twice: before the device is measured, and before the host is. Processes that
-            measure one GPU each wait for one another in it. So all of them copy at the same time,
-            and nobody copies while the host is measured.
+        meet: called three times: before the device is measured, before updates are, and before
+            updates beside copies are. Processes that measure one GPU each wait for one another in
+            it. So all of them copy at the same time, and update at the same time. Each finds what
+            it gets of the host then; the host has the sum.
     """
     device = torch.device(device)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         probe = _Probe(device)
         meet()
         measured = _device(probe)
+        probe.update()  # which makes its memory
         meet()
-        return _with_host(probe, measured) if host else measured
+        return _with_host(probe, measured, meet)
 
 
 def _device(probe: _Probe) -> Hardware:
@@ -75,11 +74,12 @@ def _device(probe: _Probe) -> Hardware:
     )
 
 
-def _with_host(probe: _Probe, measured: Hardware) -> Hardware:
+def _with_host(probe: _Probe, measured: Hardware, meet: Callable[[], object]) -> Hardware:
     """Host memory has at least what was seen to go over it at once."""
     update_s = probe.seconds(probe.update)
     update = probe.update_bytes / update_s / 1e9
     copies = measured.h2d_both_gb_s + measured.d2h_both_gb_s
+    meet()
     both = probe.host_gb_s(update_s, measured.h2d_gb_s)
     return replace(measured, host_memory_gb_s=max(update, both, copies), update_gb_s=update)
 
@@ -103,7 +103,9 @@ class _Probe:
 
     def _host(self) -> torch.Tensor:
         make = pinned_empty if self.cuda else torch.empty
-        return make((_COPY_BYTES,), dtype=torch.uint8).fill_(1)
+        with numa.bound(numa.node_of(self.device)):  # near the GPU, as buckets are
+            buffer = make((_COPY_BYTES,), dtype=torch.uint8)
+        return buffer.fill_(1)
 
     def _device(self) -> torch.Tensor:
         return torch.ones(_COPY_BYTES, dtype=torch.uint8, device=self.device)

@@ -1,18 +1,19 @@
 """What ranks that share a model can do together: the slowest of each rate, and the interconnect.
 
-Each rank measures its own GPU, all at the same time: training gets what the links of a host give
-when all of its GPUs copy. Ranks of one host share its memory: its bandwidth, the cores that update,
-and the bytes. The first rank of each host measures these, and each rank counts on its share.
+Each rank measures its own GPU and its own updates, all at the same time: training gets what the
+links of a host give when all of its GPUs copy, and what its memory gives when all of its cores
+update. Ranks of one host share its memory, its bandwidth and the bytes: the host has the sum of
+what its ranks got at once, and each rank counts on its share. An update's rate is a rank's own
+already: its cores are its share, and the other ranks' were busy too.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -29,7 +30,8 @@ _BYTES = 256 * 2**20  # that the ranks gather together: about a layer of a 7 B m
 _SMALL = 64 * 2**10
 _REPEATS = 5
 _LONGEST = ("launch_s", "copy_s", "collective_s")
-_OF_HOST = ("host_memory_gb_s", "update_gb_s")  # which the first rank of a host measures
+
+Told = Callable[[Any], list[Any]]  # what each rank says, in the mesh's order
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,11 @@ def ranks_of_host(mesh: DeviceMesh) -> int:
     return int(said) if said.isdigit() and int(said) else mesh.size()
 
 
+def host_of_rank() -> tuple[str, str]:
+    """What tells this rank's host from others: which machine of torchrun's, and its name."""
+    return os.environ.get("GROUP_RANK", ""), platform.node()
+
+
 def use_cores(mesh: DeviceMesh) -> None:
     """Let this rank's work on the host have its share of the cores.
 
@@ -59,7 +66,7 @@ def use_cores(mesh: DeviceMesh) -> None:
         torch.set_num_threads(share)
 
 
-def agree(mesh: DeviceMesh, device: torch.device) -> Agreed | None:
+def agree(mesh: DeviceMesh, device: torch.device, told: Told) -> Agreed | None:
     """The slowest rates of all ranks: a collective of all of them.
 
     Each GPU is measured once, in a few seconds. On the CPU nobody measures for a plan: None there,
@@ -68,21 +75,22 @@ def agree(mesh: DeviceMesh, device: torch.device) -> Agreed | None:
     Args:
         mesh: the ranks.
         device: where this one computes.
+        told: what each of them says; raises where one of them cannot go on.
     """
     of_host, cuda = ranks_of_host(mesh), device.type == "cuda"
-    first = int(os.environ.get("LOCAL_RANK", mesh.get_rank())) == 0
-    mine = cached_of_rank(device, of_host, first=first) if cuda else cached(device)
-    found = told(mesh, _said(mine))
+    here = told(host_of_rank()).count(host_of_rank())
+    mine = cached_of_rank(device, here) if cuda else cached(device)
+    found = told(_said(of_host, mine))
     if any(hardware is None for *_, hardware in found):  # some must measure: all do, at once
         if not cuda:
             return None
-        mine = measure_of_rank(device, of_host, first=first, meet=lambda: told(mesh, None))
-        found = told(mesh, _said(mine))
-    ranks = _with_hosts(found, together=cuda)
-    slowest = _slowest([each.hardware for each in ranks]).shared_by(of_host)
+        mine = measure_of_rank(device, here, meet=lambda: told(None))
+        found = told(_said(of_host, mine))
+    ranks, shares = _with_hosts(found, together=cuda)
+    slowest = _slowest(shares)
     if not cuda:
         return Agreed(slowest, ranks)
-    gather_gb_s, start_s = _interconnect(mesh, device)
+    gather_gb_s, start_s = _interconnect(mesh, device, told)
     slowest = replace(slowest.with_interconnect(gather_gb_s), collective_s=start_s)
     return Agreed(slowest, ranks)
 
@@ -98,36 +106,37 @@ def told(mesh: DeviceMesh, value: Any) -> list[Any]:
     return found
 
 
-_Said = tuple[int, str, str, Hardware | None]  # rank, which machine of torchrun's, host, rates
+# rank, its host, how many ranks torchrun has there, its rates
+_Said = tuple[int, tuple[str, str], int, Hardware | None]
 
 
-def _said(hardware: Hardware | None) -> _Said:
-    return dist.get_rank(), os.environ.get("GROUP_RANK", ""), platform.node(), hardware
+def _said(of_host: int, hardware: Hardware | None) -> _Said:
+    return dist.get_rank(), host_of_rank(), of_host, hardware
 
 
-def _with_hosts(found: Sequence[_Said], *, together: bool) -> tuple[RankRates, ...]:
-    """Each rank's rates, with those of its host, which the first one there has measured.
+def _with_hosts(
+    found: Sequence[_Said], *, together: bool
+) -> tuple[tuple[RankRates, ...], list[Hardware]]:
+    """Each rank's rates, with those of its host as a whole; and with its share of these.
 
     Args:
-        together: the links of a host were measured at the same time, so its memory has at least
-            the bandwidth of all of them.
+        together: ranks have measured at the same time, so its host has what all of them got.
+            Otherwise each has had the host alone.
     """
-    of_host: dict[tuple[str, str], dict[str, float]] = {}
-    copied: dict[tuple[str, str], float] = {}
-    for _, machine, host, hardware in found:
-        there = of_host.setdefault((machine, host), {})
-        for name in _OF_HOST:
-            there[name] = min(there.get(name, math.inf), getattr(hardware, name))
-        if hardware is not None and together:
-            both = hardware.h2d_both_gb_s + hardware.d2h_both_gb_s
-            copied[machine, host] = copied.get((machine, host), 0.0) + both
-    for where, gb_s in copied.items():
-        of_host[where]["host_memory_gb_s"] = max(of_host[where]["host_memory_gb_s"], gb_s)
-    rows = []
-    for rank, machine, host, hardware in sorted(found, key=lambda row: row[0]):
+    rates: dict[tuple[str, str], list[float]] = {}
+    for _, host, _, hardware in found:
         assert hardware is not None
-        rows.append(RankRates(rank, host, hardware.replace(**of_host[machine, host])))
-    return tuple(rows)
+        rates.setdefault(host, []).append(hardware.host_memory_gb_s)
+    rows, shares = [], []
+    for rank, host, of_host, hardware in sorted(found, key=lambda row: row[0]):
+        assert hardware is not None
+        there = rates[host]
+        whole = hardware.replace(host_memory_gb_s=sum(there) if together else min(there))
+        rows.append(RankRates(rank, host[1], whole))
+        of_memory = whole.host_memory_gb_s / len(there)
+        host_bytes = None if whole.host_bytes is None else whole.host_bytes // of_host
+        shares.append(replace(whole, host_memory_gb_s=of_memory, host_bytes=host_bytes))
+    return tuple(rows), shares
 
 
 def _slowest(rates: Sequence[Hardware]) -> Hardware:
@@ -145,7 +154,7 @@ def _slowest(rates: Sequence[Hardware]) -> Hardware:
     return Hardware(**found)
 
 
-def _interconnect(mesh: DeviceMesh, device: torch.device) -> tuple[float, float]:
+def _interconnect(mesh: DeviceMesh, device: torch.device, told: Told) -> tuple[float, float]:
     """GB/s that a rank gets from the others in a gather, and seconds that a small one takes; the
     slowest rank's."""
     group = mesh.get_group(mesh.ndim - 1)
@@ -161,10 +170,9 @@ def _interconnect(mesh: DeviceMesh, device: torch.device) -> tuple[float, float]
         torch.cuda.synchronize(device)
         return time.perf_counter() - start
 
+    told(None)  # all have that memory: nobody waits in a gather for one that has not
     small = statistics.median(gather(_SMALL) for _ in range(2 * _REPEATS))
     large = statistics.median(gather(_BYTES) for _ in range(_REPEATS))
-    taken = torch.tensor([small, large], dtype=torch.float64, device=device)
-    dist.all_reduce(taken, op=dist.ReduceOp.MAX, group=group)
-    small, large = taken.tolist()
+    small, large = map(max, zip(*told((small, large)), strict=True))
     received = _BYTES * (count - 1) / count
     return received / max(large - small, 1e-9) / 1e9, small

@@ -52,26 +52,19 @@ def _on_file(path: Path | None) -> Hardware | None:
     return found if _are_figures(found) else None
 
 
-def cached_of_rank(device: torch.device, ranks: int, *, first: bool) -> Hardware | None:
-    """The figures of one of `ranks` GPUs of this host, if they were measured together before.
-
-    Args:
-        first: the rates of the host are among them.
-    """
-    return _on_file(_file_of_rank(device, ranks, first=first))
+def cached_of_rank(device: torch.device, ranks: int) -> Hardware | None:
+    """The figures of one of `ranks` GPUs of this host, if they were measured together before."""
+    return _on_file(_file_of_rank(device, ranks))
 
 
-def measure_of_rank(
-    device: torch.device, ranks: int, *, first: bool, meet: Callable[[], object]
-) -> Hardware:
+def measure_of_rank(device: torch.device, ranks: int, *, meet: Callable[[], object]) -> Hardware:
     """Measure this GPU while the other ranks of this host measure theirs, and keep it.
 
     Args:
-        first: measure the host too; the rates of other ranks are infinite there.
         meet: waits until all ranks are here; called as often in each of them.
     """
-    measured = measure(device, host=first, meet=meet)
-    _keep(_file_of_rank(device, ranks, first=first), json.dumps(asdict(measured), indent=2))
+    measured = measure(device, meet=meet)
+    _keep(_file_of_rank(device, ranks), json.dumps(asdict(measured), indent=2))
     return measured
 
 
@@ -154,11 +147,11 @@ def _file(device: torch.device) -> Path | None:
     return None if folder is None else folder / f"{_key(device)}.json"
 
 
-def _file_of_rank(device: torch.device, ranks: int, *, first: bool) -> Path | None:
+def _file_of_rank(device: torch.device, ranks: int) -> Path | None:
     """One for each GPU of each machine: GPUs of one name differ, and machines may share a home."""
     folder = _cache()
     which = f"{_words(platform.node())}-{torch.cuda.get_device_properties(device).uuid}"
-    name = f"{_key(device)}-{which}-{'first' if first else 'one'}-of-{ranks}.json"
+    name = f"{_key(device)}-{which}-of-{ranks}.json"
     return None if folder is None else folder / name
 
 

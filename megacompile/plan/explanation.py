@@ -94,6 +94,7 @@ class Explanation:
     changes: tuple[Change, ...]
     budgets: tuple[Change, ...]  # what a tenth more of each would buy
     locked_bytes: int | None = None  # of host memory, page-locked; None: nothing has to be
+    numa_node: str | None = None  # near the GPU, where its host memory is; None: there is one
     ranks: int = 1  # that share the model; memory and times are those of one
     hosts: tuple[str, ...] = ()  # theirs, where ranks share the model and their rates are known
     slow_ranks: tuple[SlowRank, ...] = ()  # rates at which some are behind, what costs most first
@@ -156,6 +157,8 @@ class Explanation:
         if self.locked_bytes is not None:
             locked = format_bytes(self.locked_bytes)
             rows.append(["page-locked", *(locked if name == "host" else "" for name in tiers)])
+        if self.numa_node is not None:
+            rows.append(["NUMA node", *(self.numa_node * (name == "host") for name in tiers)])
         return rows
 
     def bounds_text(self) -> str:
@@ -296,6 +299,7 @@ def explanation(
     more: Mapping[str, Callable[[], Scenario]] | None = None,
     try_changes: bool = True,
     locked_bytes: int | None = None,
+    numa_node: str | None = None,
     rates: Sequence[RankRates] = (),
     rank_steps: Sequence[RankSteps] = (),
 ) -> Explanation:
@@ -310,6 +314,7 @@ def explanation(
         more: the same plan with more of a memory; see `megacompile.plan.scenario.budgets`.
         try_changes: say what would help.
         locked_bytes: of host memory that is page-locked. Default: what can be, where that is known.
+        numa_node: near the GPU, of several: "1 of 2".
         rates: of each of the ranks that share the model; the slowest are those of `now`.
         rank_steps: what each of them has traced.
     """
@@ -354,6 +359,7 @@ def explanation(
         changes=changes(now, rebuilt) if try_changes else (),
         budgets=budgets(now, more) if try_changes or more else (),
         locked_bytes=locked_bytes,
+        numa_node=numa_node,
         ranks=now.ranks,
         hosts=tuple(dict.fromkeys([r.host for r in rates] + [r.host for r in rank_steps])),
         slow_ranks=slow_ranks(now, rates),

@@ -323,17 +323,20 @@ class Trace:
 
         A process for each model, with a row for each stream, and one for what was predicted.
         Where ranks share a model, all of them call this, and the first writes one file of all:
-        their clocks are one where they are of one host.
+        their clocks are one where they are of one host. What goes wrong in one of them raises in
+        all.
         """
-        whole = perfetto.document(self.measured, self.predicted)
         ranks = self._ranks()
-        if ranks is not None:
+        if ranks is None:
+            perfetto.write(path, perfetto.document(self.measured, self.predicted))
+            return
+        with ranks.together("save() of a trace"):
+            mine = perfetto.document(self.measured, self.predicted)
             self._compare(ranks)
-            found = ranks.told((whole, self._start_s or 0.0))
-            if not ranks.is_first:
-                return
-            whole = perfetto.together([each for each, _ in found], [start for _, start in found])
-        perfetto.write(path, whole)
+            found = ranks.told((mine, self._start_s or 0.0))
+            if ranks.is_first:
+                documents, starts_s = zip(*found, strict=True)
+                perfetto.write(path, perfetto.together(documents, starts_s))
 
     def compare_ranks(self) -> dict[str, tuple[RankSteps, ...]]:
         """What the steps of each rank took, by model, in the ranks' order.
@@ -350,11 +353,13 @@ class Trace:
                 "compare_ranks(): no ranks share what was traced; needed a model of "
                 "megacompile(model, mesh=...)"
             )
-        if not self._over:
-            raise TraceError(
-                "compare_ranks(): this trace is still on; call it in all ranks, behind the block"
-            )
-        return self._compare(ranks)
+        with ranks.together("compare_ranks() of a trace"):
+            if not self._over:
+                raise TraceError(
+                    "compare_ranks(): this trace is still on; call it in all ranks, behind the "
+                    "block"
+                )
+            return self._compare(ranks)
 
     @property
     def rank_steps(self) -> Mapping[str, tuple[RankSteps, ...]]:

@@ -72,6 +72,7 @@ class Agreement:
     ) -> None:
         self.ranks, self.rank, self.meets = ranks, rank, meets
         self.steps = 0  # of optimizers, so far
+        self.doing = "a talk of ranks"  # what they do together; see `Ranks.together`
         self._store, self._tidier = store(), store()
         self._abort = abort
         self._count = self._tidied = 0
@@ -103,6 +104,11 @@ class Agreement:
         except BaseException as error:
             self._stop(error)
             raise
+        self._leave(graph, outer, position)
+
+    def _leave(
+        self, graph: Collectives, outer: Collectives | None, position: tuple[int, int, str]
+    ) -> None:
         if outer is not None:  # a hook in the middle of a graph has read a parameter
             self._now, self.notes.position = outer, (self._count, *position[1:])
         else:
@@ -126,12 +132,55 @@ class Agreement:
     def _at(self, entered: int, words: str = "") -> None:
         self.notes.position = (self._count, entered, words or self.notes.position[2])
 
+    def meet(self, what: str, raised: str = "") -> dict[int, str]:
+        """Wait for all ranks, in the store: also with NCCL, and though this rank's GPU has failed.
+
+        Args:
+            what: they do together.
+            raised: says that this rank cannot go on, and why.
+
+        Returns:
+            What those say that cannot go on, by rank.
+
+        Raises:
+            RankError: another rank does something else, has stopped, or does not come.
+        """
+        graph = Collectives(what, ("what each rank says",), f"meet-{what}")
+        outer, position = self._now, self.notes.position
+        self._now = graph
+        try:
+            key = self._agree(graph)
+            with self._store_there():
+                if raised:
+                    self._store.set(f"{key}/raised/{self.rank}", raised)
+                    self._store.set(f"{key}/raised", "")
+                self._meet(key)
+                found = self._raised(key)
+        except BaseException as error:
+            self._stop(error)
+            raise
+        self._leave(graph, outer, position)
+        return found
+
+    def _raised(self, key: str) -> dict[int, str]:
+        if not self._store.check([f"{key}/raised"]):
+            return {}
+        keys = {rank: f"{key}/raised/{rank}" for rank in self.ranks}
+        return {r: self._store.get(k).decode() for r, k in keys.items() if self._store.check([k])}
+
     def _begin(self, graph: Collectives) -> None:
+        key = self._agree(graph)
+        if self.meets:
+            with self._store_there():
+                self._meet(key)
+
+    def _agree(self, graph: Collectives) -> str:
+        """Compare a graph with what the first rank there is about to run; gives its key."""
         self.check()
         key = str(self._count)
         self._count += 1
         self._at(0, f"in the {graph.graph} (graph {self._count})")
-        try:
+        with self._store_there():
             if graph.digest not in self._said:
                 self._store.set(f"ops/{graph.digest}", json.dumps([graph.graph, graph.ops]))
                 self._said.add(graph.digest)
@@ -140,8 +189,12 @@ class Agreement:
             theirs, _, other = first.rpartition(" ")
             if theirs != mine:
                 raise RankError(self._difference(graph, int(other), theirs))
-            if self.meets:
-                self._meet(key)
+        return key
+
+    @contextmanager
+    def _store_there(self) -> Iterator[None]:
+        try:
+            yield
         except compat.STORE_ERRORS as error:
             self._gone(error)
 

@@ -18,10 +18,11 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from typing import TypeVar
 
+from megacompile import numa
 from megacompile.runtime.device import forks
 
 Work = Callable[[], None]
@@ -50,10 +51,12 @@ class Background:
 
     Args:
         name: of the thread.
+        cores: on which it runs, and threads that it starts; none: on any.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, cores: Collection[int] = ()) -> None:
         self.name = name
+        self.cores = cores
         self._begin()
         forks.tell(self, last=True)
 
@@ -65,7 +68,7 @@ class Background:
     def submit(self, work: Work) -> None:
         """Let it be done behind what was given before; it must not raise."""
         self._queue.work.put(work)
-        self._queue.serve(self.name)
+        self._queue.serve(self.name, self.cores)
 
     def before_fork(self) -> None:
         """Finish what there is; what another thread gives meanwhile is its own risk."""
@@ -89,14 +92,15 @@ class _Queue:
         self.turn = threading.Lock()  # whose holder does the work
         self.process = os.getpid()
 
-    def serve(self, name: str) -> None:
+    def serve(self, name: str, cores: Collection[int]) -> None:
         """See to it that the work is done, by a thread wherever there can be one."""
         if self.turn.locked():
             return
         _finish_at_exit()
         if not _OVER.is_set():
             _OPEN.add(self)
-            thread = threading.Thread(target=self._until_the_end, name=name, daemon=True)
+            work = functools.partial(self._until_the_end, cores)
+            thread = threading.Thread(target=work, name=name, daemon=True)
             try:
                 thread.start()
             except RuntimeError:  # no more threads, or none at the end of the process
@@ -113,9 +117,10 @@ class _Queue:
                 if work is not None:
                     work()
 
-    def _until_the_end(self) -> None:
+    def _until_the_end(self, cores: Collection[int]) -> None:
         if not self.turn.acquire(blocking=False):
             return  # another one was started first
+        numa.bind(cores)
         while (work := self.work.get()) is not None:
             work()
             del work  # it may hold memory

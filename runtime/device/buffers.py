@@ -25,6 +25,7 @@ import os
 
 import torch
 
+from megacompile import numa
 from megacompile.ir.buckets import Param
 from megacompile.page_locks import PAGE_LOCKS
 from megacompile.runtime.device import forks
@@ -40,13 +41,19 @@ class HostBuffer(mmap.mmap):
     _address: int = 0  # where it was asked to be page-locked
     locked: bool = False
     _at: int | None = None  # its place in the file of shared memory
+    _node: numa.Node | None = None  # near which it is page-locked
 
-    def __new__(cls, size_bytes: int, *, pin: bool, touch: bool = True) -> HostBuffer:
+    def __new__(
+        cls, size_bytes: int, *, pin: bool, touch: bool = True, node: numa.Node | None = None
+    ) -> HostBuffer:
         del touch
         kind = mmap.MAP_SHARED if pin else mmap.MAP_PRIVATE
         made = super().__new__(cls, -1, max(size_bytes, mmap.PAGESIZE), kind | mmap.MAP_ANONYMOUS)
         if pin:
             made._share()
+        made._node = node
+        if pin:
+            made._prefer()
         if hasattr(mmap, "MADV_HUGEPAGE"):  # a tenth more bandwidth for the CPU
             made.madvise(mmap.MADV_HUGEPAGE)  # shared memory has them on few systems
         return made
@@ -65,6 +72,13 @@ class HostBuffer(mmap.mmap):
         start = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
         return self._file.map(start, len(self), kind, at)
 
+    def _prefer(self) -> None:
+        """Get pages near the device that copies from and to it. Memory that is not copied lies
+        where the thread runs that uses it."""
+        if self._node is not None:
+            start = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
+            numa.prefer(start, len(self), self._node)
+
     def before_fork(self) -> None:
         """Nothing: the child does it."""
 
@@ -73,16 +87,22 @@ class HostBuffer(mmap.mmap):
         if in_child and self._at is not None:
             self._map(mmap.MAP_PRIVATE, self._at)
 
-    def __init__(self, size_bytes: int, *, pin: bool, touch: bool = True) -> None:
-        """Args: touch: page-lock it at once. Else whoever has filled it calls `lock`."""
-        del size_bytes
+    def __init__(
+        self, size_bytes: int, *, pin: bool, touch: bool = True, node: numa.Node | None = None
+    ) -> None:
+        """
+        Args:
+            touch: page-lock it at once. Else whoever has filled it calls `lock`.
+            node: near the device that it is page-locked for; None: any.
+        """
+        del size_bytes, node
         self.private = not pin
         if pin and touch:
             self.settle()
 
     def settle(self) -> None:
         """Let it have its pages, on several threads, and page-lock it."""
-        touch_pages(torch.frombuffer(self, dtype=torch.uint8))
+        touch_pages(torch.frombuffer(self, dtype=torch.uint8), self._node)
         self.lock()
 
     def lock(self) -> None:
@@ -95,7 +115,8 @@ class HostBuffer(mmap.mmap):
         if self.private and hasattr(mmap, "MADV_DONTFORK"):
             self.madvise(mmap.MADV_DONTFORK)  # its pages would be copied on write, under the DMA
         if self.private:  # what is shared was touched when it was made, or filled
-            touch_pages(torch.frombuffer(self, dtype=torch.uint8))
+            self._prefer()
+            touch_pages(torch.frombuffer(self, dtype=torch.uint8), self._node)
         self._address = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
         self.locked = PAGE_LOCKS.lock(self._address, len(self))
 

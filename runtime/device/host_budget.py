@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
+from megacompile import numa
 from megacompile.errors import HostMemoryError
 from megacompile.host_memory import check_host_memory
 from megacompile.runtime.device.buffers import HostBuffer
@@ -23,10 +24,12 @@ class HostBudget:
 
     Args:
         limit_bytes: of all that live at a time; None: what the machine has.
+        node: near the device that copies from and to them; None: any.
     """
 
-    def __init__(self, limit_bytes: int | None = None) -> None:
+    def __init__(self, limit_bytes: int | None = None, node: numa.Node | None = None) -> None:
         self.limit_bytes = limit_bytes
+        self.node = node
         self._sizes: dict[int, int] = {}  # of what lives; a finalizer may come at any time
         self._buffers: weakref.WeakValueDictionary[int, HostBuffer] = weakref.WeakValueDictionary()
         self._next = itertools.count()
@@ -89,7 +92,7 @@ class HostBudget:
         self._sizes[key] = size_bytes  # before it is checked: other threads make buffers too
         try:
             self._check(size_bytes, what)
-            buffer = _made(size_bytes, what, pin=pin, touch=touch)
+            buffer = _made(size_bytes, what, pin=pin, touch=touch, node=self.node)
         except BaseException:
             del self._sizes[key]
             raise
@@ -123,9 +126,11 @@ def _ahead(
     return buffer
 
 
-def _made(size_bytes: int, what: str, *, pin: bool, touch: bool) -> HostBuffer:
+def _made(
+    size_bytes: int, what: str, *, pin: bool, touch: bool, node: numa.Node | None
+) -> HostBuffer:
     try:
-        return HostBuffer(size_bytes, pin=pin, touch=touch)
+        return HostBuffer(size_bytes, pin=pin, touch=touch, node=node)
     except OSError as error:
         if error.errno != errno.ENOMEM:
             raise

@@ -75,6 +75,10 @@ class Faults:
             if why:
                 self._blame(rank, why, where)
         if waited_s > self._limits.limit_s:
+            for rank in self._notes.ranks:
+                if rank != self._notes.rank and rank not in others:
+                    why = f"has not called megacompile() with these ranks in {waited_s:.0f} s"
+                    self._blame(rank, why, where)
             rank = min(others, key=lambda r: (others[r].n, others[r].entered))
             self._blame(rank, _late(others[rank], waited_s), where)
 

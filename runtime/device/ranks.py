@@ -14,10 +14,11 @@ begun cannot be ended, and would keep the process from its end.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -26,12 +27,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megacompile import compat, errors
+from megacompile import compat
 from megacompile.cost.ranks import told
-from megacompile.errors import MegacompileError, RankError
+from megacompile.errors import RankError
 from megacompile.ir.buckets import Bucket, shard_shape
 from megacompile.ir.collectives import Collectives
 from megacompile.runtime.device.agreement import Agreement
+from megacompile.runtime.device.raised import Raised, is_known, make_known
 from megacompile.runtime.device.rank_faults import SILENT_S, Limits
 
 _ENDING_S = 15.0  # a collective of the host fails so long after ranks have lost their patience
@@ -157,38 +159,74 @@ class Ranks:
     @property
     def is_first(self) -> bool:
         """Is this the first of all ranks?"""
-        return self.mesh.get_rank() == int(self.mesh.mesh.flatten()[0])
+        return self.mesh.get_rank() == global_ranks(self.mesh)[0]
 
     def told(self, value: Any) -> list[Any]:
-        """What each rank of the mesh says, in their order: a collective of all of them."""
-        return told(self.mesh, value)
+        """What each rank of the mesh says, in their order: a collective of all of them.
+
+        Raises:
+            MegacompileError: another rank has raised in the block of `together` around.
+        """
+        what = self.agreement.doing
+        self._meet()
+        talk = Collectives(what, ("what each rank says",), f"told-{what}")
+        with self.running(talk), self.agreement.collective():
+            return told(self.mesh, value)
+
+    def _meet(self) -> None:
+        """Wait for all ranks, and raise what one of them has raised."""
+        what = self.agreement.doing
+        for rank, said in self.agreement.meet(what).items():
+            raise Raised.read(said).error(rank, what)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """What raises in one rank raises in all of them: they meet at its end.
+        """What raises in one rank raises in all of them: in the next `told` of the others, or where
+        they meet at the end.
 
         Args:
             what: they do: "save() of Net".
 
         Raises:
-            MegacompileError: of the class and with the text that another rank has, and its number.
+            MegacompileError: of the class and with the text that another rank has, and its number;
+                a RankError where that is no error of megacompile.
         """
-        mine: MegacompileError | None = None
+        before, self.agreement.doing = self.agreement.doing, what
         try:
             with self.agreement.working():
                 yield
-        except RankError:
+            self._meet()
+        except Exception as error:
+            if not is_known(error):
+                with suppress(RankError):  # they have stopped already
+                    self.agreement.meet(what, Raised.of(error).text())
+                make_known(error)
             raise
-        except MegacompileError as error:
-            mine = error
-        end = Collectives(what, ("what each rank says",), f"told-{what}")
-        with self.running(end), self.agreement.collective():
-            said = self.told(None if mine is None else (type(mine).__name__, str(mine)))
-        if mine is not None:
-            raise mine
-        for rank, other in zip(self.agreement.ranks, said, strict=True):
-            if other is not None:
-                raise getattr(errors, other[0])(f"rank {rank}: {other[1]}")
+        finally:
+            self.agreement.doing = before
+
+    @torch.no_grad()
+    def send_first(self, tensors: Iterable[torch.Tensor], what: str) -> None:
+        """Let all ranks have the first one's values, in every bit.
+
+        Args:
+            tensors: dense; of the same shapes and dtypes in all ranks, which is compared.
+            what: they are: "buffers of Net".
+        """
+        given = [tensor for tensor in tensors if tensor.numel()]
+        ops = tuple(f"BROADCAST of {tuple(each.shape)} of {each.dtype}" for each in given)
+        digest = hashlib.sha256("\n".join((what, *ops)).encode()).hexdigest()[:32]
+        with self.running(Collectives(what, ops, digest)):
+            for tensor in given:
+                sent = tensor.detach().to(self.device).contiguous()
+                with self.agreement.collective():
+                    for group in map(_alive, self.groups):
+                        first = dist.get_global_rank(group, 0)
+                        self._issue(
+                            dist.broadcast, sent.view(-1).view(torch.uint8), first, group=group
+                        )
+                if sent.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(sent)
 
     def all_of(self, sharded: torch.Tensor) -> torch.Tensor:
         """All of a tensor that these share, wherever their parts lie; all of them call it."""
@@ -202,6 +240,11 @@ class Ranks:
             self._issue(compat.ALL_GATHER, found, given, group=self.group)
         rows: list[list[float]] = found.view(self.count, -1).tolist()
         return rows
+
+
+def global_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    """The numbers, among all processes, of the ranks on a mesh, in its order."""
+    return tuple(mesh.mesh.flatten().tolist())
 
 
 def ranks_of(sharded: torch.Tensor) -> Ranks:
@@ -269,7 +312,7 @@ _MADE = itertools.count()
 
 
 def _joint(mesh: DeviceMesh, device: torch.device) -> _Joint:
-    ranks = tuple(mesh.mesh.flatten().tolist())
+    ranks = global_ranks(mesh)
     key = (device.type, tuple(mesh.mesh.shape), ranks)
     there = _JOINT.get(key)
     if there is not None and there.world() is dist.group.WORLD is not None:

@@ -18,6 +18,8 @@ from collections.abc import Callable
 
 import torch
 
+from megacompile import numa
+
 MOST_THREADS = 8  # then the memory itself is what takes the time
 CHUNK_BYTES = 64 * 2**20  # whole huge pages
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
@@ -25,11 +27,12 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
 Advise = Callable[[int, int, int], int]
 
 
-def touch(memory: torch.Tensor) -> None:
+def touch(memory: torch.Tensor, node: numa.Node | None = None) -> None:
     """Let memory have its pages. What is in it stays as it is.
 
     Args:
         memory: (size_bytes,) uint8, whole pages.
+        node: on whose cores that is done, by other threads than this one; None: on any.
     """
     size_bytes = memory.numel()
     chunks = deque(range(0, size_bytes, CHUNK_BYTES))
@@ -47,16 +50,23 @@ def touch(memory: torch.Tensor) -> None:
             if advise(start + first, end - first, _POPULATE_WRITE):
                 refused.set()
 
+    def near() -> None:
+        if node is not None:
+            numa.bind(node.cores)
+        work()
+
+    count = min(MOST_THREADS, cores() if node is None else len(node.cores), len(chunks))
     threads = []
     try:
-        for _ in range(min(MOST_THREADS, cores(), len(chunks)) - 1):
-            thread = threading.Thread(target=work, name="megacompile-touch", daemon=True)
+        for _ in range(count - 1 if node is None else count):
+            thread = threading.Thread(target=near, name="megacompile-touch", daemon=True)
             try:
                 thread.start()
             except RuntimeError:  # no more threads
                 break
             threads.append(thread)
-        work()
+        if node is None or not threads:
+            work()
         for thread in threads:
             thread.join()
     finally:

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megacompile import compat, packed
+from megacompile import compat, numa, packed
+from megacompile.cost.ranks import host_of_rank
 from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.placement import Placement
 from megacompile.options import Lowering, Options
@@ -83,7 +84,8 @@ class ModelBuckets:
         self.check_memory: Callable[[], None] = lambda: None  # raises where it is given back
         self.data_parallel = DataParallel(model, options)
         self._places = _Places()
-        self._host_budget = HostBudget(options.host_memory)
+        node, ranks = numa.node_of(options.device), ranks_that_share(options)
+        self._host_budget = HostBudget(options.host_memory, node)
         streams = Streams(options.device)
         self.machine = Machine(
             device=options.device,
@@ -96,14 +98,14 @@ class ModelBuckets:
             detect_anomaly=options.detect_anomaly,
             disk=tiers.scratch_disk(options),
             host_budget=self._host_budget,
-            ranks=_ranks(options),
+            update_cores=_update_cores(node, ranks),
+            ranks=ranks,
         )
         self.machine.gradients.ranks = self.machine.ranks
         self.alone = threading.RLock()  # the swap and the slots serve one call at a time
         self.notice = EagerNotice()
         self._aliases = AliasNotice()
         self._aliases.of_parts(model)
-        ranks = self.machine.ranks
         if ranks is not None:
             made = sharding.shard(model, ranks, filled=contents is not None)
             if contents is not None:
@@ -425,10 +427,20 @@ def fills_later(params: Iterable[torch.Tensor], device: torch.device) -> bool:
     return on_gpu <= compat.free_device_bytes(device)
 
 
-def _ranks(options: Options) -> Ranks | None:
-    """The ranks that share a model that runs."""
+def ranks_that_share(options: Options) -> Ranks | None:
+    """The ranks that share a model that runs; all of them call it."""
     mesh = options.mesh
     return Ranks.of(mesh, options.device) if isinstance(mesh, DeviceMesh) else None
+
+
+def _update_cores(node: numa.Node | None, ranks: Ranks | None) -> frozenset[int]:
+    """On which the host's updates run; none: on any. All ranks call it."""
+    processes = 1
+    if ranks is not None and ranks.device.type == "cuda":
+        number = None if node is None else node.number
+        mine = (*host_of_rank(), number)
+        processes = ranks.told(mine).count(mine)
+    return numa.cores_of_updates(node, torch.get_num_threads(), processes)
 
 
 class _Places:

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megacompile import compat, notices
 from megacompile.errors import ModelError
 from megacompile.options import Options
+from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.model.pass_through import (
     PassThrough,
     group_of,
@@ -251,7 +252,7 @@ def _check_wrap(ddp: DistributedDataParallel, given: Mapping[str, Any]) -> bool:
     modules = {id(m) for m in module.modules()} if isinstance(module, nn.Module) else set()
     inside = [each for each in tuple(_LIVE) if each.is_among(modules)]
     shared = [each for each in inside if each.mesh is not None]
-    meshes = [each.mesh for each in shared if isinstance(each.mesh, DeviceMesh)]
+    meshes = {each.mesh: each.device for each in shared if isinstance(each.mesh, DeviceMesh)}
     if not shared:
         for each in inside:
             each.check_wrap(module, given)
@@ -262,7 +263,8 @@ def _check_wrap(ddp: DistributedDataParallel, given: Mapping[str, Any]) -> bool:
         refuse_other_wraps(type(ddp), names, given, params, mesh)
     ddp.__class__ = PassThrough
     assert isinstance(ddp, PassThrough)
-    ddp.become(module, group_of(given), buffers=sends_buffers(given))
+    ranks = Ranks.of(*next(iter(meshes.items())))  # all of them have the same
+    ddp.become(module, group_of(given), ranks, buffers=sends_buffers(given))
     return True
 
 

@@ -11,7 +11,7 @@ torch's reducer is made: it would take parameters, of which each rank has other 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megacompile import compat
 from megacompile.errors import ModelError
+from megacompile.runtime.device.ranks import Ranks, global_ranks
 from megacompile.runtime.model.whole_states import make_whole
 
 _OTHERWISE = ("mixed_precision", "delay_all_reduce_named_params")  # options that change numbers
@@ -30,17 +31,19 @@ _OTHERWISE = ("mixed_precision", "delay_all_reduce_named_params")  # options tha
 class PassThrough(DistributedDataParallel):
     """What such a DistributedDataParallel becomes when it is made: `become` makes it."""
 
-    def become(self, module: nn.Module, group: Any, *, buffers: bool) -> None:
+    def become(self, module: nn.Module, group: Any, ranks: Ranks, *, buffers: bool) -> None:
         """Wrap a module.
 
         Args:
             module: what is called.
-            group: the process group whose ranks share it.
+            group: the process group that it was given.
+            ranks: that share it.
             buffers: send the first rank's buffers to the others.
         """
         nn.Module.__init__(self)
         self.module = module
         self.process_group = group
+        self.ranks = ranks
         self.device_ids = None
         self.reducer: Any = _Nothing()
         self.require_backward_grad_sync = True
@@ -50,7 +53,8 @@ class PassThrough(DistributedDataParallel):
         self.broadcast_buffers = buffers
         make_whole(module)
         frozen = (each for each in module.parameters() if not compat.is_sharded(each))
-        self._send([*frozen, *module.buffers()])
+        what = f"values beside what ranks share in {type(module).__name__}"
+        ranks.send_first([*frozen, *module.buffers()], what)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module gives. Inputs go to the device that it computes on by themselves."""
@@ -62,17 +66,8 @@ class PassThrough(DistributedDataParallel):
 
     def _send_buffers(self) -> None:
         if self.broadcast_buffers and self.require_forward_param_sync:
-            self._send(self.module.buffers())
-
-    @torch.no_grad()
-    def _send(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Let all ranks have the first one's."""
-        first = dist.get_global_rank(self.process_group, 0)
-        for tensor in tensors:
-            sent = tensor.contiguous()
-            dist.broadcast(sent, first, group=self.process_group)
-            if sent is not tensor:
-                tensor.copy_(sent)
+            what = f"buffers of {type(self.module).__name__}"
+            self.ranks.send_first(self.module.buffers(), what)
 
     def register_comm_hook(self, state: object, hook: Any) -> NoReturn:
         """Raise: there is nothing that a hook could be given."""
@@ -128,7 +123,7 @@ def refuse_other_wraps(
                 f"{where}, but not parameter {name!r} of {type(module).__name__}, whose gradient "
                 "would have to be reduced; megacompile the outermost module with mesh="
             )
-    here, there = sorted(dist.get_process_group_ranks(group_of(given))), sorted(ranks_of(mesh))
+    here, there = sorted(dist.get_process_group_ranks(group_of(given))), sorted(global_ranks(mesh))
     if here != there:
         raise ModelError(
             f"{where}, which are {there}, but its process group has the ranks {here}; needed the "
@@ -150,12 +145,6 @@ def sends_buffers(given: Mapping[str, Any]) -> bool:
     newer = given.get("forward_sync_buffers")  # torch 2.13 renamed it
     older = given.get("broadcast_buffers")
     return next((bool(each) for each in (newer, older) if each is not None), True)
-
-
-def ranks_of(mesh: DeviceMesh) -> list[int]:
-    """The global ranks on a mesh."""
-    found: list[int] = mesh.mesh.flatten().tolist()
-    return found
 
 
 def _refused(what: str, why: str) -> ModelError:

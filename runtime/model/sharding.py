@@ -9,11 +9,11 @@ the old ones get the new ones, and their states are divided too.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -21,11 +21,11 @@ from megacompile import compat
 from megacompile.errors import ModelError, OptionError
 from megacompile.ir.buckets import shard_shape
 from megacompile.packed import packed_parameters
+from megacompile.runtime.device.checksum import checksum
 from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.params.guards import guard_dtensors
 from megacompile.runtime.step import hooks
 
-_SAMPLED = 1024  # elements of a tensor that tell whether ranks have the same
 Sites = list[tuple[dict[str, Any], str]]  # where modules have a parameter
 
 
@@ -207,50 +207,42 @@ def _divide_states(optimizer: Optimizer, made: dict[int, nn.Parameter]) -> None:
 def _check_alike(model: nn.Module, ranks: Ranks) -> None:
     """Raise, in every rank, where the model is not the same in all."""
     looks = [
-        f"{name} {tuple(param.shape)} {param.dtype} {param.requires_grad}"
+        f"parameter {name!r} {_look(param)} requires_grad={param.requires_grad}"
         for name, param in model.named_parameters()
     ]
-    mine = (hashlib.sha256("\n".join(looks).encode()).hexdigest(), len(looks), looks[:1])
-    for dim in range(ranks.mesh.ndim):
-        group = ranks.mesh.get_group(dim)
-        found: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, mine, group=group)
-        _refuse_others(model, found, dist.get_process_group_ranks(group))
+    looks += [f"buffer {name!r} {_look(buffer)}" for name, buffer in model.named_buffers()]
+    digests = ranks.told(hashlib.sha256("\n".join(looks).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    first, *others = zip(ranks.agreement.ranks, ranks.told(looks), strict=True)
+    for other in others:
+        _refuse_other(model, first, other)
 
 
-@torch.no_grad()
+def _look(tensor: torch.Tensor) -> str:
+    on_meta = " on meta" if tensor.is_meta else ""
+    dense = "" if tensor.layout is torch.strided else f" {tensor.layout}"
+    return f"{tuple(tensor.shape)} {tensor.dtype}{dense}{on_meta}"
+
+
 def _send_values(model: nn.Module, ranks: Ranks) -> None:
     """Give all ranks the first one's parameters and buffers where they differ, for example because
-    they were initialised without a seed. A DistributedDataParallel does so too.
-
-    A sample of each tensor is compared: a difference elsewhere in it is not found."""
+    they were initialised without a seed. A DistributedDataParallel does so too."""
     named = [*model.named_parameters(), *model.named_buffers()]
     tensors = [t for _, t in named if not t.is_meta and t.layout is torch.strided]
-    said = ranks.told([_sample(tensor) for tensor in tensors])
-    if any(len(each) != len(tensors) for each in said):  # some have more buffers: nothing is sent
-        return
-    for tensor, *each in zip(tensors, *said, strict=True):
-        if len(set(each)) > 1:
-            sent = tensor.detach().to(ranks.device).contiguous()
-            for dim in range(ranks.mesh.ndim):
-                group = ranks.mesh.get_group(dim)
-                dist.broadcast(sent, dist.get_global_rank(group, 0), group=group)
-            tensor.copy_(sent)
+    said = ranks.told([checksum(tensor) for tensor in tensors])
+    differ = [tensor for tensor, *each in zip(tensors, *said, strict=True) if len(set(each)) > 1]
+    ranks.send_first(differ, f"values of {type(model).__name__}")
 
 
-def _sample(tensor: torch.Tensor) -> str:
-    """A digest of some elements: random values of two ranks differ in nearly all of them."""
-    flat = tensor.detach().reshape(-1)
-    some = flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED].cpu().contiguous()
-    return hashlib.sha256(bytes(some.view(torch.uint8).tolist())).hexdigest()
-
-
-def _refuse_others(model: nn.Module, found: list[Any], numbers: list[int]) -> None:
-    first = found[0]
-    for rank, other in zip(numbers, found, strict=True):
-        if other[0] != first[0]:
+def _refuse_other(
+    model: nn.Module, first: tuple[int, list[str]], other: tuple[int, list[str]]
+) -> None:
+    (a, here), (b, there) = first, other
+    for mine, theirs in itertools.zip_longest(here, there, fillvalue="nothing more"):
+        if mine != theirs:
             raise ModelError(
-                f"megacompile(): {type(model).__name__} is another model in rank {rank} than in "
-                f"rank {numbers[0]}: {other[1]} parameters, {first[1]} there, or others of them "
-                "(names, shapes, dtypes, requires_grad); needed the same in all ranks"
+                f"megacompile(): {type(model).__name__} is another model in rank {b} than in rank "
+                f"{a}: {theirs}, where rank {a} has {mine}; needed the same parameters and buffers "
+                "in all ranks (names, shapes, dtypes, requires_grad)"
             )

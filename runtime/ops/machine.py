@@ -66,6 +66,7 @@ class Machine:
     tracer: Tracer | None = None  # while a trace of the model is on
     disk: Disk | None = None  # where the states of streamed buckets lie, if not on the host
     host_budget: HostBudget = field(default_factory=HostBudget)  # makes all host buffers
+    update_cores: frozenset[int] = frozenset()  # on which the host updates; none: on any
     ranks: Ranks | None = None  # the processes that share the model
     seed: Callable[[], int] = torch.initial_seed  # of stochastic rounding
     detect_anomaly: bool = False  # is NaN or inf in a gradient an error?
@@ -80,7 +81,7 @@ class Machine:
             self.saved_disk = SavedDisk(self.disk, self.activations)
             self.staging = Staging(self.disk, self.device, self.host_budget)
             self.weight_staging = WeightStaging(self.disk, self.device, self.host_budget)
-        self.host_updates = HostUpdates(self.device)
+        self.host_updates = HostUpdates(self.device, self.update_cores)
         self.copies = Background("megacompile-offload")
 
     def coming(self) -> list[HostBucket]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -27,8 +27,8 @@ class Copies(Host, Protocol):
 class HostUpdates:
     """The updates of host memory that go on behind `optimizer.step()`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.workers = Workers(device)
+    def __init__(self, device: torch.device, cores: Collection[int] = ()) -> None:
+        self.workers = Workers(device, cores)
 
     def start(
         self,

@@ -90,15 +90,19 @@ class Workers:
     """A thread for the host's updates, and one that issues the device's.
 
     There is no lock (see `background`): a job is whose who has taken it out of the deque.
+
+    Args:
+        device: that helps.
+        cores: on which the host updates; none: on any.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, cores: Collection[int] = ()) -> None:
         self.device = device
         self._waiting: deque[Job] = deque()
         self._helped: deque[Collection[Future[None]]] = deque()  # which the device will come to
         self._device_ends_s = 0.0  # what it makes, as far as is known
         self._host_pace, self._device_pace = Pace(), Pace()
-        self._host = Background("megacompile-update")
+        self._host = Background("megacompile-update", cores)
         self._issues = Background("megacompile-chunks")
         self._streams: ChunkStreams | None = None
         forks.tell(self)

@@ -1,0 +1,221 @@
+"""The NUMA node that a GPU is attached to: the memory and the cores that are near it.
+
+A machine of several sockets has memory at each of them. A copy between a GPU and the memory of
+another socket crosses the link between the two, which is slower than PCIe and shared by all. So
+
+    memory that is copied to or from the GPU    comes from the GPU's node, while that has some
+    threads that touch it first                 run on the node's cores
+    threads that update                         run there, if the node has a core for each of them
+
+Preferred, never demanded: where the node is full, pages come from another one. Nothing is done
+where there is one node, where the system does not say which (most virtual machines), and where the
+user has said it (`numactl`): a memory policy of the process, or cores of other nodes alone.
+
+Containers may refuse `mbind` (Docker's default profile does). There, pages lie where they are
+touched first, and it is the threads that bring them near.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import platform
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megacompile.log import logger
+
+Syscall = Callable[..., int]
+
+_SYSFS = Path("/sys")
+_DEFAULT, _PREFERRED = 0, 1  # MPOL_DEFAULT and MPOL_PREFERRED, of linux/mempolicy.h
+_NUMBERS = {  # of get_mempolicy and mbind
+    "x86_64": (239, 237),
+    "aarch64": (236, 235),
+}
+_WORD = 64  # bits of an unsigned long
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One of several nodes of a machine."""
+
+    number: int
+    count: int  # of nodes that have cores
+    cores: frozenset[int]  # of this one, that the process may use
+
+    @property
+    def short(self) -> str:
+        """ "1 of 2"."""
+        return f"{self.number} of {self.count}"
+
+    def __str__(self) -> str:
+        return f"{self.short} (cores {_ranges(self.cores)})"
+
+
+def node_of(device: torch.device, root: Path = _SYSFS) -> Node | None:
+    """The node that a GPU is attached to.
+
+    Args:
+        root: where sysfs is.
+
+    Returns:
+        None where nothing is to be done: see above.
+    """
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+    domain, bus, slot = (getattr(properties, name, None) for name in names)
+    if domain is None or bus is None or slot is None:
+        return None
+    node = node_at(f"{domain:04x}:{bus:02x}:{slot:02x}.0", root)
+    return None if node is None or _has_policy() else node
+
+
+def node_at(address: str, root: Path = _SYSFS) -> Node | None:
+    """The node of the PCI device at an address ("0000:dc:00.0"); None as for `node_of`."""
+    try:
+        number = int((root / "bus/pci/devices" / address / "numa_node").read_text())
+        lists = [
+            (int(path.parent.name.removeprefix("node")), path.read_text())
+            for path in (root / "devices/system/node").glob("node[0-9]*/cpulist")
+        ]
+        nodes = {node: _cores(text) for node, text in lists}
+    except (OSError, ValueError):
+        return None
+    nodes = {node: cores for node, cores in nodes.items() if cores}  # others are memory alone
+    if number not in nodes or len(nodes) < 2:  # -1: the system does not know
+        return None
+    cores = nodes[number] & os.sched_getaffinity(0)
+    return Node(number, len(nodes), cores) if cores else None
+
+
+def prefer(address: int, size_bytes: int, node: Node) -> bool:
+    """Ask that memory gets its pages from a node, whoever touches it. Pages that are there stay.
+
+    Args:
+        address: of whole pages, in a mapping.
+
+    Returns:
+        False where the system refuses that.
+    """
+    words = node.number // _WORD + 1
+    mask = (ctypes.c_ulong * words)()
+    mask[node.number // _WORD] = 1 << node.number % _WORD
+    bits = ctypes.c_ulong(words * _WORD + 1)  # the kernel takes one off
+    error = _syscall()(
+        _MBIND,
+        ctypes.c_void_p(address),
+        ctypes.c_ulong(size_bytes),
+        ctypes.c_int(_PREFERRED),
+        ctypes.byref(mask),
+        bits,
+        ctypes.c_uint(0),
+    )
+    if error:
+        _say_refused(error)
+    return not error
+
+
+def cores_of_updates(node: Node | None, threads: int, processes: int) -> frozenset[int]:
+    """The cores that the threads of updates are to run on; none: wherever the system puts them.
+
+    One node's memory is as fast as so many of its cores can use. So threads go near the GPU if the
+    node has a core for each. If there are more, they need the other nodes' cores, and the memory
+    there: what the CPU alone uses, such as optimizer states, lies where its thread runs.
+
+    Args:
+        threads: of this process.
+        processes: whose GPUs are attached to the node, each with as many.
+    """
+    fits = node is not None and threads * processes <= len(node.cores)
+    return node.cores if node is not None and fits else frozenset()
+
+
+def bind(cores: Collection[int]) -> None:
+    """Let this thread run on these cores, and those that it starts; no cores: leave it."""
+    if cores:
+        with contextlib.suppress(OSError):  # others may have been taken away since
+            os.sched_setaffinity(0, cores)
+
+
+@contextmanager
+def bound(node: Node | None) -> Iterator[None]:
+    """For its duration this thread runs on the cores of a node; None: where it does. It must not
+    begin to use OpenMP meanwhile, whose threads would stay there."""
+    if node is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    bind(node.cores)
+    try:
+        yield
+    finally:
+        bind(before)
+
+
+def _has_policy() -> bool:
+    """Has somebody given this process a memory policy (`numactl --membind`, `--interleave`)?"""
+    mode = ctypes.c_int(_DEFAULT)
+    nothing = ctypes.c_void_p(), ctypes.c_ulong(0), ctypes.c_void_p(), ctypes.c_ulong(0)
+    error = _syscall()(_GET_MEMPOLICY, ctypes.byref(mode), *nothing)
+    return not error and mode.value != _DEFAULT
+
+
+_GET_MEMPOLICY, _MBIND = range(2)
+
+
+@functools.cache
+def _syscall() -> Syscall:
+    """Calls `get_mempolicy` or `mbind`, and gives the error, or 0. No library of Python's or the
+    system's has them but libnuma, which is not everywhere."""
+    numbers = _NUMBERS.get(platform.machine())
+    try:
+        call = ctypes.CDLL(None, use_errno=True).syscall
+    except (AttributeError, OSError, TypeError):  # not on this system
+        numbers = None
+    if numbers is None or platform.system() != "Linux":
+        return lambda which, *args: -1
+    call.restype = ctypes.c_long
+    return lambda which, *args: (
+        ctypes.get_errno() if call(ctypes.c_long(numbers[which]), *args) else 0
+    )
+
+
+@functools.cache
+def _say_refused(error: int) -> None:
+    why = os.strerror(error) if error > 0 else "not known here"
+    logger("memory").info(
+        "mbind is refused (%s): host memory lies where the threads run that touch it first", why
+    )
+
+
+def _cores(text: str) -> frozenset[int]:
+    """Of "0-3,8" these: 0, 1, 2, 3, 8.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    found = set[int]()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return frozenset(found)
+
+
+def _ranges(cores: Collection[int]) -> str:
+    """The other way round."""
+    parts: list[list[int]] = []
+    for core in sorted(cores):
+        if parts and parts[-1][-1] == core - 1:
+            parts[-1][1:] = [core]
+        else:
+            parts.append([core])
+    return ",".join("-".join(map(str, part)) for part in parts)
