@@ -46,6 +46,8 @@ class Kind(enum.Enum):
     MASTERS = "masters"
     STAGED = "buffers"  # that states and parameters from a disk come to
 
+    __hash__ = object.__hash__  # a member is one object; Enum hashes its name, in Python
+
 
 @dataclass(frozen=True, slots=True)
 class Moment:

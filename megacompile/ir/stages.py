@@ -50,6 +50,8 @@ class Code(enum.Enum):
     RECOMPUTE = "recompute"  # primals -> saved
     BACKWARD = "backward"  # saved and primals, tangents -> gradients
 
+    __hash__ = object.__hash__  # a member is one object; Enum hashes its name, in Python
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Template:
