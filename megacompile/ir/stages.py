@@ -128,6 +128,8 @@ class Stage:
     outputs: tuple[TensorMeta, ...]  # of the outputs, before the mutated inputs' new values
     mutated: tuple[int, ...]  # primals that the stage changes in place
     template: Template | None = None
+    # in a draft: places of its saved tensors, those together that are one value; (): each is one
+    bundles: tuple[tuple[int, ...], ...] = ()
 
     def __repr__(self) -> str:
         return f"stage_{self.index}"
@@ -137,6 +139,17 @@ class Stage:
         """The template; an error of ours where the `templates` pass has not run."""
         assert self.template is not None, f"stage {self.index} ({self.name}) has no template yet"
         return self.template
+
+    @property
+    def saved_values(self) -> tuple[TensorMeta | tuple[TensorMeta, ...], ...]:
+        """What its forward saves for its backward: a meta of each value, or those of a bundle."""
+        saved = self.traced.saved
+        if not self.bundles:
+            return saved
+        return tuple(
+            saved[bundle[0]] if len(bundle) == 1 else tuple(saved[i] for i in bundle)
+            for bundle in self.bundles
+        )
 
     @property
     def gradient_buckets(self) -> tuple[Bucket, ...]:

@@ -17,7 +17,7 @@ def _results(stage: Stage) -> int:
 
 def _forward_count(args: Sequence[Any]) -> int:
     stage, saving = args[0], args[3]
-    return _results(stage) + (len(stage.traced.saved) if saving else 0)
+    return _results(stage) + (len(stage.saved_values) if saving else 0)
 
 
 def _backward_count(args: Sequence[Any]) -> int:
@@ -81,7 +81,7 @@ def assign(tensor: Any, value: Any, *, after: tuple[Any, ...] = ()) -> Any:
     gives=Value.RESULTS,
     owns=True,
     code=lambda args: Code.RECOMPUTE,
-    count=lambda args: len(args[0].traced.saved),
+    count=lambda args: len(args[0].saved_values),
     show=Show.STEP,
 )
 def recompute(stage: Stage, weights: tuple[Any, ...], args: tuple[Any, ...], rng: Any) -> Any:
