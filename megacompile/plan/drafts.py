@@ -36,7 +36,7 @@ class Drafts:
         self.graphs = graphs
         self.variant = variant
         self.tiles = tiles
-        self._bundled: Schedule | None = None  # `graphs`, with as few saved values as can be
+        self._bundled: Schedule | None = None  # `graphs` in these tiles, as drafts begin with it
         self._saving: dict[Choice, Schedule] = {}  # the last ones in which something waits
         self._waiting: dict[Choice, list[tuple[int, int]]] = {}
 
@@ -80,5 +80,5 @@ class Drafts:
 
     def _with_plan(self, choice: Choice) -> Schedule:
         if self._bundled is None:
-            self._bundled = self.pipeline.bundled(self.graphs)
+            self._bundled = self.pipeline.bundled(self.graphs, self.variant, self.tiles or 1)
         return self.pipeline.with_plan(self._bundled, self.variant, choice)

@@ -161,9 +161,12 @@ class Pipeline:
         schedule = replace(schedule, plan=Plan(reasons=(*schedule.plan.reasons, *reasons)))
         return run(schedule, [("plan", self._plan_pass(schedule, variant, choice))])
 
-    def bundled(self, schedule: Schedule) -> Schedule:
-        """For drafts, what `differentiated` gives: each stage saves as few values as can be."""
-        return self._split(replace(schedule, draft=True), bundle=True)
+    def bundled(self, schedule: Schedule, variant: Variant, tiles: int) -> Schedule:
+        """For drafts, what `differentiated` gives: each stage saves as few values as can be, and
+        runs in so many tiles."""
+        planned = replace(schedule, draft=True)
+        planned = self.with_plan(planned, variant, Choice(0, tiles=tiles))
+        return replace(self._split(planned, bundle=True), plan=schedule.plan)
 
     def _split(self, schedule: Schedule, *, bundle: bool) -> Schedule:
         fused = self.setting.options.lowering is Lowering.INDUCTOR

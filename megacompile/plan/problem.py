@@ -203,7 +203,11 @@ class Problem:
     def _fits_device(self, choice: Choice) -> bool:
         if self.resident_bytes(choice.resident, gradients=True) > self.budget_bytes:
             return False  # when the backward ends
-        return self.peak_bytes(self._streamed(choice)) <= self._buffer_bytes(choice)
+        streamed, buffer = self._streamed(choice), self._buffer_bytes(choice)
+        for delay in range(1, choice.state_delay):  # with states that leave sooner
+            if self._known(replace(streamed, state_delay=delay)).get(choice.keep, 0) > buffer:
+                return False
+        return self.peak_bytes(streamed) <= buffer
 
     def fits_host(self, choice: Choice) -> bool:
         """Does it stay within the budgets of host memory and of the disk, where they are known?"""
