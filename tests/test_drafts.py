@@ -48,7 +48,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         heads = self.qkv(self.norms[0](x)).unflatten(-1, (3, -1, 64)).transpose(1, 3)
-        mixed = F.scaled_dot_product_attention(*heads.unbind(2), is_causal=True)
+        query, key, value = heads.unbind(2)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + F.dropout(mixed.transpose(1, 2).flatten(2), self.dropout)
         hidden = self.norms[1](x)
         result: Tensor = x + self.down(F.silu(self.gate(hidden)) * self.up(hidden))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -53,7 +54,7 @@ class Code(enum.Enum):
     __hash__ = object.__hash__  # a member is one object; Enum hashes its name, in Python
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class Template:
     """The traced code of every stage that has the same graph.
 
@@ -92,7 +93,7 @@ class Template:
     def has_backward(self) -> bool:
         return Code.BACKWARD in self.graphs
 
-    @property
+    @functools.cached_property
     def backward_primals(self) -> tuple[int, ...]:
         """Primals that BACKWARD reads directly, and numbers that its tangents' strides are of."""
         given = [item for item in self.backward_inputs if isinstance(item, int)]
@@ -115,7 +116,7 @@ class Template:
         return sum(meta.size_bytes for meta in self.saved)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class Stage:
     """A contiguous, stateless piece of the captured graph; usually one layer."""
 
@@ -151,10 +152,32 @@ class Stage:
             for bundle in self.bundles
         )
 
-    @property
+    @functools.cached_property
     def gradient_buckets(self) -> tuple[Bucket, ...]:
         """The buckets that the stage's backward gives gradients for, a group each."""
         return self.buckets_read(self.traced.gradients)
+
+    @functools.cached_property
+    def forward_buckets(self) -> tuple[Bucket, ...]:
+        """The buckets that its forward reads."""
+        return self.buckets_read(range(len(self.primals)))
+
+    @functools.cached_property
+    def recompute_buckets(self) -> tuple[Bucket, ...]:
+        """The buckets that its recompute reads."""
+        return self.buckets_read(self.traced.recompute_primals)
+
+    @functools.cached_property
+    def backward_buckets(self) -> tuple[Bucket, ...]:
+        """The buckets that its backward reads."""
+        return self.buckets_read(self.traced.backward_primals)
+
+    @functools.cached_property
+    def gradient_params(self) -> tuple[tuple[int, int], ...]:
+        """The parameters that get a gradient: the key of the bucket, and the place there."""
+        refs = (self.primals[i] for i in self.traced.gradients)
+        params = (ref for ref in refs if isinstance(ref, ParamRef))
+        return tuple((self.buckets[ref.bucket].key, ref.param) for ref in params)
 
     def buckets_read(self, primals: Sequence[int]) -> tuple[Bucket, ...]:
         """The buckets that hold the parameters among `primals`."""

@@ -309,9 +309,7 @@ class _Tries:
         )
         if not problem.fits_exactly(least):
             return False
-        return any(
-            problem.fits_exactly(exact) and self._simulate(exact) for exact in (more, least)
-        )
+        return any(problem.fits_exactly(exact) and self._simulate(exact) for exact in (more, least))
 
     def _with(self, count: int, share: float, *, keep: int = 1) -> Choice:
         """The first `count` buckets that may become resident do."""

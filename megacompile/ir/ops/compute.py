@@ -24,7 +24,7 @@ def _backward_count(args: Sequence[Any]) -> int:
     stage: Stage = args[0]
     gradients = stage.traced.gradients
     inputs = [i for i in gradients if isinstance(stage.primals[i], ArgRef)]
-    return len(inputs) + len(stage.buckets_read(gradients))
+    return len(inputs) + len(stage.gradient_buckets)
 
 
 @op(Stream.COMPUTE, short("RNG"), gives=Value.RNG)
