@@ -85,7 +85,7 @@ from megacompile.compat.dynamo import (
     within_callers,
     without_collecting,
 )
-from megacompile.compat.graphs import copy_graph, graph_module, new_node
+from megacompile.compat.graphs import copy_graph, copy_node, graph_module, new_node
 from megacompile.compat.inductor import (
     compile_inductor,
     has_cpp_compiler,
@@ -291,6 +291,7 @@ __all__ = [
     "compiled_function",
     "convert_in_place",
     "copy_graph",
+    "copy_node",
     "ddp_around",
     "ddp_parameters",
     "described_inputs",
