@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from megacompile.cost.hardware import H200
 from megacompile.cost.memory import device_memory, host_memory
 from megacompile.cost.ops import computes_s
-from megacompile.cost.simulate import simulate
+from megacompile.cost.script import Script
+from megacompile.cost.simulate import simulate, simulate_script
 from megacompile.ir import ops
 from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
@@ -158,3 +159,15 @@ def test_what_waits_is_the_same_wherever_buckets_live() -> None:
     waiting = drafts.waiting(Choice(3, saved_on_host=2))
     assert waiting and waiting == drafts.waiting(Choice(3, resident, saved_on_host=2))
     assert not drafts.waiting(Choice(3))
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_what_ops_wait_for_is_the_same_on_every_machine(in_backward: bool) -> None:
+    asked = problem(in_backward=in_backward)
+    made, cost = asked.drafts.of(Choice(2, device_update=0.4)), asked.optimizer
+    script = Script([made], cost, fused=True)
+    slow = H200.replace(update_gb_s=9.0, h2d_gb_s=5.0, matmul_tflop_s=99.0, memory_gb_s=500.0)
+    for machine in (H200, slow, H200):
+        alone = simulate(made, machine, optimizer=cost, steps=3)
+        again = simulate_script(script, machine, steps=3)
+        assert again.events == alone.events and again.step_s == alone.step_s
