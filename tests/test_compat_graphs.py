@@ -86,3 +86,24 @@ def test_a_copied_graph_has_nodes_of_its_own_under_the_same_names() -> None:
         assert copied.create_node("call_function", operator.neg, (first,), name="x").name == "x_3"
     found = copied.find_nodes(op="call_function", target=operator.neg)
     assert len(found) == 1 + len(NAMES)
+
+
+def test_a_copied_node_is_as_one_that_the_graph_copies() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x1", type_expr=int)
+    y = graph.call_function(torch.zeros, ([x, 2],), {"out": x})
+    y.meta["value"] = 3
+    for times in (1, 2):  # names that are free, and names that are not
+        ours, theirs = fx.Graph(), fx.Graph()
+        for made, copies in ((ours, compat.copy_node), (theirs, fx.Graph.node_copy)):
+            env: dict[fx.Node, fx.Node] = {}
+            for _ in range(times):
+                for node in (x, y):
+                    env[node] = copies(made, node, env.__getitem__)
+        assert [
+            (n.op, n.name, n.target, str(n.args), str(n.kwargs), n.type, n.meta) for n in ours.nodes
+        ] == [
+            (n.op, n.name, n.target, str(n.args), str(n.kwargs), n.type, n.meta)
+            for n in theirs.nodes
+        ]
+        assert [len(n.users) for n in ours.nodes] == [len(n.users) for n in theirs.nodes]

@@ -14,7 +14,7 @@ from megacompile import megacompile, schedules
 from megacompile.cost.hardware import H200
 from megacompile.cost.memory import device_memory
 from megacompile.cost.optimizer import CHUNK_BYTES, CHUNKS, OptimizerCost
-from megacompile.cost.simulate import simulate
+from megacompile.cost.simulate import simulate_script
 from megacompile.errors import DeviceMemoryError
 from megacompile.ir import ops
 from megacompile.plan import planner
@@ -174,7 +174,7 @@ def test_passing_over_what_computes_too_long_changes_nothing(in_backward: bool) 
 def test_a_slower_host_is_simulated_where_it_updates(in_backward: bool) -> None:
     tower = problem(64 * GIB, in_backward=in_backward)
     slower = replace(tower, hardware=H200.replace(update_gb_s=1.0))
-    with mock.patch.object(problem_code, "simulate", wraps=simulate) as simulated:
+    with mock.patch.object(problem_code, "simulate_script", wraps=simulate_script) as simulated:
         assert (tower.expected_s(Choice()) == tower.step_s(Choice())) is in_backward
     assert simulated.call_count == (1 if in_backward else 2)
     assert (tower.step_s(Choice()) == slower.step_s(Choice())) is in_backward

@@ -86,7 +86,7 @@ from megacompile.compat.dynamo import (
     within_callers,
     without_collecting,
 )
-from megacompile.compat.graphs import copy_graph, graph_module, new_node
+from megacompile.compat.graphs import copy_graph, copy_node, graph_module, new_node
 from megacompile.compat.inductor import (
     compile_inductor,
     compiles_in_processes,
@@ -301,6 +301,7 @@ __all__ = [
     "compiled_function",
     "convert_in_place",
     "copy_graph",
+    "copy_node",
     "ddp_around",
     "ddp_parameters",
     "described_inputs",

@@ -8,6 +8,9 @@ from typing import Any
 from torch import fx, nn
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
+_ARGS: Any = fx.Node.args  # set without a look at the graph's table of targets
+_KWARGS: Any = fx.Node.kwargs
+
 
 def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:  # torch 2.11 to 2.15
     """As `fx.GraphModule(root, graph)`; its Python is written when somebody calls it or looks."""
@@ -32,10 +35,24 @@ def new_node(
     plain = name.isascii() and name.isidentifier() and not name.replace("_", "").isalpha()
     if not plain or name in names._used_names:
         node = graph.create_node(op, target, name=name)
-        node.args, node.kwargs = args, kwargs or {}
+        _ARGS.fset(node, args)
+        if kwargs:
+            _KWARGS.fset(node, kwargs)
         return node
     names._used_names.add(name)
     return _added(graph, op, target, name, args, kwargs)
+
+
+def copy_node(
+    graph: fx.Graph, node: fx.Node, given: Callable[[fx.Node], Any]
+) -> fx.Node:  # torch 2.11 to 2.15
+    """As `graph.node_copy(node, given)`, for a graph as in `new_node`."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), given)
+    made = new_node(graph, node.op, node.target, node.name, args, kwargs)
+    made.meta.update(node.meta)
+    if node.type is not None:
+        made.type = node.type
+    return made
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:  # torch 2.11 to 2.15

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -69,6 +69,9 @@ class Analysis:
     kernels: tuple[Kernel, ...]
     peak_bytes: int  # the most that is allocated while it runs, what it returns included
     returned: tuple[Returned | None, ...]
+    _seconds: dict[Hardware, float] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def work(self) -> Work:
@@ -79,4 +82,6 @@ class Analysis:
         )
 
     def seconds(self, hardware: Hardware) -> float:
-        return sum(kernel.seconds(hardware) for kernel in self.kernels)
+        if hardware not in self._seconds:
+            self._seconds[hardware] = sum(kernel.seconds(hardware) for kernel in self.kernels)
+        return self._seconds[hardware]

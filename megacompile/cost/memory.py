@@ -46,6 +46,8 @@ class Kind(enum.Enum):
     MASTERS = "masters"
     STAGED = "buffers"  # that states and parameters from a disk come to
 
+    __hash__ = object.__hash__  # a member is one object; Enum hashes its name, in Python
+
 
 @dataclass(frozen=True, slots=True)
 class Moment:
@@ -319,8 +321,11 @@ class _Replay:
         stage: Stage = ops.arguments(call)[0]
         kind = _kind_of(call, stage, k)
         key: Any = k
-        position = _position(call, stage, k)
-        found = returned[position] if position is not None and position < len(returned) else None
+        each = [returned[place] for place in _places(call, stage, k) if place < len(returned)]
+        if len(each) > 1:  # a bundle, in memory of its own
+            sizes = {one.memory: one.size_bytes for one in each if one is not None}
+            return _Block(kind, sum(sizes.values()), owned=True)
+        found = each[0] if each else None
         if found is not None:
             if found.memory < 0:
                 return self._input_block(call, stage, -1 - found.memory)
@@ -385,17 +390,22 @@ _KINDS: dict[Value | None, Kind] = {
 }
 
 
-def _position(call: fx.Node, stage: Stage, k: int) -> int | None:
-    """Where the graph of a call returns its result k; None for a group of gradients."""
-    template = stage.traced
-    if call.target is ops.recompute and template.random:  # the forward's graph: results first
-        return k + len(stage.outputs) + len(stage.mutated)
+def _places(call: fx.Node, stage: Stage, k: int) -> tuple[int, ...]:
+    """Where the graph of a call returns its result k: in several places where that is a bundle of
+    saved tensors, in none where it is a group of gradients."""
+    template, results = stage.traced, len(stage.outputs) + len(stage.mutated)
     if call.target is ops.backward:
         of_args = [
             i for i, p in enumerate(template.gradients) if isinstance(stage.primals[p], ArgRef)
         ]
-        return of_args[k] if k < len(of_args) else None
-    return k
+        return (of_args[k],) if k < len(of_args) else ()
+    again = call.target is ops.recompute
+    if not again and k < results:
+        return (k,)
+    saved = k if again else k - results
+    first = 0 if again and not template.random else results  # in the forward's graph: results first
+    bundle = stage.bundles[saved] if stage.bundles else (saved,)
+    return tuple(first + i for i in bundle)
 
 
 def _kind_of(call: fx.Node, stage: Stage, k: int) -> Kind:

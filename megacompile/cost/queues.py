@@ -9,6 +9,7 @@ than it has, each gets a fair share. A device that helps takes updates from the 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +20,7 @@ from megacompile.ir.stream import Stream
 
 STREAMS = tuple(Stream)  # a queue is its stream's place here
 COMPUTE, H2D, D2H, HOST, DEVICE, READ, WRITE, COMM = range(len(STREAMS))
+_IN_TURN = (COMPUTE, H2D, D2H, DEVICE, READ, WRITE, COMM, HOST)  # it takes what the device leaves
 
 
 @dataclass(slots=True)
@@ -43,7 +45,7 @@ class Queues:
         self.start_s: list[float] = []
         self.stop_s: list[float] = []
         self.before: list[int] = []  # the work that its queue did before, or -1
-        self.rates = [_rates(hardware, busy) for busy in range(1 << len(STREAMS))]
+        self.rates = _rates_of(hardware)
         self._host_s, self._device_s = (1 / self.rates[1 << k][k] for k in (HOST, DEVICE))
 
     def add(self, work: Work) -> int:
@@ -63,22 +65,22 @@ class Queues:
         self.before = [-1] * count
         missing = [len(work.waits) for work in self.works]
         readers: list[list[int]] = [[] for _ in range(count)]
-        each = range(len(STREAMS))
-        order = sorted(each, key=lambda k: k == HOST)  # which takes what the device leaves
-        queues: list[deque[int]] = [deque() for _ in each]
+        queues: list[deque[int]] = [deque() for _ in STREAMS]
         for i, work in enumerate(self.works):
             queues[work.queue].append(i)
             for wait in work.waits:
                 readers[wait].append(i)
+        host = queues[DEVICE] = queues[HOST]  # the device takes what the host would
+        order = [k for k in _IN_TURN if queues[k]]
         runs, left, running, now, done = [-1] * len(STREAMS), [0.0] * len(STREAMS), 0, 0.0, 0
         last_of = [-1] * len(STREAMS)
         while done < count:
             for k in order:
-                queue = queues[HOST] if k == DEVICE else queues[k]
+                queue = queues[k]
                 if running >> k & 1 or not queue:
                     continue
                 i = queue[0]
-                if k in (HOST, DEVICE):
+                if queue is host:
                     i = self._next(k, queue, left[DEVICE] if running >> DEVICE & 1 else 0.0)
                 if i < 0 or missing[i]:
                     continue
@@ -92,7 +94,7 @@ class Queues:
                 self.before[i] = last_of[k]
             assert running, "a schedule whose ops wait for each other"
             rates = self.rates[running]
-            active = [k for k in each if running >> k & 1]
+            active = [k for k in order if running >> k & 1]
             times = [left[k] / rates[k] if left[k] else 0.0 for k in active]
             step = min(times)
             now += step
@@ -143,6 +145,12 @@ class Queues:
         """The work whose end let this one start, or -1."""
         before = [self.before[i]] if self.before[i] >= 0 else []
         return max([*self.works[i].waits, *before], key=self.stop_s.__getitem__, default=-1)
+
+
+@functools.lru_cache(maxsize=16)
+def _rates_of(hardware: Hardware) -> tuple[tuple[float, ...], ...]:
+    """By the mask of what runs, work a second of each queue."""
+    return tuple(_rates(hardware, busy) for busy in range(1 << len(STREAMS)))
 
 
 def _rates(hardware: Hardware, busy: int) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""The graphs of a schedule as work on queues: what each op waits for, and how much it is.
+"""The graphs of a schedule as work on queues: what each op waits for.
 
 An op waits for what it names. What a graph takes of an earlier one is a placeholder: a token
 (`megacompile.ir.tokens`), what a backward left for the update (`schedule.left`), or a saved value
@@ -10,26 +10,25 @@ Four things are waited for that no edge shows, because the host issues the ops:
     a backward returns when gradients are on the host; `optimizer.step()` comes then
     a forward's drain waits for the copies of what was deferred before it
     a read of states from a disk waits for a set of buffers that is free
+
+None of that depends on the machine: how much work it is there, `megacompile.cost.amounts` says.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
+from megacompile.cost.amounts import Amounts
 from megacompile.cost.hardware import Hardware
-from megacompile.cost.ops import copies_of, node_s
 from megacompile.cost.optimizer import OptimizerCost, UpdateCost, updates
-from megacompile.cost.queues import COMPUTE, D2H, H2D, HOST, READ, STREAMS, Queues, Work
+from megacompile.cost.queues import COMPUTE, D2H, H2D, READ, STREAMS, Queues, Work
 from megacompile.ir import ops
-from megacompile.ir.buckets import Bucket, largest_shard
 from megacompile.ir.inputs import on_disk
 from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.stages import Code
 from megacompile.ir.stream import Stream
 from megacompile.ir.tokens import given, token_of, written
 from megacompile.ir.values import producer
@@ -39,17 +38,19 @@ _QUEUES = {stream: STREAMS.index(stream) for stream in STREAMS}
 
 @dataclass(slots=True)
 class _Item:
-    """An op of a graph, before it belongs to a step."""
+    """An op of a graph, before it belongs to a step of a machine."""
 
+    node: fx.Node
     label: str
     queue: int
-    amount: float
     waits: list[int] = field(default_factory=list)  # positions in the graph's items
     takes: list[Hashable] = field(default_factory=list)  # what earlier graphs gave
     begins: bool = False  # waits for what the graph before it left running
     since: int = -1  # the item that it is the second half of
     drains: bool = False  # waits for the copies of what was deferred
     helped: float = 0.0  # its amount where the device makes it
+    half: int | None = None  # which half of the copy
+    fresh: bool = False  # what it would copy is on the device still
     reads_weights: int | None = None  # the key of the bucket that it copies to the device
     stages: bool = False  # brings states from a disk to a set of buffers, or back
 
@@ -61,19 +62,9 @@ class _Graph:
         sizes: by the key of a bucket, its update in `optimizer.step()`.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        name: str,
-        hardware: Hardware,
-        *,
-        fused: bool,
-        sizes: dict[int, UpdateCost],
-    ) -> None:
+    def __init__(self, schedule: Schedule, name: str, sizes: dict[int, UpdateCost]) -> None:
         self.name, self.schedule = name, schedule
-        self.hardware, self.fused = hardware, fused
         self.sizes = sizes
-        self.trained = schedule.gradient_params if schedule.backward is not None else {}
         self.items: list[_Item] = []
         self.gives: dict[Hashable, int] = {}  # what a later graph may take -> its item
         self.deferred: list[int] = []  # items whose copies the next drain waits for
@@ -81,7 +72,6 @@ class _Graph:
         self.fresh: set[int] = set()  # buckets whose new values stay on the device until then
         self._position: dict[fx.Node, int] = {}
         self._lands: dict[tuple[int, Part], int] = {}
-        self._seconds: dict[tuple[int, Code], float] = {}
         self._stored = on_disk(schedule.forward)  # names of saved values
         graph = schedule.graphs[name]
         for node in graph.nodes:
@@ -110,8 +100,19 @@ class _Graph:
         for item in self.items:
             if item.reads_weights in keys - self.schedule.plan.weights_on_disk:
                 item.takes = []
-                if item.reads_weights not in self.schedule.plan.device_update:
-                    item.amount = 0.0
+                item.fresh = item.reads_weights not in self.schedule.plan.device_update
+
+    def amounts(self, hardware: Hardware, *, fused: bool) -> list[float]:
+        """How much work each item is on a machine."""
+        of = Amounts(self.schedule, self.name, hardware, fused=fused, sizes=self.sizes)
+        return [
+            0.0
+            if item.fresh
+            else of.whole(item.node, item.queue)
+            if item.half is None
+            else of.halves(item.node)[item.half]
+            for item in self.items
+        ]
 
     def _give_stored(self, graph: fx.Graph) -> None:
         """What is on its way to a disk when the forward returns."""
@@ -141,11 +142,11 @@ class _Graph:
         waits, takes = self._waits(node, queue)
         if op.frees is not None and not waits:
             return
-        item = _Item(ops.label(node), queue, 0.0, waits, takes, begins=op.begins, drains=op.drains)
+        label = ops.label(node)
+        item = _Item(node, label, queue, waits, takes, begins=op.begins, drains=op.drains)
         if len(op.writes) == 2 and queue == D2H:
             self._add_halves(node, item)
         else:
-            item.amount = self._amount(node, queue)
             item.stages = op.stored is not None and Part.STATES in (*op.reads, *op.writes)
             if Part.WEIGHTS in op.reads and queue == H2D:
                 item.reads_weights = ops.arguments(node)[0].key
@@ -175,21 +176,12 @@ class _Graph:
 
     def _add_halves(self, node: fx.Node, item: _Item) -> None:
         """New parameters reach the host ahead of the states; `item` becomes the second half."""
-        bucket: Bucket = ops.arguments(node)[0]
-        params = self._param_bytes(bucket)
-        if self.name == "update":
-            update = self.sizes.get(bucket.key)
-            whole = 0.0 if update is None else (update.size_bytes - update.grad_bytes) / 2
-            halves = [min(params, whole), max(0.0, whole - params)]
-        else:
-            count, whole = len(bucket.params), ops.copied_bytes(node)
-            halves = [self._copy(params, count), self._copy(whole - params, 2 * count)]
         first, second = written(node)
         self._lands[first] = len(self.items)
         self._lands[second] = len(self.items) + 1
-        item.since = len(self.items)
-        self.items.append(_Item("", item.queue, halves[0], item.waits, item.takes))
-        item.amount, item.waits, item.takes = halves[1], [], []
+        item.since, item.half = len(self.items), 1
+        self.items.append(_Item(node, "", item.queue, item.waits, item.takes, half=0))
+        item.waits, item.takes = [], []
 
     def _help(self, node: fx.Node) -> None:
         """From here on the device may make these updates."""
@@ -210,115 +202,57 @@ class _Graph:
             self.deferred.append(self._position[copy])
             self.fresh |= {key for key, part in written(copy) if part is Part.WEIGHTS}
 
-    def _amount(self, node: fx.Node, queue: int) -> float:
-        """Seconds of a compute, bytes of everything else."""
-        op = ops.effects(node)
-        if self.name == "update" and op.once:
-            return self._update(ops.arguments(node)[0], queue)
-        if op.stored is not None:
-            return op.stored(node)
-        if op.gathered is not None:
-            return self._exchanged(node)
-        if queue != COMPUTE:
-            return self._copy(self._moved_bytes(node), copies_of(node))
-        if op.code is None:
-            return node_s(node, self.hardware, fused=self.fused)
-        key = id(ops.arguments(node)[0].template), ops.code_of(node)
-        if key not in self._seconds:
-            self._seconds[key] = node_s(node, self.hardware, fused=self.fused)
-        return self._seconds[key]
-
-    def _update(self, bucket: Bucket, queue: int) -> float:
-        """Of a step's update: by what the optimizer reads and writes, wherever that is."""
-        update, hardware = self.sizes.get(bucket.key), self.hardware
-        if update is None:
-            return 0.0
-        if queue != HOST:
-            return update.size_bytes / (hardware.memory_gb_s * 1e9)
-        return max(update.size_bytes, update.arithmetic_s * hardware.update_gb_s * 1e9)
-
-    def _moved_bytes(self, node: fx.Node) -> int:
-        """Those of a copy that are not on the device, or need not leave it."""
-        op, size, subject = ops.effects(node), ops.copied_bytes(node), ops.arguments(node)[0]
-        if not isinstance(subject, Bucket):
-            return size
-        plan = self.schedule.plan
-        if Part.WEIGHTS in op.reads and subject.key in plan.device_update | plan.resident:
-            return 0  # the device made them, and has them still; or they live there
-        if Part.GRADIENTS in (*op.reads, *op.writes) and subject.key in plan.resident:
-            return 0
-        if Part.STATES in op.reads and not ops.arguments(node)[2]:  # masters
-            return size - self._param_bytes(subject)  # they are on the device already
-        return size
-
-    def _copy(self, size_bytes: float, copies: int) -> float:
-        """Bytes, with those that could have been copied while copies were set up."""
-        return size_bytes + copies * self.hardware.copy_s * self.hardware.h2d_gb_s * 1e9
-
-    def _exchanged(self, node: fx.Node) -> float:
-        """Bytes that a rank gets from the others in a collective, and what those of setting it up
-        would have been."""
-        op = ops.effects(node)
-        ranks: int = ops.arguments(node)[0].ranks
-        assert op.gathered is not None
-        rate, start_s = self.hardware.interconnect_gb_s * 1e9, self.hardware.collective_s
-        start = start_s * rate if rate != math.inf else 0.0
-        return op.gathered(node) * (ranks - 1) / ranks + start
-
-    def _param_bytes(self, bucket: Bucket) -> int:
-        mine = largest_shard(bucket)
-        return sum(mine.params[i].size_bytes for i in self.trained.get(bucket.key, ()))
-
 
 class Script:
-    """Adds the work of whole steps to queues.
+    """What the graphs of a step do, on any machine.
 
     Args:
         schedules: of one step: their forwards run in order, their backwards in the opposite one,
             and then their updates.
         optimizer: what updates; None: nothing.
+        fused: elementwise operations are fused (lowering "inductor").
     """
 
     def __init__(
-        self,
-        schedules: Sequence[Schedule],
-        hardware: Hardware,
-        optimizer: OptimizerCost | None,
-        *,
-        fused: bool,
+        self, schedules: Sequence[Schedule], optimizer: OptimizerCost | None, *, fused: bool
     ) -> None:
         def graphs(name: str, each: Sequence[Schedule]) -> list[_Graph]:
-            return [
-                _Graph(s, name, hardware, fused=fused, sizes=sizes[id(s)])
-                for s in each
-                if name in s.graphs
-            ]
+            return [_Graph(s, name, sizes[id(s)]) for s in each if name in s.graphs]
 
         sizes: dict[int, dict[int, UpdateCost]] = {id(schedule): {} for schedule in schedules}
         if optimizer is not None:
             for schedule in schedules:
                 sizes[id(schedule)] = {u.bucket.key: u for u in updates(schedule, optimizer)}
         forwards = graphs("forward", schedules)
+        self.schedules, self.optimizer, self.fused = schedules, optimizer, fused
         self.graphs = [*forwards, *graphs("backward", schedules[::-1])]
         self.graphs += graphs("update", schedules) if optimizer is not None else []
         fresh = {key for graph in self.graphs for key in graph.fresh}
         for graph in forwards:
             graph.keep_fresh(fresh)
+        self.sets = max((schedule.plan.state_sets for schedule in schedules), default=0)
+
+
+class Steps:
+    """Adds the work of whole steps on a machine to queues."""
+
+    def __init__(self, script: Script, hardware: Hardware) -> None:
+        self.graphs = [(g, g.amounts(hardware, fused=script.fused)) for g in script.graphs]
+        self.sets = script.sets
         self.given: dict[Hashable, int] = {}  # by earlier graphs: what -> the work that makes it
         self.returned: list[int] = []  # work that is done when the graph before has returned
         self.deferred: list[int] = []  # the copies that the next drain waits for
-        self.sets = max((schedule.plan.state_sets for schedule in schedules), default=0)
         self.read: list[int] = []  # states from a disk, in order
         self.written: list[int] = []  # the same back to it
 
     def add(self, queues: Queues, step: int) -> int:
         """Add a step. Gives the work that ends it: the last compute, with gradients on the host."""
         last_compute: list[int] = []
-        for graph in self.graphs:
+        for graph, amounts in self.graphs:
             first = len(queues.works)
             issued = [*self.returned, *last_compute] if graph.name == "update" else []
-            for item in graph.items:
-                queues.add(self._work(graph, item, first, issued, step))
+            for item, amount in zip(graph.items, amounts, strict=True):
+                queues.add(self._work(graph, item, amount, first, issued, step))
             added = range(first, len(queues.works))
             self._stage(queues, graph, first)
             self.given |= {what: first + at for what, at in graph.gives.items()}
@@ -344,7 +278,15 @@ class Script:
             if 0 <= k - self.sets < len(self.written):
                 waits.append(self.written[k - self.sets])
 
-    def _work(self, graph: _Graph, item: _Item, first: int, issued: list[int], step: int) -> Work:
+    def _work(
+        self,
+        graph: _Graph,
+        item: _Item,
+        amount: float,
+        first: int,
+        issued: list[int],
+        step: int,
+    ) -> Work:
         waits = [first + wait for wait in item.waits]
         waits += [self.given[what] for what in item.takes if what in self.given]
         waits += issued
@@ -354,6 +296,4 @@ class Script:
             waits += self.deferred
             self.deferred = []
         since = first + item.since if item.since >= 0 else -1
-        return Work(
-            graph.name, item.label, item.queue, item.amount, waits, step, since, item.helped
-        )
+        return Work(graph.name, item.label, item.queue, amount, waits, step, since, item.helped)

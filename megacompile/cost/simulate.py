@@ -17,7 +17,7 @@ from megacompile.cost.hardware import Hardware
 from megacompile.cost.memory import DeviceMemory, device_memory
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.queues import STREAMS, Queues
-from megacompile.cost.script import Script
+from megacompile.cost.script import Script, Steps
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stream import Stream
 from megacompile.text import format_bytes
@@ -125,9 +125,13 @@ def simulate(
         fused: elementwise operations are fused (lowering "inductor").
     """
     schedules = [schedule] if isinstance(schedule, Schedule) else list(schedule)
-    run = Queues(hardware)
-    script = Script(schedules, hardware, optimizer, fused=fused)
-    ends = [script.add(run, step) for step in range(steps)]
+    return simulate_script(Script(schedules, optimizer, fused=fused), hardware, steps=steps)
+
+
+def simulate_script(script: Script, hardware: Hardware, *, steps: int = 1) -> Prediction:
+    """The same, where the script is known: it is that of every machine."""
+    run, added = Queues(hardware), Steps(script, hardware)
+    ends = [added.add(run, step) for step in range(steps)]
     run.go()
     start = run.stop_s[ends[-2]] if steps > 1 else 0.0
     total = max(run.stop_s, default=0.0)
@@ -139,7 +143,9 @@ def simulate(
         start_s=start,
         critical_s=run.critical(last, start),
         _run=run,
-        _memory=partial(device_memory, schedules, optimizer=optimizer, fused=fused),
+        _memory=partial(
+            device_memory, script.schedules, optimizer=script.optimizer, fused=script.fused
+        ),
     )
 
 

@@ -24,7 +24,7 @@ def shard_shape(shape: tuple[int, ...], rank: int, ranks: int) -> tuple[int, ...
     return (max(0, min(rows, shape[0] - rank * rows)), *shape[1:])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Param:
     """The place of one parameter, or of a part of one, in its bucket."""
 
@@ -35,7 +35,7 @@ class Param:
     offset_bytes: int
     packed: bool = False  # a part of a packed parameter (megacompile.packed): never trained or cast
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 

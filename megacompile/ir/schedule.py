@@ -20,7 +20,7 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.ir.buckets import Bucket, Slot
-from megacompile.ir.stages import ParamRef, Stage, Template
+from megacompile.ir.stages import Stage, Template
 from megacompile.ir.symbols import Symbols
 
 VIEWS: dict[str, Callable[..., Any]] = {}  # how a schedule is shown; `megacompile.show` fills it
@@ -116,9 +116,8 @@ class Schedule:
         """The parameters that get a gradient: bucket key -> indices into its params."""
         found: dict[int, set[int]] = {b.key: set(range(len(b.params))) for b in self.rest}
         for stage in self.stages:
-            for ref in (stage.primals[i] for i in stage.traced.gradients):
-                if isinstance(ref, ParamRef):
-                    found.setdefault(stage.buckets[ref.bucket].key, set()).add(ref.param)
+            for key, param in stage.gradient_params:
+                found.setdefault(key, set()).add(param)
         return {key: tuple(sorted(params)) for key, params in found.items()}
 
     @property

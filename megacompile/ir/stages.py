@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -50,8 +51,10 @@ class Code(enum.Enum):
     RECOMPUTE = "recompute"  # primals -> saved
     BACKWARD = "backward"  # saved and primals, tangents -> gradients
 
+    __hash__ = object.__hash__  # a member is one object; Enum hashes its name, in Python
 
-@dataclass(frozen=True, eq=False, slots=True)
+
+@dataclass(frozen=True, eq=False)
 class Template:
     """The traced code of every stage that has the same graph.
 
@@ -90,7 +93,7 @@ class Template:
     def has_backward(self) -> bool:
         return Code.BACKWARD in self.graphs
 
-    @property
+    @functools.cached_property
     def backward_primals(self) -> tuple[int, ...]:
         """Primals that BACKWARD reads directly, and numbers that its tangents' strides are of."""
         given = [item for item in self.backward_inputs if isinstance(item, int)]
@@ -113,7 +116,7 @@ class Template:
         return sum(meta.size_bytes for meta in self.saved)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class Stage:
     """A contiguous, stateless piece of the captured graph; usually one layer."""
 
@@ -126,6 +129,8 @@ class Stage:
     outputs: tuple[TensorMeta, ...]  # of the outputs, before the mutated inputs' new values
     mutated: tuple[int, ...]  # primals that the stage changes in place
     template: Template | None = None
+    # in a draft: places of its saved tensors, those together that are one value; (): each is one
+    bundles: tuple[tuple[int, ...], ...] = ()
 
     def __repr__(self) -> str:
         return f"stage_{self.index}"
@@ -137,9 +142,42 @@ class Stage:
         return self.template
 
     @property
+    def saved_values(self) -> tuple[TensorMeta | tuple[TensorMeta, ...], ...]:
+        """What its forward saves for its backward: a meta of each value, or those of a bundle."""
+        saved = self.traced.saved
+        if not self.bundles:
+            return saved
+        return tuple(
+            saved[bundle[0]] if len(bundle) == 1 else tuple(saved[i] for i in bundle)
+            for bundle in self.bundles
+        )
+
+    @functools.cached_property
     def gradient_buckets(self) -> tuple[Bucket, ...]:
         """The buckets that the stage's backward gives gradients for, a group each."""
         return self.buckets_read(self.traced.gradients)
+
+    @functools.cached_property
+    def forward_buckets(self) -> tuple[Bucket, ...]:
+        """The buckets that its forward reads."""
+        return self.buckets_read(range(len(self.primals)))
+
+    @functools.cached_property
+    def recompute_buckets(self) -> tuple[Bucket, ...]:
+        """The buckets that its recompute reads."""
+        return self.buckets_read(self.traced.recompute_primals)
+
+    @functools.cached_property
+    def backward_buckets(self) -> tuple[Bucket, ...]:
+        """The buckets that its backward reads."""
+        return self.buckets_read(self.traced.backward_primals)
+
+    @functools.cached_property
+    def gradient_params(self) -> tuple[tuple[int, int], ...]:
+        """The parameters that get a gradient: the key of the bucket, and the place there."""
+        refs = (self.primals[i] for i in self.traced.gradients)
+        params = (ref for ref in refs if isinstance(ref, ParamRef))
+        return tuple((self.buckets[ref.bucket].key, ref.param) for ref in params)
 
     def buckets_read(self, primals: Sequence[int]) -> tuple[Bucket, ...]:
         """The buckets that hold the parameters among `primals`."""

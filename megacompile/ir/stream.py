@@ -23,6 +23,8 @@ class Stream(enum.Enum):
     WRITE = "write"  # and back
     COMM = "comm"  # collectives of several ranks: they are the same on each, in the same order
 
+    __hash__ = object.__hash__  # a member is one object; Enum hashes its name, in Python
+
     @property
     def in_order(self) -> bool:
         """Is an op done before the next one of its stream begins?"""

@@ -132,7 +132,7 @@ def taken(node: fx.Node, kind: Value) -> fx.Node | None:
 def groups(call: fx.Node) -> Iterator[tuple[int, Bucket]]:
     """The buckets that a backward gives gradients of, with their places in its result."""
     stage: Any = call.args[0]
-    buckets = stage.buckets_read(stage.traced.gradients)
+    buckets = stage.gradient_buckets
     count = effects(call).count
     assert count is not None
     return enumerate(buckets, count(call.args) - len(buckets))

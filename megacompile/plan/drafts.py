@@ -36,6 +36,7 @@ class Drafts:
         self.graphs = graphs
         self.variant = variant
         self.tiles = tiles
+        self._bundled: Schedule | None = None  # `graphs` in these tiles, as drafts begin with it
         self._saving: dict[Choice, Schedule] = {}  # the last ones in which something waits
         self._waiting: dict[Choice, list[tuple[int, int]]] = {}
 
@@ -50,7 +51,7 @@ class Drafts:
         if choice.offload or choice.saved_on_host:
             saving = replace(self._kept(choice).fresh(), plan=planned.plan)
         else:
-            saving = self.pipeline.saving(planned)
+            saving = self.pipeline.saving(planned, bundle=True)
         return self.pipeline.moving(saving, self.variant, choice)
 
     def waiting(self, choice: Choice) -> list[tuple[int, int]]:
@@ -65,7 +66,7 @@ class Drafts:
         if key not in self._saving:
             if len(self._saving) == _KEPT:
                 del self._saving[next(iter(self._saving))]
-            self._saving[key] = self.pipeline.saving(self._with_plan(key))
+            self._saving[key] = self.pipeline.saving(self._with_plan(key), bundle=True)
         return self._saving[key]
 
     def learn(self, other: Drafts) -> None:
@@ -78,5 +79,6 @@ class Drafts:
         return choice if self.tiles is None else replace(choice, tiles=self.tiles)
 
     def _with_plan(self, choice: Choice) -> Schedule:
-        graphs = replace(self.graphs, draft=True)
-        return self.pipeline.with_plan(graphs, self.variant, choice)
+        if self._bundled is None:
+            self._bundled = self.pipeline.bundled(self.graphs, self.variant, self.tiles or 1)
+        return self.pipeline.with_plan(self._bundled, self.variant, choice)

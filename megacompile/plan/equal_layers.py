@@ -152,20 +152,19 @@ def _region_of(forward: Callable[..., Any]) -> Callable[..., Any]:
         tensors: list[Any] = []
         constants: list[Any] = []
         spec = [_MODE, str(torch.is_grad_enabled()), str(torch.is_autocast_enabled())]
-        _take_apart((args, kwargs), spec, tensors, constants)
-        if _OTHER in spec:
+        if not _take_apart((args, kwargs), spec, tensors, constants):
             return forward(self, *args, **kwargs)
         return region(self, ",".join(spec), *tensors, *constants)
 
     return call
 
 
-_MODE, _OTHER = "mode", "?"
+_MODE = "mode"
 
 
-def _take_apart(values: Any, spec: list[str], tensors: list[Any], constants: list[Any]) -> None:
-    """Write how values are made of tensors, each once, and of constants. Dynamo traces this, for
-    each layer: it calls as little as can be."""
+def _take_apart(values: Any, spec: list[str], tensors: list[Any], constants: list[Any]) -> bool:
+    """Write how values are made of tensors, each once, and of constants; False where they are made
+    of something else too. Dynamo traces this, for each layer: it calls as little as can be."""
     for value in values:
         if value is None:
             spec.append("c")
@@ -184,17 +183,20 @@ def _take_apart(values: Any, spec: list[str], tensors: list[Any], constants: lis
             constants.append(value)
         elif type(value) is tuple or type(value) is list:
             spec.append("(" if type(value) is tuple else "[")
-            _take_apart(value, spec, tensors, constants)
+            if not _take_apart(value, spec, tensors, constants):
+                return False
             spec.append(")")
         elif type(value) is dict:
             for name in value:
                 if type(name) is not str:
-                    spec.append(_OTHER)
+                    return False
             spec.append("{" + "|".join(value))
-            _take_apart(value.values(), spec, tensors, constants)
+            if not _take_apart(value.values(), spec, tensors, constants):
+                return False
             spec.append(")")
         else:
-            spec.append(_OTHER)
+            return False
+    return True
 
 
 def _put_together(spec: list[str], leaves: list[Any]) -> tuple[Any, Any]:
@@ -297,7 +299,7 @@ class _Inliner:
             elif isinstance(env.get(source), tuple) and len(node.args) == 2:  # an item of a region
                 env[node] = env[source][node.args[1]]
             elif node.op != "get_attr" or not self._is_body(node):
-                env[node] = graph.node_copy(node, env.__getitem__)
+                env[node] = compat.copy_node(graph, node, env.__getitem__)
                 if inputs is not None:
                     env[node].meta = compat.with_module_stack(node.meta, moved)
                 if node.op == "get_attr":

@@ -29,6 +29,7 @@ from megacompile.passes.capture.rebase import rebase_overlaps
 from megacompile.passes.capture.unpack import unpack
 from megacompile.passes.capture.vmaps import fold_vmaps
 from megacompile.passes.schedule.all_gather import insert_all_gather
+from megacompile.passes.schedule.bundle import bundles_of
 from megacompile.passes.schedule.delay_reduced import delay_reduced
 from megacompile.passes.schedule.device_update import insert_device_update
 from megacompile.passes.schedule.differentiate import differentiate
@@ -160,15 +161,30 @@ class Pipeline:
         schedule = replace(schedule, plan=Plan(reasons=(*schedule.plan.reasons, *reasons)))
         return run(schedule, [("plan", self._plan_pass(schedule, variant, choice))])
 
-    def saving(self, schedule: Schedule) -> Schedule:
+    def bundled(self, schedule: Schedule, variant: Variant, tiles: int) -> Schedule:
+        """For drafts, what `differentiated` gives: each stage saves as few values as can be, and
+        runs in so many tiles."""
+        planned = replace(schedule, draft=True)
+        planned = self.with_plan(planned, variant, Choice(0, tiles=tiles))
+        return replace(self._split(planned, bundle=True), plan=schedule.plan)
+
+    def _split(self, schedule: Schedule, *, bundle: bool) -> Schedule:
+        fused = self.setting.options.lowering is Lowering.INDUCTOR
+        bundles = functools.partial(bundles_of, fused=fused) if bundle else None
+        split = functools.partial(split_stages, cache=self.templates, bundles=bundles)
+        return run(schedule, [("split", split)])
+
+    def saving(self, schedule: Schedule, *, bundle: bool = False) -> Schedule:
         """With what backwards need of forwards: it is kept, computed again, or waits elsewhere.
 
         The same for all choices whose `computing` is the same.
+
+        Args:
+            bundle: it is a draft, made of what `bundled` gave.
         """
         lookahead = self.setting.options.lookahead
         offload = functools.partial(offload_saved_tensors, lookahead=lookahead)
-        split = functools.partial(split_stages, cache=self.templates)
-        made = run(schedule, [("split", split)])
+        made = self._split(schedule, bundle=bundle)
         if made.draft and made.forward is schedule.forward:
             made = made.fresh()
         return run(

@@ -303,11 +303,13 @@ class _Tries:
         """Simulate what may fit though an estimate says that it does not, with one kept stage or
         none."""
         problem, (lowest, most) = self.problem, self.keeps
-        for keep in (min(lowest + 1, most), lowest):
-            exact = problem.settled(replace(choice, resident=residents, keep=keep))
-            if problem.fits_exactly(exact) and self._simulate(exact):
-                return True
-        return False
+        least, more = (
+            problem.settled(replace(choice, resident=residents, keep=keep))
+            for keep in (lowest, min(lowest + 1, most))
+        )
+        if not problem.fits_exactly(least):
+            return False
+        return any(problem.fits_exactly(exact) and self._simulate(exact) for exact in (more, least))
 
     def _with(self, count: int, share: float, *, keep: int = 1) -> Choice:
         """The first `count` buckets that may become resident do."""

@@ -16,7 +16,8 @@ from megacompile.cost.memory import DeviceMemory, device_memory
 from megacompile.cost.ops import computes_s
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.pageable import with_pageable
-from megacompile.cost.simulate import simulate
+from megacompile.cost.script import Script
+from megacompile.cost.simulate import simulate_script
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
 from megacompile.passes.schedule.plan import reruns, stages_on_host
@@ -85,6 +86,7 @@ class Problem:
     _slower_s: dict[Choice, float] = field(default_factory=dict, init=False)
     _computes_s: dict[Choice, float] = field(default_factory=dict, init=False)
     _built: dict[Choice, Schedule] = field(default_factory=dict, init=False)  # the last ones
+    _scripts: dict[Choice, Script] = field(default_factory=dict, init=False)  # the last one
     _steepest: dict[Choice, float] = field(default_factory=dict, init=False)  # bytes a kept stage
     tiers: Tiers = field(init=False)  # host and disk
 
@@ -186,11 +188,17 @@ class Problem:
 
     def _simulated(self, choice: Choice, hardware: Hardware) -> tuple[float, bool]:
         """Seconds of a step, and whether the rates of the host made a difference to it."""
-        schedule = self.schedule(choice)
         if hardware.locked_bytes is not None:
             hardware = with_pageable(hardware, self.host_bytes(choice))
-        timeline = simulate(schedule, hardware, optimizer=self.optimizer, steps=3, fused=self.fused)
+        timeline = simulate_script(self._script(choice), hardware, steps=3)
         return timeline.step_s, timeline.uses_host
+
+    def _script(self, choice: Choice) -> Script:
+        if choice not in self._scripts:
+            self._scripts.clear()
+            script = Script([self.schedule(choice)], self.optimizer, fused=self.fused)
+            self._scripts[choice] = script
+        return self._scripts[choice]
 
     def fits(self, choice: Choice) -> bool:
         """Does it stay within the budgets? Mostly a little pessimistic of the device, and quick.
@@ -203,7 +211,11 @@ class Problem:
     def _fits_device(self, choice: Choice) -> bool:
         if self.resident_bytes(choice.resident, gradients=True) > self.budget_bytes:
             return False  # when the backward ends
-        return self.peak_bytes(self._streamed(choice)) <= self._buffer_bytes(choice)
+        streamed, buffer = self._streamed(choice), self._buffer_bytes(choice)
+        for delay in range(1, choice.state_delay):  # with states that leave sooner
+            if self._known(replace(streamed, state_delay=delay)).get(choice.keep, 0) > buffer:
+                return False
+        return self.peak_bytes(streamed) <= buffer
 
     def fits_host(self, choice: Choice) -> bool:
         """Does it stay within the budgets of host memory and of the disk, where they are known?"""

@@ -7,6 +7,7 @@ nothing, and host memory has no stream of its own.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,8 @@ from megacompile.cost.memory import (
 )
 from megacompile.cost.optimizer import EIGHT_BITS, OptimizerCost
 from megacompile.cost.pageable import with_pageable
-from megacompile.cost.simulate import Prediction, simulate
+from megacompile.cost.script import Script
+from megacompile.cost.simulate import Prediction, simulate_script
 from megacompile.cost.stored import disk_memory
 from megacompile.errors import MegacompileError
 from megacompile.ir.buckets import Bucket
@@ -77,10 +79,12 @@ class Scenario:
         machine = hardware or self.hardware
         if machine not in self._kept:
             rates = with_pageable(machine, sum(self.host().values()))
-            self._kept[machine] = simulate(
-                self.schedules, rates, optimizer=self.optimizer, steps=3, fused=self.fused
-            )
+            self._kept[machine] = simulate_script(self._script, rates, steps=3)
         return self._kept[machine]
+
+    @functools.cached_property
+    def _script(self) -> Script:
+        return Script(self.schedules, self.optimizer, fused=self.fused)
 
     @property
     def ranks(self) -> int:

@@ -87,17 +87,18 @@ def _save(graph: fx.Graph, call: fx.Node, stage: Stage) -> None:
     """Let a forward return its saved tensors after its outputs and new values."""
     results = len(stage.outputs) + len(stage.mutated)
     set_args(call, (*call.args[:3], True))
-    call.meta["value"] = (*call.meta["value"], *stage.traced.saved)
+    saved = stage.saved_values
+    call.meta["value"] = (*call.meta["value"], *saved)
     last = max((item for _, item in ops.items(call)), default=call)
     with graph.inserting_after(last):
-        for k in reversed(range(len(stage.traced.saved))):
+        for k in reversed(range(len(saved))):
             add_item(graph, call, results + k, f"s{stage.index}_{k}")
 
 
 def _saved(call: fx.Node, stage: Stage) -> list[fx.Node]:
     results = len(stage.outputs) + len(stage.mutated)
     by_index = dict(ops.items(call))
-    return [by_index[results + k] for k in range(len(stage.traced.saved))]
+    return [by_index[k] for k in sorted(by_index) if k >= results]
 
 
 def _needed(graph: fx.Graph, call: fx.Node, stage: Stage) -> list[fx.Node]:

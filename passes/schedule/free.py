@@ -66,14 +66,15 @@ def _insert(
     steps = ops.nodes_of(graph, ops.backward) or ops.nodes_of(graph, ops.forward)
     computes = [position[n] for n in steps]
     frees: list[tuple[int, fx.Node, tuple[fx.Node, ...], bool]] = []
-    for node in nodes:
+    for at, node in enumerate(nodes):
         if node in returned or not _owns(node, owns_inputs):
             continue
         if lives_on and memory(node) in lives_on:
             continue
-        last = max([position[user] for user in _users(node)], default=position[node])
-        last = max(last, ends.get(_call_of(node), position[node]))
-        unordered = [u for u in node.users if _unordered(u, position, last)]
+        users = list(node.users)
+        last = max(map(position.__getitem__, _readers(node, users)), default=at)
+        last = max(last, ends.get(_call_of(node), at))
+        unordered = [u for u in users if _unordered(u, position, last)]
         waits = tuple(u for u in unordered if node in reads(u))  # `after=` needs only the name
         waits += tuple(copied.get(node.name, ()))
         deferred = False
@@ -100,19 +101,24 @@ def _insert(
             ops.call(graph, op, node, name=f"{op.__name__}_{node.name}", after=waits)
 
 
-def _users(node: fx.Node) -> list[fx.Node]:
+def _readers(node: fx.Node, users: Sequence[fx.Node]) -> list[fx.Node]:
     """The readers of a value; those of a buffer read it as what was brought into it.
 
     What waits on the host, or on a disk, is done with when what was fetched from it is: no wait is
     needed then.
+
+    Args:
+        users: of the value's node.
     """
-    users = list(node.users)
-    calls = [(user, ops.effects(user)) for user in users]
-    reads_of = [u for u, op in calls if op.takes and taken(u, Value.SAVED_ON_DISK) is node]
-    further = [fetch for read in reads_of for fetch in read.users]
-    calls += [(fetch, ops.effects(fetch)) for fetch in further]
-    fills = [u for u, op in calls if op.fills is not None and _fills_later(u, op, node)]
-    return users + further + [reader for fill in fills for reader in fill.users]
+    found = list(users)
+    for user in users:
+        if ops.effects(user).takes and taken(user, Value.SAVED_ON_DISK) is node:
+            found += user.users
+    for reader in tuple(found):
+        op = ops.effects(reader)
+        if op.fills is not None and _fills_later(reader, op, node):
+            found += reader.users
+    return found
 
 
 def _fills_later(user: fx.Node, op: Op, node: fx.Node) -> bool:

@@ -83,13 +83,12 @@ def buckets_read(node: fx.Node) -> tuple[Bucket, ...]:
         return () if masters else (bucket,)
     stage: Stage = ops.arguments(node)[0]
     if node.target in (ops.forward, ops.rerun):
-        return stage.buckets_read(range(len(stage.primals)))
+        return stage.forward_buckets
     if node.target is ops.recompute:
-        return stage.buckets_read(stage.traced.recompute_primals)
-    read = stage.traced.backward_primals
+        return stage.recompute_buckets
     if stage.traced.saved and any(bucket.ranks > 1 for bucket in stage.buckets):
-        read += stage.traced.recompute_primals
-    return stage.buckets_read(read)
+        return stage.buckets_read((*stage.traced.backward_primals, *stage.traced.recompute_primals))
+    return stage.backward_buckets
 
 
 def _insert(

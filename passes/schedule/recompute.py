@@ -83,7 +83,7 @@ class _Edit:
         with graph.inserting_before(backward):
             name = f"rc{stage.index}"
             again = ops.call(graph, ops.recompute, stage, (), tuple(args), rng, name=name)
-            again.meta["value"] = stage.traced.saved
+            again.meta["value"] = stage.saved_values
             for k, placeholder in enumerate(saved):
                 item = add_item(graph, again, k, f"{placeholder.name}_again")
                 self.placeholders.replace(placeholder, item)

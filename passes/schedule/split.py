@@ -6,17 +6,19 @@
 The plan is made when sizes are known, so a stage has been split for speed by then. A stage that is
 to save less, or to run in tiles (`plan.tiles`), is split again, from the traced graph that is at
 hand. How much it saves changes what its forward gives and its backward takes, so the backward is
-written again.
+written again. A draft's stages get their bundles here too, for the same reason.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from megacompile.ir import ops
 from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage, Template
+from megacompile.passes.schedule.bundle import Bundles
 from megacompile.passes.schedule.differentiate import differentiate
 from megacompile.passes.stages.joint import Takes, split
 from megacompile.passes.stages.numbers import numbers_of
@@ -28,28 +30,54 @@ from megacompile.passes.stages.templates import (
 )
 
 
-def split_stages(schedule: Schedule, *, cache: TemplateCache) -> Schedule:
+def split_stages(
+    schedule: Schedule,
+    *,
+    cache: TemplateCache,
+    bundles: Callable[[Template], Bundles] | None = None,
+) -> Schedule:
     """The schedule in which every stage of `plan.saved_fractions` saves no more than its share, and
-    every one of `plan.tiles` runs in so many tiles."""
-    saved_fractions, tiles = dict(schedule.plan.saved_fractions), dict(schedule.plan.tiles)
-    if not (tiles or schedule.backward is not None and saved_fractions):
-        return schedule
+    every one of `plan.tiles` runs in so many tiles.
+
+    Args:
+        bundles: for a draft: which saved tensors of a template are one value (see `bundle`).
+    """
+    plan, templates = schedule.plan, _templates(schedule, cache)
+    together: dict[Template, Bundles] = {}
+    if bundles is not None and schedule.backward is not None:
+        together = {template: bundles(template) for template in set(templates)}
+    on_host = plan.keep & plan.offload
     stages = tuple(
-        replace(
-            stage,
-            template=_within(
-                stage, saved_fractions.get(stage.index, 1.0), tiles.get(stage.index, 1), cache
-            ),
-        )
-        if stage.index in tiles or stage.index in saved_fractions and stage.traced.has_backward
-        else stage
-        for stage in schedule.stages
+        _with(stage, template, () if stage.index in on_host else together.get(template, ()))
+        for stage, template in zip(schedule.stages, templates, strict=True)
     )
+    if all(new is old for new, old in zip(stages, schedule.stages, strict=True)):
+        return schedule
     if schedule.backward is None:
         made = with_stages(replace(schedule, draft=True).fresh(), stages)
     else:
         made = differentiate(with_stages(_undifferentiated(schedule), stages))
     return replace(made, draft=schedule.draft)
+
+
+def _templates(schedule: Schedule, cache: TemplateCache) -> list[Template]:
+    """That of each stage, as the plan wants it."""
+    saved_fractions, tiles = dict(schedule.plan.saved_fractions), dict(schedule.plan.tiles)
+    if schedule.backward is None:
+        saved_fractions = {}
+    return [
+        _within(stage, saved_fractions.get(stage.index, 1.0), tiles.get(stage.index, 1), cache)
+        if stage.index in tiles or stage.index in saved_fractions and stage.traced.has_backward
+        else stage.traced
+        for stage in schedule.stages
+    ]
+
+
+def _with(stage: Stage, template: Template, bundles: Bundles) -> Stage:
+    """The stage with this template and these bundles; itself where it has them."""
+    if (stage.template, stage.bundles) == (template, bundles):
+        return stage
+    return replace(stage, template=template, bundles=bundles)
 
 
 def _within(stage: Stage, saved_fraction: float, tiles: int, cache: TemplateCache) -> Template:

@@ -23,6 +23,7 @@ from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.capture import Capture, ConstantInput, NumberInput, ParamInput
 from megacompile.ir.inputs import input_of
+from megacompile.ir.nodes import set_args, set_kwargs
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import ArgRef, ParamRef, Primal, Stage
 from megacompile.ir.symbols import Number, symbols_in
@@ -238,12 +239,11 @@ class _Builder:
         for node in self.nodes[segment.start : segment.stop]:
             if node in env:  # an autocast region that was opened again
                 continue
-            env[node] = graph.create_node(
-                node.op,
-                node.target,
-                fx.map_arg(node.args, value),
-                fx.map_arg(node.kwargs, value),
-            )
+            args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+            made = env[node] = graph.create_node(node.op, node.target)
+            set_args(made, args)  # `create_node` would look into each for symbols
+            if kwargs:
+                set_kwargs(made, kwargs)
         result = tuple(env[node] for node in outputs)
         self._close_regions(graph, segment, env)
         graph.output(result)

@@ -54,6 +54,7 @@ their effects (`megacompile.ir.ops.op`): `megacompile.runtime.ops.bound` holds w
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -216,7 +217,8 @@ def op_of(node: fx.Node) -> Op | None:
 
 def effects(node: fx.Node) -> Op:
     """The op that a node calls; one without effects for placeholders, outputs and `getitem`."""
-    return op_of(node) or NO_OP
+    target: Any = node.target
+    return OPS.get(target) or op_of(node) or NO_OP
 
 
 def copied_bytes(node: fx.Node) -> int:
@@ -245,13 +247,21 @@ def label(node: fx.Node) -> str:
 
 def nodes_that(graph: fx.Graph, wanted: Callable[[Op], object]) -> list[fx.Node]:
     """The nodes whose op has an effect, in program order: `nodes_that(g, lambda op: op.code)`."""
-    return [n for n in nodes_of(graph) if wanted(effects(n))]
+    targets = [target for target, op in OPS.items() if wanted(op)]
+    return nodes_of(graph, *targets) if targets else []
 
 
 def nodes_of(graph: fx.Graph, *targets: Callable[..., Any]) -> list[fx.Node]:
-    """The nodes that call one of `targets` (every op without targets), in program order."""
-    wanted = targets or OPS
-    return [n for n in graph.nodes if n.op == "call_function" and n.target in wanted]
+    """The nodes that call one of `targets` (every op without targets), in program order.
+
+    The graph has a table of them; of every op, its nodes are looked through.
+    """
+    if not targets:
+        return [n for n in graph.nodes if n.target in OPS]
+    if len(targets) == 1:
+        return list(graph.find_nodes(op="call_function", target=targets[0]))
+    each = (graph.find_nodes(op="call_function", target=t, sort=False) for t in targets)
+    return sorted(itertools.chain.from_iterable(each))
 
 
 def calls_by_stage(graph: fx.Graph, target: Callable[..., Any]) -> dict[int, fx.Node]:

@@ -17,14 +17,14 @@ def _results(stage: Stage) -> int:
 
 def _forward_count(args: Sequence[Any]) -> int:
     stage, saving = args[0], args[3]
-    return _results(stage) + (len(stage.traced.saved) if saving else 0)
+    return _results(stage) + (len(stage.saved_values) if saving else 0)
 
 
 def _backward_count(args: Sequence[Any]) -> int:
     stage: Stage = args[0]
     gradients = stage.traced.gradients
     inputs = [i for i in gradients if isinstance(stage.primals[i], ArgRef)]
-    return len(inputs) + len(stage.buckets_read(gradients))
+    return len(inputs) + len(stage.gradient_buckets)
 
 
 @op(Stream.COMPUTE, short("RNG"), gives=Value.RNG)
@@ -81,7 +81,7 @@ def assign(tensor: Any, value: Any, *, after: tuple[Any, ...] = ()) -> Any:
     gives=Value.RESULTS,
     owns=True,
     code=lambda args: Code.RECOMPUTE,
-    count=lambda args: len(args[0].traced.saved),
+    count=lambda args: len(args[0].saved_values),
     show=Show.STEP,
 )
 def recompute(stage: Stage, weights: tuple[Any, ...], args: tuple[Any, ...], rng: Any) -> Any:

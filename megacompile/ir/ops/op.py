@@ -28,6 +28,8 @@ class Part(enum.Enum):
     GRADIENTS = "gradients"
     STATES = "states"
 
+    __hash__ = object.__hash__  # a member is one object; Enum hashes its name, in Python
+
 
 class Value(enum.Enum):
     """What an op gives; of a bucket or a stage, where its first argument is one."""
@@ -51,6 +53,8 @@ class Value(enum.Enum):
     STATES = "states"
     UPDATED = "new parameters and states"
     DONE = "the end of a copy or an update"
+
+    __hash__ = object.__hash__  # a member is one object; Enum hashes its name, in Python
 
 
 class Show(enum.Enum):
