@@ -108,9 +108,10 @@ class _Graph:
         It was made on the compute stream, behind which the forward begins.
         """
         for item in self.items:
-            if item.reads_weights in keys - self.schedule.plan.weights_on_disk:
+            plan = self.schedule.plan
+            if item.reads_weights in keys - plan.weights_on_disk - plan.whole:
                 item.takes = []
-                if item.reads_weights not in self.schedule.plan.device_update:
+                if item.reads_weights not in plan.device_update:
                     item.amount = 0.0
 
     def _give_stored(self, graph: fx.Graph) -> None:
@@ -243,6 +244,8 @@ class _Graph:
         if not isinstance(subject, Bucket):
             return size
         plan = self.schedule.plan
+        if op.of_all:
+            return size  # other ranks have the rest
         if Part.WEIGHTS in op.reads and subject.key in plan.device_update | plan.resident:
             return 0  # the device made them, and has them still; or they live there
         if Part.GRADIENTS in (*op.reads, *op.writes) and subject.key in plan.resident:
