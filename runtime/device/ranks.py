@@ -107,12 +107,8 @@ class Ranks:
 
     def places(self, bucket: Bucket, whole: torch.Tensor) -> list[torch.Tensor]:
         """This rank's places in a bucket that is to be gathered: (part's size,) uint8 each."""
-        found = []
-        for param, part in zip(bucket.params, bucket.shard(self.rank).params, strict=True):
-            size = param.shard_numel(self.count) * param.dtype.itemsize
-            first = param.offset_bytes + self.rank * size
-            found.append(whole[first : first + part.size_bytes])
-        return found
+        rows = bucket.rows_of(self.rank)
+        return [whole[at.offset_bytes : at.offset_bytes + at.size_bytes] for at in rows]
 
     def average(
         self,
@@ -163,6 +159,17 @@ class Ranks:
         """What each rank of the mesh says, in their order: a collective of all of them."""
         return told(self.mesh, value)
 
+    def said(self, what: Collectives, value: Any) -> list[Any]:
+        """The same, where ranks may come to something else: then all stop and say so."""
+        with self.running(what), self.agreement.collective():
+            return self.told(value)
+
+    def note_op(self) -> None:
+        """This rank comes to the next op of the graph, which is no collective, but of all ranks:
+        who waits there names it."""
+        count, entered, words = self.agreement.notes.position
+        self.agreement.notes.position = (count, entered + 1, words)
+
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
         """What raises in one rank raises in all of them: they meet at its end.
@@ -182,8 +189,7 @@ class Ranks:
         except MegacompileError as error:
             mine = error
         end = Collectives(what, ("what each rank says",), f"told-{what}")
-        with self.running(end), self.agreement.collective():
-            said = self.told(None if mine is None else (type(mine).__name__, str(mine)))
+        said = self.said(end, None if mine is None else (type(mine).__name__, str(mine)))
         if mine is not None:
             raise mine
         for rank, other in zip(self.agreement.ranks, said, strict=True):
