@@ -7,9 +7,10 @@ The first command shares the model among the ranks, the second is one GPU alone.
 of all ranks together. Host memory is what all processes have in RAM at the end, shared pages once.
 
 Cases: `planned` (default options), `streamed` (no parameter stays on the GPU, everything is
-recomputed), `in-backward` (8-bit moments), `fsdp2` (`fully_shard` on each layer, resident, each
-layer compiled, activation checkpointing where `--checkpoint` says so), `deepspeed` (ZeRO-3 with
-parameters and optimizer on the CPU, as in `benchmarks.peers`; its packages may be in `--wheels`).
+recomputed), `whole` (the same with whole copies instead of gathers), `in-backward` (8-bit moments),
+`fsdp2` (`fully_shard` on each layer, resident, each layer compiled, activation checkpointing where
+`--checkpoint` says so), `deepspeed` (ZeRO-3 with parameters and optimizer on the CPU, as in
+`benchmarks.peers`; its packages may be in `--wheels`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from benchmarks.process_memory import shared_bytes
 from benchmarks.report import publish
 from megacompile import explain, megacompile
 
-CASES = ("planned", "streamed", "in-backward", "fsdp2", "deepspeed")
+CASES = ("planned", "streamed", "whole", "in-backward", "fsdp2", "deepspeed")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -134,8 +135,10 @@ def _ours(
 ) -> tuple[Step, Callable[[], float | None]]:
     options: dict[str, Any] = {"state_dtype": torch.float32, "progress": False, "mesh": mesh}
     whole = Loss(model)
-    if case == "streamed":
+    if case in ("streamed", "whole"):
         options |= {"resident": 0, "activations": "recompute"}
+    if mesh is not None and case in ("streamed", "whole"):
+        options["whole_buckets"] = case == "whole"
     if case == "in-backward":
         options |= {"state_dtype": "int8"}
         options["optimizer"] = torch.optim.AdamW(whole.parameters(), lr=1e-5)

@@ -20,13 +20,16 @@ from megacompile.beside import compile_pool
 from megacompile.cost.ranks import agree, ranks_of_host, use_cores
 from megacompile.errors import ModelError, OptionError, OptionTypeError
 from megacompile.host_memory import budget_bytes, check_host_memory
+from megacompile.ir.collectives import Collectives
 from megacompile.options import Activations, Head, Lowering, Options
 from megacompile.passes.stages.units import find_units
 from megacompile.plan.compiler import PassCompiler
+from megacompile.plan.setting import Meet
 from megacompile.runtime.checkpoint.checkpoint import Checkpoint as Checkpoint
 from megacompile.runtime.checkpoint.contents import Contents, on_meta
 from megacompile.runtime.checkpoint.save import save as save
 from megacompile.runtime.device.ranks import Ranks
+from megacompile.runtime.device.shared_buffers import why_not_shared
 from megacompile.runtime.model.buckets import ranks_that_share
 from megacompile.runtime.model.methods import replace_methods
 from megacompile.runtime.model.owners import refuse_shared
@@ -75,6 +78,7 @@ def megacompile(
     checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
     dynamic: bool | None = None,
     mesh: DeviceMesh | None = None,
+    whole_buckets: bool | None = None,
 ) -> M:
     """Keep a model's parameters and gradients in host memory and stream them through a device.
 
@@ -166,6 +170,11 @@ def megacompile(
             DTensors, other objects than before: make the optimizer afterwards (one that has not
             stepped gets the new ones). Of two dimensions the last one shards, and the first one
             replicates.
+        whole_buckets: how weights come to each of these ranks. False: it copies its rows to its
+            GPU, and the GPUs exchange them. True: it copies all rows, from host memory that the
+            ranks of a host map together; the ranks that shard must be on one host, and what lives
+            on the device is exchanged all the same. Default: whichever is predicted to be faster:
+            copies, mostly, where GPUs exchange over PCIe. Results are bitwise equal.
 
     Raises:
         ModelError: the argument is no module, its parameters cannot be streamed, or another
@@ -214,6 +223,7 @@ def megacompile(
         activations=activations,
         dynamic=dynamic,
         mesh=mesh,
+        whole_buckets=whole_buckets,
     )
     if isinstance(model, nn.Module) and compat.compiled_call(model) is not None:
         return _made(model, options, checkpoint, None)  # there is nothing to make
@@ -309,7 +319,30 @@ def _compiler(
     if ranks is not None:
         use_cores(ranks.mesh)
     agreed = None if ranks is None else agree(ranks.mesh, options.device, ranks.told)
-    return functools.partial(PassCompiler, options, host_bytes=host_bytes, agreed=agreed)
+    meet = None if ranks is None else _meet(ranks, options, planned=agreed is not None)
+    return functools.partial(PassCompiler, options, host_bytes=host_bytes, agreed=agreed, meet=meet)
+
+
+def _meet(ranks: Ranks, options: Options, *, planned: bool) -> Meet | None:
+    """Lets ranks choose together between gathers and whole copies; None where there is no choice.
+
+    Args:
+        planned: rates of all ranks are known.
+
+    Raises:
+        OptionError: whole copies were asked for, and cannot be.
+    """
+    wanted = options.whole_buckets
+    if options.ranks == 1 or wanted is False or not (wanted or (planned and options.plans)):
+        return None
+    why_not = why_not_shared(ranks)
+    if why_not and wanted:
+        raise OptionError(
+            f"megacompile(): got whole_buckets=True, and {why_not}; leave it out, and buckets are "
+            "gathered"
+        )
+    what = Collectives("plan", ("what a step takes with whole buckets",), "whole-buckets")
+    return None if why_not else functools.partial(ranks.said, what)
 
 
 def _device_bytes(options: Options) -> int:

@@ -33,13 +33,21 @@ class PlannedMesh:
 _MADE = 'init_device_mesh("{kind}", (world_size,)), after torch.distributed.init_process_group()'
 
 
-def checked(mesh: Any, device: torch.device, *, disk_weights: bool) -> DeviceMesh | None:
+def checked(
+    mesh: Any, device: torch.device, *, disk_weights: bool, whole_buckets: bool | None = None
+) -> DeviceMesh | None:
     """A mesh whose last dimension shards, and whose first one, of two, replicates.
 
     Raises:
-        OptionError: it has more dimensions, is of other devices, or stands with `disk_weights`.
+        OptionError: it has more dimensions, is of other devices, or stands with `disk_weights`; or
+            `whole_buckets` stands without it.
         OptionTypeError: it is no mesh.
     """
+    if mesh is None and whole_buckets is not None:
+        raise OptionError(
+            f"megacompile(): got whole_buckets={whole_buckets} without mesh=, and one process has "
+            "whole buckets anyway; leave it out, or give mesh="
+        )
     if mesh is None:
         return None
     made = _MADE.format(kind=device.type)

@@ -86,6 +86,8 @@ class Options:
             recomputed.
         dynamic: whether sizes are symbols: from the start, never, or once they have changed (None).
         mesh: the ranks that share the model. Default: this process alone.
+        whole_buckets: each rank copies whole buckets from memory that all ranks of its host map,
+            instead of its part, and gathers nothing. Default: where the plan finds it faster.
     """
 
     device: torch.device
@@ -112,13 +114,14 @@ class Options:
     activations: Activations = Activations.AUTO
     dynamic: bool | None = None
     mesh: DeviceMesh | mesh_options.PlannedMesh | None = None
+    whole_buckets: bool | None = None
 
     @property
     def ranks(self) -> int:
         """How many ranks have a part of each parameter.
 
-        With several, plans choose nothing that collectives depend on: ranks whose inputs have
-        other shapes, or that have other rates and budgets, must issue the same ones.
+        With several, plans choose nothing by themselves that collectives depend on: ranks whose
+        inputs have other shapes, or that have other rates and budgets, must issue the same ones.
         """
         return 1 if self.mesh is None else self.mesh.size(self.mesh.ndim - 1)
 
@@ -190,6 +193,7 @@ class Options:
         activations: Activations | str = Activations.AUTO,
         dynamic: bool | None = None,
         mesh: DeviceMesh | None = None,
+        whole_buckets: bool | None = None,
     ) -> Options:
         """Validate what the user gave and fill in the rest.
 
@@ -206,7 +210,12 @@ class Options:
                 f"{lookahead} stages ahead needs at least {lookahead + 1} slots; "
                 "raise slots or lower lookahead"
             )
-        flags = (("progress", progress), ("dynamic", dynamic), ("disk_saved", disk_saved))
+        flags = (
+            ("progress", progress),
+            ("dynamic", dynamic),
+            ("disk_saved", disk_saved),
+            ("whole_buckets", whole_buckets),
+        )
         for name, value in flags:
             if value is not None and not isinstance(value, bool):
                 raise OptionTypeError(_wrong_type(name, value, "True, False or None"))
@@ -256,7 +265,10 @@ class Options:
             detect_anomaly=_flag("detect_anomaly", detect_anomaly),
             activations=waits,
             dynamic=dynamic,
-            mesh=mesh_options.checked(mesh, resolved_device, disk_weights=disk_weights),
+            mesh=mesh_options.checked(
+                mesh, resolved_device, disk_weights=disk_weights, whole_buckets=whole_buckets
+            ),
+            whole_buckets=whole_buckets,
         )
 
     def differences(self, other: Options) -> list[str]:

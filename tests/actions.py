@@ -232,6 +232,7 @@ class _Reader:
             "F": lambda: self._forward(label),
             "RECOMPUTE": lambda: self._recompute(label),
             "B": lambda: self._backward(label),
+            "REDUCE_SCATTER": lambda: self._reduce_scatter(label),
             "FETCH_GRAD": lambda: self._fetch_grad(label),
             "ADD_GRAD": lambda: self._add_grad(label),
             "NORM_GRAD": lambda: self._norm_grad(label),
@@ -284,6 +285,12 @@ class _Reader:
         for k, bucket in enumerate(stage.buckets, start=1):
             name = f"g{_name(bucket.label)}_{label}"
             self.groups[bucket.label] = self._item(call, k, name)
+
+    def _reduce_scatter(self, label: str) -> None:
+        bucket, name = self.buckets[label], f"r{_name(label)}"
+        buffer = ops.call(self.graph, ops.alloc_shard, bucket, name=f"buf_{name}")
+        given = (bucket, self.groups[label], buffer)
+        self.groups[label] = ops.call(self.graph, ops.reduce_scatter, *given, name=name)
 
     def _fetch_grad(self, label: str) -> None:
         bucket = self.buckets[label]

@@ -193,12 +193,13 @@ def after_templates(
     disk_saved: bool = False,
     on_disk: frozenset[int] = frozenset(),
     rank: int = 0,
+    whole: frozenset[int] = frozenset(),
 ) -> dict[str, Pass]:
     """The passes that need nothing but a schedule whose stages have templates, in order.
 
     With `update` the gradients are not offloaded. `norms` sends their norms along, or alone.
     `device_update` is the share of the parameters that the step updates on the device; not of the
-    buckets of `on_disk`, whose states lie on a disk.
+    buckets of `on_disk`, whose states lie on a disk. Each rank copies those of `whole` whole.
     """
     gradients: dict[str, Pass] = {
         "offload_grad": functools.partial(offload_gradients, accumulate=accumulate)
@@ -239,6 +240,7 @@ def after_templates(
             rerun=rerun,
             on_disk=on_disk,
             saved_on_host=saved_on_host,
+            whole=whole,
         ),
         "split": functools.partial(split_stages, cache={} if cache is None else cache),
         "recompute": insert_recompute,

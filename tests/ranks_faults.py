@@ -33,6 +33,7 @@ from megacompile import megacompile
 from megacompile.cost import ranks as cost_ranks
 from megacompile.runtime.device import rank_faults, ranks
 from megacompile.runtime.device.ranks import Ranks, whole
+from megacompile.runtime.updates.update import BucketUpdate
 from megacompile.tracing import perfetto, rank_steps
 
 MOST_S = 120.0  # a rank that has not ended by then is killed
@@ -55,10 +56,15 @@ class Net(nn.Module):
 class Loop:
     """A training loop of one rank, to be spoilt."""
 
-    def __init__(self, rank: int, world: int) -> None:
+    def __init__(self, rank: int, world: int, *, whole_buckets: bool = False) -> None:
         self.rank, self.world = rank, world
         torch.manual_seed(0)
-        self.model = megacompile(Net(), mesh=init_device_mesh("cpu", (world,)), device="cpu")
+        self.model = megacompile(
+            Net(),
+            mesh=init_device_mesh("cpu", (world,)),
+            device="cpu",
+            whole_buckets=whole_buckets,
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
 
     def loss(self, rows: int = 2) -> Tensor:
@@ -126,6 +132,30 @@ def is_killed(loop: Loop, odd: bool) -> None:
     if odd:
         os.kill(os.getpid(), signal.SIGKILL)
     loop.steps(2)
+
+
+def is_killed_in_an_update(loop: Loop, odd: bool) -> None:
+    """The others copy whole buckets, and wait for the update of its rows."""
+    if odd:
+
+        def killed(update: BucketUpdate) -> None:
+            time.sleep(5)  # until all ranks are in the next forward
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        BucketUpdate.__call__ = killed  # type: ignore[assignment, method-assign]
+    loop.steps(2, clip=False)
+
+
+def fails_in_an_update(loop: Loop, odd: bool) -> None:
+    """The same, and it raises that."""
+    if odd:
+
+        def failing(update: BucketUpdate) -> None:
+            time.sleep(3)
+            raise ValueError("bad update")
+
+        BucketUpdate.__call__ = failing  # type: ignore[assignment, method-assign]
+    loop.steps(2, clip=False)
 
 
 def rank_0_is_killed(loop: Loop, odd: bool) -> None:
@@ -325,12 +355,15 @@ def raises_before_buffers(loop: Loop, odd: bool) -> None:
 
 
 CASES: dict[str, tuple[Callable[[Loop, bool], None], int, dict[str, Any]]] = {
-    # function, ranks, options: timeout_s of the process group, silent_s
+    # function, ranks, options: timeout_s of the process group, silent_s, whole_buckets
     "raises_between": (raises_between, 2, {}),
     "raises_in_a_graph": (raises_in_a_graph, 2, {}),
     "skips_a_step": (skips_a_step, 2, {}),
     "raises_in_a_backward": (raises_in_a_backward, 2, {}),
     "is_killed": (is_killed, 3, {}),
+    "is_killed_with_whole_buckets": (is_killed, 3, {"whole_buckets": True}),
+    "is_killed_in_an_update": (is_killed_in_an_update, 3, {"whole_buckets": True}),
+    "fails_in_an_update": (fails_in_an_update, 2, {"whole_buckets": True}),
     "is_killed_with_the_store": (rank_0_is_killed, 2, {}),
     "is_stopped": (is_stopped, 2, {"silent_s": 6}),
     "is_idle": (is_idle, 2, {"timeout_s": 6}),
@@ -373,7 +406,7 @@ def run_rank(case: str, rank: int, port: int, result: Path) -> None:
     began_s = time.monotonic()
     facts: dict[str, Any] = {"error": "", "kind": ""}
     try:
-        loop = Loop(rank, world)
+        loop = Loop(rank, world, whole_buckets=options.get("whole_buckets", False))
         loop.steps(1)
         began_s = time.monotonic()
         function(loop, odd)

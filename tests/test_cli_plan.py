@@ -460,3 +460,14 @@ def test_without_torchao(
     )
     assert main(["plan", config, "--float8", "tensorwise"]) == 2
     assert "--float8 needs torchao: pip install torchao" in capsys.readouterr().err
+
+
+def test_ranks_say_how_their_weights_come(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = (config, *SMALL, "--gpu", "h200", "--gpus", "2")
+    reasons = answer(capsys, *ranks)["plan"]["reasons"]
+    assert "buckets are gathered: there is none that all ranks stream" in reasons
+    reasons = answer(capsys, *ranks, "--gpu-memory", "900KiB")["plan"]["reasons"]
+    (line,) = (reason for reason in reasons if reason.startswith("streamed buckets are copied"))
+    assert "whole: a step takes " in line and " where they are gathered" in line
+    reasons = answer(capsys, *ranks[:-2])["plan"]["reasons"]
+    assert not any("gathered" in reason for reason in reasons)

@@ -243,7 +243,7 @@ def test_a_child_gives_back_nothing_of_its_parents(cudart: None) -> None:
 
 def test_without_a_file_it_stays_as_it_was(cudart: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "megacompile.runtime.device.buffers._SharedFile.take", lambda file, size: None
+        "megacompile.runtime.device.buffers.SharedFile.take", lambda file, size: None
     )
     flat = HostBuffer(100, pin=True).bytes(100)
     assert bool((flat.fill_(4) == 4).all())

@@ -98,6 +98,7 @@ def test_options_are_frozen(no_cuda: None) -> None:
         ({"activations": "selective"}, "activations", Activations.SELECTIVE),
         ({"activations": "recompute"}, "activations", Activations.RECOMPUTE),
         ({"activations": Activations.OFFLOAD}, "activations", Activations.OFFLOAD),
+        ({"whole_buckets": None}, "whole_buckets", None),
         ({"progress": None}, "progress", None),
         ({"progress": True}, "progress", True),
         ({"progress": False}, "progress", False),

@@ -98,7 +98,8 @@ class _Graph:
         It was made on the compute stream, behind which the forward begins.
         """
         for item in self.items:
-            if item.reads_weights in keys - self.schedule.plan.weights_on_disk:
+            plan = self.schedule.plan
+            if item.reads_weights in keys - plan.weights_on_disk - plan.whole:
                 item.takes = []
                 item.fresh = item.reads_weights not in self.schedule.plan.device_update
 

@@ -111,6 +111,19 @@ class Bucket:
         size_bytes = self.size_bytes // self.ranks
         return replace(self, params=tuple(params), size_bytes=size_bytes, ranks=1)
 
+    def rows_of(self, rank: int) -> tuple[Param, ...]:
+        """The places of the part of one rank among those of all ranks, as they lie in a slot."""
+        if self.ranks == 1:
+            return self.params
+        return tuple(
+            replace(
+                part,
+                offset_bytes=param.offset_bytes
+                + rank * param.shard_numel(self.ranks) * param.dtype.itemsize,
+            )
+            for param, part in zip(self.params, self.shard(rank).params, strict=True)
+        )
+
     @property
     def shard_bytes(self) -> int:
         """Bytes of one rank's buffer."""

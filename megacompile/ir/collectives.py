@@ -1,4 +1,8 @@
-"""The collectives of a graph, in program order: what every rank must issue alike."""
+"""The collectives of a graph, in program order: what every rank must issue alike.
+
+Copies of what other ranks have (`Op.of_all`) are among them, though no rank waits for another one
+in the middle of such a copy.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,6 @@ from dataclasses import dataclass
 from torch import fx
 
 from megacompile.ir import ops
-from megacompile.ir.stream import Stream
 from megacompile.text import format_bytes
 
 
@@ -28,7 +31,7 @@ class Collectives:
             kind: "forward", "backward" or "update".
             name: of the schedule.
         """
-        nodes = ops.nodes_that(graph, lambda op: op.stream is Stream.COMM and op.issues)
+        nodes = ops.nodes_that(graph, ops.alike)
         facts = [f"{kind}\n", *(f"{_shown(n)} {_bytes(n)}\n" for n in nodes)]
         digest = hashlib.sha256("".join(facts).encode()).hexdigest()[:32]
         return Collectives(f"{kind} of {name}", tuple(map(_shown, nodes)), digest)
@@ -52,7 +55,7 @@ def first_difference(a: tuple[str, ...], b: tuple[str, ...]) -> tuple[int, str, 
 
 def _bytes(node: fx.Node) -> int:
     gathered = ops.effects(node).gathered
-    return 0 if gathered is None else gathered(node)
+    return ops.copied_bytes(node) if gathered is None else gathered(node)
 
 
 def _shown(node: fx.Node) -> str:

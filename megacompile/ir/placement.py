@@ -12,4 +12,5 @@ class Placement:
     resident: frozenset[int] = frozenset()  # keys of the buckets that live on the device
     on_disk: frozenset[int] = frozenset()  # of those whose states lie on the disk, if streamed
     accumulates: bool = False  # may a forward find gradients there, of a backward before it?
+    whole: frozenset[int] = frozenset()  # of those that each rank of a host copies whole
     stays: str = ""  # why no bucket may go elsewhere; "": they may

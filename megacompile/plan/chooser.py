@@ -25,6 +25,7 @@ from megacompile.ir.stages import Stage
 from megacompile.options import Activations, Lowering
 from megacompile.plan.budget import Budget
 from megacompile.plan.choice import Choice
+from megacompile.plan.copying import pick
 from megacompile.plan.drafts import Drafts
 from megacompile.plan.fit import refusal
 from megacompile.plan.nearest import nearest
@@ -99,6 +100,8 @@ class Chooser:
         self._sought: dict[int, Problem] = {}  # the same -> the last that a search was made for
         self._nearest: dict[int, Choice] = {}  # the same -> what lacks the least, if nothing fits
         self._near: dict[int, Choice] = {}  # the same -> what was found for other budgets
+        self.whole: frozenset[int] | None = None  # buckets that ranks copy whole; None: not decided
+        self._why_whole: tuple[str, ...] = ()
 
     def choose(
         self, stages: Schedule, schedule: Schedule, variant: Variant, placement: Placement
@@ -139,6 +142,8 @@ class Chooser:
 
     def wants(self, placement: Placement) -> Placement:
         """Where plans want the buckets, which are as `placement` says."""
+        if self.whole is not None:
+            placement = replace(placement, whole=self.whole)
         if self._wanted is None:
             return placement
         return replace(placement, resident=self._wanted.resident, on_disk=self._wanted.on_disk)
@@ -148,7 +153,7 @@ class Chooser:
     ) -> PlanChoice:
         options = self.setting.options
         own = frozenset(bucket.key for bucket in schedule.buckets)
-        free = own - self._decided
+        free = own - self._decided - (self.whole or frozenset())
         if options.resident is not None or placement.stays:
             free = frozenset()
         storable = frozenset() if options.disk is None else own - self._stored
@@ -163,12 +168,22 @@ class Chooser:
             storable=storable,
             others=self._others(stages, own),
         )
+        if self.whole:
+            problem = problem.copying(self.whole)
         if (known := self._sought.get(id(stages.stages))) is not None:
             problem.learn(known)
         found = before = self._found_before(stages, problem)
+        why: tuple[str, ...] = ()
         if found is None:
             self._sought[id(stages.stages)] = problem
             found = self._found_near(stages, problem) or self._search(problem)
+        if self.whole is None and self.setting.meet is not None:
+            wanted_whole = bool(options.whole_buckets)
+            self.whole, found, why = pick(
+                problem, found, self._search, self.setting.meet, wanted=wanted_whole
+            )
+            problem = problem.copying(self.whole)
+            self._sought[id(stages.stages)] = problem
         if found is None and problem.others:  # as if it were alone; no bucket can go there, too
             problem = replace(problem, others=(), undecided=())
             found = self._search(problem)
@@ -178,9 +193,10 @@ class Chooser:
             found = self._too_small(stages, problem)
         self._trained |= schedule.gradient_params
         self.budget.note(problem, found.peak_bytes)
-        decides = bool(free or storable) or found is before
+        decides = bool(free or storable or why) or found is before
         self._planned[id(stages.stages)] = _Planned(stages.stages, problem, found, decides)
-        reasons = found.reasons
+        self._why_whole = self._why_whole or why
+        reasons = (*found.reasons, *self._why_whole)
         if placement.stays and options.resident is None:
             reasons = (*reasons, f"buckets stay where they are: {placement.stays}")
         if free or storable:

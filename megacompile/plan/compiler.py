@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 from megacompile import log
 from megacompile.cost.hardware import Hardware
@@ -19,6 +20,7 @@ from megacompile.ir.capture import Capture, Variant
 from megacompile.ir.placement import Placement
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.symbols import Values
+from megacompile.mesh_options import PlannedMesh
 from megacompile.options import Options
 from megacompile.passes.schedule.update_graph import rest_of
 from megacompile.passes.stages.resize import resize
@@ -26,7 +28,7 @@ from megacompile.passes.stages.templates import TemplateCache
 from megacompile.plan.budget import Budget
 from megacompile.plan.chooser import Chooser
 from megacompile.plan.pipeline import Pipeline
-from megacompile.plan.setting import Setting
+from megacompile.plan.setting import Meet, Setting
 from megacompile.verify.proof import verify
 
 
@@ -41,6 +43,7 @@ class PassCompiler:
         host_bytes: host memory that the model may take. None: what the user said, or not known.
         templates: code that was traced already.
         agreed: the rates of the ranks that share the model.
+        meet: see `Setting`. Default: where ranks are only planned for, what the first one says.
     """
 
     def __init__(
@@ -53,8 +56,11 @@ class PassCompiler:
         host_bytes: int | None = None,
         templates: TemplateCache | None = None,
         agreed: Agreed | None = None,
+        meet: Meet | None = None,
     ) -> None:
-        self.setting = Setting(options, hardware, host_bytes, agreed)
+        if isinstance(options.mesh, PlannedMesh) and options.whole_buckets is not False:
+            meet = _alone
+        self.setting = Setting(options, hardware, host_bytes, agreed, meet)
         self.pipeline = Pipeline(self.setting, units, templates)
         self.budget = Budget(self.setting, budget_bytes)
         self.chooser = Chooser(self.setting, self.pipeline, self.budget)
@@ -85,6 +91,7 @@ class PassCompiler:
             templates=self.pipeline.templates,
             agreed=self.setting.agreed,
         )
+        made.chooser.whole = self.chooser.whole  # ranks have agreed on that
         if same:
             made._last = self._last
             made.chooser.learn(self.chooser)
@@ -143,7 +150,12 @@ class PassCompiler:
         """
         schedule = self._differentiated(stages, capture, variant)
         choice, reasons = self.chooser.choose(stages, schedule, variant, placement)
-        choice = replace(choice, resident=placement.resident, on_disk=placement.on_disk)
+        choice = replace(
+            choice,
+            resident=placement.resident,
+            on_disk=placement.on_disk,
+            whole=placement.whole,
+        )
         schedule = self.pipeline.planned(schedule, variant, choice, reasons, draft=draft)
         if not draft:
             verify(schedule)
@@ -196,3 +208,8 @@ class PassCompiler:
     def needs(self) -> str:
         """What the least demanding plan needs of device memory, as a table; "" if not known."""
         return self.budget.needs()
+
+
+def _alone(said: Any) -> list[Any]:
+    """What ranks say that are only planned for: all are alike."""
+    return [said]

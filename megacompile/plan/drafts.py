@@ -27,26 +27,37 @@ class Drafts:
         variant: of the schedules.
         tiles: in which what acts on each token alone runs, whatever a choice says; None: as it
             says.
+        whole: keys of the buckets that ranks copy whole, whatever a choice says.
     """
 
     def __init__(
-        self, pipeline: Pipeline, graphs: Schedule, variant: Variant, tiles: int | None = None
+        self,
+        pipeline: Pipeline,
+        graphs: Schedule,
+        variant: Variant,
+        tiles: int | None = None,
+        whole: frozenset[int] = frozenset(),
     ) -> None:
         self.pipeline = pipeline
         self.graphs = graphs
         self.variant = variant
         self.tiles = tiles
         self._bundled: Schedule | None = None  # `graphs` in these tiles, as drafts begin with it
+        self.whole = whole
         self._saving: dict[Choice, Schedule] = {}  # the last ones in which something waits
         self._waiting: dict[Choice, list[tuple[int, int]]] = {}
 
     def in_tiles(self, tiles: int) -> Drafts:
         """The same, in so many tiles."""
-        return Drafts(self.pipeline, self.graphs, self.variant, tiles)
+        return Drafts(self.pipeline, self.graphs, self.variant, tiles, self.whole)
+
+    def copying(self, whole: frozenset[int]) -> Drafts:
+        """The same, where ranks copy these buckets whole, if they are streamed."""
+        return Drafts(self.pipeline, self.graphs, self.variant, self.tiles, whole)
 
     def of(self, choice: Choice) -> Schedule:
         """The draft of a choice."""
-        choice = self._tiled(choice)
+        choice = self._as_here(choice)
         planned = self._with_plan(choice)
         if choice.offload or choice.saved_on_host:
             saving = replace(self._kept(choice).fresh(), plan=planned.plan)
@@ -56,7 +67,7 @@ class Drafts:
 
     def waiting(self, choice: Choice) -> list[tuple[int, int]]:
         """Saved tensors that wait on the host or on a disk: stage, bytes."""
-        key = self._tiled(choice).computing
+        key = self._as_here(choice).computing
         if key not in self._waiting:
             self._waiting[key] = saved_elsewhere(self._kept(key))
         return self._waiting[key]
@@ -75,8 +86,9 @@ class Drafts:
         if mine == its:
             self._waiting.update(other._waiting)
 
-    def _tiled(self, choice: Choice) -> Choice:
-        return choice if self.tiles is None else replace(choice, tiles=self.tiles)
+    def _as_here(self, choice: Choice) -> Choice:
+        tiles = choice.tiles if self.tiles is None else self.tiles
+        return replace(choice, tiles=tiles, whole=self.whole)
 
     def _with_plan(self, choice: Choice) -> Schedule:
         if self._bundled is None:

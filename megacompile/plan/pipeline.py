@@ -252,6 +252,7 @@ class Pipeline:
             stay=choice.stay,
             on_disk=choice.on_disk,
             tiles=choice.tiles if options.tiles is None else options.tiles,
+            whole=choice.whole,
         )
 
     def _gradient_passes(self, choice: Choice, variant: Variant) -> list[SchedulePass]:

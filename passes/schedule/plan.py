@@ -32,6 +32,7 @@ def make_plan(
     on_disk: frozenset[int] = frozenset(),
     saved_on_host: frozenset[int] = frozenset(),
     tiles: int = 1,
+    whole: frozenset[int] = frozenset(),
 ) -> Schedule:
     """The schedule with its plan.
 
@@ -58,15 +59,19 @@ def make_plan(
         saved_on_host: other stages that are kept, whose saved tensors wait on the host; see
             `stages_on_host`. Where `keep` is 0, they are recomputed from what waits there.
         tiles: in which what acts on each token alone runs, in each stage whose sizes are numbers.
+        whole: keys of the buckets that each of several ranks copies whole, where they are streamed.
     """
     so_far = schedule.plan.reasons
     in_tiles, cut = _tiles(schedule, tiles)
     so_far += cut
-    here = resident & {bucket.key for bucket in schedule.buckets}
+    keys = frozenset(bucket.key for bucket in schedule.buckets)
+    here = resident & keys
+    whole = (whole & keys) - here
+    so_far += _whole(schedule, whole)
     if schedule.backward is None:
-        keys, why = _stay(schedule, here, stay)
+        slots, why = _stay(schedule, here, stay)
         reasons = (*so_far, "every stage is recomputed", *_residents(schedule, here), *why)
-        plan = Plan(frozenset(), reasons, here, stay=keys, tiles=in_tiles)
+        plan = Plan(frozenset(), reasons, here, stay=slots, tiles=in_tiles, whole=whole)
         return replace(schedule, plan=plan)
     kept, reason = _keep(schedule, keep, activations)
     count = len(schedule.stages) if activations == "offload" else offload
@@ -101,6 +106,7 @@ def make_plan(
         in_tiles,
         state_delay=state_delay,
         saved_delay=_apart(away),
+        whole=whole,
     )
     return replace(schedule, plan=plan)
 
@@ -143,6 +149,15 @@ def _residents(schedule: Schedule, resident: frozenset[int]) -> tuple[str, ...]:
     return (
         f"{len(resident)} of {len(schedule.buckets)} buckets live on the device "
         f"({format_bytes(size)} of parameters)",
+    )
+
+
+def _whole(schedule: Schedule, whole: frozenset[int]) -> tuple[str, ...]:
+    if not whole:
+        return ()
+    return (
+        f"each rank copies {len(whole)} of {len(schedule.buckets)} buckets whole, from memory that "
+        "all ranks of its host map; the others are gathered",
     )
 
 

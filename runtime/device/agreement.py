@@ -48,6 +48,9 @@ class _Flying:
     event: torch.cuda.Event
 
 
+TALK = "a talk of ranks"  # what they do where nothing says what
+
+
 class Agreement:
     """This rank among those that share models.
 
@@ -72,7 +75,7 @@ class Agreement:
     ) -> None:
         self.ranks, self.rank, self.meets = ranks, rank, meets
         self.steps = 0  # of optimizers, so far
-        self.doing = "a talk of ranks"  # what they do together; see `Ranks.together`
+        self.doing = TALK  # what they do together; see `Ranks.together`
         self._store, self._tidier = store(), store()
         self._abort = abort
         self._count = self._tidied = 0

@@ -22,6 +22,7 @@ import ctypes
 import functools
 import mmap
 import os
+import weakref
 
 import torch
 
@@ -40,6 +41,7 @@ class HostBuffer(mmap.mmap):
 
     _address: int = 0  # where it was asked to be page-locked
     locked: bool = False
+    is_shared: bool = False  # by several processes, which map all of it, each for its part
     _at: int | None = None  # its place in the file of shared memory
     _node: numa.Node | None = None  # near which it is page-locked
 
@@ -161,17 +163,22 @@ class DeviceBuffer:
         return torch.empty(0, dtype=torch.uint8)
 
 
-class _SharedFile:
+class SharedFile:
     """A file in memory that grows; a place in it is taken once, and has no memory when it is free.
 
-    One for all buffers: each has as few file descriptors as before.
+    One for all buffers: each has as few file descriptors as before. It has no name, so nothing is
+    left of it when nobody has it any more.
+
+    Args:
+        fd: of a file that another process has made. Default: a new one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fd: int | None = None) -> None:
         self.size_bytes = 0
         self.fd: int | None = None
         try:
-            self.fd = os.memfd_create("megacompile")
+            self.fd = os.memfd_create("megacompile") if fd is None else fd
+            weakref.finalize(self, os.close, self.fd).atexit = False
             self._mmap = ctypes.CDLL(None, use_errno=True).mmap
         except (AttributeError, OSError):  # not Linux, or not allowed
             return
@@ -199,10 +206,10 @@ class _SharedFile:
 
 
 @functools.cache
-def _file_of(process: int) -> _SharedFile:
+def _file_of(process: int) -> SharedFile:
     """Of one process: a child would take the places that its parent takes."""
     del process
-    return _SharedFile()
+    return SharedFile()
 
 
 _HUGE_PAGE = 2 * 2**20

@@ -7,7 +7,7 @@ import errno
 import functools
 import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -43,8 +43,12 @@ class HostBudget:
     @property
     def locked_bytes(self) -> int:
         """Of those of them that are page-locked."""
-        live = [reference() for reference in self._buffers.valuerefs()]
-        return sum(len(buffer) for buffer in live if buffer is not None and buffer.locked)
+        live = [(reference(), reference) for reference in self._buffers.valuerefs()]
+        return sum(
+            self._sizes.get(reference.key, 0) if buffer.is_shared else len(buffer)
+            for buffer, reference in live
+            if buffer is not None and buffer.locked
+        )
 
     def make(self, size_bytes: int, what: str, *, pin: bool, touch: bool = True) -> HostBuffer:
         """A buffer.
@@ -70,6 +74,17 @@ class HostBudget:
         """A buffer that was made ahead, or is being made."""
         return None if self._ahead is None else self._ahead.take(size_bytes, pin=pin)
 
+    def map(self, size_bytes: int, what: str, mapped: Callable[[], HostBuffer]) -> HostBuffer:
+        """A buffer of memory that other processes map too.
+
+        Args:
+            size_bytes: this process's part of it, which counts here.
+
+        Raises:
+            HostMemoryError: as `make`.
+        """
+        return self._counted(size_bytes, what, mapped)
+
     def make_ahead(self, wanted: Iterable[Wanted], what: str, device: torch.device) -> None:
         """Make buffers in the background, which `make` gives to whoever asks for such ones.
 
@@ -88,11 +103,15 @@ class HostBudget:
             self._ahead = None
 
     def _new(self, size_bytes: int, what: str, *, pin: bool, touch: bool) -> HostBuffer:
+        new = functools.partial(HostBuffer, size_bytes, pin=pin, touch=touch, node=self.node)
+        return self._counted(size_bytes, what, new)
+
+    def _counted(self, size_bytes: int, what: str, new: Callable[[], HostBuffer]) -> HostBuffer:
         key = next(self._next)
         self._sizes[key] = size_bytes  # before it is checked: other threads make buffers too
         try:
             self._check(size_bytes, what)
-            buffer = _made(size_bytes, what, pin=pin, touch=touch, node=self.node)
+            buffer = _made(size_bytes, what, new)
         except BaseException:
             del self._sizes[key]
             raise
@@ -126,11 +145,9 @@ def _ahead(
     return buffer
 
 
-def _made(
-    size_bytes: int, what: str, *, pin: bool, touch: bool, node: numa.Node | None
-) -> HostBuffer:
+def _made(size_bytes: int, what: str, new: Callable[[], HostBuffer]) -> HostBuffer:
     try:
-        return HostBuffer(size_bytes, pin=pin, touch=touch, node=node)
+        return new()
     except OSError as error:
         if error.errno != errno.ENOMEM:
             raise

@@ -46,7 +46,7 @@ class Note:
     by: int = -1
     ended: str = ""
     pid: int = field(default_factory=os.getpid)
-    host: str = field(default_factory=lambda: _namespace())
+    host: str = field(default_factory=lambda: namespace())
 
 
 class Notes:
@@ -119,7 +119,7 @@ class Notes:
 
     def runs(self, note: Note) -> bool:
         """Is the process of a note there? True where this one cannot know."""
-        return note.host != _namespace() or not note.host or _runs(note.pid)
+        return note.host != namespace() or not note.host or _runs(note.pid)
 
     def end(self) -> None:
         """The process ends: stop the thread, and say so."""
@@ -180,7 +180,7 @@ def _now() -> float:
     return time.monotonic()
 
 
-def _namespace() -> str:
+def namespace() -> str:
     """What tells processes of one machine, which can see each other, from others."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -32,7 +32,7 @@ from megacompile.cost.ranks import told
 from megacompile.errors import RankError
 from megacompile.ir.buckets import Bucket, shard_shape
 from megacompile.ir.collectives import Collectives
-from megacompile.runtime.device.agreement import Agreement
+from megacompile.runtime.device.agreement import TALK, Agreement
 from megacompile.runtime.device.raised import Raised, is_known, make_known
 from megacompile.runtime.device.rank_faults import SILENT_S, Limits
 
@@ -109,12 +109,8 @@ class Ranks:
 
     def places(self, bucket: Bucket, whole: torch.Tensor) -> list[torch.Tensor]:
         """This rank's places in a bucket that is to be gathered: (part's size,) uint8 each."""
-        found = []
-        for param, part in zip(bucket.params, bucket.shard(self.rank).params, strict=True):
-            size = param.shard_numel(self.count) * param.dtype.itemsize
-            first = param.offset_bytes + self.rank * size
-            found.append(whole[first : first + part.size_bytes])
-        return found
+        rows = bucket.rows_of(self.rank)
+        return [whole[at.offset_bytes : at.offset_bytes + at.size_bytes] for at in rows]
 
     def average(
         self,
@@ -169,15 +165,29 @@ class Ranks:
         """
         what = self.agreement.doing
         self._meet()
-        talk = Collectives(what, ("what each rank says",), f"told-{what}")
-        with self.running(talk), self.agreement.collective():
-            return told(self.mesh, value)
+        return self._said(Collectives(what, ("what each rank says",), f"told-{what}"), value)
 
     def _meet(self) -> None:
         """Wait for all ranks, and raise what one of them has raised."""
         what = self.agreement.doing
         for rank, said in self.agreement.meet(what).items():
             raise Raised.read(said).error(rank, what)
+
+    def said(self, what: Collectives, value: Any) -> list[Any]:
+        """The same, of which `what` tells those that come to something else."""
+        if self.agreement.doing != TALK:  # in a block of `together`
+            self._meet()
+        return self._said(what, value)
+
+    def _said(self, what: Collectives, value: Any) -> list[Any]:
+        with self.running(what), self.agreement.collective():
+            return told(self.mesh, value)
+
+    def note_op(self) -> None:
+        """This rank comes to the next op of the graph, which is no collective, but of all ranks:
+        who waits there names it."""
+        count, entered, words = self.agreement.notes.position
+        self.agreement.notes.position = (count, entered + 1, words)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:

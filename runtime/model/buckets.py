@@ -28,6 +28,7 @@ from megacompile.runtime.device import freed
 from megacompile.runtime.device.background import Background
 from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.device.ranks import Ranks
+from megacompile.runtime.device.shared_weights import SharedWeights
 from megacompile.runtime.device.slots import DeviceSlots
 from megacompile.runtime.device.streams import Streams
 from megacompile.runtime.model import sharding, tiers
@@ -129,6 +130,7 @@ class ModelBuckets:
         named = {x.name: cast(nn.Parameter, x.tensor) for x in packed.leaves(self.model)}
         before = bool(self.machine.buckets)
         self.machine.buckets.clear()
+        self.machine.shared_weights = None
         self.machine.trained.clear()  # their updates are of buckets that are gone
         self.machine.labels.clear()
         if self.options.resident is not None:
@@ -137,8 +139,10 @@ class ModelBuckets:
             streamed = [unit.bucket for unit in units if unit.bucket.key not in resident]
             tiers.check_disk(self.options, self.machine.disk, streamed)
             refuse_moves(self.model, self._goes_to(units, named, resident))
+        whole = self._copied_whole(units, resident)
+        self._share({unit.bucket.key: unit.bucket for unit in units if unit.bucket.key in whole})
         if contents is not None:
-            self._fill(units, named, contents)
+            self._fill(units, named, contents, whole)
         total = sum(unit.bucket.size_bytes for unit in units)
         filling = None
         if not before and contents is None and fills_later(named.values(), self.options.device):
@@ -149,7 +153,9 @@ class ModelBuckets:
                 params = [named[place.name] for place in unit.bucket.params]
                 key = unit.bucket.key
                 if contents is None or key in resident:
-                    made = self._bucket(unit.bucket, params, key in resident, filling=filling)
+                    made = self._bucket(
+                        unit.bucket, params, key in resident, key in whole, filling=filling
+                    )
                     self.machine.buckets[key] = made
                 step(unit.bucket.size_bytes)
                 kept += unit.bucket.size_bytes
@@ -161,19 +167,39 @@ class ModelBuckets:
         self.machine.gradients.bind(self.machine.buckets)
         self.machine.slots.forget()
         on_disk = frozenset(self.machine.buckets if self.machine.disk is not None else ())
-        self.plans = Plans(self.make_compiler(units), Placement(resident, on_disk))
+        placement = Placement(resident, on_disk, whole=whole)
+        self.plans = Plans(self.make_compiler(units), placement)
         self._places.note(self.machine.buckets.values())
         self.buffers_to(self.options.device)
         self._make_proxies()
 
+    def _copied_whole(self, units: Sequence[Unit], resident: frozenset[int]) -> frozenset[int]:
+        """Keys of the buckets that each rank copies whole, where no plan decides that."""
+        several = self.machine.ranks is not None and self.machine.ranks.count > 1
+        if not several or not self.options.whole_buckets or self.options.plans:
+            return frozenset()
+        return frozenset(unit.bucket.key for unit in units) - resident
+
+    def _share(self, buckets: Mapping[int, Bucket]) -> None:
+        """Have memory for buckets that all ranks of this host map: a collective of all ranks."""
+        if buckets:
+            assert self.machine.ranks is not None
+            sizes = {key: bucket.size_bytes for key, bucket in buckets.items()}
+            self.machine.shared_weights = SharedWeights.of(self.machine.ranks, sizes)
+
     def _fill(
-        self, units: Sequence[Unit], named: Mapping[str, nn.Parameter], contents: Contents
+        self,
+        units: Sequence[Unit],
+        named: Mapping[str, nn.Parameter],
+        contents: Contents,
+        whole: frozenset[int],
     ) -> None:
         """Make the buckets of a model that has no values yet, all on the host."""
         made = {}
         for unit in units:
             params = [named[place.name] for place in unit.bucket.params]
-            made[unit.bucket.key] = self._bucket(unit.bucket, params, False, empty=True)
+            key = unit.bucket.key
+            made[key] = self._bucket(unit.bucket, params, False, key in whole, empty=True)
         contents.fill(list(made.values()), self.options.progress)
         self.machine.buckets.update(made)
 
@@ -241,8 +267,11 @@ class ModelBuckets:
         Gradients move along; optimizer states when the next step finds them elsewhere.
         """
         self.machine.slots.forget()  # its memory is for buckets that come to the device
+        new = wanted.whole - self.plans.placement.whole
+        self._share({key: self.machine.buckets[key].whole for key in sorted(new)})
         for key in list(self.machine.buckets):
-            undone(functools.partial(self.move_bucket, key, key in wanted.resident))
+            whole = key in wanted.whole
+            undone(functools.partial(self.move_bucket, key, key in wanted.resident, whole=whole))
             self._place_states(self.machine.buckets[key], key in wanted.on_disk)
         self.moved()
         self.planned_anew()
@@ -262,16 +291,18 @@ class ModelBuckets:
         self.machine.gradients.bind(self.machine.buckets)
         self._make_proxies()
 
-    def move_bucket(self, key: int, resident: bool, undos: Undos) -> None:
-        """Let a bucket live on the device, or on the host; `moved` comes behind the last one."""
+    def move_bucket(self, key: int, resident: bool, undos: Undos, *, whole: bool = False) -> None:
+        """Let a bucket live on the device, or on the host, and there, with `whole`, in memory that
+        all ranks of it map; `moved` comes behind the last one."""
         old = self.machine.buckets[key]
-        if resident == (old.resident is not None):
+        shared = self.machine.shared_weights if whole else None
+        if resident == (old.resident is not None) and shared is old.shared_weights:
             return
         old.pending.settle()
         old.pending.withdraw()
         undos.append(functools.partial(_show_again, [(p, p.grad) for p in old.params]))
         gradients = self.machine.gradients.take(key)
-        self.machine.buckets[key] = self._bucket(old.whole, old.params, resident)
+        self.machine.buckets[key] = self._bucket(old.whole, old.params, resident, whole)
         self.machine.gradients.put(self.machine.buckets[key], gradients)
         for param in old.params:
             follow(param)
@@ -281,6 +312,7 @@ class ModelBuckets:
         layout: Bucket,
         params: Sequence[nn.Parameter],
         resident: bool,
+        whole: bool = False,
         *,
         empty: bool = False,
         filling: Filling | None = None,
@@ -299,6 +331,7 @@ class ModelBuckets:
             filling=filling,
             budget=self._host_budget,
             rank=self.options.rank,
+            shared_weights=self.machine.shared_weights if whole else None,
         )
 
     def _source(self, param: torch.Tensor) -> Source:

@@ -7,6 +7,7 @@ before somebody uses the tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,6 +16,7 @@ from megacompile.errors import OptimizerError
 from megacompile.ir.ops import Part
 from megacompile.ir.stream import Stream
 from megacompile.runtime.device import forks
+from megacompile.runtime.device.shared_weights import Rows, await_weights
 from megacompile.runtime.device.streams import Handle, Host
 from megacompile.runtime.params.bucket_guards import Offered, Wait
 from megacompile.runtime.params.guards import guard, guard_of, release
@@ -54,11 +56,18 @@ class Pending:
     Args:
         params: the bucket's.
         copy: of them that is streamed, which is watched when nothing else guards them.
+        rows: tells the other ranks of work, where they copy the bucket whole.
     """
 
-    def __init__(self, params: Sequence[torch.nn.Parameter], copy: StreamedCopy) -> None:
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        copy: StreamedCopy,
+        rows: Rows | None = None,
+    ) -> None:
         self.params = params
         self.copy = copy
+        self.rows = rows
         self.in_flight: InFlight | None = None
         self.offered: Offer | None = None  # to optimizer.step(), by the backward
         self.gradients_copied: torch.cuda.Event | None = None  # behind the last copy to the host
@@ -77,6 +86,8 @@ class Pending:
         self._failed = False
         self.copy.changed()
         self.in_flight = work
+        if self.rows is not None:
+            self.rows.begin(work)
         self._guarded = []
         self._guard(updated, states)
 
@@ -93,6 +104,8 @@ class Pending:
         if part is Part.GRADIENTS:
             return Handle(None, Stream.D2H, self.gradients_copied)
         work = self.in_flight
+        if part is Part.WEIGHTS and self.rows is not None:
+            return Handle(work, Stream.HOST, host=_OfAllRanks(self, self.rows))
         if work is None:
             return Handle(None, Stream.HOST)
         event = work.event(part)
@@ -111,6 +124,8 @@ class Pending:
             self.start(work, updated, states)
             return
         self.in_flight = work
+        if self.rows is not None:
+            self.rows.begin(work)
         self._guard(updated, states)
 
     def start_copies(
@@ -156,6 +171,8 @@ class Pending:
         if self.in_flight is not None:
             self.in_flight.fresh.clear()
         self.in_flight = None
+        if self.rows is not None:
+            self.rows.finish()
         for tensor in self._guarded:
             if isinstance(guard_of(tensor), Wait):
                 release(tensor)
@@ -190,3 +207,26 @@ class Pending:
         offer = self.take_offer()
         if offer is not None:
             offer.drop()
+
+
+@dataclass(frozen=True, slots=True)
+class _OfAllRanks:
+    """The last writes of a bucket's weights, by all ranks: a `Host`."""
+
+    pending: Pending
+    rows: Rows
+
+    def busy(self) -> bool:
+        return self.rows.busy()
+
+    def settle(self) -> None:
+        """Raises what went wrong here, which is not over for the others then, or that another rank
+        has stopped."""
+        work = self.pending.in_flight
+        if work is not None:
+            await_weights(work)
+            if work.done():
+                self.pending.settle()
+            else:
+                self.rows.finish()
+        self.rows.settle()

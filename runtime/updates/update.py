@@ -249,7 +249,8 @@ class BucketUpdate:
         last = -2
         for step in self.steps:
             run = self._run(step)
-            beside = runs and step.index == last + 1  # nobody without a gradient lies in between
+            # nobody without a gradient lies in between, and no rows of another rank
+            beside = runs and step.index == last + 1 and self.bucket.shared_weights is None
             last = step.index
             reach = runs[-1].reach(run) if beside else 0
             if reach:

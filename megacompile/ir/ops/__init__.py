@@ -44,6 +44,7 @@ their effects (`megacompile.ir.ops.op`): `megacompile.runtime.ops.bound` holds w
     update_in_place compute 3UPDATE           bucket, gradients, norms -> done; in the backward
     prefetch_shard h2d      3PREFETCH_SHARD@1 bucket, slot -> this rank's part of the weights
     all_gather     comm     3ALL_GATHER@1     bucket, slot, this rank's part -> weights
+    prefetch_whole h2d      3PREFETCH_WHOLE@1 bucket, slot -> weights, the parts of all ranks
     alloc_shard    compute  3ALLOC_SHARD      bucket -> a buffer for this rank's gradients
     reduce_scatter comm     3REDUCE_SCATTER   bucket, gradients, buffer -> their mean over ranks
     help_host      device   HELP_HOST         updates -> nothing; the device makes some of them
@@ -67,6 +68,7 @@ from megacompile.ir.ops.collectives import (
     all_gather,
     alloc_shard,
     prefetch_shard,
+    prefetch_whole,
     reduce_scatter,
 )
 from megacompile.ir.ops.compute import (
@@ -95,7 +97,7 @@ from megacompile.ir.ops.gradients import (
     offload_grad,
 )
 from megacompile.ir.ops.lifetimes import defer_free, drain, free
-from megacompile.ir.ops.op import NO_OP, OPS, Op, Part, Show, Takes, Value
+from megacompile.ir.ops.op import NO_OP, OPS, Op, Part, Show, Takes, Value, alike
 from megacompile.ir.ops.saved_tensors import (
     alloc_saved,
     fetch_saved,
@@ -121,6 +123,7 @@ __all__ = [
     "alloc_grad",
     "alloc_saved",
     "alloc_shard",
+    "alike",
     "alloc_state",
     "arguments",
     "assign",
@@ -151,6 +154,7 @@ __all__ = [
     "op_of",
     "prefetch",
     "prefetch_shard",
+    "prefetch_whole",
     "read_saved",
     "read_state",
     "read_trained",
