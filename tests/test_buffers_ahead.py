@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -164,8 +165,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         def lock(self) -> None:
             """There is no CUDA."""
 
-    def new(size_bytes: int, what: str, **options: Any) -> HostBuffer:
-        del options
+    def new(size_bytes: int, what: str, _: Callable[[], HostBuffer]) -> HostBuffer:
         found.append((what, size_bytes))
         return Buffer(size_bytes, pin=False)
 
