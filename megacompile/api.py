@@ -263,8 +263,7 @@ def _made(
     compiler = _compiler(model, options, ranks)
     if options.device.type == "cuda" and options.lowering is Lowering.INDUCTOR:
         compat.start_compile_workers()  # they are ready when parameters have moved
-        share = 1 if ranks is None else ranks_of_host(ranks.mesh)
-        compile_pool.start(options.device, share=share)
+        compile_pool.start(options.device)
     divide = functools.partial(find_units, compute_dtype=options.compute_dtype, ranks=options.ranks)
     with compat.on_host():
         streamed = StreamedModel(model, options, divide, compiler, contents)

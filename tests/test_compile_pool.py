@@ -18,6 +18,7 @@ from torch import nn
 from megacompile import compat, megacompile
 from megacompile.beside import compile_pool
 from megacompile.beside.compile_pool import CompilePool
+from megacompile.errors import OptionError
 from tests.test_fork import in_child
 from tests.zoo import equal
 
@@ -49,10 +50,10 @@ def compiled(**options: Any) -> nn.Module:
     return megacompile(net(), device="cpu", lowering="inductor", progress=False, **options)
 
 
-def start(monkeypatch: pytest.MonkeyPatch, cores: int = 4) -> CompilePool:
+def start(monkeypatch: pytest.MonkeyPatch, count: int = 1) -> CompilePool:
     """Processes as they are started for a GPU, for the CPU."""
     with monkeypatch.context() as planted:
-        planted.setattr(compile_pool, "_cores", lambda: cores)
+        planted.setenv(compile_pool.VARIABLE, str(count))
         compile_pool.start(torch.device("cpu"))
     assert compile_pool._pool is not None
     return compile_pool._pool
@@ -80,7 +81,7 @@ def is_alive(pid: int) -> bool:
 @pytest.mark.usefixtures("patient")
 def test_stages_are_compiled_elsewhere_and_found_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them; the numbers are those of code that was compiled here, and the processes end."""
-    pool = start(monkeypatch, cores=8)
+    pool = start(monkeypatch, count=2)
     started = pids(pool)
     assert len(started) == 2
     before = compat.cache_counts()
@@ -119,21 +120,11 @@ def test_a_process_that_is_killed_is_no_loss(
         carry_out(process, job)
 
     monkeypatch.setattr(compile_pool, "_carry_out", kill_it)
-    monkeypatch.setattr(Future, "exception", lambda self: _error_within(self, 20))
     start(monkeypatch)
     with caplog.at_level("INFO", "megacompile.compile"):
         found = gradients(compiled())
     assert "no process compiled a graph" in caplog.text
     assert len(found) == 8
-
-
-def _error_within(future: Future[None], seconds: float) -> BaseException | None:
-    """What a future has raised, or that it is late."""
-    try:
-        future.result(seconds)
-    except BaseException as error:
-        return error
-    return None
 
 
 @needs_compiler
@@ -172,7 +163,7 @@ def test_an_interrupt_ends_the_processes(monkeypatch: pytest.MonkeyPatch) -> Non
     pool = start(monkeypatch)
     (pid,) = pids(pool)
 
-    def interrupted(self: Future[None]) -> None:
+    def interrupted(self: Future[None], timeout: float | None = None) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Future, "exception", interrupted)
@@ -198,29 +189,48 @@ def test_a_forked_child_leaves_them_alone(monkeypatch: pytest.MonkeyPatch) -> No
     assert is_alive(pid)
 
 
-@pytest.mark.parametrize("why", ["few cores", "no caches", "one compile thread", "many ranks"])
+@needs_compiler
+@pytest.mark.usefixtures("patient")
+def test_nobody_waits_for_ever(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A process that hangs is ended, and this one compiles."""
+    monkeypatch.setattr(compile_pool, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(compile_pool, "_carry_out", lambda *_: threading.Event().wait(60))
+    pool = start(monkeypatch)
+    (pid,) = pids(pool)
+    before = compat.cache_counts()
+    with caplog.at_level("INFO", "megacompile.compile"):
+        gradients(compiled())
+    assert "no process compiled a graph: it takes more than 0.2 s" in caplog.text
+    assert compat.cache_counts().since(before).made > 2
+    assert not is_alive(pid)
+
+
+@pytest.mark.parametrize("why", ["nobody asked", "none", "no caches", "one compile thread"])
 def test_no_processes_are_started(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_pool, "_cores", lambda: 3 if why == "few cores" else 16)
     kinds: dict[str, dict[str, Any]] = {
         "no caches": {"fx_graph_cache": False},
         "one compile thread": {"compile_threads": 1},
     }
-    changes = kinds.get(why, {"compile_threads": 8})
-    with torch._inductor.config.patch(changes):
-        assert compat.compiles_in_processes() == (why in ("few cores", "many ranks"))
-        compile_pool.start(torch.device("cpu"), share=8 if why == "many ranks" else 1)
+    monkeypatch.setenv(compile_pool.VARIABLE, {"nobody asked": "", "none": "0"}.get(why, "4"))
+    with torch._inductor.config.patch(kinds.get(why, {"compile_threads": 8})):
+        assert compat.compiles_in_processes() == (why not in kinds)
+        compile_pool.start(torch.device("cpu"))
     assert compile_pool._pool is None
 
 
-@pytest.mark.parametrize(
-    ("cores", "share", "count"), [(16, 1, 4), (64, 1, 4), (64, 8, 2), (8, 1, 2)]
-)
-def test_how_many_are_started(
-    cores: int, share: int, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_as_many_are_started_as_somebody_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[Any, ...]] = []
     monkeypatch.setattr(compile_pool, "CompilePool", lambda *given: made.append(given))
-    monkeypatch.setattr(compile_pool, "_cores", lambda: cores)
+    monkeypatch.setenv(compile_pool.VARIABLE, "3")
     with torch._inductor.config.patch(compile_threads=8):
-        compile_pool.start(torch.device("cuda", 1), share=share)
-    assert made == [(count, 1, 4)]
+        compile_pool.start(torch.device("cuda", 1))
+    assert made == [(3, 1, 4)]
+
+
+@pytest.mark.parametrize("value", ["many", "-1", "2.5"])
+def test_other_numbers_are_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(compile_pool.VARIABLE, value)
+    with pytest.raises(OptionError, match=f"{value}: needed a number of processes"):
+        compile_pool.start(torch.device("cpu"))

@@ -5,10 +5,11 @@ large model, beside which most cores are idle. Here several processes compile a 
 one takes what they have made from the caches, within a few hundredths of a second for each. What
 they have not begun yet it compiles itself.
 
-They start while the model is captured, because they import torch for seconds, and end when the
-graphs of the first plan have code: a graph on a GPU makes them take device memory, which belongs to
-the first step. Where anything is unusual (no caches, a graph or options that cannot be sent, a
-process that ends), this process compiles, as it would have done.
+MEGACOMPILE_COMPILE_PROCESSES=4 says how many; without it there are none. They start while the model
+is captured, because they import torch for seconds, and end when the graphs of the first plan have
+code: a graph on a GPU makes them take device memory, which belongs to the first step. Where
+anything is unusual (no caches, a graph or options that cannot be sent, a process that ends or takes
+too long), this process compiles, as it would have done.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ from torch import fx
 
 from megacompile import compat, log
 from megacompile.beside.process import Process, end_with_the_pipe
+from megacompile.errors import OptionError
 from megacompile.runtime.device import forks
 from megacompile.runtime.device.background import fulfil
 
-MOST = 4  # more would compile the same kernels several times
-_CORES = 4  # for each of them: they start processes that compile kernels
+VARIABLE = "MEGACOMPILE_COMPILE_PROCESSES"
+_THREADS = 4  # of each of them, for kernels
+_PATIENCE_S = 300.0  # with one graph
 _READY = "ready"  # for a job, the last of which is done
 
 Graph = tuple[fx.GraphModule, Sequence[torch.Tensor]]  # and its inputs, which are fake
@@ -88,7 +91,13 @@ class CompilePool:
 
         def take(module: fx.GraphModule) -> None:
             future = futures.get(module)
-            if future is not None and not future.cancel() and (error := future.exception()):
+            if future is None or future.cancel():
+                return
+            try:
+                error = future.exception(_PATIENCE_S)
+            except TimeoutError:
+                error = TimeoutError(f"it takes more than {_PATIENCE_S:g} s")
+            if error is not None:
                 log.logger("compile").info("no process compiled a graph: %s", error)
 
         try:
@@ -182,19 +191,21 @@ def _compile(job: Job, device: int | None, threads: int) -> None:
 _pool: CompilePool | None = None
 
 
-def start(device: torch.device, *, share: int = 1) -> None:
-    """Start processes for a model's first graphs, if there are cores for them.
+def start(device: torch.device) -> None:
+    """Start as many processes for a model's first graphs as the environment says.
 
-    Args:
-        share: processes of this host that do the same.
+    Raises:
+        OptionError: it says something else.
     """
     global _pool
     stop()
-    count = min(MOST, _cores() // share // _CORES)
-    if count and compat.compiles_in_processes() and sys.executable:
+    value = os.environ.get(VARIABLE, "") or "0"
+    if not value.isdecimal():
+        raise OptionError(f"{VARIABLE}={value}: needed a number of processes, such as 4, or 0")
+    if int(value) and compat.compiles_in_processes() and sys.executable:
         index = (device.index or 0) if device.type == "cuda" else None
         try:
-            _pool = CompilePool(count, index, _CORES)
+            _pool = CompilePool(int(value), index, _THREADS)
         except (OSError, subprocess.SubprocessError) as error:
             log.logger("compile").info("no processes compile stages: %s", error)
 
@@ -224,9 +235,3 @@ def compiling(graphs: Callable[[], Sequence[Graph]]) -> Iterator[Take]:
             yield take
     finally:
         stop()
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

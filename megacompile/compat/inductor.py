@@ -89,10 +89,13 @@ def compile_inductor(
 def packed_graph(module: fx.GraphModule, inputs: Tensors) -> bytes:  # torch 2.11 to 2.15
     """What `compile_inductor` takes, for another process; `unpacked_graph` gives it there.
 
+    Of what is noted about nodes, their values go along. The rest may hold nodes, which cannot.
+
     Raises:
         Exception: of any kind; not all that a graph may hold can be pickled.
     """
-    return GraphPickler.dumps((module, list(inputs)), Options(ops_filter=None))
+    options = Options(ops_filter=None, node_metadata_key_filter=lambda key: key == "val")
+    return GraphPickler.dumps((module, list(inputs)), options)
 
 
 def unpacked_graph(given: bytes) -> tuple[fx.GraphModule, Tensors]:  # torch 2.11 to 2.15
