@@ -8,10 +8,12 @@ import os
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from megacompile import compat
 from megacompile.cli import main
 from megacompile.cost import disk, probe, rates
 from megacompile.cost.hardware import H200, Hardware
@@ -225,8 +227,11 @@ def test_fp8_is_measured_where_the_device_has_it(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     assert measuring.fp8_tflop_s(64) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    found = measuring.fp8_tflop_s(64)
+    with mock.patch.object(compat, "SCALED_MM", wraps=compat.SCALED_MM) as product:
+        found = measuring.fp8_tflop_s(64)
     assert found is not None and found > 0
+    for factor in product.call_args.args[:2]:
+        assert factor.float().unique().numel() > 50, "not ones, which take less power"
 
 
 def test_faster_computing_is_faster_in_fp8_too() -> None:
