@@ -265,8 +265,12 @@ def _made(
         compat.start_compile_workers()  # they are ready when parameters have moved
         compile_pool.start(options.device)
     divide = functools.partial(find_units, compute_dtype=options.compute_dtype, ranks=options.ranks)
-    with compat.on_host():
-        streamed = StreamedModel(model, options, divide, compiler, contents)
+    try:
+        with compat.on_host():
+            streamed = StreamedModel(model, options, divide, compiler, contents)
+    except BaseException:
+        compile_pool.stop()
+        raise
     compat.set_compiled_call(model, streamed)
     replace_methods(model, shared=options.mesh is not None)
     machine = streamed.machine

@@ -48,7 +48,8 @@ class Node:
 
     number: int
     count: int  # of nodes that have cores
-    cores: frozenset[int]  # of this one, that the process may use
+    cores: frozenset[int]  # of this one, that the process may use; as the system counts them
+    siblings: int = 1  # of these, that are one core to a thread that computes
 
     @property
     def short(self) -> str:
@@ -94,7 +95,16 @@ def node_at(address: str, root: Path = _SYSFS) -> Node | None:
     if number not in nodes or len(nodes) < 2:  # -1: the system does not know
         return None
     cores = nodes[number] & os.sched_getaffinity(0)
-    return Node(number, len(nodes), cores) if cores else None
+    return Node(number, len(nodes), cores, _siblings(cores, root)) if cores else None
+
+
+def _siblings(cores: Collection[int], root: Path) -> int:
+    """How many hardware threads a core has."""
+    places = (root / f"devices/system/cpu/cpu{n}/topology/thread_siblings_list" for n in cores)
+    try:
+        return max(1, *(len(_cores(place.read_text())) for place in places))
+    except (OSError, ValueError):
+        return 1
 
 
 def prefer(address: int, size_bytes: int, node: Node) -> bool:
@@ -135,7 +145,7 @@ def cores_of_updates(node: Node | None, threads: int, processes: int) -> frozens
         threads: of this process.
         processes: whose GPUs are attached to the node, each with as many.
     """
-    fits = node is not None and threads * processes <= len(node.cores)
+    fits = node is not None and threads * processes * node.siblings <= len(node.cores)
     return node.cores if node is not None and fits else frozenset()
 
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from megacompile import compat, megacompile
+from megacompile import api, compat, megacompile
 from megacompile.beside import compile_pool
 from megacompile.beside.compile_pool import CompilePool
-from megacompile.errors import OptionError
+from megacompile.errors import HostMemoryError, OptionError
 from tests.test_fork import in_child
 from tests.zoo import equal
 
@@ -174,6 +174,18 @@ def test_an_interrupt_ends_the_processes(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(gradients(compiled())) == 8
     names = [thread.name for thread in threading.enumerate() if thread.is_alive()]
     assert "megacompile-compile" not in names
+
+
+def test_a_model_that_is_refused_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    (pid,) = pids(start(monkeypatch))
+
+    def refused(*_: object) -> None:
+        raise HostMemoryError("too little")
+
+    monkeypatch.setattr(api.StreamedModel, "__init__", refused)
+    with pytest.raises(HostMemoryError, match="too little"):
+        compiled()
+    assert not is_alive(pid)
 
 
 @needs_fork

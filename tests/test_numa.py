@@ -295,6 +295,20 @@ def test_updates_run_there_if_all_their_threads_can(
     assert numa.cores_of_updates(None, threads, processes) == frozenset()
 
 
+def test_threads_that_share_a_core_are_one(tmp_path: Path) -> None:
+    """torch has a thread for each core; cpulist has each hardware thread."""
+    root = sysfs(tmp_path, "0-3", "4-7")
+    for first, second in ((4, 6), (5, 7)):
+        for core in (first, second):
+            topology = root / f"devices/system/cpu/cpu{core}/topology"
+            topology.mkdir(parents=True)
+            (topology / "thread_siblings_list").write_text(f"{first},{second}\n")
+    node = numa.node_at(ADDRESS, root)
+    assert node == Node(1, 2, frozenset({4, 5, 6, 7}), 2)
+    assert numa.cores_of_updates(node, 2, 1) == node.cores
+    assert numa.cores_of_updates(node, 4, 1) == frozenset(), "half of them would be elsewhere"
+
+
 def test_the_ranks_of_a_node_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the same number on another host, and those of other nodes, are not."""
     monkeypatch.setattr(buckets, "host_of_rank", lambda: ("0", "a"))

@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from megacompile.errors import OptimizerError
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Part
 from megacompile.page_locks import PAGE_LOCKS
-from megacompile.runtime.device import shared_buffers
+from megacompile.runtime.device import buffers, shared_buffers
 from megacompile.runtime.device.buffers import SharedFile
 from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.device.rank_notes import namespace
@@ -90,19 +91,20 @@ def until(there: Any) -> None:
 
 def test_a_bucket_is_one_memory_in_all_ranks() -> None:
     a, b = shared({7: 3 * MIB, 9: 100})
-    buffers = [
+    both = [
         (each.buffer(7, each.rows(7).leave), each.buffer(9, each.rows(9).leave)) for each in (a, b)
     ]
-    buffers[0][0].bytes(3 * MIB).fill_(5)
-    buffers[1][1].bytes(100).fill_(6)
-    assert bool((buffers[1][0].bytes(3 * MIB) == 5).all())
-    assert bool((buffers[0][1].bytes(100) == 6).all())
+    both[0][0].bytes(3 * MIB).fill_(5)
+    both[1][1].bytes(100).fill_(6)
+    assert bool((both[1][0].bytes(3 * MIB) == 5).all())
+    assert bool((both[0][1].bytes(100) == 6).all())
 
 
 def test_work_in_the_background_is_waited_for_by_all() -> None:
     a, b = shared({0: 100, 1: 100})
     work = Work()
     a.rows(0).begin(work)
+    a.tell()
     assert a.rows(0).busy() and b.rows(0).busy()
     assert not b.rows(1).busy(), "only that bucket"
     threading.Timer(0.05, work.over.set).start()
@@ -110,11 +112,35 @@ def test_work_in_the_background_is_waited_for_by_all() -> None:
     assert work.done() and not b.rows(0).busy() and not a.rows(0).busy()
 
 
+def test_work_of_a_graph_is_not_waited_for_by_ranks_that_are_behind_in_it() -> None:
+    """It may wait for a sum that they have not come to. The next graph waits for it."""
+    a, b = shared({0: 100})
+    work = Work()
+    a.rows(0).begin(work)
+    assert a.rows(0).busy() and not b.rows(0).busy()
+    b.rows(0).settle()
+    entered = threading.Thread(target=lambda: next(iter(_entering(a))))
+    entered.start()
+    for _ in _entering(b):
+        assert b.rows(0).busy()
+        work.over.set()
+        b.rows(0).settle()
+        break
+    entered.join()
+
+
+def _entering(own: SharedWeights) -> Iterator[None]:
+    """As a rank that has entered a graph."""
+    with own.copied(lambda: None):
+        yield
+
+
 def test_what_comes_later_is_not_over_with_what_came_before() -> None:
     a, b = shared({0: 100})
     first, second = Work(), Work()
     a.rows(0).begin(first)
     a.rows(0).begin(second)
+    a.tell()
     first.over.set()
     until(lambda: len(a._under_way) == 1)
     assert b.rows(0).busy()
@@ -126,6 +152,7 @@ def test_work_that_failed_is_not_over_until_its_rank_has_raised_it() -> None:
     a, b = shared({0: 100})
     work = Work(OptimizerError("half updated"))
     a.rows(0).begin(work)
+    a.tell()
     work.over.set()
     until(lambda: not a._under_way)
     assert b.rows(0).busy()
@@ -161,8 +188,8 @@ def test_ranks_wait_for_one_another_around_a_graph(late: str) -> None:
 
 def test_the_memory_of_a_bucket_goes_with_the_last_rank() -> None:
     a, b = shared({0: 4 * MIB})
-    buffers = [each.buffer(0, each.rows(0).leave) for each in (a, b)]
-    buffers[0].bytes(4 * MIB).fill_(1)
+    both = [each.buffer(0, each.rows(0).leave) for each in (a, b)]
+    both[0].bytes(4 * MIB).fill_(1)
     assert a._file.fd is not None
 
     def taken() -> int:
@@ -170,10 +197,10 @@ def test_the_memory_of_a_bucket_goes_with_the_last_rank() -> None:
 
     before = taken()
     assert before >= 4 * MIB
-    del buffers[0]
+    del both[0]
     gc.collect()
     assert taken() >= before, "another rank has it"
-    buffers.clear()
+    both.clear()
     gc.collect()
     assert taken() < MIB
 
@@ -189,6 +216,18 @@ def test_a_child_of_a_fork_has_its_own() -> None:
         os._exit(0)
     os.waitpid(pid, 0)
     assert bool((buffer.bytes(100) == 1).all()) and a.read(1) == 0
+
+
+def test_locking_writes_nothing_to_the_rows_of_others() -> None:
+    """To touch pages may write what was read, and their ranks write at the same time."""
+    (a,) = shared({0: MIB}, count=1)
+    buffer = a.buffer(0, a.rows(0).leave)
+    with (
+        mock.patch.object(PAGE_LOCKS, "lock", return_value=True) as lock,
+        mock.patch.object(buffers, "touch_pages") as touch,
+    ):
+        buffer.settle()
+    assert lock.call_count == 1 and not touch.called
 
 
 def test_each_rank_locks_the_pages_of_the_whole_bucket() -> None:

@@ -69,6 +69,11 @@ class SharedBuffer(HostBuffer):
         self.private, self.is_shared = False, True
         self._gone = gone
 
+    def settle(self) -> None:
+        """Page-lock it, which gives the rows of others their pages. Nothing is written to these:
+        their ranks do that at the same time."""
+        self.lock()
+
     def __del__(self) -> None:
         if self._address:
             PAGE_LOCKS.unlock(self._address)

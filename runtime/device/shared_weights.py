@@ -9,7 +9,10 @@ kinds of writes are ordered by counters, which each rank writes for itself and a
 
 - *Those in the background* (updates, copies of new parameters from the device): a rank counts the
   work that it has begun on a bucket, and what of it is over. Who copies the bucket waits until all
-  that was begun is over. A thread counts what is over: the rank that began it may wait for others.
+  that was begun is over. What is begun is told where the next graph with whole copies is entered:
+  in a backward that updates, a rank that runs ahead begins work behind a sum that needs the others,
+  and they must not wait for that. A thread counts what is over: the rank that began it may wait for
+  others.
 - *All others* (the user's code, loading, what an update does at once): a rank says when it enters a
   graph with whole copies, and when its copies are done. All wait for all at both places. So what a
   rank did before a graph is seen in it, and what it does afterwards is not.
@@ -65,11 +68,11 @@ class Work(Protocol):
 
 
 class SharedWeights:
-    """The memory of some buckets that the ranks of one host share.
+    """Buckets in memory that the ranks of one host share.
 
     Args:
         file: that all of them have.
-        ranks: they.
+        ranks: those that map it.
         sizes: bytes of the whole buckets, by key; the same in all ranks.
     """
 
@@ -81,6 +84,7 @@ class SharedWeights:
         self._words = memoryview(self._control).cast("q")
         self._fence = threading.Lock()
         self._turn = 0  # graphs with whole copies that were entered
+        self.begun: dict[int, int] = {}  # by this rank: counter -> its value, not told yet
         self._under_way: list[_UnderWay] = []
         self._thread = Background("megacompile-shared-weights")
 
@@ -123,6 +127,7 @@ class SharedWeights:
         """
         count, rank = self.ranks.count, self.ranks.rank
         self._turn += 1
+        self.tell()
         self.write(1 + rank, self._turn)
         self.wait(lambda: all(self.read(1 + r) >= self._turn for r in range(count)))
         yield
@@ -130,6 +135,11 @@ class SharedWeights:
         self.ranks.note_op()
         self.write(1 + count + rank, self._turn)
         self.wait(lambda: all(self.read(1 + count + r) >= self._turn for r in range(count)))
+
+    def tell(self) -> None:
+        """Let the others know what this rank has begun."""
+        for at, number in self.begun.items():
+            self.write(at, number)
 
     def read(self, at: int) -> int:
         """A counter."""
@@ -196,24 +206,22 @@ class Rows:
 
     def begin(self, work: Work) -> None:
         """Somebody begins to write this rank's rows, in the background."""
-        mine = self.first + self.shared.ranks.rank
-        number = self.shared.read(mine) + 1
-        self.shared.write(mine, number)
+        self.shared.begun[self._mine] = number = self._begun + 1
         self.shared.follow(work, self, number)
 
     def finish(self, number: int | None = None) -> None:
         """Work is over, and all before it; by default all that was begun."""
-        ranks = self.shared.ranks
-        number = self.shared.read(self.first + ranks.rank) if number is None else number
-        mine = self.first + ranks.count + ranks.rank
-        if self.shared.read(mine) < number:
-            self.shared.write(mine, number)
+        number = self._begun if number is None else number
+        over = self._mine + self.shared.ranks.count
+        if self.shared.read(over) < number:
+            self.shared.write(over, number)
 
     def busy(self) -> bool:
-        """Does somebody write the rows of some rank?"""
-        begun, over = self.first, self.first + self.shared.ranks.count
-        read = self.shared.read
-        return any(read(over + r) < read(begun + r) for r in range(self.shared.ranks.count))
+        """Does somebody write the rows of some rank? Of others, what they have told."""
+        read, count = self.shared.read, self.shared.ranks.count
+        begun = [read(self.first + r) for r in range(count)]
+        begun[self.shared.ranks.rank] = self._begun
+        return any(read(self.first + count + r) < begun[r] for r in range(count))
 
     def settle(self) -> None:
         """Wait until nobody does.
@@ -222,6 +230,15 @@ class Rows:
             RankError: another rank has stopped.
         """
         self.shared.wait(lambda: not self.busy())
+
+    @property
+    def _mine(self) -> int:
+        """The counter of what this rank has begun."""
+        return self.first + self.shared.ranks.rank
+
+    @property
+    def _begun(self) -> int:
+        return self.shared.begun.get(self._mine, 0)
 
     def leave(self) -> bool:
         """This rank does without the bucket; do all?"""

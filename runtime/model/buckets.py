@@ -267,7 +267,9 @@ class ModelBuckets:
         Gradients move along; optimizer states when the next step finds them elsewhere.
         """
         self.machine.slots.forget()  # its memory is for buckets that come to the device
-        new = wanted.whole - self.plans.placement.whole
+        before = self.plans.placement.whole
+        assert before in (frozenset(), wanted.whole), "ranks choose once which buckets they map"
+        new = wanted.whole - before
         self._share({key: self.machine.buckets[key].whole for key in sorted(new)})
         for key in list(self.machine.buckets):
             whole = key in wanted.whole

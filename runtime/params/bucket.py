@@ -209,7 +209,7 @@ class HostBucket:
         masters, end = _places(self.layout, {i: self.params[i].dtype for i in whole})
         buffer = self.new_buffer(end, pin=self.pin_masters)
         self._memory.append(buffer.bytes(end))
-        places, values = list(self.layout.params), list(self.streamed)
+        places, values = list(self._streamed_places), list(self.streamed)
         for i, place in masters.items():
             places[i], values[i] = place, buffer.tensor(place)
         return buffer, places, tuple(values)
