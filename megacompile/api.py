@@ -173,8 +173,8 @@ def megacompile(
         whole_buckets: how weights come to each of these ranks. False: it copies its rows to its
             GPU, and the GPUs exchange them. True: it copies all rows, from host memory that the
             ranks of a host map together; the ranks that shard must be on one host, and what lives
-            on the device is exchanged all the same. Default: whichever is predicted to be faster:
-            copies, mostly, where GPUs exchange over PCIe. Results are bitwise equal.
+            on the device is exchanged all the same. Default: whichever is predicted to be faster.
+            On the CPU results are bitwise equal.
 
     Raises:
         ModelError: the argument is no module, its parameters cannot be streamed, or another

@@ -158,8 +158,8 @@ def bind(cores: Collection[int]) -> None:
 
 @contextmanager
 def bound(node: Node | None) -> Iterator[None]:
-    """For its duration this thread runs on the cores of a node; None: where it does. It must not
-    begin to use OpenMP meanwhile, whose threads would stay there."""
+    """For its duration this thread runs on the cores of a node; None: where it does. OpenMP must
+    not start inside: its threads would stay on these cores."""
     if node is None:
         yield
         return
