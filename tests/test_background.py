@@ -141,7 +141,9 @@ def test_the_caller_does_it_where_there_is_no_thread(monkeypatch: pytest.MonkeyP
 def test_two_that_were_started_are_one() -> None:
     """Ctrl-C may hide that a thread was started."""
     queue, over = background._Queue(), threading.Event()
-    threads = [threading.Thread(target=queue._until_the_end, daemon=True) for _ in range(2)]
+    threads = [
+        threading.Thread(target=queue._until_the_end, args=((),), daemon=True) for _ in range(2)
+    ]
     for thread in threads:
         thread.start()
     queue.work.put(over.set)
