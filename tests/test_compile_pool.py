@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch import nn
 
-from megacompile import api, compat, megacompile
+from megacompile import compat, megacompile
 from megacompile.beside import compile_pool
 from megacompile.beside.compile_pool import CompilePool
 from megacompile.errors import HostMemoryError, OptionError
+from megacompile.runtime.model.streamed import StreamedModel
 from tests.test_fork import in_child
 from tests.zoo import equal
 
@@ -182,7 +183,7 @@ def test_a_model_that_is_refused_leaves_none_behind(monkeypatch: pytest.MonkeyPa
     def refused(*_: object) -> None:
         raise HostMemoryError("too little")
 
-    monkeypatch.setattr(api.StreamedModel, "__init__", refused)
+    monkeypatch.setattr(StreamedModel, "__init__", refused)
     with pytest.raises(HostMemoryError, match="too little"):
         compiled()
     assert not is_alive(pid)
