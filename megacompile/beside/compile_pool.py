@@ -51,6 +51,7 @@ class Job(NamedTuple):
     graph: bytes  # see `compat.packed_graph`
     settings: bytes  # see `compat.compile_settings`
     caches: dict[str, str]  # variables that say where they are
+    cpu_threads: int  # that code for the CPU is made for
 
 
 class CompilePool:
@@ -128,9 +129,8 @@ def _job(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Job | None:
     except Exception as error:  # whatever somebody's classes raise when they are pickled
         log.logger("compile").info("a graph is compiled here, since it cannot be sent: %s", error)
         return None
-    return Job(
-        graph, settings, {k: os.environ[k] for k in compat.CACHE_VARIABLES if k in os.environ}
-    )
+    caches = {name: os.environ[name] for name in compat.CACHE_VARIABLES if name in os.environ}
+    return Job(graph, settings, caches, torch.get_num_threads())
 
 
 def _work(process: Process, jobs: deque[tuple[Future[None], Job]]) -> None:
@@ -181,6 +181,7 @@ def _compile(job: Job, device: int | None, threads: int) -> None:
     os.environ.update(job.caches)
     compat.use_compile_settings(job.settings)
     compat.use_compile_threads(threads)
+    torch.set_num_threads(job.cpu_threads)
     if device is not None:
         torch.cuda.set_device(device)
     compat.compile_inductor(*compat.unpacked_graph(job.graph))
