@@ -20,6 +20,7 @@ from megacompile.beside import compile_pool
 from megacompile.beside.compile_pool import CompilePool
 from megacompile.errors import HostMemoryError, OptionError
 from megacompile.runtime.model.streamed import StreamedModel
+from tests.test_cpp_process import process_is_alive
 from tests.test_fork import in_child
 from tests.zoo import equal
 
@@ -70,14 +71,6 @@ def pids(pool: CompilePool) -> list[int]:
     return [process._process.pid for process in pool._processes]
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 @needs_compiler
 @pytest.mark.usefixtures("patient")
 def test_stages_are_compiled_elsewhere_and_found_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +82,7 @@ def test_stages_are_compiled_elsewhere_and_found_here(monkeypatch: pytest.Monkey
     found = gradients(compiled())
     counts = compat.cache_counts().since(before)
     assert counts.made == 0 and counts.found > 2
-    assert compile_pool._pool is None and not any(map(is_alive, started))
+    assert compile_pool._pool is None and not any(map(process_is_alive, started))
 
     torch.compiler.reset()
     with torch._inductor.config.patch(force_disable_caches=True):
@@ -106,7 +99,7 @@ def test_what_no_process_has_begun_is_compiled_here(monkeypatch: pytest.MonkeyPa
     before = compat.cache_counts()
     gradients(compiled())
     assert compat.cache_counts().since(before).made > 2
-    assert not is_alive(pid)
+    assert not process_is_alive(pid)
 
 
 @needs_compiler
@@ -170,7 +163,7 @@ def test_an_interrupt_ends_the_processes(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Future, "exception", interrupted)
     with pytest.raises(KeyboardInterrupt):
         gradients(compiled())
-    assert not is_alive(pid) and compile_pool._pool is None
+    assert not process_is_alive(pid) and compile_pool._pool is None
     monkeypatch.undo()
     assert len(gradients(compiled())) == 8
     names = [thread.name for thread in threading.enumerate() if thread.is_alive()]
@@ -186,7 +179,7 @@ def test_a_model_that_is_refused_leaves_none_behind(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(StreamedModel, "__init__", refused)
     with pytest.raises(HostMemoryError, match="too little"):
         compiled()
-    assert not is_alive(pid)
+    assert not process_is_alive(pid)
 
 
 @needs_fork
@@ -199,7 +192,7 @@ def test_a_forked_child_leaves_them_alone(monkeypatch: pytest.MonkeyPatch) -> No
 
     (pid,) = pids(pool)
     assert in_child(stop) == 0
-    assert is_alive(pid)
+    assert process_is_alive(pid)
 
 
 @needs_compiler
@@ -217,7 +210,7 @@ def test_nobody_waits_for_ever(
         gradients(compiled())
     assert "no process compiled a graph: it takes more than 0.2 s" in caplog.text
     assert compat.cache_counts().since(before).made > 2
-    assert not is_alive(pid)
+    assert not process_is_alive(pid)
 
 
 @pytest.mark.parametrize("why", ["nobody asked", "none", "no caches", "one compile thread"])

@@ -97,11 +97,12 @@ class _Graph:
 
         It was made on the compute stream, behind which the forward begins.
         """
+        plan = self.schedule.plan
+        on_device = keys - plan.weights_on_disk - plan.whole
         for item in self.items:
-            plan = self.schedule.plan
-            if item.reads_weights in keys - plan.weights_on_disk - plan.whole:
+            if item.reads_weights in on_device:
                 item.takes = []
-                item.fresh = item.reads_weights not in self.schedule.plan.device_update
+                item.fresh = item.reads_weights not in plan.device_update
 
     def amounts(self, hardware: Hardware, *, fused: bool) -> list[float]:
         """How much work each item is on a machine."""
