@@ -193,9 +193,10 @@ class HostPool(Reused[Buffer]):
         ready = self.budget.ready(size_bytes, pin=self.pin)
         if ready is not None:
             return Buffer(ready, size_bytes)
-        if size_bytes > mmap.PAGESIZE and size_bytes + MARGIN_BYTES > available_bytes():
-            self.budget.forget_ahead()  # what nobody may ask for is in the way
         free = available_bytes()
+        if size_bytes > mmap.PAGESIZE and size_bytes + MARGIN_BYTES > free:
+            self.budget.forget_ahead()  # what nobody may ask for is in the way
+            free = available_bytes()
         if size_bytes > mmap.PAGESIZE and size_bytes + MARGIN_BYTES > free:
             raise HostMemoryError(
                 f"offloading activations: {format_bytes(size_bytes)} more are needed on the host, "
