@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.models import SHAPE_14B, SHAPE_32B
+from benchmarks.models import SHAPE_14B, SHAPE_32B, SHAPE_72B
 
 _DISK = tempfile.gettempdir()
 _STREAMED: dict[str, Any] = {"resident": 0, "activations": "recompute"}
@@ -130,6 +130,18 @@ GROUPS: dict[str, tuple[Case, ...]] = {
             batch=64,
             options={"host_memory": "40GiB", "disk": _DISK},
             steps=2,
+        ),
+        # 62.2 B parameters; a step of these takes most of a minute
+        Case(
+            "in the backward, 8-bit, and a disk",
+            layers=68,
+            batch=64,
+            shape=SHAPE_72B,
+            options={"disk": _DISK},
+            state_dtype="int8",
+            in_backward=True,
+            warm=0,
+            steps=1,
         ),
     ),
 }

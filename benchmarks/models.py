@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-# Of Qwen2.5-14B and 32B, as arguments of `qwen2()`.
+# Of Qwen2.5-14B, 32B and 72B, as arguments of `qwen2()`.
 SHAPE_14B = {"width": 5120, "intermediate": 13824, "kv_heads": 8}
 SHAPE_32B = {"width": 5120, "intermediate": 27648, "kv_heads": 8}
+SHAPE_72B = {"width": 8192, "intermediate": 29568, "kv_heads": 8}
 
 
 def qwen2(
