@@ -7,6 +7,7 @@ Threads are ours (`runtime/disk/transfers.py`), by chunk and number. io_uring ne
 PyPI, kvikio `kvikio-cu12` (and its libraries on LD_LIBRARY_PATH, where there is no conda); what is
 not installed is left out. libaio is its system calls. All of them do direct I/O of the same places
 and the same memory, but for "cached" and "mapping". CPU is user and system time of this process.
+"Beside Python": while another thread runs Python code, and has the GIL whenever it can.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import importlib
 import mmap
 import os
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -33,7 +36,7 @@ from megacompile.runtime.disk.transfers import Transfers, Way
 
 _DEPTH = 8  # requests in flight of io_uring and libaio
 _CHUNK = 4 * 2**20
-_CHUNKS_MIB, _THREADS = (1, 4, 16), (1, 2, 4, 8)
+_CHUNKS_MIB, _THREADS = (1, 4, 16, 32, 64), (1, 2, 4, 8)
 Run = Callable[[Way], None]
 
 
@@ -56,6 +59,9 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
             seconds, cpu = min(_timed(partial(run, way)) for _ in range(args.repeats))
             row[f"{way.value} GB/s"] = round(size / 1e9 / seconds, 2)
             row[f"{way.value} CPU s/GB"] = round(cpu / (size / 1e9), 3)
+            with _beside_python():
+                seconds, _ = min(_timed(partial(run, way)) for _ in range(args.repeats))
+            row[f"{way.value} GB/s beside Python"] = round(size / 1e9 / seconds, 2)
         rows.append(row)
         print(row, flush=True)
     publish("Disk", rows, args.out)
@@ -66,6 +72,23 @@ def _timed(run: Callable[[], None]) -> tuple[float, float]:
     start, cpu = time.perf_counter(), time.process_time()
     run()
     return time.perf_counter() - start, time.process_time() - cpu
+
+
+@contextmanager
+def _beside_python() -> Iterator[None]:
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.is_set():
+            sum(range(1000))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _ways(disk: Disk, buffer: DiskBuffer, memory: HostBuffer) -> Iterator[tuple[str, Run]]:

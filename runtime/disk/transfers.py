@@ -5,6 +5,11 @@ the other. Threads wait in the kernel and hold no lock of Python's meanwhile; th
 io_uring here (docs/decisions/0028-disk.md). Reads and writes have threads of their own, so neither
 waits for the other.
 
+[Note: chunks] Between two chunks a thread needs the GIL, and waits up to 5 ms for it
+(`sys.getswitchinterval`) while another thread runs Python, as the one that launches kernels does. A
+chunk of 4 MiB takes about as long as that. So chunks are large, and a request has enough of them
+for all threads.
+
 [Note: order] Nothing orders two requests but what they are told (`after=`). One that waits for
 another was given later than that, so the one that was given first can always go on.
 
@@ -35,7 +40,8 @@ from megacompile.runtime.device.background import Background
 from megacompile.runtime.disk.scratch import Place, ScratchFile
 from megacompile.text import format_bytes
 
-CHUNK_BYTES = 4 * 2**20
+CHUNK_BYTES = 32 * 2**20  # at most; see [Note: chunks]
+_LEAST_CHUNK_BYTES = 4 * 2**20  # of a request that has fewer than one of the others a thread
 THREADS = 4  # for each direction: the requests that a disk has at a time
 
 
@@ -246,8 +252,9 @@ _Chunk = tuple[Span, int, int]  # offset in it, bytes
 
 
 def _chunks(span: Span, alignment: int) -> list[_Chunk]:
-    size = max(CHUNK_BYTES // alignment, 1) * alignment
     whole = span.place.size_bytes
+    size = min(CHUNK_BYTES, max(whole // THREADS, _LEAST_CHUNK_BYTES))
+    size = max(size // alignment, 1) * alignment
     return [(span, i, min(size, whole - i)) for i in range(0, whole, size)]
 
 
