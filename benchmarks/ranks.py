@@ -37,6 +37,7 @@ from benchmarks.peers.wheels import importable
 from benchmarks.process_memory import shared_bytes
 from benchmarks.report import publish
 from megacompile import explain, megacompile
+from megacompile.cost.ranks import use_cores
 from megacompile.runtime.updates.compiled import wait_until_compiled
 
 CASES = ("planned", "streamed", "whole", "in-backward", "fsdp2", "deepspeed")
@@ -171,6 +172,8 @@ def _fsdp2(
 def _deepspeed(
     model: nn.Module, case: str, args: argparse.Namespace, mesh: DeviceMesh | None
 ) -> tuple[Step, Callable[[], float | None]]:
+    if mesh is not None:
+        use_cores(mesh)  # torchrun leaves it one, and its Adam is on the CPU; megacompile() does so
     system = deepspeed.setup(Loss(model).to("cpu"), "cuda")
 
     def step(ids: torch.Tensor, *, look: bool = True) -> float:

@@ -222,6 +222,24 @@ def test_a_round_trip_in_chunks(disk: Memory, monkeypatch: pytest.MonkeyPatch) -
     assert written.done() and not written.failed() and not written.busy()
 
 
+def test_chunks_are_large_and_enough_for_all_threads(disk: Memory) -> None:
+    """A thread may wait 5 ms for the GIL between two of them."""
+    mib, threads = 2**20, transfers.THREADS
+
+    def sizes(size_bytes: int) -> list[int]:
+        span = transfers.Span(disk.file.take(size_bytes), lambda: torch.empty(0))
+        cut = transfers._chunks(span, disk.file.alignment)
+        assert [at for _, at, _ in cut] == list(
+            itertools.accumulate([0, *(n for *_, n in cut[:-1])])
+        )
+        return [size for *_, size in cut]
+
+    assert sizes(PAGE) == [PAGE]
+    assert sizes(16 * mib) == [4 * mib] * threads
+    assert sizes(64 * mib) == [16 * mib] * threads
+    assert sizes(200 * mib) == [*[32 * mib] * 6, 8 * mib]
+
+
 def test_nothing_to_do_is_done(disk: Memory) -> None:
     done(disk.read([], [], "nothing"))
 
