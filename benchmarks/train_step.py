@@ -143,9 +143,11 @@ def _measure(case: Case, args: argparse.Namespace) -> dict[str, object]:
     torch.cuda.empty_cache()
     first = training.step(ids).item()
     first_s = time.perf_counter() - start
+    print(f"first step {first_s:.1f} s, loss {first:.4f}", flush=True)  # others may be cut off
     start = time.perf_counter()
     training.step(ids).item()
     second_s = time.perf_counter() - start
+    print(f"second step {second_s:.1f} s", flush=True)
     wait_until_compiled()
     for _ in range(case.warm):  # buckets have moved, the second plan is compiled, states are there
         training.step(ids).item()
