@@ -230,7 +230,7 @@ class _Tries:
         low = problem.most_waiting(least, lowest, low)
         updates = problem.optimizer.in_backward and not choice.saved_on_host
         others = {lowest} if updates and fewer else set()
-        if choice.offload and fewer:
+        if choice.offload and fewer and not choice.saved_on_host:
             others |= {lowest + (low - lowest) * k // 4 for k in range(4)}
         known = set(self.times)
         most_kept = self._most_that_fit(least, range(low, lowest - 1, -1))
