@@ -215,8 +215,8 @@ class _Tries:
         """Simulate a choice with as many kept stages as fit; False where it does not fit at all.
 
         Args:
-            fewer: where the backward updates, or what is kept waits on the host, copies may leave
-                no time to save: keeping less is tried as well.
+            fewer: where the backward updates, or inputs of stages wait on the host, copies may
+                leave no time to save: keeping less is tried as well.
         """
         problem, (lowest, most) = self.problem, self.keeps
         if choice.saved_on_host:  # where none is kept, none is kept on the host
