@@ -17,7 +17,7 @@ from benchmarks.models import SHAPE_14B, SHAPE_32B, SHAPE_72B
 
 _DISK = tempfile.gettempdir()
 _RECOMPUTED: dict[str, Any] = {"activations": "recompute"}
-_STREAMED: dict[str, Any] = {"resident": 0, "activations": "recompute"}
+_STREAMED: dict[str, Any] = {**_RECOMPUTED, "resident": 0}
 
 
 @dataclass(frozen=True, slots=True)

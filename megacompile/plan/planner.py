@@ -216,7 +216,8 @@ class _Tries:
 
         Args:
             fewer: where the backward updates, or inputs of stages wait on the host, copies may
-                leave no time to save: keeping less is tried as well.
+                leave no time to save: keeping less is tried as well, but for stages that are kept
+                on the host.
         """
         problem, (lowest, most) = self.problem, self.keeps
         if choice.saved_on_host:  # where none is kept, none is kept on the host
@@ -228,9 +229,9 @@ class _Tries:
             return False
         low = problem.most_kept(least, lowest, most)
         low = problem.most_waiting(least, lowest, low)
-        updates = problem.optimizer.in_backward and not choice.saved_on_host
-        others = {lowest} if updates and fewer else set()
-        if choice.offload and fewer and not choice.saved_on_host:
+        fewer = fewer and not choice.saved_on_host
+        others = {lowest} if problem.optimizer.in_backward and fewer else set()
+        if choice.offload and fewer:
             others |= {lowest + (low - lowest) * k // 4 for k in range(4)}
         known = set(self.times)
         most_kept = self._most_that_fit(least, range(low, lowest - 1, -1))

@@ -41,7 +41,7 @@ from megacompile.runtime.disk.scratch import Place, ScratchFile
 from megacompile.text import format_bytes
 
 CHUNK_BYTES = 32 * 2**20  # at most; see [Note: chunks]
-_LEAST_CHUNK_BYTES = 4 * 2**20  # of a request that has fewer than one of the others a thread
+_LEAST_CHUNK_BYTES = 4 * 2**20  # at least, where one for each thread would be less
 THREADS = 4  # for each direction: the requests that a disk has at a time
 
 
