@@ -54,10 +54,12 @@ def budget_bytes(held_bytes: int = 0, *, share: int = 1) -> int:
     """Host memory that a model may take: what is free, and what it holds now, less a margin.
 
     Args:
-        held_bytes: by the model, which gives it up for its buckets.
+        held_bytes: by the model, which gives it up for its buckets. Of it counts what the process
+            has in RAM, files left out: `to_empty()` allocates memory that is free until somebody
+            writes to it, and the pages of a mapped checkpoint are free whenever others need them.
         share: processes that do the same on this host: each has so much of what is free.
     """
-    free = available_bytes() // share + held_bytes
+    free = available_bytes() // share + min(held_bytes, _in_ram_bytes())
     return max(0, free - max(MARGIN_BYTES, int(min(_SHARE * free, _SHARE_BYTES))))
 
 
@@ -78,6 +80,12 @@ def available_bytes() -> int:
         if "max" in each and "current" in each
     ]
     return min([free, *left, *(limit - used for limit, used in _rlimits())])
+
+
+def _in_ram_bytes() -> int:
+    """Memory of this process in RAM, without what it shares with files and other processes."""
+    info = psutil.Process().memory_info()
+    return int(info.rss - getattr(info, "shared", 0))
 
 
 _V2 = {"memory.max": "max", "memory.current": "current"}

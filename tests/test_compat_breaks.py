@@ -82,6 +82,17 @@ def test_where_a_module_keeps_what_its_call_calls() -> None:
 
 def test_nothing_is_given_back_on_the_cpu() -> None:
     compat.give_cache_back(torch.device("cpu"))
+    compat.give_pinned_cache_back(torch.device("cpu"))
+
+
+@pytest.mark.gpu
+def test_page_locked_memory_is_given_back() -> None:
+    compat.give_pinned_cache_back(torch.device("cuda"))
+    held = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    torch.empty(64 * 2**20, dtype=torch.uint8, pin_memory=True)
+    assert torch.cuda.host_memory_stats()["allocated_bytes.current"] > held
+    compat.give_pinned_cache_back(torch.device("cuda"))
+    assert torch.cuda.host_memory_stats()["allocated_bytes.current"] == held
 
 
 @pytest.mark.gpu

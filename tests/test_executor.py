@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from megacompile import schedules
+from megacompile import compat, schedules
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Code
@@ -411,3 +411,19 @@ def test_a_gradient_that_fits_is_not_copied() -> None:
     given = torch.ones(4, 6)
     meta = TensorMeta.of(given)
     assert _conform(given, meta, meta.stride) is given
+
+
+# --- what tuning leaves behind
+
+
+def test_page_locked_memory_goes_back_behind_the_first_backward(
+    ran: list[Executor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each schedule: its kernels are tuned in it."""
+    devices: list[torch.device] = []
+    monkeypatch.setattr(compat, "give_pinned_cache_back", devices.append)
+    _, model = twins(layers()[0])
+    for _ in range(4):
+        step(model, X)
+    assert len(ran) == 4
+    assert len(devices) == len({id(executor) for executor in ran}) < 4

@@ -67,6 +67,7 @@ from megacompile.compat.described import (
 from megacompile.compat.devices import (
     free_device_bytes,
     give_cache_back,
+    give_pinned_cache_back,
     on_host,
     profiler_enabled,
     side_stream,
@@ -324,6 +325,7 @@ __all__ = [
     "function_of",
     "functional_mode",
     "give_cache_back",
+    "give_pinned_cache_back",
     "given_to_functional_call",
     "gives_views",
     "gradient_hooks",

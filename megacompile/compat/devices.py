@@ -59,6 +59,14 @@ def give_cache_back(device: torch.device) -> None:  # torch 2.11 to 2.15
         torch.cuda.empty_cache()
 
 
+def give_pinned_cache_back(device: torch.device) -> None:  # torch 2.11 to 2.15
+    """Give page-locked host memory that torch's allocator caches back to the system. Where a kernel
+    is tuned that writes to a tensor in place, and device memory is short, Inductor copies that
+    tensor there, in blocks of powers of two."""
+    if device.type == "cuda":
+        _C._host_emptyCache()
+
+
 def profiler_enabled() -> bool:  # torch 2.11 to 2.15
     """Is `torch.profiler` recording in this process?"""
     return bool(torch.autograd.profiler._is_profiler_enabled)

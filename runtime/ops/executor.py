@@ -69,6 +69,7 @@ class Executor:
         self._collectives = {n: Collectives.of(g, n, schedule.name) for n, g in kinds}
         self._bound = {name: BoundOps(schedule, machine) for name in schedule.graphs}
         self._run = {name: self._compile(name) for name in schedule.graphs}
+        self._tuned = False  # has a backward run, in which kernels are tuned?
 
     def _compile(self, name: str) -> Callable[[list[Any]], Any]:
         source = python.graph_code(self.schedule, name)
@@ -134,6 +135,9 @@ class Executor:
         self._check_outputs(inputs)
         found, left, _ = self._call("backward", inputs)
         self._leave(left)
+        if not self._tuned:
+            compat.give_pinned_cache_back(self.machine.device)
+            self._tuned = True
         self.machine.note_backward(self)
         return {
             name: _plain(value) for name, value in zip(self.schedule.gradients, found, strict=True)
