@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.models import SHAPE_14B, SHAPE_32B, SHAPE_72B
+from benchmarks.models import SHAPE_14B, SHAPE_32B, SHAPE_72B, SHAPE_120B
 
 _DISK = tempfile.gettempdir()
 _RECOMPUTED: dict[str, Any] = {"activations": "recompute"}
@@ -34,6 +34,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16  # of the parameters
     shape: Mapping[str, int] = field(default_factory=dict)  # of `qwen2()`, beside its layers
     in_backward: bool = False  # is the update made there?
+    written_late: bool = False  # no GPU has memory for the model: it gets its values streamed
     warm: int = 2  # steps between the first one and those
     steps: int = 5  # that are timed
 
@@ -145,6 +146,17 @@ GROUPS: dict[str, tuple[Case, ...]] = {
             in_backward=True,
             warm=0,
             steps=1,
+        ),
+        # 120 B parameters, on a host with 503 GiB
+        Case(
+            "in the backward, 8-bit",
+            layers=88,
+            shape=SHAPE_120B,
+            state_dtype="int8",
+            in_backward=True,
+            written_late=True,
+            warm=0,
+            steps=2,
         ),
     ),
 }

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
-# Of Qwen2.5-14B, 32B and 72B, as arguments of `qwen2()`.
+# Of Qwen2.5-14B, 32B and 72B, and of examples/configs/120b.json, as arguments of `qwen2()`.
 SHAPE_14B = {"width": 5120, "intermediate": 13824, "kv_heads": 8}
 SHAPE_32B = {"width": 5120, "intermediate": 27648, "kv_heads": 8}
 SHAPE_72B = {"width": 8192, "intermediate": 29568, "kv_heads": 8}
+SHAPE_120B = {"width": 10240, "intermediate": 35840, "kv_heads": 8}
 
 
 def qwen2(
@@ -39,6 +42,31 @@ def qwen2(
     with torch.device(device):
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.train()
+
+
+def unwritten_qwen2(layers: int, **shape: Any) -> nn.Module:
+    """The same in host memory that nobody has written to, so that it takes none yet: for what no
+    GPU has memory for. `write` gives it values when its memory is where it stays.
+
+    Args:
+        shape: what `qwen2` takes, beside the device.
+    """
+    model = qwen2(layers, device="meta", **shape).to_empty(device="cpu")
+    backbone: Any = model.model
+    backbone.rotary_emb = type(backbone.rotary_emb)(model.config)  # its frequencies, on the CPU
+    return model
+
+
+@torch.no_grad()
+def write(model: nn.Module, device: str = "cuda") -> None:
+    """Random values, made on the device, as transformers draws them: norms are 1, biases 0."""
+    torch.manual_seed(0)
+    for name, param in model.named_parameters():
+        if param.ndim == 1:
+            param.copy_(torch.full_like(param, 0.0 if name.endswith("bias") else 1.0))
+        else:
+            value = torch.empty(param.shape, dtype=param.dtype, device=device)
+            param.copy_(value.normal_(0.0, 0.02))
 
 
 class Loss(nn.Module):

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from benchmarks.cases import GROUPS, Case
-from benchmarks.models import Loss, parameters, qwen2, tokens
+from benchmarks.models import Loss, parameters, qwen2, tokens, unwritten_qwen2, write
 from benchmarks.process_memory import status_bytes
 from benchmarks.report import publish
 from megacompile import explain, megacompile, trace
@@ -134,11 +134,16 @@ def _measure(case: Case, args: argparse.Namespace) -> dict[str, object]:
     before = _resident_bytes()
     _forget_peak()
     print(f"{case.name}, {case.text}; {before / 2**30:.1f} GiB are used before", flush=True)
-    model = qwen2(case.layers, dtype=case.dtype, device="cuda", **case.shape)
+    if case.written_late:
+        model = unwritten_qwen2(case.layers, dtype=case.dtype, **case.shape)
+    else:
+        model = qwen2(case.layers, dtype=case.dtype, device="cuda", **case.shape)
     count = parameters(model)
     ids = tokens(case.batch, case.length)
     start = time.perf_counter()
     training = Training(Loss(model), case)
+    if case.written_late:
+        write(training.model)
     del model
     torch.cuda.empty_cache()
     first = training.step(ids).item()
