@@ -116,6 +116,8 @@ GROUPS: dict[str, tuple[Case, ...]] = {
         Case("planned", layers=28, batch=1, length=16384, steps=3),
         Case("recomputed", layers=28, batch=1, length=16384, steps=3, options=_RECOMPUTED),
         Case("planned, 8 tiles", layers=28, batch=1, length=16384, steps=3, options={"tiles": 8}),
+        # as few as a plan tries
+        Case("planned, 4 tiles", layers=28, batch=1, length=16384, steps=3, options={"tiles": 4}),
     ),
     "tiers": (
         Case("planned", layers=48, shape=SHAPE_14B, steps=3),
