@@ -83,9 +83,14 @@ def available_bytes() -> int:
 
 
 def _in_ram_bytes() -> int:
-    """Memory of this process in RAM, without what it shares with files and other processes."""
-    info = psutil.Process().memory_info()
-    return int(info.rss - getattr(info, "shared", 0))
+    """Memory of this process in RAM, without the pages of files, where the system tells them."""
+    kinds: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        kinds = dict(line.split(":", 1) for line in lines)
+    if "RssAnon" in kinds and "RssShmem" in kinds:
+        return 1024 * sum(int(kinds[name].split()[0]) for name in ("RssAnon", "RssShmem"))
+    return int(psutil.Process().memory_info().rss)
 
 
 _V2 = {"memory.max": "max", "memory.current": "current"}
