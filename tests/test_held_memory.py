@@ -6,7 +6,6 @@ import mmap
 import tempfile
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
@@ -28,10 +27,10 @@ def test_memory_that_was_written_counts(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_memory_that_nobody_has_written_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = torch.empty(GIB)  # 4 GiB
-    own = psutil.Process().memory_info().rss
-    assert own < weights.nbytes / 2
-    assert more_bytes(weights.nbytes, monkeypatch) <= own + GIB // 16
+    before = more_bytes(64 * GIB, monkeypatch)
+    assert before < 64 * GIB
+    weights = torch.empty(GIB)
+    assert more_bytes(64 * GIB, monkeypatch) - before < weights.nbytes / 16
 
 
 def test_memory_that_processes_share_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,10 +42,7 @@ def test_memory_that_processes_share_counts(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_pages_of_a_file_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    def own() -> int:
-        return more_bytes(64 * GIB, monkeypatch)
-
-    before = own()
+    before = more_bytes(64 * GIB, monkeypatch)
     assert before < 64 * GIB
     with tempfile.TemporaryFile(dir=Path(__file__).parent) as file:  # /tmp may be memory
         file.write(bytes(GIB // 4))
@@ -54,6 +50,6 @@ def test_pages_of_a_file_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         weights = torch.frombuffer(mapped, dtype=torch.uint8)
         assert weights.sum().item() == 0  # they are in RAM now
-        assert own() - before < GIB // 8
+        assert more_bytes(64 * GIB, monkeypatch) - before < GIB // 8
         del weights
         mapped.close()
