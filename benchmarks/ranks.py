@@ -31,7 +31,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from benchmarks.models import Loss, parameters, qwen2, tokens
+from benchmarks.models import (
+    SHAPE_14B,
+    SHAPE_32B,
+    SHAPE_72B,
+    Loss,
+    parameters,
+    qwen2,
+    tokens,
+)
 from benchmarks.peers.systems import deepspeed
 from benchmarks.peers.wheels import importable
 from benchmarks.process_memory import shared_bytes
@@ -40,6 +48,12 @@ from megacompile import explain, megacompile
 from megacompile.cost.ranks import use_cores
 from megacompile.runtime.updates.compiled import wait_until_compiled
 
+SHAPES: dict[str, dict[str, int]] = {
+    "7.6b": {},
+    "14b": SHAPE_14B,
+    "32b": SHAPE_32B,
+    "72b": SHAPE_72B,
+}
 CASES = ("planned", "streamed", "whole", "in-backward", "fsdp2", "deepspeed")
 
 
@@ -48,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", action="append", choices=CASES, default=[])
     parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--shape", choices=SHAPES, default="7.6b", help="of each layer")
     parser.add_argument("--batch", type=int, default=16, help="sequences of each rank")
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--warm", type=int, default=3)
@@ -83,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _measure(case: str, args: argparse.Namespace, mesh: DeviceMesh | None) -> dict[str, object]:
     ranks = 1 if mesh is None else mesh.size()
-    model = qwen2(args.layers)
+    model = qwen2(args.layers, **SHAPES[args.shape])
     count = parameters(model)
     torch.manual_seed(1 if mesh is None else 1 + mesh.get_rank())
     ids = tokens(args.batch, args.length)
@@ -116,7 +131,7 @@ def _measure(case: str, args: argparse.Namespace, mesh: DeviceMesh | None) -> di
     foreseen = predicted()
     return {
         "case": case,
-        "model": f"{args.layers} layers",
+        "model": f"{count / 1e9:.1f} B, {args.layers} layers",
         "GPUs": ranks,
         "tokens of each": f"{args.batch}x{args.length}",
         "s": f"{seconds:.3f}",
