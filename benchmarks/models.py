@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 # Of Qwen2.5-14B, 32B and 72B, and of examples/configs/120b.json, as arguments of `qwen2()`.
 SHAPE_14B = {"width": 5120, "intermediate": 13824, "kv_heads": 8}
@@ -58,15 +59,21 @@ def unwritten_qwen2(layers: int, **shape: Any) -> nn.Module:
 
 
 @torch.no_grad()
-def write(model: nn.Module, device: str = "cuda") -> None:
-    """Random values, made on the device, as transformers draws them: norms are 1, biases 0."""
-    torch.manual_seed(0)
+def write(model: nn.Module, device: str = "cuda", *, seed: int = 0) -> None:
+    """Random values, made on the device, as transformers draws them: norms are 1, biases 0. Of a
+    model that ranks share, each writes its shards.
+
+    Args:
+        seed: one for each rank.
+    """
+    torch.manual_seed(seed)
     for name, param in model.named_parameters():
+        mine = param.to_local() if isinstance(param, DTensor) else param
         if param.ndim == 1:
-            param.copy_(torch.full_like(param, 0.0 if name.endswith("bias") else 1.0))
+            mine.copy_(torch.full_like(mine, 0.0 if name.endswith("bias") else 1.0))
         else:
-            value = torch.empty(param.shape, dtype=param.dtype, device=device)
-            param.copy_(value.normal_(0.0, 0.02))
+            value = torch.empty(mine.shape, dtype=mine.dtype, device=device)
+            mine.copy_(value.normal_(0.0, 0.02))
 
 
 class Loss(nn.Module):

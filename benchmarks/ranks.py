@@ -35,10 +35,13 @@ from benchmarks.models import (
     SHAPE_14B,
     SHAPE_32B,
     SHAPE_72B,
+    SHAPE_120B,
     Loss,
     parameters,
     qwen2,
     tokens,
+    unwritten_qwen2,
+    write,
 )
 from benchmarks.peers.systems import deepspeed
 from benchmarks.peers.wheels import importable
@@ -48,12 +51,14 @@ from megacompile import explain, megacompile
 from megacompile.cost.ranks import use_cores
 from megacompile.runtime.updates.compiled import wait_until_compiled
 
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "7.6b": {},
     "14b": SHAPE_14B,
     "32b": SHAPE_32B,
     "72b": SHAPE_72B,
+    "120b": SHAPE_120B,
 }
+LATE = {"72b", "120b"}  # no GPU holds them: they get their values where they are streamed from
 CASES = ("planned", "streamed", "whole", "in-backward", "fsdp2", "deepspeed")
 
 
@@ -65,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", choices=SHAPES, default="7.6b", help="of each layer")
     parser.add_argument("--batch", type=int, default=16, help="sequences of each rank")
     parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--host-memory", help="of each rank, as megacompile takes it")
     parser.add_argument("--warm", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--checkpoint", action="store_true", help="activation checkpointing, fsdp2")
@@ -98,7 +104,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _measure(case: str, args: argparse.Namespace, mesh: DeviceMesh | None) -> dict[str, object]:
     ranks = 1 if mesh is None else mesh.size()
-    model = qwen2(args.layers, **SHAPES[args.shape])
+    late = args.shape in LATE and case not in ("fsdp2", "deepspeed")
+    model = (unwritten_qwen2 if late else qwen2)(args.layers, **SHAPES[args.shape])
     count = parameters(model)
     torch.manual_seed(1 if mesh is None else 1 + mesh.get_rank())
     ids = tokens(args.batch, args.length)
@@ -108,6 +115,7 @@ def _measure(case: str, args: argparse.Namespace, mesh: DeviceMesh | None) -> di
     del model
     losses = [step(ids)]
     first_s = time.perf_counter() - start
+    print(f"first step {first_s:.1f} s, loss {losses[0]:.4f}", flush=True)  # others may be cut off
     wait_until_compiled()  # the update's code, which the next step takes
     for _ in range(args.warm):
         losses.append(step(ids))
@@ -152,6 +160,7 @@ def _ours(
     model: nn.Module, case: str, args: argparse.Namespace, mesh: DeviceMesh | None
 ) -> tuple[Step, Callable[[], float | None]]:
     options: dict[str, Any] = {"state_dtype": torch.float32, "progress": False, "mesh": mesh}
+    options["host_memory"] = args.host_memory
     whole = Loss(model)
     if case in ("streamed", "whole"):
         options |= {"resident": 0, "activations": "recompute"}
@@ -161,6 +170,8 @@ def _ours(
         options |= {"state_dtype": "int8"}
         options["optimizer"] = torch.optim.AdamW(whole.parameters(), lr=1e-5)
     whole = megacompile(whole, **options)
+    if args.shape in LATE:
+        write(whole, seed=0 if mesh is None else mesh.get_rank())
     optimizer = options.get("optimizer") or torch.optim.AdamW(whole.parameters(), lr=1e-5)
     clips = case != "in-backward"
     return _loop(whole, optimizer, clips), lambda: explain(whole, changes=False).step_s
