@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import tempfile
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,8 @@ if not torch.cuda.is_available():
 else:
     from megacompile import compat  # not above: triton would be imported before its variable is set
 
+    # Tests beside one another measure less than there is: nobody else is to plan with that.
+    os.environ["XDG_CACHE_HOME"] = f"{tempfile.gettempdir()}/megacompile-tests-{os.getuid()}"
     compat.use_expandable_segments()  # as megacompile() does where it comes before the first tensor
 
 

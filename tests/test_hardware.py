@@ -104,6 +104,47 @@ def test_hardware_is_measured_once(quick: Path, monkeypatch: pytest.MonkeyPatch)
     assert first.update_gb_s <= first.host_memory_gb_s
 
 
+def test_what_was_measured_beside_something_else_is_measured_again(
+    quick: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = rates.load("cpu")
+    slow = first.replace(matmul_tflop_s=first.matmul_tflop_s / 1000)
+    (path,) = quick.iterdir()
+    path.write_text(json.dumps(asdict(slow)))
+    assert main(["hardware", "--device", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["matmul_tflop_s"] == slow.matmul_tflop_s
+    assert main(["hardware", "--device", "cpu", "--again", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["matmul_tflop_s"] > slow.matmul_tflop_s
+    assert asdict(rates.load("cpu")) == found, "and that is kept"
+
+
+def test_ranks_measure_again_what_is_measured_again(
+    quick: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two files of this GPU are gone, one of its neighbour is not."""
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: mock.Mock(uuid=f"uuid-{device.index}"),
+    )
+    monkeypatch.setattr(rates, "measure", lambda device: H200)
+    quick.mkdir()
+    mine = [rates._file_of_rank(device, ranks) for ranks in (2, 16)]
+    other = rates._file_of_rank(torch.device("cuda", 1), 2)
+    for path in (*mine, other):
+        assert path is not None
+        path.write_text(json.dumps(asdict(H200)))
+    rates.load(device)
+    assert rates.cached_of_rank(device, 2) == H200
+    rates.load(device, again=True)
+    assert rates.cached_of_rank(device, 2) is rates.cached_of_rank(device, 16) is None
+    assert rates.cached_of_rank(torch.device("cuda", 1), 2) == H200
+    assert rates.cached(device) == H200
+
+
 def test_this_is_the_machine_at_hand(quick: Path) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     assert known("this") == rates.load(device)

@@ -15,7 +15,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("--device", help="cuda:0, cpu; default: the GPU if there is one")
     parser.add_argument("--disk", metavar="PATH", help="the rates of the disk of this folder too")
-    parser.add_argument("--again", action="store_true", help="measure even if that is on file")
+    parser.add_argument(
+        "--again", action="store_true", help="measure, and keep it, even if that is on file"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -8,7 +8,6 @@ from dataclasses import asdict
 
 from megacompile import numa
 from megacompile.cost.hardware import Hardware
-from megacompile.cost.probe import measure
 from megacompile.cost.rates import load, load_disk
 from megacompile.options import Options
 
@@ -18,7 +17,7 @@ _UNITS = {"_gb_s": "GB/s", "_tflop_s": "TFLOP/s", "_s": "s"}
 def run(args: argparse.Namespace) -> int:
     """Print the rates."""
     device = Options.resolve(device=args.device).device
-    found = measure(device) if args.again else load(device)
+    found = load(device, again=args.again)
     if args.disk is not None:
         found = load_disk(args.disk, again=args.again).on(found)
     if args.json:

@@ -22,18 +22,24 @@ _FORMAT = 6  # of the file: raised when fields change, or what they mean
 _DISK_FORMAT = 1
 
 
-def load(device: torch.device | str) -> Hardware:
+def load(device: torch.device | str, *, again: bool = False) -> Hardware:
     """The measured figures of `device`, from the cache file if it was measured before.
 
     The file is of this device, this number of threads, this version of torch and this version of
     the format; one that cannot be read is written anew.
+
+    Args:
+        again: measure even if that was done before: something else may have used the device then.
+            Ranks that share a model measure it anew, too.
     """
     device = torch.device(device)
-    found = cached(device)
+    found = None if again else cached(device)
     if found is not None:
         return found
     measured = measure(device)
     _keep(_file(device), json.dumps(asdict(measured), indent=2))
+    if again and device.type == "cuda":
+        _forget_of_ranks(device)
     return measured
 
 
@@ -153,6 +159,13 @@ def _file_of_rank(device: torch.device, ranks: int) -> Path | None:
     which = f"{_words(platform.node())}-{torch.cuda.get_device_properties(device).uuid}"
     name = f"{_key(device)}-{which}-of-{ranks}.json"
     return None if folder is None else folder / name
+
+
+def _forget_of_ranks(device: torch.device) -> None:
+    """Remove the figures of this GPU as one of several, however many."""
+    one = _file_of_rank(device, 1)
+    for path in [] if one is None else one.parent.glob(one.name.replace("-of-1.", "-of-*.")):
+        path.unlink(missing_ok=True)
 
 
 def _words(name: str) -> str:
