@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -339,12 +340,61 @@ def test_returned_memory_is_shared_by_views() -> None:
     assert first.size_bytes == SQUARE
 
 
+# --- instructions
+
+
+def of_one(function: Callable[..., Any], *shapes: tuple[int, ...]) -> int:
+    """Instructions for a number, of the last kernel of a function of bf16 tensors; 1.5 a byte that
+    is read or written are left out."""
+    kernel = found(function, *shapes).kernels[-1]
+    numbers = max(math.prod(shape) for shape in shapes)
+    return round((kernel.instructions - 1.5 * kernel.size_bytes) / numbers)
+
+
+def test_slow_functions_take_more_instructions() -> None:
+    assert of_one(lambda x: x + 1, (N, N)) == 1
+    assert of_one(lambda x: x.exp(), (N, N)) == 12
+    assert of_one(lambda x, y: x / y, (N, N), (N, N)) == 12
+    assert of_one(lambda x: x / 3, (N, N)) == 1  # which is a product
+    assert of_one(lambda x: x.float().clamp(0, 1).to(torch.float8_e4m3fn), (N, N)) == 1 + 4 + 4
+
+
+def test_every_kernel_that_reads_a_value_computes_it() -> None:
+    """What is reduced to one number, and used behind that, is computed in both kernels."""
+
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        return y * y.abs().amax()
+
+    first, second = found(cast, (N, N)).kernels
+    assert min(first.instructions, second.instructions) > 12 * N * N
+
+
+@pytest.mark.parametrize(("length", "passes"), [(1024, 1), (1025, 2)])
+def test_long_rows_are_gone_over_twice(length: int, passes: int) -> None:
+    def normed(x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        return y - y.sum(-1, keepdim=True)
+
+    (kernel,) = found(normed, (N, length)).kernels
+    a_number = 12 + 1 + 1 + 1.5 * 4  # exp, sum, sub; two bytes are read, two written
+    assert kernel.instructions == passes * a_number * N * length
+
+
+def test_products_have_no_instructions() -> None:
+    (kernel,) = found(torch.mm, (N, N), (N, N)).kernels
+    assert kernel.instructions == 0
+
+
 # --- seconds
 
 
 def test_the_slower_of_rate_and_bandwidth_counts() -> None:
     assert Kernel("k", Kind.PRODUCT, 10**12, 10**6, 2).seconds(UNIT) == pytest.approx(1.0)
     assert Kernel("k", Kind.PRODUCT, 10**6, 10**9, 2).seconds(UNIT) == pytest.approx(1.0)
+    many = UNIT.replace(matmul32_tflop_s=2.0)  # two operations in an instruction
+    issued = Kernel("k", Kind.MEMORY, 0, 10**9, 2, instructions=3 * 10**12).seconds(many)
+    assert issued == pytest.approx(3.0)
     launch = UNIT.replace(launch_s=0.5)
     assert Kernel("k", Kind.MEMORY, 0, 10**9, 2).seconds(launch) == pytest.approx(1.5)
 

@@ -503,7 +503,7 @@ def test_more_of_anything_is_never_slower(rate: str, in_backward: bool) -> None:
     schedule = streamed(in_backward=in_backward)
     slow = H200.replace(
         **dict.fromkeys(RATES[:4], 1e-3),
-        **{"matmul32_tflop_s": 1e-5, "memory_gb_s": 1e-1, "update_gb_s": 2e-3},
+        **{"matmul32_tflop_s": 1e-5, "memory_gb_s": 3e-3, "update_gb_s": 2e-3},
         host_memory_gb_s=3e-3,
         copy_s=0.0,
         launch_s=0.0,

@@ -10,6 +10,11 @@ nodes that no library call separates, and that reduce in the same direction, sha
 reads and writes only what crosses its border. What depends on a number that is reduced from a whole
 tensor (the scale of an fp8 cast) comes in a kernel behind it, and reads that tensor again. Without
 fusion (lowering "eager") every node is a kernel.
+
+[Note: instructions] Elementwise nodes are computed in every kernel that reads them. Where they are
+many, or slow ones, a kernel takes the time of its instructions and not that of its bytes: casts to
+fp8 behind silu do. A kernel that reduces long rows and then uses what it has found goes over them
+twice, from the cache, and computes all of it twice.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from megacompile.cost.aten import (
     REDUCTIONS,
     bytes_of,
     flops_of,
+    instructions_of,
     is_attention,
     is_called,
     is_library,
@@ -35,6 +41,7 @@ from megacompile.cost.aten import (
     reached_rate,
     readers_of,
     reduces_columns,
+    reduces_long_rows,
     reduces_to_one,
     scatters,
     tensors_of,
@@ -45,6 +52,7 @@ from megacompile.cost.kernels import Analysis, Kernel, Kind, Returned
 from megacompile.ir import ops
 
 _MANY_READS = 4  # Inductor's realize_reads_threshold
+_INSTRUCTIONS_A_BYTE = 1.5  # to read or write it, with the address, in numbers of 16 bits
 
 
 def analyse(graph: fx.Graph, *, fused: bool = True) -> Analysis:
@@ -75,6 +83,7 @@ class _Op:
     library: bool
     level: int
     inner: bool  # reduces rows, or nothing: can share a kernel with elementwise nodes
+    inlined: frozenset[fx.Node] = frozenset()  # elementwise nodes that are computed in it
     flops: int = 0
     extra_bytes: int = 0  # beyond what is read and written once
     inside_bytes: int = 0  # that are allocated while it runs
@@ -89,6 +98,7 @@ class _Walk:
     buffers: list[_Buffer] = field(default_factory=list)
     done: list[_Op] = field(default_factory=list)
     of: dict[fx.Node, Reads] = field(default_factory=dict)  # what reading a node reads
+    inlined: dict[fx.Node, frozenset[fx.Node]] = field(default_factory=dict)  # and computes
     inputs: dict[int, int] = field(default_factory=dict)  # buffer -> index of the placeholder
     realized: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)  # -> its buffers
 
@@ -115,6 +125,7 @@ class _Walk:
         elif is_view(node):
             size = bytes_of(tensors_of(node))
             self.of[node] = {buffer: min(size, read) for buffer, read in reads.items()}
+            self.inlined[node] = self._inlined_by(node)
         elif is_called(node):
             self._realize(
                 node,
@@ -145,9 +156,21 @@ class _Walk:
         if name_of(node) in INDEXED:
             reads = {buffer: min(read, size) for buffer, read in reads.items()}
         if reduces or not self.fused or self._must_realize(node, reads):
-            self._realize(node, reads, library=False, inner=not reduces_columns(node))
+            self._realize(
+                node,
+                reads,
+                library=False,
+                inner=not reduces_columns(node),
+                inlined=self._inlined_by(node) | {node},
+            )
         else:
             self.of[node] = reads
+            self.inlined[node] = self._inlined_by(node) | {node}
+
+    def _inlined_by(self, node: fx.Node) -> frozenset[fx.Node]:
+        """What whoever reads a node's inputs computes."""
+        each = (self.inlined.get(source, frozenset()) for source in node.all_input_nodes)
+        return frozenset().union(*each)
 
     def _must_realize(self, node: fx.Node, reads: Reads) -> bool:
         users = list(readers_of(node))
@@ -162,6 +185,7 @@ class _Walk:
         *,
         library: bool,
         inner: bool = True,
+        inlined: frozenset[fx.Node] = frozenset(),
         flops: int = 0,
         extra_bytes: int = 0,
         inside_bytes: int = 0,
@@ -173,7 +197,7 @@ class _Walk:
         self.of[node] = dict(zip(writes, sizes, strict=True))
         self.realized[node] = writes
         amounts = (flops, extra_bytes, inside_bytes)
-        self.done.append(_Op(node, reads, writes, library, level, inner, *amounts))
+        self.done.append(_Op(node, reads, writes, library, level, inner, inlined, *amounts))
 
     # The results.
 
@@ -207,7 +231,8 @@ class _Walk:
         if last.flops:
             kind = Kind.ATTENTION if is_attention(last.node) else Kind.PRODUCT
         reached = reached_rate(last.node) if kind is Kind.ATTENTION else 1.0
-        return Kernel(last.node.name, kind, last.flops, moved, itemsize_of(last.node), reached)
+        itemsize, instructions = itemsize_of(last.node), _instructions(group, moved)
+        return Kernel(last.node.name, kind, last.flops, moved, itemsize, reached, instructions)
 
     def _groups(self) -> list[list[_Op]]:
         """Realized nodes that share a kernel, in the order of their last node."""
@@ -331,3 +356,13 @@ class _Walk:
                 fits = (b for b in alone if self.buffers[b].size_bytes == size)
                 reused.update(next(([b] for b in fits if b not in reused), []))
         return reused
+
+
+def _instructions(group: Sequence[_Op], moved: int) -> int:
+    """Of a kernel that is written for its nodes: see [Note: instructions]."""
+    if group[0].library:
+        return 0
+    reduced = {b for op in group if op.inner and reduces_long_rows(op.node) for b in op.writes}
+    passes = 2 if any(reduced.intersection(op.reads) for op in group) else 1
+    nodes = frozenset[fx.Node]().union(*(op.inlined for op in group))
+    return int(passes * (sum(map(instructions_of, nodes)) + _INSTRUCTIONS_A_BYTE * moved))

@@ -1,6 +1,7 @@
 """What a piece of code does on a device: kernels with their operations and bytes, and its memory.
 
-    kernel  ->  seconds: the larger of operations / rate and bytes / bandwidth, plus a launch
+    kernel  ->  seconds: the largest of operations / rate, bytes / bandwidth, instructions / rate,
+                plus a launch
 
 `cost/fusion.py` finds the kernels of a graph.
 """
@@ -32,11 +33,13 @@ class Kernel:
     size_bytes: int
     itemsize: int  # bytes of a number of the operands: 1 (fp8), 2 or 4
     reached: float = 1.0  # of the rate, for its size
+    instructions: int = 0  # of elementwise code, for all numbers together
 
     def seconds(self, hardware: Hardware) -> float:
         """On a device, one kernel after the other."""
         moved = self.size_bytes / (hardware.memory_gb_s * 1e9)
-        return max(self.flops / self._rate(hardware), moved) + hardware.launch_s
+        issued = self.instructions / (hardware.matmul32_tflop_s / 2 * 1e12)  # a product's are FMAs
+        return max(self.flops / self._rate(hardware), moved, issued) + hardware.launch_s
 
     def _rate(self, hardware: Hardware) -> float:
         rate = hardware.matmul32_tflop_s if self.itemsize > 2 else hardware.matmul_tflop_s
