@@ -152,9 +152,9 @@ def _measure(case: Case, args: argparse.Namespace) -> dict[str, object]:
     first_s = time.perf_counter() - start
     print(f"first step {first_s:.1f} s, loss {first:.4f}", flush=True)  # others may be cut off
     start = time.perf_counter()
-    training.step(ids).item()
+    second = training.step(ids).item()
     second_s = time.perf_counter() - start
-    print(f"second step {second_s:.1f} s", flush=True)
+    print(f"second step {second_s:.1f} s, loss {second:.4f}", flush=True)
     wait_until_compiled()
     for _ in range(case.warm):  # buckets have moved, the second plan is compiled, states are there
         training.step(ids).item()
@@ -168,6 +168,7 @@ def _measure(case: Case, args: argparse.Namespace) -> dict[str, object]:
     last = loss.item()
     torch.cuda.synchronize()
     seconds = (time.perf_counter() - start) / case.steps
+    print(f"{seconds:.3f} s a step, loss {last:.4f}", flush=True)
     peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     again = torch.cuda.memory_stats()["num_alloc_retries"] - retries
     training.clip_s.clear()
