@@ -72,29 +72,37 @@ def called(node: ast.expr) -> str:
     return ast.unparse(node.func).rpartition(".")[2]
 
 
-def returned(name: str, modules: Mapping[str, ast.Module]) -> Iterator[str]:
-    """The texts that functions of a name return."""
+def functions(modules: Mapping[str, ast.Module]) -> dict[str, list[ast.FunctionDef]]:
+    """Those of each name. Each call that is looked up would walk the whole source for them."""
+    found: dict[str, list[ast.FunctionDef]] = {}
     for module in modules.values():
-        for function in ast.walk(module):
-            if isinstance(function, ast.FunctionDef) and function.name == name:
-                for each in ast.walk(function):
-                    if isinstance(each, ast.Return) and each.value is not None:
-                        text = template(each.value)
-                        yield from () if text is None else (text,)
+        for node in ast.walk(module):
+            if isinstance(node, ast.FunctionDef):
+                found.setdefault(node.name, []).append(node)
+    return found
 
 
-def texts(node: ast.expr, modules: Mapping[str, ast.Module]) -> Iterator[str]:
+def returned(name: str, named: Mapping[str, list[ast.FunctionDef]]) -> Iterator[str]:
+    """The texts that functions of a name return."""
+    for function in named.get(name, ()):
+        for each in ast.walk(function):
+            if isinstance(each, ast.Return) and each.value is not None:
+                text = template(each.value)
+                yield from () if text is None else (text,)
+
+
+def texts(node: ast.expr, named: Mapping[str, list[ast.FunctionDef]]) -> Iterator[str]:
     """The messages that an expression may be: its own, or those of the function that it calls."""
     text = template(node)
     if text is not None:
         yield text
     elif name := called(node):
-        yield from returned(name, modules)
+        yield from returned(name, named)
 
 
 def messages(modules: Mapping[str, ast.Module]) -> dict[str, str]:
     """Message -> where it is raised or warned."""
-    known = user_errors(modules)
+    known, named = user_errors(modules), functions(modules)
     found: dict[str, str] = {}
     for path, module in modules.items():
         for node in ast.walk(module):
@@ -104,10 +112,10 @@ def messages(modules: Mapping[str, ast.Module]) -> dict[str, str]:
                 given, line = node.exc.args if called(node.exc) in known else [], node.lineno
             elif isinstance(node, ast.Call) and called(node) in ("warn", *SAYS):
                 given, line = node.args, node.lineno
-            for text in texts(given[0], modules) if given else ():
+            for text in texts(given[0], named) if given else ():
                 found[text] = f"{path}:{line}"
     for name in SAID:
-        found |= dict.fromkeys(returned(name, modules), name)
+        found |= dict.fromkeys(returned(name, named), name)
     return found
 
 
