@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from megacompile.cli import main, plan, source, target
+from megacompile.cli import main, plan, run_plan, source, target
 from megacompile.cli.run_plan import _long
 from megacompile.options import Activations
 from megacompile.plan import chooser, planner
@@ -168,7 +168,18 @@ def test_more_memory_is_used_and_helps(config: str, capsys: pytest.CaptureFixtur
     assert more["plan"]["host"]["needed_bytes"] < less["plan"]["host"]["needed_bytes"]
 
 
-def test_sweep_finds_the_best_batch(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_finds_the_best_batch(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = dict[int, Any]()  # each batch takes seconds: one sweep, printed in two ways
+    plan_one = run_plan._answer
+
+    def once(args: Any, hardware: Any, batch: int) -> Any:
+        if batch not in planned:
+            planned[batch] = plan_one(args, hardware, batch)
+        return planned[batch]
+
+    monkeypatch.setattr(run_plan, "_answer", once)
     found = answer(capsys, config, "--seq", "64", "--sweep", "batch", "--gpu-memory", "4MiB")
     batches = [each["batch"] for each in found["sweep"]]
     assert batches == [2**k for k in range(len(batches))] and len(batches) > 2
