@@ -359,6 +359,15 @@ def test_slow_functions_take_more_instructions() -> None:
     assert of_one(lambda x: x.float().clamp(0, 1).to(torch.float8_e4m3fn), (N, N)) == 1 + 4 + 4
 
 
+def test_a_part_of_a_value_is_computed_where_it_is_read() -> None:
+    def halves(x: torch.Tensor) -> torch.Tensor:
+        left, right = x.exp().chunk(2, dim=-1)
+        return left + right
+
+    (kernel,) = found(halves, (N, N)).kernels
+    assert kernel.instructions > 12 * N * N
+
+
 def test_every_kernel_that_reads_a_value_computes_it() -> None:
     """What is reduced to one number, and used behind that, is computed in both kernels."""
 

@@ -122,6 +122,7 @@ class _Walk:
                 reads[buffer] = max(size, reads.get(buffer, 0))
         if node.target is operator.getitem:
             self.of[node] = self._item(node)
+            self.inlined[node] = self._inlined_by(node)
         elif is_view(node):
             size = bytes_of(tensors_of(node))
             self.of[node] = {buffer: min(size, read) for buffer, read in reads.items()}
