@@ -37,13 +37,13 @@ _FUSED = {"aten", "prims", "quantized_decomposed"}  # whose operators Inductor w
 LIBRARY = set("sort topk nonzero histc bincount masked_scatter native_dropout_backward".split())
 
 
+_KEPT_NUMBERS = 1024  # of a row, while a kernel reduces it (Inductor's persistent reductions)
 # Instructions for a number, fitted to kernels of gated MLPs on an H200: with silu and fp8 casts in
 # them they run at the rate of these, within a quarter, and not at that of memory.
 _SLOW = set(
     "exp exp2 expm1 log log2 log10 log1p reciprocal sigmoid tanh erf sin cos rsqrt sqrt silu gelu "
     "softplus logit atan atan2 _softmax _log_softmax".split()
 )
-_LONGEST_KEPT = 1024
 _SLOW_INSTRUCTIONS = 12
 _CLAMP_INSTRUCTIONS = 2  # NaN stays NaN
 _CAST8_INSTRUCTIONS = 4
@@ -272,14 +272,13 @@ def reduces_to_one(node: fx.Node) -> bool:
 
 
 def reduces_long_rows(node: fx.Node) -> bool:
-    """Does a reduction take rows that are too long for a kernel to keep them (Inductor's persistent
-    reductions)?"""
+    """Does a reduction take rows that are too long for a kernel to keep them?"""
     if name_of(node) not in REDUCTIONS or reduces_to_one(node) or reduces_columns(node):
         return False
     source = node.args[0]
     assert isinstance(source, fx.Node)
-    shape = tensors_of(source)[0].shape
-    return bool(shape) and shape[-1] > _LONGEST_KEPT
+    taken, given = tensors_of(source)[0], tensors_of(node)[0]
+    return taken.numel() > _KEPT_NUMBERS * given.numel()
 
 
 def reduces_columns(node: fx.Node) -> bool:

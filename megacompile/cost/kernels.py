@@ -38,7 +38,8 @@ class Kernel:
     def seconds(self, hardware: Hardware) -> float:
         """On a device, one kernel after the other."""
         moved = self.size_bytes / (hardware.memory_gb_s * 1e9)
-        issued = self.instructions / (hardware.matmul32_tflop_s / 2 * 1e12)  # a product's are FMAs
+        # fp32 products are FMAs, of two operations each; with TF32 they are not, and this is less
+        issued = self.instructions / (hardware.matmul32_tflop_s / 2 * 1e12)
         return max(self.flops / self._rate(hardware), moved, issued) + hardware.launch_s
 
     def _rate(self, hardware: Hardware) -> float:
