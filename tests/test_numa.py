@@ -361,7 +361,7 @@ def test_the_command_says_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     args: Any = SimpleNamespace(device="cpu", again=False, disk=None, json=False)
-    monkeypatch.setattr(run_hardware, "load", lambda device: H200)
+    monkeypatch.setattr(run_hardware, "load", lambda device, again: H200)
     run_hardware.run(args)
     assert "NUMA" not in capsys.readouterr().out
     monkeypatch.setattr(numa, "node_of", lambda device: NODE)
