@@ -11,6 +11,9 @@ recomputed), `whole` (the same with whole copies instead of gathers), `in-backwa
 `fsdp2` (`fully_shard` on each layer, resident, each layer compiled, activation checkpointing where
 `--checkpoint` says so), `deepspeed` (ZeRO-3 with parameters and optimizer on the CPU, as in
 `benchmarks.peers`; its packages may be in `--wheels`).
+
+`--shape` takes layers of larger models. Where no GPU holds one, the time of the first step includes
+the writing of its values.
 """
 
 from __future__ import annotations

@@ -35,9 +35,8 @@ _SCATTERS = set(
 )
 _FUSED = {"aten", "prims", "quantized_decomposed"}  # whose operators Inductor writes itself
 LIBRARY = set("sort topk nonzero histc bincount masked_scatter native_dropout_backward".split())
-
-
 _KEPT_NUMBERS = 1024  # of a row, while a kernel reduces it (Inductor's persistent reductions)
+
 # Instructions for a number, fitted to kernels of gated MLPs on an H200: with silu and fp8 casts in
 # them they run at the rate of these, within a quarter, and not at that of memory.
 _SLOW = set(
@@ -114,15 +113,18 @@ def _instructions_a_number(node: fx.Node) -> int:
         return _SLOW_INSTRUCTIONS
     if name.startswith("clamp"):
         return _CLAMP_INSTRUCTIONS
-    to_fp8 = any(t.dtype.is_floating_point and t.dtype.itemsize == 1 for t in tensors_of(node))
-    return _CAST8_INSTRUCTIONS if to_fp8 else 1
+    return _CAST8_INSTRUCTIONS if any(_is_fp8(t.dtype) for t in tensors_of(node)) else 1
+
+
+def _is_fp8(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize == 1
 
 
 def itemsize_of(node: fx.Node) -> int:
     """Bytes of a number that a product multiplies: 1 where both factors are fp8, 2 where anything
     that it takes has 16 bits, else 4."""
     factors = [t.dtype for n in node.args[:2] if isinstance(n, fx.Node) for t in tensors_of(n)]
-    if factors and all(dtype.is_floating_point and dtype.itemsize == 1 for dtype in factors):
+    if factors and all(map(_is_fp8, factors)):
         return 1
     taken = (tensor.dtype for n in node.all_input_nodes for tensor in tensors_of(n))
     return 2 if any(dtype in (torch.bfloat16, torch.float16) for dtype in taken) else 4

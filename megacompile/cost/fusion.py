@@ -153,20 +153,16 @@ class _Walk:
 
     def _elementwise(self, node: fx.Node, reads: Reads) -> None:
         size = bytes_of(tensors_of(node))
+        inlined = self._inlined_by(node) | {node}
         reduces = name_of(node) in REDUCTIONS
         if name_of(node) in INDEXED:
             reads = {buffer: min(read, size) for buffer, read in reads.items()}
         if reduces or not self.fused or self._must_realize(node, reads):
-            self._realize(
-                node,
-                reads,
-                library=False,
-                inner=not reduces_columns(node),
-                inlined=self._inlined_by(node) | {node},
-            )
+            inner = not reduces_columns(node)
+            self._realize(node, reads, library=False, inner=inner, inlined=inlined)
         else:
             self.of[node] = reads
-            self.inlined[node] = self._inlined_by(node) | {node}
+            self.inlined[node] = inlined
 
     def _inlined_by(self, node: fx.Node) -> frozenset[fx.Node]:
         """What whoever reads a node's inputs computes."""

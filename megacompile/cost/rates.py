@@ -153,7 +153,7 @@ def _file(device: torch.device) -> Path | None:
     return None if folder is None else folder / f"{_key(device)}.json"
 
 
-def _file_of_rank(device: torch.device, ranks: int) -> Path | None:
+def _file_of_rank(device: torch.device, ranks: int | str) -> Path | None:
     """One for each GPU of each machine: GPUs of one name differ, and machines may share a home."""
     folder = _cache()
     which = f"{_words(platform.node())}-{torch.cuda.get_device_properties(device).uuid}"
@@ -163,8 +163,8 @@ def _file_of_rank(device: torch.device, ranks: int) -> Path | None:
 
 def _forget_of_ranks(device: torch.device) -> None:
     """Remove the figures of this GPU as one of several, however many."""
-    one = _file_of_rank(device, 1)
-    for path in [] if one is None else one.parent.glob(one.name.replace("-of-1.", "-of-*.")):
+    files = _file_of_rank(device, "*")
+    for path in () if files is None else files.parent.glob(files.name):
         path.unlink(missing_ok=True)
 
 
