@@ -94,11 +94,7 @@ def search(
     streamed = problem.with_residents(least)
     in_backward = problem.optimizer.in_backward
     if in_backward:  # states may leave later, or be fetched later
-        placements = dict.fromkeys((streamed.resident, tries.best.resident))
-        for keys, delay in itertools.product(placements, _DELAYS):
-            late = replace(streamed, resident=keys, state_delay=delay)
-            if not tries.add(late):
-                tries.add(replace(late, state_lookahead=1))
+        tries.add_late_states(streamed, resident=resident)
         if resident:  # which leaves memory for a few more
             later = Choice(0, state_lookahead=1)
             count = problem.most_residents(later) or 0
@@ -253,6 +249,36 @@ class _Tries:
                 return None
         return None
 
+    def add_late_states(self, streamed: Choice, *, resident: bool) -> None:
+        """With states that leave some backwards later, or are fetched no sooner than that: with the
+        fewest residents, and with as many as the best has. Slots for such states take the place of
+        residents, so that with fewer of these they may leave later still.
+
+        Args:
+            streamed: with the fewest residents.
+            resident: the number of residents is for the search to say.
+        """
+
+        def add(residents: frozenset[int], delay: int) -> None:
+            late = replace(streamed, resident=residents, state_delay=delay)
+            if not self.add(late):
+                self.add(replace(late, state_lookahead=1))
+
+        both = dict.fromkeys((streamed.resident, self.best.resident))
+        for residents, delay in itertools.product(both, _DELAYS):
+            add(residents, delay)
+        least = self.count(streamed)
+        step = (self.count(self.best) - least) // 2 if resident else 0
+        while step > 0:
+            before = self.best
+            for count in (self.count(before) - step, self.count(before) + step):
+                if least <= count <= len(self.problem.candidates):
+                    beside = self.problem.with_residents(count).resident
+                    for delay in (before.state_delay, 2 * before.state_delay):
+                        add(beside, delay)
+            if self._time(self.best) >= self._time(before) * (1 - _EQUAL):
+                step //= 2
+
     def add_offloaded(self, choice: Choice, *, resident: bool) -> None:
         """Simulate a choice with inputs of stages on the host: of as few as it takes, and of more,
         which may leave memory to keep stages; where stages are kept, of numbers between too.
@@ -385,7 +411,12 @@ class _Tries:
         residents = self.problem.with_residents(count).resident
         halves = replace(best, resident=residents, halves=True)
         self.add(halves)
-        return min(self.times.keys() - before, key=self.times.__getitem__, default=halves)
+        return self._fastest_since(before, halves)
+
+    def _fastest_since(self, before: set[Choice], default: Choice) -> Choice:
+        """Of what was simulated since then; of equals the first, so that each run has the same."""
+        new = (choice for choice in self.times if choice not in before)
+        return min(new, key=self.times.__getitem__, default=default)
 
     def _time(self, choice: Choice) -> float:
         """Of what was simulated; else infinite."""
@@ -448,7 +479,7 @@ class _Tries:
         for fewer in _FEWER[: self.count(best) + 1]:
             residents = self.problem.with_residents(self.count(best) - fewer).resident
             if self.add(replace(best, resident=residents, saved_on_host=count)):
-                return min(self.times.keys() - before, key=self.times.__getitem__, default=best)
+                return self._fastest_since(before, best)
         return best
 
     def with_more_slots(self, best: Choice) -> Choice:
