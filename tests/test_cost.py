@@ -395,6 +395,25 @@ def test_products_have_no_instructions() -> None:
     assert kernel.instructions == 0
 
 
+# --- columns
+
+
+@pytest.mark.parametrize(
+    ("columns", "reached"), [(8447, 1.0), (8448, 8448 / 95000), (19000, 0.2), (95000, 1.0)]
+)
+def test_columns_whose_rows_are_not_split_are_read_slowly(columns: int, reached: float) -> None:
+    (kernel,) = found(lambda x: x.abs().amax(0), (64, columns)).kernels
+    assert kernel.reached == reached
+    assert kernel.seconds(UNIT) == pytest.approx(kernel.size_bytes / reached / 1e9)
+    (kernel,) = found(lambda x: x.abs().amax(1), (64, columns)).kernels
+    assert kernel.reached == 1.0
+
+
+def test_kernels_of_eager_code_are_not_inductors() -> None:
+    *_, last = found(lambda x: x.abs().amax(0), (64, 19000), fused=False).kernels
+    assert last.reached == 1.0
+
+
 # --- seconds
 
 

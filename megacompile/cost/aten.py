@@ -36,6 +36,8 @@ _SCATTERS = set(
 _FUSED = {"aten", "prims", "quantized_decomposed"}  # whose operators Inductor writes itself
 LIBRARY = set("sort topk nonzero histc bincount masked_scatter native_dropout_backward".split())
 _KEPT_NUMBERS = 1024  # of a row, while a kernel reduces it (Inductor's persistent reductions)
+_MANY_COLUMNS = 8448  # Inductor splits the rows of fewer: 64 for each of 132 multiprocessors
+_ALL_COLUMNS = 95000  # that take all of memory's rate: 18944 took 0.8 and 1.0 of 4.8 TB/s (H200)
 
 # Instructions for a number, fitted to kernels of gated MLPs on an H200: with silu and fp8 casts in
 # them they run at the rate of these, within a quarter, and not at that of memory.
@@ -292,3 +294,12 @@ def reduces_columns(node: fx.Node) -> bool:
     assert isinstance(source, fx.Node)
     rank = tensors_of(source)[0].dim()
     return bool(dims) and all(isinstance(d, int) and d % rank != rank - 1 for d in dims)
+
+
+def reached_in_columns(node: fx.Node) -> float:
+    """The share of memory's rate that a reduction of columns reaches: where there are many, their
+    rows are not split, and they alone run beside one another."""
+    if not reduces_columns(node):
+        return 1.0
+    columns = tensors_of(node)[0].numel()
+    return 1.0 if columns < _MANY_COLUMNS else min(1.0, columns / _ALL_COLUMNS)

@@ -38,6 +38,7 @@ from megacompile.cost.aten import (
     is_view,
     itemsize_of,
     name_of,
+    reached_in_columns,
     reached_rate,
     readers_of,
     reduces_columns,
@@ -228,6 +229,8 @@ class _Walk:
         if last.flops:
             kind = Kind.ATTENTION if is_attention(last.node) else Kind.PRODUCT
         reached = reached_rate(last.node) if kind is Kind.ATTENTION else 1.0
+        if kind is Kind.MEMORY and self.fused:
+            reached = min(reached_in_columns(op.node) for op in group)
         itemsize, instructions = itemsize_of(last.node), _instructions(group, moved)
         return Kernel(last.node.name, kind, last.flops, moved, itemsize, reached, instructions)
 

@@ -32,12 +32,14 @@ class Kernel:
     flops: int
     size_bytes: int
     itemsize: int  # bytes of a number of the operands: 1 (fp8), 2 or 4
-    reached: float = 1.0  # of the rate, for its size
+    reached: float = 1.0  # of the rate of what limits it, for its size or the way it reads
     instructions: int = 0  # of elementwise code, for all numbers together
 
     def seconds(self, hardware: Hardware) -> float:
         """On a device, one kernel after the other."""
         moved = self.size_bytes / (hardware.memory_gb_s * 1e9)
+        if self.kind is Kind.MEMORY:
+            moved /= self.reached
         # fp32 products are FMAs, of two operations each; with TF32 they are not, and this is less
         issued = self.instructions / (hardware.matmul32_tflop_s / 2 * 1e12)
         return max(self.flops / self._rate(hardware), moved, issued) + hardware.launch_s
