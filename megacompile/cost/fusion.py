@@ -225,11 +225,12 @@ class _Walk:
 
     def _kernel(self, group: Sequence[_Op], moved: int) -> Kernel:
         last = group[-1]
-        kind = Kind.MEMORY
-        if last.flops:
-            kind = Kind.ATTENTION if is_attention(last.node) else Kind.PRODUCT
-        reached = reached_rate(last.node) if kind is Kind.ATTENTION else 1.0
-        if kind is Kind.MEMORY and self.fused:
+        kind, reached = Kind.MEMORY, 1.0
+        if last.flops and is_attention(last.node):
+            kind, reached = Kind.ATTENTION, reached_rate(last.node)
+        elif last.flops:
+            kind = Kind.PRODUCT
+        elif self.fused:
             reached = min(reached_in_columns(op.node) for op in group)
         itemsize, instructions = itemsize_of(last.node), _instructions(group, moved)
         return Kernel(last.node.name, kind, last.flops, moved, itemsize, reached, instructions)
