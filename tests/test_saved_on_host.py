@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -273,6 +273,49 @@ def test_the_search_keeps_stages_on_the_host_where_that_pays(
     monkeypatch.setattr(planner._Tries, "with_saved_on_host", lambda tries, best: best)
     without = search(tower(host_budget_bytes=1000 * GIB))
     assert without is not None and found.step_s < 0.99 * without.step_s
+
+
+@pytest.mark.parametrize("stages", [3, 30, 90])
+def test_their_number_is_sought_as_exactly_as_it_pays(
+    stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each that fits saves a step's hundredth: of 30 stages all that fit are found, of 90 all but
+    three at most."""
+    streamed = Choice(0)
+    for most in range(1, stages):
+        tries = planner._Tries(cast(Problem, _Short(stages, most)), (0, stages))
+        tries.times[streamed] = 100.0
+
+        def kept(best: Choice, count: int, tries: Any = tries, most: int = most) -> Choice:
+            choice = replace(best, saved_on_host=count)
+            if count > most:
+                return best
+            tries.times[choice] = 99.0 - count
+            return choice
+
+        monkeypatch.setattr(tries, "kept_on_host", kept)
+        found = tries.with_saved_on_host(streamed).saved_on_host
+        assert most - (3 if stages == 90 else 0) <= found <= most
+        assert len(tries.times) <= 2 + 2 * stages.bit_length()
+
+
+@dataclass
+class _Short:
+    """Of a problem: how many stages it has, and how many fit on the host."""
+
+    stages: int
+    most: int
+    budget_bytes: int = 0
+
+    def most_on_host(self, choice: Choice) -> int:
+        """A little more than the truth, as estimates are."""
+        return min(self.most + 2, self.stages)
+
+    def peak_bytes(self, choice: Choice) -> int:
+        return 0
+
+    def again(self, choice: Choice) -> None:
+        """There is no room to keep more on the device."""
 
 
 def test_what_is_shown_of_them() -> None:

@@ -37,6 +37,7 @@ _COUNTS = (0, 1 / 24, 1 / 12, 1 / 6, 1 / 3, 2 / 3, 1)  # of the buckets, to be r
 _SHARES = (0.0, 0.1, 0.2, 0.4, 0.7, 1.0)  # of the parameters, to be updated on the device
 _SLOTS = (1, 2, 4, 8, 16)  # more than asked for
 _DELAYS = (1, 2, 4, 8)  # backwards, of states on their way to the host
+_APART = 1 / 24  # of the stages: how exactly their number that is kept on the host is sought
 _FEWER = (0, 1, 2, 3)  # residents, where stages are kept on the host
 _EQUAL = 0.002  # predictions this close are as good as one another; what is resident is then surer
 _PAYS = 0.01  # of a step's time: what slots must save
@@ -154,6 +155,13 @@ def _between(counts: Sequence[int], at: int) -> set[int]:
     middles = [(a + b) // 2 for a, b in itertools.pairwise(counts)]
     sides = (middles[:k][::-1], middles[k:])
     return {next((n for n in side if n not in counts), at) for side in sides} - {at}
+
+
+def _beside(counts: Sequence[int], at: int, least: int) -> list[int]:
+    """The middles of the two intervals that meet at a count, where they are so long at least."""
+    k = counts.index(at)
+    near = itertools.pairwise(counts[max(k - 1, 0) : k + 2])
+    return [(a + b) // 2 for a, b in near if b - a >= least]
 
 
 class _Tries:
@@ -449,18 +457,18 @@ class _Tries:
             choices[count], times[count] = found, self._time(found)
             return found.saved_on_host > 0
 
+        def fastest() -> int:
+            return min(times, key=times.__getitem__)
+
         counts = (count, most // 2, most, *(count >> k for k in range(1, count.bit_length())))
         first = next((n for n in dict.fromkeys(counts) if n and tried(n)), 0)
-        for _ in range(2 if first else 0):
-            before = min(times, key=times.__getitem__)
-            for between in _between(sorted(times), before):
+        least = max(2, round(self.problem.stages * _APART))
+        while first and (beside := _beside(sorted(times), fastest(), least)):
+            for between in beside:
                 tried(between)
-            if min(times, key=times.__getitem__) == before:
-                break
-        fastest = choices[min(times, key=times.__getitem__)]
-        if self.times[fastest] >= times[0] * (1 - _PAYS):
+        if times[fastest()] >= times[0] * (1 - _PAYS):
             return best
-        return self._with_more_kept(fastest)
+        return self._with_more_kept(choices[fastest()])
 
     def _with_more_kept(self, best: Choice) -> Choice:
         """With more stages kept on the device, where those on the host have left memory."""
