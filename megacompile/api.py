@@ -100,16 +100,16 @@ def megacompile(
             computed in it. The host keeps the float32 masters and streams a copy.
         grad_dtype: the dtype of `p.grad`. Default: the parameter's.
         state_dtype: the dtype of the optimizer's moments: torch.float32, torch.bfloat16 or "int8"
-            (8 bits, blockwise). Default: the parameter's, as in torch.optim. Optimizers without a
-            rule in `runtime/optim`, such as Muon, ignore it with a warning.
+            (8 bits, blockwise). Default: the parameter's, as in torch.optim. Optimizers other than
+            AdamW, Adam, SGD and Lion ignore it with a warning.
         stochastic_rounding: the optimizer rounds bfloat16 parameters up or down at random, in
             proportion, so that small updates are not lost. Warns if no parameter is bfloat16. It
             goes by `torch.initial_seed()`; with `mesh` by the first rank's at this call.
-        optimizer: one with a rule in `runtime/optim` (AdamW, Adam, SGD, Lion), whose update the
-            backward makes, stage by stage. Gradients never reach the host, and `optimizer.step()`
-            only counts. There is no clipping by the global norm, no `p.grad` and no GradScaler;
-            `clip_grad_norm_(parameters, inf)` gives the norm.
-            Micro-batches but the last go into `accumulate(model)`.
+        optimizer: an AdamW, Adam, SGD or Lion, whose update the backward makes, stage by stage.
+            Gradients never reach the host, and `optimizer.step()` only counts. There is no clipping
+            by the global norm, no `p.grad` and no GradScaler; `clip_grad_norm_(parameters, inf)`
+            gives the norm. The backward of every micro-batch but the last goes into
+            `accumulate(model)`.
         device_update: the share of the parameters, from 0 to 1, that `optimizer.step()` updates on
             the device: the first in forward order. Their states come in during the backward and
             take device memory until the middle of the next forward. Meanwhile the host updates the
@@ -118,14 +118,14 @@ def megacompile(
             the plan finds best; none on the CPU, with `lowering="eager"`, with `compute_dtype` or
             with `disk_weights`.
         gpu_memory: device memory that may be used: bytes, "20GiB" or a fraction of the device's.
-            Default: the free memory when the plan is made, minus 5 %, at most minus 4 GiB.
+            Default: the free memory when the plan is made, less 5 % of it, at most 4 GiB.
         host_memory: host memory for parameters, gradients, optimizer states and what waits there,
-            in the same forms. Default: the free memory minus 4 %, at most minus 6 GiB. What
+            in the same forms. Default: the free memory less 4 % of it, at most 6 GiB. What
             does not fit lives on the device or, with `disk`, there; if that is full too,
             `HostMemoryError` is raised.
-        disk: a folder on a fast local disk, where optimizer states lie that host memory does not
-            hold, in a file that is gone when the process is. Each step reads and writes all that
-            lie there. Without a plan (on the CPU) those of all streamed buckets do.
+        disk: a folder on a fast local disk. The optimizer states that host memory does not hold lie
+            there, in a scratch file that is gone when the process is. Each step reads and writes
+            all of it. Without a plan (on the CPU) the states of all streamed buckets lie there.
         disk_memory: what everything may take there, in the same forms. Default: what is free.
         disk_weights: the parameters of streamed buckets lie there too. Each forward reads them, and
             each backward; trained ones are written with every update. Not with `compute_dtype`.
@@ -140,13 +140,14 @@ def megacompile(
             rounding. "whole" leaves the head as it is. "auto" (default) uses chunks with Inductor
             where logits exceed 1 GiB. A head whose logits have another reader stays whole, and the
             schedule's plan says why.
-        tiles: in how many tiles of tokens everything runs that acts on each token alone (norms,
-            projections, MLPs, and their backward): its values exist for one tile at a time, are
-            computed again in the backward, and are never saved. Attention and whatever else looks
-            at other tokens stays whole. Results are equal up to rounding; gradients of weights are
-            added up in float32. 1: none. "auto" (default) uses tiles with Inductor where nothing
-            else fits on the device, or where a step is predicted to be at least 3 % shorter; with
-            `mesh` it uses none. Stages whose sizes change from call to call are not cut.
+        tiles: the number of tiles that the tokens are cut into. What acts on each token alone
+            (norms, projections, MLPs, and their backward) runs tile by tile: its values exist for
+            one tile at a time, are computed again in the backward, and are never saved. Attention
+            and whatever else looks at other tokens stays whole. Results are equal up to rounding;
+            gradients of weights are added up in float32. 1: none. "auto" (default) uses tiles with
+            Inductor where nothing else fits on the device, or where a step is predicted to be at
+            least 3 % shorter; with `mesh` it uses none. Stages whose sizes change from call to call
+            are not cut.
         detect_anomaly: raise `AnomalyError` if a stage's backward gives NaN or inf. The error names
             the stage and the parameter, and says whether the NaN came in or arose there. The host
             then waits for each stage. `torch.autograd.detect_anomaly()` does the same for NaN.

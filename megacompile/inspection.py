@@ -25,7 +25,8 @@ def schedules(model: nn.Module) -> list[Schedule]:
     """The schedules that a megacompiled model has run: one for each captured graph and shape.
 
     Raises:
-        ModelError: the model is not megacompiled; or, where one of none is asked for, none has run.
+        ModelError: the model is not megacompiled.
+        NoScheduleError: by indexing the list where it is empty; it says why none has run.
     """
     streamed = streamed_model(model, "schedules")
     return _Schedules(type(model).__name__, streamed)
@@ -41,7 +42,7 @@ class _Schedules(list[Schedule]):
             if streamed.graphs
             else "Dynamo has captured nothing of it, as a warning said"
             if streamed.called
-            else "it was not called since; call model(...) on a batch first (or a module in it)"
+            else "it has not been called yet; call model(...) on a batch first (or a module in it)"
         )
         self.name = name
 
