@@ -21,6 +21,7 @@ from megacompile.cost.ranks import agree, ranks_of_host, use_cores
 from megacompile.errors import ModelError, OptionError, OptionTypeError
 from megacompile.host_memory import budget_bytes, check_host_memory
 from megacompile.ir.collectives import Collectives
+from megacompile.mesh_options import check_alike
 from megacompile.options import Activations, Head, Lowering, Options
 from megacompile.passes.stages.units import find_units
 from megacompile.plan.compiler import PassCompiler
@@ -244,6 +245,8 @@ def _made(
     """The model, megacompiled; `ranks` share it, and raise together."""
     if _megacompiled(model, options, checkpoint):
         return model
+    if ranks is not None:
+        check_alike(ranks.told(options.of_all_ranks))
     refuse_nested(model)
     refuse_shared(model)
     if options.optimizer is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,24 @@ class PlannedMesh:
         """The first one's place: its part is the largest."""
         del dim
         return 0
+
+
+def check_alike(said: Sequence[Mapping[str, str]]) -> None:
+    """Raise where ranks have options that differ.
+
+    Args:
+        said: `Options.of_all_ranks` of each rank.
+
+    Raises:
+        OptionError: in all of them.
+    """
+    for rank, options in enumerate(said):
+        for name, value in options.items():
+            if value != said[0][name]:
+                raise OptionError(
+                    f"megacompile(): option {name!r} is {said[0][name]} in rank 0 and {value} in "
+                    f"rank {rank}; ranks that share a model need the same"
+                )
 
 
 _MADE = 'init_device_mesh("{kind}", (world_size,)), after torch.distributed.init_process_group()'

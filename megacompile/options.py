@@ -271,6 +271,14 @@ class Options:
             whole_buckets=whole_buckets,
         )
 
+    @property
+    def of_all_ranks(self) -> dict[str, str]:
+        """The options that ranks which share a model need alike, as text."""
+        values = {name: getattr(self, name) for name in _OF_ALL_RANKS}
+        if self.optimizer is not None:
+            values["optimizer"] = type(self.optimizer).__name__
+        return {name: str(getattr(value, "value", value)) for name, value in values.items()}
+
     def differences(self, other: Options) -> list[str]:
         """The fields in which `other` differs, as "name: mine -> theirs"."""
         return [
@@ -278,6 +286,23 @@ class Options:
             for field in fields(self)
             if getattr(self, field.name) != getattr(other, field.name)
         ]
+
+
+# Collectives depend on them, or numbers. What else ranks choose each has for itself: memory, disks.
+_OF_ALL_RANKS = (
+    "lowering",
+    "lookahead",
+    "slots",
+    "compute_dtype",
+    "grad_dtype",
+    "state_dtype",
+    "stochastic_rounding",
+    "optimizer",
+    "head",
+    "tiles",
+    "dynamic",
+    "whole_buckets",
+)
 
 
 def _flag(name: str, value: object) -> bool:

@@ -36,7 +36,13 @@ def run(mesh: Any) -> dict[str, Any]:
     if rank == 1:
         one_has_a_buffer.register_buffer("late", torch.ones(3))
     beside = nn.Sequential(nn.Linear(4, 4), other_buffers)
+    others = {"state_dtype": "int8", "lookahead": 3, "whole_buckets": False, "lowering": "inductor"}
     return {
+        "other options": {
+            name: said_by(lambda: _with(mesh, {name: value} if rank else {}))  # noqa: B023
+            for name, value in others.items()
+        },
+        "other budgets": said_by(lambda: _with(mesh, {"progress": bool(rank)})),
         "a buffer in one": said_by(lambda: megacompile(one_has_a_buffer, mesh=mesh, device="cpu")),
         "another buffer": said_by(lambda: megacompile(beside, mesh=mesh, device="cpu")),
         "raises in one": _raises_in_one(mesh),
@@ -53,6 +59,10 @@ def run(mesh: Any) -> dict[str, Any]:
         "collectives": _collectives(mesh),
         "values": values(mesh),
     }
+
+
+def _with(mesh: Any, options: dict[str, Any]) -> nn.Module:
+    return megacompile(nn.Linear(4, 4), mesh=mesh, device="cpu", **options)
 
 
 def values(mesh: Any) -> dict[str, dict[str, torch.Tensor]]:

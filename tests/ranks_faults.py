@@ -268,6 +268,39 @@ def other_model(loop: Loop, odd: bool) -> None:
     loop.steps(1)
 
 
+class Gate(nn.Module):
+    """Two parameters of one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(8, 8, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.tanh(self.gate(x)) * self.up(x)
+        return result
+
+
+class Gated(nn.Module):
+    """Layers of these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Gate() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def freezes_another(loop: Loop, odd: bool) -> None:
+    """As many bytes of gradients, of other parameters."""
+    mesh = init_device_mesh("cpu", (loop.world,))
+    model = megacompile(Gated(), mesh=mesh, device="cpu")
+    model.get_submodule("layers.1.gate" if odd else "layers.1.up").requires_grad_(False)
+    model(torch.ones(2, 8)).backward()
+
+
 def is_interrupted(loop: Loop, odd: bool) -> None:
     """The other ranks wait for this one, which gets Ctrl-C; and so do they."""
     loop.steps(2)
@@ -377,6 +410,7 @@ CASES: dict[str, tuple[Callable[[Loop, bool], None], int, dict[str, Any]]] = {
     "does_not_clip": (does_not_clip, 2, {"timeout_s": 6}),
     "other_shapes": (other_shapes, 2, {}),
     "other_model": (other_model, 2, {}),
+    "freezes_another": (freezes_another, 2, {}),
     "is_interrupted": (is_interrupted, 2, {}),
     "all_are_interrupted": (all_are_interrupted, 2, {}),
     "raises_in_the_probe": (raises_in_the_probe, 2, {}),

@@ -35,6 +35,12 @@ def test_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
     failed = wrong_values([each["refusals"]["values"] for each in ranks])
     assert not failed, "\n".join(failed)
     for said in (each["refusals"] for each in ranks):
+        refused = said["other options"]
+        for name, there in ("state_dtype", "int8"), ("lookahead", "3"), ("whole_buckets", "False"):
+            assert f"OptionError: megacompile(): option {name!r} is " in refused[name]
+            assert f" in rank 0 and {there} in rank 1; ranks that share a model" in refused[name]
+        assert "'lowering' is eager in rank 0 and inductor in rank 1" in refused["lowering"]
+        assert not said["other budgets"], "each rank has its own"
         for other in ("another shape", "frozen in one"):
             assert "ModelError: megacompile(): Linear is another model in rank 1" in said[other]
         assert said["is as it was"]

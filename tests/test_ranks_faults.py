@@ -57,6 +57,11 @@ FAULTS = {
         r"rank \d .* the (forward of Net, rank \d the back|backward of Net, rank \d the for)ward",
     ),
     "does_not_clip": ("RankError", "which has (not come there|ended)"),
+    "freezes_another": (
+        "RankError",
+        r"collective 2 is \dREDUCE_SCATTER of 'layers.1' \(256 B: layers.1.\w+.weight\) in rank \d "
+        r"and \dREDUCE_SCATTER of 'layers.1' \(256 B: layers.1.\w+.weight\) in rank",
+    ),
     "other_model": ("RankError", r"collective 2 is \dREDUCE_SCATTER of .* in rank \d and \dREDUCE"),
     "raises_in_the_probe": (
         "ValueError",

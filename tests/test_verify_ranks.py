@@ -112,6 +112,30 @@ def test_another_plan_is_reported() -> None:
     assert "give all ranks one plan" in str(raised.value)
 
 
+class Gated(nn.Module):
+    """Two parameters of one size, of which one is frozen."""
+
+    def __init__(self, frozen: str) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(4, 4, bias=False) for _ in range(2))
+        self.get_submodule(frozen).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.tanh(self.gate(x)) * self.up(x)
+        return result
+
+
+def test_gradients_of_other_parameters_are_reported() -> None:
+    """They take as many bytes, and would be averaged with one another."""
+    models = [nn.Sequential(Gated(frozen), Gated(frozen)) for frozen in ("gate", "up")]
+    each = [capture(model, torch.ones(2, 4), ranks=2) for model in models]
+    schedules = [captured.build(rank=rank) for rank, captured in enumerate(each)]
+    (found,) = hazards_of_ranks(schedules)
+    assert found.kind is HazardKind.RANKS_DIFFER and found.graph == "backward"
+    assert "up.weight) in rank 0, but" in str(found)
+    verify_ranks([schedules[0], each[0].build(rank=1)])
+
+
 def test_one_that_does_not_train_is_reported() -> None:
     found = hazards_of_ranks([built(0), _without_backward()])
     assert [hazard.graph for hazard in found if hazard.kind is HazardKind.RANKS_DIFFER]

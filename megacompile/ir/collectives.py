@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from megacompile.ir import ops
+from megacompile.ir.ops import Value
+from megacompile.ir.values import producer, taken
 from megacompile.text import format_bytes
 
 
@@ -32,7 +34,7 @@ class Collectives:
             name: of the schedule.
         """
         nodes = ops.nodes_that(graph, ops.alike)
-        facts = [f"{kind}\n", *(f"{_shown(n)} {_bytes(n)}\n" for n in nodes)]
+        facts = [f"{kind}\n", *(f"{_shown(n)} {_bytes(n)} {_averaged(n)}\n" for n in nodes)]
         digest = hashlib.sha256("".join(facts).encode()).hexdigest()[:32]
         return Collectives(f"{kind} of {name}", tuple(map(_shown, nodes)), digest)
 
@@ -59,5 +61,20 @@ def _bytes(node: fx.Node) -> int:
 
 
 def _shown(node: fx.Node) -> str:
+    """The op as errors name it; where it averages the gradients of some parameters of a bucket
+    alone, with their names."""
     bucket = ops.arguments(node)[0]
-    return f"{ops.label(node)} of {bucket.name!r} ({format_bytes(_bytes(node))})"
+    size, names = format_bytes(_bytes(node)), _averaged(node)
+    some = f": {', '.join(names)}" if 0 < len(names) < len(bucket.params) else ""
+    return f"{ops.label(node)} of {bucket.name!r} ({size}{some})"
+
+
+def _averaged(node: fx.Node) -> tuple[str, ...]:
+    """The parameters whose gradients an op averages, by name."""
+    gradients = taken(node, Value.GRADIENTS) if node.target is ops.reduce_scatter else None
+    call = None if gradients is None else producer(gradients)
+    if call is None or call.target is not ops.backward:
+        return ()
+    stage, bucket = ops.arguments(call)[0], ops.arguments(node)[0]
+    places = (param for key, param in stage.gradient_params if key == bucket.key)
+    return tuple(bucket.params[place].name for place in sorted(places))
