@@ -438,6 +438,43 @@ def test_a_disk_that_nobody_has_measured(
     assert "its speed is not known" in said and "hardware --disk" in said
 
 
+@pytest.mark.usefixtures("streamed")
+def test_a_slower_link_makes_a_step_longer(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = (config, *SMALL, "--gpu", "4090", "--gpu-memory", "16MiB")
+    sheet, fast, slow = (
+        answer(capsys, *argv, *link)["plan"] for link in ((), ("--link", "1"), ("--link", "0.1"))
+    )
+    assert sheet["step_s"] < fast["step_s"] < slow["step_s"]
+    assert next(iter(slow["bounds"])) in ("h2d", "d2h")
+    copies = {stream["stream"]: stream["predicted_s"] for stream in slow["streams"]}
+    weights = 2 * target.build(config, batch=2, seq=16, dtype=None).parameters
+    assert copies["h2d"] >= weights / 0.1e9
+    assert sheet["hardware"] == "NVIDIA GeForce RTX 4090"
+    assert slow["hardware"] == "NVIDIA GeForce RTX 4090 with a link of 0.1 GB/s"
+    printed = _printed(capsys, *argv, "--link", "12")
+    assert "on one NVIDIA GeForce RTX 4090 with a link of 12 GB/s\n" in printed
+
+
+def test_ranks_exchange_over_the_link_that_is_given(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where their GPUs have no other interconnect, and unless that is given too."""
+    argv = (config, *SMALL, "--gpu", "4090", "--gpus", "2", "--gpu-memory", "900KiB")
+    steps = [
+        answer(capsys, *argv, *options)["step_s"]
+        for options in ((), ("--link", "1"), ("--link", "1", "--interconnect", "0.01"))
+    ]
+    assert steps == sorted(steps) and len(set(steps)) == 3
+
+
+@pytest.mark.parametrize("link", ["0", "-1", "nan", "inf", "fast", "25GB", ""])
+def test_links_that_are_refused(config: str, capsys: pytest.CaptureFixture[str], link: str) -> None:
+    assert main(["plan", config, *SMALL, f"--link={link}"]) == 2
+    said = capsys.readouterr().err
+    assert f"--link {link}: needed GB/s between host and GPU, such as 25" in said
+    assert said.count("\n") == 1
+
+
 def test_what_does_not_fit_otherwise_runs_in_tiles(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -588,3 +589,22 @@ def test_an_interconnect_no_faster_than_the_link_is_the_link() -> None:
     assert known("a100").with_interconnect(20.0).gathers_over_pcie == 1.0
     with pytest.raises(OptionError, match="got interconnect_gb_s=0"):
         UNIT.with_interconnect(0.0)
+
+
+def test_another_link_keeps_the_shares_of_this_one() -> None:
+    sheet = known("4090")
+    slow = sheet.with_link(12.0)
+    assert slow.h2d_gb_s == slow.d2h_gb_s == 12.0
+    assert slow.h2d_both_gb_s == slow.d2h_both_gb_s == pytest.approx(12.0 * 50.8 / 55.5)
+    measured = UNIT.replace(h2d_gb_s=4.0, d2h_gb_s=2.0, h2d_both_gb_s=3.0, d2h_both_gb_s=1.0)
+    halved = measured.with_link(2.0)
+    assert (halved.h2d_gb_s, halved.d2h_gb_s) == (2.0, 2.0)
+    assert (halved.h2d_both_gb_s, halved.d2h_both_gb_s) == (1.5, 1.0)
+    share = sheet.interconnect_gb_s / sheet.h2d_gb_s
+    assert slow.gathers_over_pcie == 1.0, "and gathers have their share of it"
+    assert slow.interconnect_gb_s == pytest.approx(12.0 * share)
+    nvlink = known("h100")
+    assert nvlink.with_link(12.0).interconnect_gb_s == nvlink.interconnect_gb_s
+    for wrong in (0.0, -1.0, math.nan):
+        with pytest.raises(OptionError, match="got h2d_gb_s="):
+            sheet.with_link(wrong)

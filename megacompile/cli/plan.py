@@ -51,6 +51,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="what one GPU gets from the others, with --gpus; default: NVLink's of the GPU. "
         "What is no faster than the link to the host is taken to share that link",
     )
+    add(
+        "--link",
+        metavar="GB/S",
+        help="between host and GPU, each way alone: about 25 of PCIe 4 x16, 12 of x8; "
+        "default: the GPU's",
+    )
     add("--gpu-memory", metavar="SIZE", help=f"20GiB, or 0.5 of it; {default}")
     add("--host-memory", metavar="SIZE", help="1.5TB, 128GiB; default: not known, or this one's")
     add("--disk", metavar="PATH", help="states and saved tensors may lie on this folder's disk")
@@ -105,6 +111,7 @@ def check(args: argparse.Namespace) -> None:
         raise OptionError(
             f"--interconnect {args.interconnect:g}: needed GB/s, more than 0, and --gpus 2 or more"
         )
+    link(args)
     hardware = of_sheet(gpu)  # None: this machine, which torch is asked for
     if args.float8 is not None:
         _check_float8(args, hardware)
@@ -121,6 +128,23 @@ def _check_float8(args: argparse.Namespace, hardware: Hardware | None) -> None:
         raise OptionError(f"--float8 {args.float8}: the {hardware.name} has no fp8")
     if importlib.util.find_spec("torchao") is None:
         raise MissingExtraError("--float8 needs torchao: pip install torchao")
+
+
+def link(args: argparse.Namespace) -> float | None:
+    """GB/s that `--link` says; None without it.
+
+    Raises:
+        OptionError: no rate.
+    """
+    if args.link is None:
+        return None
+    try:
+        rate = float(args.link)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < math.inf:
+        raise OptionError(f"--link {args.link}: needed GB/s between host and GPU, such as 25")
+    return rate
 
 
 def host_memory(args: argparse.Namespace, there_bytes: int | None) -> int | None:

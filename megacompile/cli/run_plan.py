@@ -83,7 +83,7 @@ class Answer:
 
 def run(args: argparse.Namespace) -> int:
     """Plan, and print."""
-    hardware = known(args.gpu)
+    hardware = _with_link(known(args.gpu), plan.link(args))
     if (host_bytes := plan.host_memory(args, hardware.host_bytes)) is not None:
         hardware = hardware.replace(host_bytes=host_bytes)
     hardware = _with_disk(hardware, plan.disk(args)).shared_by(args.gpus)
@@ -100,6 +100,12 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(_text(best, args) + (f"\n\n{_sweep_table(answers)}" if args.sweep else ""))
     return 1 if best.why_not else 0
+
+
+def _with_link(hardware: Hardware, gb_s: float | None) -> Hardware:
+    if gb_s is None:
+        return hardware
+    return hardware.with_link(gb_s).replace(name=f"{hardware.name} with a link of {gb_s:g} GB/s")
 
 
 def _with_disk(hardware: Hardware, disk: plan.Disk | None) -> Hardware:

@@ -74,6 +74,25 @@ class Hardware:
         over_pcie = 1.0 if gb_s <= self.h2d_gb_s else 0.0
         return self.replace(interconnect_gb_s=gb_s, gathers_over_pcie=over_pcie)
 
+    def with_link(self, gb_s: float) -> Hardware:
+        """The same machine where a copy between host and device has so many GB/s, alone.
+
+        While both directions run, each keeps the share of it that it has on this machine. So do
+        collectives that go over this link.
+
+        Raises:
+            OptionError: it is no positive number.
+        """
+        changes = {
+            "h2d_gb_s": gb_s,
+            "d2h_gb_s": gb_s,
+            "h2d_both_gb_s": gb_s * self.h2d_both_gb_s / self.h2d_gb_s,
+            "d2h_both_gb_s": gb_s * self.d2h_both_gb_s / self.d2h_gb_s,
+        }
+        if self.gathers_over_pcie:
+            changes["interconnect_gb_s"] = gb_s * self.interconnect_gb_s / self.h2d_gb_s
+        return self.replace(**changes)
+
     def shared_by(self, ranks: int) -> Hardware:
         """What one of several ranks on this host counts on: a GPU of its own, and a share of the
         host's memory, of its bandwidth, and of the cores that update."""
