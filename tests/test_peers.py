@@ -267,3 +267,35 @@ def test_from_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         main([*few, "--out", str(out)])
     assert "is there already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "needed"),
+    [
+        ("--cap", "abc", "a number above 0, or all"),
+        ("--cap", "0", "a number above 0, or all"),
+        ("--cap", "nan", "a number above 0, or all"),
+        ("--cap", "inf", "a number above 0, or all"),
+        ("--tokens", "0x8", "sequences x tokens, such as 16x1024, from 1x2"),
+        ("--tokens", "8x1", "sequences x tokens, such as 16x1024, from 1x2"),
+        ("--tokens", "1024", "sequences x tokens, such as 16x1024, from 1x2"),
+        ("--repeats", "0", "an integer from 1"),
+        ("--steps", "0", "an integer from 1"),
+        ("--steps", "1.5", "an integer from 1"),
+        ("--warm", "x", "an integer from 0"),
+        ("--timeout", "0", "a number above 0"),
+        ("--minutes", "nan", "a number above 0"),
+        ("--wheels", "/nowhere", "a folder that is there"),
+        ("--out", "/nowhere/r.json", "a path in a folder that is there"),
+        ("--plot", "/nowhere/r.png", "a path in a folder that is there"),
+        ("--plot", "r.jsn", "an ending among .png, .svg, .pdf"),
+    ],
+)
+def test_what_is_out_of_range_is_refused(
+    option: str, value: str, needed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--device", "cpu", option, value])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.endswith(f"argument {option}: got {value!r}, needed {needed}")

@@ -17,15 +17,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -39,8 +40,11 @@ from benchmarks.peers.work import MODELS, Point
 from benchmarks.report import environment
 from megacompile.host_memory import total_bytes
 
+N = TypeVar("N", int, float)
+
 ROOT = Path(__file__).resolve().parents[2]
 HOST_MARGIN_BYTES = 4 * 2**30  # of the host's memory, which no process may take
+PICTURES = (".png", ".svg", ".pdf")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,8 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = load(out) if args.go_on else Results()
     again = [Status.NOT_TRIED, Status.NOT_INSTALLED]
     driver.forget(results, [s for s in Status if s is not Status.OK] if args.retry else again)
-    caps = [None if cap == "all" else float(cap) for cap in args.cap]
-    settings = driver.settings(args.model, args.tokens, caps, grid=args.grid)
+    settings = driver.settings(args.model, args.tokens, args.cap, grid=args.grid)
     results.runs.append(machine(args.device, sys.argv[1:] if argv is None else argv))
     results.plan(driver.points(settings, args.peer, args.repeats))
     results.save(out)
@@ -120,10 +123,65 @@ def machine(device: str, argv: Sequence[str]) -> dict[str, Any]:
     return said
 
 
+def within(kind: Callable[[str], N], low: float, *, above: bool = False) -> Callable[[str], N]:
+    """A parser of numbers from `low`, or `above` it."""
+
+    def read(text: str) -> N:
+        try:
+            value: N | None = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not low <= value < math.inf or (above and value == low):  # nan is not
+            noun = "an integer" if kind is int else "a number"
+            limits = f"above {low:g}" if above else f"from {low:g}"
+            raise argparse.ArgumentTypeError(f"got {text!r}, needed {noun} {limits}")
+        return value
+
+    return read
+
+
+COUNT = within(int, 1)
+MORE_THAN_0 = within(float, 0, above=True)
+
+
 def tokens(text: str) -> tuple[int, int]:
     """ "16x1024": sequences by their length."""
     batch, _, length = text.partition("x")
-    return int(batch), int(length)
+    try:
+        return COUNT(batch), within(int, 2)(length)
+    except argparse.ArgumentTypeError:
+        needed = "sequences x tokens, such as 16x1024, from 1x2"  # one token has no next one
+        raise argparse.ArgumentTypeError(f"got {text!r}, needed {needed}") from None
+
+
+def cap(text: str) -> float | None:
+    """GiB of GPU memory; None: all of it."""
+    try:
+        return None if text == "all" else MORE_THAN_0(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or all") from None
+
+
+def known_folder(text: str) -> Path:
+    """A folder that is there."""
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"got {text!r}, needed a folder that is there")
+    return Path(text)
+
+
+def path_in_folder(text: str) -> Path:
+    """A path in a folder that is there."""
+    if not Path(text).parent.is_dir():
+        raise argparse.ArgumentTypeError(f"got {text!r}, needed a path in a folder that is there")
+    return Path(text)
+
+
+def picture_path(text: str) -> Path:
+    """A path that a picture is written to."""
+    if Path(text).suffix not in PICTURES:
+        endings = ", ".join(PICTURES)
+        raise argparse.ArgumentTypeError(f"got {text!r}, needed an ending among {endings}")
+    return path_in_folder(text)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -140,24 +198,24 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--device", choices=("cuda", "cpu"), default="cuda" if gpu else "cpu")
     add("--model", nargs="+", choices=MODELS, default=["3.9b" if gpu else "tiny"])
     add("--tokens", nargs="+", type=tokens, metavar="BxL", default=[(16, 1024) if gpu else (4, 64)])
-    add("--cap", nargs="+", default=["all"], metavar="GIB", help='of GPU memory, or "all"')
+    add("--cap", nargs="+", type=cap, default=[None], metavar="GIB", help='GPU memory, or "all"')
     add("--peer", nargs="+", choices=PEERS, default=list(DEFAULT), help=", ".join(PEERS))
     add("--grid", action="store_true", help="all combinations")
-    add("--repeats", type=int, default=2, help="processes of each system at each setting")
-    add("--warm", type=int, default=3, help="steps between the first one and those")
-    add("--steps", type=int, default=4, help="that are timed")
+    add("--repeats", type=COUNT, default=2, help="processes of each system at each setting")
+    add("--warm", type=within(int, 0), default=3, help="steps between the first one and those")
+    add("--steps", type=COUNT, default=4, help="that are timed")
     add(
         "--timeout",
-        type=float,
+        type=MORE_THAN_0,
         default=150.0,
         help="seconds of one process; more where C++ is built",
     )
-    add("--minutes", type=float, default=60.0, help="of all of them together")
-    add("--wheels", type=Path, metavar="DIR", help="packages that are not installed")
-    add("--out", type=Path, help="JSON; default: peers-<time>.json")
+    add("--minutes", type=MORE_THAN_0, default=60.0, help="of all of them together")
+    add("--wheels", type=known_folder, metavar="DIR", help="packages that are not installed")
+    add("--out", type=path_in_folder, help="JSON; default: peers-<time>.json")
     add("--continue", dest="go_on", action="store_true", help="go on with --out")
     add("--retry", action="store_true", help="with --continue: try again all that failed")
-    add("--plot", type=Path, help="default: beside the JSON, as .png")
+    add("--plot", type=picture_path, help="default: beside the JSON, as .png")
     add("--verbose", action="store_true", help="show what each process printed")
     args = parser.parse_args(argv)
     if args.go_on != bool(args.out and args.out.exists()):
