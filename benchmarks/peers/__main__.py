@@ -6,7 +6,8 @@
 
 The first of `--model`, `--tokens` and `--cap` is the base; the others vary one at a time (`--grid`:
 all combinations). At each setting the systems take turns. The JSON file is whole after each point,
-and `--out FILE --continue` goes on with it. At the end come a table and a plot.
+and `--out FILE --continue` goes on with it; a setting that another machine has begun is measured
+again. At the end come a table and a plot.
 
 Packages that are not installed come from `--wheels DIR`: a folder of wheels or of packages, which
 each process has behind its own packages. DeepSpeed and RoundPipe compile C++ at first use, which
@@ -19,6 +20,7 @@ import argparse
 import json
 import math
 import os
+import platform
 import signal
 import sys
 import tempfile
@@ -52,11 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     out: Path = args.out or Path(f"peers-{time.strftime('%Y%m%d-%H%M%S')}.json")
     results = load(out) if args.go_on else Results()
-    again = [Status.NOT_TRIED, Status.NOT_INSTALLED]
-    driver.forget(results, [s for s in Status if s is not Status.OK] if args.retry else again)
     settings = driver.settings(args.model, args.tokens, args.cap, grid=args.grid)
     results.runs.append(machine(args.device, sys.argv[1:] if argv is None else argv))
     results.plan(driver.points(settings, args.peer, args.repeats))
+    again = [Status.NOT_TRIED, Status.NOT_INSTALLED]
+    failed = [status for status in Status if status is not Status.OK]
+    driver.forget(results, failed if args.retry else again, everywhere=args.retry)
+    for text in driver.keep_apart(results):
+        print(text, flush=True)
     results.save(out)
     with tempfile.TemporaryDirectory(prefix="peers-") as temporary:
         folder = Path(temporary)
@@ -118,8 +123,11 @@ def machine(device: str, argv: Sequence[str]) -> dict[str, Any]:
     said["transformers"] = metadata.version("transformers")
     said["host GiB"] = round(total_bytes() / 2**30)
     said["date"] = time.strftime("%Y-%m-%d")
+    said["machine"] = platform.node()
     if device == "cuda":
-        said["gpu GiB"] = round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1)
+        gpu = torch.cuda.get_device_properties(0)
+        said["gpu GiB"] = round(gpu.total_memory / 2**30, 1)
+        said["machine"] = str(gpu.uuid)  # a container's name may change on the same machine
     return said
 
 
