@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.models import Loss
 from benchmarks.peers import driver, page, process
-from benchmarks.peers.__main__ import main
+from benchmarks.peers.__main__ import file_of, main
 from benchmarks.peers.catalogue import DEFAULT, PEERS
 from benchmarks.peers.measure import outcome as outcome_of
 from benchmarks.peers.outcome import Outcome, Status
@@ -312,6 +312,13 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_every_default_is_known() -> None:
     assert set(DEFAULT) <= set(PEERS)
+
+
+def test_a_file_in_a_folder_is_one_that_the_page_shows(tmp_path: Path) -> None:
+    out = file_of(tmp_path, "cpu")
+    assert out.parent == tmp_path and out.match("cpu-*-peers.json")
+    assert file_of(out, "cpu") == out
+    assert file_of(None, "cpu").match("peers-*.json")
 
 
 def test_from_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

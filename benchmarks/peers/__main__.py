@@ -7,7 +7,8 @@
 The first of `--model`, `--tokens` and `--cap` is the base; the others vary one at a time (`--grid`:
 all combinations). At each setting the systems take turns. The JSON file is whole after each point,
 and `--out FILE --continue` goes on with it; a setting that another machine has begun is measured
-again. At the end come a table and a plot.
+again. At the end come a table and a plot. `--out FOLDER` names the file by the GPU and the time, as
+`benchmarks.peers.page` looks for it; `make peers` is the whole comparison, with that page.
 
 Packages that are not installed come from `--wheels DIR`: a folder of wheels or of packages, which
 each process has behind its own packages. DeepSpeed and RoundPipe compile C++ at first use, which
@@ -52,7 +53,7 @@ PICTURES = (".png", ".svg", ".pdf")
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, draw; gives the exit code: 1 where first losses differ."""
     args = parse(argv)
-    out: Path = args.out or Path(f"peers-{time.strftime('%Y%m%d-%H%M%S')}.json")
+    out = file_of(args.out, args.device)
     results = load(out) if args.go_on else Results()
     settings = driver.settings(args.model, args.tokens, args.cap, grid=args.grid)
     results.runs.append(machine(args.device, sys.argv[1:] if argv is None else argv))
@@ -75,6 +76,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             say=lambda text: print(text, flush=True),
         )
     return show(results, out, args.plot)
+
+
+def file_of(out: Path | None, device: str) -> Path:
+    """The file of a run: the given one, or one of its own in the folder that is given, or here."""
+    when = time.strftime("%Y%m%d-%H%M%S")
+    if out is None:
+        return Path(f"peers-{when}.json")
+    if not out.is_dir():
+        return out
+    gpu = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    words = gpu.lower().removeprefix("nvidia ").split()
+    return out / f"{'-'.join(words)}-{when}-peers.json"
 
 
 def show(results: Results, out: Path, picture: Path | None) -> int:
@@ -220,13 +233,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--minutes", type=MORE_THAN_0, default=60.0, help="of all of them together")
     add("--wheels", type=known_folder, metavar="DIR", help="packages that are not installed")
-    add("--out", type=path_in_folder, help="JSON; default: peers-<time>.json")
+    add("--out", type=path_in_folder, help="JSON, or its folder; default: peers-<time>.json")
     add("--continue", dest="go_on", action="store_true", help="go on with --out")
     add("--retry", action="store_true", help="with --continue: try again all that failed")
     add("--plot", type=picture_path, help="default: beside the JSON, as .png")
     add("--verbose", action="store_true", help="show what each process printed")
     args = parser.parse_args(argv)
-    if args.go_on != bool(args.out and args.out.exists()):
+    if args.go_on != bool(args.out and args.out.exists() and not args.out.is_dir()):
         there = "no such file" if args.go_on else f"{args.out} is there already"
         parser.error(f"{there}; needed --out FILE, and --continue to go on with it")
     if args.device == "cuda" and not gpu:

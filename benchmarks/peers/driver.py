@@ -102,7 +102,7 @@ def forget(results: Results, statuses: Sequence[Status], *, everywhere: bool) ->
 
 
 def keep_apart(results: Results) -> list[str]:
-    """Drop turns of other machines that turns of this one would stand beside; says of which settings.
+    """Drop turns of other machines that turns of this one would stand beside; gives what to say.
 
     A setting for which nothing is left to do stays as it is, if one machine has measured it.
     """
