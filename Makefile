@@ -9,7 +9,10 @@
 #   make examples  the loops in examples/ with and without the one line, and the tests that need
 #                 Accelerate, PEFT, TRL, Lightning, bitsandbytes or torchao, which `make test` skips
 #   make lint     ruff and mypy --strict
-#   make bench    the benchmarks (an NVIDIA GPU)
+#   make bench    the benchmarks (an NVIDIA GPU), `make peers` first
+#   make peers    the same training steps by DeepSpeed, FSDP2, RoundPipe, torchao and PyTorch, into
+#                 benchmarks/results and docs/measured.md (an NVIDIA GPU, up to five hours);
+#                 ARGS="--out FILE --continue" goes on with a file
 #   make format   ruff's formatter and its safe fixes
 #   make clean    remove .venv, .zoo, .examples, .matrix and every cache
 #
@@ -25,6 +28,8 @@
 #            on a machine that has no use for them. A path or URL of a wheel does as well.
 #   PY       run with this interpreter as it is: no .venv, nothing installed. For a machine that has
 #            torch and no network: `make test PY=python3`.
+#   WHEELS   a folder that has what `make peers` compares and is not installed. Without it, and
+#            without DeepSpeed and the like, their rows say so.
 #   MATRIX   the versions of torch that `make matrix` runs. Each gets a virtual environment of its own
 #            below .matrix/: some 5 GB on Linux, where torch comes with CUDA. `make -k matrix` goes on
 #            to the other versions when one fails.
@@ -80,7 +85,7 @@ TORCH_VERSION = import importlib.metadata as m; print(m.version("torch"))
 IN_PARALLEL = import importlib.util as u; \
 	print("-n auto --dist worksteal" if u.find_spec("xdist") else "")
 
-.PHONY: demo test thorough matrix zoo examples lint bench format clean
+.PHONY: demo test thorough matrix zoo examples lint bench peers format clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -118,13 +123,18 @@ lint: $(INSTALLED)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-bench: $(INSTALLED)
+bench: peers
 	$(PY) -m benchmarks.forward_backward
 	$(PY) -m benchmarks.train_step
 	$(PY) -m benchmarks.precision
 	$(PY) -m benchmarks.head
 	$(PY) -m benchmarks.predict
-	$(PY) -m benchmarks.peers
+
+# 7 settings, 12 systems, 2 processes of each. The plot comes beside the JSON, the page after it.
+peers: $(INSTALLED)
+	$(PY) -m benchmarks.peers --model 3.9b 7.6b 14.8b --tokens 16x1024 64x1024 1x16384 --cap all 40 24 \
+		--timeout 400 --minutes 300 --out benchmarks/results $(if $(WHEELS),--wheels $(WHEELS)) $(ARGS)
+	$(PY) -m benchmarks.peers.page
 
 format: $(INSTALLED)
 	$(PY) -m ruff check --fix .

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.models import Loss
 from benchmarks.peers import driver, page, process
-from benchmarks.peers.__main__ import main
+from benchmarks.peers.__main__ import file_of, main
 from benchmarks.peers.catalogue import DEFAULT, PEERS
 from benchmarks.peers.measure import outcome as outcome_of
 from benchmarks.peers.outcome import Outcome, Status
@@ -188,6 +188,65 @@ def test_a_run_that_is_continued(tmp_path: Path) -> None:
     assert len(load(path).records) == 4
 
 
+HERE = RUN | {"machine": "here"}
+ELSEWHERE = RUN | {"machine": "elsewhere", "gpu": "NVIDIA H100"}
+LARGE = replace(SMALL, batch=64)
+
+
+def begun_elsewhere() -> Results:
+    """One turn of four is left to do, at the second setting; it goes on here."""
+    results = planned([SMALL, LARGE], "megacompile", "compiled")
+    results.runs = [ELSEWHERE]
+    for point in results.planned[:-1]:
+        results.add(point, measured(1.0))
+    results.runs.append(HERE)
+    return results
+
+
+def test_a_setting_that_another_machine_has_begun_is_measured_again(tmp_path: Path) -> None:
+    results = begun_elsewhere()
+    (said,) = driver.keep_apart(results)
+    assert said == (
+        "3.9b, 64x1024: measured again, because 3 of its turns are of another machine "
+        "(NVIDIA H100, 16 CPU cores, 125 GiB of host memory)"
+    )
+    outcomes = {"megacompile": measured(1.0), "compiled": measured(2.0)}
+    assert go(results, tmp_path / "r.json", outcomes) == ["megacompile", "compiled"] * 2
+    runs = {(r.point.setting, r.run) for r in results.records}
+    assert runs == {(SMALL, 0), (LARGE, 1)}, "what was done stays"
+    assert driver.keep_apart(results) == []
+
+
+def test_the_same_machine_goes_on_where_it_was(tmp_path: Path) -> None:
+    results = begun_elsewhere()
+    results.runs[0] = RUN  # an older file does not say which one
+    assert driver.keep_apart(results) == []
+    assert go(results, tmp_path / "r.json", {"compiled": measured(2.0)}) == ["compiled"]
+
+
+def test_a_setting_of_two_machines_is_measured_again() -> None:
+    results = begun_elsewhere()
+    results.add(results.planned[-1], measured(2.0))
+    assert len(driver.keep_apart(results)) == 1
+    assert [r.run for r in results.records] == [0] * 4 + [1]
+
+
+def test_what_was_too_large_or_missing_elsewhere_is_tried_here(tmp_path: Path) -> None:
+    results = planned([SMALL], "compiled", "deepspeed")
+    results.runs = [ELSEWHERE]
+    results.add(results.planned[0], Outcome(Status.OUT_OF_MEMORY, "80 GiB"))
+    results.add(results.planned[1], Outcome(Status.NOT_INSTALLED, "no package deepspeed"))
+    results.runs.append(HERE)
+    results.plan(driver.points([LARGE], ["compiled", "deepspeed"], 1))
+    driver.forget(results, [Status.NOT_INSTALLED], everywhere=False)
+    assert driver.keep_apart(results) == [], "the first setting is done"
+    outcomes = {"compiled": measured(1.0), "deepspeed": measured(2.0)}
+    assert go(results, tmp_path / "r.json", outcomes) == ["compiled", "deepspeed"]
+    driver.forget(results, [Status.NOT_INSTALLED], everywhere=True)
+    assert len(driver.keep_apart(results)) == 1
+    assert go(results, tmp_path / "r.json", outcomes) == ["compiled", "deepspeed"] * 2
+
+
 def test_settings() -> None:
     made = driver.settings(["3.9b", "7.6b"], [(16, 1024), (64, 1024)], [None, 24.0])
     assert [s.text for s in made] == [
@@ -255,6 +314,13 @@ def test_every_default_is_known() -> None:
     assert set(DEFAULT) <= set(PEERS)
 
 
+def test_a_file_in_a_folder_is_one_that_the_page_shows(tmp_path: Path) -> None:
+    out = file_of(tmp_path, "cpu")
+    assert out.parent == tmp_path and out.match("cpu-*-peers.json")
+    assert file_of(out, "cpu") == out
+    assert file_of(None, "cpu").match("peers-*.json")
+
+
 def test_from_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     out = tmp_path / "r.json"
@@ -267,3 +333,35 @@ def test_from_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         main([*few, "--out", str(out)])
     assert "is there already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "needed"),
+    [
+        ("--cap", "abc", "a number above 0, or all"),
+        ("--cap", "0", "a number above 0, or all"),
+        ("--cap", "nan", "a number above 0, or all"),
+        ("--cap", "inf", "a number above 0, or all"),
+        ("--tokens", "0x8", "sequences x tokens, such as 16x1024, from 1x2"),
+        ("--tokens", "8x1", "sequences x tokens, such as 16x1024, from 1x2"),
+        ("--tokens", "1024", "sequences x tokens, such as 16x1024, from 1x2"),
+        ("--repeats", "0", "an integer from 1"),
+        ("--steps", "0", "an integer from 1"),
+        ("--steps", "1.5", "an integer from 1"),
+        ("--warm", "x", "an integer from 0"),
+        ("--timeout", "0", "a number above 0"),
+        ("--minutes", "nan", "a number above 0"),
+        ("--wheels", "/nowhere", "a folder that is there"),
+        ("--out", "/nowhere/r.json", "a path in a folder that is there"),
+        ("--plot", "/nowhere/r.png", "a path in a folder that is there"),
+        ("--plot", "r.jsn", "an ending among .png, .svg, .pdf"),
+    ],
+)
+def test_what_is_out_of_range_is_refused(
+    option: str, value: str, needed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--device", "cpu", option, value])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.endswith(f"argument {option}: got {value!r}, needed {needed}")

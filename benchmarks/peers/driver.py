@@ -2,6 +2,7 @@
 
 At one setting the systems take turns, A B C A B C, so that a machine that slows down slows all of
 them. A point that failed is not repeated. Of a system that was too large, nothing larger is tried.
+All turns of a setting are of one machine.
 """
 
 from __future__ import annotations
@@ -91,9 +92,36 @@ def go(
     return True
 
 
-def forget(results: Results, statuses: Sequence[Status]) -> None:
-    """Let points that ended so be tried again."""
-    results.records = [r for r in results.records if r.outcome.status not in statuses]
+def forget(results: Results, statuses: Sequence[Status], *, everywhere: bool) -> None:
+    """Let points that ended so be tried again; `everywhere`: on whichever machine they did."""
+    results.records = [
+        r
+        for r in results.records
+        if r.outcome.status not in statuses or not (everywhere or results.is_here(r))
+    ]
+
+
+def keep_apart(results: Results) -> list[str]:
+    """Drop turns of other machines that turns of this one would stand beside; gives what to say.
+
+    A setting for which nothing is left to do stays as it is, if one machine has measured it.
+    """
+    lines = []
+    for setting in dict.fromkeys(point.setting for point in results.planned):
+        points = [point for point in results.planned if point.setting == setting]
+        records = [r for r in results.records if r.point.setting == setting]
+        away = [r for r in records if not results.is_here(r)]
+        done = all(results.of(p) is not None or _failed(results, p) is not None for p in points)
+        if not away or (done and all(results.same_machine(r.run, away[0].run) for r in records)):
+            continue
+        results.records = [r for r in results.records if r not in away]
+        run = results.runs[away[0].run]
+        where = f"{run['gpu']}, {run['cpus']} CPU cores, {run['host GiB']} GiB of host memory"
+        lines.append(
+            f"{setting.text}: measured again, because {len(away)} of its turns are of another "
+            f"machine ({where})"
+        )
+    return lines
 
 
 def line(point: Point, outcome: Outcome) -> str:
@@ -117,9 +145,9 @@ def _alike(one: Point, other: Point) -> bool:
 
 
 def _known(results: Results, point: Point) -> Outcome | None:
-    """What is known before it is tried."""
+    """What is known of this machine before it is tried."""
     for record in results.records:
-        if record.point.peer != point.peer:
+        if record.point.peer != point.peer or not results.is_here(record):
             continue
         outcome = record.outcome
         if outcome.status is Status.NOT_INSTALLED:

@@ -2,7 +2,8 @@
 
     {"runs": [what it ran on], "planned": [points], "records": [{"run": 0, "point": .., "outcome"}]}
 
-A run that is continued has several `runs`; each record says of which it is.
+A run that is continued has several `runs`; each record says of which it is. They may be of several
+machines; turns of one setting are of one (`driver.keep_apart`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 
 from benchmarks.peers.outcome import Outcome
 from benchmarks.peers.work import Point
+
+MACHINE = ("machine", "gpu", "cpus", "host GiB")  # of a run; the first is not in older files
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,15 @@ class Results:
     def of(self, point: Point) -> Record | None:
         """The record of a point."""
         return next((record for record in self.records if record.point == point), None)
+
+    def same_machine(self, one: int, other: int) -> bool:
+        """Are two of the runs of one machine, as far as both say it?"""
+        a, b = self.runs[one], self.runs[other]
+        return all(a[key] == b[key] for key in MACHINE if key in a and key in b)
+
+    def is_here(self, record: Record) -> bool:
+        """Is it of the machine of the last run?"""
+        return self.same_machine(record.run, -1)
 
     def add(self, point: Point, outcome: Outcome) -> None:
         """A point of the last run."""
