@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megacompile import compat, log
 from megacompile.beside import compile_pool
-from megacompile.cost.ranks import agree, ranks_of_host, use_cores
+from megacompile.cost.ranks import agree, agree_disks, ranks_of_host, use_cores
 from megacompile.errors import ModelError, OptionError, OptionTypeError
 from megacompile.host_memory import budget_bytes, check_host_memory
 from megacompile.ir.collectives import Collectives
@@ -127,7 +127,9 @@ def megacompile(
         disk: a folder on a fast local disk. The optimizer states that host memory does not hold lie
             there, in a scratch file that is gone when the process is. Each step reads and writes
             all of it. Without a plan (on the CPU) the states of all streamed buckets lie there.
-        disk_memory: what everything may take there, in the same forms. Default: what is free.
+        disk_memory: what everything may take there, in the same forms. Default: what is free. With
+            `mesh` each rank may take so much, as with `host_memory`; default: its part of what is
+            free, which ranks of a host share.
         disk_weights: the parameters of streamed buckets lie there too. Each forward reads them, and
             each backward; trained ones are written with every update. Not with `compute_dtype`.
         disk_saved: what waits on the host between forward and backward goes on to the disk, and
@@ -323,11 +325,16 @@ def _compiler(
     cuda = options.device.type == "cuda"
     share = 1 if ranks is None or not cuda else ranks_of_host(ranks.mesh)
     host_bytes = budget_bytes(held_bytes(model), share=share) if cuda else None
-    if ranks is not None:
-        use_cores(ranks.mesh)
-    agreed = None if ranks is None else agree(ranks.mesh, options.device, ranks.told)
-    meet = None if ranks is None else _meet(ranks, options, planned=agreed is not None)
-    return functools.partial(PassCompiler, options, host_bytes=host_bytes, agreed=agreed, meet=meet)
+    made = functools.partial(PassCompiler, options, host_bytes=host_bytes)
+    if ranks is None:
+        return made
+    use_cores(ranks.mesh)
+    disks = agree_disks(ranks.mesh, options.disk, ranks.told, measured=cuda)
+    agreed = agree(ranks.mesh, options.device, ranks.told, disks)
+    meet = _meet(ranks, options, planned=agreed is not None)
+    disk = disks.get(ranks.mesh.get_rank())
+    disk_bytes = None if disk is None else disk.share_bytes
+    return functools.partial(made, agreed=agreed, meet=meet, disk_bytes=disk_bytes)
 
 
 def _meet(ranks: Ranks, options: Options, *, planned: bool) -> Meet | None:

@@ -73,7 +73,8 @@ class Options:
         host_memory: bytes of host memory that the model may take. Default: what is free.
         disk: the folder that optimizer states of streamed buckets may lie in. Default: none, they
             lie in host memory.
-        disk_memory: bytes that everything may take there. Default: what is free.
+        disk_memory: bytes that everything may take there; of ranks, what each may. Default: what
+            is free, of which each has its part.
         disk_weights: the parameters of streamed buckets lie there too.
         disk_saved: what waits on the host between forward and backward goes on to the disk.
             Default: as little of it as host memory asks for.

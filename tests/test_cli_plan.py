@@ -394,6 +394,20 @@ def test_a_disk(config: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("streamed")
+def test_gpus_of_one_host_share_its_disk(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    layers = {**CONFIG, "num_hidden_layers": 12, "vocab_size": 64}
+    Path(config).write_text(json.dumps(layers))
+    memory = ("--host-memory", "3MiB", "--gpu-memory", "1300KiB", "--update-in-backward")
+    argv = (config, *SMALL, *memory, "--dtype", "bfloat16", "--gpus", "2", *DISK)
+    found = answer(capsys, *argv)["plan"]
+    needed = found["disk"]["needed_bytes"]
+    assert 0 < needed <= found["disk"]["there_bytes"] == 2**29
+    (read,) = (stream for stream in found["streams"] if stream["stream"] == "read")
+    alone_s = 2 * needed / 0.1e9  # of whole pages; what is read and written is a little less
+    assert 1.2 * alone_s < read["predicted_s"] < 2 * alone_s
+
+
+@pytest.mark.usefixtures("streamed")
 def test_where_every_part_lies_is_one_table(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

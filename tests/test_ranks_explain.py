@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 import platform
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from megacompile import explain, megacompile
 from megacompile.cost import probe, ranks, rates
+from megacompile.cost.disk import DiskRates
 from megacompile.cost.hardware import H200, Hardware
+from megacompile.cost.ranks import Agreed, SharedDisk
 from megacompile.cost.slowest import RankRates, slow_rates
+from megacompile.plan import setting
 from megacompile.plan.slow_ranks import SlowRank, is_felt, last_text
 from megacompile.tracing.critical_path import NONE
 from megacompile.tracing.rank_steps import RankSteps, last_rank
+from tests.processes import group_of_one
 from tests.rank_explain import STEPS
 from tests.test_ranks import torchrun
 
@@ -204,6 +214,146 @@ def test_ranks_on_a_cpu_have_measured_alone(monkeypatch: pytest.MonkeyPatch) -> 
     assert [each.hardware.host_memory_gb_s for each in found.ranks] == [100.0, 100.0]
     assert found.hardware.host_memory_gb_s == 50.0
     assert found.hardware.update_gb_s == H200.update_gb_s
+
+
+DISK_OF_A, DISK_OF_B = DiskRates(9.0, 6.0, 6.0, 3.0), DiskRates(2.0, 1.0, 1.0, 0.5)
+
+
+class Hosts:
+    """Ranks in threads, and which of them measured a disk."""
+
+    def __init__(self, hosts: str) -> None:
+        self.hosts = hosts
+        self.measured: list[int] = []
+        self._mine = threading.local()
+        self._said: list[Any] = [None] * len(hosts)
+        self._all_here = threading.Barrier(len(hosts), timeout=20)
+
+    def rank(self) -> int:
+        found: int = self._mine.rank
+        return found
+
+    def host(self) -> str:
+        return self.hosts[self.rank()]
+
+    def told(self, value: Any) -> list[Any]:
+        self._said[self.rank()] = value
+        self._all_here.wait()
+        found = list(self._said)
+        self._all_here.wait()
+        return found
+
+    def measure(self, folder: Any) -> DiskRates:
+        self.measured.append(self.rank())
+        return DISK_OF_A if self.host() == "a" else DISK_OF_B
+
+    def agree(self, folders: list[Path | None], **options: Any) -> list[dict[int, SharedDisk]]:
+        """What each rank finds."""
+        mesh: Any = SimpleNamespace(size=lambda: len(self.hosts))
+
+        def agreed(rank: int, folder: Path | None) -> dict[int, SharedDisk]:
+            self._mine.rank = rank
+            path = None if folder is None else str(folder)
+            return ranks.agree_disks(mesh, path, self.told, **options)
+
+        with ThreadPoolExecutor(len(self.hosts)) as threads:
+            return list(threads.map(agreed, range(len(self.hosts)), folders))
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hosts:
+    """Three ranks of a host with a disk of 1000 bytes, and one of another."""
+    found = Hosts("aaab")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.distributed, "get_rank", found.rank)
+    monkeypatch.setattr(platform, "node", found.host)
+    monkeypatch.setattr(ranks, "ranks_of_host", lambda mesh: found.hosts.count(found.host()))
+    monkeypatch.setattr(rates, "measure_disk", found.measure)
+    free = SimpleNamespace(free=1000)
+    monkeypatch.setattr(ranks.shutil, "disk_usage", lambda folder: free)
+    return found
+
+
+def test_a_disk_is_measured_by_one_of_its_ranks(hosts: Hosts, tmp_path: Path) -> None:
+    first, *others = hosts.agree([tmp_path] * 4, measured=True)
+    assert sorted(hosts.measured) == [0, 3]
+    assert first == dict.fromkeys(range(3), SharedDisk(3, 333, DISK_OF_A)) | {
+        3: SharedDisk(1, 1000, DISK_OF_B)
+    }
+    assert all(other == first for other in others)
+    assert hosts.agree([tmp_path] * 4, measured=True) == [first] * 4
+    assert sorted(hosts.measured) == [0, 3], "what was measured is kept"
+
+
+def test_ranks_without_a_disk_or_with_one_that_is_not_measured(
+    hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert hosts.agree([None] * 4, measured=True) == [{}] * 4
+    found = hosts.agree([None, tmp_path, tmp_path, None], measured=False)
+    assert found == [dict.fromkeys((1, 2), SharedDisk(2, 500, None))] * 4
+    assert hosts.measured == []
+    monkeypatch.setattr(ranks, "ranks_of_host", lambda mesh: 5)  # two have another model
+    found = hosts.agree([None, tmp_path, tmp_path, None], measured=True)
+    assert found == [dict.fromkeys((1, 2), SharedDisk(4, 250, DISK_OF_A))] * 4
+    assert hosts.measured == [1]
+
+
+def test_plans_have_the_slowest_share_of_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has a third of a fast one, rank 1 a slow one of its own."""
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(ranks, "cached", lambda device: H200)
+
+    def told(value: Any) -> list[Any]:
+        return [value] * 2 if len(value) == 2 else [value, (1, *value[1:])]
+
+    mesh: Any = SimpleNamespace(size=lambda: 2)
+    disks = {0: SharedDisk(3, 333, DISK_OF_A), 1: SharedDisk(1, 1000, DISK_OF_B)}
+    found = ranks.agree(mesh, torch.device("cpu"), told, disks)
+    assert found is not None
+    machine = found.hardware
+    assert (machine.disk_read_gb_s, machine.disk_write_gb_s) == (2.0, 1.0)
+    assert (machine.disk_read_both_gb_s, machine.disk_write_both_gb_s) == (1.0, 0.5)
+    assert [each.hardware.disk_read_gb_s for each in found.ranks] == [9.0, 2.0]
+    reads, writes = slow_rates(found.ranks)
+    assert (reads.name, writes.name) == ("reads of the disk", "writes to the disk")
+    assert reads.ranks == writes.ranks == (1,)
+
+
+def test_ranks_do_not_measure_again_when_they_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setting, "load_disk", lambda folder: pytest.fail("measured by each rank"))
+    agreed = Agreed(DISK_OF_B.on(H200), ())
+    options: Any = SimpleNamespace(device=torch.device("cuda"), disk=str(tmp_path))
+    assert setting.Setting(options, agreed=agreed).rates().disk_read_gb_s == 2.0
+
+
+def test_the_place_on_a_disk_is_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = SimpleNamespace(free=1000)
+    monkeypatch.setattr(setting.shutil, "disk_usage", lambda folder: free)
+
+    def budget(limit: int | None, hardware: Hardware | None = None) -> int | None:
+        options: Any = SimpleNamespace(disk=str(tmp_path), disk_memory=limit)
+        return setting.Setting(options, hardware, disk_bytes=250).disk_budget_bytes()
+
+    assert budget(None) == 250 and budget(200) == 200
+    assert budget(600) == budget(600, H200) == 250, "of each rank, of which there are four"
+    free.free = 100
+    assert budget(None) == 100, "something else lies there by now"
+
+
+def test_megacompile_gives_each_rank_its_part_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    free = SimpleNamespace(free=2**30)
+    monkeypatch.setattr(setting.shutil, "disk_usage", lambda folder: free)
+    with group_of_one(datetime.timedelta(seconds=20)):
+        mesh = init_device_mesh("cpu", (1,))
+        model = megacompile(nn.Linear(8, 8), mesh=mesh, device="cpu", disk=tmp_path)
+        model(torch.ones(2, 8)).sum().backward()
+        disk = explain(model, changes=False).disk
+    assert disk is not None and disk.there_bytes == 2**28
 
 
 def test_what_a_gpu_is_measured_at_among_ranks_is_kept(

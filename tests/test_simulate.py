@@ -583,6 +583,17 @@ def test_all_copies_go_over_host_memory() -> None:
     assert ends(shared.shared_by(4), H2D=1.0, COMM=0.0)["H2D"] == 1.0
 
 
+def test_ranks_of_a_host_share_its_disk() -> None:
+    whole = UNIT.replace(
+        **{"disk_read_gb_s": 4.0, "disk_write_gb_s": 4.0},
+        **{"disk_read_both_gb_s": 2.0, "disk_write_both_gb_s": 2.0},
+    )
+    assert ends(whole, READ=1.0) == {"READ": 0.25}
+    assert ends(whole.shared_by(4), READ=1.0) == {"READ": 1.0}
+    assert ends(whole.shared_by(4), READ=1.0, WRITE=1.0) == {"READ": 2.0, "WRITE": 2.0}
+    assert UNIT.shared_by(4).disk_read_gb_s is None
+
+
 def test_an_interconnect_no_faster_than_the_link_is_the_link() -> None:
     assert known("4090").gathers_over_pcie == 1.0
     assert known("a100").gathers_over_pcie == known("h200").gathers_over_pcie == 0.0

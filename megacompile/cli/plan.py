@@ -60,7 +60,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpu-memory", metavar="SIZE", help=f"20GiB, or 0.5 of it; {default}")
     add("--host-memory", metavar="SIZE", help="1.5TB, 128GiB; default: not known, or this one's")
     add("--disk", metavar="PATH", help="states and saved tensors may lie on this folder's disk")
-    add("--disk-memory", metavar="SIZE", help="200GiB, what they may take there; default: its free")
+    add("--disk-memory", metavar="SIZE", help="200GiB, for all GPUs; default: its free")
     add(
         "--disk-rates",
         metavar="R/W",

@@ -196,7 +196,8 @@ def _options(args: argparse.Namespace, made: Target, hardware: Hardware) -> Opti
     disk = plan.disk(args)
     if disk is None:
         return options
-    return replace(options, disk=disk.folder, disk_memory=disk.free_bytes)  # it may be elsewhere
+    of_rank = disk.free_bytes // args.gpus
+    return replace(options, disk=disk.folder, disk_memory=of_rank)  # it may be elsewhere
 
 
 def _programs(made: Target, options: Options, hardware: Hardware) -> list[AbstractProgram]:

@@ -95,13 +95,25 @@ class Hardware:
 
     def shared_by(self, ranks: int) -> Hardware:
         """What one of several ranks on this host counts on: a GPU of its own, and a share of the
-        host's memory, of its bandwidth, and of the cores that update."""
+        host's memory, of its bandwidth, of the cores that update, and of its disk."""
         if ranks == 1:
             return self
         share = {name: getattr(self, name) for name in ("host_memory_gb_s", "update_gb_s")}
         host_bytes = None if self.host_bytes is None else self.host_bytes // ranks
         changes: dict[str, Any] = {name: rate / ranks for name, rate in share.items()}
-        return replace(self, host_bytes=host_bytes, **changes)
+        return replace(self.disk_shared_by(ranks), host_bytes=host_bytes, **changes)
+
+    def disk_shared_by(self, ranks: int) -> Hardware:
+        """The same machine with what each of several ranks that use its disk at once counts on."""
+        rates = {name: getattr(self, name) for name in DISK_RATES}
+        known = {name: rate / ranks for name, rate in rates.items() if rate is not None}
+        return replace(self, **known)
+
+
+DISK_RATES = (
+    *("disk_read_gb_s", "disk_write_gb_s"),
+    *("disk_read_both_gb_s", "disk_write_both_gb_s"),
+)  # fields of `Hardware`
 
 
 def least(name: str) -> float:

@@ -5,15 +5,19 @@ links of a host give when all of its GPUs copy, and what its memory gives when a
 update. Ranks of one host share its memory, its bandwidth and the bytes: the host has the sum of
 what its ranks got at once, and each rank counts on its share. An update's rate is a rank's own
 already: its cores are its share, and the other ranks' were busy too.
+
+A disk that several ranks use is measured by one of them, while the others wait, as one process
+would measure it. Each counts on its share of the rates and of the place.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import shutil
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -22,8 +26,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megacompile import compat
+from megacompile.cost.disk import DiskRates
 from megacompile.cost.hardware import Hardware
-from megacompile.cost.rates import cached, cached_of_rank, measure_of_rank
+from megacompile.cost.rates import cached, cached_of_rank, load_disk, measure_of_rank
 from megacompile.cost.slowest import RankRates
 
 _BYTES = 256 * 2**20  # that the ranks gather together: about a layer of a 7 B model
@@ -38,8 +43,17 @@ Told = Callable[[Any], list[Any]]  # what each rank says, in the mesh's order
 class Agreed:
     """What all ranks plan with, and what each of them has."""
 
-    hardware: Hardware  # the slowest rates of all; of its host, a rank's share
+    hardware: Hardware  # the slowest rates of all; of its host and its disk, a rank's share
     ranks: tuple[RankRates, ...]  # by number
+
+
+@dataclass(frozen=True, slots=True)
+class SharedDisk:
+    """The disk that a rank's folder is on."""
+
+    ranks: int  # that use it
+    share_bytes: int  # of its place, for each of them
+    rates: DiskRates | None  # of one process that has it alone; None: not measured
 
 
 def ranks_of_host(mesh: DeviceMesh) -> int:
@@ -66,7 +80,70 @@ def use_cores(mesh: DeviceMesh) -> None:
         torch.set_num_threads(share)
 
 
-def agree(mesh: DeviceMesh, device: torch.device, told: Told) -> Agreed | None:
+@dataclass(frozen=True, slots=True)
+class _DiskOfRank:
+    """What a rank says of its folder."""
+
+    rank: int  # of all processes
+    host: tuple[str, str]
+    of_host: int  # how many ranks torchrun has there
+    device: int | None  # that the folder is on; None: it has none
+    free_bytes: int
+
+    @property
+    def disk(self) -> tuple[tuple[str, str], int | None]:
+        """What tells it from others: folders of many hosts may be on the same device."""
+        return self.host, self.device
+
+
+def agree_disks(
+    mesh: DeviceMesh, folder: str | None, told: Told, *, measured: bool
+) -> dict[int, SharedDisk]:
+    """The disks of the ranks that have one, by the rank's number: a collective of all of them.
+
+    The first rank of each disk measures it, once, in some seconds. Ranks of this host that are not
+    in the mesh are taken to use it too.
+
+    Args:
+        mesh: the ranks.
+        folder: this one's, of scratch files; None: it has none.
+        told: as in `agree`.
+        measured: are rates needed? The same in all ranks.
+
+    Raises:
+        DiskError: no file can be made there, or it cannot be read or written.
+    """
+    device, free_bytes = None, 0
+    if folder is not None:
+        device, free_bytes = os.stat(folder).st_dev, shutil.disk_usage(folder).free
+    rank, of_host = dist.get_rank(), ranks_of_host(mesh)
+    said: list[_DiskOfRank] = told(_DiskOfRank(rank, host_of_rank(), of_host, device, free_bytes))
+    users: dict[tuple[tuple[str, str], int | None], list[_DiskOfRank]] = {}
+    for each in sorted(said, key=lambda each: each.rank):
+        if each.device is not None:
+            users.setdefault(each.disk, []).append(each)
+    rates: dict[int, DiskRates | None] = {}
+    if measured and users:
+        firsts = [those[0].rank for those in users.values()]
+        mine = load_disk(folder) if folder is not None and rank in firsts else None
+        rates = dict(told((rank, mine)))  # the others wait here
+    disks = {}
+    for those in users.values():
+        first = those[0]
+        others = first.of_host - sum(each.host == first.host for each in said)
+        ranks = len(those) + max(0, others)
+        share_bytes = min(each.free_bytes for each in those) // ranks
+        disk = SharedDisk(ranks, share_bytes, rates.get(first.rank))
+        disks.update({each.rank: disk for each in those})
+    return disks
+
+
+def agree(
+    mesh: DeviceMesh,
+    device: torch.device,
+    told: Told,
+    disks: Mapping[int, SharedDisk] | None = None,
+) -> Agreed | None:
     """The slowest rates of all ranks: a collective of all of them.
 
     Each GPU is measured once, in a few seconds. On the CPU nobody measures for a plan: None there,
@@ -76,6 +153,7 @@ def agree(mesh: DeviceMesh, device: torch.device, told: Told) -> Agreed | None:
         mesh: the ranks.
         device: where this one computes.
         told: what each of them says; raises where one of them cannot go on.
+        disks: what `agree_disks` has given.
     """
     of_host, cuda = ranks_of_host(mesh), device.type == "cuda"
     here = told(host_of_rank()).count(host_of_rank())
@@ -86,7 +164,7 @@ def agree(mesh: DeviceMesh, device: torch.device, told: Told) -> Agreed | None:
             return None
         mine = measure_of_rank(device, here, meet=lambda: told(None))
         found = told(_said(of_host, mine))
-    ranks, shares = _with_hosts(found, together=cuda)
+    ranks, shares = _with_hosts(found, disks or {}, together=cuda)
     slowest = _slowest(shares)
     if not cuda:
         return Agreed(slowest, ranks)
@@ -115,11 +193,13 @@ def _said(of_host: int, hardware: Hardware | None) -> _Said:
 
 
 def _with_hosts(
-    found: Sequence[_Said], *, together: bool
+    found: Sequence[_Said], disks: Mapping[int, SharedDisk], *, together: bool
 ) -> tuple[tuple[RankRates, ...], list[Hardware]]:
-    """Each rank's rates, with those of its host as a whole; and with its share of these.
+    """Each rank's rates, with those of its host and its disk as a whole; and with its share of
+    these.
 
     Args:
+        disks: of the ranks that have one.
         together: ranks have measured at the same time, so its host has what all of them got.
             Otherwise each has had the host alone.
     """
@@ -132,10 +212,14 @@ def _with_hosts(
         assert hardware is not None
         there = rates[host]
         whole = hardware.replace(host_memory_gb_s=sum(there) if together else min(there))
+        disk = disks.get(rank)
+        if disk is not None and disk.rates is not None:
+            whole = disk.rates.on(whole)
         rows.append(RankRates(rank, host[1], whole))
         of_memory = whole.host_memory_gb_s / len(there)
         host_bytes = None if whole.host_bytes is None else whole.host_bytes // of_host
-        shares.append(replace(whole, host_memory_gb_s=of_memory, host_bytes=host_bytes))
+        share = whole.disk_shared_by(1 if disk is None else disk.ranks)
+        shares.append(replace(share, host_memory_gb_s=of_memory, host_bytes=host_bytes))
     return tuple(rows), shares
 
 

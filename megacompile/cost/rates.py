@@ -19,7 +19,7 @@ from megacompile.cost.hardware import Hardware, least
 from megacompile.cost.probe import measure
 
 _FORMAT = 6  # of the file: raised when fields change, or what they mean
-_DISK_FORMAT = 1
+_DISK_FORMAT = 2
 
 
 def load(device: torch.device | str, *, again: bool = False) -> Hardware:

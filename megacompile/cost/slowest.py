@@ -55,6 +55,8 @@ FIGURES = (
     Figure("copies from the GPU", "GB/s", ("d2h_gb_s", "d2h_both_gb_s")),
     Figure("host memory", "GB/s", ("host_memory_gb_s",)),
     Figure("updates on the host", "GB/s", ("update_gb_s",)),
+    Figure("reads of the disk", "GB/s", ("disk_read_gb_s", "disk_read_both_gb_s")),
+    Figure("writes to the disk", "GB/s", ("disk_write_gb_s", "disk_write_both_gb_s")),
     Figure("kernel launches", "us", ("launch_s",), scale=1e6, seconds=True),
     Figure("the start of a copy", "us", ("copy_s",), scale=1e6, seconds=True),
 )

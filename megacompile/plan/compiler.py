@@ -44,6 +44,7 @@ class PassCompiler:
         templates: code that was traced already.
         agreed: the rates of the ranks that share the model.
         meet: see `Setting`. Default: where ranks are only planned for, what the first one says.
+        disk_bytes: this rank's part of a disk that ranks share.
     """
 
     def __init__(
@@ -57,10 +58,11 @@ class PassCompiler:
         templates: TemplateCache | None = None,
         agreed: Agreed | None = None,
         meet: Meet | None = None,
+        disk_bytes: int | None = None,
     ) -> None:
         if isinstance(options.mesh, PlannedMesh) and options.whole_buckets is not False:
             meet = _alone
-        self.setting = Setting(options, hardware, host_bytes, agreed, meet)
+        self.setting = Setting(options, hardware, host_bytes, agreed, meet, disk_bytes)
         self.pipeline = Pipeline(self.setting, units, templates)
         self.budget = Budget(self.setting, budget_bytes)
         self.chooser = Chooser(self.setting, self.pipeline, self.budget)
@@ -90,6 +92,7 @@ class PassCompiler:
             host_bytes=self.setting.host_bytes if host_bytes is None else host_bytes,
             templates=self.pipeline.templates,
             agreed=self.setting.agreed,
+            disk_bytes=self.setting.disk_bytes,
         )
         made.chooser.whole = self.chooser.whole  # ranks have agreed on that
         if same:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from megacompile.cost.hardware import Hardware
+from megacompile.cost.hardware import DISK_RATES, Hardware
 from megacompile.cost.memory import (
     DeviceMemory,
     Kind,
@@ -41,12 +41,7 @@ _RATES = {  # what a resource's speed stands for in `Hardware`
     "host memory bandwidth": ("host_memory_gb_s",),
     "host update": ("update_gb_s",),
     "interconnect": ("interconnect_gb_s",),
-    "disk": (
-        "disk_read_gb_s",
-        "disk_write_gb_s",
-        "disk_read_both_gb_s",
-        "disk_write_both_gb_s",
-    ),
+    "disk": DISK_RATES,
 }
 _OF_BATCH = (Kind.INPUTS, Kind.ACTIVATIONS, Kind.SAVED, Kind.WORKSPACE)
 

@@ -35,6 +35,7 @@ class Setting:
             known.
         meet: lets ranks that may copy whole buckets choose together: gives what each of them says.
             None: buckets are gathered.
+        disk_bytes: of the disk, the part of one of the ranks that share it. None: nobody shares it.
     """
 
     options: Options
@@ -42,6 +43,7 @@ class Setting:
     host_bytes: int | None = None
     agreed: Agreed | None = None
     meet: Meet | None = None
+    disk_bytes: int | None = None
 
     @property
     def on_gpu(self) -> bool:
@@ -60,7 +62,9 @@ class Setting:
             found = load(self.options.device) if self.agreed is None else self.agreed.hardware
             folder = self.options.disk
             found = replace(found, locked_bytes=PAGE_LOCKS.limit_bytes)
-            return found if folder is None else load_disk(folder).on(found)
+            if folder is None or self.agreed is not None:  # ranks have agreed on the disk too
+                return found
+            return load_disk(folder).on(found)
         if self.agreed is not None:
             return self.agreed.hardware
         return cached(self.options.device) or _ASSUMED  # nobody measures for a plan on the CPU
@@ -74,14 +78,16 @@ class Setting:
         return found if limit is None else min(limit, found or limit)
 
     def disk_budget_bytes(self) -> int | None:
-        """What optimizer states may take on the disk: what the user said, and what is free; None:
-        there is no disk."""
+        """What optimizer states may take on the disk: what the user said, and what is free, of
+        which a rank has its part; None: there is no disk."""
         folder, limit = self.options.disk, self.options.disk_memory
         if folder is None:
             return None
-        if self.hardware is not None and limit is not None:
+        if self.hardware is not None and limit is not None and self.disk_bytes is None:
             return limit  # it need not be a disk of this machine
         free = shutil.disk_usage(folder).free
+        if self.disk_bytes is not None:
+            free = min(free, self.disk_bytes)
         return free if limit is None else min(limit, free)
 
     def free_bytes(self) -> int:
