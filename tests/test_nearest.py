@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import pytest
+import torch
 
 from megacompile import DeviceMemoryError, HostMemoryError
 from megacompile.cost.hardware import H200
 from megacompile.passes.schedule.plan import ROWS, reruns
+from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
 from megacompile.plan.choice import Choice
-from megacompile.plan.fit import refusal
+from megacompile.plan.fit import refusal, why_not
 from megacompile.plan.nearest import DEVICE, DISK, HOST, lacking, nearest
 from megacompile.plan.planner import search
 from megacompile.plan.problem import Problem
@@ -19,7 +23,7 @@ from megacompile.plan.settled import SettledPlans
 from megacompile.plan.tiling import TILES
 from megacompile.text import format_bytes
 from tests import test_disk_placement
-from tests.test_joint_budgets import GIB, problem, program
+from tests.test_joint_budgets import GIB, Tower, problem, program
 
 
 def more(tower: Problem, lacks: dict[str, int]) -> Problem:
@@ -138,3 +142,58 @@ def test_a_disk_that_is_too_small_for_parameters() -> None:
     assert first.startswith("megacompile(): the disk: ") and first.endswith(" there")
     more_of_it = f"with {format_bytes(lacks[DISK])} more of the disk it would fit"
     assert last == f"{more_of_it} (disk_memory=, or a larger disk)"
+
+
+OPTIONS: dict[str, dict[str, Any]] = {  # as a refusal names them
+    "8-bit optimizer states": {"state_dtype": "int8"},
+    "the update in the backward": {"optimizer": True},
+    "8-bit states and the update in the backward": {"state_dtype": "int8", "optimizer": True},
+}
+
+
+@cache
+def streamed(name: str = "") -> AbstractProgram:
+    """With options of a refusal; no bucket lives on the device."""
+    model = Tower(512, 256, width=256).to("meta")
+    given = {"gpu_memory": GIB, "resident": 0, **OPTIONS.get(name, {})}
+    if "optimizer" in given:
+        given["optimizer"] = torch.optim.AdamW(model.parameters())
+    x = torch.empty(64, 256, device="meta")
+    options = abstract_options(device="cpu", **given)
+    (found,) = abstract_programs(model, (x,), options=options, hardware=H200)
+    return found
+
+
+def scenario(made: AbstractProgram, *, accumulate: bool = False, host: int = 2**40) -> Scenario:
+    schedule = made.schedule(accumulate=accumulate)
+    return Scenario((schedule,), H200, made.compiler.setting.cost(), True, GIB, host)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_options_of_the_optimizer_need_what_is_said(accumulate: bool) -> None:
+    """Against plans with these options; where gradients of micro-batches wait too."""
+    now = scenario(streamed(), accumulate=accumulate)
+    made = {name: scenario(streamed(name), accumulate=accumulate) for name in OPTIONS}
+    needed = {name: sum(made[name].host().values()) for name in OPTIONS}
+    if accumulate:  # they wait in the backward too: that alone saves nothing
+        assert needed.pop("the update in the backward") == sum(now.host().values())
+    sizes = now.host_with_less()
+    assert sizes == {name: pytest.approx(size, rel=0.01) for name, size in needed.items()}
+    for there in (size * share // 100 for size in needed.values() for share in (98, 102)):
+        said = []
+        for name, size in sizes.items():
+            fits = needed[name] <= there
+            which = "would fit" if fits else "would not fit either"
+            said.append(f"with {name} it {which}: {format_bytes(size)}")
+            if fits:
+                break
+        _, *lines = why_not(replace(now, host_bytes=there))
+        assert lines[: len(said)] == said
+        assert not any("fit: " in line or "either: " in line for line in lines[len(said) + 1 :])
+
+
+def test_no_option_is_named_that_is_there_already() -> None:
+    in_8_bits, in_backward, both = OPTIONS
+    assert [*scenario(streamed(in_8_bits)).host_with_less()] == [in_backward]
+    assert [*scenario(streamed(in_backward)).host_with_less()] == [in_8_bits]
+    assert not scenario(streamed(both)).host_with_less()

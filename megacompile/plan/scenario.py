@@ -159,16 +159,18 @@ class Scenario:
         """Bytes in host memory with options of the optimizer that need fewer; plan as it is."""
         now = self.optimizer
         small = replace(now, state_bytes=EIGHT_BITS) if now.states else now
-        in_backward = replace(now, in_backward=True), replace(small, in_backward=True)
-        sizes = {
-            "8-bit optimizer states": host_memory(self.schedules, small),
-            "the update in the backward": host_memory(self.schedules, in_backward[0]),
-            "8-bit states and the update in the backward": host_memory(
-                self.schedules, in_backward[1]
-            ),
+        options = {"8-bit optimizer states": small}
+        for_step = not now.in_backward  # a backward with the update leaves no gradients
+        if for_step:
+            options["the update in the backward"] = replace(now, in_backward=True)
+        if for_step and small != now:
+            both = replace(small, in_backward=True)
+            options["8-bit states and the update in the backward"] = both
+        sums = {
+            name: sum(host_memory(self.schedules, cost, for_step=for_step).values())
+            for name, cost in options.items()
         }
-        before = sum(host_memory(self.schedules, now).values())
-        sums = {name: sum(kinds.values()) for name, kinds in sizes.items()}
+        before = sum(self.host().values())
         return {name: size for name, size in sums.items() if size < before}
 
     def bounds(self) -> dict[str, float]:
