@@ -190,7 +190,13 @@ def _options(args: argparse.Namespace, made: Target, hardware: Hardware) -> Opti
     disk = plan.disk(args)
     if disk is None:
         return options
-    return replace(options, disk=disk.folder, disk_memory=disk.free_bytes)  # it may be elsewhere
+    return replace(  # it may be elsewhere
+        options,
+        disk=disk.folder,
+        disk_memory=disk.free_bytes,
+        disk_weights=args.disk_weights,
+        disk_saved=args.disk_saved or None,
+    )
 
 
 def _programs(made: Target, options: Options, hardware: Hardware) -> list[AbstractProgram]:
