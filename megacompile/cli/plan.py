@@ -52,7 +52,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "What is no faster than the link to the host is taken to share that link",
     )
     add("--gpu-memory", metavar="SIZE", help=f"20GiB, or 0.5 of it; {default}")
-    add("--host-memory", metavar="SIZE", help="1.5TB, 128GiB; default: not known, or this one's")
+    add(
+        "--host-memory",
+        metavar="SIZE",
+        help="1.5TB, 128GiB, taken whole, as megacompile(model, host_memory=SIZE) does; "
+        "default: not known, or all of this one's",
+    )
     add("--disk", metavar="PATH", help="states and saved tensors may lie on this folder's disk")
     add("--disk-memory", metavar="SIZE", help="200GiB, what they may take there; default: its free")
     add("--disk-weights", action="store_true", help="megacompile(model, disk_weights=True)")
