@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import sys
@@ -14,6 +15,7 @@ from torch import nn
 
 from megacompile.cli import main, plan, run_plan, source, target
 from megacompile.cli.run_plan import _long
+from megacompile.cost.hardware import H200
 from megacompile.options import Activations
 from megacompile.plan import chooser, planner
 from megacompile.plan.planner import SearchResult
@@ -393,6 +395,18 @@ def test_a_disk(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert any("more of the disk it would fit" in line for line in refused["why_not"])
 
 
+@pytest.mark.parametrize("flags", [(), ("--disk-weights",), ("--disk-saved",)])
+def test_what_else_may_lie_on_a_disk(config: str, flags: tuple[str, ...]) -> None:
+    parser = argparse.ArgumentParser()
+    plan.arguments(parser)
+    args = parser.parse_args([config, *SMALL, *DISK, *flags])
+    plan.check(args)
+    made = target.build(config, batch=2, seq=16, dtype=None)
+    options = run_plan._options(args, made, H200)
+    assert options.disk_weights == ("--disk-weights" in flags)
+    assert options.disk_saved == (True if "--disk-saved" in flags else None)
+
+
 @pytest.mark.usefixtures("streamed")
 def test_gpus_of_one_host_share_its_disk(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     layers = {**CONFIG, "num_hidden_layers": 12, "vocab_size": 64}
@@ -434,6 +448,11 @@ ENDS = ("needed", "there")
         ((*DISK[:4], "--disk-rates", "fast"), "--disk-rates fast: needed GB/s of reads and"),
         ((*DISK[:4], "--disk-rates", "2/-1"), "--disk-rates 2/-1: needed GB/s"),
         ((*DISK[:2], "--disk-memory", "0.5", *DISK[4:]), "--disk-memory 0.5: of what?"),
+        (("--disk-weights",), "--disk-weights: where? name the disk's folder: --disk PATH"),
+        (("--disk-saved",), "--disk-saved: where? name the disk's folder: --disk PATH"),
+        ((*DISK, "--disk-weights", "--compute-dtype", "bfloat16"), "masters do not go to a disk"),
+        ((*DISK, "--disk-weights", "--gpus", "2"), "--disk-weights: with --gpus parts of"),
+        ((*DISK, "--disk-saved", "--activations", "keep"), "--activations keep nothing waits"),
     ],
 )
 def test_disks_that_are_refused(

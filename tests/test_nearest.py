@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import pytest
+import torch
 
 from megacompile import DeviceMemoryError, HostMemoryError
 from megacompile.cost.hardware import H200
 from megacompile.passes.schedule.plan import ROWS, reruns
+from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
 from megacompile.plan.choice import Choice
-from megacompile.plan.fit import refusal
+from megacompile.plan.fit import refusal, why_not
 from megacompile.plan.nearest import DEVICE, DISK, HOST, lacking, nearest
 from megacompile.plan.planner import search
 from megacompile.plan.problem import Problem
@@ -19,7 +23,7 @@ from megacompile.plan.settled import SettledPlans
 from megacompile.plan.tiling import TILES
 from megacompile.text import format_bytes
 from tests import test_disk_placement
-from tests.test_joint_budgets import GIB, problem, program
+from tests.test_joint_budgets import GIB, Tower, problem, program
 
 
 def more(tower: Problem, lacks: dict[str, int]) -> Problem:
@@ -138,3 +142,123 @@ def test_a_disk_that_is_too_small_for_parameters() -> None:
     assert first.startswith("megacompile(): the disk: ") and first.endswith(" there")
     more_of_it = f"with {format_bytes(lacks[DISK])} more of the disk it would fit"
     assert last == f"{more_of_it} (disk_memory=, or a larger disk)"
+
+
+OPTIONS: dict[str, dict[str, Any]] = {  # as a refusal names them
+    "8-bit optimizer states": {"state_dtype": "int8"},
+    "the update in the backward": {"optimizer": True},
+    "8-bit states and the update in the backward": {"state_dtype": "int8", "optimizer": True},
+}
+
+
+@cache
+def streamed(
+    name: str = "", *, layers: int = 1, frozen: bool = False, disk_weights: bool = False
+) -> AbstractProgram:
+    """With options of a refusal; no bucket lives on the device.
+
+    Args:
+        frozen: biases alone are trained.
+        disk_weights: parameters lie on a disk.
+    """
+    model = Tower(*[512] * layers, width=256).to("meta")
+    for param in model.parameters():
+        param.requires_grad_(param.dim() == 1 or not frozen)
+    given = {"gpu_memory": GIB, "resident": 0, **OPTIONS.get(name, {})}
+    if "optimizer" in given:
+        given["optimizer"] = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    x = torch.empty(64, 256, device="meta")
+    options = abstract_options(device="cpu", **given)
+    if disk_weights:
+        options = replace(options, disk="/absent", disk_memory=GIB, disk_weights=True)
+    (found,) = abstract_programs(model, (x,), options=options, hardware=test_disk_placement.DISK)
+    return found
+
+
+def scenario(made: AbstractProgram, *, accumulate: bool = False, host: int = 2**40) -> Scenario:
+    schedule = made.schedule(accumulate=accumulate)
+    return Scenario((schedule,), H200, made.compiler.setting.cost(), True, GIB, host)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_options_of_the_optimizer_need_what_is_said(accumulate: bool) -> None:
+    """Against plans with these options; where gradients of micro-batches wait too."""
+    now = scenario(streamed(), accumulate=accumulate)
+    made = {name: scenario(streamed(name), accumulate=accumulate) for name in OPTIONS}
+    needed = {name: sum(made[name].host().values()) for name in OPTIONS}
+    if accumulate:  # they wait in the backward too: that alone saves nothing
+        assert needed.pop("the update in the backward") == sum(now.host().values())
+    sizes = now.host_with_less()
+    assert sizes == {name: pytest.approx(size, rel=0.01) for name, size in needed.items()}
+    for there in (size * share // 100 for size in needed.values() for share in (98, 102)):
+        said = []
+        for name, size in sizes.items():
+            fits = needed[name] <= there
+            which = "would fit" if fits else "would not fit either"
+            said.append(f"with {name} it {which}: {format_bytes(size)}")
+            if fits:
+                break
+        _, *lines = why_not(replace(now, host_bytes=there))
+        assert lines[: len(said)] == said
+        assert not any("fit: " in line or "either: " in line for line in lines[len(said) + 1 :])
+
+
+def test_no_option_is_named_that_is_there_already() -> None:
+    in_8_bits, in_backward, both = OPTIONS
+    assert [*scenario(streamed(in_8_bits)).host_with_less()] == [in_backward]
+    assert [*scenario(streamed(in_backward)).host_with_less()] == [in_8_bits]
+    assert not scenario(streamed(both)).host_with_less()
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_on_a_disk_are_named_where_they_would_do(
+    frozen: bool, in_backward: bool
+) -> None:
+    """Against a plan whose parameters lie there, and as many states as it takes."""
+    name = "the update in the backward" if in_backward else ""
+    now = scenario(streamed(name, layers=20, frozen=frozen))
+    kinds = now.host()
+    there = (kinds["parameters"] + kinds.get("gradients", 0)) * 9 // 10
+    other = streamed(name, layers=20, frozen=frozen, disk_weights=True)
+    compiler = other.compiler.other(
+        other.compiler.setting.options,
+        hardware=test_disk_placement.DISK.replace(host_bytes=there),
+        budget_bytes=GIB,
+    )
+    schedule = SettledPlans(compiler).schedule(*other.planned())
+    made = replace(now, schedules=(schedule,), host_bytes=there, disk_bytes=GIB)
+    assert sum(made.host().values()) <= there
+    needed = sum(made.disk().values())
+
+    def says(disk_bytes: int | None) -> list[str]:
+        lines = why_not(replace(now, host_bytes=there, disk_bytes=disk_bytes))
+        return [line for line in lines if "disk" in line.partition(":")[0]]
+
+    size = format_bytes(needed)
+    assert says(None) == [f"with disk= and disk_weights=True it would fit: {size} there"]
+    assert says(needed) == [f"with disk_weights=True it would fit: {size} on the disk"]
+    missing = format_bytes(needed // 2)
+    assert says(needed - needed // 2) == [
+        f"with disk_weights=True and {missing} more of the disk it would fit "
+        "(disk_memory=, or a larger disk)"
+    ]
+
+
+def test_parameters_on_a_disk_are_not_named_where_they_would_not_do() -> None:
+    now = scenario(streamed(layers=20, frozen=True))
+    kinds = now.host()
+    buffers = 7 * max(bucket.size_bytes for bucket in now.schedules[0].buckets)
+    there = buffers + 2 * kinds["gradients"] + 2 * kinds["optimizer states"]
+
+    def says(changed: Scenario) -> bool:
+        return any("disk_weights=True" in line for line in why_not(changed))
+
+    assert says(replace(now, host_bytes=there))
+    assert not says(replace(now, host_bytes=buffers // 2))
+    assert not says(replace(now, host_bytes=kinds["parameters"] + there))  # it fits
+    masters = replace(now.optimizer, master_bytes=4.0)  # which do not go to a disk
+    assert not says(replace(now, host_bytes=there, optimizer=masters))
+    (schedule,) = scenario(streamed(layers=20, frozen=True, disk_weights=True)).schedules
+    already = replace(now, schedules=(schedule,), host_bytes=2**20, disk_bytes=GIB)
+    assert why_not(already) and not says(already)

@@ -58,9 +58,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "default: the GPU's",
     )
     add("--gpu-memory", metavar="SIZE", help=f"20GiB, or 0.5 of it; {default}")
-    add("--host-memory", metavar="SIZE", help="1.5TB, 128GiB; default: not known, or this one's")
+    add(
+        "--host-memory",
+        metavar="SIZE",
+        help="1.5TB, 128GiB, taken whole, as megacompile(model, host_memory=SIZE) does; "
+        "default: not known, or all of this one's",
+    )
     add("--disk", metavar="PATH", help="states and saved tensors may lie on this folder's disk")
     add("--disk-memory", metavar="SIZE", help="200GiB, for all GPUs; default: its free")
+    add("--disk-weights", action="store_true", help="megacompile(model, disk_weights=True)")
+    add("--disk-saved", action="store_true", help="megacompile(model, disk_saved=True)")
     add(
         "--disk-rates",
         metavar="R/W",
@@ -118,7 +125,24 @@ def check(args: argparse.Namespace) -> None:
     host_memory(args, 2**40 if hardware is None else hardware.host_bytes)
     device_memory(args, 2**40 if hardware is None else hardware.device_bytes)
     disk(args)
+    _check_on_disk(args)
     source.check(args.target, seq=args.seq)
+
+
+def _check_on_disk(args: argparse.Namespace) -> None:
+    """Refuse what cannot lie on a disk, as `megacompile()` does."""
+    asked = {"--disk-weights": args.disk_weights, "--disk-saved": args.disk_saved}
+    for name in [name for name, value in asked.items() if value and args.disk is None]:
+        raise OptionError(f"{name}: where? name the disk's folder: --disk PATH")
+    if args.disk_weights and args.compute_dtype is not None:
+        raise OptionError("--disk-weights: with --compute-dtype masters do not go to a disk")
+    if args.disk_weights and args.gpus > 1:
+        raise OptionError("--disk-weights: with --gpus parts of parameters cannot lie on a disk")
+    if args.disk_saved and args.activations not in ("auto", "offload"):
+        raise OptionError(
+            f"--disk-saved: with --activations {args.activations} nothing waits on the host; "
+            "needed auto or offload"
+        )
 
 
 def _check_float8(args: argparse.Namespace, hardware: Hardware | None) -> None:

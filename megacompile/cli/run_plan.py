@@ -196,8 +196,13 @@ def _options(args: argparse.Namespace, made: Target, hardware: Hardware) -> Opti
     disk = plan.disk(args)
     if disk is None:
         return options
-    of_rank = disk.free_bytes // args.gpus
-    return replace(options, disk=disk.folder, disk_memory=of_rank)  # it may be elsewhere
+    return replace(  # it may be elsewhere
+        options,
+        disk=disk.folder,
+        disk_memory=disk.free_bytes // args.gpus,
+        disk_weights=args.disk_weights,
+        disk_saved=args.disk_saved or None,
+    )
 
 
 def _programs(made: Target, options: Options, hardware: Hardware) -> list[AbstractProgram]:

@@ -417,10 +417,18 @@ def _kind_of(call: fx.Node, stage: Stage, k: int) -> Kind:
 
 
 def host_memory(
-    schedules: Schedule | Iterable[Schedule], optimizer: OptimizerCost | None = None
+    schedules: Schedule | Iterable[Schedule],
+    optimizer: OptimizerCost | None = None,
+    *,
+    for_step: bool = False,
 ) -> dict[Kind, int]:
     """Bytes in host memory by kind, once training runs: gradients and states are made by then, and
-    at the boundary of forward and backward saved tensors wait there."""
+    at the boundary of forward and backward saved tensors wait there.
+
+    Args:
+        for_step: the schedules were made for `optimizer.step()`, whatever the optimizer here: the
+            gradients that a backward leaves are for that. Those that it adds to wait in any case.
+    """
     each = [schedules] if isinstance(schedules, Schedule) else list(schedules)
     buckets = {b.key: b for schedule in each for b in schedule.buckets}
     trained: dict[int, set[int]] = {}
@@ -434,7 +442,7 @@ def host_memory(
     resident = {key for schedule in each for key in schedule.plan.resident}
     on_disk = {key for schedule in each for key in schedule.plan.on_disk}
     read = {key for schedule in each for key in schedule.plan.weights_on_disk}
-    accumulated = {bucket.key for schedule in each for bucket in _accumulated(schedule)}
+    accumulated = {b.key for one in each for b in _accumulated(one, reads=for_step)}
     staged = weights = 0  # of the largest bucket on a disk
     for key, bucket in buckets.items():
         if key in resident:

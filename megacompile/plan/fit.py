@@ -6,6 +6,8 @@ from megacompile.cost.memory import Kind
 from megacompile.plan.scenario import Scenario
 from megacompile.text import format_bytes
 
+_LARGER_DISK = "disk_memory=, or a larger disk"
+
 
 def why_not(now: Scenario) -> tuple[str, ...]:
     """What is too small, and the smallest changes that would do; () where it fits or may fit."""
@@ -77,12 +79,27 @@ def _instead(now: Scenario, there: int, device_over_bytes: int) -> list[str]:
         lines.append(f"with {name} it {fits}: {format_bytes(size)}")
         if size <= there:
             break
-    stored = now.fewest_stored_bytes()
-    if stored is not None and now.disk_bytes is not None and stored > now.disk_bytes:
-        lines += _more(device=device_over_bytes, disk=stored - now.disk_bytes)
-    elif stored is not None and now.disk_bytes is None and not device_over_bytes:
+    stored, on_disk = now.fewest_stored_bytes(), now.disk_bytes
+    if stored is not None and on_disk is not None and stored > on_disk:
+        lines += _more(device=device_over_bytes, disk=stored - on_disk)
+    elif stored is not None and on_disk is None and not device_over_bytes:
         lines.append(f"with disk= it would fit: {format_bytes(stored)} there")
+    elif stored is None and not device_over_bytes:
+        lines += _with_weights(now)
     return lines
+
+
+def _with_weights(now: Scenario) -> list[str]:
+    """Parameters go to the disk too, where nothing else that may is enough."""
+    stored, on_disk = now.fewest_stored_bytes(weights=True), now.disk_bytes
+    if stored is None:
+        return []
+    if on_disk is None:
+        return [f"with disk= and disk_weights=True it would fit: {format_bytes(stored)} there"]
+    if stored <= on_disk:
+        return [f"with disk_weights=True it would fit: {format_bytes(stored)} on the disk"]
+    more = f"{format_bytes(stored - on_disk)} more of the disk"
+    return [f"with disk_weights=True and {more} it would fit ({_LARGER_DISK})"]
 
 
 def _disk_too_small(now: Scenario, device_over_bytes: int) -> tuple[str, ...]:
@@ -101,5 +118,5 @@ def _more(*, device: int = 0, host: int = 0, disk: int = 0) -> tuple[str, ...]:
     """The memory that would do; () where nothing is missing."""
     sizes = {"device memory": device, "host memory": host, "the disk": disk}
     parts = [f"{format_bytes(size)} more of {name}" for name, size in sizes.items() if size]
-    where = " (disk_memory=, or a larger disk)" if disk else ""
+    where = f" ({_LARGER_DISK})" if disk else ""
     return (f"with {' and '.join(parts)} it would fit{where}",) if parts else ()

@@ -26,9 +26,12 @@ from megacompile.cost.script import Script
 from megacompile.cost.simulate import Prediction, simulate_script
 from megacompile.cost.stored import disk_memory
 from megacompile.errors import MegacompileError
+from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
+from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Plan, Schedule
 from megacompile.passes.schedule.disk import STATE_SETS
+from megacompile.passes.schedule.disk_weights import LANDING_SETS, NEW_SETS, WEIGHT_SETS
 from megacompile.plan.choice import Choice
 from megacompile.plan.tiers import Tiers
 from megacompile.text import format_bytes
@@ -123,9 +126,17 @@ class Scenario:
         """Bytes on the disk by kind."""
         return {kind.value: n for kind, n in disk_memory(self.schedules, self.optimizer).items()}
 
-    def fewest_stored_bytes(self) -> int | None:
+    def fewest_stored_bytes(self, *, weights: bool = False) -> int | None:
         """What would have to lie on a disk, however large, for the rest to fit on the host:
-        optimizer states, and saved tensors; None where even all of them are too few."""
+        optimizer states, and saved tensors; None where even all of them are too few.
+
+        Args:
+            weights: the parameters of streamed buckets too, which are not there yet; None where
+                they cannot be.
+        """
+        already = any(schedule.plan.weights_on_disk for schedule in self.schedules)
+        if weights and (already or self.ranks > 1 or self.optimizer.master_bytes is not None):
+            return None
         buckets = {b.key: b for schedule in self.schedules for b in schedule.buckets}
         resident = frozenset(k for schedule in self.schedules for k in schedule.plan.resident)
         trained: dict[int, Sequence[int]] = {}
@@ -133,6 +144,16 @@ class Scenario:
             if schedule.backward is not None:
                 trained |= schedule.gradient_params
         waiting = [saved for each in self.schedules for saved in saved_elsewhere(each)]
+        changes = any(trained.get(key) for key in buckets if key not in resident)
+        sets, new_sets = STATE_SETS, NEW_SETS
+        if self.optimizer.in_backward:
+            in_use = max(map(_states_in_use, self.schedules), default=0)
+            sets, new_sets = max(sets, 1 + in_use), LANDING_SETS
+        plan = Plan(
+            state_sets=sets,
+            weight_sets=WEIGHT_SETS,
+            new_weight_sets=new_sets if changes else 0,
+        )
         tiers = Tiers(
             list(buckets.values()),
             trained,
@@ -144,8 +165,8 @@ class Scenario:
             frozenset(buckets),
             Kind.GRADIENTS.value in self.host(),
             lambda choice: waiting,
-            lambda: Plan(state_sets=STATE_SETS),
-            any(schedule.plan.weights_on_disk for schedule in self.schedules),
+            lambda: plan,
+            weights or already,
         )
         choice = tiers.settled(Choice(resident=resident, offload=1))
         return tiers.of_disk(choice) if tiers.fit(choice) else None
@@ -154,16 +175,18 @@ class Scenario:
         """Bytes in host memory with options of the optimizer that need fewer; plan as it is."""
         now = self.optimizer
         small = replace(now, state_bytes=EIGHT_BITS) if now.states else now
-        in_backward = replace(now, in_backward=True), replace(small, in_backward=True)
-        sizes = {
-            "8-bit optimizer states": host_memory(self.schedules, small),
-            "the update in the backward": host_memory(self.schedules, in_backward[0]),
-            "8-bit states and the update in the backward": host_memory(
-                self.schedules, in_backward[1]
-            ),
+        options = {"8-bit optimizer states": small}
+        for_step = not now.in_backward  # a backward with the update leaves no gradients
+        if for_step:
+            options["the update in the backward"] = replace(now, in_backward=True)
+        if for_step and small != now:
+            both = replace(small, in_backward=True)
+            options["8-bit states and the update in the backward"] = both
+        sums = {
+            name: sum(host_memory(self.schedules, cost, for_step=for_step).values())
+            for name, cost in options.items()
         }
-        before = sum(host_memory(self.schedules, now).values())
-        sums = {name: sum(kinds.values()) for name, kinds in sizes.items()}
+        before = sum(self.host().values())
         return {name: size for name, size in sums.items() if size < before}
 
     def bounds(self) -> dict[str, float]:
@@ -184,6 +207,25 @@ class Scenario:
     def bound(self) -> str:
         """What bounds the step most."""
         return next(iter(self.bounds()))
+
+
+def _states_in_use(schedule: Schedule) -> int:
+    """Of how many streamed buckets, at most, a backward uses states before they are back, as
+    issued: on a disk, each needs buffers of its own (`megacompile.passes.schedule.disk`)."""
+    if schedule.backward is None:
+        return 0
+    used: set[int] = set()
+    most = 0
+    for node in ops.nodes_that(
+        schedule.backward, lambda op: op.stored is None and Part.STATES in (*op.reads, *op.writes)
+    ):
+        key = ops.arguments(node)[0].key
+        if key not in schedule.plan.resident:
+            used.add(key)
+        most = max(most, len(used))
+        if Part.STATES in ops.effects(node).writes:
+            used.discard(key)
+    return most
 
 
 def faster(hardware: Hardware, resource: str, times: float) -> Hardware:
