@@ -314,7 +314,7 @@ def test_plans_have_the_slowest_share_of_a_disk(monkeypatch: pytest.MonkeyPatch)
     assert (machine.disk_read_gb_s, machine.disk_write_gb_s) == (2.0, 1.0)
     assert (machine.disk_read_both_gb_s, machine.disk_write_both_gb_s) == (1.0, 0.5)
     assert [each.hardware.disk_read_gb_s for each in found.ranks] == [9.0, 2.0]
-    reads, writes = slow_rates(found.ranks)
+    writes, reads = slow_rates(found.ranks)
     assert (reads.name, writes.name) == ("reads of the disk", "writes to the disk")
     assert reads.ranks == writes.ranks == (1,)
 
