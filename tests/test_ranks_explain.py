@@ -6,6 +6,7 @@ import datetime
 import json
 import math
 import platform
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -270,7 +271,7 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hosts:
     monkeypatch.setattr(ranks, "ranks_of_host", lambda mesh: found.hosts.count(found.host()))
     monkeypatch.setattr(rates, "measure_disk", found.measure)
     free = SimpleNamespace(free=1000)
-    monkeypatch.setattr(ranks.shutil, "disk_usage", lambda folder: free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: free)
     return found
 
 
@@ -330,7 +331,7 @@ def test_ranks_do_not_measure_again_when_they_plan(
 
 def test_the_place_on_a_disk_is_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = SimpleNamespace(free=1000)
-    monkeypatch.setattr(setting.shutil, "disk_usage", lambda folder: free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: free)
 
     def budget(limit: int | None, hardware: Hardware | None = None) -> int | None:
         options: Any = SimpleNamespace(disk=str(tmp_path), disk_memory=limit)
@@ -347,7 +348,7 @@ def test_megacompile_gives_each_rank_its_part_of_the_disk(
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     free = SimpleNamespace(free=2**30)
-    monkeypatch.setattr(setting.shutil, "disk_usage", lambda folder: free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: free)
     with group_of_one(datetime.timedelta(seconds=20)):
         mesh = init_device_mesh("cpu", (1,))
         model = megacompile(nn.Linear(8, 8), mesh=mesh, device="cpu", disk=tmp_path)
