@@ -15,6 +15,8 @@ Tokens are bytes; losses are nats per byte, so a uniform guess has ln 256 = 5.55
 """
 
 import argparse
+import dataclasses
+import importlib.util
 import math
 import os
 import pickle
@@ -44,6 +46,7 @@ VALIDATION_BATCHES = 8
 DTYPES = ("float32", "bfloat16")
 HALVES = ("bfloat16", "float16")
 STATES = ("float32", "bfloat16", "int8")
+FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # torchao's recipes
 # What a run may set otherwise than the one that it resumes: it does not change what is trained.
 FREE_ON_RESUME = (
     *("plain", "device", "validate_every"),
@@ -107,6 +110,7 @@ def parse_flags(argv: Sequence[str] | None) -> Namespace:
     add("--device", type=device, help="where to compute: a CUDA device if there is one")
     add("--dtype", choices=DTYPES, default="float32", help="of parameters and activations")
     add("--compute-dtype", choices=HALVES, help="what a float32 model is streamed and computed in")
+    add("--float8", choices=FLOAT8, help="torchao's recipe for the linear layers of the blocks")
     add("--state-dtype", choices=STATES, help="of the optimizer's moments: the parameters'")
     add("--stochastic-rounding", action="store_true", help="of bfloat16 parameters")
     add("--seed", type=within(int, 0, 2**63), default=0, help="of weights, data order, dropout")
@@ -135,6 +139,12 @@ def parse_flags(argv: Sequence[str] | None) -> Namespace:
 
     if flags.width % flags.heads:
         parser.error(f"got --heads {flags.heads}, needed a divisor of --width {flags.width}")
+    for name in ("width", "context"):
+        size = getattr(flags, name)
+        if flags.float8 is not None and size % 16:
+            parser.error(f"got --{name} {size}, needed a multiple of 16 with --float8")
+    if flags.float8 is not None and importlib.util.find_spec("torchao") is None:
+        parser.error("--float8 needs torchao: pip install torchao")
     if flags.stop_at is not None and flags.stop_at > flags.steps:
         parser.error(f"got --stop-at {flags.stop_at}, but the run ends at --steps {flags.steps}")
     if flags.checkpoint_every is not None and flags.checkpoint is None:
@@ -297,21 +307,33 @@ def dtype_named(name: str | None) -> Any:
     return name if name in (None, "int8") else getattr(torch, str(name))
 
 
+def to_float8(model: nn.Module, recipe: str, device: torch.device) -> None:
+    """Convert linear layers to torchao's, whose products are in float8; a CPU emulates those."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    config = dataclasses.replace(config, emulate=device.type == "cpu")
+    convert_to_float8_training(model, config=config)
+
+
 def build(flags: Namespace, text: bytes, device: torch.device) -> Run:
     """The model, plain or streamed, and what trains it."""
     torch.manual_seed(flags.seed)
-    model: nn.Module = GPT(
+    gpt = GPT(
         layers=flags.layers,
         width=flags.width,
         heads=flags.heads,
         context=flags.context,
         dropout=flags.dropout,
     ).to(getattr(torch, flags.dtype))
+    if flags.float8 is not None:
+        to_float8(gpt.blocks, flags.float8, device)
+    model: nn.Module
     if flags.plain:
-        model = model.to(device)
+        model = gpt.to(device)
     else:
         model = megacompile(
-            model,
+            gpt,
             device=device,
             compute_dtype=dtype_named(flags.compute_dtype),
             state_dtype=dtype_named(flags.state_dtype),

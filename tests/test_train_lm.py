@@ -1,10 +1,15 @@
 """The demo: streamed and plain print the same losses, a resumed run goes on exactly, bad flags."""
 
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+import torch
 import train_lm
+from torch import nn
+
+from benchmarks import precision
 
 TINY = (
     *("--device", "cpu", "--layers", "2", "--width", "32", "--heads", "2", "--context", "16"),
@@ -23,6 +28,66 @@ def test_streamed_losses_are_the_plain_ones(flags: tuple[str, ...]) -> None:
     assert sorted(plain.train) == [1, 2, 3, 4, 5, 6]
     assert sorted(plain.validation) == [3, 6]
     assert streamed == plain  # every bit of every loss
+
+
+@pytest.mark.parametrize("recipe", train_lm.FLOAT8)
+def test_float8_is_streamed_as_it_is_plain(tmp_path: Path, recipe: str) -> None:
+    pytest.importorskip("torchao.float8")
+    path = tmp_path / "run.pt"
+    flags = [*TINY, "--dtype", "bfloat16"]
+    float8 = [*flags, "--float8", recipe]
+    plain = train_lm.main([*float8, "--plain"])
+    assert train_lm.main([*float8, "--checkpoint", str(path), "--stop-at", "2"]).train == {
+        step: plain.train[step] for step in (1, 2)
+    }
+    resumed = train_lm.main([*float8, "--resume", str(path)])
+    assert resumed.train == {step: plain.train[step] for step in (3, 4, 5, 6)}
+    assert resumed.validation == plain.validation
+    assert plain.validation != train_lm.main([*flags, "--plain"]).validation
+    assert plain.train[1] == pytest.approx(train_lm.main([*flags, "--stop-at", "1"]).train[1], 0.01)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_float8_leaves_the_head_as_it_is(device: str) -> None:
+    float8 = pytest.importorskip("torchao.float8.float8_linear")
+    gpt = train_lm.GPT(layers=2, width=32, heads=2, context=16)
+    train_lm.to_float8(gpt.blocks, "rowwise", torch.device(device))
+    converted = [m for m in gpt.modules() if isinstance(m, float8.Float8Linear)]
+    assert len(converted) == 2 * 4 and type(gpt.head) is nn.Linear
+    assert {m.config.emulate for m in converted} == {device == "cpu"}
+
+
+def without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "torchao" else find(name)
+    )
+
+
+def test_float8_without_torchao(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_torchao(monkeypatch)
+    with pytest.raises(SystemExit) as exit_:
+        train_lm.main([*TINY, "--float8", "rowwise"])
+    assert exit_.value.code == 2
+    assert "error: --float8 needs torchao: pip install torchao" in capsys.readouterr().err
+
+
+def test_precisions_are_compared(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without torchao, all but float8."""
+    without_torchao(monkeypatch)
+    monkeypatch.setattr(precision, "VALIDATE_EVERY", 2)
+    names = ["float32", "bfloat16, bfloat16 moments", "float32 masters, float8 tensorwise"]
+    only = [part for name in names for part in ("--only", name)]
+    rows = precision.main([*only, *TINY[:-4], "--corpus-bytes", "100000"])
+    assert [row["parameters and moments"] for row in rows] == names[:2]
+    assert rows[0]["to float32"] == "+0.00%"
+    for row in rows:
+        assert "validation loss" in row and "step 4" in row and "step 6" not in row
+    assert f"left out, for want of torchao: {names[2]}" in capsys.readouterr().out
 
 
 def test_loss_falls() -> None:
@@ -79,6 +144,9 @@ def test_prints_losses_and_schedule(capsys: pytest.CaptureFixture[str]) -> None:
         (["--device", "meta"], "argument --device: got 'meta', needed 'cpu'"),
         (["--device", "cuda:99"], "argument --device: got 'cuda:99', but this machine has"),
         (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+        (["--float8", "mxfp8"], "argument --float8: invalid choice: 'mxfp8'"),
+        (["--float8", "rowwise", "--width", "40"], "got --width 40, needed a multiple of 16"),
+        (["--float8", "rowwise", "--context", "20"], "got --context 20, needed a multiple of 16"),
         (["--step", "3"], "unrecognized arguments: --step 3"),
         (["--stop-at", "7"], "got --stop-at 7, but the run ends at --steps 6"),
         (["--checkpoint-every", "2"], "got --checkpoint-every, needed --checkpoint PATH"),
