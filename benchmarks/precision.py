@@ -74,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
         }
         if reference is not None:
             row["to float32"] = f"{losses[last] / reference - 1:+.2%}"
-        rows.append({**row, **{f"step {step}": f"{loss:.4f}" for step, loss in losses.items()}})
+        del losses[last]
+        rows.append(row | {f"step {step}": f"{loss:.4f}" for step, loss in losses.items()})
     publish(f"Precision, {last} steps of examples/train_lm.py", rows, args.out)
     return rows
 
