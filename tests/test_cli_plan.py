@@ -156,6 +156,23 @@ def test_what_does_not_fit_is_said_with_the_table(
     assert "this is the plan that comes nearest" in found["plan"]["reasons"]
 
 
+def test_what_lacks_little_of_the_device_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    """As `megacompile()` does."""
+    small = ("tests.test_cli_plan:tower", *SMALL)
+    refused = answer(capsys, *small, "--gpu-memory", "1KiB", code=1)
+    needed = refused["plan"]["device"]["needed_bytes"]
+    assert not refused["tried"] and "tried" not in refused["why_not"][0]
+    for there in (needed * 95 // 100, needed * 85 // 100):
+        found = answer(capsys, *small, "--gpu-memory", f"{there}B", code=1)
+        first, *others = found["why_not"]
+        assert found["tried"] == (there * 1.1 >= found["plan"]["device"]["needed_bytes"])
+        assert ("there: tried nevertheless" in first) == found["tried"] == (there > needed * 0.9)
+        assert others[0].endswith(" more of device memory it would fit")
+        assert any("tried nevertheless" in r for r in found["plan"]["reasons"]) == found["tried"]
+    assert main(["plan", *small, "--gpu-memory", f"{needed * 95 // 100}B"]) == 1
+    assert "it may not fit: device memory: " in capsys.readouterr().out
+
+
 def test_what_the_host_does_not_hold_lives_on_the_device(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,7 +24,7 @@ from megacompile.options import Options
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
 from megacompile.plan.alternatives import alternatives, more_memory
 from megacompile.plan.explanation import Explanation, explanation
-from megacompile.plan.fit import why_not
+from megacompile.plan.fit import is_tried, why_not
 from megacompile.plan.report import as_lines, duration
 from megacompile.plan.scenario import Scenario
 from megacompile.text import columns, format_bytes
@@ -47,6 +47,7 @@ class Answer:
     planning_s: float
     gpus: int  # that do as much, each
     active: int  # parameters that a token passes: not the experts that it does not choose
+    tried: bool  # though it does not fit, by so little
 
     @property
     def tokens_s(self) -> float | None:
@@ -71,6 +72,7 @@ class Answer:
             "active_parameters": self.active,
             "fits": not self.why_not,
             "why_not": list(self.why_not),
+            "tried": self.tried,
             "step_s": self.explained.step_s,
             "tokens_per_s": rate,
             "tflop_s": self.tflop_s,
@@ -172,7 +174,8 @@ def _answer(args: argparse.Namespace, hardware: Hardware, batch: int) -> Answer:
     if made.tokens is not None:
         active = active_parameters(now.schedules, active, made.tokens)
     planning_s = time.perf_counter() - start
-    return Answer(made, batch, explained, why_not(now), planning_s, args.gpus, active)
+    short = why_not(now)
+    return Answer(made, batch, explained, short, planning_s, args.gpus, active, is_tried(now))
 
 
 def _options(args: argparse.Namespace, made: Target, hardware: Hardware) -> Options:
@@ -268,7 +271,8 @@ def _text(answer: Answer, args: argparse.Namespace) -> str:
 def _verdict(answer: Answer) -> list[str]:
     if answer.why_not:
         first, *others = answer.why_not
-        return [f"it does NOT fit: {first}", *(f"  {other}" for other in others)]
+        verdict = "it may not fit" if answer.tried else "it does NOT fit"
+        return [f"{verdict}: {first}", *(f"  {other}" for other in others)]
     if answer.explained.host.fits is None:
         needed = format_bytes(answer.explained.host.needed_bytes)
         return [f"it fits on the device; the host needs {needed} (--host-memory says what it has)"]

@@ -27,7 +27,7 @@ from megacompile.plan.budget import Budget
 from megacompile.plan.choice import Choice
 from megacompile.plan.copying import pick
 from megacompile.plan.drafts import Drafts
-from megacompile.plan.fit import refusal
+from megacompile.plan.fit import TOLERANCE, TRIED, device_short, refusal
 from megacompile.plan.nearest import nearest
 from megacompile.plan.pipeline import Pipeline
 from megacompile.plan.planner import SearchResult, search, search_near
@@ -40,7 +40,6 @@ from megacompile.plan.tiling import TILES, search_in_tiles
 from megacompile.text import format_bytes
 
 _SHARE = 0.9  # of the budget, for forwards without a backward: a cache may grow
-_TOLERANCE = 1.1  # how much more than there is a plan may need before it is refused
 
 
 class PlanChoice(NamedTuple):
@@ -279,7 +278,7 @@ class Chooser:
         """
         problem, tiles = self._smallest(problem)
         choice = replace(problem.tightest(), tiles=tiles)
-        little = problem.peak_bytes(choice) <= _TOLERANCE * problem.budget_bytes
+        little = problem.peak_bytes(choice) <= TOLERANCE * problem.budget_bytes
         if not (little and problem.fits_host(choice)):
             choice = replace(nearest(problem), tiles=tiles)
             self._nearest[id(stages.stages)] = choice
@@ -300,16 +299,13 @@ class Chooser:
                 )
             )
         peak = problem.memory(choice).peak
-        text = (
-            f"device memory: {format_bytes(peak.total_bytes)} needed, "
-            f"{format_bytes(problem.budget_bytes)} there"
-        )
-        if peak.total_bytes > _TOLERANCE * problem.budget_bytes:
+        if peak.total_bytes > TOLERANCE * problem.budget_bytes:
             if self._wanted is None:
                 self._wanted = Placement(choice.resident, choice.on_disk)
             raise DeviceMemoryError(does_not_fit(problem, choice, peak))
         over = peak.total_bytes > problem.budget_bytes
-        reasons = (f"{text}: tried nevertheless" if over else "no other plan fits",)
+        short = device_short(peak.total_bytes, problem.budget_bytes)
+        reasons = (f"{short}: {TRIED}" if over else "no other plan fits",)
         return SearchResult(choice, math.inf, peak.total_bytes, 0, reasons)
 
     def _smallest(self, problem: Problem) -> tuple[Problem, int]:

@@ -7,18 +7,45 @@ from megacompile.plan.scenario import Scenario
 from megacompile.text import format_bytes
 
 _LARGER_DISK = "disk_memory=, or a larger disk"
+TOLERANCE = 1.1  # how much more of the device than there is a plan may need before it is refused
+TRIED = "tried nevertheless"
+_SMALLER = (
+    "use smaller batches or sequences, or raise gpu_memory=; where the head is the largest, let "
+    'the model return its loss alone (head="chunked")'
+)
 
 
 def why_not(now: Scenario) -> tuple[str, ...]:
     """What is too small, and the smallest changes that would do; () where it fits or may fit."""
-    lines: tuple[str, ...] = ()
-    needed, there = now.device.peak.total_bytes, now.device_bytes
-    over = 0 if there is None else max(0, needed - there)
-    if over:
-        lines += (
-            _short("device memory", needed, there) + "; smaller batches or sequences need less",
-        )
-    return lines + (_too_small(now, over) or _more(device=over))
+    over = _device_over_bytes(now)
+    if not over:
+        return _too_small(now, 0)
+    first = device_short(now.device.peak.total_bytes, now.device_bytes)
+    if is_tried(now):
+        first += f": {TRIED}, as predictions may be off by as little"
+    return first, *(_too_small(now, over) or _more(device=over)), _SMALLER
+
+
+def is_tried(now: Scenario) -> bool:
+    """Is it only the device that is too small, and by so little that it is tried nevertheless?"""
+    most = TOLERANCE * (now.device_bytes or 0)
+    little = 0 < _device_over_bytes(now) and now.device.peak.total_bytes <= most
+    return little and not _too_small(now, 0)
+
+
+def device_short(needed_bytes: int, there_bytes: int | None) -> str:
+    """What is needed of the device, and what is there."""
+    return _short("device memory", needed_bytes, there_bytes)
+
+
+def device_more(over_bytes: int) -> tuple[str, ...]:
+    """What would do, where the device alone is too small."""
+    return *_more(device=over_bytes), _SMALLER
+
+
+def _device_over_bytes(now: Scenario) -> int:
+    there = now.device_bytes
+    return 0 if there is None else max(0, now.device.peak.total_bytes - there)
 
 
 def refusal(now: Scenario, device_needed_bytes: int) -> str:

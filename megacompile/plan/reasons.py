@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megacompile.cost.memory import Moment
 from megacompile.plan.choice import Choice
+from megacompile.plan.fit import device_more, device_short
 from megacompile.plan.problem import Problem
 from megacompile.text import format_bytes
 
@@ -62,11 +63,13 @@ def does_not_fit(problem: Problem, choice: Choice, peak: Moment) -> str:
     host, there = format_bytes(problem.host_bytes(choice)), "not known"
     if problem.host_budget_bytes is not None:
         there = format_bytes(problem.host_budget_bytes)
-    more = format_bytes(peak.total_bytes - problem.budget_bytes)
-    return (
-        f"megacompile(): device memory is too small, at {peak.graph} {peak.label}, with every "
-        f"stage recomputed{how}\n{table(problem, peak)}\n(host memory: {host} needed, {there} "
-        f"there)\nwith {more} more of device memory it would fit (gpu_memory=); use smaller "
-        "batches or sequences; where the head is the largest, let the model return its loss alone "
-        '(head="chunked")'
+    needed, budget = peak.total_bytes, problem.budget_bytes
+    return "\n".join(
+        [
+            f"megacompile(): {device_short(needed, budget)}, at {peak.graph} {peak.label}, with "
+            f"every stage recomputed{how}",
+            table(problem, peak),
+            f"(host memory: {host} needed, {there} there)",
+            *device_more(needed - budget),
+        ]
     )
