@@ -21,10 +21,13 @@ from megacompile.ir.stages import Code
 from megacompile.ir.tiles import Axis, Piece, Result, pieces_of
 from megacompile.passes.stages.direct import direct
 from megacompile.passes.stages.lower_pieces import lower_pieces
+from megacompile.passes.stages.pieces import divide
 from megacompile.passes.stages.tile import tile, tile_lengths
 from megacompile.passes.stages.token_rules import reshaped
 from megacompile.passes.stages.tokenwise import Tokens
-from tests import cases
+from megacompile.plan.problem import Problem
+from megacompile.plan.tiling import search_in_tiles
+from tests import cases, test_joint_budgets
 
 W = 6  # of activations
 X = (2, 10, W)  # batch, tokens, width
@@ -369,6 +372,41 @@ def test_tiles_are_seen() -> None:
         analysis_of(cut, Code.RECOMPUTE).work.flops
         < analysis_of(template, Code.RECOMPUTE).work.flops
     )
+
+
+def test_only_stages_with_something_in_tiles_are_said_to_run_in_them() -> None:
+    model, *_ = trained("demo gpt", steps=1, tiles=4)
+    (schedule,) = schedules(model)
+    cut = [
+        stage.index
+        for stage in schedule.stages
+        for graph in stage.traced.graphs.values()
+        if any(not piece.is_whole for _, piece in pieces_of(graph.graph))
+    ]
+    assert schedule.plan.tiles == tuple((index, 4) for index in dict.fromkeys(cut))
+    assert [stage.traced.tiles for stage in schedule.stages] == [1, 4, 4, 4, 4]
+    reasons = schedule.plan.reasons
+    assert any("runs in 4 tiles, in 4 of 5 stages; " in reason for reason in reasons)
+    assert any(reason.startswith("1 of 5 stages are not cut: ") for reason in reasons)
+
+
+def test_where_nothing_can_be_cut_the_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{divide.__module__}.PRODUCTS", frozenset())
+    models = [trained("demo gpt", steps=1, **how)[0] for how in ({}, {"tiles": 4})]
+    whole, cut = (schedules(model)[0] for model in models)
+    assert not cut.plan.tiles and "4 tiles" not in str(cut)
+    assert any(reason.startswith("nothing is cut: ") for reason in cut.plan.reasons)
+    saved = [[stage.traced.saved for stage in each.stages] for each in (whole, cut)]
+    assert saved[0] == saved[1], "nothing is computed again for it"
+
+
+def test_no_more_tiles_are_tried_where_nothing_can_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{divide.__module__}.PRODUCTS", frozenset())
+    tried: list[Problem] = []
+    tower = test_joint_budgets.problem()
+    monkeypatch.setattr(tower.drafts.pipeline, "templates", {})  # others are cut
+    assert search_in_tiles(tower, tried.append) is None
+    assert tried == [tower]
 
 
 def test_sizes_that_change_are_not_cut() -> None:
