@@ -77,9 +77,25 @@ def mm(x: Tensor, w: Tensor) -> Tensor:
     return torch.mm(flat(x), w).view(*x.shape[:-1], -1)
 
 
+def in_fp8(value: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:
+    """A cast, and the scale to take it back by: one, or one for each along another dimension."""
+    amax = value.abs().max() if dim is None else value.abs().amax(dim, keepdim=True)
+    return (value * (448 / amax)).to(torch.float8_e4m3fn), amax / 448
+
+
+def scaled_mm(a: Tensor, b: Tensor, bias: Tensor | None = None, *, each: bool = True) -> Tensor:
+    """A product of casts, with a scale for each row and column; or one for all."""
+    (a, of_a), (b, of_b) = in_fp8(a, 1 if each else None), in_fp8(b, 0 if each else None)
+    return aten._scaled_mm(a, b.t().contiguous().t(), of_a, of_b, bias, out_dtype=torch.float32)
+
+
 TOKENWISE: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "product": lambda x, w: (mm(x, w),),
     "addmm": lambda x, w: (aten.addmm(w[0], flat(x), w),),
+    "fp8, a scale for each token": lambda x, w: (scaled_mm(flat(x), w),),
+    "fp8, one scale": lambda x, w: (scaled_mm(flat(x), w, each=False),),
+    "fp8 with a bias": lambda x, w: (scaled_mm(flat(x), w, w[0]),),
+    "fp8, tokens in columns": lambda x, w: (scaled_mm(w, flat(x).t()),),
     "of each matrix": lambda x, w: (torch.bmm(x, w.expand(2, W, W)),),
     "gelu between": lambda x, w: (mm(F.gelu(mm(x, w)), w),),
     "layer norm": lambda x, w: (mm(F.layer_norm(x, (W,), w[0], w[1]), w),),
@@ -132,6 +148,8 @@ NOT_TOKENWISE: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "two behind one another": lambda x, w: (torch.cat([mm(x, w), x], 1),),
     "tokens in pairs": lambda x, w: (mm(x, w).view(2, 5, 2, W).sum(2),),
     "attention": lambda x, w: (torch.bmm(mm(x, w), x.transpose(1, 2)).softmax(1),),
+    "a gradient of a weight in fp8": lambda x, w: (scaled_mm(flat(x).t(), flat(mm(x, w))),),
+    "fp8 columns with a bias": lambda x, w: (scaled_mm(w, flat(mm(x, w)).t(), flat(x)[:, 0]),),
     "a layer norm over tokens": lambda x, w: (F.layer_norm(mm(x, w), (10, W)),),
 }
 
@@ -188,6 +206,26 @@ def test_a_norm_is_computed_again_where_another_piece_reads_it() -> None:
     pieces, got, wanted = in_pieces(twice, X, (W, W), tiles=5)
     assert [piece.is_whole for piece in pieces] == [False, True, False]
     assert len(pieces[0].results) == 1, "the norm does not leave its piece"
+    assert_equal(got, wanted)
+
+
+def test_what_had_gaps_keeps_the_order_of_its_dimensions() -> None:
+    def query(x: Tensor, w: Tensor) -> tuple[Tensor]:
+        return (mm(x, w).unflatten(-1, (2, 3)).transpose(1, 2)[..., :2],)
+
+    (piece,), got, wanted = in_pieces(query, X, (W, W), tiles=5)
+    assert wanted[0].stride() == (60, 3, 6, 1) and piece.metas[0].stride == (40, 2, 4, 1)
+    assert_equal(got, wanted)
+
+
+def test_what_only_whole_pieces_read_is_computed_there() -> None:
+    def scaled(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        made = mm(x, w)
+        return (mm(made / made.abs().amax(1, keepdim=True), w),)
+
+    pieces, got, wanted = in_pieces(scaled, X, (W, W), tiles=5)
+    assert [piece.is_whole for piece in pieces] == [False, True, False]
+    assert len(pieces[0].results) == 1, "what it is an absolute value of, which others read too"
     assert_equal(got, wanted)
 
 

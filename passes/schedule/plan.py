@@ -282,7 +282,6 @@ def _tiles(schedule: Schedule, tiles: int, cut: frozenset[int]) -> tuple[str, ..
     count = len(schedule.stages)
     changing = sum(stage.traced.symbols is not None for stage in schedule.stages)
     others = count - changing - len(cut)
-    without = "no product of matrices in them acts on each token alone"
     reasons = []
     if cut:
         where = "" if len(cut) == count else f", in {len(cut)} of {count} stages"
@@ -296,9 +295,12 @@ def _tiles(schedule: Schedule, tiles: int, cut: frozenset[int]) -> tuple[str, ..
             "(dynamic=False)"
         )
     if others and cut:
-        reasons.append(f"{others} of {count} stages are not cut: {without}")
+        reasons.append(
+            f"{others} of {count} stages are not cut: no product of matrices in them acts on each "
+            "token alone"
+        )
     elif others:
-        reasons.append(f"nothing is cut: {others} of {count} stages could be, but {without}")
+        reasons.append("nothing is cut: no product of matrices acts on each token alone")
     return tuple(reasons)
 
 
