@@ -86,7 +86,9 @@ def in_fp8(value: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:
 def scaled_mm(a: Tensor, b: Tensor, bias: Tensor | None = None, *, each: bool = True) -> Tensor:
     """A product of casts, with a scale for each row and column; or one for all."""
     (a, of_a), (b, of_b) = in_fp8(a, 1 if each else None), in_fp8(b, 0 if each else None)
-    return aten._scaled_mm(a, b.t().contiguous().t(), of_a, of_b, bias, out_dtype=torch.float32)
+    b = b.t().contiguous().t()
+    made: Tensor = aten._scaled_mm(a, b, of_a, of_b, bias, out_dtype=torch.float32)
+    return made
 
 
 TOKENWISE: dict[str, Callable[[Tensor, Tensor], Any]] = {
