@@ -21,10 +21,13 @@ from megacompile.ir.stages import Code
 from megacompile.ir.tiles import Axis, Piece, Result, pieces_of
 from megacompile.passes.stages.direct import direct
 from megacompile.passes.stages.lower_pieces import lower_pieces
+from megacompile.passes.stages.pieces import divide
 from megacompile.passes.stages.tile import tile, tile_lengths
 from megacompile.passes.stages.token_rules import reshaped
 from megacompile.passes.stages.tokenwise import Tokens
-from tests import cases
+from megacompile.plan.problem import Problem
+from megacompile.plan.tiling import search_in_tiles
+from tests import cases, test_joint_budgets
 
 W = 6  # of activations
 X = (2, 10, W)  # batch, tokens, width
@@ -74,9 +77,27 @@ def mm(x: Tensor, w: Tensor) -> Tensor:
     return torch.mm(flat(x), w).view(*x.shape[:-1], -1)
 
 
+def in_fp8(value: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:
+    """A cast, and the scale to take it back by: one, or one for each along another dimension."""
+    amax = value.abs().max() if dim is None else value.abs().amax(dim, keepdim=True)
+    return (value * (448 / amax)).to(torch.float8_e4m3fn), amax / 448
+
+
+def scaled_mm(a: Tensor, b: Tensor, bias: Tensor | None = None, *, each: bool = True) -> Tensor:
+    """A product of casts, with a scale for each row and column; or one for all."""
+    (a, of_a), (b, of_b) = in_fp8(a, 1 if each else None), in_fp8(b, 0 if each else None)
+    b = b.t().contiguous().t()
+    made: Tensor = aten._scaled_mm(a, b, of_a, of_b, bias, out_dtype=torch.float32)
+    return made
+
+
 TOKENWISE: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "product": lambda x, w: (mm(x, w),),
     "addmm": lambda x, w: (aten.addmm(w[0], flat(x), w),),
+    "fp8, a scale for each token": lambda x, w: (scaled_mm(flat(x), w),),
+    "fp8, one scale": lambda x, w: (scaled_mm(flat(x), w, each=False),),
+    "fp8 with a bias": lambda x, w: (scaled_mm(flat(x), w, w[0]),),
+    "fp8, tokens in columns": lambda x, w: (scaled_mm(w, flat(x).t()),),
     "of each matrix": lambda x, w: (torch.bmm(x, w.expand(2, W, W)),),
     "gelu between": lambda x, w: (mm(F.gelu(mm(x, w)), w),),
     "layer norm": lambda x, w: (mm(F.layer_norm(x, (W,), w[0], w[1]), w),),
@@ -129,6 +150,8 @@ NOT_TOKENWISE: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "two behind one another": lambda x, w: (torch.cat([mm(x, w), x], 1),),
     "tokens in pairs": lambda x, w: (mm(x, w).view(2, 5, 2, W).sum(2),),
     "attention": lambda x, w: (torch.bmm(mm(x, w), x.transpose(1, 2)).softmax(1),),
+    "a gradient of a weight in fp8": lambda x, w: (scaled_mm(flat(x).t(), flat(mm(x, w))),),
+    "fp8 columns with a bias": lambda x, w: (scaled_mm(w, flat(mm(x, w)).t(), flat(x)[:, 0]),),
     "a layer norm over tokens": lambda x, w: (F.layer_norm(mm(x, w), (10, W)),),
 }
 
@@ -185,6 +208,26 @@ def test_a_norm_is_computed_again_where_another_piece_reads_it() -> None:
     pieces, got, wanted = in_pieces(twice, X, (W, W), tiles=5)
     assert [piece.is_whole for piece in pieces] == [False, True, False]
     assert len(pieces[0].results) == 1, "the norm does not leave its piece"
+    assert_equal(got, wanted)
+
+
+def test_what_had_gaps_keeps_the_order_of_its_dimensions() -> None:
+    def query(x: Tensor, w: Tensor) -> tuple[Tensor]:
+        return (mm(x, w).unflatten(-1, (2, 3)).transpose(1, 2)[..., :2],)
+
+    (piece,), got, wanted = in_pieces(query, X, (W, W), tiles=5)
+    assert wanted[0].stride() == (60, 3, 6, 1) and piece.metas[0].stride == (40, 2, 4, 1)
+    assert_equal(got, wanted)
+
+
+def test_what_only_whole_pieces_read_is_computed_there() -> None:
+    def scaled(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        made = mm(x, w)
+        return (mm(made / made.abs().amax(1, keepdim=True), w),)
+
+    pieces, got, wanted = in_pieces(scaled, X, (W, W), tiles=5)
+    assert [piece.is_whole for piece in pieces] == [False, True, False]
+    assert len(pieces[0].results) == 1, "what it is an absolute value of, which others read too"
     assert_equal(got, wanted)
 
 
@@ -369,6 +412,41 @@ def test_tiles_are_seen() -> None:
         analysis_of(cut, Code.RECOMPUTE).work.flops
         < analysis_of(template, Code.RECOMPUTE).work.flops
     )
+
+
+def test_only_stages_with_something_in_tiles_are_said_to_run_in_them() -> None:
+    model, *_ = trained("demo gpt", steps=1, tiles=4)
+    (schedule,) = schedules(model)
+    cut = [
+        stage.index
+        for stage in schedule.stages
+        for graph in stage.traced.graphs.values()
+        if any(not piece.is_whole for _, piece in pieces_of(graph.graph))
+    ]
+    assert schedule.plan.tiles == tuple((index, 4) for index in dict.fromkeys(cut))
+    assert [stage.traced.tiles for stage in schedule.stages] == [1, 4, 4, 4, 4]
+    reasons = schedule.plan.reasons
+    assert any("runs in 4 tiles, in 4 of 5 stages; " in reason for reason in reasons)
+    assert any(reason.startswith("1 of 5 stages are not cut: ") for reason in reasons)
+
+
+def test_where_nothing_can_be_cut_the_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{divide.__module__}.PRODUCTS", frozenset())
+    models = [trained("demo gpt", steps=1, **how)[0] for how in ({}, {"tiles": 4})]
+    whole, cut = (schedules(model)[0] for model in models)
+    assert not cut.plan.tiles and "4 tiles" not in str(cut)
+    assert any(reason.startswith("nothing is cut: ") for reason in cut.plan.reasons)
+    saved = [[stage.traced.saved for stage in each.stages] for each in (whole, cut)]
+    assert saved[0] == saved[1], "nothing is computed again for it"
+
+
+def test_no_more_tiles_are_tried_where_nothing_can_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{divide.__module__}.PRODUCTS", frozenset())
+    tried: list[Problem] = []
+    tower = test_joint_budgets.problem()
+    monkeypatch.setattr(tower.drafts.pipeline, "templates", {})  # others are cut
+    assert search_in_tiles(tower, tried.append) is None
+    assert tried == [tower]
 
 
 def test_sizes_that_change_are_not_cut() -> None:

@@ -55,6 +55,11 @@ class Drafts:
         """The same, where ranks copy these buckets whole, if they are streamed."""
         return Drafts(self.pipeline, self.graphs, self.variant, self.tiles, whole)
 
+    @property
+    def cut(self) -> bool:
+        """Does anything run in tiles?"""
+        return bool(self._with_plan(self._as_here(Choice())).plan.tiles)
+
     def of(self, choice: Choice) -> Schedule:
         """The draft of a choice."""
         choice = self._as_here(choice)

@@ -46,7 +46,7 @@ from megacompile.passes.schedule.recompute import insert_recompute
 from megacompile.passes.schedule.reduce_scatter import insert_reduce_scatter
 from megacompile.passes.schedule.rerun import insert_reruns
 from megacompile.passes.schedule.slots import assign_slots
-from megacompile.passes.schedule.split import split_stages
+from megacompile.passes.schedule.split import split_stages, stages_in_tiles
 from megacompile.passes.schedule.tokens import insert_tokens
 from megacompile.passes.schedule.update_graph import insert_update_graph
 from megacompile.passes.schedule.update_in_backward import insert_updates
@@ -232,6 +232,7 @@ class Pipeline:
         """What the choice and the options together say."""
         options = self.setting.options
         share = choice.device_update if options.device_update is None else options.device_update
+        tiles = choice.tiles if options.tiles is None else options.tiles
         return functools.partial(
             make_plan,
             keep=choice.keep if variant.keep_last else 0,
@@ -251,7 +252,8 @@ class Pipeline:
             state_delay=choice.state_delay,
             stay=choice.stay,
             on_disk=choice.on_disk,
-            tiles=choice.tiles if options.tiles is None else options.tiles,
+            tiles=tiles,
+            cut=stages_in_tiles(schedule, tiles, self.templates),
             whole=choice.whole,
         )
 

@@ -5,7 +5,8 @@ what attention reads and gives. That leaves memory to keep more stages. But what
 computed again in the backward, whatever is kept: with short sequences that is most of a stage.
 
 A search in tiles takes as long as one without. So two bounds on the gain come first: the memory
-that tiles can free, and the time of the computes in tiles where all stages are kept.
+that tiles can free, and the time of the computes in tiles where all stages are kept. Where nothing
+of a model can be cut, tiles are not tried.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ def search_in_tiles(problem: Problem, search: Search) -> SearchResult | None:
     for tiles in TILES:
         cut = problem.in_tiles(tiles)
         if best is not None and not _may_pay(at, best, cut):
+            break
+        if not cut.drafts.cut:  # and more tiles cut no more
             break
         found = search(cut)
         if found is not None and best is not None:

@@ -32,6 +32,7 @@ def make_plan(
     on_disk: frozenset[int] = frozenset(),
     saved_on_host: frozenset[int] = frozenset(),
     tiles: int = 1,
+    cut: frozenset[int] = frozenset(),
     whole: frozenset[int] = frozenset(),
 ) -> Schedule:
     """The schedule with its plan.
@@ -58,12 +59,13 @@ def make_plan(
             those.
         saved_on_host: other stages that are kept, whose saved tensors wait on the host; see
             `stages_on_host`. Where `keep` is 0, they are recomputed from what waits there.
-        tiles: in which what acts on each token alone runs, in each stage whose sizes are numbers.
+        tiles: in which what acts on each token alone runs.
+        cut: the stages that have something to run in so many tiles; see `stages_in_tiles`.
         whole: keys of the buckets that each of several ranks copies whole, where they are streamed.
     """
     so_far = schedule.plan.reasons
-    in_tiles, cut = _tiles(schedule, tiles)
-    so_far += cut
+    in_tiles = tuple((index, tiles) for index in sorted(cut))
+    so_far += _tiles(schedule, tiles, cut)
     keys = frozenset(bucket.key for bucket in schedule.buckets)
     here = resident & keys
     whole = (whole & keys) - here
@@ -273,22 +275,33 @@ def _with(
 _SELECTIVE = 0.5  # of the saved tensors of a 7B layer: 4 % of its time for half of the memory
 
 
-def _tiles(schedule: Schedule, tiles: int) -> tuple[tuple[tuple[int, int], ...], tuple[str, ...]]:
-    """In how many tiles which stages run."""
+def _tiles(schedule: Schedule, tiles: int, cut: frozenset[int]) -> tuple[str, ...]:
+    """In how many tiles how many stages run, and why others do not."""
     if tiles == 1:
-        return (), ()
-    stages = schedule.stages
-    known = [stage.index for stage in stages if stage.traced.symbols is None]
-    reasons = [
-        f"what acts on each token alone runs in {tiles} tiles; their gradients of weights are "
-        "added up in float32"
-    ]
-    if len(known) < len(stages):
+        return ()
+    count = len(schedule.stages)
+    changing = sum(stage.traced.symbols is not None for stage in schedule.stages)
+    others = count - changing - len(cut)
+    reasons = []
+    if cut:
+        where = "" if len(cut) == count else f", in {len(cut)} of {count} stages"
         reasons.append(
-            f"{len(stages) - len(known)} of {len(stages)} stages are not cut: their sizes change "
-            "from call to call (dynamic=False)"
+            f"what acts on each token alone runs in {tiles} tiles{where}; their gradients of "
+            "weights are added up in float32"
         )
-    return tuple((index, tiles) for index in known), tuple(reasons)
+    if changing:
+        reasons.append(
+            f"{changing} of {count} stages are not cut: their sizes change from call to call "
+            "(dynamic=False)"
+        )
+    if others and cut:
+        reasons.append(
+            f"{others} of {count} stages are not cut: no product of matrices in them acts on each "
+            "token alone"
+        )
+    elif others:
+        reasons.append("nothing is cut: no product of matrices acts on each token alone")
+    return tuple(reasons)
 
 
 def _saved_fractions(

@@ -60,6 +60,17 @@ def split_stages(
     return replace(made, draft=schedule.draft)
 
 
+def stages_in_tiles(schedule: Schedule, tiles: int, cache: TemplateCache) -> frozenset[int]:
+    """The stages that have something to run in so many tiles.
+
+    The others are split as without tiles: to compute again what tiles compute saves nothing there.
+    """
+    if tiles == 1:
+        return frozenset()
+    known = [stage for stage in schedule.stages if stage.traced.symbols is None]
+    return frozenset(stage.index for stage in known if _within(stage, 1.0, tiles, cache).tiles > 1)
+
+
 def _templates(schedule: Schedule, cache: TemplateCache) -> list[Template]:
     """That of each stage, as the plan wants it."""
     saved_fractions, tiles = dict(schedule.plan.saved_fractions), dict(schedule.plan.tiles)
@@ -82,7 +93,7 @@ def _with(stage: Stage, template: Template, bundles: Bundles) -> Stage:
 
 def _within(stage: Stage, saved_fraction: float, tiles: int, cache: TemplateCache) -> Template:
     """The stage's template, split to save so much and to run in so many tiles; one for all stages
-    that share the template."""
+    that share the template. Where nothing is cut, the one without tiles."""
     base = stage.traced
     if (saved_fraction, tiles) == (base.saved_fraction, base.tiles) or base.joint is None:
         return base
@@ -90,7 +101,7 @@ def _within(stage: Stage, saved_fraction: float, tiles: int, cache: TemplateCach
     key = (traced, saved_fraction, tiles)
     if key not in cache:
         takes = Takes(base.tangents, base.partial_gradients, base.tangent_metas)
-        cache[key] = split(
+        made = split(
             stage,
             base.joint,
             takes,
@@ -99,6 +110,8 @@ def _within(stage: Stage, saved_fraction: float, tiles: int, cache: TemplateCach
             saved_fraction=saved_fraction,
             tiles=tiles,
         )
+        cut = made.tiles == tiles
+        cache[key] = made if cut else _within(stage, saved_fraction, 1, cache)
     return planned_for(cache[key], numbers_of(stage.metas), cache)
 
 

@@ -15,7 +15,7 @@ again, they would be others.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from megacompile.ir import ops
 from megacompile.ir.stages import ArgRef, Code, ParamRef, SavedRef, Stage, Template
 from megacompile.ir.symbols import Symbols
 from megacompile.ir.tensors import TensorMeta
+from megacompile.ir.tiles import pieces_of
 from megacompile.passes.capture.narrow import narrow_heads
 from megacompile.passes.stages.numbers import (
     floats_as_tensors,
@@ -80,7 +81,8 @@ def split(
         saved_fraction: how much the forward saves, from 0 (inputs, and random numbers) to 1 (what
             makes forward and backward fastest).
         tiles: in which the tokenwise pieces of its graphs run. What they compute is not saved, but
-            computed again, tile by tile; see `megacompile.passes.stages.tile`.
+            computed again, tile by tile; see `megacompile.passes.stages.tile`. The template's are
+            1 where its graphs have no such piece.
     """
     planned = numbers_of(stage.metas)
     tokens = None if planned or tiles == 1 else tokens_of(stage, tiles)
@@ -132,7 +134,7 @@ def split(
         graphs=graphs,
         joint=joint,
         saved_fraction=saved_fraction,
-        tiles=tiles,
+        tiles=tiles if _in_tiles(graphs) else 1,
         symbols=None if not planned else Symbols(planned, _fakes(joint)),
         tangent_strides=_tangent_strides(takes, list(planned)),
     )
@@ -189,6 +191,12 @@ def _tiled(
         if graph not in made:
             made[graph] = tile(graph, tokens, tiles, parameters)
     return {code: made[graph] for code, graph in graphs.items()}
+
+
+def _in_tiles(graphs: Mapping[Code, fx.GraphModule]) -> bool:
+    """Does some piece of them run in tiles?"""
+    pieces = (piece for graph in graphs.values() for _, piece in pieces_of(graph.graph))
+    return any(not piece.is_whole for piece in pieces)
 
 
 def _compute_in_tiles(joint: fx.GraphModule, tokens: Tokens, parameters: frozenset[str]) -> None:

@@ -24,7 +24,7 @@ from megacompile.ir.tiles import Axis, Result
 from megacompile.passes.stages.token_rules import Act
 from megacompile.passes.stages.tokenwise import Tokenwise, is_fill, is_view
 
-PRODUCTS = {"mm", "bmm", "addmm"}
+PRODUCTS = {"mm", "bmm", "addmm", "_scaled_mm"}
 _AGAIN = 16  # nodes at most that are computed again for one value
 
 
@@ -52,10 +52,10 @@ def divide(graph: fx.Graph, found: Tokenwise) -> list[Members]:
     """
     while True:
         division = _Division(graph, found)
-        lonely = division.without_products()
-        if not lonely:
+        whole = division.without_products() or division.read_whole()
+        if not whole:
             return division.pieces()
-        for node in lonely:
+        for node in whole:
             del found.acts[node]
 
 
@@ -139,6 +139,20 @@ class _Division:
             if node in self.found.acts:
                 lonely.setdefault(phase, []).append(node)
         return [n for nodes in lonely.values() if not any(map(is_product, nodes)) for n in nodes]
+
+    def read_whole(self) -> list[fx.Node]:
+        """Nodes that whole pieces alone read, and that are no smaller than what they are computed
+        from: there, they need not be kept for all tokens, as what is fused with its reader."""
+        return [node for node in self.phases if node in self.found.acts and self._read_whole(node)]
+
+    def _read_whole(self, node: fx.Node) -> bool:
+        sources, acts = node.all_input_nodes, self.found.acts
+        if torch.Tag.pointwise not in getattr(node.target, "tags", ()) or len(sources) != 1:
+            return False
+        made, given = node.meta["val"], sources[0].meta["val"]
+        if sources[0] not in acts or made.nbytes < given.nbytes:
+            return False
+        return not any(user in acts or user.op == "output" for user in node.users)
 
     def pieces(self) -> list[Members]:
         made: dict[int, Members] = {}

@@ -271,12 +271,16 @@ def _result(act: Act | None) -> tuple[Result, Axis | None]:
 
 def _laid_out(node: fx.Node, members: Members) -> TensorMeta:
     """How a result lies in memory: as it did, or where it was a view with gaps and is put together
-    of tiles, without them."""
+    of tiles, without them. Its dimensions are in the same order, since attention gives what it
+    gives in that order."""
     meta = replace(TensorMeta.of(node.meta["val"]), requires_grad=False)
     if not members.in_tiles or is_dense(meta, meta.stride):
         return meta
-    stride, size = [], 1
-    for length in reversed(meta.shape):
-        stride.append(size)
-        size *= length
-    return replace(meta, stride=tuple(reversed(stride)))
+    order = list(reversed(range(len(meta.shape))))
+    if 0 not in meta.stride:  # it is not broadcast
+        order.sort(key=lambda d: (meta.stride[d], meta.shape[d]))
+    stride, size = dict[int, int](), 1
+    for dim in order:
+        stride[dim] = size
+        size *= meta.shape[dim]
+    return replace(meta, stride=tuple(stride[dim] for dim in range(len(order))))

@@ -266,6 +266,26 @@ def _addmm(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
     return Act({a: axes[a]}, ((Result.CUT, axes[a]),)) if _rank(bias) < 2 else None
 
 
+def _scaled_mm(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
+    """A product of fp8 factors: rows of the first one, or columns of the second one, with the
+    scales that these have. Over tokens it would be a sum of tiles with scales of all tokens."""
+    given = _of(node)
+    for key, scale_key, dim in (("self", "scale_a", 0), ("mat2", "scale_b", 1)):
+        operand, scale, bias = given[key], given[scale_key], given.get("bias")
+        axis = axes.get(operand)
+        if axis is None or axis.dim != dim or (bias is not None and dim == 1):
+            continue
+        cuts, of_each = {operand: axis}, [1, 1]
+        of_each[dim] = axis.size(tokens)
+        shape = shape_of(scale)
+        if shape is None or math.prod(shape) > 1 and list(shape) != of_each:
+            continue  # of blocks
+        if math.prod(shape) > 1:
+            cuts[scale] = axis
+        return Act(cuts, ((Result.CUT, axis),))
+    return None
+
+
 def _embedding(node: fx.Node, axes: Axes, tokens: int) -> Act | None:
     table, indices = node.args[:2]
     if not isinstance(indices, fx.Node) or indices not in axes or table in axes:
@@ -318,5 +338,6 @@ RULES: dict[str, Rule] = {
     "mm": _mm,
     "bmm": _bmm,
     "addmm": _addmm,
+    "_scaled_mm": _scaled_mm,
     "embedding": _embedding,
 }
