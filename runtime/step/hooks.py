@@ -60,6 +60,9 @@ class Model(Protocol):
     def settle(self) -> None:
         """Wait for everything that is in flight; raise what failed, and was not loaded since."""
 
+    def finish(self) -> None:
+        """Wait for everything that is in flight, and note what failed."""
+
 
 def tell(model: Model) -> None:
     """Tell a model of the steps of all optimizers over its parameters, as long as it lives."""
@@ -195,6 +198,15 @@ def _before_state_dict(optimizer: Optimizer) -> None:
                 model.settle()
 
 
+def _before_load(optimizer: Optimizer, state_dict: Any) -> None:
+    """Who loads states makes those whole that an update has left half made by then."""
+    del state_dict
+    with unguarded():
+        for model in tuple(_LIVE):
+            if _is_over(optimizer, model):
+                model.finish()
+
+
 def _with_gradients(optimizer: Optimizer) -> list[tuple[nn.Parameter, torch.Tensor]]:
     params = (param for group in optimizer.param_groups for param in group["params"])
     return [(param, param.grad) for param in params if param.grad is not None]
@@ -230,7 +242,8 @@ def _hooks_on(optimizer: Optimizer) -> _Hooks:
         # before the user's own, which may look at the gradients, or zero them
         compat.put_first(handle)
         saves = optimizer.register_state_dict_pre_hook(_before_state_dict)
-        hooks.handles += [hooks.handle, handle, saves]
+        loads = optimizer.register_load_state_dict_pre_hook(_before_load)
+        hooks.handles += [hooks.handle, handle, saves, loads]
     return _ATTACHED[optimizer]
 
 

@@ -118,6 +118,11 @@ class Updates:
         for bucket in self.machine.buckets.values():
             bucket.pending.settle()
 
+    def finish(self) -> None:
+        """Wait for everything that is in flight, and note what failed."""
+        for bucket in self.machine.buckets.values():
+            bucket.pending.is_torn()
+
     def check(self) -> None:
         """Raise if an update has failed, and was not loaded since. It waits for nothing."""
         for bucket in self.machine.buckets.values():
