@@ -167,6 +167,15 @@ def _metadata() -> frozenset[Any]:
 METADATA = _metadata()  # torch 2.11 to 2.15
 
 
+def _overwriting() -> frozenset[Any]:
+    """Functions that give their first tensor other values, all of it, and do not look at it."""
+    tensor: Any = torch.Tensor
+    return frozenset([tensor.copy_, tensor.zero_, tensor.fill_, tensor.data.__set__])
+
+
+OVERWRITING = _overwriting()  # torch 2.11 to 2.15
+
+
 def in_transform() -> bool:  # torch 2.11 to 2.15
     """Is a transform of `torch.func` around this call?"""
     return torch._C._functorch.peek_interpreter_stack() is not None

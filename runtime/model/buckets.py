@@ -355,7 +355,9 @@ class ModelBuckets:
     def let_go(self) -> None:
         """Give up parameters that were taken out of the model since its last call."""
         with self.alone, unguarded():
+            params = {id(param) for param in self.model.parameters()}
             for bucket in self.machine.buckets.values():
+                bucket.pending.let_go(params)
                 bucket.pending.settle()
                 bucket.pending.withdraw()
             self._check_model()
@@ -417,7 +419,9 @@ class ModelBuckets:
     def _adopt(self, fits: bool) -> None:
         """Take over parameters whose memory was replaced, and new ones."""
         buckets = self.machine.buckets.values()
+        params = {id(param) for param in self.model.parameters()}
         for bucket in buckets:
+            bucket.pending.let_go(params)
             bucket.pending.settle()
             bucket.pending.withdraw()
         self._check_model()

@@ -101,6 +101,7 @@ def full_parameters(
         for bucket in streamed.machine.buckets.values()
         if (found := {i: names[id(p)] for i, p in enumerate(bucket.params) if id(p) in names})
     ]
+    streamed.updates.check()  # before the first is given
     ahead: _Copy | None = None
     try:
         for k, (bucket, found) in enumerate(wanted):

@@ -175,6 +175,12 @@ class _Having:
     def prepare_step(self, optimizer: Optimizer) -> None:
         """Nothing: this is not told of steps."""
 
+    def settle(self) -> None:
+        """Nothing: nothing is in flight."""
+
+    def finish(self) -> None:
+        """Nothing, as well."""
+
 
 def _check_states(optimizer: Optimizer, model: nn.Module) -> None:
     """Raise where an optimizer has states that go by no rows of their parameter."""

@@ -42,6 +42,7 @@ from megacompile.runtime.params.guards import guard_of
 from megacompile.runtime.params.proxies import StreamedParameter
 from megacompile.runtime.params.stand_ins import StandIns
 from megacompile.runtime.params.undo import Undos, hold, undone, use_unguarded
+from megacompile.runtime.step import hooks
 from megacompile.runtime.step.step import Updates
 from megacompile.runtime.updates.in_backward import InBackward
 from megacompile.text import printable
@@ -91,6 +92,7 @@ class StreamedModel:
             )
             self.machine.in_backward.staging = self.machine.staging
             self.machine.in_backward.weight_staging = self.machine.weight_staging
+            hooks.attach(options.optimizer)
         self._ends: list[Callable[[], object]] = []
         self._quiet = contextlib.ExitStack()  # of a capture that is being made
         self._compiled = self._compile(model)
@@ -310,6 +312,7 @@ class StreamedModel:
                 stand_ins.take_out(of_call)
                 fits = buckets.proxies.fits(self.model)
             buckets.refresh(fits)
+            self.updates.check()
         if not fits:
             self.parts.put_in()
         self.buckets.follow_plans()

@@ -44,8 +44,9 @@ class DiskOps(OpGroup):
             first = host.pending.in_flight
             written = staging.write(staged, what, first, functools.partial(_await, events))
             updates = self.machine.in_backward
+            params = [] if updates is None else list(updates.running[bucket.key])
             visible = [] if updates is None else updates.visible(host)
-            host.pending.go_on(written, (), visible)
+            host.pending.go_on(written, params, visible)
         self._note(written.request)
         written.request.begin()
         return Handle(None, Stream.WRITE, host=host.pending)

@@ -164,8 +164,8 @@ class Executor:
             bound.in_step, bound.parts = True, parts
             try:
                 self._run["update"](taken)
-            except BaseException:
-                machine.give_up()
+            except BaseException as error:
+                machine.give_up(error)
                 raise
             finally:
                 bound.parts = {}
@@ -224,8 +224,8 @@ class Executor:
             self._bound[name].recording = recording
             try:
                 return self._run[name](taken)
-            except BaseException:
-                machine.give_up()
+            except BaseException as error:
+                machine.give_up(error)
                 raise
 
     def _agreed(self, name: str) -> AbstractContextManager[None]:

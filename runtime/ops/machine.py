@@ -111,8 +111,10 @@ class Machine:
         others = (r for r in before if r() is not None and r() is not executor)
         self.trained = [weakref.ref(executor), *others]
 
-    def give_up(self) -> None:
+    def give_up(self, error: BaseException) -> None:
         """A run has failed."""
+        if self.in_backward is not None:
+            self.in_backward.failed(error)
         if self.weight_staging is not None:
             self.weight_staging.give_up()
         if self.staging is not None:

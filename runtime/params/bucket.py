@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from weakref import ref
 
 import torch
 
@@ -107,7 +108,7 @@ class HostBucket:
         self.grads: dict[int, torch.Tensor] = {}
         self.states = StateMemory(self)
         self.copy = StreamedCopy(self)
-        self.pending = Pending(self.params, self.copy, rows)
+        self.pending = Pending(self.params, self.copy, rows, functools.partial(_owners, ref(self)))
         for param in self.params:
             release(param)
         self._empty = empty
@@ -369,6 +370,12 @@ def lie_in(tensor: torch.Tensor, value: torch.Tensor) -> None:
         compat.set_local(tensor, value)
     else:
         tensor.data = value
+
+
+def _owners(bucket: ref[HostBucket]) -> list[object]:
+    """The optimizers that have states of a bucket."""
+    alive = bucket()
+    return [] if alive is None else alive.states.owners()
 
 
 def _nothing() -> None:

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from megacompile.runtime.params.guards import release
+from megacompile import compat
+from megacompile.runtime.params.guards import guard_of, release
 
 
 class Copy(Protocol):
@@ -25,6 +26,9 @@ class Pending(Copy, Protocol):
 
     def withdraw(self) -> None:
         """Take back what is offered to the next step."""
+
+    def is_torn(self) -> bool:
+        """Has an update left it half made?"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,20 @@ class Wait(Watch):
 
     def before(self) -> None:
         self.copy.settle()
+
+    def serve(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """What overwrites all of a tensor makes it whole again, where it is torn. The guard stays:
+        who saves it asks whether the others are whole."""
+        mine = function in compat.OVERWRITING and guard_of(args[0]) is self
+        if not mine or not self.copy.is_torn():
+            return NotImplemented
+        for other in args[1:]:
+            who = guard_of(other) if isinstance(other, torch.Tensor) else None
+            if who is not None:
+                who.open(other)
+        if self.param is not None:
+            self.copy.forget(self.param)
+        return function(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ before somebody uses the tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -21,6 +22,7 @@ from megacompile.runtime.device.streams import Handle, Host
 from megacompile.runtime.params.bucket_guards import Offered, Wait
 from megacompile.runtime.params.guards import guard, guard_of, release
 from megacompile.runtime.params.streamed_copy import StreamedCopy
+from megacompile.runtime.params.torn import Left, Torn
 
 
 class InFlight(Protocol):
@@ -57,6 +59,7 @@ class Pending:
         params: the bucket's.
         copy: of them that is streamed, which is watched when nothing else guards them.
         rows: tells the other ranks of work, where they copy the bucket whole.
+        owners: gives the optimizers that have states of it.
     """
 
     def __init__(
@@ -64,14 +67,18 @@ class Pending:
         params: Sequence[torch.nn.Parameter],
         copy: StreamedCopy,
         rows: Rows | None = None,
+        owners: Callable[[], Iterable[Any]] = tuple,
     ) -> None:
         self.params = params
         self.copy = copy
         self.rows = rows
+        self.owners = owners
+        self.torn: Torn | None = None  # by an update that failed, and not loaded since
         self.in_flight: InFlight | None = None
         self.offered: Offer | None = None  # to optimizer.step(), by the backward
         self.gradients_copied: torch.cuda.Event | None = None  # behind the last copy to the host
         self._failed = False  # and somebody is to be told
+        self._updated: list[int] = []  # the parameters that what is in flight is about
         self._guarded: list[torch.Tensor] = []  # until what is in flight is done
         self._offer_guarded: list[torch.Tensor] = []  # until the offer is taken
         forks.tell(self)
@@ -88,12 +95,13 @@ class Pending:
         self.in_flight = work
         if self.rows is not None:
             self.rows.begin(work)
-        self._guarded = []
+        self._guarded, self._updated = [], []
         self._guard(updated, states)
 
     def _guard(self, updated: Sequence[int], states: Sequence[torch.Tensor]) -> None:
         """Let whoever uses these wait for what is in flight."""
         self._guarded += [self.params[i] for i in updated] + list(states)
+        self._updated += updated
         for i in updated:
             guard(self.params[i], Wait(self, i))
         for state in states:
@@ -154,18 +162,59 @@ class Pending:
         except OptimizerError:
             self._failed = True
             return
-        self.settle()
+        with suppress(OptimizerError):  # of an update before
+            self.settle()
 
     def settle(self) -> None:
-        """Wait for what is in flight on this bucket; raise if it failed."""
+        """Wait for what is in flight on this bucket.
+
+        Raises:
+            OptimizerError: it failed, or an update before has, and was not loaded since.
+        """
         work = self.in_flight
-        if work is None:
+        if work is not None:
+            try:
+                work.wait()
+            except OptimizerError as error:
+                owners = list(self.owners())
+                self.tear(str(error), {i: Left.of(self.params[i], owners) for i in self._updated})
+                raise
+            finally:
+                if self.in_flight is work and work.done():  # else Ctrl-C: it goes on, as guards do
+                    self._ended()
+        self.check()
+
+    def tear(self, why: str, left: Mapping[int, Left]) -> None:
+        """An update has failed that was about these, by index: they are torn until they are loaded.
+
+        Args:
+            why: what failed.
+        """
+        before = self.torn or Torn(why, {})
+        self.torn = Torn(before.why, {**before.left, **left})
+        self._guard(list(left), [state for each in left.values() for state in each.visible()])
+
+    def check(self) -> None:
+        """Raise if an update before has failed, and was not loaded since. It waits for nothing."""
+        if self.torn is None:
             return
-        try:
-            work.wait()
-        finally:
-            if self.in_flight is work and work.done():  # else Ctrl-C: it goes on, and so do guards
-                self._ended()
+        if not self.torn.restored():
+            self.torn.refuse()
+        self.torn = None
+        if self.in_flight is None:
+            self._release()
+
+    def is_torn(self) -> bool:
+        """Is it half updated? What is in flight is waited for."""
+        with suppress(OptimizerError):
+            self.settle()
+        return self.torn is not None
+
+    def let_go(self, others: set[int]) -> None:
+        """What is torn is needed no more where its parameter is not among these, by their ids."""
+        if self.torn is not None:
+            kept = {i: left for i, left in self.torn.left.items() if id(left.param) in others}
+            self.torn = Torn(self.torn.why, kept)
 
     def _ended(self) -> None:
         if self.in_flight is not None:
@@ -173,10 +222,14 @@ class Pending:
         self.in_flight = None
         if self.rows is not None:
             self.rows.finish()
+        if self.torn is None:
+            self._release()
+
+    def _release(self) -> None:
         for tensor in self._guarded:
             if isinstance(guard_of(tensor), Wait):
                 release(tensor)
-        self._guarded = []
+        self._guarded, self._updated = [], []
         self.copy.watch()
 
     # What is offered to the next step.

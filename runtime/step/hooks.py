@@ -57,6 +57,12 @@ class Model(Protocol):
     def prepare_step(self, optimizer: Optimizer) -> ModelPart | None:
         """Its part of a step that begins; None where torch.optim does it all."""
 
+    def settle(self) -> None:
+        """Wait for everything that is in flight; raise what failed, and was not loaded since."""
+
+    def finish(self) -> None:
+        """Wait for everything that is in flight, and note what failed."""
+
 
 def tell(model: Model) -> None:
     """Tell a model of the steps of all optimizers over its parameters, as long as it lives."""
@@ -104,6 +110,11 @@ def leave(model: Model, optimizers: Iterable[Optimizer]) -> None:
 
 def _is_over(optimizer: Optimizer, model: Model) -> bool:
     return any(model.owns(p) for group in optimizer.param_groups for p in group["params"])
+
+
+def attach(optimizer: Optimizer) -> None:
+    """Let the hooks be on an optimizer before its first step."""
+    _hooks_on(optimizer)
 
 
 def convert_state_dicts(optimizer: Optimizer) -> None:
@@ -179,6 +190,23 @@ class _Hooks:
                 self.parts.pop().drop()
 
 
+def _before_state_dict(optimizer: Optimizer) -> None:
+    """Whoever saves an optimizer is told of what is half updated."""
+    with unguarded():
+        for model in tuple(_LIVE):
+            if _is_over(optimizer, model):
+                model.settle()
+
+
+def _before_load(optimizer: Optimizer, state_dict: Any) -> None:
+    """Who loads states makes those whole that an update has left half made by then."""
+    del state_dict
+    with unguarded():
+        for model in tuple(_LIVE):
+            if _is_over(optimizer, model):
+                model.finish()
+
+
 def _with_gradients(optimizer: Optimizer) -> list[tuple[nn.Parameter, torch.Tensor]]:
     params = (param for group in optimizer.param_groups for param in group["params"])
     return [(param, param.grad) for param in params if param.grad is not None]
@@ -213,7 +241,9 @@ def _hooks_on(optimizer: Optimizer) -> _Hooks:
         handle = optimizer.register_step_post_hook(hooks.after)
         # before the user's own, which may look at the gradients, or zero them
         compat.put_first(handle)
-        hooks.handles += [hooks.handle, handle]
+        saves = optimizer.register_state_dict_pre_hook(_before_state_dict)
+        loads = optimizer.register_load_state_dict_pre_hook(_before_load)
+        hooks.handles += [hooks.handle, handle, saves, loads]
     return _ATTACHED[optimizer]
 
 

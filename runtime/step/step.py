@@ -46,6 +46,7 @@ from megacompile.runtime.params.optimizer_states import (
     not_heeded,
     stands_back,
 )
+from megacompile.runtime.params.torn import Left
 from megacompile.runtime.step import hooks
 from megacompile.runtime.step.parts import Parts
 from megacompile.runtime.updates.compiled import compiled
@@ -113,9 +114,19 @@ class Updates:
         return self.machine.gradients.place(param) is not None
 
     def settle(self) -> None:
-        """Wait for everything that is in flight; raise what failed."""
+        """Wait for everything that is in flight; raise what failed, and was not loaded since."""
         for bucket in self.machine.buckets.values():
             bucket.pending.settle()
+
+    def finish(self) -> None:
+        """Wait for everything that is in flight, and note what failed."""
+        for bucket in self.machine.buckets.values():
+            bucket.pending.is_torn()
+
+    def check(self) -> None:
+        """Raise if an update has failed, and was not loaded since. It waits for nothing."""
+        for bucket in self.machine.buckets.values():
+            bucket.pending.check()
 
     def foresee(self, resident: frozenset[int]) -> None:
         """A backward will come, and steps: let the code of updates on the host be compiled.
@@ -180,6 +191,7 @@ class Updates:
     def prepare_step(self, optimizer: Optimizer) -> PreparedStep | None:
         """Prepare the update of our parameters; None where torch.optim's own step makes it all."""
         if any(self.owns(param) for group in optimizer.param_groups for param in group["params"]):
+            self.check()
             self.machine.before_step()  # it may move buckets, and their gradients
             self._take_over()
         updates = self.machine.in_backward
@@ -239,7 +251,7 @@ class Updates:
         """
         updates = self.machine.in_backward
         if updates is not None and updates.optimizer is optimizer:
-            places = updates.commit(self.machine.buckets)
+            places = updates.commit()
             updated = [self.machine.buckets[key].params[i] for key, i in places]
             count_up(optimizer.state[param] for param in updated)
             drop_empty(optimizer, updated)
@@ -306,17 +318,21 @@ class Updates:
         Ctrl-C may come anywhere in it. Then each bucket's update runs to its end and its bucket
         knows of it, or it never begins.
         """
+        counted = False
         try:
             runs = self._choose(parts)
+            counted = True
             self._count(optimizer, parts)
             for executor, mine in runs:
                 executor.update(mine)
             self._finish(optimizer, parts)
-        except BaseException:
+        except BaseException as error:
             for part in parts:
                 part.drop()
                 if part.aliased:  # its other name shows nobody that it is in flight
                     part.update.bucket.pending.finish()
+            if counted and isinstance(error, Exception):
+                _tear(optimizer, parts, error)
             raise
         finally:
             self.machine.stepped = True
@@ -398,6 +414,14 @@ class Updates:
             adopt(optimizer, bucket, step.index, state, names)
             step.states.clear()  # they are copied; the states of all buckets would be there twice
             drop_empty(optimizer, [param])
+
+
+def _tear(optimizer: Optimizer, parts: Iterable[BucketPart], error: Exception) -> None:
+    """A step has failed when it had counted, and had begun some of its updates."""
+    why = f"{type(optimizer).__name__}.step() failed with {type(error).__name__}: {error}"
+    for part in parts:
+        pending = part.update.bucket.pending
+        pending.tear(why, {each.at: Left.of(each.param, [optimizer]) for each in part.trained})
 
 
 def _in_backward(

@@ -23,8 +23,8 @@ from megacompile.runtime.optim.registry import known
 from megacompile.runtime.optim.states import is_shared
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.consumed import consumed
-from megacompile.runtime.params.guards import unguarded
 from megacompile.runtime.params.optimizer_states import visible
+from megacompile.runtime.params.torn import Left
 from megacompile.runtime.updates.device_buffers import (
     Landing,
     Sources,
@@ -63,10 +63,10 @@ class InBackward:
         self._options: list[dict[str, Any]] = []  # of the groups, when it began
         self._ended = True  # the last backward did, without an error
         self._backward = -1  # its id
-        self._made: dict[ParamId, tuple[nn.Parameter, int]] = {}  # updated, and its version then
-        self._loaded = False  # the optimizer's states, since the backward began
+        self._error = ""  # what it has failed with, where that is known
+        self._buckets: Mapping[int, HostBucket] = {}  # its
+        self._made: dict[ParamId, Left] = {}  # updated, as it was then
         self._shown: list[HostBucket] = []  # on their way, and known by names that nobody guards
-        optimizer.register_load_state_dict_post_hook(_weakly(self._note_load))
         compat.notice_scaled_losses()
 
     @property
@@ -78,7 +78,7 @@ class InBackward:
         """Take the hyperparameters for the backward of one schedule."""
         backward, self._backward = self._backward, compat.backward_id()
         if backward != self._backward:
-            self._give_up_failed(buckets)
+            self._give_up_failed()
             if self._is_restored(buckets):  # a checkpoint was loaded instead of step()
                 self.uncommitted = set()
         places = {(key, i) for key, params in wanted.items() for i in params}
@@ -102,52 +102,60 @@ class InBackward:
         if not self.uncommitted:
             check_backward(self.optimizer, buckets)
             self._options = [_options(group) for group in self.optimizer.param_groups]
-            self._made, self._loaded, self.committed = {}, False, set()
-        self._ended = False
-        compat.when_backward_ends(self._end)
+            self._made, self.committed = {}, set()
+        self._ended, self._error, self._buckets = False, "", buckets
+        compat.when_backward_ends(self._end())
         for key, params in wanted.items():
             buckets[key].pending.settle()
             self.running[key] = self.prepare(self.optimizer, buckets[key], params)
         self.uncommitted |= places
 
-    def _end(self) -> None:
-        """The backward is over, and did not fail."""
-        self._ended = True
-        while self._shown:
-            self._shown.pop().pending.settle()
+    def _end(self) -> Callable[[], None]:
+        """What is called when the backward is over; one that fails drops it."""
 
-    def _note_load(self, optimizer: Optimizer) -> None:
-        """`optimizer.load_state_dict()` was called."""
-        del optimizer
-        self._loaded = True
+        def end() -> None:
+            self._ended = True
+            while self._shown:
+                self._shown.pop().pending.settle()
 
-    def _give_up_failed(self, buckets: Mapping[int, HostBucket]) -> None:
-        """Forget the updates of a backward that failed.
+        dropped = weakref.finalize(end, _dropped, weakref.ref(self), self._backward)
+        dropped.atexit = False
+        return end
 
-        Raises:
-            OptimizerError: it had made some of them, and no checkpoint was loaded since.
-        """
-        if not self.uncommitted or self._ended:
+    def dropped(self, backward: int) -> None:
+        """The end of a backward was there, or will not come."""
+        if backward == self._backward:
+            self._give_up_failed()
+
+    def failed(self, error: BaseException) -> None:
+        """A run has failed, which may be a backward's."""
+        if not self._ended:
+            self._error = f" with {type(error).__name__}: {error}"
+
+    def _give_up_failed(self) -> None:
+        """Where the last backward has failed, what it has updated is torn until it is loaded."""
+        if self._ended:
             return
-        restored = self._is_restored(buckets)
-        self.uncommitted, self._made, self._ended = set(), {}, True
-        if not restored:
-            raise OptimizerError(
-                "the last backward failed after it had updated some parameters but not others: "
-                "load a checkpoint of the model and the optimizer, and continue from there (said "
-                "once)"
+        made, self._made, self.uncommitted, self._ended = self._made, {}, set(), True
+        self._shown.clear()
+        torn: dict[int, dict[int, Left]] = {}
+        for (key, i), left in made.items():
+            if not _is_gone(left, key, i, self._buckets) and not left.restored():
+                torn.setdefault(key, {})[i] = left
+        names = ", ".join(repr(self._buckets[key].layout.name) for key in sorted(torn))
+        for key, of_bucket in torn.items():
+            self._buckets[key].pending.tear(
+                "the last backward failed after it had updated some parameters but not others"
+                f"{self._error} (updated are those of {names})",
+                of_bucket,
             )
 
     def _is_restored(self, buckets: Mapping[int, HostBucket]) -> bool:
         """Was everything that was updated written since, and the optimizer's states loaded?"""
-        written = all(
-            place[0] not in buckets
-            or buckets[place[0]].params[place[1]] is not param
-            or compat.version(param) != version
-            for place, (param, version) in self._made.items()
+        return all(
+            _is_gone(left, key, i, buckets) or left.restored()
+            for (key, i), left in self._made.items()
         )
-        has_states = any(self.optimizer.state.get(param) for param, _ in self._made.values())
-        return written and (self._loaded or not has_states)
 
     def refuse(
         self,
@@ -179,9 +187,8 @@ class InBackward:
                     "several optimizers may share parameters"
                 )
 
-    def commit(self, buckets: Mapping[int, HostBucket]) -> list[ParamId]:
+    def commit(self) -> list[ParamId]:
         """`optimizer.step()` was called; gives the parameters whose step it is."""
-        self._give_up_failed(buckets)
         now = [_options(group) for group in self.optimizer.param_groups]
         if self.uncommitted and now != self._options:
             raise OptimizerError(
@@ -213,33 +220,33 @@ class InBackward:
         shown = self._visible(host, buffers)
         if any(map(host.aliased, buffers)) or any(map(is_shared, map(compat.local, shown))):
             self._shown.append(host)
-        landing = write_back(
-            host,
-            buffers,
-            self._sources(host),
-            shown,
-            queue,
-            None if loan is None else loan.tensor,
-        )
-        self._note_made(host, buffers)
-        return landing
+        try:
+            return write_back(
+                host,
+                buffers,
+                self._sources(host),
+                shown,
+                queue,
+                None if loan is None else loan.tensor,
+            )
+        finally:
+            self._note_made(host, buffers)
 
     def update_in_place(self, host: HostBucket, gradients: Mapping[int, torch.Tensor]) -> None:
         """The step on a bucket that lives on the device."""
         steps = self.running[host.layout.key]
         buffers = buffers_in_place(host, self._sources(host))
-        with torch.no_grad():
-            update(host, buffers, steps, gradients, None)
-        note_changes(host, steps)
-        self._note_made(host, steps)
+        try:
+            with torch.no_grad():
+                update(host, buffers, steps, gradients, None)
+            note_changes(host, steps)
+        finally:
+            self._note_made(host, steps)
 
     def _note_made(self, host: HostBucket, updated: Iterable[int]) -> None:
         """Some parameters of a bucket have been updated."""
         key = host.layout.key
-        with unguarded():
-            self._made |= {
-                (key, i): (host.params[i], compat.version(host.params[i])) for i in updated
-            }
+        self._made |= {(key, i): Left.of(host.params[i], [self.optimizer]) for i in updated}
 
     def _sources(self, host: HostBucket) -> Sources:
         """The states of the parameters that are updated, in host memory."""
@@ -259,16 +266,16 @@ class InBackward:
         return [v for state in states for v in visible(state)]
 
 
-def _weakly(method: Callable[[Optimizer], None]) -> Callable[[Optimizer], None]:
-    """A bound method that does not keep its object alive."""
-    reference = weakref.WeakMethod(method)
+def _dropped(updates: weakref.ref[InBackward], backward: int) -> None:
+    """Nobody has the end of a backward any more."""
+    alive = updates()
+    if alive is not None:
+        alive.dropped(backward)
 
-    def call(optimizer: Optimizer) -> None:
-        bound = reference()
-        if bound is not None:
-            bound(optimizer)
 
-    return call
+def _is_gone(left: Left, key: int, i: int, buckets: Mapping[int, HostBucket]) -> bool:
+    """Has a parameter left its place?"""
+    return key not in buckets or buckets[key].params[i] is not left.param
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,82 @@
+"""What an update that failed has left half made, until it is loaded again.
+
+A checkpoint of it would be taken for a whole one. So whatever uses the bucket raises, until all
+that the update was about has been written again, and the optimizers have other states of it. The
+guards of its tensors stay, and let through only what overwrites all of one (`bucket_guards`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from megacompile import compat
+from megacompile.errors import OptimizerError
+from megacompile.runtime.params.guards import unguarded
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Left:
+    """A parameter and its states, as an update has left them."""
+
+    param: nn.Parameter
+    version: int
+    home: int  # where its memory begins
+    states: tuple[tuple[weakref.ref[Optimizer], dict[str, Any]], ...]
+
+    @staticmethod
+    def of(param: nn.Parameter, optimizers: Iterable[Optimizer]) -> Left:
+        """As it is now, with its states in these optimizers."""
+        with unguarded():
+            states = [(weakref.ref(o), o.state[param]) for o in optimizers if o.state.get(param)]
+            home = compat.local(param).data_ptr()
+            return Left(param, compat.version(param), home, tuple(states))
+
+    def restored(self) -> bool:
+        """Was it written since, and were its states replaced, as `load_state_dict()` does?"""
+        with unguarded():
+            home = compat.local(self.param).data_ptr()
+            written = (compat.version(self.param), home) != (self.version, self.home)
+            owners = [(owner(), state) for owner, state in self.states]
+            return written and all(
+                owner is None or owner.state.get(self.param) is not state for owner, state in owners
+            )
+
+    def visible(self) -> Iterator[torch.Tensor]:
+        """The states that the user can see, but for the counter."""
+        for _, state in self.states:
+            yield from (v for k, v in state.items() if k != "step" and isinstance(v, torch.Tensor))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Torn:
+    """What is half updated of a bucket.
+
+    Args:
+        why: what failed.
+        left: by the parameter's index.
+    """
+
+    why: str
+    left: dict[int, Left]
+
+    def restored(self) -> bool:
+        """Is all of it whole again?"""
+        return all(left.restored() for left in self.left.values())
+
+    def refuse(self) -> None:
+        """
+        Raises:
+            OptimizerError: always.
+        """
+        raise OptimizerError(
+            "parameters and optimizer states are half updated, and a checkpoint of them would be "
+            "taken for a whole one: load one into the model and into the optimizer "
+            f"(load_state_dict() of both; said until then). What failed: {self.why}"
+        )
