@@ -138,6 +138,19 @@ def test_nothing_is_missing_of_what_asks_for_no_data() -> None:
     assert len(compat.METADATA) == (62 if VERSION < (2, 13) else 60)  # names, has_names
 
 
+def test_what_overwrites_all_of_a_tensor() -> None:
+    """As a subclass is told of it; what looks at the values, or at a part of them, is none."""
+    tensor = torch.zeros(2).as_subclass(Listening)
+    Listening.asked.clear()
+    tensor.copy_(torch.ones(2))
+    tensor.zero_()
+    tensor.fill_(2.0)
+    tensor.data = torch.ones(2)
+    assert set(Listening.asked) == compat.OVERWRITING
+    for function in (Tensor.add_, Tensor.mul_, Tensor.__setitem__, Tensor.clone):
+        assert function not in compat.OVERWRITING
+
+
 def test_hooks_of_a_parameter() -> None:
     param = torch.nn.Parameter(torch.zeros(2))
     assert not compat.gradient_hooks(param) and compat.post_accumulate_hooks(param) == []
