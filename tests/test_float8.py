@@ -278,10 +278,11 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_plan_knows_how_fast_float8_is(planned: dict[str, Any]) -> None:
-    """Products at twice the rate, and casts that take a part of it again."""
+    """Products at twice the rate, and casts that take a part of it again: more with a scale for
+    each row, whose reductions of columns read slowly."""
     bf16 = planned["bf16"]["step_s"]
     assert bf16 / 2 < planned["tensorwise"]["step_s"] < 0.75 * bf16
-    assert bf16 / 2 < planned["rowwise"]["step_s"] < 0.8 * bf16
+    assert bf16 / 2 < planned["rowwise"]["step_s"] < 0.85 * bf16
     assert planned["rowwise"]["step_s"] < planned["rowwise_with_gw_hp"]["step_s"] < bf16
 
 
