@@ -142,6 +142,10 @@ class Mesh(DeviceMesh):
         super().__init__("cpu", numbers, mesh_dim_names=name, _init_backend=False, _rank=rank)
         self.place, self.interconnect = rank, interconnect
 
+    def get_rank(self) -> int:
+        """This rank."""
+        return self.place
+
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         """This rank."""
         del mesh_dim

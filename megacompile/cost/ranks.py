@@ -116,7 +116,7 @@ def agree_disks(
     device, free_bytes = None, 0
     if folder is not None:
         device, free_bytes = os.stat(folder).st_dev, shutil.disk_usage(folder).free
-    rank, of_host = dist.get_rank(), ranks_of_host(mesh)
+    rank, of_host = mesh.get_rank(), ranks_of_host(mesh)
     said: list[_DiskOfRank] = told(_DiskOfRank(rank, host_of_rank(), of_host, device, free_bytes))
     users: dict[tuple[tuple[str, str], int | None], list[_DiskOfRank]] = {}
     for each in sorted(said, key=lambda each: each.rank):
