@@ -52,7 +52,7 @@ FAST := $(wildcard tests/test_compat*.py) $(patsubst %,tests/test_%.py, \
 # Where other packages are skipped if they are not there; test_ecosystem needs a GPU.
 LOOPS := $(patsubst %,tests/test_%.py, \
 	examples float8 quantized_bases micro_steps what_is_streamed released ecosystem \
-	torchrun train_lm trainer_flags)
+	torchrun torchrun_saves train_lm trainer_flags)
 
 ifdef PY
 INSTALLED :=

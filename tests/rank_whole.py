@@ -18,7 +18,8 @@ import megacompile as package
 from megacompile import megacompile, unmegacompile
 from megacompile.runtime.checkpoint import writer
 from megacompile.runtime.device import ranks
-from megacompile.runtime.model import gathering
+from megacompile.runtime.model import gathering, whole_states
+from megacompile.runtime.model.whole_states import Saving
 from tests.rank_cases import lion, muon
 from tests.rank_checkpoints import Rows
 from tests.rank_modes import contents, whole
@@ -78,6 +79,59 @@ def saved(mesh: Any, folder: Path) -> dict[str, Any]:
     tensors = {name: whole(p).clone() for name, p in model.state_dict().items()}
     train(model, optimizer, STEPS, dist.get_rank())
     return {"tensors": tensors, "there": there, "alive": most.alive, "gathered": most.gathered}
+
+
+def saved_by_one(mesh: Any, folder: Path) -> dict[str, Any]:
+    """The first rank alone asks for state dicts, in a block that all enter, and saves them. What
+    resumes from them, and what trains on, in each rank."""
+    rank, file = dist.get_rank(), folder / "by one"
+    model = megacompile(net(), mesh=mesh, device="cpu")
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    train(model, optimizer, 0, rank)
+    expected = contents(model, optimizer)
+    with Saving([model], [optimizer], writes=rank == 0):
+        if rank == 0:
+            with Saving([model], [], writes=True):  # it has been gathered
+                found = model.state_dict()
+            torch.save((found, optimizer.state_dict()), file)
+    kinds = {type(value) for value in model.state_dict().values()}
+    values, states = torch.load(file)
+    other = net().requires_grad_(True)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.zero_()
+    megacompile(other, mesh=mesh, device="cpu").load_state_dict(values)
+    resumed = AdamW(other.parameters(), lr=0.01)
+    resumed.load_state_dict(states)
+    for each, stepping in ((model, optimizer), (other, resumed)):
+        train(each, stepping, STEPS, rank)
+    return {
+        "saved": {name: value for name, value in values.items() if name in expected["params"]},
+        "tied": values["again.weight"].data_ptr() == values["layers.0.weight"].data_ptr(),
+        "expected": expected["params"],
+        "is shared again": [kind.__name__ for kind in kinds],
+        "on": contents(model, optimizer),
+        "resumed": contents(other, resumed),
+        "told": _saves_into_nothing(model, optimizer, folder / "no" / "file"),
+        "memory": said_by(lambda: _saves_without_memory(model)),
+    }
+
+
+def _saves_into_nothing(model: nn.Module, optimizer: Optimizer, file: Path) -> str:
+    first = dist.get_rank() == 0
+    try:
+        with Saving([model], [optimizer], writes=first):
+            if first:
+                torch.save(model.state_dict(), file)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _saves_without_memory(model: nn.Module) -> None:
+    with mock.patch.object(whole_states, "available_bytes", lambda: 1000):
+        with Saving([model], [], writes=dist.get_rank() == 0):
+            pass
 
 
 class Most:
@@ -206,6 +260,7 @@ def run(mesh: Any, folder: Path) -> dict[str, Any]:
     """All of it."""
     found: dict[str, Any] = {"saved": saved(mesh, folder), "failing": failing(mesh, folder)}
     found["refused"] = refused_states(mesh)
+    found["by one"] = saved_by_one(mesh, folder)
     for name in MADE:
         found[name] = plain_again(mesh, name)
         torch.compiler.reset()

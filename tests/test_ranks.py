@@ -98,6 +98,14 @@ def test_ranks_save_and_are_plain_again(tmp_path: Path) -> None:
         assert said["left"] == "[]" and said["in the end"] == "['model.safetensors']"
         assert said["a size"].startswith(f"OptionError: {last}save(): got max_shard_size=0")
         assert f"ModelError: {last}unmegacompile(): parameter Tied.layers.1" in said["a hook"]
+    for rank, one in enumerate(each["by one"] for each in ranks):
+        assert not differing(one["saved"], one["expected"]) and one["tied"]
+        for kind, values in one["on"].items():
+            assert not differing(one["resumed"][kind], values), (rank, kind)
+        assert "DTensor" in str(one["is shared again"])
+        what = "in saving Tied, AdamW in one rank; all ranks stop there"
+        assert ("RuntimeError: Parent directory" if rank == 0 else what) in one["told"]
+        assert "in one rank: it needs " in one["memory"] and "0.977 KiB are free" in one["memory"]
     for said in (each["refused"] for each in ranks):
         assert "AdamW has a state 'mine' of shape (3, 71) for parameter" in said["states"]
         assert "more of host memory in each rank for whole parameters" in said["memory"]
@@ -158,6 +166,12 @@ def wrong_values(ranks: list[dict[str, dict[str, torch.Tensor]]]) -> list[str]:
         for name, value in said["expected"].items()
         if not bits(value).equal(bits(said[kind][name]))
     ]
+
+
+def differing(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """The names of tensors that are not equal in every bit."""
+    names = sorted(found.keys() ^ expected.keys())
+    return names or [name for name, value in expected.items() if not value.equal(found[name])]
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,7 @@ from megacompile import compat, notices
 from megacompile.errors import ModelError
 from megacompile.options import Options
 from megacompile.runtime.device.ranks import Ranks
+from megacompile.runtime.model import loops
 from megacompile.runtime.model.pass_through import (
     PassThrough,
     group_of,
@@ -67,6 +68,7 @@ class DataParallel:
                 raise ModelError(_shared_refused(type(model).__name__))
             setattr(model, _PREPARED, True)
             self._loading = model.register_load_state_dict_pre_hook(divide_loaded)
+            loops.attend(_shared_in)
         _LIVE.add(self)
         compat.check_data_parallel(_check_wrap)
 
@@ -274,6 +276,12 @@ def devices_of(group: Any) -> frozenset[str] | None:
         return None
     config = str(distributed.get_backend_config(group))
     return frozenset(part.partition(":")[0] for part in config.split(","))
+
+
+def _shared_in(model: nn.Module) -> list[nn.Module]:
+    """The megacompiled modules in a model that ranks share."""
+    modules = {id(m) for m in model.modules()}
+    return [e.model for e in tuple(_LIVE) if e.shared and e.is_among(modules)]
 
 
 def _inside(model: nn.Module) -> list[DistributedDataParallel]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from megacompile import compat, notices
 from megacompile.errors import ModelError
+from megacompile.runtime.model.whole_states import is_saved
 
 
 class Replacement:
@@ -80,17 +81,18 @@ class HostApply(Replacement):
 
 
 class SharedSave(Replacement):
-    """Raises: loops call it in their first rank, which has only its own rows."""
+    """Raises where nobody has gathered: loops call it in their first rank, which has its rows."""
 
     name = "save_pretrained"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("state_dict") is not None:  # which somebody has gathered
+        if kwargs.get("state_dict") is not None or is_saved(self.model):  # it is gathered
             return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
         raise ModelError(
             f"save_pretrained(): ranks share {type(self.model).__name__} (mesh=), and this one has "
             "its rows alone; needed megacompile.save(model, folder), which all ranks call (with "
-            'Trainer: save_strategy="no", and a TrainerCallback)'
+            "Trainer: trainer.save_model(folder); with Accelerate: accelerator.save_model(model, "
+            "folder), or state_dict=accelerator.get_state_dict(model); in all ranks, too)"
         )
 
 

@@ -1,0 +1,119 @@
+"""Loops of others that save in one rank what ranks share: transformers' Trainer, and Accelerate.
+
+All ranks come to the methods below; the stock ones then write in the first rank alone, what
+`state_dict()` gives there. So all ranks gather first, one tensor at a time, and until the method
+returns the state dicts of the rank that writes are whole:
+
+    Trainer        save_model, _save_optimizer_and_scheduler
+    Accelerator    save_state, get_state_dict, which save_model and the like call
+
+`Accelerator.load_state` looks for tied tensors by their memory, which DTensors have none of.
+Nothing is imported: a class is looked at when its module is there.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from megacompile import compat
+from megacompile.runtime.model.whole_states import Saving, Shapes
+
+Method = Callable[..., Any]
+_SHARED: list[Callable[[nn.Module], list[nn.Module]]] = []  # finds what ranks share in a model
+
+
+def attend(shared_in: Callable[[nn.Module], list[nn.Module]]) -> None:
+    """Let loops that are imported by now, or at the step of any optimizer, save what ranks share.
+
+    Args:
+        shared_in: gives the modules in a model that ranks share.
+    """
+    if not _SHARED:
+        _SHARED.append(shared_in)
+        register_optimizer_step_pre_hook(_before_step)
+    _take_over()
+
+
+@compat.opaque
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    del optimizer, args, kwargs
+    _take_over()
+
+
+def _take_over() -> None:
+    for (module, kind, name), way in _METHODS.items():
+        there = sys.modules.get(module)
+        holder = getattr(there, kind, None) if kind else there
+        stock = getattr(holder, name, None)
+        if stock is not None and (module, kind, name) not in _TAKEN:
+            _TAKEN.add((module, kind, name))
+            setattr(holder, name, _around(stock, way))
+
+
+def _around(stock: Method, way: Method) -> Method:
+    @functools.wraps(stock)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return way(functools.partial(stock, self), self, *args, **kwargs)
+
+    return method
+
+
+def _saving(models: list[Any], optimizers: list[Any], *, writes: bool) -> Saving:
+    shared = [s for m in models if isinstance(m, nn.Module) for s in _SHARED[0](m)]
+    stock = [getattr(each, "optimizer", each) for each in optimizers]  # in Accelerate's wrapper
+    return Saving(shared, [o for o in stock if isinstance(o, Optimizer)], writes=writes)
+
+
+def _trainer_model(stock: Method, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    with _saving([trainer.model], [], writes=trainer.args.should_save):
+        return stock(*args, **kwargs)
+
+
+def _trainer_optimizer(stock: Method, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    with _saving([], [trainer.optimizer], writes=trainer.args.should_save):
+        return stock(*args, **kwargs)
+
+
+def _accelerate_state(stock: Method, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    models, optimizers = accelerator._models, accelerator._optimizers
+    with _saving(models, optimizers, writes=_writes(accelerator)):
+        return stock(*args, **kwargs)
+
+
+def _accelerate_state_dict(
+    stock: Method, accelerator: Any, model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Empty in ranks that write nothing, as it is with FSDP2."""
+    writes = _writes(accelerator)
+    with _saving([model], [], writes=writes) as saving:
+        found = stock(model, *args, **kwargs)
+    return found if writes or not saving.gathers else {}
+
+
+def _writes(accelerator: Any) -> bool:
+    project = accelerator.project_configuration
+    if project.save_on_each_node:
+        return bool(accelerator.is_local_main_process)
+    return bool(accelerator.is_main_process)
+
+
+def _load_model(stock: Method, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with Shapes(_SHARED[0](model)):
+        return stock(*args, **kwargs)
+
+
+_METHODS: dict[tuple[str, str, str], Method] = {  # module, class or "", name
+    ("transformers.trainer", "Trainer", "save_model"): _trainer_model,
+    ("transformers.trainer", "Trainer", "_save_optimizer_and_scheduler"): _trainer_optimizer,
+    ("accelerate.accelerator", "Accelerator", "save_state"): _accelerate_state,
+    ("accelerate.accelerator", "Accelerator", "get_state_dict"): _accelerate_state_dict,
+    ("accelerate.checkpointing", "", "load_model"): _load_model,
+}
+_TAKEN: set[tuple[str, str, str]] = set()

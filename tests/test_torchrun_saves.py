@@ -1,0 +1,94 @@
+"""Trainer, Accelerate and Lightning save what two gloo processes share, and resume from it.
+
+Those of the packages that are not there are skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import processes
+from tests.torchrun_saves import LOOPS, SAVED, STEPS
+from tests.zoo import equal
+
+WORLD = 2
+TIMEOUT_S = 300
+NEEDS = {"trainer": "accelerate", "accelerate": "accelerate", "lightning": "lightning"}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_run_resumes_from_what_a_loop_saves(loop: str, tmp_path: Path) -> None:
+    """It goes on as one that was never interrupted, in every bit; the files hold all of each
+    tensor, and a plain model loads them."""
+    if importlib.util.find_spec(NEEDS[loop]) is None:
+        pytest.skip(f"needs {NEEDS[loop]}")
+    arguments = loop, str(tmp_path)
+    processes.torchrun("tests.torchrun_saves", *arguments, ranks=WORLD, timeout_s=TIMEOUT_S)
+    for found in (torch.load(tmp_path / str(rank)) for rank in range(WORLD)):
+        params, states = found["first"]
+        again, of_again = found["again"]
+        assert not differing(params, again)
+        assert len(states) == len(params) and states[0].keys() == {"step", "exp_avg", "exp_avg_sq"}
+        for ours, theirs in zip(states, of_again, strict=True):
+            assert not differing(ours, theirs)
+        assert differing(found["saved"], params), "two steps lie between"
+    FILES[loop](tmp_path, found["saved"], params)
+
+
+def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    """The names of tensors that are not equal in every bit."""
+    names = sorted(found.keys() ^ expected.keys())
+    return names or [name for name, value in expected.items() if not equal(value, found[name])]
+
+
+def pretrained(folder: Path) -> dict[str, Tensor]:
+    """What `from_pretrained()` finds."""
+    from transformers import Qwen2ForCausalLM
+
+    model, said = Qwen2ForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(said.values()), said
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def whole_states(found: Any, params: dict[str, Tensor]) -> bool:
+    """Has an optimizer's state dict all of each moment, as a plain optimizer loads it?"""
+    moments = [state[key] for state in found["state"].values() for key in ("exp_avg", "exp_avg_sq")]
+    shapes = sorted(tuple(moment.shape) for moment in moments)
+    expected = sorted(tuple(param.shape) for param in params.values() for _ in range(2))
+    return {type(moment) for moment in moments} == {Tensor} and shapes == expected
+
+
+def of_trainer(folder: Path, saved: dict[str, Tensor], last: dict[str, Tensor]) -> None:
+    for step, values in ((SAVED, saved), (STEPS, last)):
+        checkpoint = folder / "out" / f"checkpoint-{step}"
+        assert not differing(pretrained(checkpoint), values)
+        assert whole_states(torch.load(checkpoint / "optimizer.pt"), saved)
+    assert not differing(pretrained(folder / "model"), last)
+
+
+def of_accelerate(folder: Path, saved: dict[str, Tensor], last: dict[str, Tensor]) -> None:
+    from safetensors.torch import load_file
+
+    state, model = (load_file(folder / at / "model.safetensors") for at in ("state", "model"))
+    assert not differing(state, saved)
+    assert not differing(model, last)
+    assert not differing(pretrained(folder / "pretrained"), last)
+    assert whole_states(torch.load(folder / "state" / "optimizer.bin"), saved)
+
+
+def of_lightning(folder: Path, saved: dict[str, Tensor], last: dict[str, Tensor]) -> None:
+    for step, values in ((SAVED, saved), (STEPS, last)):
+        found = torch.load(folder / "out" / f"step={step}.ckpt", weights_only=False)
+        ours = {name.removeprefix("model."): v for name, v in found["state_dict"].items()}
+        assert equal(ours.pop("lm_head.weight"), values["model.embed_tokens.weight"])
+        assert not differing(ours, values)
+        assert whole_states(found["optimizer_states"][0], saved)
+
+
+FILES = {"trainer": of_trainer, "accelerate": of_accelerate, "lightning": of_lightning}
