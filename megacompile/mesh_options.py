@@ -31,6 +31,13 @@ class PlannedMesh:
         return 0
 
 
+def is_first(mesh: object) -> bool:
+    """Is this process the first rank of a mesh, or the only process?"""
+    if not isinstance(mesh, DeviceMesh):
+        return True
+    return bool(mesh.get_rank() == int(mesh.mesh.flatten()[0]))
+
+
 def check_alike(said: Sequence[Mapping[str, str]]) -> None:
     """Raise where ranks have options that differ.
 

@@ -2,20 +2,66 @@
 
 What warns may be called by hooks, decorators and generated code: the number of frames up to the
 user's code is not known where the text is. So the frames are looked at.
+
+Ranks that share a model say once what is the same in all of them, and else which rank it is.
 """
 
 from __future__ import annotations
 
+import enum
 import inspect
+import os
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType
 
 # Nobody wants a line of these: ours, and what calls us on behalf of the user's code.
 _PASSED = frozenset(("megacompile", "torch", "contextlib", "functools", "threading", "concurrent"))
 
 
-def warn(text: str) -> None:
+class Whose(enum.Enum):
+    """What a warning is about, where ranks share a model."""
+
+    ALL = "the model, or the program: the same in all ranks, and the first one says it"
+    HOST = "a machine: its first rank says it"
+    RANK = "this rank: it says so, with its number"
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """This process among those that share models."""
+
+    number: int
+    is_first: bool
+    is_there: Callable[[], bool]  # is the process group?
+
+
+_rank: _Rank | None = None
+
+
+def in_rank(number: int, *, is_first: bool, is_there: Callable[[], bool]) -> None:
+    """From now on this process is a rank of those that share a model.
+
+    Args:
+        number: of it.
+        is_first: is it the first one of its mesh?
+        is_there: is it still so?
+    """
+    global _rank
+    if _rank is None or not _rank.is_there() or is_first:
+        _rank = _Rank(number, is_first, is_there)
+
+
+def warn(text: str, whose: Whose = Whose.ALL) -> None:
     """Warn at the innermost line that is neither ours nor torch's; in a thread of ours, here."""
+    if _rank is not None and _rank.is_there():
+        if whose is Whose.ALL and not _rank.is_first:
+            return
+        if whose is Whose.HOST and os.environ.get("LOCAL_RANK", "0") != "0":
+            return
+        if whose is Whose.RANK:
+            text = f"rank {_rank.number}: {text}"
     here = inspect.currentframe()
     assert here is not None
     frame: FrameType = here

@@ -56,6 +56,7 @@ class Options:
         slots: device buffers for prefetched buckets. None: `least_slots`, and more if the plan
             finds that more make the step faster.
         progress: show bars, and what the first step waits for, on stderr. None: on a terminal.
+            False where another rank is the first one of `mesh`.
         compute_dtype: the dtype that float32 parameters are streamed and computed in. Default:
             their own.
         grad_dtype: the dtype of gradients on the host. Default: each parameter's own.
@@ -247,7 +248,7 @@ class Options:
             lowering=resolved_lowering,
             lookahead=lookahead,
             slots=slots,
-            progress=progress,
+            progress=progress if mesh_options.is_first(mesh) else False,
             compute_dtype=_dtype("compute_dtype", compute_dtype, _HALVES),
             grad_dtype=_dtype("grad_dtype", grad_dtype, (*_HALVES, torch.float32)),
             state_dtype=_dtype("state_dtype", state_dtype, (torch.float32, torch.bfloat16, "int8")),

@@ -73,7 +73,8 @@ class PageLocks:
             f"megacompile: cudaHostRegister of {format_bytes(size_bytes)} failed with error "
             f"{error}, with {format_bytes(self.locked_bytes)} locked: memory that the "
             "system will not lock stays pageable, copies from and to it run at about half the "
-            "speed, and plans allow for that (said once)"
+            "speed, and plans allow for that (said once)",
+            notices.Whose.RANK,
         )
 
 

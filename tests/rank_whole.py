@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import megacompile as package
-from megacompile import megacompile, unmegacompile
+from megacompile import megacompile, notices, unmegacompile
 from megacompile.runtime.checkpoint import writer
 from megacompile.runtime.device import ranks
 from megacompile.runtime.model import gathering, whole_states
@@ -115,6 +118,19 @@ def saved_by_one(mesh: Any, folder: Path) -> dict[str, Any]:
         "told": _saves_into_nothing(model, optimizer, folder / "no" / "file"),
         "memory": said_by(lambda: _saves_without_memory(model)),
     }
+
+
+def heard(mesh: Any) -> dict[str, Any]:
+    """What this rank says of a first step: warnings, and what it shows."""
+    shown = io.StringIO()
+    with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stderr(shown):
+        warnings.simplefilter("always")
+        model = megacompile(net(), mesh=mesh, device="cpu", progress=True)
+        model.compile()
+        notices.warn("its memory", notices.Whose.RANK)
+        train(model, AdamW(model.parameters()), 0, dist.get_rank())
+    said = [str(each.message) for each in caught if each.category is UserWarning]
+    return {"warned": said, "shown": shown.getvalue()}
 
 
 def _saves_into_nothing(model: nn.Module, optimizer: Optimizer, file: Path) -> str:
@@ -260,6 +276,7 @@ def run(mesh: Any, folder: Path) -> dict[str, Any]:
     """All of it."""
     found: dict[str, Any] = {"saved": saved(mesh, folder), "failing": failing(mesh, folder)}
     found["refused"] = refused_states(mesh)
+    found["heard"] = heard(mesh)
     found["by one"] = saved_by_one(mesh, folder)
     for name in MADE:
         found[name] = plain_again(mesh, name)

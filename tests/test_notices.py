@@ -109,6 +109,27 @@ def test_once_for_a_line() -> None:
     assert {each.filename for each in caught} == {__file__}
 
 
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_ranks_say_once_what_is_the_same(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 is the first one of another host. Without the process group, it is no rank."""
+    monkeypatch.setattr(notices, "_rank", None)
+    monkeypatch.setenv("LOCAL_RANK", {0: "0", 1: "0", 2: "1"}[rank])
+    there = True
+    notices.in_rank(rank, is_first=rank == 0, is_there=lambda: there)
+    notices.in_rank(rank, is_first=False, is_there=lambda: there)  # of another mesh
+
+    def said() -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for whose in notices.Whose:
+                notices.warn(whose.name, whose)
+        return [str(each.message) for each in caught]
+
+    assert said() == ["ALL", "HOST", "RANK"][rank:2] + [f"rank {rank}: RANK"]
+    there = False
+    assert said() == ["ALL", "HOST", "RANK"]
+
+
 def test_in_a_thread_of_ours() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

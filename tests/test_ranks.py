@@ -98,6 +98,10 @@ def test_ranks_save_and_are_plain_again(tmp_path: Path) -> None:
         assert said["left"] == "[]" and said["in the end"] == "['model.safetensors']"
         assert said["a size"].startswith(f"OptionError: {last}save(): got max_shard_size=0")
         assert f"ModelError: {last}unmegacompile(): parameter Tied.layers.1" in said["a hook"]
+    first, last = (each["heard"] for each in ranks)
+    assert "compile() does nothing" in first["warned"][0] and len(first["warned"]) == 2
+    assert [first["warned"][1], *last["warned"]] == ["rank 0: its memory", "rank 1: its memory"]
+    assert "megacompile: capturing the model ..." in first["shown"] and not last["shown"]
     for rank, one in enumerate(each["by one"] for each in ranks):
         assert not differing(one["saved"], one["expected"]) and one["tied"]
         for kind, values in one["on"].items():

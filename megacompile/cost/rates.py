@@ -144,7 +144,8 @@ def _keep(path: Path | None, text: str) -> None:
     except OSError as error:
         notices.warn(
             f"megacompile: the machine's rates cannot be kept ({error}), and are measured anew by "
-            "each process; set XDG_CACHE_HOME to a directory that can be written"
+            "each process; set XDG_CACHE_HOME to a directory that can be written",
+            notices.Whose.HOST,
         )
 
 

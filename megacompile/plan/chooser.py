@@ -264,7 +264,8 @@ class Chooser:
                 notices.warn(
                     f"megacompile: host memory ({format_bytes(problem.host_budget_bytes)}) does "
                     f"not hold {assumed} optimizer states a parameter, which AdamW has; it holds "
-                    f"{states}. A step that needs more is refused; state_dtype='int8' needs less"
+                    f"{states}. A step that needs more is refused; state_dtype='int8' needs less",
+                    notices.Whose.RANK,
                 )
                 return found
         return None

@@ -113,7 +113,8 @@ class ScratchFile:
         notices.warn(
             f"megacompile: disk={str(self.folder)!r} has no direct I/O ({why}): reads and writes "
             "go through the page cache, which takes host memory and time of the CPU; use a folder "
-            "on a local file system (ext4, xfs, btrfs)"
+            "on a local file system (ext4, xfs, btrfs)",
+            notices.Whose.HOST,
         )
 
     def round_up(self, size_bytes: int) -> int:

@@ -199,7 +199,8 @@ class Request:
         notices.warn(
             f"megacompile: {self.what}: the {self.way.value} of {format_bytes(self.size_bytes)} "
             f"in {self.file.folder} is not done after {seconds:.0f} s; the disk is slow, or hangs "
-            "(said once)"
+            "(said once)",
+            notices.Whose.RANK,
         )
 
 

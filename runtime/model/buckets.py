@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megacompile import compat, numa, packed
+from megacompile import compat, notices, numa, packed
 from megacompile.cost.ranks import host_of_rank
 from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.placement import Placement
@@ -469,7 +470,15 @@ def fills_later(params: Iterable[torch.Tensor], device: torch.device) -> bool:
 def ranks_that_share(options: Options) -> Ranks | None:
     """The ranks that share a model that runs; all of them call it."""
     mesh = options.mesh
-    return Ranks.of(mesh, options.device) if isinstance(mesh, DeviceMesh) else None
+    if not isinstance(mesh, DeviceMesh):
+        return None
+    ranks, world = Ranks.of(mesh, options.device), dist.group.WORLD
+    notices.in_rank(
+        mesh.get_rank(),
+        is_first=ranks.is_first,
+        is_there=lambda: dist.group.WORLD is world is not None,
+    )
+    return ranks
 
 
 def _update_cores(node: numa.Node | None, ranks: Ranks | None) -> frozenset[int]:

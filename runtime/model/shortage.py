@@ -48,7 +48,8 @@ def step_down(compiler: StepsDown, slots: DeviceSlots, ran_out: str, where: str)
         )
     notices.warn(
         f"megacompile: device memory ran out in {where}, which is repeated with a plan that needs "
-        f"less: {how} ({ran_out})"
+        f"less: {how} ({ran_out})",
+        notices.Whose.RANK,
     )
 
 

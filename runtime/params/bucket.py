@@ -394,5 +394,6 @@ def _say_moved(name: str) -> None:
         "share, by share_memory() or by sending it to another process. megacompile has taken the "
         "values back into memory of its own: other processes keep what they were until now, and "
         "what they write there is not seen here. Send state_dict() again when they shall know "
-        "newer ones (said once)"
+        "newer ones (said once)",
+        notices.Whose.RANK,
     )

@@ -134,7 +134,8 @@ class Compiled:
             notices.warn(
                 f"megacompile: the {self.rule.name} update that is compiled to C++ rounds "
                 "differently from the one that torch runs until it is ready: the first steps of a "
-                "run without a warm cache differ in the last bits"
+                "run without a warm cache differ in the last bits",
+                notices.Whose.RANK,
             )
         return True
 
@@ -143,7 +144,8 @@ class Compiled:
         notices.warn(
             f"megacompile: the {self.rule.name} update cannot be compiled to C++: {why}; torch "
             "makes it, with the same numbers, and more slowly; install a C++ compiler that "
-            "torch.compile can use"
+            "torch.compile can use",
+            notices.Whose.HOST,
         )
 
 
