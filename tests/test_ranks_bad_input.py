@@ -188,9 +188,13 @@ def test_states_that_go_by_no_rows(mesh: DeviceMesh) -> None:
     assert type(model[0].weight) is nn.Parameter and optimizer.state[model[0].weight]
 
 
-def test_a_step_that_takes_no_dtensors(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("library", ["torch", "transformers"])
+def test_a_step_that_takes_no_dtensors(mesh: DeviceMesh, library: str) -> None:
     model = shared(mesh)
-    optimizer = Adafactor(model.parameters())
+    kind: Any = Adafactor
+    if library == "transformers":
+        kind = pytest.importorskip("transformers.optimization").Adafactor
+    optimizer = kind(model.parameters())
     step(model)
     before = model[0].weight.full_tensor().clone()
     with pytest.raises(OptimizerError, match=r"Adafactor.step\(\) computes with means over whole"):

@@ -51,12 +51,14 @@ def check_shared(where: str, optimizer: Optimizer, params: Iterable[torch.Tensor
         OptimizerError: it computes with whole parameters, and its own step takes no DTensors.
     """
     kind = known(type(optimizer))
-    if not isinstance(kind, OwnStep) or kind.takes_dtensors:
+    # transformers' and its copies: row means of plain tensors, which do not mix with DTensors
+    foreign = kind is None and any(c.__name__ == "Adafactor" for c in type(optimizer).__mro__)
+    if not foreign and (not isinstance(kind, OwnStep) or kind.takes_dtensors):
         return
     if any(map(compat.is_sharded, params)):
         raise OptimizerError(
             f"{where} computes with means over whole parameters, of which each rank has a part "
-            "(mesh=), and torch.optim's own step takes no such parts; nothing was updated: use "
+            "(mesh=), and its own step takes no such parts; nothing was updated: use "
             "AdamW with state_dtype='int8', or leave out mesh="
         )
 
