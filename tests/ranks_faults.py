@@ -33,6 +33,7 @@ from megacompile import megacompile
 from megacompile.cost import ranks as cost_ranks
 from megacompile.runtime.device import rank_faults, ranks
 from megacompile.runtime.device.ranks import Ranks, whole
+from megacompile.runtime.model.whole_states import Saving
 from megacompile.runtime.updates.update import BucketUpdate
 from megacompile.tracing import perfetto, rank_steps
 
@@ -202,6 +203,15 @@ def saves_alone(loop: Loop, odd: bool) -> None:
     if odd:
         with tempfile.TemporaryDirectory() as folder:
             package.save(loop.model, folder)
+    loop.steps(1)
+
+
+def saves_state_dicts_alone(loop: Loop, odd: bool) -> None:
+    """As `trainer.save_model()` in one rank."""
+    loop.steps(1)
+    if odd:
+        with Saving([loop.model], [loop.optimizer], writes=True):
+            pass
     loop.steps(1)
 
 
@@ -403,6 +413,7 @@ CASES: dict[str, tuple[Callable[[Loop, bool], None], int, dict[str, Any]]] = {
     "is_killed_in_a_save": (is_killed_in_a_save, 2, {}),
     "saves_for_long": (saves_for_long, 2, {"patience_s": 5}),
     "saves_alone": (saves_alone, 2, {}),
+    "saves_state_dicts_alone": (saves_state_dicts_alone, 2, {}),
     "works_for_long": (works_for_long, 2, {"patience_s": 5}),
     "ends_early": (ends_early, 2, {}),
     "other_micro_batches": (other_micro_batches, 2, {}),

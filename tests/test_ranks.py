@@ -107,7 +107,7 @@ def test_ranks_save_and_are_plain_again(tmp_path: Path) -> None:
         for kind, values in one["on"].items():
             assert not differing(one["resumed"][kind], values), (rank, kind)
         assert "DTensor" in str(one["is shared again"])
-        what = "in saving Tied, AdamW in one rank; all ranks stop there"
+        what = "in saving Tied in one rank; all ranks stop there"
         assert ("RuntimeError: Parent directory" if rank == 0 else what) in one["told"]
         assert "in one rank: it needs " in one["memory"] and "0.977 KiB are free" in one["memory"]
     for said in (each["refused"] for each in ranks):

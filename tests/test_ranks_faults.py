@@ -45,6 +45,10 @@ FAULTS = {
         "RankError",
         r"about to run the (save\(\) of Net, rank 0|forward of Net, rank 1)",
     ),
+    "saves_state_dicts_alone": (
+        "RankError",
+        r"about to run the (saving Net in one rank, rank 0|forward of Net, rank 1)",
+    ),
     "is_killed_with_the_store": ("RankError", "store .* does not answer|which was killed"),
     "is_stopped": ("none", WAITS + r"1, which has given no sign of life for 6 s"),
     "is_stopped_by_default": ("none", WAITS + r"1, which has given no sign of life for 30 s"),
@@ -101,6 +105,7 @@ ALWAYS = [
     "is_killed_in_a_save",
     "saves_for_long",
     "saves_alone",
+    "saves_state_dicts_alone",
     "is_stopped",
     "is_idle",
     "evaluates",
