@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -134,6 +135,43 @@ def test_a_gather_reads_what_it_takes() -> None:
 
     analysis = found(lookup, (100 * N, N))
     assert sum(sizes(analysis)) < 4 * N * 2 * 3
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_what_is_put_by_an_index_is_written_where_it_goes(accumulate: bool) -> None:
+    graph = fx.Graph()
+    base, index, values = (graph.placeholder(name) for name in ("base", "index", "values"))
+    base.meta["val"] = torch.empty(100 * N, N, dtype=HALF, device="meta")
+    index.meta["val"] = torch.empty(N, dtype=torch.int64, device="meta")
+    values.meta["val"] = torch.empty(N, N, dtype=HALF, device="meta")
+    node = graph.call_function(
+        torch.ops.aten.index_put.default, (base, [index], values, accumulate)
+    )
+    node.meta["val"] = base.meta["val"]
+    graph.output(node)
+    (kernel,) = analyse(graph).kernels
+    whole = 2 * 100 * SQUARE  # which is copied
+    assert kernel.size_bytes == whole + 3 * SQUARE + 8 * N
+
+
+def test_values_behind_one_that_is_none_are_themselves() -> None:
+    graph = fx.Graph()
+    grad, x, weight = (graph.placeholder(name) for name in ("grad", "x", "weight"))
+    grad.meta["val"] = torch.empty(1, N, N, N, dtype=HALF, device="meta")
+    x.meta["val"] = torch.empty(1, 3, N, N, dtype=HALF, device="meta")
+    weight.meta["val"] = torch.empty(N, 3, 1, 1, dtype=HALF, device="meta")
+    options = ([0], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [False, True, True])
+    node = graph.call_function(
+        torch.ops.aten.convolution_backward.default, (grad, x, weight, *options)
+    )
+    node.meta["val"] = (None, weight.meta["val"], torch.empty(N, dtype=HALF, device="meta"))
+    items = [graph.call_function(operator.getitem, (node, index)) for index in (1, 2)]
+    for item, index in zip(items, (1, 2), strict=True):
+        item.meta["val"] = node.meta["val"][index]
+    graph.output(tuple(items))
+    of_weight, of_bias = analyse(graph).returned
+    assert of_weight is not None and of_weight.size_bytes == 2 * 3 * N
+    assert of_bias is not None and of_bias.size_bytes == 2 * N
 
 
 def test_attention_counts_half_where_it_is_causal() -> None:

@@ -29,10 +29,16 @@ REDUCTIONS = set(
     "cumsum _softmax _log_softmax native_layer_norm native_group_norm".split()
 )
 INDEXED = set("embedding gather index index_select _unsafe_index _unsafe_masked_index".split())
-_SCATTERS = set(
-    "index_put _unsafe_index_put _unsafe_masked_index_put_accumulate scatter scatter_add "
-    "scatter_reduce index_add embedding_dense_backward".split()
-)
+_SCATTERED = {  # which argument is written by an index
+    "index_put": 2,
+    "_unsafe_index_put": 2,
+    "_unsafe_masked_index_put_accumulate": 3,
+    "scatter": 3,
+    "scatter_add": 3,
+    "scatter_reduce": 3,
+    "index_add": 3,
+    "embedding_dense_backward": 0,
+}
 _FUSED = {"aten", "prims", "quantized_decomposed"}  # whose operators Inductor writes itself
 LIBRARY = set("sort topk nonzero histc bincount masked_scatter native_dropout_backward".split())
 _KEPT_NUMBERS = 1024  # of a row, while a kernel reduces it (Inductor's persistent reductions)
@@ -245,7 +251,7 @@ def scatters(node: fx.Node) -> bool:
 
     `scatter(full(...), index, value)` is a comparison with the index.
     """
-    if name_of(node) not in _SCATTERS:
+    if name_of(node) not in _SCATTERED:
         return False
     base = node.args[0]
     constant = (
@@ -254,6 +260,13 @@ def scatters(node: fx.Node) -> bool:
         and name_of(base) in ("full", "zeros", "scalar_tensor")
     )
     return not constant
+
+
+def scattered_bytes(node: fx.Node) -> int:
+    """What a scatter writes by its index, if that is a tensor and no number."""
+    at = _SCATTERED.get(name_of(node))
+    values = node.args[at] if at is not None and at < len(node.args) else None
+    return bytes_of(tensors_of(values)) if isinstance(values, fx.Node) else 0
 
 
 def readers_of(node: fx.Node) -> Iterator[fx.Node]:

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
 from megacompile.cost.aten import (
@@ -44,6 +45,7 @@ from megacompile.cost.aten import (
     reduces_columns,
     reduces_long_rows,
     reduces_to_one,
+    scattered_bytes,
     scatters,
     tensors_of,
     unpacked_bytes,
@@ -138,8 +140,7 @@ class _Walk:
                 inside_bytes=workspace_bytes(node),
             )
         elif scatters(node):
-            values = node.args[-1] if isinstance(node.args[-1], fx.Node) else None
-            extra = 2 * bytes_of(tensors_of(values)) if values is not None else 0
+            extra = 2 * scattered_bytes(node)
             self._realize(node, reads, library=True, extra_bytes=extra)
         else:
             self._elementwise(node, reads)
@@ -150,7 +151,11 @@ class _Walk:
         made = self.realized.get(source)
         if made is None:  # part of whoever reads it
             return self.of[source]
-        return {made[index]: self.buffers[made[index]].size_bytes} if index < len(made) else {}
+        values = source.meta["val"]
+        if not isinstance(values[index], torch.Tensor):  # a gradient that nobody needs is None
+            return {}
+        buffer = made[sum(isinstance(value, torch.Tensor) for value in values[:index])]
+        return {buffer: self.buffers[buffer].size_bytes}
 
     def _elementwise(self, node: fx.Node, reads: Reads) -> None:
         size = bytes_of(tensors_of(node))
