@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from megacompile import megacompile, schedules
+from megacompile.cost.kernels import Kind
 from megacompile.cost.ops import analysis_of
 from megacompile.cost.pieces import analyse_pieces
 from megacompile.errors import OptionError, OptionTypeError
@@ -35,9 +36,13 @@ EACH_TOKEN = torch.arange(10.0)[:, None]
 aten = torch.ops.aten
 
 
-def traced(function: Callable[..., Any], *shapes: tuple[int, ...]) -> fx.GraphModule:
+def traced(
+    function: Callable[..., Any],
+    *shapes: tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+) -> fx.GraphModule:
     """The ATen graph of a function that gives a tuple, parameters after the activations."""
-    inputs = [torch.randn(shape) for shape in shapes]
+    inputs = [torch.randn(shape, dtype=dtype) for shape in shapes]
     module: fx.GraphModule = make_fx(lambda *given: tuple(function(*given)))(*inputs)
     return module
 
@@ -302,6 +307,17 @@ def test_a_tile_needs_a_part_of_the_memory() -> None:
     one, two, many = (analysis.peak_bytes for analysis in peaks)
     assert many < two < one and many < one / 10
     assert peaks[2].work.flops == peaks[0].work.flops, "the same operations"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_over_tokens_run_at_the_rate_of_their_dtype(dtype: torch.dtype) -> None:
+    def gradient(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return flat(x).t() @ flat(x * w), mm(x * w, w.expand(W, W))
+
+    module = traced(gradient, (1, 12, W), (W,), dtype=dtype)
+    made = tile(module, Tokens((1, 12, W), 1), 4, frozenset(["arg1_1"]))
+    products = [k for k in analyse_pieces(made.graph).kernels if k.kind is Kind.PRODUCT]
+    assert {kernel.itemsize for kernel in products} == {dtype.itemsize}
 
 
 def test_a_tile_is_gone_when_the_next_one_begins() -> None:

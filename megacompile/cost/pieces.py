@@ -18,8 +18,6 @@ from megacompile.ir.head import sum_dtype
 from megacompile.ir.tensors import TensorMeta
 from megacompile.ir.tiles import Piece, Result, Tile, pieces_of
 
-_HALF = 2  # bytes of an element that the matrix units take at their full rate
-
 
 def analyse_pieces(graph: fx.Graph, *, fused: bool = True) -> Analysis:
     """Count the kernels of a graph of pieces, whose nodes have fake tensors as `meta["val"]`."""
@@ -54,7 +52,7 @@ def _joined(piece: Piece, tile: Tile, *, first: bool) -> Iterator[Kernel]:
             (a,), (b,) = tensors_of(next(made)), tensors_of(next(made))
             moved = bytes_of([a, b]) + (1 if first else 2) * _sum_bytes(meta)
             flops = 2 * a.shape[0] * a.shape[1] * b.shape[1]
-            yield Kernel(name, Kind.PRODUCT, flops, moved, a.dtype.itemsize == _HALF)
+            yield Kernel(name, Kind.PRODUCT, flops, moved, a.dtype.itemsize)
             continue
         size = bytes_of(tensors_of(next(made)))
         moved = 2 * size if first or kind is Result.CUT else 3 * size
