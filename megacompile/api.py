@@ -147,11 +147,12 @@ def megacompile(
         tiles: the number of tiles that the tokens are cut into. What acts on each token alone
             (norms, projections, MLPs, and their backward) runs tile by tile: its values exist for
             one tile at a time, are computed again in the backward, and are never saved. Attention
-            and whatever else looks at other tokens stays whole. Results are equal up to rounding;
-            gradients of weights are added up in float32. 1: none. "auto" (default) uses tiles with
-            Inductor where nothing else fits on the device, or where a step is predicted to be at
-            least 3 % shorter; with `mesh` it uses none. Stages whose sizes change from call to call
-            are not cut.
+            and whatever else looks at other tokens stays whole, unless the number divides the batch
+            and the layer is recomputed: then tiles are whole samples. Results are equal up to
+            rounding; gradients of weights are added up in float32. 1: none. "auto" (default) uses
+            tiles with Inductor where nothing else fits on the device, or where a step is predicted
+            to be at least 3 % shorter; with `mesh` it uses none. Stages whose sizes change from
+            call to call are not cut.
         detect_anomaly: raise `AnomalyError` if a stage's backward gives NaN or inf. The error names
             the stage and the parameter, and says whether the NaN came in or arose there. The host
             then waits for each stage. `torch.autograd.detect_anomaly()` does the same for NaN.

@@ -13,13 +13,13 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from megacompile import megacompile, schedules
+from megacompile import compat, megacompile, schedules
 from megacompile.cost.kernels import Kind
 from megacompile.cost.ops import analysis_of
 from megacompile.cost.pieces import analyse_pieces
 from megacompile.errors import OptionError, OptionTypeError
 from megacompile.ir.stages import Code
-from megacompile.ir.tiles import Axis, Piece, Result, pieces_of
+from megacompile.ir.tiles import Axis, Piece, Result, Tile, pieces_of
 from megacompile.passes.stages.direct import direct
 from megacompile.passes.stages.lower_pieces import lower_pieces
 from megacompile.passes.stages.pieces import divide
@@ -53,6 +53,7 @@ def in_pieces(
     tiles: int = 3,
     dim: int = 1,
     weights: int = 1,
+    samples: bool = False,
 ) -> tuple[list[Piece], list[Tensor], list[Tensor]]:
     """A function of activations and `weights` weights behind them, tiled: its pieces, what it gives
     and what it gives whole."""
@@ -60,7 +61,7 @@ def in_pieces(
     module = traced(function, *shapes)
     names = [node.name for node in module.graph.find_nodes(op="placeholder")]
     whole = frozenset(names[len(names) - weights :])
-    made = tile(module, Tokens(shapes[0], dim), tiles, whole)
+    made = tile(module, Tokens(shapes[0], dim, samples), tiles, whole)
     inputs = [torch.randn(shape) for shape in shapes]
     run = lower_pieces(made, direct) if pieces_of(made.graph) else direct(made)
     wanted = list(module(*inputs))
@@ -341,6 +342,107 @@ def test_a_tile_is_gone_when_the_next_one_begins() -> None:
     assert left == [0] * 4
 
 
+# Tiles of whole samples.
+
+SAMPLES = (4, 10, W)
+
+
+def attended(x: Tensor, mask: Tensor | None = None) -> Tensor:
+    heads = x.unflatten(-1, (2, -1)).transpose(1, 2)
+    mixed = F.scaled_dot_product_attention(heads, heads, heads, mask, is_causal=mask is None)
+    return mixed.transpose(1, 2).flatten(2)
+
+
+def attended_backward(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """Attention between two products, and the gradients of it."""
+    with torch.enable_grad():
+        x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+        y = mm(attended(mm(x, w)), w)
+        return (y.detach(), *torch.autograd.grad(y, [x, w], torch.ones_like(y)))
+
+
+BY_SAMPLES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
+    "forward": (lambda x, w: (mm(attended(mm(x, w)), w),), ()),
+    "backward": (attended_backward, ()),
+    "a mask of all": (lambda x, mask, w: (mm(attended(mm(x, w), mask), w),), ((10, 10),)),
+    "a mask that samples share": (
+        lambda x, mask, w: (mm(attended(mm(x, w), mask), w),),
+        ((1, 1, 10, 10),),
+    ),
+    "a mask of each sample": (
+        lambda x, mask, w: (mm(attended(mm(x, w), mask), w),),
+        ((4, 1, 10, 10),),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_SAMPLES)
+@pytest.mark.parametrize("tiles", [2, 3, 4])
+def test_attention_runs_in_tiles_of_whole_samples(name: str, tiles: int) -> None:
+    function, masks = BY_SAMPLES[name]
+    shapes = (SAMPLES, *masks, (W, W))
+    pieces, got, wanted = in_pieces(function, *shapes, tiles=tiles, dim=0, samples=True)
+    assert_equal(got, wanted)
+    assert any(
+        has_attention(tile) for piece in pieces if not piece.is_whole for tile in piece.tiles
+    )
+    assert not any(
+        has_attention(tile) for piece in pieces if piece.is_whole for tile in piece.tiles
+    )
+
+
+@pytest.mark.parametrize(("dim", "samples"), [(0, False), (1, True)])
+def test_attention_is_whole_in_tiles_of_tokens(dim: int, samples: bool) -> None:
+    pieces, got, wanted = in_pieces(
+        attended_backward, SAMPLES, (W, W), tiles=2, dim=dim, samples=samples
+    )
+    assert_equal(got, wanted)
+    assert any(has_attention(tile) for piece in pieces if piece.is_whole for tile in piece.tiles)
+    assert not any(
+        has_attention(tile) for piece in pieces if not piece.is_whole for tile in piece.tiles
+    )
+
+
+def has_attention(part: Tile) -> bool:
+    return any("scaled_dot_product" in str(node.target) for node in part.module.graph.nodes)
+
+
+KERNELS = "flash efficient cudnn".split()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("batch", [2, 4])
+def test_attention_of_gpus_is_cut_along_samples(kernel: str, batch: int) -> None:
+    """Seeds are the same in each tile, also where there are as many as samples."""
+    name = f"_scaled_dot_product_{kernel}_attention"
+    forward, backward = (getattr(aten, name + way).default for way in ("", "_backward"))
+    bias = () if kernel == "flash" else (None, True)
+
+    def gradient(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        q = mm(x, w).unflatten(-1, (4, -1)).transpose(1, 2)
+        found = forward(q, q, q, *bias, 0.0, True)
+        out, lse, rest = found[0], found[1], found[2:]
+        if kernel == "efficient":
+            given = (None, out, lse, *rest, 0.0, [True, True, True, False], True)
+        elif kernel == "flash":
+            given = (out, lse, *rest[:4], 0.0, True, *rest[4:6])
+        else:
+            given = (out, lse, *rest[4:6], None, *rest[:4], 0.0, True)
+        first = backward(q, q, q, q, *given)[0]
+        return (mm(first.transpose(1, 2).flatten(2), w),)
+
+    shape = (batch, 128, 256)
+    with compat.fake_mode():
+        inputs = [torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in (shape, (256, 256))]
+        module = compat.trace(lambda given, _: gradient(*given), inputs, [], {})
+    module.graph.eliminate_dead_code()
+    names = [node.name for node in module.graph.find_nodes(op="placeholder")]
+    made = tile(module, Tokens(shape, 0, samples=True), 2, frozenset(names[1:]))
+    pieces = [piece for _, piece in pieces_of(made.graph)]
+    assert [piece.is_whole for piece in pieces] == [False]
+    assert [has_attention(tile) for tile in pieces[0].tiles] == [True]
+
+
 # Whole models.
 
 
@@ -381,6 +483,34 @@ def test_models_in_tiles_are_the_plain_ones(name: str, activations: str) -> None
     ]
     cut = [piece for graph in graphs for _, piece in pieces_of(graph) if not piece.is_whole]
     assert cut or name == "batch norm", "some piece runs in tiles"
+
+
+@pytest.mark.parametrize(
+    ("name", "activations"),
+    [*((name, "recompute") for name in cases.CASES), ("hf qwen2", "keep"), ("hf qwen2", "offload")],
+)
+def test_models_in_tiles_of_samples_are_the_plain_ones(name: str, activations: str) -> None:
+    model, plain, mine = trained(name, tiles=2, activations=activations)  # of a batch of 2
+    assert_equal(mine, plain)
+    found = {index for schedule in schedules(model) for index in schedule.plan.samples}
+    kept = activations == "keep" or name in ("hf gpt2", "graph break", "dropout")
+    assert bool(found) != kept, (
+        "no stage that draws random numbers or is kept runs sample by sample"
+    )
+
+
+def test_a_backward_sample_by_sample_needs_the_memory_of_some() -> None:
+    """What a stage that is recomputed needs beside what it takes and gives."""
+    found = []
+    for tiles in (1, 2):
+        model, *_ = trained("hf qwen2", steps=1, tiles=tiles, activations="recompute")
+        (schedule,) = schedules(model)
+        stage = schedule.stages[1].traced
+        codes = [Code.BACKWARD] if stage.samples else [Code.RECOMPUTE, Code.BACKWARD]
+        found.append(sum(analysis_of(stage, code, fused=False).peak_bytes for code in codes))
+        assert stage.samples == (tiles == 2) and bool(stage.saved) == (tiles == 1)
+    whole, by_samples = found
+    assert by_samples < 0.8 * whole
 
 
 @pytest.mark.parametrize("name", ["demo gpt", "hf qwen2", "dropout"])

@@ -40,6 +40,7 @@ class Plan:
         tuple[int, float], ...
     ] = ()  # (kept stage, share of its saved tensors, 0 to 1)
     tiles: tuple[tuple[int, int], ...] = ()  # (stage, tiles in which its tokenwise pieces run)
+    samples: frozenset[int] = frozenset()  # stages whose tiles are of whole samples, all of them
     state_delay: int = 1  # backwards that are issued before one waits for states to leave
     saved_delay: int = 1  # forwards that are issued before one waits for saved tensors to leave
     stay: frozenset[int] = frozenset()  # buckets (keys) that keep their slots between forwards

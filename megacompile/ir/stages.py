@@ -88,6 +88,7 @@ class Template:
     traced: Template | None = field(default=None, repr=False)  # with other sizes planned; else None
     saved_fraction: float = 1.0  # the share of the saved tensors that it was split for
     tiles: int = 1  # in which its tokenwise pieces run
+    samples: bool = False  # these are of whole samples, and all of it runs in them
 
     @property
     def has_backward(self) -> bool:

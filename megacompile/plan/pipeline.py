@@ -46,7 +46,7 @@ from megacompile.passes.schedule.recompute import insert_recompute
 from megacompile.passes.schedule.reduce_scatter import insert_reduce_scatter
 from megacompile.passes.schedule.rerun import insert_reruns
 from megacompile.passes.schedule.slots import assign_slots
-from megacompile.passes.schedule.split import split_stages, stages_in_tiles
+from megacompile.passes.schedule.split import split_stages, stages_by_samples, stages_in_tiles
 from megacompile.passes.schedule.tokens import insert_tokens
 from megacompile.passes.schedule.update_graph import insert_update_graph
 from megacompile.passes.schedule.update_in_backward import insert_updates
@@ -233,6 +233,8 @@ class Pipeline:
         options = self.setting.options
         share = choice.device_update if options.device_update is None else options.device_update
         tiles = choice.tiles if options.tiles is None else options.tiles
+        cut = stages_in_tiles(schedule, tiles, self.templates)
+        alone = cut if options.ranks == 1 else frozenset()  # plans of ranks may keep other stages
         return functools.partial(
             make_plan,
             keep=choice.keep if variant.keep_last else 0,
@@ -253,7 +255,8 @@ class Pipeline:
             stay=choice.stay,
             on_disk=choice.on_disk,
             tiles=tiles,
-            cut=stages_in_tiles(schedule, tiles, self.templates),
+            cut=cut,
+            samples=stages_by_samples(schedule, alone, tiles, self.templates),
             whole=choice.whole,
         )
 

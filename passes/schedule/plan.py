@@ -33,6 +33,7 @@ def make_plan(
     saved_on_host: frozenset[int] = frozenset(),
     tiles: int = 1,
     cut: frozenset[int] = frozenset(),
+    samples: frozenset[int] = frozenset(),
     whole: frozenset[int] = frozenset(),
 ) -> Schedule:
     """The schedule with its plan.
@@ -61,6 +62,8 @@ def make_plan(
             `stages_on_host`. Where `keep` is 0, they are recomputed from what waits there.
         tiles: in which what acts on each token alone runs.
         cut: the stages that have something to run in so many tiles; see `stages_in_tiles`.
+        samples: those of them that can run in tiles of whole samples, with attention in them; see
+            `stages_by_samples`. Where they are recomputed, they do.
         whole: keys of the buckets that each of several ranks copies whole, where they are streamed.
     """
     so_far = schedule.plan.reasons
@@ -88,8 +91,10 @@ def make_plan(
     if not in_tiles:  # which save little, and compute the rest again
         saved_fractions = _with(saved_fractions, saves)
     chosen, why = _device_update(schedule, here, on_disk, device_update)
+    by_samples = samples - kept
     how = (
         reason,
+        *_by_samples(by_samples),
         *_away(saves, "what" if in_tiles else "half of what"),
         *within,
         *waits,
@@ -106,6 +111,7 @@ def make_plan(
         again,
         saved_fractions,
         in_tiles,
+        by_samples,
         state_delay=state_delay,
         saved_delay=_apart(away),
         whole=whole,
@@ -122,7 +128,7 @@ def stages_on_host(schedule: Schedule, *, count: int, keep: int, lookahead: int)
     """
     able = [stage.index for stage in schedule.stages if stage.traced.has_backward]
     last = len(schedule.stages) - lookahead - 1
-    saving = {stage.index for stage in schedule.stages if stage.traced.saved}
+    saving = {s.index for s in schedule.stages if s.traced.saved or s.traced.samples}
     pool = [i for i in able[: len(able) - keep] if i < last and i in saving]
     count = min(count, len(pool))
     return frozenset(pool[(2 * i + 1) * len(pool) // (2 * count)] for i in range(count))
@@ -302,6 +308,15 @@ def _tiles(schedule: Schedule, tiles: int, cut: frozenset[int]) -> tuple[str, ..
     elif others:
         reasons.append("nothing is cut: no product of matrices acts on each token alone")
     return tuple(reasons)
+
+
+def _by_samples(stages: frozenset[int]) -> tuple[str, ...]:
+    if not stages:
+        return ()
+    return (
+        f"{len(stages)} stages that are recomputed run in tiles of whole samples, attention "
+        "included: layer by layer over micro-batches",
+    )
 
 
 def _saved_fractions(

@@ -20,7 +20,7 @@ from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage, Template
 from megacompile.passes.schedule.bundle import Bundles
 from megacompile.passes.schedule.differentiate import differentiate
-from megacompile.passes.stages.joint import Takes, split
+from megacompile.passes.stages.joint import Takes, runs_by_samples, split
 from megacompile.passes.stages.numbers import numbers_of
 from megacompile.passes.stages.templates import (
     TemplateCache,
@@ -71,13 +71,30 @@ def stages_in_tiles(schedule: Schedule, tiles: int, cache: TemplateCache) -> fro
     return frozenset(stage.index for stage in known if _within(stage, 1.0, tiles, cache).tiles > 1)
 
 
+def stages_by_samples(
+    schedule: Schedule, cut: frozenset[int], tiles: int, cache: TemplateCache
+) -> frozenset[int]:
+    """Those of `stages_in_tiles` that can run in tiles of whole samples, with attention in them."""
+    return frozenset(
+        index
+        for index in cut
+        if _within(schedule.stages[index], 1.0, tiles, cache, samples=True).samples
+    )
+
+
 def _templates(schedule: Schedule, cache: TemplateCache) -> list[Template]:
     """That of each stage, as the plan wants it."""
     saved_fractions, tiles = dict(schedule.plan.saved_fractions), dict(schedule.plan.tiles)
     if schedule.backward is None:
         saved_fractions = {}
     return [
-        _within(stage, saved_fractions.get(stage.index, 1.0), tiles.get(stage.index, 1), cache)
+        _within(
+            stage,
+            saved_fractions.get(stage.index, 1.0),
+            tiles.get(stage.index, 1),
+            cache,
+            samples=stage.index in schedule.plan.samples,
+        )
         if stage.index in tiles or stage.index in saved_fractions and stage.traced.has_backward
         else stage.traced
         for stage in schedule.stages
@@ -91,14 +108,24 @@ def _with(stage: Stage, template: Template, bundles: Bundles) -> Stage:
     return replace(stage, template=template, bundles=bundles)
 
 
-def _within(stage: Stage, saved_fraction: float, tiles: int, cache: TemplateCache) -> Template:
+def _within(
+    stage: Stage,
+    saved_fraction: float,
+    tiles: int,
+    cache: TemplateCache,
+    *,
+    samples: bool = False,
+) -> Template:
     """The stage's template, split to save so much and to run in so many tiles; one for all stages
-    that share the template. Where nothing is cut, the one without tiles."""
+    that share the template. Where not all is cut along samples, the one in tiles of tokens; where
+    nothing is cut, the one without tiles."""
     base = stage.traced
-    if (saved_fraction, tiles) == (base.saved_fraction, base.tiles) or base.joint is None:
+    samples = samples and runs_by_samples(stage)
+    wanted = (saved_fraction, tiles, samples)
+    if wanted == (base.saved_fraction, base.tiles, base.samples) or base.joint is None:
         return base
     traced = base.traced or base
-    key = (traced, saved_fraction, tiles)
+    key = (traced, *wanted)
     if key not in cache:
         takes = Takes(base.tangents, base.partial_gradients, base.tangent_metas)
         made = split(
@@ -109,9 +136,11 @@ def _within(stage: Stage, saved_fraction: float, tiles: int, cache: TemplateCach
             index=next_index(cache),
             saved_fraction=saved_fraction,
             tiles=tiles,
+            samples=samples,
         )
-        cut = made.tiles == tiles
-        cache[key] = made if cut else _within(stage, saved_fraction, 1, cache)
+        if made.tiles != tiles:
+            made = _within(stage, saved_fraction, tiles if samples else 1, cache)
+        cache[key] = made
     return planned_for(cache[key], numbers_of(stage.metas), cache)
 
 

@@ -10,6 +10,11 @@ what takes that share of the memory between all of it and none (a knapsack over 
 compute again). Parameters are never saved, nor views or casts of them: the backward binds them to
 whatever slot they are in then. Random numbers that the backward needs are always saved: drawn
 again, they would be others.
+
+[Note: sample by sample] Tiles of whole samples can have attention in them too. A stage that is
+recomputed then saves nothing: its backward is the joint graph itself, which computes the forward of
+a few samples again and makes their gradients of it, before it goes on to the next ones. That is
+gradient accumulation, layer by layer: a bucket is fetched once for all micro-batches.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ import sympy
 from torch import fx
 
 from megacompile import compat
+from megacompile.cost import aten
 from megacompile.ir import ops
 from megacompile.ir.stages import ArgRef, Code, ParamRef, SavedRef, Stage, Template
 from megacompile.ir.symbols import Symbols
@@ -68,6 +74,7 @@ def split(
     index: int,
     saved_fraction: float = 1.0,
     tiles: int = 1,
+    samples: bool = False,
 ) -> Template:
     """The template of a traced stage.
 
@@ -83,9 +90,14 @@ def split(
         tiles: in which the tokenwise pieces of its graphs run. What they compute is not saved, but
             computed again, tile by tile; see `megacompile.passes.stages.tile`. The template's are
             1 where its graphs have no such piece.
+        samples: tiles are of whole samples; see [Note: sample by sample]. The template's are 1
+            where attention or a product of matrices is not cut along these. The stage is one that
+            `runs_by_samples`.
     """
     planned = numbers_of(stage.metas)
     tokens = None if planned or tiles == 1 else tokens_of(stage, tiles)
+    if tokens is not None:
+        tokens = replace(tokens, samples=samples)
     if not takes.tangents:
         forward: fx.GraphModule = joint
         backward: fx.GraphModule | None = None
@@ -134,7 +146,8 @@ def split(
         graphs=graphs,
         joint=joint,
         saved_fraction=saved_fraction,
-        tiles=tiles if _in_tiles(graphs) else 1,
+        tiles=tiles if _are_cut(graphs, tokens) else 1,
+        samples=samples,
         symbols=None if not planned else Symbols(planned, _fakes(joint)),
         tangent_strides=_tangent_strides(takes, list(planned)),
     )
@@ -193,10 +206,28 @@ def _tiled(
     return {code: made[graph] for code, graph in graphs.items()}
 
 
-def _in_tiles(graphs: Mapping[Code, fx.GraphModule]) -> bool:
-    """Does some piece of them run in tiles?"""
-    pieces = (piece for graph in graphs.values() for _, piece in pieces_of(graph.graph))
+def runs_by_samples(stage: Stage) -> bool:
+    """May the whole stage run for some samples after others, forward and backward?
+
+    Random numbers would be others, and a buffer that it changes would change with each tile.
+    """
+    template = stage.traced
+    return template.has_backward and not template.random and not template.mutated
+
+
+def _are_cut(graphs: Mapping[Code, fx.GraphModule], tokens: Tokens | None) -> bool:
+    """Does some piece of them run in tiles? All that is worth it does, where these are samples."""
+    pieces = [piece for graph in graphs.values() for _, piece in pieces_of(graph.graph)]
+    whole = [tile.module for piece in pieces if piece.is_whole for tile in piece.tiles]
+    if tokens is None or (tokens.samples and any(map(_computes, whole))):
+        return False
     return any(not piece.is_whole for piece in pieces)
+
+
+def _computes(module: fx.GraphModule) -> bool:
+    """Is there a product of matrices in a graph, or attention?"""
+    calls = (node for node in module.graph.nodes if node.op == "call_function")
+    return any(aten.is_product(node) or aten.is_attention(node) for node in calls)
 
 
 def _compute_in_tiles(joint: fx.GraphModule, tokens: Tokens, parameters: frozenset[str]) -> None:
@@ -216,6 +247,8 @@ def _parted(
     stage: Stage, joint: fx.GraphModule, saved_fraction: float, tokens: Tokens | None = None
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """(forward returning results and saved tensors, backward)."""
+    if tokens is not None and tokens.samples:
+        return _forward_and_whole(stage, joint)
     params = sum(isinstance(ref, ParamRef) for ref in stage.primals)
     work = _extract(joint, ops.returned(joint.graph))  # the partitioner changes its argument
     _forbid_saving_parameters(work, params, _packed(stage))
@@ -240,6 +273,17 @@ def _parted(
     if changed and (_random(forward).keys() != random.keys() or _random(backward)):
         return _parted(stage, joint, 1.0)  # the partitioner would draw them again, its own way
     return forward, without_numbers(backward, joint)
+
+
+def _forward_and_whole(
+    stage: Stage, joint: fx.GraphModule
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """(forward that saves nothing, backward that computes it again)."""
+    returned, primals = ops.returned(joint.graph), len(stage.primals)
+    results, gradients = returned[: len(stage.outputs)], returned[len(stage.outputs) :]
+    given = range(primals, len(joint.graph.find_nodes(op="placeholder")))
+    needed = [i for i in _primals_of(joint, gradients) if i < primals]
+    return _extract(joint, results, range(primals)), _extract(joint, gradients, [*needed, *given])
 
 
 def _random(module: fx.GraphModule) -> dict[str, fx.Node]:

@@ -2,7 +2,7 @@
 
     h = mm(x, w)           x (tokens, width): each row of h needs its own row of x, and all of w
     s = sum(h, [0])        a sum over tokens: the sum of the sums of tiles
-    a = attention(q, k, v) not tokenwise: each token looks at others
+    a = attention(q, k, v) not tokenwise: each token looks at others. Each sample is alone
 
 What no rule (`token_rules`) knows is not tokenwise, nor are random numbers: tiles would draw
 others.
@@ -21,7 +21,14 @@ from torch import fx
 from megacompile import compat
 from megacompile.cost import aten
 from megacompile.ir.tiles import Axis, Result
-from megacompile.passes.stages.token_rules import RULES, Act, name_of, pointwise, shape_of
+from megacompile.passes.stages.token_rules import (
+    ATTENTION,
+    RULES,
+    Act,
+    name_of,
+    pointwise,
+    shape_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +38,12 @@ class Tokens:
     Args:
         shape: of an activation.
         dim: of its dimensions.
+        samples: attention may be cut along it too, where it is that of samples.
     """
 
     shape: tuple[int, ...]
     dim: int
+    samples: bool = False
 
     @property
     def count(self) -> int:
@@ -121,6 +130,8 @@ def _act(node: fx.Node, found: Tokenwise) -> Act | None:
     if node.target is operator.getitem:
         return _item(node, found)
     rule = RULES.get(name_of(node))
+    if rule is None and found.tokens.samples:
+        rule = ATTENTION.get(name_of(node))
     if rule is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
         rule = pointwise
     offered = {n: found.axes[n] for n in node.all_input_nodes if n in found.axes}
