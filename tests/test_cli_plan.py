@@ -405,8 +405,8 @@ def test_a_disk(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["host"]["needed_bytes"] <= found["host"]["there_bytes"] == 3 * 2**20
     assert any(stream["stream"] == "read" for stream in found["streams"])
     names = [change["name"].split(" (")[0] for change in found["budgets"]]
-    assert names == ["device memory", "host memory", "rate of the disk"]
-    assert found["budgets"][2]["gain"] > 0.01
+    assert names == ["device memory", "host memory", "disk memory", "rate of the disk"]
+    assert found["budgets"][3]["gain"] > 0.01
     small = (*DISK[:3], "8KiB", *DISK[4:])
     refused = answer(capsys, *argv, *small, code=1)
     assert any("more of the disk it would fit" in line for line in refused["why_not"])

@@ -65,6 +65,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="1.5TB, 128GiB, taken whole, as megacompile(model, host_memory=SIZE) does; "
         "default: not known, or all of this one's",
     )
+    add(
+        "--page-locked",
+        metavar="SIZE",
+        help="of host memory, what the system locks for copies: 1GiB, of a WSL 2; 0 of containers "
+        "that lock none; default: all of it",
+    )
     add("--disk", metavar="PATH", help="states and saved tensors may lie on this folder's disk")
     add("--disk-memory", metavar="SIZE", help="200GiB, for all GPUs; default: its free")
     add("--disk-weights", action="store_true", help="megacompile(model, disk_weights=True)")
@@ -125,6 +131,7 @@ def check(args: argparse.Namespace) -> None:
         _check_float8(args, hardware)
     host_memory(args, 2**40 if hardware is None else hardware.host_bytes)
     device_memory(args, 2**40 if hardware is None else hardware.device_bytes)
+    page_locked(args, 2**40 if hardware is None else hardware.host_bytes)
     disk(args)
     _check_on_disk(args)
     source.check(args.target, seq=args.seq)
@@ -183,6 +190,25 @@ def host_memory(args: argparse.Namespace, there_bytes: int | None) -> int | None
     if _is_fraction(args.host_memory) and not there_bytes:
         raise OptionError(f"--host-memory {args.host_memory}: of what? give a size: 128GiB")
     return _size("--host-memory", args.host_memory, there_bytes or 0)
+
+
+def page_locked(args: argparse.Namespace, there_bytes: int | None) -> int | None:
+    """Bytes that `--page-locked` says; None without it.
+
+    Args:
+        there_bytes: host memory of the machine, where `--host-memory` does not say it.
+
+    Raises:
+        OptionError: no size, or a fraction of what is not known.
+    """
+    if args.page_locked is None:
+        return None
+    there = host_memory(args, there_bytes) or there_bytes
+    if _is_fraction(args.page_locked) and not there:
+        raise OptionError(f"--page-locked {args.page_locked}: of what? give a size: 1GiB")
+    if args.page_locked == "0":
+        return 0
+    return _size("--page-locked", args.page_locked, there or 0)
 
 
 def device_memory(args: argparse.Namespace, there_bytes: int | None) -> int | None:

@@ -86,6 +86,9 @@ class Answer:
 def run(args: argparse.Namespace) -> int:
     """Plan, and print."""
     hardware = _with_link(known(args.gpu), plan.link(args))
+    locked_bytes = plan.page_locked(args, hardware.host_bytes)
+    if locked_bytes is not None:
+        hardware = hardware.replace(locked_bytes=locked_bytes)
     if (host_bytes := plan.host_memory(args, hardware.host_bytes)) is not None:
         hardware = hardware.replace(host_bytes=host_bytes)
     hardware = _with_disk(hardware, plan.disk(args)).shared_by(args.gpus)

@@ -95,13 +95,17 @@ class Hardware:
 
     def shared_by(self, ranks: int) -> Hardware:
         """What one of several ranks on this host counts on: a GPU of its own, and a share of the
-        host's memory, of its bandwidth, of the cores that update, and of its disk."""
+        host's memory, of what can be page-locked there, of its bandwidth, of the cores that update,
+        and of its disk."""
         if ranks == 1:
             return self
-        share = {name: getattr(self, name) for name in ("host_memory_gb_s", "update_gb_s")}
-        host_bytes = None if self.host_bytes is None else self.host_bytes // ranks
-        changes: dict[str, Any] = {name: rate / ranks for name, rate in share.items()}
-        return replace(self.disk_shared_by(ranks), host_bytes=host_bytes, **changes)
+        changes: dict[str, Any] = {
+            name: getattr(self, name) / ranks for name in ("host_memory_gb_s", "update_gb_s")
+        }
+        for name in ("host_bytes", "locked_bytes"):
+            if (size := getattr(self, name)) is not None:
+                changes[name] = size // ranks
+        return replace(self.disk_shared_by(ranks), **changes)
 
     def disk_shared_by(self, ranks: int) -> Hardware:
         """The same machine with what each of several ranks that use its disk at once counts on."""

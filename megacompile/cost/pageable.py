@@ -10,16 +10,43 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megacompile.cost.hardware import Hardware
+from megacompile.text import format_bytes
 
+SHORT = "page-locked memory: "  # what `pageable_words` begins with
 SHARE = 0.5  # of the rate of a copy from or to page-locked memory
 _COPIES = ("h2d_gb_s", "d2h_gb_s", "h2d_both_gb_s", "d2h_both_gb_s")
 
 
 def with_pageable(hardware: Hardware, host_bytes: int) -> Hardware:
     """The machine with the rates that copies have where this much host memory is used."""
-    locked = hardware.locked_bytes
-    if locked is None or host_bytes <= locked:
+    share = _rate_share(hardware, host_bytes)
+    if share == 1.0:
         return hardware
-    pageable = 1 - locked / host_bytes
-    slower = 1 / (1 - pageable + pageable / SHARE)
-    return replace(hardware, **{name: slower * getattr(hardware, name) for name in _COPIES})
+    return replace(hardware, **{name: share * getattr(hardware, name) for name in _COPIES})
+
+
+def pageable_bytes(hardware: Hardware, host_bytes: int) -> int:
+    """Of so much host memory, what the system is known not to lock."""
+    locked = hardware.locked_bytes
+    return 0 if locked is None else max(0, host_bytes - locked)
+
+
+def pageable_words(hardware: Hardware, host_bytes: int) -> str:
+    """What a plan says of it; "" where all is locked, as far as is known."""
+    pageable = pageable_bytes(hardware, host_bytes)
+    if not pageable:
+        return ""
+    there, rate = hardware.locked_bytes or 0, _rate_share(hardware, host_bytes)
+    return (
+        f"{SHORT}{format_bytes(host_bytes)} needed, {format_bytes(there)} there: "
+        f"{format_bytes(pageable)} stay pageable, and copies between host and device run at "
+        f"{rate:.0%} of their rate"
+    )
+
+
+def _rate_share(hardware: Hardware, host_bytes: int) -> float:
+    """Of the rate that copies have where all of host memory is locked."""
+    if not (pageable := pageable_bytes(hardware, host_bytes)):
+        return 1.0
+    share = pageable / host_bytes
+    return 1 / (1 - share + share / SHARE)

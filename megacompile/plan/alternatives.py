@@ -62,7 +62,8 @@ def alternatives(
 def more_memory(
     compiler: PassCompiler, planned: Sequence[Planned], now: Scenario
 ) -> dict[str, Callable[[], Scenario]]:
-    """By name, the same with a tenth more of the device's memory, and of the host's.
+    """By name, the same with a tenth more of the device's memory, of the host's, and of the disk's,
+    where something lies there.
 
     What was simulated for the plan that there is need not be simulated again. Plans are sought near
     that one, which fits too. Where host memory was enough for all that was tried, more of it
@@ -70,7 +71,7 @@ def more_memory(
     """
     options = compiler.setting.options
 
-    def plan(device_bytes: int, host_bytes: int | None) -> Scenario:
+    def plan(device_bytes: int, host_bytes: int | None, disk_bytes: int | None) -> Scenario:
         changed = options
         if options.host_memory is not None and host_bytes is not None:
             changed = replace(options, host_memory=max(options.host_memory, host_bytes))
@@ -79,21 +80,34 @@ def more_memory(
             hardware=replace(now.hardware, host_bytes=host_bytes),
             budget_bytes=device_bytes,
             host_bytes=host_bytes,
+            disk_budget_bytes=disk_bytes,
             same=True,
         )
         plans = SettledPlans(other)
         schedules = tuple(plans.schedule(*each, draft=True) for each in planned)
-        more = replace(now, schedules=schedules, device_bytes=device_bytes, host_bytes=host_bytes)
+        more = replace(
+            now,
+            schedules=schedules,
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
+            disk_bytes=disk_bytes,
+        )
         return min(now, more, key=lambda each: each.step_s)
 
     device, host = compiler.budget.size_bytes(), compiler.setting.host_budget_bytes()
+    disk = compiler.chooser.disk_budget_bytes()
     found = {
-        f"device memory (+{format_bytes(device // 10)})": lambda: plan(device * 11 // 10, host)
+        f"device memory (+{format_bytes(device // 10)})": lambda: plan(
+            device * 11 // 10, host, disk
+        )
     }
     if host is not None:
         more = f"host memory (+{format_bytes(host // 10)})"
         short = any(compiler.chooser.host_too_small(stages) for stages, _, _ in planned)
-        found[more] = lambda: plan(device, host * 11 // 10) if short else now
+        found[more] = lambda: plan(device, host * 11 // 10, disk) if short else now
+    if disk is not None and now.disk():
+        more = f"disk memory (+{format_bytes(disk // 10)})"
+        found[more] = lambda: plan(device, host, disk * 11 // 10)
     return found
 
 

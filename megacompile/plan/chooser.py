@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from megacompile import notices
 from megacompile.cost.memory import Kind, streamed_bytes
+from megacompile.cost.pageable import pageable_words
 from megacompile.cost.places import stored_bytes, stored_weights_bytes
 from megacompile.errors import DeviceMemoryError, HostMemoryError
 from megacompile.ir.capture import Variant
@@ -81,9 +82,12 @@ class Chooser:
         setting: the options, and the machine.
         pipeline: builds what is simulated.
         budget: the device memory that there is; told of what plans need.
+        disk_bytes: the budget of the disk. None: asked for when it is needed.
     """
 
-    def __init__(self, setting: Setting, pipeline: Pipeline, budget: Budget) -> None:
+    def __init__(
+        self, setting: Setting, pipeline: Pipeline, budget: Budget, disk_bytes: int | None = None
+    ) -> None:
         self.setting = setting
         self.pipeline = pipeline
         self.budget = budget
@@ -94,7 +98,7 @@ class Chooser:
         self._decided: frozenset[int] = frozenset()  # buckets that some plan has decided about
         self._stored: frozenset[int] = frozenset()  # the same, whether their states are on the disk
         self._wanted: Placement | None = None  # where buckets are to be; None: where they are
-        self._disk_bytes: int | None = None  # that states may take there; None: not asked yet
+        self._disk_bytes = disk_bytes  # that states may take there; None: not asked yet
         self._planned: dict[int, _Planned] = {}  # captured graphs: id(stages.stages) -> its plan
         self._sought: dict[int, Problem] = {}  # the same -> the last that a search was made for
         self._nearest: dict[int, Choice] = {}  # the same -> what lacks the least, if nothing fits
@@ -196,6 +200,8 @@ class Chooser:
         self._planned[id(stages.stages)] = _Planned(stages.stages, problem, found, decides)
         self._why_whole = self._why_whole or why
         reasons = (*found.reasons, *self._why_whole)
+        if words := pageable_words(problem.hardware, problem.host_bytes(found.choice)):
+            reasons = (*reasons, words)
         if placement.stays and options.resident is None:
             reasons = (*reasons, f"buckets stay where they are: {placement.stays}")
         if free or storable:

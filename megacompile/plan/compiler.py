@@ -45,6 +45,7 @@ class PassCompiler:
         agreed: the rates of the ranks that share the model.
         meet: see `Setting`. Default: where ranks are only planned for, what the first one says.
         disk_bytes: this rank's part of a disk that ranks share.
+        disk_budget_bytes: of the disk. None: what the user said, or what is free.
     """
 
     def __init__(
@@ -59,13 +60,14 @@ class PassCompiler:
         agreed: Agreed | None = None,
         meet: Meet | None = None,
         disk_bytes: int | None = None,
+        disk_budget_bytes: int | None = None,
     ) -> None:
         if isinstance(options.mesh, PlannedMesh) and options.whole_buckets is not False:
             meet = _alone
         self.setting = Setting(options, hardware, host_bytes, agreed, meet, disk_bytes)
         self.pipeline = Pipeline(self.setting, units, templates)
         self.budget = Budget(self.setting, budget_bytes)
-        self.chooser = Chooser(self.setting, self.pipeline, self.budget)
+        self.chooser = Chooser(self.setting, self.pipeline, self.budget, disk_budget_bytes)
         self._last: tuple[Schedule, Variant, Schedule] | None = None  # `_differentiated`
 
     def other(
@@ -75,12 +77,15 @@ class PassCompiler:
         hardware: Hardware,
         budget_bytes: int,
         host_bytes: int | None = None,
+        disk_budget_bytes: int | None = None,
         same: bool = False,
     ) -> PassCompiler:
         """One that plans the same model with other options, from nothing, and knows its code.
 
         Args:
             host_bytes: default: as here.
+            disk_budget_bytes: default: as here. The disk is not asked again: this model may have
+                filled it meanwhile.
             same: all is the same but for budgets, so that predictions hold there too, and the plan
                 is sought near the one here.
         """
@@ -93,6 +98,7 @@ class PassCompiler:
             templates=self.pipeline.templates,
             agreed=self.setting.agreed,
             disk_bytes=self.setting.disk_bytes,
+            disk_budget_bytes=disk_budget_bytes or self.chooser.disk_budget_bytes(),
         )
         made.chooser.whole = self.chooser.whole  # ranks have agreed on that
         if same:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megacompile.cost.memory import Kind
+from megacompile.cost.pageable import SHORT
 from megacompile.cost.slowest import RankRates
 from megacompile.ir.stream import Stream
 from megacompile.plan.report import (
@@ -94,6 +95,8 @@ class Explanation:
     changes: tuple[Change, ...]
     budgets: tuple[Change, ...]  # what a tenth more of each would buy
     locked_bytes: int | None = None  # of host memory, page-locked; None: nothing has to be
+    page_locked: Memory | None = None  # what is to be, and what can be; None: no limit is known
+    pageable_s: float = 0.0  # of a step: what it costs that less can be
     numa_node: str | None = None  # near the GPU, where its host memory is; None: there is one
     ranks: int = 1  # that share the model; memory and times are those of one
     hosts: tuple[str, ...] = ()  # theirs, where ranks share the model and their rates are known
@@ -135,17 +138,24 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """Everything, in types that JSON has. Seconds and bytes."""
         found = asdict(self)
-        for memory, name in ((self.device, "device"), (self.host, "host"), (self.disk, "disk")):
-            if memory is not None:
+        for name in ("device", "host", "disk", "page_locked"):
+            if (memory := getattr(self, name)) is not None:
                 found[name]["fits"] = memory.fits
         bounds = {"bound": self.bound, "traced_bound": self.traced_bound}
         return {**found, **bounds, "traced_waits": self.traced_waits}
 
     def memory_rows(self) -> list[list[str]]:
-        """Where every part lies: bytes of the device, of the host and, with one, of the disk."""
+        """Where every part lies: bytes of the device, of the host and, with one, of the disk. Where
+        page-locked memory is known to be limited, it is one more of them."""
         tiers = {"device": self.device, "host": self.host}
         if self.disk is not None:
             tiers["disk"] = self.disk
+        if self.page_locked is not None:
+            tiers["page-locked"] = self.page_locked
+
+        def one(part: str, tier: str, text: str) -> list[str]:
+            return [part, *(text * (name == tier) for name in tiers)]
+
         rows = [["memory", *tiers]]
         for part, kinds in _PARTS.items():
             sizes = [sum(m.kinds.get(kind.value, 0) for kind in kinds) for m in tiers.values()]
@@ -154,11 +164,14 @@ class Explanation:
         rows.append(["needed", *(format_bytes(m.needed_bytes) for m in tiers.values())])
         there = [memory.there_bytes for memory in tiers.values()]
         rows.append(["there", *("?" if n is None else format_bytes(n) for n in there)])
-        if self.locked_bytes is not None:
-            locked = format_bytes(self.locked_bytes)
-            rows.append(["page-locked", *(locked if name == "host" else "" for name in tiers)])
+        if self.page_locked is not None and self.page_locked.fits is False:
+            short = self.page_locked.needed_bytes - (self.page_locked.there_bytes or 0)
+            rows.append(one("stay pageable", "page-locked", format_bytes(short)))
+            rows.append(one("which costs a step", "page-locked", duration(self.pageable_s)))
+        elif self.page_locked is None and self.locked_bytes is not None:
+            rows.append(one("page-locked", "host", format_bytes(self.locked_bytes)))
         if self.numa_node is not None:
-            rows.append(["NUMA node", *(self.numa_node * (name == "host") for name in tiers)])
+            rows.append(one("NUMA node", "host", self.numa_node))
         return rows
 
     def bounds_text(self) -> str:
@@ -322,8 +335,10 @@ def explanation(
     peak = now.device.peak
     device = now.device_kinds()
     host, disk = now.host(), now.disk()
-    if locked_bytes is None and now.hardware.locked_bytes is not None:
-        locked_bytes = min(now.hardware.locked_bytes, sum(host.values()))
+    page_locked = None
+    if (limit := now.hardware.locked_bytes) is not None:
+        page_locked = Memory({}, sum(host.values()), limit)
+        locked_bytes = min(limit, sum(host.values())) if locked_bytes is None else locked_bytes
     steps = None if traced is None else traced_steps(traced, model)
     streams = [
         Busy(
@@ -350,7 +365,7 @@ def explanation(
         ),
         host=Memory(host, sum(host.values()), now.host_bytes),
         disk=Memory(disk, sum(disk.values()), now.disk_bytes) if disk or now.disk_bytes else None,
-        reasons=tuple(dict.fromkeys(reasons)),
+        reasons=tuple(dict.fromkeys(_said_once(reasons))),
         step_s=now.step_s,
         traced_step_s=None if steps is None else steps.step_s,
         traced_none_s=None if steps is None else steps.waited_s.get(NONE, 0.0),
@@ -359,9 +374,17 @@ def explanation(
         changes=changes(now, rebuilt) if try_changes else (),
         budgets=budgets(now, more) if try_changes or more else (),
         locked_bytes=locked_bytes,
+        page_locked=page_locked,
+        pageable_s=now.pageable_s if now.pageable_bytes else 0.0,
         numa_node=numa_node,
         ranks=now.ranks,
         hosts=tuple(dict.fromkeys([r.host for r in rates] + [r.host for r in rank_steps])),
         slow_ranks=slow_ranks(now, rates),
         last_rank=last_rank(rank_steps),
     )
+
+
+def _said_once(reasons: Sequence[str]) -> list[str]:
+    """Page-locked memory is that of the whole model: the plan of the last graph knows of all."""
+    of_it = [reason for reason in reasons if reason.startswith(SHORT)]
+    return [reason for reason in reasons if reason not in of_it[:-1]]

@@ -21,7 +21,7 @@ from megacompile.cost.memory import (
     streamed_bytes,
 )
 from megacompile.cost.optimizer import EIGHT_BITS, OptimizerCost
-from megacompile.cost.pageable import with_pageable
+from megacompile.cost.pageable import pageable_bytes, with_pageable
 from megacompile.cost.script import Script
 from megacompile.cost.simulate import Prediction, simulate_script
 from megacompile.cost.stored import disk_memory
@@ -121,6 +121,17 @@ class Scenario:
     def host(self) -> dict[str, int]:
         """Bytes in host memory by kind, activations that wait there included."""
         return {kind.value: n for kind, n in host_memory(self.schedules, self.optimizer).items()}
+
+    @property
+    def pageable_bytes(self) -> int:
+        """Of the host's, what the system will not lock, as far as is known."""
+        return pageable_bytes(self.hardware, sum(self.host().values()))
+
+    @property
+    def pageable_s(self) -> float:
+        """By how much a step is longer for that: this plan's, which may not be the fastest one
+        where all is locked."""
+        return self.step_s - self.timeline(replace(self.hardware, locked_bytes=None)).step_s
 
     def disk(self) -> dict[str, int]:
         """Bytes on the disk by kind."""
@@ -274,8 +285,13 @@ def changes(
 def budgets(
     now: Scenario, more: Mapping[str, Callable[[], Scenario]] | None = None
 ) -> tuple[Change, ...]:
-    """What a tenth more would buy of each memory (`more`), and of the disk's rate."""
+    """What a tenth more would buy of each memory (`more`), of the disk's rate, and where the system
+    locks less than all of host memory, a tenth of that: with the plan that there is."""
     found = [_rebuilt(now, name, build) for name, build in (more or {}).items()]
+    if short := now.pageable_bytes:
+        size = min(short, -(-sum(now.host().values()) // 10))
+        locked = replace(now.hardware, locked_bytes=size + (now.hardware.locked_bytes or 0))
+        found.append(_on(now, f"page-locked memory (+{format_bytes(size)})", locked))
     if now.disk():
         found.append(_faster(now, "rate of the disk", ("disk",), _FASTER))
     return tuple(found)
@@ -298,6 +314,11 @@ def _faster(now: Scenario, name: str, resources: Sequence[str], times: float = 2
     machine = now.hardware
     for resource in resources:
         machine = faster(machine, resource, times)
+    return _on(now, name, machine)
+
+
+def _on(now: Scenario, name: str, machine: Hardware) -> Change:
+    """The same plan on another machine."""
     step_s = now.timeline(machine).step_s
     return Change(name, now.step_s / step_s - 1, step_s)
 

@@ -1,0 +1,193 @@
+"""What `plan` says of page-locked memory, of a disk, and of what passes through the host."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from megacompile.cli import main, plan
+from megacompile.cost.hardware import H200
+from megacompile.plan import chooser, planner
+from megacompile.plan.compiler import PassCompiler
+from megacompile.plan.planner import SearchResult
+from megacompile.plan.problem import Problem
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+WIDTH, LAYERS = 64, 6
+SMALL = ("--batch", "2", "--seq", "16", "--gpu", "4090")
+TOWER = "tests.test_plan_budgets:tower"
+
+
+class Words(nn.Module):
+    """Layers of 64 KiB, and their loss."""
+
+    def __init__(self, *, frozen: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, WIDTH)
+        self.layers = nn.Sequential(
+            *(
+                nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH))
+                for _ in range(LAYERS)
+            )
+        )
+        self.adapter = nn.Linear(WIDTH, WIDTH)
+        if frozen:
+            self.layers.requires_grad_(False)
+            self.embedding.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        result: Tensor = self.adapter(self.layers(self.embedding(tokens))).square().mean()
+        return result
+
+
+def tower() -> nn.Module:
+    return Words()
+
+
+def frozen() -> nn.Module:
+    return Words(frozen=True)
+
+
+def answer(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> dict[str, Any]:
+    assert main(["plan", *argv, "--json"]) == code
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(["plan", *argv]) == 0
+    return capsys.readouterr().out
+
+
+def rows(text: str, title: str) -> dict[str, list[str]]:
+    """The rows of a table: by the first cell, the others."""
+    lines = text[text.index(title) :].split("\n\n")[0].splitlines()
+    return {cells[0]: cells[1:] for line in lines if (cells := _cells(line))}
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.split("  ") if cell.strip()]
+
+
+@pytest.fixture
+def streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No bucket lives on the device, though all of them would fit."""
+
+    def streamed_search(problem: Problem, **options: Any) -> SearchResult | None:
+        return planner.search(problem, **{**options, "resident": False})
+
+    monkeypatch.setattr(chooser, "search", streamed_search)
+
+
+SLOW = ("--host-memory", "64MiB", "--link", "0.01")
+
+
+@pytest.mark.usefixtures("streamed")
+def test_page_locked_memory_is_a_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    """Needed, there, what stays pageable, its price, and what more would buy."""
+    argv = (TOWER, *SMALL, *SLOW)
+    free, short, none, enough = (
+        answer(capsys, *argv, *flags)["plan"]
+        for flags in (
+            (),
+            ("--page-locked", "1MiB"),
+            ("--page-locked", "0"),
+            ("--page-locked", "63.9MiB"),
+        )
+    )
+    needed = short["host"]["needed_bytes"]
+    assert free["page_locked"] is None and needed > 2 * MIB
+    assert short["page_locked"]["needed_bytes"] == needed
+    assert short["page_locked"]["there_bytes"] == MIB and short["page_locked"]["fits"] is False
+    assert free["step_s"] == enough["step_s"] < short["step_s"] < none["step_s"]
+    assert short["pageable_s"] == pytest.approx(short["step_s"] - free["step_s"])
+    assert enough["pageable_s"] == free["pageable_s"] == 0.0
+    names = [change["name"].split(" (")[0] for change in short["budgets"]]
+    assert names == ["device memory", "host memory", "page-locked memory"]
+    for each in (short, none):
+        change = each["budgets"][2]
+        assert each["step_s"] > change["step_s"] > each["step_s"] - each["pageable_s"]
+        assert change["gain"] == pytest.approx(each["step_s"] / change["step_s"] - 1)
+    assert len(enough["budgets"]) == 2
+    assert enough["page_locked"]["fits"] is True
+
+
+@pytest.mark.usefixtures("streamed")
+def test_page_locked_memory_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, TOWER, *SMALL, *SLOW, "--page-locked", "1MiB")
+    table = rows(out, "memory  ")
+    assert table["memory"] == ["device", "host", "page-locked"]
+    assert table["needed"][2] == table["needed"][1]
+    assert table["there"] == ["22.3 GiB", "64 MiB", "1 MiB"]
+    assert len(table["stay pageable"]) == len(table["which costs a step"]) == 1
+    flat = " ".join(out.split())
+    short = f"page-locked memory: {table['needed'][1]} needed, 1 MiB there: "
+    assert flat.count(short + f"{table['stay pageable'][0]} stay pageable, and copies") == 1
+    assert out.count("page-locked memory (+") == 1
+    enough = printed(capsys, TOWER, *SMALL, *SLOW, "--page-locked", "0.9")
+    assert "pageable" not in enough and rows(enough, "memory  ")["there"][2] == "57.6 MiB"
+    assert "page-locked" not in printed(capsys, TOWER, *SMALL, *SLOW)
+
+
+def test_ranks_share_what_can_be_locked() -> None:
+    assert H200.replace(locked_bytes=4 * MIB).shared_by(2).locked_bytes == 2 * MIB
+    assert H200.shared_by(2).locked_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        ("much", "--page-locked much: needed a size such as 20GiB, or a fraction such as 0.5"),
+        ("1.5", "--page-locked 1.5: needed a size such as 20GiB"),
+        ("0GiB", "--page-locked 0GiB: needed a size such as 20GiB"),
+        ("-1GiB", "--page-locked -1GiB: needed a size such as 20GiB"),
+        ("0.5", "--page-locked 0.5: of what? give a size: 1GiB"),
+    ],
+)
+def test_sizes_that_are_refused(capsys: pytest.CaptureFixture[str], size: str, words: str) -> None:
+    assert main(["plan", TOWER, *SMALL, f"--page-locked={size}"]) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1
+
+
+def test_a_fraction_is_of_host_memory() -> None:
+    parser = argparse.ArgumentParser()
+    plan.arguments(parser)
+    args = parser.parse_args([TOWER, "--page-locked", "0.5", "--host-memory", "8GiB"])
+    plan.check(args)
+    assert plan.page_locked(args, 100 * GIB) == 4 * GIB
+    args = parser.parse_args([TOWER, "--page-locked", "0.5"])
+    assert plan.page_locked(args, 100 * GIB) == 50 * GIB
+
+
+DISK = ("--disk", "/absent/scratch", "--disk-rates", "0.1/0.1", "--update-in-backward")
+
+
+@pytest.mark.usefixtures("streamed")
+def test_more_of_the_disk(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is among what a tenth more would buy where something lies there, and its plan has it. The
+    other plans have the disk that this one has."""
+    made: list[PassCompiler] = []
+    other = PassCompiler.other
+
+    def noted(self: PassCompiler, *args: Any, **given: Any) -> PassCompiler:
+        made.append(other(self, *args, **given))
+        return made[-1]
+
+    monkeypatch.setattr(PassCompiler, "other", noted)
+    argv = (TOWER, *SMALL, *DISK, "--disk-memory", "16MiB")
+    used = answer(capsys, *argv, "--host-memory", "2000KiB")["plan"]
+    assert used["disk"]["needed_bytes"] and used["disk"]["there_bytes"] == 16 * MIB
+    names = [change["name"] for change in used["budgets"]]
+    assert names[2:] == ["disk memory (+1.6 MiB)", "rate of the disk"]
+    disks = [each.chooser.disk_budget_bytes() for each in made]
+    assert disks == [16 * MIB, 16 * MIB, 16 * MIB * 11 // 10]
+    unused = answer(capsys, *argv, "--host-memory", "1GiB")["plan"]
+    assert not unused["disk"]["needed_bytes"]
+    assert not any("disk" in change["name"] for change in unused["budgets"])
