@@ -33,24 +33,29 @@ def check_host_memory(rows: Sequence[tuple[str, int]], limit_bytes: int | None =
     Raises:
         HostMemoryError: with the table.
     """
-    needed = sum(size for _, size in rows)
     there = max(available_bytes() - MARGIN_BYTES, 0)
     if limit_bytes is not None:
         there = min(there, limit_bytes)
-    if needed <= there:
-        return
+    if lines := too_small(rows, there):
+        raise HostMemoryError("\n".join([f"megacompile(): {lines[0]}", *lines[1:]]))
+
+
+def too_small(rows: Sequence[tuple[str, int]], there_bytes: int) -> tuple[str, ...]:
+    """The lines of the error, if `rows` of (what, additional bytes) do not fit; else ()."""
+    needed = sum(size for _, size in rows)
+    if needed <= there_bytes:
+        return ()
+    table = [*rows, ("needed", needed), ("available", there_bytes)]
     width = max(len(what) for what, _ in rows)
-    table = "\n".join(f"  {what:<{width}}  {format_bytes(size):>10}" for what, size in rows)
-    raise HostMemoryError(
-        f"megacompile(): host memory is too small\n{table}\n"
-        f"  {'needed':<{width}}  {format_bytes(needed):>10}\n"
-        f"  {'available':<{width}}  {format_bytes(there):>10}\n"
+    return (
+        "host memory is too small",
+        *(f"  {what:<{width}}  {format_bytes(size):>10}" for what, size in table),
         "free host memory (or raise host_memory=), use a smaller dtype (model.bfloat16()), or "
-        "freeze parameters (requires_grad_(False)), which need no gradients"
+        "freeze parameters (requires_grad_(False)), which need no gradients",
     )
 
 
-def budget_bytes(held_bytes: int = 0, *, share: int = 1) -> int:
+def budget_bytes(held_bytes: int = 0, *, share: int = 1, beside_bytes: int = 0) -> int:
     """Host memory that a model may take: what is free, and what it holds now, less a margin.
 
     Args:

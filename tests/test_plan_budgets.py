@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
+from megacompile import api, megacompile
 from megacompile.cli import main, plan
 from megacompile.cost.hardware import H200
+from megacompile.errors import HostMemoryError
 from megacompile.plan import chooser, planner
 from megacompile.plan.compiler import PassCompiler
 from megacompile.plan.planner import SearchResult
 from megacompile.plan.problem import Problem
+from megacompile.text import format_bytes
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 WIDTH, LAYERS = 64, 6
@@ -191,3 +194,65 @@ def test_more_of_the_disk(
     unused = answer(capsys, *argv, "--host-memory", "1GiB")["plan"]
     assert not unused["disk"]["needed_bytes"]
     assert not any("disk" in change["name"] for change in unused["budgets"])
+
+
+FROZEN = "tests.test_plan_budgets:frozen"
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, limit: str, **options: Any) -> str:
+    """What `megacompile()` says, where the device has memory for all gradients."""
+    monkeypatch.setattr(api, "_device_bytes", lambda options: GIB)
+    with pytest.raises(HostMemoryError) as error:
+        megacompile(frozen().to("meta"), device="cpu", host_memory=limit, **options)
+    return str(error.value)
+
+
+def test_parameters_pass_through_the_host(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frozen base of 790 KiB fits on the device, and gets there by way of the host: `plan` and
+    `megacompile()` refuse what is smaller with the same words."""
+    argv = (FROZEN, *SMALL, "--host-memory")
+    found = answer(capsys, *argv, "500KiB", code=1)
+    assert found["plan"]["host"]["fits"] and found["plan"]["device"]["fits"] and not found["tried"]
+    words, why = refused(monkeypatch, "500KiB").splitlines(), found["why_not"]
+    assert words[0] == f"megacompile(): {why[0]}" == "megacompile(): host memory is too small"
+    assert words[1:] == why[1 : len(words)]
+    assert "parameters to move to the host" in words[1]
+    disk, more = why[len(words) :]
+    assert disk.startswith("with disk= and disk_weights=True it would fit: ")
+    assert more.endswith(" more of host memory it would fit")
+    assert main(["plan", *argv, "500KiB"]) == 1
+    assert "it does NOT fit: host memory is too small\n" in capsys.readouterr().out
+
+
+def test_so_much_more_does(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is the smallest change, to a kibibyte."""
+    sizes = [4 * p.numel() for p in frozen().parameters()]
+    least = -(-(sum(sizes) + max(sizes)) // KIB)
+    argv = (FROZEN, *SMALL, "--host-memory")
+    assert answer(capsys, *argv, f"{least}KiB")["fits"]
+    assert not answer(capsys, *argv, f"{least - 1}KiB", code=1)["fits"]
+
+
+def test_where_parameters_lie_on_a_disk_they_need_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    disk = (*DISK[:4], "--disk-memory", "16MiB")
+    argv = (FROZEN, *SMALL, "--host-memory", "500KiB", *disk)
+    without = answer(capsys, *argv, code=1)["why_not"]
+    assert any(line.startswith("with disk_weights=True it would fit: ") for line in without)
+    assert answer(capsys, *argv, "--disk-weights")["fits"]
+
+
+def test_what_the_plan_lacks_is_in_the_smallest_change(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Parameters are too many for the host at first, and gradients and states behind that."""
+    argv = (TOWER, *SMALL, "--gpu-memory", "1MiB", "--host-memory")
+    why = answer(capsys, *argv, "500KiB", code=1)
+    (more,) = (line for line in why["why_not"] if " more of host memory" in line)
+    assert why["why_not"][0] == "host memory is too small"
+    needed = why["plan"]["host"]["needed_bytes"]
+    assert needed > 2 * MIB
+    assert more == f"with {format_bytes(needed - 500 * KIB)} more of host memory it would fit"

@@ -28,6 +28,7 @@ from megacompile.plan.fit import is_tried, why_not
 from megacompile.plan.report import as_lines, duration
 from megacompile.plan.scenario import Scenario
 from megacompile.text import columns, format_bytes
+from megacompile.validate import host_rows
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in plan.DTYPES}
 _STATE_DTYPES: dict[str, torch.dtype | str | None] = {**_DTYPES, "int8": "int8", "same": None}
@@ -163,6 +164,8 @@ def _answer(args: argparse.Namespace, hardware: Hardware, batch: int) -> Answer:
         device_bytes=compiler.budget.size_bytes(),
         host_bytes=hardware.host_bytes,
         disk_bytes=compiler.chooser.disk_budget_bytes(),
+        first=_first(made, options, hardware, on_disk=options.disk_weights),
+        first_on_disk=_first(made, options, hardware, on_disk=True),
     )
     planned = [program.planned(reuse=program is programs[-1]) for program in programs]
     explained = explanation(
@@ -179,6 +182,19 @@ def _answer(args: argparse.Namespace, hardware: Hardware, batch: int) -> Answer:
     planning_s = time.perf_counter() - start
     short = why_not(now)
     return Answer(made, batch, explained, short, planning_s, args.gpus, active, is_tried(now))
+
+
+def _first(
+    made: Target, options: Options, hardware: Hardware, *, on_disk: bool
+) -> list[tuple[str, int]]:
+    """What `megacompile()` checks before it plans."""
+    return host_rows(
+        made.model,
+        gradients=options.optimizer is None,
+        device_bytes=options.gpu_memory or hardware.device_bytes or 0,
+        on_disk=on_disk,
+        ranks=options.ranks,
+    )
 
 
 def _options(args: argparse.Namespace, made: Target, hardware: Hardware) -> Options:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megacompile.cost.memory import Kind
+from megacompile.host_memory import too_small
 from megacompile.plan.scenario import Scenario
 from megacompile.text import format_bytes
 
@@ -18,6 +19,8 @@ _SMALLER = (
 def why_not(now: Scenario) -> tuple[str, ...]:
     """What is too small, and the smallest changes that would do; () where it fits or may fit."""
     over = _device_over_bytes(now)
+    if ahead := _first_too_small(now, over):
+        return ahead
     if not over:
         return _too_small(now, 0)
     first = device_short(now.device.peak.total_bytes, now.device_bytes)
@@ -30,7 +33,7 @@ def is_tried(now: Scenario) -> bool:
     """Is it only the device that is too small, and by so little that it is tried nevertheless?"""
     most = TOLERANCE * (now.device_bytes or 0)
     little = 0 < _device_over_bytes(now) and now.device.peak.total_bytes <= most
-    return little and not _too_small(now, 0)
+    return little and not (_first_too_small(now, 0) or _too_small(now, 0))
 
 
 def device_short(needed_bytes: int, there_bytes: int | None) -> str:
@@ -46,6 +49,19 @@ def device_more(over_bytes: int) -> tuple[str, ...]:
 def _device_over_bytes(now: Scenario) -> int:
     there = now.device_bytes
     return 0 if there is None else max(0, now.device.peak.total_bytes - there)
+
+
+def _first_too_small(now: Scenario, device_over_bytes: int) -> tuple[str, ...]:
+    """What `megacompile()` says ahead of any plan, where the parameters have no place on the host
+    before buckets may leave it, and what would do."""
+    there = now.host_bytes
+    if there is None or not (lines := too_small(now.first, there)):
+        return ()
+    needed = max(sum(size for _, size in now.first), sum(now.host().values()))
+    disk = max(0, sum(now.disk().values()) - (now.disk_bytes or 0))
+    if not (device_over_bytes or too_small(now.first_on_disk, there)):
+        lines += tuple(_with_weights(now))
+    return *lines, *_more(device=device_over_bytes, host=needed - there, disk=disk)
 
 
 def refusal(now: Scenario, device_needed_bytes: int) -> str:

@@ -61,6 +61,9 @@ class Scenario:
         device_bytes: device memory that may be used; None: not known.
         host_bytes: the same of the host.
         disk_bytes: of the disk that states may lie on; None: there is none.
+        first: what `megacompile()` needs of host memory ahead of the plan: (what, bytes). ():
+            the model is there already.
+        first_on_disk: the same with `disk_weights=True`.
     """
 
     schedules: tuple[Schedule, ...]
@@ -70,6 +73,8 @@ class Scenario:
     device_bytes: int | None = None
     host_bytes: int | None = None
     disk_bytes: int | None = None
+    first: Sequence[tuple[str, int]] = ()
+    first_on_disk: Sequence[tuple[str, int]] = ()
     _kept: dict[Hardware, Prediction] = field(default_factory=dict, init=False, repr=False)
 
     def timeline(self, hardware: Hardware | None = None) -> Prediction:
