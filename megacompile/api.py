@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megacompile import compat, log
 from megacompile.beside import compile_pool
+from megacompile.beside.memory import processes
 from megacompile.cost.ranks import agree, agree_disks, ranks_of_host, use_cores
 from megacompile.errors import ModelError, OptionError, OptionTypeError
 from megacompile.host_memory import budget_bytes, check_host_memory
@@ -326,7 +327,12 @@ def _compiler(
     """What compiles captured graphs for this machine; over ranks, for what all of them have."""
     cuda = options.device.type == "cuda"
     share = 1 if ranks is None or not cuda else ranks_of_host(ranks.mesh)
-    host_bytes = budget_bytes(held_bytes(model), share=share) if cuda else None
+    host_bytes = None
+    if cuda:
+        beside = processes(options)
+        size = sum(size for _, size in beside)
+        host_bytes = budget_bytes(held_bytes(model), share=share, beside_bytes=size)
+        log.host_budget(type(model).__name__, host_bytes, beside)
     made = functools.partial(PassCompiler, options, host_bytes=host_bytes)
     if ranks is None:
         return made

@@ -19,7 +19,7 @@ except ImportError:  # not on Windows
     resource = None
 
 MARGIN_BYTES = 256 * 2**20  # left free for everything else in the process
-_SHARE = 0.04  # of what is free, left to what a plan does not know: compilers, data loaders
+_SHARE = 0.04  # of what is free, left to what a plan does not know: data loaders, say
 _SHARE_BYTES = 6 * 2**30  # at most: most of that does not grow with the memory
 
 
@@ -63,9 +63,12 @@ def budget_bytes(held_bytes: int = 0, *, share: int = 1, beside_bytes: int = 0) 
             has in RAM, files left out: `to_empty()` allocates memory that is free until somebody
             writes to it, and the pages of a mapped checkpoint are free whenever others need them.
         share: processes that do the same on this host: each has so much of what is free.
+        beside_bytes: of processes that this one will start; the margin is that much at least, and
+            a little more.
     """
     free = available_bytes() // share + min(held_bytes, _in_ram_bytes())
-    return max(0, free - max(MARGIN_BYTES, int(min(_SHARE * free, _SHARE_BYTES))))
+    least = MARGIN_BYTES + beside_bytes
+    return max(0, free - max(least, int(min(_SHARE * free, _SHARE_BYTES))))
 
 
 def total_bytes() -> int:

@@ -158,6 +158,18 @@ def schedule_made(schedule: Schedule) -> None:
     logger("schedule").debug("%s", Lazy(schedule.code))
 
 
+def host_budget(name: str, size_bytes: int, beside: Sequence[tuple[str, int]]) -> None:
+    """What a model may take of host memory where the user says nothing, and what is left to
+    processes beside this one: (what, bytes)."""
+    left = "; ".join(f"{format_bytes(size)} for {what}" for what, size in beside)
+    logger("memory").info(
+        "%s: may take %s of host memory; left to processes beside it: %s",
+        name,
+        format_bytes(size_bytes),
+        left or "none",
+    )
+
+
 def buckets_placed(name: str, buckets: Sequence[Bucket], node: str = "") -> None:
     """A model's parameters were moved to host buckets."""
     total = Lazy(lambda: format_bytes(sum(bucket.size_bytes for bucket in buckets)))

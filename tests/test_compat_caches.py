@@ -226,7 +226,7 @@ def test_who_compiles_kernels() -> None:
     with config.patch(compile_threads=1):
         assert not compat.compiles_in_processes()
         compat.use_compile_threads(7)
-        assert config.compile_threads == 7
+        assert config.compile_threads == compat.compile_threads() == 7
         assert compat.compiles_in_processes()
         with config.patch(fx_graph_cache=False):
             assert not compat.compiles_in_processes()

@@ -14,11 +14,21 @@ import pytest
 import torch
 from torch import nn
 
-from megacompile import DeviceMemoryError, HostMemoryError, explain, host_memory, megacompile
+from megacompile import (
+    DeviceMemoryError,
+    HostMemoryError,
+    api,
+    compat,
+    explain,
+    host_memory,
+    megacompile,
+)
+from megacompile.beside.memory import processes
 from megacompile.cost.hardware import H200
 from megacompile.cost.memory import Kind
 from megacompile.cost.memory import host_memory as host_bytes_of
 from megacompile.host_memory import budget_bytes
+from megacompile.options import Lowering, Options
 from megacompile.passes.schedule.plan import reruns
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
 from megacompile.plan.choice import Choice
@@ -208,8 +218,35 @@ def test_the_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "_in_ram_bytes", lambda: 990 * GIB)
     assert budget_bytes() == 10 * GIB - int(0.04 * 10 * GIB)
     assert budget_bytes(990 * GIB) == 994 * GIB
+    assert budget_bytes(beside_bytes=GIB // 100) == budget_bytes(), "the margin holds it"
+    assert budget_bytes(beside_bytes=GIB) == 9 * GIB - host_memory.MARGIN_BYTES
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 100)
-    assert budget_bytes() == 0
+    assert budget_bytes() == budget_bytes(beside_bytes=GIB) == 0
+
+
+def test_processes_beside_a_model_are_left_their_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a small host, more than the margin: each has a row."""
+    monkeypatch.setattr(compat, "compile_threads", lambda: 16)
+    monkeypatch.setattr(compat, "has_cpp_compiler", lambda: True)
+    options = Options.resolve(device="cpu", lowering="inductor")
+    kernels, update = processes(options)
+    assert kernels[0].startswith("16 processes") and kernels[1] == GIB
+    assert processes(replace(options, state_dtype="int8"))[1][1] == 2 * update[1]
+    in_backward = torch.optim.AdamW([torch.nn.Parameter(torch.empty(0))])
+    assert processes(replace(options, optimizer=in_backward)) == [kernels]
+    assert processes(replace(options, lowering=Lowering.EAGER)) == []
+    on_cuda = replace(options, device=torch.device("cuda"))
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 10 * GIB)
+    with caplog.at_level("INFO", "megacompile.memory"):
+        made = api._compiler(torch.nn.Linear(2, 2), on_cuda, None)
+    left = 10 * GIB - host_memory.MARGIN_BYTES - kernels[1] - update[1]
+    assert made.keywords["host_bytes"] - left in range(64)
+    assert "1 GiB for 16 processes that compile kernels; 800 MiB for what" in caplog.text
+    monkeypatch.setattr(compat, "compile_threads", lambda: 1)
+    monkeypatch.setattr(compat, "has_cpp_compiler", lambda: False)
+    assert processes(options) == []
 
 
 # --- each runs or is refused

@@ -90,6 +90,7 @@ from megacompile.compat.dynamo import (
 from megacompile.compat.graphs import copy_graph, copy_node, graph_module, new_node
 from megacompile.compat.inductor import (
     compile_inductor,
+    compile_threads,
     compiles_in_processes,
     has_cpp_compiler,
     inductor_decompositions,
@@ -234,6 +235,7 @@ __all__ = [
     "use_compile_threads",
     "unpacked_graph",
     "packed_graph",
+    "compile_threads",
     "compiles_in_processes",
     "CACHE_VARIABLES",
     "ALL_GATHER",

@@ -111,6 +111,11 @@ def use_compile_threads(count: int) -> None:  # torch 2.11 to 2.15
     inductor_config.compile_threads = count
 
 
+def compile_threads() -> int:  # torch 2.11 to 2.15
+    """How many processes compile kernels for this one; 1: it does so itself."""
+    return int(inductor_config.compile_threads or 1)
+
+
 def compiles_in_processes() -> bool:  # torch 2.11 to 2.15
     """May other processes compile for this one?"""
     return code_cache() is not None and inductor_config.compile_threads != 1
