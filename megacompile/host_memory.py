@@ -37,7 +37,7 @@ def check_host_memory(rows: Sequence[tuple[str, int]], limit_bytes: int | None =
     if limit_bytes is not None:
         there = min(there, limit_bytes)
     if lines := too_small(rows, there):
-        raise HostMemoryError("\n".join([f"megacompile(): {lines[0]}", *lines[1:]]))
+        raise HostMemoryError("megacompile(): host memory is too small\n" + "\n".join(lines[1:]))
 
 
 def too_small(rows: Sequence[tuple[str, int]], there_bytes: int) -> tuple[str, ...]:
