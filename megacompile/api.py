@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from megacompile.beside import compile_pool
 from megacompile.beside.memory import processes
 from megacompile.cost.ranks import agree, agree_disks, ranks_of_host, use_cores
 from megacompile.errors import ModelError, OptionError, OptionTypeError
-from megacompile.host_memory import budget_bytes, check_host_memory
+from megacompile.host_memory import budget_bytes, check_host_memory, free_bytes
 from megacompile.ir.collectives import Collectives
 from megacompile.mesh_options import check_alike
 from megacompile.options import Activations, Head, Lowering, Options
@@ -37,6 +37,7 @@ from megacompile.runtime.model.methods import replace_methods
 from megacompile.runtime.model.owners import refuse_shared
 from megacompile.runtime.model.parts import is_part
 from megacompile.runtime.model.streamed import StreamedModel, refuse_nested
+from megacompile.runtime.model.tiers import HostRoom
 from megacompile.tracing.recorder import Trace as Trace
 from megacompile.validate import (
     check_model,
@@ -70,7 +71,7 @@ def megacompile(
     host_memory: int | float | str | None = None,
     disk: str | os.PathLike[str] | None = None,
     disk_memory: int | float | str | None = None,
-    disk_weights: bool = False,
+    disk_weights: bool | None = None,
     disk_saved: bool | None = None,
     resident: int | float | str = "auto",
     head: Head | str = "auto",
@@ -117,23 +118,27 @@ def megacompile(
             the device: the first in forward order. Their states come in during the backward and
             take device memory until the middle of the next forward. Meanwhile the host updates the
             others, and the device helps it from the other end, in chunks. With 0 the host updates
-            alone. With `disk`, it is a share of those whose states lie on the host. Default: what
-            the plan finds best; none on the CPU, with `lowering="eager"`, with `compute_dtype` or
-            with `disk_weights`.
+            alone. With `disk`, it is a share of those that lie on the host with their states.
+            Default: what the plan finds best; none on the CPU, with `lowering="eager"`, with
+            `compute_dtype` or with `disk_weights=True`.
         gpu_memory: device memory that may be used: bytes, "20GiB" or a fraction of the device's.
             Default: the free memory when the plan is made, less 5 % of it, at most 4 GiB.
         host_memory: host memory for parameters, gradients, optimizer states and what waits there,
             in the same forms. Default: the free memory less 4 % of it, at most 6 GiB. What
             does not fit lives on the device or, with `disk`, there; if that is full too,
             `HostMemoryError` is raised.
-        disk: a folder on a fast local disk. The optimizer states that host memory does not hold lie
-            there, in a scratch file that is gone when the process is. Each step reads and writes
-            all of it. Without a plan (on the CPU) the states of all streamed buckets lie there.
+        disk: a folder on a fast local disk. What host memory does not hold lies there, in a scratch
+            file that is gone when the process is: optimizer states, then parameters, then what
+            waits between forward and backward. Each step reads and writes it. Without a plan (on
+            the CPU) the states of all streamed buckets lie there.
         disk_memory: what everything may take there, in the same forms. Default: what is free. With
             `mesh` each rank may take so much, as with `host_memory`; default: its part of what is
             free, which ranks of a host share.
-        disk_weights: the parameters of streamed buckets lie there too. Each forward reads them, and
-            each backward; trained ones are written with every update. Not with `compute_dtype`.
+        disk_weights: the parameters of all streamed buckets lie there too. Each forward reads them,
+            and each backward; trained ones are written with every update. Not with `compute_dtype`
+            or `mesh`. Default: those of as few buckets as it takes, where no plan fits with all of
+            them in host memory, and before there is a plan where they do not fit there; False:
+            none.
         disk_saved: what waits on the host between forward and backward goes on to the disk, and
             back, in each step: with `activations="offload"` the inputs of stages. Default: as
             little of it as host memory asks for, where a plan is made; False: none.
@@ -188,7 +193,8 @@ def megacompile(
             megacompiled model has one of them.
         OptionError: a bad option, or a second call with other options.
         DiskError: no file can be made in `disk`, or the parameters do not fit there.
-        HostMemoryError: parameters and gradients do not fit into host memory. The first call
+        HostMemoryError: parameters (but for those that may go to a disk) and gradients do not fit
+            into host memory. The first call
             raises it where they do not fit with optimizer states and what waits there.
         CheckpointError: the checkpoint is not whole, does not fit the model, or cannot be read. The
             model is as it was.
@@ -265,10 +271,11 @@ def _made(
         model,
         gradients=options.optimizer is None,
         device_bytes=0 if options.resident == 0 else _device_bytes(options),
-        on_disk=options.disk_weights,
+        on_disk=bool(options.disk_weights) or options.may_store_weights,
         ranks=options.ranks,
     )
     check_host_memory(rows, options.host_memory)
+    room = _room(rows, options) if options.may_store_weights else None
     compiler = _compiler(model, options, ranks)
     if options.device.type == "cuda" and options.lowering is Lowering.INDUCTOR:
         compat.start_compile_workers()  # they are ready when parameters have moved
@@ -276,7 +283,7 @@ def _made(
     divide = functools.partial(find_units, compute_dtype=options.compute_dtype, ranks=options.ranks)
     try:
         with compat.on_host():
-            streamed = StreamedModel(model, options, divide, compiler, contents)
+            streamed = StreamedModel(model, options, divide, compiler, contents, room)
     except BaseException:
         compile_pool.stop()
         raise
@@ -289,6 +296,12 @@ def _made(
     for listener in tuple(LISTENERS):
         listener(model)
     return model
+
+
+def _room(rows: Sequence[tuple[str, int]], options: Options) -> HostRoom:
+    """Host memory for parameters, beside what is needed in any case."""
+    limit = options.host_memory
+    return HostRoom(limit, free_bytes(limit) - sum(size for _, size in rows))
 
 
 def _megacompiled(

@@ -45,7 +45,7 @@ def size_bytes(value: Any, there: str | None) -> int | None:
     return parse_bytes("disk_memory", value, shutil.disk_usage(there).free)
 
 
-def check_weights(asked: bool, there: str | None, compute_dtype: object) -> None:
+def check_weights(asked: bool | None, there: str | None, compute_dtype: object) -> None:
     """Raise where parameters cannot lie on a disk."""
     wrong = _NO_FOLDER if there is None else ""
     if not wrong and compute_dtype is not None:

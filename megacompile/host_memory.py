@@ -33,10 +33,7 @@ def check_host_memory(rows: Sequence[tuple[str, int]], limit_bytes: int | None =
     Raises:
         HostMemoryError: with the table.
     """
-    there = max(available_bytes() - MARGIN_BYTES, 0)
-    if limit_bytes is not None:
-        there = min(there, limit_bytes)
-    if lines := too_small(rows, there):
+    if lines := too_small(rows, free_bytes(limit_bytes)):
         raise HostMemoryError("megacompile(): host memory is too small\n" + "\n".join(lines[1:]))
 
 
@@ -53,6 +50,12 @@ def too_small(rows: Sequence[tuple[str, int]], there_bytes: int) -> tuple[str, .
         "free host memory (or raise host_memory=), use a smaller dtype (model.bfloat16()), or "
         "freeze parameters (requires_grad_(False)), which need no gradients",
     )
+
+
+def free_bytes(limit_bytes: int | None = None) -> int:
+    """What may be allocated: what is free, less a margin, and no more than the limit."""
+    there = max(available_bytes() - MARGIN_BYTES, 0)
+    return there if limit_bytes is None else min(there, limit_bytes)
 
 
 def budget_bytes(held_bytes: int = 0, *, share: int = 1, beside_bytes: int = 0) -> int:

@@ -60,7 +60,7 @@ _MADE = 'init_device_mesh("{kind}", (world_size,)), after torch.distributed.init
 
 
 def checked(
-    mesh: Any, device: torch.device, *, disk_weights: bool, whole_buckets: bool | None = None
+    mesh: Any, device: torch.device, *, disk_weights: bool | None, whole_buckets: bool | None = None
 ) -> DeviceMesh | None:
     """A mesh whose last dimension shards, and whose first one, of two, replicates.
 

@@ -68,7 +68,7 @@ class Options:
         device_update: the share of the parameters (0 to 1), the first in forward order, that
             `optimizer.step()` updates on the device. Those whose states lie on a disk do not
             count. With 0 the device does not help with the others either. Default: what the plan
-            finds best, with INDUCTOR on CUDA and without `compute_dtype` and `disk_weights`;
+            finds best, with INDUCTOR on CUDA and without `compute_dtype` and `disk_weights=True`;
             otherwise none.
         gpu_memory: bytes of device memory that the plan may use. Default: what is free.
         host_memory: bytes of host memory that the model may take. Default: what is free.
@@ -76,7 +76,8 @@ class Options:
             lie in host memory.
         disk_memory: bytes that everything may take there; of ranks, what each may. Default: what
             is free, of which each has its part.
-        disk_weights: the parameters of streamed buckets lie there too.
+        disk_weights: the parameters of streamed buckets lie there too. Default: of as few of them
+            as it takes, where nothing else fits.
         disk_saved: what waits on the host between forward and backward goes on to the disk.
             Default: as little of it as host memory asks for.
         resident: bytes of device memory for buckets that live there. Default: the plan decides.
@@ -107,7 +108,7 @@ class Options:
     host_memory: int | None = None
     disk: str | None = None
     disk_memory: int | None = None
-    disk_weights: bool = False
+    disk_weights: bool | None = None
     disk_saved: bool | None = None
     resident: int | None = None
     head: Head = Head.AUTO
@@ -159,6 +160,12 @@ class Options:
         )
 
     @property
+    def may_store_weights(self) -> bool:
+        """May parameters go to the disk, if `disk_weights` is left open?"""
+        alone = self.mesh is None and self.compute_dtype is None
+        return self.disk is not None and self.disk_weights is None and alone
+
+    @property
     def plans(self) -> bool:
         """Is a plan searched for? On the CPU only if the user gives `gpu_memory`."""
         return self.device.type == "cuda" or self.gpu_memory is not None
@@ -186,7 +193,7 @@ class Options:
         host_memory: int | float | str | None = None,
         disk: str | os.PathLike[str] | None = None,
         disk_memory: int | float | str | None = None,
-        disk_weights: bool = False,
+        disk_weights: bool | None = None,
         disk_saved: bool | None = None,
         resident: int | float | str = "auto",
         head: Head | str = "auto",
@@ -215,6 +222,7 @@ class Options:
         flags = (
             ("progress", progress),
             ("dynamic", dynamic),
+            ("disk_weights", disk_weights),
             ("disk_saved", disk_saved),
             ("whole_buckets", whole_buckets),
         )
@@ -235,7 +243,7 @@ class Options:
             )
         folder = disk_options.folder(disk)
         waits = _choice("activations", activations, Activations)
-        disk_options.check_weights(_flag("disk_weights", disk_weights), folder, compute_dtype)
+        disk_options.check_weights(disk_weights, folder, compute_dtype)
         may_wait = waits in (Activations.OFFLOAD, Activations.AUTO)
         disk_options.check_saved(disk_saved, folder, "" if may_wait else waits.value)
         if device_update and disk_weights:

@@ -71,7 +71,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="of host memory, what the system locks for copies: 1GiB, of a WSL 2; 0 of containers "
         "that lock none; default: all of it",
     )
-    add("--disk", metavar="PATH", help="states and saved tensors may lie on this folder's disk")
+    add("--disk", metavar="PATH", help="what the host does not hold may lie on this folder's disk")
     add("--disk-memory", metavar="SIZE", help="200GiB, for all GPUs; default: its free")
     add("--disk-weights", action="store_true", help="megacompile(model, disk_weights=True)")
     add("--disk-saved", action="store_true", help="megacompile(model, disk_saved=True)")

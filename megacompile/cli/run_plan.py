@@ -164,8 +164,14 @@ def _answer(args: argparse.Namespace, hardware: Hardware, batch: int) -> Answer:
         device_bytes=compiler.budget.size_bytes(),
         host_bytes=hardware.host_bytes,
         disk_bytes=compiler.chooser.disk_budget_bytes(),
-        first=_first(made, options, hardware, on_disk=options.disk_weights),
+        first=_first(
+            made,
+            options,
+            hardware,
+            on_disk=bool(options.disk_weights) or options.may_store_weights,
+        ),
         first_on_disk=_first(made, options, hardware, on_disk=True),
+        disk_weights=options.disk_weights,
     )
     planned = [program.planned(reuse=program is programs[-1]) for program in programs]
     explained = explanation(
@@ -222,7 +228,7 @@ def _options(args: argparse.Namespace, made: Target, hardware: Hardware) -> Opti
         options,
         disk=disk.folder,
         disk_memory=disk.free_bytes // args.gpus,
-        disk_weights=args.disk_weights,
+        disk_weights=args.disk_weights or None,
         disk_saved=args.disk_saved or None,
     )
 

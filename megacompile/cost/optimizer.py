@@ -164,7 +164,7 @@ def updates(schedule: Schedule, optimizer: OptimizerCost) -> list[UpdateCost]:
             copy += 0.0 if optimizer.master_bytes is None else param.numel * item
         numel = sum(param.numel for param in params)
         helped = 2 * (updated + max(gradient, copy))
-        there = bucket.key not in schedule.plan.on_disk
+        there = bucket.key not in schedule.plan.on_disk | schedule.plan.weights_on_disk
         if not (optimizer.helped and there) or numel < LEAST_HELPED:
             helped = 0.0
         if params:

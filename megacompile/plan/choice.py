@@ -23,6 +23,7 @@ class Choice:
     halves: bool = False  # all kept stages but the last keep half, and compute the rest again
     tiles: int = 1  # in which what acts on each token alone runs
     whole: frozenset[int] = frozenset()  # of buckets that ranks copy whole if streamed: keys
+    weights_on_disk: frozenset[int] = frozenset()  # of those streamed, whose parameters do: keys
     stay: int = 0  # streamed buckets that keep their slots between forwards without a backward
 
     @property
@@ -34,6 +35,7 @@ class Choice:
             self,
             resident=where.resident,
             on_disk=where.on_disk,
+            weights_on_disk=where.weights_on_disk,
             saved_on_disk=where.saved_on_disk,
             device_update=where.device_update,
             more_slots=where.more_slots,

@@ -149,7 +149,10 @@ class Chooser:
             placement = replace(placement, whole=self.whole)
         if self._wanted is None:
             return placement
-        return replace(placement, resident=self._wanted.resident, on_disk=self._wanted.on_disk)
+        wants = replace(placement, resident=self._wanted.resident, on_disk=self._wanted.on_disk)
+        if placement.stays or not self.setting.options.may_store_weights:
+            return wants
+        return replace(wants, weights_on_disk=self._wanted.weights_on_disk)
 
     def _searched(
         self, stages: Schedule, schedule: Schedule, variant: Variant, placement: Placement
@@ -160,6 +163,7 @@ class Chooser:
         if options.resident is not None or placement.stays:
             free = frozenset()
         storable = frozenset() if options.disk is None else own - self._stored
+        moves = options.may_store_weights and not placement.stays  # parameters, to and from a disk
         if placement.accumulates:
             variant = replace(variant, accumulate=True)  # which needs the most
         wanted = placement if self._wanted is None else self._wanted
@@ -168,6 +172,8 @@ class Chooser:
             self.problem_of(schedule, variant, here, wanted),
             undecided=[bucket for bucket in schedule.buckets if bucket.key in free],
             on_disk=(placement.on_disk & own) - storable,
+            weights_on_disk=(placement.weights_on_disk & own)
+            - (storable if moves else frozenset()),
             storable=storable,
             others=self._others(stages, own),
         )
@@ -187,6 +193,8 @@ class Chooser:
             )
             problem = problem.copying(self.whole)
             self._sought[id(stages.stages)] = problem
+        if moves and storable and before is None:
+            problem, found = self._with_weights(stages, problem, found)
         if found is None and problem.others:  # as if it were alone; no bucket can go there, too
             problem = replace(problem, others=(), undecided=())
             found = self._search(problem)
@@ -212,11 +220,38 @@ class Chooser:
                 resident=(wanted.resident - free) | (found.choice.resident & free),
                 on_disk=(wanted.on_disk - storable) | (found.choice.on_disk & storable),
             )
+            if moves:
+                there = found.choice.weights_on_disk & storable
+                kept = wanted.weights_on_disk - storable
+                self._wanted = replace(self._wanted, weights_on_disk=kept | there)
         return PlanChoice(found.choice, reasons)
 
     def _found_near(self, stages: Schedule, problem: Problem) -> SearchResult | None:
         near = self._near.get(id(stages.stages))
         return None if near is None else search_near(problem, near)
+
+    def _with_weights(
+        self, stages: Schedule, problem: Problem, found: SearchResult | None
+    ) -> tuple[Problem, SearchResult | None]:
+        """The same with parameters of some buckets on the disk, where nothing fits without, or only
+        with saved tensors on the disk, and a step is longer then."""
+        if found is not None and not found.choice.saved_on_disk:
+            return problem, found
+        more = replace(problem, disk_weights=None)
+        more.learn(problem)
+        other = self._found_near(stages, more) or self._search(more)
+        if other is None or not other.choice.weights_on_disk:
+            return (more, other) if found is None else (problem, found)
+        why = "no other plan fits: host memory does not hold all parameters beside the rest"
+        if found is not None:
+            before_s = problem.step_s(found.choice)
+            if problem.expected_s(found.choice) <= more.expected_s(other.choice):
+                return problem, found
+            why = (
+                "with all parameters in host memory, and more saved tensors on the disk, it would "
+                f"take {before_s * 1e3:.0f} ms"
+            )
+        return more, replace(other, reasons=(*other.reasons, why))
 
     def _search(self, problem: Problem) -> SearchResult | None:
         """The fastest choice that fits: in tiles too, where the plan may choose them."""
@@ -266,7 +301,10 @@ class Chooser:
         assumed = problem.optimizer.states
         for states in range(assumed - 1, -1, -1):
             less = replace(problem, optimizer=self.setting.cost(states=states))
-            if (found := self._search(less)) is not None:
+            found = None
+            if less.disk_weights is None:
+                found = self._search(replace(less, disk_weights=False))
+            if (found := found or self._search(less)) is not None:
                 notices.warn(
                     f"megacompile: host memory ({format_bytes(problem.host_budget_bytes)}) does "
                     f"not hold {assumed} optimizer states a parameter, which AdamW has; it holds "
@@ -290,7 +328,7 @@ class Chooser:
             choice = replace(nearest(problem), tiles=tiles)
             self._nearest[id(stages.stages)] = choice
         if not problem.fits_host(choice):
-            self._wanted = Placement(choice.resident, choice.on_disk)
+            self._wanted = _placed(choice)
             raise HostMemoryError(
                 refusal(
                     Scenario(
@@ -301,6 +339,7 @@ class Chooser:
                         problem.budget_bytes,
                         _less(problem.host_budget_bytes, problem.elsewhere_bytes),
                         problem.disk_budget_bytes,
+                        self.setting.options.disk_weights,
                     ),
                     problem.peak_bytes(choice),
                 )
@@ -308,7 +347,7 @@ class Chooser:
         peak = problem.memory(choice).peak
         if peak.total_bytes > TOLERANCE * problem.budget_bytes:
             if self._wanted is None:
-                self._wanted = Placement(choice.resident, choice.on_disk)
+                self._wanted = _placed(choice)
             raise DeviceMemoryError(does_not_fit(problem, choice, peak))
         over = peak.total_bytes > problem.budget_bytes
         short = device_short(peak.total_bytes, problem.budget_bytes)
@@ -336,7 +375,7 @@ class Chooser:
             if bucket.key in wanted.on_disk:
                 on_disk += stored_bytes(bucket, trained, cost)
                 kinds.pop(Kind.STATES)
-            if self.setting.options.disk_weights:
+            if self.setting.options.disk_weights or bucket.key in wanted.weights_on_disk:
                 on_disk += stored_weights_bytes(bucket)
                 kinds.pop(Kind.PARAMETERS)
             on_host += sum(kinds.values())
@@ -392,7 +431,7 @@ class Chooser:
             optimizer=cost,
             accumulates=accumulates,
             gradients_stay=(variant.accumulate or not moves) and not cost.in_backward,
-            disk_weights=self.setting.options.disk_weights,
+            disk_weights=bool(self.setting.options.disk_weights),
             disk_saved=self.setting.options.disk_saved,
             offloads=self.setting.options.activations is Activations.OFFLOAD,
             budget_bytes=self.budget.size_bytes(),
@@ -410,7 +449,8 @@ class Chooser:
         if before is None or not before.decided or problem.undecided or problem.storable:
             return None
         choice = before.found.choice
-        if (choice.resident, choice.on_disk) != (problem.resident, problem.on_disk):
+        there = (problem.resident, problem.on_disk, problem.weights_on_disk - problem.resident)
+        if (choice.resident, choice.on_disk, choice.weights_on_disk) != there:
             return None
         return before.found if problem.fits(before.found.choice) else None
 
@@ -457,6 +497,10 @@ class Chooser:
         for remembered in known:
             for each in [each for each in remembered if each not in kept]:
                 del remembered[each]
+
+
+def _placed(choice: Choice) -> Placement:
+    return Placement(choice.resident, choice.on_disk, choice.weights_on_disk)
 
 
 def _less(size_bytes: int | None, other_bytes: int) -> int | None:

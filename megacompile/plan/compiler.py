@@ -163,6 +163,7 @@ class PassCompiler:
             choice,
             resident=placement.resident,
             on_disk=placement.on_disk,
+            weights_on_disk=placement.weights_on_disk,
             whole=placement.whole,
         )
         schedule = self.pipeline.planned(schedule, variant, choice, reasons, draft=draft)
@@ -186,7 +187,7 @@ class PassCompiler:
             helps=cost.helped,
             on_disk=placement.on_disk,
             state_bytes=cost.states_of,
-            disk_weights=self.setting.options.disk_weights,
+            weights_on_disk=placement.weights_on_disk,
         )
         verify(schedule)
         return schedule

@@ -137,12 +137,15 @@ def _with_weights(now: Scenario) -> list[str]:
     stored, on_disk = now.fewest_stored_bytes(weights=True), now.disk_bytes
     if stored is None:
         return []
+    size = f"{format_bytes(stored)} {'there' if on_disk is None else 'on the disk'}"
+    without = "" if now.disk_weights is None else "without disk_weights=False"
     if on_disk is None:
-        return [f"with disk= and disk_weights=True it would fit: {format_bytes(stored)} there"]
+        how = f"with disk={without and f', {without},'}"
+        return [f"{how} it would fit: {size}, parameters among it"]
     if stored <= on_disk:
-        return [f"with disk_weights=True it would fit: {format_bytes(stored)} on the disk"]
-    more = f"{format_bytes(stored - on_disk)} more of the disk"
-    return [f"with disk_weights=True and {more} it would fit ({_LARGER_DISK})"]
+        return [f"{without} it would fit: {size}"] if without else []
+    more = f"with {format_bytes(stored - on_disk)} more of the disk"
+    return [f"{without and f'{without} and '}{more} it would fit ({_LARGER_DISK})"]
 
 
 def _disk_too_small(now: Scenario, device_over_bytes: int) -> tuple[str, ...]:

@@ -219,7 +219,7 @@ class Pipeline:
                 *self._with_ranks(("delay_reduced", delay_reduced)),
                 ("prefetch", functools.partial(insert_prefetch, lookahead=options.lookahead)),
                 ("slots", functools.partial(assign_slots, slots=slots, reuse=variant.reuse)),
-                *([("disk_weights", insert_disk_weights)] if options.disk_weights else []),
+                *self._weight_passes(choice),
                 *self._with_ranks(("all_gather", insert_all_gather)),
                 ("free", insert_free),
                 ("tokens", insert_tokens),
@@ -253,7 +253,7 @@ class Pipeline:
             resident=choice.resident,
             state_delay=choice.state_delay,
             stay=choice.stay,
-            on_disk=choice.on_disk,
+            on_disk=choice.on_disk | choice.weights_on_disk,
             tiles=tiles,
             cut=cut,
             samples=stages_by_samples(schedule, alone, tiles, self.templates),
@@ -274,7 +274,11 @@ class Pipeline:
                 state_bytes=cost.states_of,
             )
             return [("update_in_backward", insert), ("norms", insert_norms)]
-        step = functools.partial(insert_update_graph, helps=cost.helped, on_disk=choice.on_disk)
+        step = functools.partial(
+            insert_update_graph,
+            helps=cost.helped,
+            on_disk=choice.on_disk | choice.weights_on_disk,
+        )
         offload = functools.partial(offload_gradients, accumulate=variant.accumulate)
         if options.lowering is Lowering.EAGER:
             return [("offload_grad", offload), ("update_graph", step)]
@@ -310,6 +314,14 @@ class Pipeline:
             set_bytes=lambda bucket, trained: stored_bytes(bucket, trained, cost),
         )
         return [("disk", insert)]
+
+    def _weight_passes(self, choice: Choice) -> list[SchedulePass]:
+        """Parameters that lie on a disk come from there, and go back: all, or those chosen."""
+        every = bool(self.setting.options.disk_weights)
+        if not every and not choice.weights_on_disk:
+            return []
+        stored = None if every else choice.weights_on_disk
+        return [("disk_weights", functools.partial(insert_disk_weights, stored=stored))]
 
     def lowered(self, schedule: Schedule) -> Schedule:
         """With code for its templates."""

@@ -349,7 +349,8 @@ class _Tries:
     def _with(self, count: int, share: float, *, keep: int = 1) -> Choice:
         """The first `count` buckets that may become resident do."""
         choice = self.problem.with_residents(count, keep=keep)
-        others = len(choice.resident | choice.on_disk) < len(self.problem.buckets)
+        elsewhere = choice.resident | choice.on_disk | choice.weights_on_disk
+        others = len(elsewhere) < len(self.problem.buckets)
         return replace(choice, device_update=share if others else 0.0)
 
     def _simulate(self, choice: Choice) -> bool:

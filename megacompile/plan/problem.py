@@ -19,11 +19,12 @@ from megacompile.cost.pageable import with_pageable
 from megacompile.cost.script import Script
 from megacompile.cost.simulate import simulate_script
 from megacompile.ir.buckets import Bucket
+from megacompile.ir.placement import LARGE
 from megacompile.ir.schedule import Schedule
 from megacompile.passes.schedule.plan import reruns, stages_on_host
 from megacompile.plan.choice import Choice
 from megacompile.plan.drafts import Drafts
-from megacompile.plan.tiers import LARGE, Tiers, spread
+from megacompile.plan.tiers import Tiers, spread
 
 _SLOWER = 0.65  # of the host's rates: what it gets on another day
 _BUILT = 2  # drafts that are kept: what memory was asked of is often simulated next
@@ -51,10 +52,12 @@ class Problem:
         undecided: the buckets that may become resident; None: all of them.
         disk_budget_bytes: of the disk that states may lie on; None: there is none.
         on_disk: keys of the streamed buckets whose states lie there already.
-        storable: keys of those whose states may go there; None: all of them.
+        storable: keys of those whose states may go there, and parameters; None: all of them.
         accumulates: gradients of micro-batches wait for an update in a later backward.
         gradients_stay: those of resident buckets are there when a forward begins.
-        disk_weights: the parameters of streamed buckets lie on the disk.
+        disk_weights: the parameters of streamed buckets lie on the disk; False: no more than do
+            already; None: of as few as it takes.
+        weights_on_disk: keys of the streamed buckets whose parameters lie there already.
         disk_saved: what waits on the host goes on to the disk; None: as little as it takes.
         offloads: saved tensors wait elsewhere, whatever is chosen.
     """
@@ -77,9 +80,10 @@ class Problem:
     storable: frozenset[int] | None = None
     accumulates: bool = False
     gradients_stay: bool = False
-    disk_weights: bool = False
+    disk_weights: bool | None = False
     disk_saved: bool | None = None
     offloads: bool = False
+    weights_on_disk: frozenset[int] = frozenset()
     # What is known of choices.
     _peaks: dict[Choice, dict[int, int]] = field(default_factory=dict, init=False)  # by the kept
     _steps_s: dict[Choice, float] = field(default_factory=dict, init=False)
@@ -92,6 +96,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         every = frozenset(bucket.key for bucket in self.buckets)
+        stored = every if self.disk_weights is None else self.weights_on_disk
         tiers = Tiers(
             self.buckets,
             self.trained,
@@ -103,10 +108,11 @@ class Problem:
             every if self.storable is None else self.storable,
             self.accumulates,
             self.drafts.waiting,
-            lambda: self.schedule(Choice(0, self.resident, every)).plan,
+            lambda: self.schedule(Choice(0, self.resident, every, weights_on_disk=stored)).plan,
             self.disk_weights,
             self.disk_saved,
             self.offloads,
+            self.weights_on_disk,
         )
         object.__setattr__(self, "tiers", tiers)
 
@@ -233,11 +239,14 @@ class Problem:
         return self.tiers.of_host(choice)
 
     def settled(self, choice: Choice) -> Choice:
-        """With the states of as few buckets on the disk as can be; see `Tiers.settled`."""
+        """With as little on the disk as can be; see `Tiers.settled`."""
         return self.tiers.settled(choice)
 
     def _streamed(self, choice: Choice) -> Choice:
-        return replace(choice, resident=self.resident, on_disk=frozenset(), saved_on_disk=0)
+        none = frozenset[int]()
+        return replace(
+            choice, resident=self.resident, on_disk=none, weights_on_disk=none, saved_on_disk=0
+        )
 
     def _buffer_bytes(self, choice: Choice) -> float:
         """The budget less what new resident buckets take all the time."""
@@ -287,14 +296,19 @@ class Problem:
 
         Args:
             like: what is chosen otherwise.
-            disk: states and saved tensors may go there, beside those that lie there already.
+            disk: more may go there than lies there already.
 
         Returns:
             None where even all of them are too few.
         """
         for count in range(len(self.candidates) + 1):
             resident = self.with_residents(count).resident
-            choice = replace(like or Choice(), resident=resident, on_disk=self.on_disk - resident)
+            choice = replace(
+                like or Choice(),
+                resident=resident,
+                on_disk=self.on_disk - resident,
+                weights_on_disk=self.weights_on_disk - resident,
+            )
             if self.fits_host(self.settled(choice) if disk else choice):
                 return count
         return None
@@ -404,12 +418,12 @@ class Problem:
     def _known(self, choice: Choice) -> dict[int, int]:
         """The peaks that are known, by how many stages are kept; a choice as this otherwise.
 
-        Where states and saved tensors lie outside of the device makes no difference to it, unless
-        the device makes updates of what lies on the host.
+        Where states, parameters and saved tensors lie outside of the device makes no difference to
+        it, unless the device makes updates of what lies on the host.
         """
-        updates = choice.device_update or self.optimizer.helped
-        on_disk = choice.on_disk if updates else frozenset[int]()
-        place = replace(choice, keep=0, on_disk=on_disk, saved_on_disk=0)
+        place = replace(choice, keep=0, saved_on_disk=0)
+        if not (choice.device_update or self.optimizer.helped):
+            place = replace(place, on_disk=frozenset(), weights_on_disk=frozenset())
         return self._peaks.setdefault(place, {})
 
 

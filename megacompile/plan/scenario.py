@@ -63,7 +63,8 @@ class Scenario:
         disk_bytes: of the disk that states may lie on; None: there is none.
         first: what `megacompile()` needs of host memory ahead of the plan: (what, bytes). ():
             the model is there already.
-        first_on_disk: the same with `disk_weights=True`.
+        first_on_disk: the same with parameters on the disk.
+        disk_weights: may parameters lie there too? None: where nothing else fits; see `Options`.
     """
 
     schedules: tuple[Schedule, ...]
@@ -75,6 +76,7 @@ class Scenario:
     disk_bytes: int | None = None
     first: Sequence[tuple[str, int]] = ()
     first_on_disk: Sequence[tuple[str, int]] = ()
+    disk_weights: bool | None = None
     _kept: dict[Hardware, Prediction] = field(default_factory=dict, init=False, repr=False)
 
     def timeline(self, hardware: Hardware | None = None) -> Prediction:
@@ -147,12 +149,13 @@ class Scenario:
         optimizer states, and saved tensors; None where even all of them are too few.
 
         Args:
-            weights: the parameters of streamed buckets too, which are not there yet; None where
-                they cannot be.
+            weights: parameters too, of as few buckets as it takes; None where they cannot be, or
+                all of them are there in any case.
         """
-        already = any(schedule.plan.weights_on_disk for schedule in self.schedules)
-        if weights and (already or self.ranks > 1 or self.optimizer.master_bytes is not None):
+        every = self.disk_weights is True
+        if weights and (every or self.ranks > 1 or self.optimizer.master_bytes is not None):
             return None
+        already = frozenset(k for schedule in self.schedules for k in schedule.plan.weights_on_disk)
         buckets = {b.key: b for schedule in self.schedules for b in schedule.buckets}
         resident = frozenset(k for schedule in self.schedules for k in schedule.plan.resident)
         trained: dict[int, Sequence[int]] = {}
@@ -182,7 +185,8 @@ class Scenario:
             Kind.GRADIENTS.value in self.host(),
             lambda choice: waiting,
             lambda: plan,
-            weights or already,
+            every or (None if weights else False),
+            weights_on_disk=frozenset() if weights else already,
         )
         choice = tiers.settled(Choice(resident=resident, offload=1))
         return tiers.of_disk(choice) if tiers.fit(choice) else None

@@ -1,4 +1,4 @@
-"""What of a choice lies on the host and on the disk: which states and saved tensors go there.
+"""What of a choice lies on the host and on the disk: which states, parameters and saved tensors go.
 
 States are faster on the host. So as few buckets as it takes have theirs on the disk: which, depends
 on when a step uses them.
@@ -11,8 +11,11 @@ on when a step uses them.
                      all through the backward; beside one another they would wait for it, and leave
                      it idle before and after.
 
-Saved tensors that wait on the host go there where all states are not enough, of as few stages as it
-takes: the first ones, whose tensors wait the longest. They are written and read in each step, as
+Parameters go there where all states are not enough, of as few buckets as it takes, if the search
+has found nothing without (`megacompile.ir.placement.first_to_disk` says which).
+
+Saved tensors that wait on the host go there where that is not enough, of as few stages as it takes:
+the first ones, whose tensors wait the longest. They are written and read in each step, as
 states are, and those of a stage are mostly larger than its states in 8 bits.
 
 Buckets that are much larger than most (an embedding, a head) come last: each set of buffers has to
@@ -36,11 +39,11 @@ from megacompile.cost.memory import Kind, streamed_bytes
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.cost.places import stored_bytes, stored_weights_bytes, whole_pages
 from megacompile.ir.buckets import Bucket
+from megacompile.ir.placement import LARGE, first_to_disk
 from megacompile.ir.schedule import Plan
 from megacompile.passes.schedule.disk_saved import SAVED_SETS
 from megacompile.plan.choice import Choice
 
-LARGE = 1.5  # times the median: what goes to the disk last, and lives on the device first
 _SPREAD = 0.9  # of the buckets, in forward order
 
 
@@ -53,8 +56,9 @@ def spread(buckets: Sequence[Bucket], count: int) -> list[Bucket]:
 class _Sizes:
     """Of one bucket that is streamed, bytes."""
 
-    rest: int  # on the host, wherever its states lie
+    rest: int  # on the host, wherever states and parameters lie
     states: int
+    parameters: int
     stored: int  # of the states, on the disk
     weights: int  # of the parameters, there
 
@@ -71,12 +75,14 @@ class Tiers:
         disk_bytes: the budget of the disk; None: there is no disk.
         elsewhere_bytes: host memory of the buckets that this graph does not read.
         on_disk: keys of the buckets whose states lie on the disk already.
-        undecided: keys of those whose states may go there.
+        undecided: keys of those whose states may go there, and parameters.
         accumulates: gradients of micro-batches wait on the host, whatever updates.
         waiting: saved tensors of a choice that wait on the host or on the disk: stage, bytes.
         plan_of_all: the plan of a draft where all states lie on the disk: it says how many sets of
             buffers they need, and parameters.
-        disk_weights: the parameters of streamed buckets lie on the disk too.
+        disk_weights: the parameters of streamed buckets lie on the disk too; False: no more than
+            do already; None: of as few as it takes.
+        weights_on_disk: keys of the buckets whose parameters lie on the disk already.
         disk_saved: what waits on the host goes on to the disk; None: as little as it takes.
         offloads: saved tensors wait elsewhere, whatever is chosen.
     """
@@ -92,9 +98,10 @@ class Tiers:
     accumulates: bool
     waiting: Callable[[Choice], Sequence[tuple[int, int]]]
     plan_of_all: Callable[[], Plan]
-    disk_weights: bool = False
+    disk_weights: bool | None = False
     disk_saved: bool | None = None
     offloads: bool = False
+    weights_on_disk: frozenset[int] = frozenset()
     _sizes: dict[int, _Sizes] = field(default_factory=dict, init=False)
     _settled: dict[Choice, Choice] = field(default_factory=dict, init=False)
     host_too_small: bool = field(default=False, init=False)  # for something that was asked about
@@ -102,11 +109,12 @@ class Tiers:
     def of_host(self, choice: Choice) -> int:
         """Host memory once training runs, with the gradients and states that are made by then."""
         size = self.elsewhere_bytes
-        on_disk = choice.on_disk - choice.resident
+        on_disk, weights = choice.on_disk - choice.resident, self._weights(choice)
         for bucket in self.buckets:
             if bucket.key not in choice.resident:
                 sizes = self._of(bucket)
                 size += sizes.rest + (0 if bucket.key in on_disk else sizes.states)
+                size += 0 if bucket.key in weights else sizes.parameters
         size += self._staged(on_disk) + self._staged_weights(choice)
         on_host, stored = self._saved(choice)
         return size + sum(on_host) + 2 * SAVED_SETS * max(stored, default=0)
@@ -114,10 +122,16 @@ class Tiers:
     def of_disk(self, choice: Choice) -> int:
         """Bytes on the disk."""
         keys = choice.on_disk - choice.resident
-        streamed = (b for b in self.buckets if b.key not in choice.resident)
-        weights = sum(self._of(bucket).weights for bucket in streamed)
+        there = self._weights(choice)
+        weights = sum(self._of(b).weights for b in self.buckets if b.key in there)
         states = sum(self._of(b).stored for b in self.buckets if b.key in keys)
         return weights + states + sum(map(whole_pages, self._saved(choice)[1]))
+
+    def _weights(self, choice: Choice) -> frozenset[int]:
+        """Keys of the buckets whose parameters lie there."""
+        if self.disk_weights:
+            return frozenset(bucket.key for bucket in self.buckets) - choice.resident
+        return choice.weights_on_disk - choice.resident
 
     def _saved(self, choice: Choice) -> tuple[list[int], list[int]]:
         """Bytes of the saved tensors that wait on the host, and of those on the disk."""
@@ -140,9 +154,11 @@ class Tiers:
     def settled(self, choice: Choice) -> Choice:
         """The choice with the states of as few buckets on the disk as it takes for the others to
         fit on the host; where that is not known or not enough, of as many as the disk holds. Where
-        it is not enough, with saved tensors of as few stages there as it takes."""
+        it is not enough, with parameters of as few buckets there as it takes, and then with saved
+        tensors of as few stages."""
         if self.disk_bytes is None:
-            return replace(choice, on_disk=frozenset(), saved_on_disk=0)
+            none = frozenset[int]()
+            return replace(choice, on_disk=none, weights_on_disk=none, saved_on_disk=0)
         place = Choice(
             0,
             choice.resident,
@@ -151,11 +167,54 @@ class Tiers:
             saved_on_host=choice.saved_on_host,
         )
         if place not in self._settled:
-            states = replace(choice, saved_on_disk=0)
+            already = self.weights_on_disk - choice.resident
+            states = replace(choice, weights_on_disk=already, saved_on_disk=0)
             states = replace(states, on_disk=self._fewest(states))
-            self._settled[place] = self._with_saved(states)
+            self._settled[place] = self._with_saved(self._with_weights(states))
         found = self._settled[place]
-        return replace(choice, on_disk=found.on_disk, saved_on_disk=found.saved_on_disk)
+        return replace(
+            choice,
+            on_disk=found.on_disk,
+            weights_on_disk=found.weights_on_disk,
+            saved_on_disk=found.saved_on_disk,
+        )
+
+    def _with_weights(self, choice: Choice) -> Choice:
+        """With parameters on the disk too, where all states are not enough: of as few buckets as it
+        takes, or else of as many as the disk holds, if that needs less of the host."""
+        if self.disk_weights is not None or self.host_bytes is None:
+            return choice
+        if self.of_host(choice) <= self.host_bytes:
+            return choice
+        choice = min(choice, self._without_large_states(choice), key=self.of_host)
+        over = self.of_host(choice) - self.host_bytes
+        free = self.undecided - choice.resident - choice.weights_on_disk
+        order = [bucket for bucket in self._first_to_disk if bucket.key in free]
+        left = (self.disk_bytes or 0) - self.of_disk(choice)
+        places = itertools.accumulate(self._of(bucket).weights for bucket in order)
+        most = sum(place <= left for place in places)
+
+        def chosen(count: int) -> Choice:
+            keys = {bucket.key for bucket in order[:count]}
+            return replace(choice, weights_on_disk=choice.weights_on_disk | keys)
+
+        sizes = (self._of(bucket).parameters for bucket in order[:most])
+        saved = list(itertools.accumulate(sizes, initial=0))
+        for count in range(bisect.bisect_left(saved, over), most + 1):
+            if self.fit(chosen(count)):
+                return chosen(count)
+        return min(map(chosen, range(most + 1)), key=self.of_host)
+
+    def _without_large_states(self, choice: Choice) -> Choice:
+        """Their sets of buffers may take more of the host than they do."""
+        states = {b.key: self._of(b).states for b in self.buckets if b.key in choice.on_disk}
+        usual = LARGE * statistics.median(states.values()) if states else 0
+        large = {key for key, size in states.items() if size > usual}
+        return replace(choice, on_disk=choice.on_disk - (large & self.undecided))
+
+    @functools.cached_property
+    def _first_to_disk(self) -> Sequence[Bucket]:
+        return first_to_disk(self.buckets, {key for key in self.trained if self.trained[key]})
 
     def _with_saved(self, choice: Choice) -> Choice:
         """With saved tensors on the disk, where that makes it fit."""
@@ -217,10 +276,12 @@ class Tiers:
 
     def _staged_weights(self, choice: Choice) -> int:
         """Of the buffers that parameters from the disk come to, and go there from."""
-        if not self.disk_weights:
+        if not (keys := self._weights(choice)):
             return 0
-        streamed = (self._of(b).weights for b in self.buckets if b.key not in choice.resident)
-        return max(streamed, default=0) * (self._plan.weight_sets + self._plan.new_weight_sets)
+        sets = self._plan.weight_sets
+        if any(self.trained.get(key) for key in keys):
+            sets += self._plan.new_weight_sets
+        return sets * max(self._of(b).weights for b in self.buckets if b.key in keys)
 
     @functools.cached_property
     def _plan(self) -> Plan:
@@ -231,9 +292,9 @@ class Tiers:
             trained = self.trained.get(bucket.key, ())
             kinds = streamed_bytes(bucket, trained, self.optimizer, accumulates=self.accumulates)
             states = kinds[Kind.STATES]
-            rest, weights = sum(kinds.values()) - states, 0
-            if self.disk_weights:
-                rest, weights = rest - kinds[Kind.PARAMETERS], stored_weights_bytes(bucket)
+            parameters = kinds[Kind.PARAMETERS]
+            rest = sum(kinds.values()) - states - parameters
             stored = stored_bytes(bucket, trained, self.optimizer)
-            self._sizes[bucket.key] = _Sizes(rest, states, stored, weights)
+            weights = stored_weights_bytes(bucket)
+            self._sizes[bucket.key] = _Sizes(rest, states, parameters, stored, weights)
         return self._sizes[bucket.key]

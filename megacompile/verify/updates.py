@@ -154,7 +154,7 @@ def _tokens(view: View) -> Iterator[Hazard]:
 
 def _helps(view: View) -> Iterator[Hazard]:
     """The device helps with updates of the host, each named once, and waits for no disk."""
-    on_disk = view.schedule.plan.on_disk
+    plan = view.schedule.plan
     for node in view.that(lambda op: op.helps):
         updates: Any = node.args[0]
         for k, update in enumerate(updates):
@@ -165,9 +165,10 @@ def _helps(view: View) -> Iterator[Hazard]:
                     "name updates of the host"
                 )
                 yield view.hazard(HazardKind.WRONG_HELP, node, update, message)
-            elif ops.arguments(update)[0].key in on_disk:
+            elif (key := ops.arguments(update)[0].key) in plan.on_disk | plan.weights_on_disk:
+                what = "states" if key in plan.on_disk else "parameters"
                 message = (
-                    f"{label(node)} is to help with {named(update)}, whose states come from a "
+                    f"{label(node)} is to help with {named(update)}, whose {what} come from a "
                     "disk; leave it to the host"
                 )
                 yield view.hazard(HazardKind.WRONG_HELP, node, update, message)

@@ -42,13 +42,17 @@ NEW_SETS = 4  # for updates: one is updated, one is written, and two are read ah
 LANDING_SETS = 3  # for updates on the device: one lands, and two are written
 
 
-def insert_disk_weights(schedule: Schedule, *, ahead: int = AHEAD) -> Schedule:
+def insert_disk_weights(
+    schedule: Schedule, *, stored: frozenset[int] | None = None, ahead: int = AHEAD
+) -> Schedule:
     """The schedule whose streamed buckets have their parameters on a disk.
 
     Args:
+        stored: keys of those that do; those of other buckets are ignored. None: all of them.
         ahead: how many prefetches, or updates, ahead of its own a read comes.
     """
     keys = frozenset(bucket.key for bucket in schedule.buckets) - schedule.plan.resident
+    keys = keys if stored is None else keys & stored
     new = replace(schedule.copy(), plan=replace(schedule.plan, weights_on_disk=keys))
     if not keys:
         return new

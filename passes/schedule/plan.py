@@ -56,8 +56,8 @@ def make_plan(
         rerun: how many stages run again in the backward for their outputs, which are then not
             saved: of every two of the first ones the second; where these are too few, rows of
             stages as long as one another.
-        on_disk: keys of the streamed buckets whose states lie on a disk; the device does not update
-            those.
+        on_disk: keys of the streamed buckets whose states or parameters lie on a disk; the device
+            does not update those.
         saved_on_host: other stages that are kept, whose saved tensors wait on the host; see
             `stages_on_host`. Where `keep` is 0, they are recomputed from what waits there.
         tiles: in which what acts on each token alone runs.
@@ -333,8 +333,8 @@ def _saved_fractions(
 def _device_update(
     schedule: Schedule, resident: frozenset[int], on_disk: frozenset[int], share: float
 ) -> tuple[frozenset[int], tuple[str, ...]]:
-    """The first buckets that make up no more than a share of the streamed parameters whose states
-    lie on the host."""
+    """The first buckets that make up no more than a share of the streamed parameters which lie on
+    the host, with their states."""
     trained = schedule.gradient_params
     sizes = {
         bucket.key: sum(bucket.params[i].numel for i in trained[bucket.key])

@@ -35,7 +35,7 @@ def insert_update_graph(
 
     Args:
         helps: the device helps the host.
-        on_disk: keys of the buckets whose states lie on a disk.
+        on_disk: keys of the buckets whose states or parameters lie on a disk.
     """
     trained = schedule.gradient_params if schedule.backward is not None else {}
     left = left_of(schedule)
@@ -58,7 +58,8 @@ def update_of(
 
     Args:
         resident: keys of those that live on the device.
-        on_disk: keys of those whose states lie on a disk, with which the device does not help.
+        on_disk: keys of those whose states or parameters lie on a disk: the device does not help
+            with those.
     """
     graph = fx.Graph()
     graph.output(((),))
@@ -86,7 +87,7 @@ def rest_of(
     helps: bool,
     on_disk: frozenset[int] = frozenset(),
     state_bytes: Callable[[int], float] = float,
-    disk_weights: bool = False,
+    weights_on_disk: frozenset[int] = frozenset(),
 ) -> Schedule:
     """A schedule that is an update alone: of buckets that no other schedule's update makes.
 
@@ -94,18 +95,18 @@ def rest_of(
         resident: keys of those that live on the device.
         on_disk: keys of those whose states lie on a disk.
         state_bytes: of one element's states, by its bytes as streamed.
-        disk_weights: parameters of streamed buckets lie there too.
+        weights_on_disk: keys of those whose parameters lie there.
     """
     forward = fx.Graph()
     forward.output(((), ()))
-    update = update_of(buckets, resident, helps=helps, on_disk=on_disk)
+    update = update_of(buckets, resident, helps=helps, on_disk=on_disk | weights_on_disk)
     plan = Plan(resident=resident & {bucket.key for bucket in buckets})
     name, rest = "the rest of a step", tuple(buckets)
     schedule = Schedule(name, forward, None, (), plan=plan, update=update, rest=rest)
     if on_disk:
         schedule = insert_disk(schedule, on_disk=on_disk, state_bytes=state_bytes)
-    if disk_weights:
-        schedule = insert_disk_weights(schedule)
+    if weights_on_disk:
+        schedule = insert_disk_weights(schedule, stored=weights_on_disk)
     return insert_tokens(schedule)
 
 

@@ -36,6 +36,7 @@ from megacompile.runtime.model import sharding, tiers
 from megacompile.runtime.model.data_parallel import DataParallel, refuse_moves
 from megacompile.runtime.model.owners import forget, refuse_shared
 from megacompile.runtime.model.plans import Compiler, Plans
+from megacompile.runtime.model.tiers import HostRoom
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params import inputs
 from megacompile.runtime.params.aliases import AliasNotice
@@ -64,6 +65,7 @@ class ModelBuckets:
         compiler: gives a `Compiler` for units.
         planned_anew: called when schedules that were made are not right any more.
         contents: what fills the buckets; None: the parameters have their values.
+        room: host memory for parameters. Default: no limit.
     """
 
     plans: Plans  # for the buckets as they are laid out now
@@ -77,6 +79,7 @@ class ModelBuckets:
         compiler: Callable[[tuple[Unit, ...]], Compiler],
         planned_anew: Callable[[], None],
         contents: Contents | None = None,
+        room: HostRoom | None = None,
     ) -> None:
         self.model = model
         self.options = options
@@ -114,15 +117,23 @@ class ModelBuckets:
                 contents.share(made, ranks)
             seed: int = ranks.told(torch.initial_seed())[0]  # who has the same rows rounds alike
             self.machine.seed = lambda: seed
-        self._take_over(frozenset(), contents)
+        self._take_over(frozenset(), contents, room=room)
 
     @torch.inference_mode(False)  # what is allocated here outlives the mode
-    def _take_over(self, resident: frozenset[int], contents: Contents | None = None) -> None:
+    def _take_over(
+        self,
+        resident: frozenset[int],
+        contents: Contents | None = None,
+        stored: frozenset[int] = frozenset(),
+        room: HostRoom | None = None,
+    ) -> None:
         """Move parameters to buckets, bucket by bucket, and buffers to the device.
 
         Args:
             resident: keys of the buckets that live on the device, where the user does not say.
             contents: what fills the buckets, on the host. They move from there.
+            stored: keys of those on the disk, where they have moved before.
+            room: host memory for parameters, the first time.
         """
         packed.settle(self.model)
         self._twins = packed.twins(self.model)
@@ -137,13 +148,14 @@ class ModelBuckets:
         if self.options.resident is not None:
             resident = tiers.first_that_fit(units, named, self.options)
         if not before:
-            streamed = [unit.bucket for unit in units if unit.bucket.key not in resident]
-            tiers.check_disk(self.options, self.machine.disk, streamed)
+            stored = tiers.weights_on_disk(
+                units, named, self.options, self.machine.disk, resident, room or HostRoom()
+            )
             refuse_moves(self.model, self._goes_to(units, named, resident))
         whole = self._copied_whole(units, resident)
         self._share({unit.bucket.key: unit.bucket for unit in units if unit.bucket.key in whole})
         if contents is not None:
-            self._fill(units, named, contents, whole)
+            self._fill(units, named, contents, whole, stored)
         total = sum(unit.bucket.size_bytes for unit in units)
         filling = None
         if not before and contents is None and fills_later(named.values(), self.options.device):
@@ -155,7 +167,12 @@ class ModelBuckets:
                 key = unit.bucket.key
                 if contents is None or key in resident:
                     made = self._bucket(
-                        unit.bucket, params, key in resident, key in whole, filling=filling
+                        unit.bucket,
+                        params,
+                        key in resident,
+                        key in whole,
+                        stored=key in stored,
+                        filling=filling,
                     )
                     self.machine.buckets[key] = made
                 step(unit.bucket.size_bytes)
@@ -168,7 +185,7 @@ class ModelBuckets:
         self.machine.gradients.bind(self.machine.buckets)
         self.machine.slots.forget()
         on_disk = frozenset(self.machine.buckets if self.machine.disk is not None else ())
-        placement = Placement(resident, on_disk, whole=whole)
+        placement = Placement(resident, on_disk, stored, whole=whole)
         self.plans = Plans(self.make_compiler(units), placement)
         self._places.note(self.machine.buckets.values())
         self.buffers_to(self.options.device)
@@ -194,13 +211,16 @@ class ModelBuckets:
         named: Mapping[str, nn.Parameter],
         contents: Contents,
         whole: frozenset[int],
+        stored: frozenset[int],
     ) -> None:
-        """Make the buckets of a model that has no values yet, all on the host."""
+        """Make the buckets of a model that has no values yet, none on the device."""
         made = {}
         for unit in units:
             params = [named[place.name] for place in unit.bucket.params]
             key = unit.bucket.key
-            made[key] = self._bucket(unit.bucket, params, False, key in whole, empty=True)
+            made[key] = self._bucket(
+                unit.bucket, params, False, key in whole, stored=key in stored, empty=True
+            )
         contents.fill(list(made.values()), self.options.progress)
         self.machine.buckets.update(made)
 
@@ -248,6 +268,7 @@ class ModelBuckets:
         with self.alone:
             wanted = self.plans.wanted
             moving = wanted.resident ^ now.resident
+            moving |= wanted.weights_on_disk ^ now.weights_on_disk
             params = [p for key in moving for p in self.machine.buckets[key].params]
             why = now.stays or self.data_parallel.holds(params)
             if moving and why:
@@ -272,9 +293,16 @@ class ModelBuckets:
         assert before in (frozenset(), wanted.whole), "ranks choose once which buckets they map"
         new = wanted.whole - before
         self._share({key: self.machine.buckets[key].whole for key in sorted(new)})
-        for key in list(self.machine.buckets):
-            whole = key in wanted.whole
-            undone(functools.partial(self.move_bucket, key, key in wanted.resident, whole=whole))
+        # first those that leave host memory
+        for key in sorted(self.machine.buckets, key=lambda key: key not in wanted.weights_on_disk):
+            move = functools.partial(
+                self.move_bucket,
+                key,
+                key in wanted.resident,
+                whole=key in wanted.whole,
+                stored=key in wanted.weights_on_disk,
+            )
+            undone(move)
             self._place_states(self.machine.buckets[key], key in wanted.on_disk)
         self.moved()
         self.planned_anew()
@@ -294,18 +322,25 @@ class ModelBuckets:
         self.machine.gradients.bind(self.machine.buckets)
         self._make_proxies()
 
-    def move_bucket(self, key: int, resident: bool, undos: Undos, *, whole: bool = False) -> None:
+    def move_bucket(
+        self, key: int, resident: bool, undos: Undos, *, whole: bool = False, stored: bool = False
+    ) -> None:
         """Let a bucket live on the device, or on the host, and there, with `whole`, in memory that
-        all ranks of it map; `moved` comes behind the last one."""
+        all ranks of it map, or, with `stored`, with its parameters on the disk; `moved` comes
+        behind the last one."""
         old = self.machine.buckets[key]
         shared = self.machine.shared_weights if whole else None
-        if resident == (old.resident is not None) and shared is old.shared_weights:
+        stored = stored and not resident
+        here = (old.resident is not None, old.shared_weights, old.on_disk is not None)
+        if here == (resident, shared, stored):
             return
         old.pending.settle()
         old.pending.withdraw()
         undos.append(functools.partial(_show_again, [(p, p.grad) for p in old.params]))
         gradients = self.machine.gradients.take(key)
-        self.machine.buckets[key] = self._bucket(old.whole, old.params, resident, whole)
+        self.machine.buckets[key] = self._bucket(
+            old.whole, old.params, resident, whole, stored=stored
+        )
         self.machine.gradients.put(self.machine.buckets[key], gradients)
         for param in old.params:
             follow(param)
@@ -317,6 +352,7 @@ class ModelBuckets:
         resident: bool,
         whole: bool = False,
         *,
+        stored: bool = False,
         empty: bool = False,
         filling: Filling | None = None,
     ) -> HostBucket:
@@ -329,7 +365,7 @@ class ModelBuckets:
             pin_masters=pin and self.options.updates_on_device,
             resident=self.options.device if resident else None,
             disk=self.machine.disk,
-            weights_on_disk=self.options.disk_weights,
+            weights_on_disk=stored,
             empty=empty,
             filling=filling,
             budget=self._host_budget,
@@ -374,7 +410,8 @@ class ModelBuckets:
         """Take over again, with each old bucket freed while the next is filled."""
         self.proxies.forget()
         self.machine.gradients.bind({})
-        self._take_over(self.plans.placement.resident)
+        now = self.plans.placement
+        self._take_over(now.resident, stored=now.weights_on_disk)
 
     def refresh(self, fits: bool) -> None:
         """Bring the buckets up to date at the beginning of a call.

@@ -195,7 +195,8 @@ class Released:
             try:
                 for key in keys:
                     old = buckets.machine.buckets[key]
-                    undone(functools.partial(buckets.move_bucket, key, resident))
+                    stored = key in buckets.plans.placement.weights_on_disk
+                    undone(functools.partial(buckets.move_bucket, key, resident, stored=stored))
                     new = buckets.machine.buckets[key]
                     if new is not old:
                         move_states(old, new)

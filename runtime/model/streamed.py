@@ -35,6 +35,7 @@ from megacompile.runtime.model.owners import register
 from megacompile.runtime.model.parts import Part, Parts
 from megacompile.runtime.model.plans import Compiler, MovesFirst
 from megacompile.runtime.model.released import Released
+from megacompile.runtime.model.tiers import HostRoom
 from megacompile.runtime.model.weakly import weakly, while_it_lives
 from megacompile.runtime.ops.head import bind_operators
 from megacompile.runtime.params import inputs
@@ -57,6 +58,7 @@ class StreamedModel:
         divide: gives the units of a model (`megacompile.passes.stages.units`).
         compiler: gives a `Compiler` for units (`megacompile.api`).
         contents: what fills a model that has no values yet.
+        room: host memory for parameters. Default: no limit.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class StreamedModel:
         divide: Callable[[nn.Module], tuple[Unit, ...]],
         compiler: Callable[[tuple[Unit, ...]], Compiler],
         contents: Contents | None = None,
+        room: HostRoom | None = None,
     ) -> None:
         self.model = model
         self.options = options
@@ -77,7 +80,7 @@ class StreamedModel:
         compat.convert_in_place(StreamedParameter)
         self.graphs: list[CapturedGraph] = []
         self.buckets = ModelBuckets(
-            model, options, divide, compiler, while_it_lives(self._plan_anew), contents
+            model, options, divide, compiler, while_it_lives(self._plan_anew), contents, room
         )
         self.machine = self.buckets.machine
         self._input_hooks = InputHooks(options.device)
