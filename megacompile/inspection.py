@@ -160,7 +160,7 @@ def explain(
         there,
         compiler.setting.host_budget_bytes() or machine.host_bytes,
         compiler.chooser.disk_budget_bytes(),
-        options.disk_weights,
+        disk_weights=options.disk_weights,
     )
     if trace is None and streamed in _TRACES:
         trace = _TRACES[streamed]()

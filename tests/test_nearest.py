@@ -153,13 +153,13 @@ OPTIONS: dict[str, dict[str, Any]] = {  # as a refusal names them
 
 @cache
 def streamed(
-    name: str = "", *, layers: int = 1, frozen: bool = False, disk_weights: bool = False
+    name: str = "", *, layers: int = 1, frozen: bool = False, disk: bool = False
 ) -> AbstractProgram:
     """With options of a refusal; no bucket lives on the device.
 
     Args:
         frozen: biases alone are trained.
-        disk_weights: parameters lie on a disk.
+        disk: there is one.
     """
     model = Tower(*[512] * layers, width=256).to("meta")
     for param in model.parameters():
@@ -169,8 +169,8 @@ def streamed(
         given["optimizer"] = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
     x = torch.empty(64, 256, device="meta")
     options = abstract_options(device="cpu", **given)
-    if disk_weights:
-        options = replace(options, disk="/absent", disk_memory=GIB, disk_weights=True)
+    if disk:
+        options = replace(options, disk="/absent", disk_memory=GIB)
     (found,) = abstract_programs(model, (x,), options=options, hardware=test_disk_placement.DISK)
     return found
 
@@ -215,12 +215,12 @@ def test_no_option_is_named_that_is_there_already() -> None:
 def test_parameters_on_a_disk_are_named_where_they_would_do(
     frozen: bool, in_backward: bool
 ) -> None:
-    """Against a plan whose parameters lie there, and as many states as it takes."""
+    """Against a plan that puts as much there as it takes."""
     name = "the update in the backward" if in_backward else ""
     now = scenario(streamed(name, layers=20, frozen=frozen))
     kinds = now.host()
     there = (kinds["parameters"] + kinds.get("gradients", 0)) * 9 // 10
-    other = streamed(name, layers=20, frozen=frozen, disk_weights=True)
+    other = streamed(name, layers=20, frozen=frozen, disk=True)
     compiler = other.compiler.other(
         other.compiler.setting.options,
         hardware=test_disk_placement.DISK.replace(host_bytes=there),
@@ -229,20 +229,25 @@ def test_parameters_on_a_disk_are_named_where_they_would_do(
     schedule = SettledPlans(compiler).schedule(*other.planned())
     made = replace(now, schedules=(schedule,), host_bytes=there, disk_bytes=GIB)
     assert sum(made.host().values()) <= there
+    assert made.disk()["parameters"]
     needed = sum(made.disk().values())
 
-    def says(disk_bytes: int | None) -> list[str]:
-        lines = why_not(replace(now, host_bytes=there, disk_bytes=disk_bytes))
-        return [line for line in lines if "disk" in line.partition(":")[0]]
+    def says(disk_bytes: int | None, *, may: bool | None = None) -> list[str]:
+        changed = replace(now, host_bytes=there, disk_bytes=disk_bytes, disk_weights=may)
+        return [line for line in why_not(changed) if "disk" in line.partition(":")[0]]
 
-    size = format_bytes(needed)
-    assert says(None) == [f"with disk= and disk_weights=True it would fit: {size} there"]
-    assert says(needed) == [f"with disk_weights=True it would fit: {size} on the disk"]
-    missing = format_bytes(needed // 2)
-    assert says(needed - needed // 2) == [
-        f"with disk_weights=True and {missing} more of the disk it would fit "
-        "(disk_memory=, or a larger disk)"
+    size, missing = format_bytes(needed), format_bytes(needed // 2)
+    would = "it would fit"
+    assert says(None) == [f"with disk= {would}: {size} there, parameters among it"]
+    more = f"with {missing} more of the disk {would} (disk_memory=, or a larger disk)"
+    assert says(needed) == []
+    assert says(needed - needed // 2) == [more]
+    without = "without disk_weights=False"
+    assert says(None, may=False) == [
+        f"with disk=, {without}, {would}: {size} there, parameters among it"
     ]
+    assert says(needed, may=False) == [f"{without} {would}: {size} on the disk"]
+    assert says(needed - needed // 2, may=False) == [f"{without} and {more}"]
 
 
 def test_parameters_on_a_disk_are_not_named_where_they_would_not_do() -> None:
@@ -252,13 +257,12 @@ def test_parameters_on_a_disk_are_not_named_where_they_would_not_do() -> None:
     there = buffers + 2 * kinds["gradients"] + 2 * kinds["optimizer states"]
 
     def says(changed: Scenario) -> bool:
-        return any("disk_weights=True" in line for line in why_not(changed))
+        return any("parameters among it" in line for line in why_not(changed))
 
     assert says(replace(now, host_bytes=there))
     assert not says(replace(now, host_bytes=buffers // 2))
     assert not says(replace(now, host_bytes=kinds["parameters"] + there))  # it fits
     masters = replace(now.optimizer, master_bytes=4.0)  # which do not go to a disk
     assert not says(replace(now, host_bytes=there, optimizer=masters))
-    (schedule,) = scenario(streamed(layers=20, frozen=True, disk_weights=True)).schedules
-    already = replace(now, schedules=(schedule,), host_bytes=2**20, disk_bytes=GIB)
-    assert why_not(already) and not says(already)
+    every = replace(now, host_bytes=there, disk_bytes=GIB, disk_weights=True)
+    assert not any("disk" in line.partition(":")[0] for line in why_not(every))

@@ -339,7 +339,7 @@ class Chooser:
                         problem.budget_bytes,
                         _less(problem.host_budget_bytes, problem.elsewhere_bytes),
                         problem.disk_budget_bytes,
-                        self.setting.options.disk_weights,
+                        disk_weights=self.setting.options.disk_weights,
                     ),
                     problem.peak_bytes(choice),
                 )
