@@ -59,8 +59,10 @@ def _first_too_small(now: Scenario, device_over_bytes: int) -> tuple[str, ...]:
         return ()
     needed = max(sum(size for _, size in now.first), sum(now.host().values()))
     disk = max(0, sum(now.disk().values()) - (now.disk_bytes or 0))
-    if not (device_over_bytes or too_small(now.first_on_disk, there)):
-        lines += tuple(_with_weights(now))
+    able = now.fewest_stored_bytes(weights=True) is not None
+    if able and not (device_over_bytes or too_small(now.first_on_disk, there)):
+        how = _to_have_weights_there(now)
+        lines += (f"{how} it would fit: what the host does not hold waits there for the plan",)
     return *lines, *_more(device=device_over_bytes, host=needed - there, disk=disk)
 
 
@@ -137,15 +139,21 @@ def _with_weights(now: Scenario) -> list[str]:
     stored, on_disk = now.fewest_stored_bytes(weights=True), now.disk_bytes
     if stored is None:
         return []
-    size = f"{format_bytes(stored)} {'there' if on_disk is None else 'on the disk'}"
-    without = "" if now.disk_weights is None else "without disk_weights=False"
+    how = _to_have_weights_there(now)
     if on_disk is None:
-        how = f"with disk={without and f', {without},'}"
-        return [f"{how} it would fit: {size}, parameters among it"]
+        return [f"{how} it would fit: {format_bytes(stored)} there, parameters among it"]
     if stored <= on_disk:
-        return [f"{without} it would fit: {size}"] if without else []
+        return [f"{how} it would fit: {format_bytes(stored)} on the disk"] if how else []
     more = f"with {format_bytes(stored - on_disk)} more of the disk"
-    return [f"{without and f'{without} and '}{more} it would fit ({_LARGER_DISK})"]
+    return [f"{how and f'{how} and '}{more} it would fit ({_LARGER_DISK})"]
+
+
+def _to_have_weights_there(now: Scenario) -> str:
+    """The change of options that lets parameters go to a disk."""
+    without = "" if now.disk_weights is None else "without disk_weights=False"
+    if now.disk_bytes is not None:
+        return without
+    return f"with disk={without and f', {without},'}"
 
 
 def _disk_too_small(now: Scenario, device_over_bytes: int) -> tuple[str, ...]:
