@@ -250,7 +250,7 @@ class Hosts:
 
     def agree(self, folders: list[Path | None], **options: Any) -> list[dict[int, SharedDisk]]:
         """What each rank finds."""
-        mesh: Any = SimpleNamespace(size=lambda: len(self.hosts))
+        mesh: Any = SimpleNamespace(size=lambda: len(self.hosts), get_rank=self.rank)
 
         def agreed(rank: int, folder: Path | None) -> dict[int, SharedDisk]:
             self._mine.rank = rank
