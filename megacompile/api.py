@@ -280,7 +280,12 @@ def _made(
     if options.device.type == "cuda" and options.lowering is Lowering.INDUCTOR:
         compat.start_compile_workers()  # they are ready when parameters have moved
         compile_pool.start(options.device)
-    divide = functools.partial(find_units, compute_dtype=options.compute_dtype, ranks=options.ranks)
+    divide = functools.partial(
+        find_units,
+        compute_dtype=options.compute_dtype,
+        ranks=options.ranks,
+        replicas=options.replicas,
+    )
     try:
         with compat.on_host():
             streamed = StreamedModel(model, options, divide, compiler, contents, room)

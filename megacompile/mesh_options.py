@@ -17,13 +17,17 @@ from megacompile.errors import OptionError, OptionTypeError
 class PlannedMesh:
     """Ranks that a model is only planned for, without a process of theirs."""
 
-    ranks: int
-    ndim: int = 1
+    ranks: int  # that shard
+    replicas: int = 1
 
-    def size(self, dim: int = 0) -> int:
-        """How many there are."""
-        del dim
-        return self.ranks
+    @property
+    def ndim(self) -> int:
+        """As of a DeviceMesh: with replicas, these are its first dimension."""
+        return 1 if self.replicas == 1 else 2
+
+    def size(self, dim: int) -> int:
+        """How many there are of a dimension."""
+        return self.ranks if dim == self.ndim - 1 else self.replicas
 
     def get_local_rank(self, dim: int = 0) -> int:
         """The first one's place: its part is the largest."""

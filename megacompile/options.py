@@ -129,6 +129,11 @@ class Options:
         return 1 if self.mesh is None else self.mesh.size(self.mesh.ndim - 1)
 
     @property
+    def replicas(self) -> int:
+        """How many ranks have the same part of each parameter (HSDP)."""
+        return 1 if self.mesh is None or self.mesh.ndim == 1 else self.mesh.size(0)
+
+    @property
     def rank(self) -> int:
         """This process's place among them."""
         return 0 if self.mesh is None else self.mesh.get_local_rank(self.mesh.ndim - 1)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import megacompile as package
-from megacompile.cost import rates
+from megacompile.cost import ranks, rates
 from megacompile.cost.hardware import H200, Hardware
 from megacompile.errors import TraceError
 
@@ -44,6 +47,7 @@ def run(mesh: Any, folder: Path) -> dict[str, Any]:
     platform.node = lambda: f"host{rank}"
     os.environ["XDG_CACHE_HOME"] = str(folder / f"rates of {rank}")
     found: dict[str, Any] = {"unknown": _explained(*_model(mesh, ROWS))}
+    found |= _exchanged(mesh)
     if rank == 0:
         _keep(RATES[0])
     model, data, optimizer = _model(mesh, ROWS)
@@ -72,6 +76,16 @@ def run(mesh: Any, folder: Path) -> dict[str, Any]:
         pass
     found["no ranks"] = _refused(nobody)
     return found
+
+
+def _exchanged(mesh: Any) -> dict[str, Any]:
+    """What ranks measure together where they have GPUs; GB/s."""
+    replicas = init_device_mesh("cpu", (mesh.size(), 1))
+    cpu = torch.device("cpu")
+    with mock.patch.object(ranks, "_BYTES", 2**22):
+        gather_gb_s, start_s = ranks._interconnect(mesh, cpu, functools.partial(ranks.told, mesh))
+        told = functools.partial(ranks.told, replicas)
+        return {"gather": (gather_gb_s, start_s), "sum": ranks._network(replicas, cpu, told)}
 
 
 def _keep(hardware: Hardware) -> None:

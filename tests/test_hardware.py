@@ -40,7 +40,8 @@ def test_known_machines_are_whole(name: str) -> None:
     assert found == known(name.upper())
     for field in fields(Hardware):
         value = getattr(found, field.name)
-        if field.name in ("host_bytes", "locked_bytes") or field.name.startswith("disk_"):
+        of_host = ("host_bytes", "locked_bytes", "network_gb_s")
+        if field.name in of_host or field.name.startswith("disk_"):
             assert value is None  # a GPU does not say what host it is in
         elif field.name == "matmul8_tflop_s" and name in ("a100", "3090", "3080"):
             assert value is None  # Ampere has no fp8
@@ -97,6 +98,8 @@ def test_hardware_is_measured_once(quick: Path, monkeypatch: pytest.MonkeyPatch)
             assert value is None  # that is of a folder, or found when memory is locked
         elif field.name == "matmul8_tflop_s":
             assert value is None  # a CPU's products of fp8 are no measure
+        elif field.name == "network_gb_s":
+            assert value is None  # ranks measure it together
         else:
             unset = ("name", "collective_s", "gathers_over_pcie")
             assert field.name in unset or value > 0, field.name

@@ -35,6 +35,10 @@ from tests.test_ranks import torchrun
 
 def test_two_ranks_whose_rates_and_work_differ(tmp_path: Path) -> None:
     each_found = torchrun("explain", 2, tmp_path)
+    for name in ("gather", "sum"):
+        first, second = (found[name] for found in each_found)
+        assert first == second, "the slowest rank's"
+    assert 0.01 < each_found[0]["sum"] < 100 and 0 < each_found[0]["gather"][1] < 1
     for found in each_found:
         for name in ("unknown", "one has rates", "given"):
             assert found[name]["slow_ranks"] == () and found[name]["ranks"] == 2, name
@@ -182,7 +186,7 @@ def test_ranks_measure_together_where_one_of_them_has_no_rates(
     monkeypatch.setattr(ranks, "cached_of_rank", lambda *_: large)
     monkeypatch.setattr(ranks, "measure_of_rank", measure)
     monkeypatch.setattr(ranks, "_interconnect", lambda *_: (395.0, 1e-5))
-    mesh: Any = SimpleNamespace(get_rank=lambda: 1)
+    mesh: Any = SimpleNamespace(get_rank=lambda: 1, ndim=1)
     found = ranks.agree(mesh, torch.device("cuda"), told)
     assert found is not None and measured == [2], "as many as measure there at once"
     assert [(each.rank, each.host) for each in found.ranks] == [(0, "a"), (1, "a"), (2, "b")]

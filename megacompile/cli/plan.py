@@ -21,7 +21,7 @@ import shutil
 from dataclasses import dataclass
 
 from megacompile.cli import source
-from megacompile.cost.hardware import Hardware
+from megacompile.cost.hardware import ASSUMED_NETWORK_GB_S, Hardware
 from megacompile.cost.sheets import NAMES, of_sheet
 from megacompile.errors import MissingExtraError, OptionError
 from megacompile.sizes import parse_bytes
@@ -51,6 +51,20 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GB/S",
         help="what one GPU gets from the others, with --gpus; default: NVLink's of the GPU. "
         "What is no faster than the link to the host is taken to share that link",
+    )
+    add(
+        "--hosts",
+        type=int,
+        default=1,
+        metavar="N",
+        help="that replicate it, each with --gpus (a mesh of two dimensions)",
+    )
+    add(
+        "--network",
+        type=float,
+        metavar="GB/S",
+        help="what one GPU gets from other hosts while all of its host do, with --hosts; "
+        f"default: {ASSUMED_NETWORK_GB_S:g}, 100 Gbit/s each",
     )
     add(
         "--link",
@@ -114,7 +128,7 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         OptionError: an option, or what TARGET names.
     """
-    for name in ("batch", "seq", "tokens", "gpus", "tiles"):
+    for name in ("batch", "seq", "tokens", "gpus", "hosts", "tiles"):
         value = getattr(args, name)
         if value is not None and not value >= 1:
             raise OptionError(f"--{name} {value}: needed 1 or more")
@@ -124,6 +138,14 @@ def check(args: argparse.Namespace) -> None:
     if args.interconnect is not None and not (args.interconnect > 0 and args.gpus > 1):
         raise OptionError(
             f"--interconnect {args.interconnect:g}: needed GB/s, more than 0, and --gpus 2 or more"
+        )
+    if args.hosts > 1 and args.gpus == 1:
+        raise OptionError(
+            f"--hosts {args.hosts}: needed --gpus 2 or more, which share the model on each host"
+        )
+    if args.network is not None and not (0 < args.network < math.inf and args.hosts > 1):
+        raise OptionError(
+            f"--network {args.network:g}: needed GB/s, more than 0, and --hosts 2 or more"
         )
     link(args)
     hardware = of_sheet(gpu)  # None: this machine, which torch is asked for

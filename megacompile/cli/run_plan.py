@@ -47,6 +47,7 @@ class Answer:
     why_not: tuple[str, ...]  # it does not fit; empty if it does, as far as is known
     planning_s: float
     gpus: int  # that do as much, each
+    hosts: int  # with as many of these each
     active: int  # parameters that a token passes: not the experts that it does not choose
     tried: bool  # though it does not fit, by so little
 
@@ -54,7 +55,7 @@ class Answer:
     def tokens_s(self) -> float | None:
         """Tokens a second."""
         tokens = self.target.tokens
-        return None if tokens is None else self.gpus * tokens / self.explained.step_s
+        return None if tokens is None else self.gpus * self.hosts * tokens / self.explained.step_s
 
     @property
     def tflop_s(self) -> float | None:
@@ -69,6 +70,7 @@ class Answer:
             "target": self.target.name,
             "batch": self.batch,
             "gpus": self.gpus,
+            "hosts": self.hosts,
             "tokens_a_step": self.target.tokens,
             "active_parameters": self.active,
             "fits": not self.why_not,
@@ -95,6 +97,8 @@ def run(args: argparse.Namespace) -> int:
     hardware = _with_disk(hardware, plan.disk(args)).shared_by(args.gpus)
     if args.interconnect is not None:
         hardware = hardware.with_interconnect(args.interconnect)
+    if args.network is not None:
+        hardware = hardware.replace(network_gb_s=args.network)
     answers = _sweep(args, hardware) if args.sweep else [_answer(args, hardware, args.batch)]
     fitting = [answer for answer in answers if not answer.why_not]
     best = max(fitting or answers[:1], key=lambda answer: answer.tokens_s or 0.0)
@@ -187,7 +191,9 @@ def _answer(args: argparse.Namespace, hardware: Hardware, batch: int) -> Answer:
         active = active_parameters(now.schedules, active, made.tokens)
     planning_s = time.perf_counter() - start
     short = why_not(now)
-    return Answer(made, batch, explained, short, planning_s, args.gpus, active, is_tried(now))
+    return Answer(
+        *(made, batch, explained, short, planning_s, args.gpus, args.hosts, active, is_tried(now))
+    )
 
 
 def _first(
@@ -220,7 +226,7 @@ def _options(args: argparse.Namespace, made: Target, hardware: Hardware) -> Opti
         tiles="auto" if args.tiles is None else args.tiles,
     )
     if args.gpus > 1:
-        options = replace(options, mesh=PlannedMesh(args.gpus))
+        options = replace(options, mesh=PlannedMesh(args.gpus, args.hosts))
     disk = plan.disk(args)
     if disk is None:
         return options
@@ -271,7 +277,9 @@ def _text(answer: Answer, args: argparse.Namespace) -> str:
     products = f", float8 products ({args.float8})" if args.float8 else ""
     machine = f"one {explained.hardware}"
     if args.gpus > 1:
-        machine = f"each of {args.gpus} {explained.hardware}; memory is that of one GPU's part"
+        hosts = "" if args.hosts == 1 else f" of each of {args.hosts} hosts"
+        machine = f"each of {args.gpus} {explained.hardware}{hosts}"
+        machine += "; memory is that of one GPU's part"
     lines = [
         f"{made.name}: {made.parameters / 1e9:,.3g} B parameters{active}, {' and '.join(dtypes)}"
         + products,
@@ -309,6 +317,7 @@ def _speed(answer: Answer, tokens: float) -> list[str]:
     whether = " if it did fit" if answer.why_not else ""
     rows = [["a step", f"{duration(explained.step_s)}{whether}, bound by {explained.bound}"]]
     rows.append(["its time depends on", explained.bounds_text()])
+    rows += [["", line] for line in explained.network_lines()]
     if (rate := answer.tokens_s) is not None:
         rows.append(["tokens/s", f"{rate:,.0f}"])
         rows.append(["TFLOP/s by 6NT", _figures(answer.tflop_s or 0.0)])

@@ -64,8 +64,11 @@ class Amounts:
         return self._seconds[key]
 
     def halves(self, node: fx.Node) -> list[float]:
-        """Of a copy of new parameters and states, which go one after the other."""
+        """Of a copy of new parameters and states, which go one after the other; or of a sum of
+        gradients, over the ranks that shard and then over those with the same rows."""
         bucket: Bucket = ops.arguments(node)[0]
+        if ops.effects(node).of_replicas:
+            return [self._exchanged(node), self._of_replicas(node)]
         params = self._param_bytes(bucket)
         if self.name == "update":
             update = self.sizes.get(bucket.key)
@@ -112,6 +115,15 @@ class Amounts:
         rate, start_s = self.hardware.interconnect_gb_s * 1e9, self.hardware.collective_s
         start = start_s * rate if rate != math.inf else 0.0
         return op.gathered(node) * (ranks - 1) / ranks + start
+
+    def _of_replicas(self, node: fx.Node) -> float:
+        """Bytes that a rank gets in a sum of its part over ranks with the same rows: each sums a
+        share of it, and all gather these; and what those of setting it up would have been."""
+        op, hardware = ops.effects(node), self.hardware
+        bucket: Bucket = ops.arguments(node)[0]
+        assert op.gathered is not None
+        received = 2 * (bucket.replicas - 1) / bucket.replicas * op.gathered(node) / bucket.ranks
+        return received + hardware.collective_s * hardware.replicas_gb_s * 1e9
 
     def _param_bytes(self, bucket: Bucket) -> int:
         mine = largest_shard(bucket)

@@ -13,6 +13,8 @@ from typing import Any
 
 from megacompile.errors import OptionError
 
+ASSUMED_NETWORK_GB_S = 12.5
+
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
@@ -43,6 +45,7 @@ class Hardware:
     interconnect_gb_s: float = math.inf  # of a collective: what one rank gets from the others
     collective_s: float = 0.0  # of a collective, whatever its size
     gathers_over_pcie: float = 0.0  # 1.0: collectives share the link to the host, both ways; or 0.0
+    network_gb_s: float | None = None  # of sums over replicas; see `replicas_gb_s`
 
     def replace(self, **changes: Any) -> Hardware:
         """The same machine with other figures: `h200.replace(host_bytes=256 * 2**30)`.
@@ -73,6 +76,15 @@ class Hardware:
         """
         over_pcie = 1.0 if gb_s <= self.h2d_gb_s else 0.0
         return self.replace(interconnect_gb_s=gb_s, gathers_over_pcie=over_pcie)
+
+    @property
+    def replicas_gb_s(self) -> float:
+        """What one rank gets from those with the same rows, while all ranks of its host do.
+
+        These are on other hosts, as a rule. Where that was not measured and nobody has told it
+        (`network_gb_s`), each rank is taken to have 100 Gbit/s.
+        """
+        return ASSUMED_NETWORK_GB_S if self.network_gb_s is None else self.network_gb_s
 
     def with_link(self, gb_s: float) -> Hardware:
         """The same machine where a copy between host and device has so many GB/s, alone.

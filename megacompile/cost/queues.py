@@ -20,6 +20,7 @@ from megacompile.ir.stream import Stream
 
 STREAMS = tuple(Stream)  # a queue is its stream's place here
 COMPUTE, H2D, D2H, HOST, DEVICE, READ, WRITE, COMM = range(len(STREAMS))
+_NETWORK = len(STREAMS)  # the bit of a mask of what runs: the collective is between replicas
 _IN_TURN = (COMPUTE, H2D, D2H, DEVICE, READ, WRITE, COMM, HOST)  # it takes what the device leaves
 
 
@@ -35,6 +36,7 @@ class Work:
     step: int
     since: int = -1  # the work that it is the second half of
     helped: float = 0.0  # its amount where the device makes it; 0: it cannot
+    of_replicas: bool = False  # a collective of ranks with the same rows
 
 
 class Queues:
@@ -85,7 +87,7 @@ class Queues:
                 if i < 0 or missing[i]:
                     continue
                 queue.remove(i)
-                running |= 1 << k
+                running |= 1 << k | self.works[i].of_replicas << _NETWORK
                 runs[k] = i
                 left[k] = self.works[i].amount
                 if k == DEVICE:
@@ -104,7 +106,7 @@ class Queues:
                     continue
                 i = runs[k]
                 self.stop_s[i] = now
-                running &= ~(1 << k)
+                running &= ~(1 << k | self.works[i].of_replicas << _NETWORK)
                 last_of[k] = i
                 done += 1
                 for reader in readers[i]:
@@ -150,7 +152,7 @@ class Queues:
 @functools.lru_cache(maxsize=16)
 def _rates_of(hardware: Hardware) -> tuple[tuple[float, ...], ...]:
     """By the mask of what runs, work a second of each queue."""
-    return tuple(_rates(hardware, busy) for busy in range(1 << len(STREAMS)))
+    return tuple(_rates(hardware, busy) for busy in range(2 << len(STREAMS)))
 
 
 def _rates(hardware: Hardware, busy: int) -> tuple[float, ...]:
@@ -160,10 +162,15 @@ def _rates(hardware: Hardware, busy: int) -> tuple[float, ...]:
     GPUs have no other interconnect: each direction is divided among all that use it. Every copy to
     or from the host also takes host memory bandwidth. Collectives are taken to need none of it: the
     GPUs reach one another directly, or through the processor's caches. That was not measured.
+    Between hosts a collective goes over the link too, to the host's network.
     """
     h2d, d2h, host, device, comm = (busy >> k & 1 for k in (H2D, D2H, HOST, DEVICE, COMM))
-    gather = hardware.interconnect_gb_s
-    over_link = comm and hardware.gathers_over_pcie > 0
+    if busy >> _NETWORK & 1:
+        gather = hardware.replicas_gb_s
+        over_link = comm and gather <= hardware.h2d_gb_s
+    else:
+        gather = hardware.interconnect_gb_s
+        over_link = comm and hardware.gathers_over_pcie > 0
     down = hardware.h2d_both_gb_s if d2h or device or over_link else hardware.h2d_gb_s
     up = hardware.d2h_both_gb_s if h2d or device or over_link else hardware.d2h_gb_s
     gathers = gather if over_link else 0.0

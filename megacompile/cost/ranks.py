@@ -1,4 +1,5 @@
-"""What ranks that share a model can do together: the slowest of each rate, and the interconnect.
+"""What ranks that share a model can do together: the slowest of each rate, and the interconnect;
+where several have the same rows, what they get from one another.
 
 Each rank measures its own GPU and its own updates, all at the same time: training gets what the
 links of a host give when all of its GPUs copy, and what its memory gives when all of its cores
@@ -169,7 +170,9 @@ def agree(
     if not cuda:
         return Agreed(slowest, ranks)
     gather_gb_s, start_s = _interconnect(mesh, device, told)
-    slowest = replace(slowest.with_interconnect(gather_gb_s), collective_s=start_s)
+    slowest = slowest.with_interconnect(gather_gb_s)
+    network_gb_s = _network(mesh, device, told)
+    slowest = replace(slowest, collective_s=start_s, network_gb_s=network_gb_s)
     return Agreed(slowest, ranks)
 
 
@@ -242,21 +245,55 @@ def _interconnect(mesh: DeviceMesh, device: torch.device, told: Told) -> tuple[f
     """GB/s that a rank gets from the others in a gather, and seconds that a small one takes; the
     slowest rank's."""
     group = mesh.get_group(mesh.ndim - 1)
-    count = dist.get_world_size(group)
+    count, rank = dist.get_world_size(group), dist.get_rank(group)
     whole = torch.empty(_BYTES // count * count, dtype=torch.uint8, device=device)
 
-    def gather(size_bytes: int) -> float:
+    def gather(size_bytes: int) -> None:
         place = whole[: size_bytes // count * count]
-        mine = place.chunk(count)[dist.get_rank(group)]
-        torch.cuda.synchronize(device)
+        compat.ALL_GATHER(place, place.chunk(count)[rank], group=group)
+
+    small_s, large_s = _slowest_s(gather, device, told)
+    return _gb_s(len(whole) * (count - 1) / count, large_s - small_s), small_s
+
+
+def _network(mesh: DeviceMesh, device: torch.device, told: Told) -> float | None:
+    """GB/s that a rank gets from those with the same rows in a sum of its part, while all ranks of
+    its host do that; the slowest rank's. None: no others have these rows."""
+    if mesh.ndim == 1:
+        return None
+    group = mesh.get_group(0)
+    count = dist.get_world_size(group)
+    part = torch.zeros(_BYTES // mesh.size(1), dtype=torch.uint8, device=device)
+
+    def add(size_bytes: int) -> None:
+        dist.all_reduce(part[:size_bytes], group=group)
+
+    small_s, large_s = _slowest_s(add, device, told)
+    return _gb_s(2 * len(part) * (count - 1) / count, large_s - small_s)
+
+
+def _slowest_s(
+    collective: Callable[[int], None], device: torch.device, told: Told
+) -> tuple[float, float]:
+    """Seconds that a small and a large one takes in the slowest rank; of so many bytes each."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def seconds(size_bytes: int) -> float:
+        wait()
         start = time.perf_counter()
-        compat.ALL_GATHER(place, mine, group=group)
-        torch.cuda.synchronize(device)
+        collective(size_bytes)
+        wait()
         return time.perf_counter() - start
 
-    told(None)  # all have that memory: nobody waits in a gather for one that has not
-    small = statistics.median(gather(_SMALL) for _ in range(2 * _REPEATS))
-    large = statistics.median(gather(_BYTES) for _ in range(_REPEATS))
+    told(None)  # all have their memory: nobody waits in a collective for one that has not
+    small = statistics.median(seconds(_SMALL) for _ in range(2 * _REPEATS))
+    large = statistics.median(seconds(_BYTES) for _ in range(_REPEATS))
     small, large = map(max, zip(*told((small, large)), strict=True))
-    received = _BYTES * (count - 1) / count
-    return received / max(large - small, 1e-9) / 1e9, small
+    return small, large
+
+
+def _gb_s(received: float, seconds: float) -> float:
+    return received / max(seconds, 1e-9) / 1e9

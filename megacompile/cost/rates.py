@@ -18,7 +18,7 @@ from megacompile.cost.disk import DiskRates, measure_disk
 from megacompile.cost.hardware import Hardware, least
 from megacompile.cost.probe import measure
 
-_FORMAT = 6  # of the file: raised when fields change, or what they mean
+_FORMAT = 7  # of the file: raised when fields change, or what they mean
 _DISK_FORMAT = 2
 
 

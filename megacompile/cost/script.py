@@ -49,7 +49,8 @@ class _Item:
     since: int = -1  # the item that it is the second half of
     drains: bool = False  # waits for the copies of what was deferred
     helped: float = 0.0  # its amount where the device makes it
-    half: int | None = None  # which half of the copy
+    half: int | None = None  # which half of the copy, or of the collective
+    of_replicas: bool = False  # ranks with the same rows are in that half
     fresh: bool = False  # what it would copy is on the device still
     reads_weights: int | None = None  # the key of the bucket that it copies to the device
     stages: bool = False  # brings states from a disk to a set of buffers, or back
@@ -147,7 +148,12 @@ class _Graph:
         label = ops.label(node)
         item = _Item(node, label, queue, waits, takes, begins=op.begins, drains=op.drains)
         if len(op.writes) == 2 and queue == D2H:
-            self._add_halves(node, item)
+            first, second = written(node)
+            self._lands[first], self._lands[second] = len(self.items), len(self.items) + 1
+            self._add_half(node, item)
+        elif op.of_replicas and ops.arguments(node)[0].replicas > 1:
+            self._add_half(node, item)
+            item.of_replicas = True
         else:
             item.stages = op.stored is not None and Part.STATES in (*op.reads, *op.writes)
             if Part.WEIGHTS in op.reads and queue == H2D:
@@ -176,11 +182,9 @@ class _Graph:
         left = self.name == "update" or source.name in self._stored
         return (id(self.schedule), source.name) if left else None
 
-    def _add_halves(self, node: fx.Node, item: _Item) -> None:
-        """New parameters reach the host ahead of the states; `item` becomes the second half."""
-        first, second = written(node)
-        self._lands[first] = len(self.items)
-        self._lands[second] = len(self.items) + 1
+    def _add_half(self, node: fx.Node, item: _Item) -> None:
+        """Add the first half; `item` becomes the second one. New parameters reach the host ahead of
+        the states, and ranks that shard sum gradients ahead of those with the same rows."""
         item.since, item.half = len(self.items), 1
         self.items.append(_Item(node, "", item.queue, item.waits, item.takes, half=0))
         item.waits, item.takes = [], []
@@ -298,4 +302,7 @@ class Steps:
             waits += self.deferred
             self.deferred = []
         since = first + item.since if item.since >= 0 else -1
-        return Work(graph.name, item.label, item.queue, amount, waits, step, since, item.helped)
+        return Work(
+            *(graph.name, item.label, item.queue, amount, waits, step, since, item.helped),
+            of_replicas=item.of_replicas,
+        )

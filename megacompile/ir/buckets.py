@@ -66,6 +66,7 @@ class Bucket:
     size_bytes: int
     label: str = "?"
     ranks: int = 1
+    replicas: int = 1  # how many ranks have the same rows, each of which gets other gradients
 
     def __hash__(self) -> int:
         return hash((self.key, self.label))  # of hundreds of parameters it would be slow
@@ -77,6 +78,7 @@ class Bucket:
         params: Sequence[tuple[str, torch.Tensor]],
         packed: Collection[str] = (),
         ranks: int = 1,
+        replicas: int = 1,
     ) -> Bucket:
         """Place `params` one after the other, each aligned to `ALIGNMENT_BYTES`.
 
@@ -94,7 +96,7 @@ class Bucket:
             param = Param(param_name, shape, tuple(stride), dtype, offset, part)
             placed.append(param)
             offset += ranks * _aligned(param.shard_numel(ranks) * dtype.itemsize)
-        return Bucket(key, name, tuple(placed), offset, ranks=ranks)
+        return Bucket(key, name, tuple(placed), offset, ranks=ranks, replicas=replicas)
 
     def shard(self, rank: int) -> Bucket:
         """The layout of the part of one rank, in a buffer of its own."""

@@ -166,7 +166,12 @@ class _Capturing:
         self.model = model
         self.options = options
         self.fakes = compat.fake_mode()
-        units = find_units(model, compute_dtype=options.compute_dtype, ranks=options.ranks)
+        units = find_units(
+            model,
+            compute_dtype=options.compute_dtype,
+            ranks=options.ranks,
+            replicas=options.replicas,
+        )
         self.plans = SettledPlans(PassCompiler(options, units, hardware=hardware))
         self.captures: list[Capture] = []
         self.inputs: dict[int, torch.Tensor] = {}  # fake, by the id of what was given

@@ -99,6 +99,9 @@ class Explanation:
     pageable_s: float = 0.0  # of a step: what it costs that less can be
     numa_node: str | None = None  # near the GPU, where its host memory is; None: there is one
     ranks: int = 1  # that share the model; memory and times are those of one
+    replicas: int = 1  # how many ranks have the same part of it
+    network_gb_s: float | None = None  # what one gets from the others of these; None: no replicas
+    network_is_assumed: bool = False  # it was neither measured nor told
     hosts: tuple[str, ...] = ()  # theirs, where ranks share the model and their rates are known
     slow_ranks: tuple[SlowRank, ...] = ()  # rates at which some are behind, what costs most first
     last_rank: LastRank | None = None  # whom the others wait for, where all ranks were traced
@@ -106,7 +109,7 @@ class Explanation:
     @property
     def bound(self) -> str:
         """What bounds the step: compute, h2d, d2h, host memory bandwidth, host update, disk or,
-        where ranks share the model, interconnect."""
+        where ranks share the model, interconnect or network (between those with the same part)."""
         return next(iter(self.bounds))
 
     @property
@@ -179,6 +182,14 @@ class Explanation:
         shown = [(name, s) for name, s in self.bounds.items() if s >= _EXPLAINED]
         return ", ".join(f"{name} {share:.0%}" for name, share in shown) or "nothing of these"
 
+    def network_lines(self) -> list[str]:
+        """At which rate ranks with the same rows sum gradients; [] without these."""
+        if self.network_gb_s is None:
+            return []
+        rate = f"{self.network_gb_s:.3g} GB/s"
+        assumed = ", which is assumed" if self.network_is_assumed else ""
+        return [f"each gradient is summed over {self.replicas} replicas, at {rate} a rank{assumed}"]
+
     def traced_waits_text(self) -> str:
         """ "h2d 93 %, compute 5 %": what the traced steps waited for."""
         shown = [*self.traced_waits.items(), (NONE, (self.traced_none_s or 0.0))]
@@ -196,11 +207,14 @@ class Explanation:
 
     def _title(self) -> str:
         count = sum(group.count for group in self.stages)
-        each = "" if self.ranks == 1 else f"each of {self.ranks} ranks' "
+        each = "" if self.ranks == 1 else f"each of {self._ranks_text()} ranks' "
         return (
             f"{self.model}, {short_count(self.parameters)} parameters, on {each}{self.hardware}: "
             f"{count} stages of {self.templates} templates"
         )
+
+    def _ranks_text(self) -> str:
+        return str(self.ranks) if self.replicas == 1 else f"{self.replicas} x {self.ranks}"
 
     def _sections(self) -> list[Section]:
         measured = ""
@@ -213,7 +227,7 @@ class Explanation:
             (f"memory: {when}", self.memory_rows()),
             ("the plan", list(self.reasons)),
             (step, self._stream_rows()),
-            ("its time depends on", [self.bounds_text()]),
+            ("its time depends on", [self.bounds_text(), *self.network_lines()]),
         ]
         if self.traced_step_s is not None:
             sections.append(("the traced steps waited for", [self.traced_waits_text()]))
@@ -378,6 +392,9 @@ def explanation(
         pageable_s=now.pageable_s if now.pageable_bytes else 0.0,
         numa_node=numa_node,
         ranks=now.ranks,
+        replicas=now.replicas,
+        network_gb_s=now.hardware.replicas_gb_s if now.replicas > 1 else None,
+        network_is_assumed=now.replicas > 1 and now.hardware.network_gb_s is None,
         hosts=tuple(dict.fromkeys([r.host for r in rates] + [r.host for r in rank_steps])),
         slow_ranks=slow_ranks(now, rates),
         last_rank=last_rank(rank_steps),

@@ -44,6 +44,7 @@ _RATES = {  # what a resource's speed stands for in `Hardware`
     "host memory bandwidth": ("host_memory_gb_s",),
     "host update": ("update_gb_s",),
     "interconnect": ("interconnect_gb_s",),
+    "network": ("network_gb_s",),
     "disk": DISK_RATES,
 }
 _OF_BATCH = (Kind.INPUTS, Kind.ACTIVATIONS, Kind.SAVED, Kind.WORKSPACE)
@@ -95,6 +96,11 @@ class Scenario:
     def ranks(self) -> int:
         """How many share the model."""
         return max((b.ranks for schedule in self.schedules for b in schedule.buckets), default=1)
+
+    @property
+    def replicas(self) -> int:
+        """How many of them have the same part of it."""
+        return max((b.replicas for schedule in self.schedules for b in schedule.buckets), default=1)
 
     @property
     def step_s(self) -> float:
@@ -215,8 +221,10 @@ class Scenario:
         1.0 means that the step is shorter by as much as the resource is faster.
         """
         found = {}
+        used = {"disk": bool(self.disk()), "interconnect": self.ranks > 1}
+        used["network"] = self.replicas > 1
         for name in _RATES:
-            if (name == "disk" and not self.disk()) or (name == "interconnect" and self.ranks == 1):
+            if not used.get(name, True):
                 continue
             less = self.step_s - self.timeline(faster(self.hardware, name, _FASTER)).step_s
             possible = self.step_s * (1 - 1 / _FASTER)
@@ -254,6 +262,8 @@ def faster(hardware: Hardware, resource: str, times: float) -> Hardware:
     changes = {name: rate * times for name, rate in rates.items() if rate is not None}
     if resource == "interconnect":
         changes["collective_s"] = hardware.collective_s / times
+    if resource == "network":
+        changes["network_gb_s"] = hardware.replicas_gb_s * times
     if resource == "compute":
         changes["launch_s"] = hardware.launch_s / times
     if resource in ("h2d", "d2h"):

@@ -47,11 +47,12 @@ def find_units(
     limit_bytes: int = UNIT_LIMIT_BYTES,
     compute_dtype: torch.dtype | None = None,
     ranks: int = 1,
+    replicas: int = 1,
 ) -> tuple[Unit, ...]:
     """The units of `model`, in the order of its module tree; together they hold every parameter.
 
     With `compute_dtype`, buckets hold float32 parameters in that dtype, but for packed ones. With
-    `ranks`, each has a part of every bucket.
+    `ranks`, each has a part of every bucket; as many as `replicas` have the same part.
     """
     seen: set[int] = set()
     subtrees = []
@@ -64,7 +65,7 @@ def find_units(
     for key, subtree in enumerate(_join_small([s for s in subtrees if s.params])):
         units.append(
             Unit(
-                bucket=_bucket(key, subtree, compute_dtype, ranks),
+                bucket=_bucket(key, subtree, compute_dtype, ranks, replicas),
                 modules=subtree.modules,
                 roots=frozenset(id(m) for m in subtree.roots),
                 repeated=subtree.repeated,
@@ -73,7 +74,9 @@ def find_units(
     return tuple(units)
 
 
-def _bucket(key: int, subtree: _Subtree, compute_dtype: torch.dtype | None, ranks: int) -> Bucket:
+def _bucket(
+    key: int, subtree: _Subtree, compute_dtype: torch.dtype | None, ranks: int, replicas: int
+) -> Bucket:
     """The parameters as they are on the device."""
     packed = {leaf.name for leaf in subtree.params if leaf.packed}
     params = [
@@ -84,7 +87,7 @@ def _bucket(key: int, subtree: _Subtree, compute_dtype: torch.dtype | None, rank
         else (name, torch.empty_like(tensor, dtype=compute_dtype, device="meta"))
         for name, tensor, part in subtree.params
     ]
-    return Bucket.layout(key, subtree.name, params, packed, ranks)
+    return Bucket.layout(key, subtree.name, params, packed, ranks, replicas)
 
 
 def _split(module: nn.Module, name: str, limit_bytes: int, *, repeated: bool) -> Iterator[_Subtree]:

@@ -75,6 +75,7 @@ def alloc_shard(bucket: Bucket) -> Any:
     owns=True,
     fills=2,
     gathered=of_argument(1),
+    of_replicas=True,
 )
 def reduce_scatter(bucket: Bucket, gradients: Any, buffer: Any) -> Any:
     """The mean of the ranks' gradients: each rank gets that of its part."""

@@ -1,0 +1,176 @@
+"""What the sum of gradients over replicas costs: ranks of other hosts have the same rows (HSDP)."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from megacompile.cli import main
+from megacompile.cost import ranks
+from megacompile.cost.hardware import ASSUMED_NETWORK_GB_S, H200, Hardware
+from megacompile.cost.optimizer import OptimizerCost
+from megacompile.cost.queues import COMM, H2D, Queues, Work
+from megacompile.ir.schedule import Schedule
+from megacompile.ir.stream import Stream
+from megacompile.mesh_options import PlannedMesh
+from megacompile.plan.abstract import abstract_options, abstract_programs
+from megacompile.plan.scenario import Scenario
+from tests.processes import group_of_one
+from tests.test_planner import Tower
+
+TOKENS = 2048
+RANKS = 4
+
+
+@functools.cache
+def captured(replicas: int) -> Schedule:
+    """A tower whose layers live on the devices of hosts with four H200 each."""
+    model = Tower(depth=6).to("meta", torch.bfloat16)
+    options = abstract_options(device="cpu", resident="all")
+    options = replace(options, mesh=PlannedMesh(RANKS, replicas))
+    inputs = (torch.empty(TOKENS, 4096, device="meta", dtype=torch.bfloat16),)
+    (program,) = abstract_programs(model, inputs, options=options, hardware=H200)
+    return program.schedule()
+
+
+def planned(replicas: int, gb_s: float | None = None, start_s: float = 0.0) -> Scenario:
+    hardware = H200.shared_by(RANKS)
+    hardware = replace(hardware, network_gb_s=gb_s, collective_s=start_s)
+    return Scenario((captured(replicas),), hardware, OptimizerCost())
+
+
+def busy_s(scenario: Scenario) -> float:
+    return scenario.timeline().busy_s(Stream.COMM)
+
+
+def gradient_bytes(scenario: Scenario) -> int:
+    """Of a rank's part."""
+    (schedule,) = scenario.schedules
+    return sum(param.size_bytes for b in schedule.buckets for param in b.params) // RANKS
+
+
+@pytest.mark.parametrize(("replicas", "times"), [(2, 1.0), (4, 1.5), (8, 1.75)])
+def test_each_rank_sums_its_part_with_those_that_have_it_too(replicas: int, times: float) -> None:
+    alone, several = planned(1), planned(replicas, 5.0)
+    more_s = busy_s(several) - busy_s(alone)
+    assert more_s == pytest.approx(times * gradient_bytes(alone) / 5e9, rel=0.02)
+    assert several.step_s > 1.1 * alone.step_s and several.step_s > busy_s(several)
+
+
+def test_each_of_these_sums_takes_time_to_start() -> None:
+    (schedule,) = planned(1).schedules
+    without = busy_s(planned(2, 5.0)) - busy_s(planned(1))
+    with_start = busy_s(planned(2, 5.0, 1e-3)) - busy_s(planned(1, None, 1e-3))
+    assert with_start - without == pytest.approx(1e-3 * len(schedule.buckets), rel=0.02)
+
+
+def test_a_network_is_among_what_bounds_a_step() -> None:
+    bounds = planned(2, 1.0).bounds()
+    assert next(iter(bounds)) == "network" and bounds["network"] > 0.5
+    assert planned(2, 1000.0).bounds()["network"] < 0.05
+    assert "network" not in planned(1).bounds()
+    assumed = planned(2)
+    assert assumed.step_s == pytest.approx(planned(2, ASSUMED_NETWORK_GB_S).step_s)
+    assert assumed.bounds() == pytest.approx(planned(2, ASSUMED_NETWORK_GB_S).bounds())
+
+
+def test_it_shares_the_link_to_the_host() -> None:
+    def h2d_s(network_gb_s: float, *, of_replicas: bool) -> float:
+        unit = Hardware("unit", 4.0, 4.0, 4.0, 4.0, 1.0, 1.0, 0.0, network_gb_s=network_gb_s)
+        queues = Queues(unit)
+        queues.add(Work("backward", "sum", COMM, 9e9, [], 0, of_replicas=of_replicas))
+        copy = queues.add(Work("backward", "copy", H2D, 3e9, [], 0))
+        queues.go()
+        return queues.stop_s[copy]
+
+    assert h2d_s(1.0, of_replicas=False) == 0.75, "an interconnect of its own"
+    assert h2d_s(1.0, of_replicas=True) == 1.0
+    assert h2d_s(100.0, of_replicas=True) == 0.75, "no faster than the link: it is another one"
+
+
+def test_ranks_measure_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, a rank gets nothing; that two get something is in `tests.rank_explain`."""
+    monkeypatch.setattr(ranks, "_BYTES", 2**16)
+    sizes: list[Any] = []
+
+    def told(value: Any) -> list[Any]:
+        sizes.append(value)
+        return [value, (1.0, 3.0)] if value else [value] * 2
+
+    with group_of_one():
+        mesh: Any = init_device_mesh("cpu", (1, 1))
+        assert ranks._network(mesh, torch.device("cpu"), told) == 0.0
+        one: Any = SimpleNamespace(ndim=1)
+        assert ranks._network(one, torch.device("cpu"), told) is None
+    assert len(sizes) == 2 and sizes[0] is None, "nobody waits for one that has no memory"
+
+
+CONFIG = {
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return str(path)
+
+
+def test_hosts_are_planned(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("plan", config, "--batch", "2", "--seq", "16", "--gpus", "2")
+
+    def answer(*options: str) -> dict[str, Any]:
+        assert main([*argv, *options, "--json"]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    one, two = answer(), answer("--hosts", "2")
+    slow = answer("--hosts", "2", "--network", "0.1")
+    assert (one["hosts"], two["hosts"]) == (1, 2)
+    assert two["step_s"] < slow["step_s"] and one["step_s"] < slow["step_s"]
+    assert two["tokens_per_s"] == pytest.approx(4 * 32 / two["step_s"])
+    said = [(p["plan"]["replicas"], p["plan"]["network_gb_s"]) for p in (one, two, slow)]
+    assert said == [(1, None), (2, 12.5), (2, 0.1)]
+    assert two["plan"]["network_is_assumed"] and not slow["plan"]["network_is_assumed"]
+    assert main([*argv, "--hosts", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "on each of 2 NVIDIA H200 of each of 2 hosts; memory is" in text
+    line = "each gradient is summed over 2 replicas, at 12.5 GB/s a rank"
+    assert f"{line}, which is assumed\n" in text
+    assert main([*argv, "--hosts", "2", "--network", "12.5"]) == 0
+    assert f"{line}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--hosts", "0"), "--hosts 0: needed 1 or more"),
+        (("--hosts", "2"), "--hosts 2: needed --gpus 2 or more, which share the model on each"),
+        (("--gpus", "2", "--network", "3"), "--network 3: needed GB/s, more than 0, and --hosts"),
+        (("--gpus", "2", "--hosts", "2", "--network", "nan"), "--network nan: needed GB/s, more"),
+        (("--gpus", "2", "--hosts", "2", "--network=-1"), "--network -1: needed GB/s, more than"),
+    ],
+)
+def test_hosts_that_are_refused(
+    config: str, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], words: str
+) -> None:
+    assert main(["plan", config, *options]) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1
