@@ -2,11 +2,15 @@
 
 Each case is a few processes that train together, forked from this one, so that torch is imported
 once; they end as other processes do. What each rank raised and when it ended is saved into
-`FOLDER/CASE.json`.
+`FOLDER/CASE.json`. Without a case all are run.
+
+`--device cuda` runs them with NCCL, on two GPUs: two new processes each, one case at a time. It
+prints what each rank did, for people to read.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -57,20 +61,21 @@ class Net(nn.Module):
 class Loop:
     """A training loop of one rank, to be spoilt."""
 
-    def __init__(self, rank: int, world: int, *, whole_buckets: bool = False) -> None:
+    def __init__(self, rank: int, world: int, kind: str, *, whole_buckets: bool = False) -> None:
         self.rank, self.world = rank, world
+        self.device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+        self.mesh = init_device_mesh(kind, (world,))
         torch.manual_seed(0)
-        self.model = megacompile(
-            Net(),
-            mesh=init_device_mesh("cpu", (world,)),
-            device="cpu",
-            whole_buckets=whole_buckets,
-        )
+        self.model = self.megacompile(Net(), whole_buckets=whole_buckets, resident=0)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+
+    def megacompile(self, model: nn.Module, **options: Any) -> Any:
+        options = {"mesh": self.mesh, "device": self.device, "lowering": "eager", **options}
+        return megacompile(model, **options)
 
     def loss(self, rows: int = 2) -> Tensor:
         x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(self.rank))
-        loss: Tensor = self.model(x)
+        loss: Tensor = self.model(x.to(self.device))
         return loss
 
     def update(self, *, clip: bool = True) -> None:
@@ -242,6 +247,13 @@ def ends_early(loop: Loop, odd: bool) -> None:
     loop.steps(2 if odd else 3)
 
 
+def exits(loop: Loop, odd: bool) -> None:
+    loop.steps(2)
+    if odd:
+        sys.exit(3)
+    loop.steps(1)
+
+
 def other_micro_batches(loop: Loop, odd: bool) -> None:
     loop.steps(2)
     loop.steps(2, micro_batches=1 if odd else 2, clip=False)
@@ -305,10 +317,9 @@ class Gated(nn.Module):
 
 def freezes_another(loop: Loop, odd: bool) -> None:
     """As many bytes of gradients, of other parameters."""
-    mesh = init_device_mesh("cpu", (loop.world,))
-    model = megacompile(Gated(), mesh=mesh, device="cpu")
+    model = loop.megacompile(Gated())
     model.get_submodule("layers.1.gate" if odd else "layers.1.up").requires_grad_(False)
-    model(torch.ones(2, 8)).backward()
+    model(torch.ones(2, 8, device=loop.device)).backward()
 
 
 def is_interrupted(loop: Loop, odd: bool) -> None:
@@ -348,7 +359,7 @@ def raises_in_the_probe(loop: Loop, odd: bool) -> None:
         mock.patch.object(cost_ranks, "cached_of_rank", lambda *_, **__: None),
         mock.patch.object(cost_ranks, "measure_of_rank", measure),
     ):
-        megacompile(Net(), mesh=init_device_mesh("cpu", (loop.world,)), device="cpu")
+        loop.megacompile(Net())
 
 
 def _traced(loop: Loop) -> package.Trace:
@@ -389,11 +400,11 @@ class Beside(nn.Module):
 
 def raises_before_buffers(loop: Loop, odd: bool) -> None:
     """A DistributedDataParallel sends buffers before each forward."""
-    wrapped = DistributedDataParallel(Beside(loop.model))
+    wrapped = DistributedDataParallel(Beside(loop.model).to(loop.device))
     for step in range(3):
         if odd and step == 1:
             raise ValueError("bad batch")
-        wrapped(torch.ones(2, 8)).backward()
+        wrapped(torch.ones(2, 8, device=loop.device)).backward()
         loop.update()
 
 
@@ -416,6 +427,7 @@ CASES: dict[str, tuple[Callable[[Loop, bool], None], int, dict[str, Any]]] = {
     "saves_state_dicts_alone": (saves_state_dicts_alone, 2, {}),
     "works_for_long": (works_for_long, 2, {"patience_s": 5}),
     "ends_early": (ends_early, 2, {}),
+    "exits": (exits, 2, {}),
     "other_micro_batches": (other_micro_batches, 2, {}),
     "evaluates": (evaluates, 3, {}),
     "does_not_clip": (does_not_clip, 2, {"timeout_s": 6}),
@@ -433,15 +445,23 @@ CASES: dict[str, tuple[Callable[[Loop, bool], None], int, dict[str, Any]]] = {
 }
 
 
-def run_rank(case: str, rank: int, port: int, result: Path) -> None:
+def ranks_of(case: str, kind: str) -> int:
+    """How many ranks a case has: with GPUs two."""
+    return 2 if kind == "cuda" else CASES[case][1]
+
+
+def run_rank(case: str, rank: int, port: int, result: Path, kind: str) -> None:
     """One rank of a case, to the end of its process."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-    function, world, options = CASES[case]
+    function, _, options = CASES[case]
+    world = ranks_of(case, kind)
+    if kind == "cuda":
+        torch.cuda.set_device(rank)
     rank_faults.SILENT_S = options.get("silent_s", rank_faults.SILENT_S)
     rank_faults.PATIENCE_S = options.get("patience_s", rank_faults.PATIENCE_S)
     seconds = options.get("timeout_s")
     dist.init_process_group(
-        "gloo",
+        "nccl" if kind == "cuda" else "gloo",
         init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
         world_size=world,
@@ -451,7 +471,7 @@ def run_rank(case: str, rank: int, port: int, result: Path) -> None:
     began_s = time.monotonic()
     facts: dict[str, Any] = {"error": "", "kind": ""}
     try:
-        loop = Loop(rank, world, whole_buckets=options.get("whole_buckets", False))
+        loop = Loop(rank, world, kind, whole_buckets=options.get("whole_buckets", False))
         loop.steps(1)
         began_s = time.monotonic()
         function(loop, odd)
@@ -463,24 +483,24 @@ def run_rank(case: str, rank: int, port: int, result: Path) -> None:
         result.write_text(json.dumps(facts))
 
 
-class Case:
-    """The ranks of a case, forked; what they did is saved when all have ended."""
+class _Over(Exception):
+    """A rank comes to the end of its script."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+
+class Case:
+    """The ranks of a case; what they did is saved when all have ended."""
+
+    def __init__(self, name: str, folder: Path, kind: str) -> None:
         self.name, self.folder = name, folder
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self.results = [folder / f"{name}.{rank}" for rank in range(CASES[name][1])]
+        self.results = [folder / f"{name}.{rank}" for rank in range(ranks_of(name, kind))]
         self.pids: list[int] = []
         self.ends_s: dict[int, float] = {}
         self.began_s = time.monotonic()  # of the machine, so that processes compare it
         for rank, result in enumerate(self.results):
-            pid = os.fork()
-            if pid == 0:
-                run_rank(name, rank, port, result)
-                raise SystemExit(0)
-            self.pids.append(pid)
+            self.pids.append(_started(name, rank, port, result, kind))
 
     def over(self) -> bool:
         """Have all ended? One that cannot end is killed behind the others."""
@@ -494,37 +514,75 @@ class Case:
                 self.ends_s[pid] = time.monotonic()
         return len(self.ends_s) == len(self.pids)
 
-    def save(self) -> None:
+    def save(self) -> list[dict[str, Any]]:
         """Write what each rank did."""
         ranks = []
         for pid, result in zip(self.pids, self.results, strict=True):
             facts = json.loads(result.read_text()) if result.exists() else {"kind": "none"}
             ranks.append({"pid": pid, "ended_s": self.ends_s[pid] - self.began_s, **facts})
         (self.folder / f"{self.name}.json").write_text(json.dumps(ranks))
+        return ranks
 
 
-def run(folder: Path, cases: list[str]) -> None:
+def _started(case: str, rank: int, port: int, result: Path, kind: str) -> int:
+    """The number of a rank's process: a fork, or a new one where a fork could not use its GPU."""
+    if kind == "cuda":
+        command = [sys.executable, "-m", "tests.ranks_faults", "--device", kind]
+        command += ["--rank", str(rank), "--port", str(port), str(result), case]
+        return os.posix_spawn(command[0], command, os.environ)
+    pid = os.fork()
+    if pid == 0:
+        run_rank(case, rank, port, result, kind)
+        raise _Over
+    return pid
+
+
+def run(folder: Path, cases: list[str], kind: str) -> None:
     """Run cases, a few at a time."""
     waiting, running = cases[::-1], list[Case]()
+    at_once = 1 if kind == "cuda" else AT_ONCE
     while waiting or running:
-        while waiting and len(running) < AT_ONCE:
-            running.append(Case(waiting.pop(), folder))
+        while waiting and len(running) < at_once:
+            running.append(Case(waiting.pop(), folder, kind))
         for case in running[:]:
             if case.over():
-                case.save()
+                ranks = case.save()
+                for facts in ranks if kind == "cuda" else ():
+                    print(f"{case.name}: {facts}", flush=True)
                 running.remove(case)
         time.sleep(0.05)
 
 
-def main(folder: Path, cases: list[str]) -> None:
+def main(args: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    if args.rank is not None:
+        run_rank(args.cases[0], args.rank, args.port, args.folder, args.device)
+        return
+    if args.device == "cpu":
+        _warm_up()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    run(args.folder, args.cases or [*CASES], args.device)
+
+
+def _warm_up() -> None:
     model = megacompile(Net(), device="cpu")  # imports what takes long
     model(torch.ones(2, 8)).backward()
     torch.optim.AdamW(model.parameters()).step()
-    del model
-    run(folder, cases)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)  # of a new process
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("cases", nargs="*", metavar="CASE")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    try:
+        main(_arguments())
+    except _Over:
+        pass

@@ -55,6 +55,7 @@ FAULTS = {
     "is_idle": ("none", WAITS + r"1, which has not come there .* has done nothing for"),
     "is_idle_by_default": ("none", WAITS + r"1, which has not come there .* has done nothing for"),
     "ends_early": ("", WAITS + r"1, which has ended \(it came to its end\)"),
+    "exits": ("SystemExit", WAITS + r"1, which has ended \(SystemExit, as of sys.exit\(\)\)"),
     "other_micro_batches": ("RankError", r"has made \d steps of optimizers and rank \d \d"),
     "evaluates": (
         "RankError",
@@ -64,7 +65,8 @@ FAULTS = {
     "freezes_another": (
         "RankError",
         r"collective 2 is \dREDUCE_SCATTER of 'layers.1' \(256 B: layers.1.\w+.weight\) in rank \d "
-        r"and \dREDUCE_SCATTER of 'layers.1' \(256 B: layers.1.\w+.weight\) in rank",
+        r"and \dREDUCE_SCATTER of 'layers.1' \(256 B: layers.1.\w+.weight\) in rank \d; needed the "
+        r"same .* and the same parameters frozen \(requires_grad\)$",
     ),
     "other_model": ("RankError", r"collective 2 is \dREDUCE_SCATTER of .* in rank \d and \dREDUCE"),
     "raises_in_the_probe": (
@@ -108,6 +110,9 @@ ALWAYS = [
     "saves_state_dicts_alone",
     "is_stopped",
     "is_idle",
+    "ends_early",
+    "exits",
+    "freezes_another",
     "evaluates",
     "skips_a_step",
     "other_micro_batches",

@@ -38,7 +38,8 @@ _KEPT = 64  # graphs whose keys stay
 _LOOK_S = 0.5  # between two looks at the notes of others
 _SAME = (
     "needed the same graphs, in the same order, in all ranks: inputs of the same shapes (pad them, "
-    "or dynamic=True), as many micro-batches and steps, train() or eval() in all of them"
+    "or dynamic=True), as many micro-batches and steps, train() or eval() in all of them, and the "
+    "same parameters frozen (requires_grad)"
 )
 
 

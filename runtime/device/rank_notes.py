@@ -15,6 +15,8 @@ end the process says so; one that is killed falls silent. Nobody reads any of it
 from __future__ import annotations
 
 import atexit
+import dis
+import inspect
 import json
 import os
 import sys
@@ -24,6 +26,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from megacompile import compat
@@ -73,7 +76,7 @@ class Notes:
         self._note = Note()
         self._over = threading.Event()
         self._writing = threading.Lock()
-        self._process = os.getpid()
+        self._process, self._script = os.getpid(), _script()
         self.working = 0  # is it at work, whether it uses a processor or not?
         self.position: tuple[int, int, str] = (0, 0, self._note.at)  # n, entered, at
         self._begin()
@@ -127,7 +130,7 @@ class Notes:
             return
         self._over.set()
         self._thread.join(5)
-        self.say(ended=_why())
+        self.say(ended=_why(self._script))
 
     def before_fork(self) -> None:
         """Nothing: the child has no part in it."""
@@ -165,9 +168,27 @@ def _run(target: weakref.WeakMethod[Callable[[], None]], over: threading.Event) 
         del beat
 
 
-def _why() -> str:
+def _script() -> FrameType | None:
+    """The frame of the script that runs; None: this is another thread."""
+    found, frame = None, inspect.currentframe()
+    names = vars(sys.modules["__main__"])
+    while frame is not None:
+        if frame.f_globals is names and frame.f_code.co_name == "<module>":
+            found = frame
+        frame = frame.f_back
+    return found
+
+
+def _why(script: FrameType | None) -> str:
+    """Why the process ends. Python keeps no SystemExit: where that ended the script, its last
+    instruction did not return."""
     error = getattr(sys, "last_value", None)
-    return "it came to its end" if error is None else described(error)
+    if error is not None:
+        return described(error)
+    if script is None or script.f_lasti < 0:
+        return "it came to its end"
+    last = dis.opname[script.f_code.co_code[script.f_lasti]]
+    return "it came to its end" if last.startswith("RETURN") else "SystemExit, as of sys.exit()"
 
 
 def described(error: BaseException) -> str:
