@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import platform
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,10 @@ from megacompile.errors import TraceError
 
 FAST = H200.replace(matmul32_tflop_s=1e-2, launch_s=0.0, copy_s=0.0, sustained=1.0)
 RATES = (FAST, FAST.replace(matmul32_tflop_s=8e-3, h2d_gb_s=30.0, host_memory_gb_s=100.0))
+LAYERS = 3
 STEPS = 4
+MICRO = 2  # batches of the step of the last trace
+LATE_S = 1.0  # rank 1 begins its last trace later than rank 0
 WIDTH, ROWS, MORE = 256, 64, 32  # rank 1 has so many times the rows
 
 
@@ -32,7 +36,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -64,7 +68,10 @@ def run(mesh: Any, folder: Path) -> dict[str, Any]:
     found["told"] = [asdict(each) for each in trace.compare_ranks()["Net"]]
     found["text"] = str(package.explain(model, changes=False))
     found["traced"] = package.explain(model, changes=False).to_dict()
+    time.sleep(LATE_S if rank else 0.0)
     with package.trace(model) as saved:
+        for _ in range(MICRO - 1):
+            model(data).backward()
         _step(model, data, optimizer)
     saved.save(str(folder / "trace.json"))
     found["saved"] = len(saved.rank_steps["Net"])

@@ -8,6 +8,7 @@ import math
 import platform
 import shutil
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ from megacompile.plan.slow_ranks import SlowRank, is_felt, last_text
 from megacompile.tracing.critical_path import NONE
 from megacompile.tracing.rank_steps import RankSteps, last_rank
 from tests.processes import group_of_one
-from tests.rank_explain import STEPS
+from tests.rank_explain import LAYERS, MICRO, STEPS
 from tests.test_ranks import torchrun
 
 
@@ -64,10 +65,41 @@ def test_two_ranks_whose_rates_and_work_differ(tmp_path: Path) -> None:
         assert found["saved"] == 2 and found["nothing"] == {"Net": ()}
         assert "compare_ranks(): this trace is still on" in found["on"]
         assert "compare_ranks(): no ranks share what was traced" in found["no ranks"]
+    check_joint(json.loads((tmp_path / "trace.json").read_text())["traceEvents"])
     first, second = (
         [each["rate"] for each in found["rates"]["slow_ranks"]] for found in each_found
     )
     assert sorted(map(str, first)) == sorted(map(str, second)), "one of them may print"
+
+
+def check_joint(events: list[dict[str, Any]]) -> None:
+    """One file has the processes of all ranks, on one clock."""
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    order = {e["pid"]: e["args"]["sort_index"] for e in events if e["name"] == "process_sort_index"}
+    assert len(names) == len(set(names.values())) == len(set(order.values())), names
+    assert {e["pid"] for e in events} == names.keys() == order.keys()
+    collectives = []
+    for rank in (0, 1):
+        start = f"rank {rank}: Net, measured"
+        (pid,) = (pid for pid, name in names.items() if name.startswith(start))
+        lanes = {
+            e["tid"]: e["args"]["name"]
+            for e in events
+            if e["pid"] == pid and e["name"] == "thread_name"
+        }
+        assert {"compute", "h2d", "d2h", "comm"} <= set(lanes.values())
+        ops = [e for e in events if e["pid"] == pid and e["ph"] == "X"]
+        assert {lanes[e["tid"]] for e in ops} >= {"compute", "comm"}
+        of_ranks = [e for e in ops if lanes[e["tid"]] == "comm"]
+        collectives.append(sorted(of_ranks, key=lambda e: e["ts"]))
+    first, second = collectives
+    assert [e["name"] for e in first] == [e["name"] for e in second] != []
+    counts = Counter(e["name"].lstrip("0123456789").partition("@")[0] for e in first)
+    # backwards take all weights from the slots; they sum gradients each: see decision 36
+    assert counts == {"ALL_GATHER": LAYERS * MICRO, "REDUCE_SCATTER": LAYERS * MICRO}
+    for here, there in zip(first, second, strict=True):  # over when all are in it
+        assert here["ts"] <= there["ts"] + there["dur"], here["name"]
+        assert there["ts"] <= here["ts"] + here["dur"], here["name"]
 
 
 def rows(*machines: Hardware, hosts: str = "aabb") -> list[RankRates]:
