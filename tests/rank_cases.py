@@ -116,3 +116,10 @@ FOUR: dict[str, Mode] = {
     "2 x 2": Mode(),
     "2 x 2, in the backward": Mode(in_backward=True, micro=2),
 }
+
+MODES_OF_FOUR: dict[str, Mode] = {  # with those of `FOUR`, each at least once
+    "8 bits, on a disk": Mode(Wide, {**NARROW, "disk": DISK}, tolerance=ROUGH),
+    "states on a disk, in the backward": Mode(options={"disk": DISK}, in_backward=True),
+    "adapters": Mode(Adapted),
+    "frozen": Mode(Frozen),
+}

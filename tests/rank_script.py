@@ -23,7 +23,7 @@ from tests import (
     rank_rounding,
     rank_whole,
 )
-from tests.rank_cases import FOUR, MORE, TWO
+from tests.rank_cases import FOUR, MODES_OF_FOUR, MORE, TWO
 from tests.rank_modes import Mode, Record, train
 
 TIMEOUT = datetime.timedelta(seconds=60)  # of a collective that another rank never comes to
@@ -81,6 +81,8 @@ def run(part: str, mesh: Any, folder: Path) -> dict[str, Any]:
         values = {"2 x 2, values": rank_refusals.values(nested)}
         found = modes(FOUR, mesh) | checkpoints(mesh, folder, "save")
         return found | saved | plain | rounded | values
+    if part == "modes of four":
+        return modes(MODES_OF_FOUR, mesh)
     if part == "explain":
         return rank_explain.run(mesh, folder)
     if part == "whole":

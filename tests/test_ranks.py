@@ -16,7 +16,7 @@ import torch
 
 import megacompile as package
 from tests import processes, rank_checkpoints, rank_loops, rank_whole
-from tests.rank_cases import FOUR, MORE, ROUGH, TWO
+from tests.rank_cases import FOUR, MODES_OF_FOUR, MORE, ROUGH, TWO
 from tests.rank_modes import Mode, Record, differences, reference
 from tests.rank_script import STATES
 
@@ -81,6 +81,11 @@ def test_four_ranks_and_what_two_and_one_load_of_them(tmp_path: Path) -> None:
             name = f"{load.__name__}, {states}"
             plain = {name: load(None, 1, tmp_path / states)}
             failed += wrong_checkpoint(f"plain: {name}", plain, saved)
+    assert not failed, "\n".join(failed)
+
+
+def test_four_ranks_with_8_bits_a_disk_adapters_and_frozen_layers(tmp_path: Path) -> None:
+    failed = wrong_modes(MODES_OF_FOUR, torchrun("modes of four", 4, tmp_path))
     assert not failed, "\n".join(failed)
 
 
