@@ -171,7 +171,7 @@ def _run(target: weakref.WeakMethod[Callable[[], None]], over: threading.Event) 
 def _script() -> FrameType | None:
     """The frame of the script that runs; None: this is another thread."""
     found, frame = None, inspect.currentframe()
-    names = vars(sys.modules["__main__"])
+    names = getattr(sys.modules.get("__main__"), "__dict__", None)
     while frame is not None:
         if frame.f_globals is names and frame.f_code.co_name == "<module>":
             found = frame
