@@ -27,6 +27,7 @@ from megacompile.options import Activations, Head, Lowering, Options
 from megacompile.passes.stages.units import find_units
 from megacompile.plan.compiler import PassCompiler
 from megacompile.plan.setting import Meet
+from megacompile.progress import line
 from megacompile.runtime.checkpoint.checkpoint import Checkpoint as Checkpoint
 from megacompile.runtime.checkpoint.contents import Contents, on_meta
 from megacompile.runtime.checkpoint.save import save as save
@@ -355,8 +356,9 @@ def _compiler(
     if ranks is None:
         return made
     use_cores(ranks.mesh)
-    disks = agree_disks(ranks.mesh, options.disk, ranks.told, measured=cuda)
-    agreed = agree(ranks.mesh, options.device, ranks.told, disks)
+    with line("", options.progress):  # which says what is measured
+        disks = agree_disks(ranks.mesh, options.disk, ranks.told, measured=cuda)
+        agreed = agree(ranks.mesh, options.device, ranks.told, disks)
     meet = _meet(ranks, options, planned=agreed is not None)
     disk = disks.get(ranks.mesh.get_rank())
     disk_bytes = None if disk is None else disk.share_bytes

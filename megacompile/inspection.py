@@ -7,16 +7,19 @@ from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
+from megacompile.code_counts import KERNELS, UPDATES
 from megacompile.cost.hardware import Hardware
 from megacompile.errors import ModelError, NoScheduleError
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Lowering
 from megacompile.plan.alternatives import Planned, alternatives, more_memory
 from megacompile.plan.compiler import PassCompiler
-from megacompile.plan.explanation import Explanation, explanation
+from megacompile.plan.explanation import Explanation, Moved, explanation
 from megacompile.plan.scenario import Scenario
+from megacompile.runtime.disk.transfers import Way
 from megacompile.runtime.model.lookup import streamed_model
 from megacompile.runtime.model.streamed import StreamedModel
+from megacompile.runtime.ops.machine import Machine
 from megacompile.tracing.recorder import Trace as Trace
 from megacompile.tracing.recorder import Traced
 
@@ -119,7 +122,9 @@ def explain(
     It shows the stages; where every byte is, on the device and on the host; the plan and its
     reasons; how busy each stream is and what bounds the step; what would help, and by how much.
     Times are predicted for a step in the middle of training. A trace puts measured times beside
-    them. The optimizer is assumed to be an AdamW with the states that the options name.
+    them. The optimizer is assumed to be an AdamW with the states that the options name. Of the
+    model's stages, and of the process's updates in C++ and kernels in Triton, it says how many came
+    from caches, how many were compiled in this process, and how many seconds that took (`code`).
 
     Where ranks share the model, it names the slowest one and says what that costs. No rank waits
     for another in this call, so one of them alone may make it.
@@ -180,7 +185,20 @@ def explain(
         numa_node=None if node is None else node.short,
         rates=() if agreed is None else agreed.ranks,
         rank_steps=() if trace is None else trace.rank_steps.get(name, ()),
+        moved=_moved(streamed.machine),
+        code={
+            "stages": streamed.machine.code,
+            "updates in C++": UPDATES,
+            "kernels in Triton": KERNELS,
+        },
     )
+
+
+def _moved(machine: Machine) -> Moved | None:
+    if machine.disk is None:
+        return None
+    read, written = (machine.disk.moved_bytes(way) for way in (Way.READ, Way.WRITE))
+    return Moved(read, written, machine.steps)
 
 
 # The last trace of each model, as long as somebody else keeps it.

@@ -186,16 +186,24 @@ def without_symbols(name: str, error: Exception, what: str = "set of sizes") -> 
     logger("capture").info("%s: each %s gets its own code: %s", name, what, why)
 
 
-def compiled(name: str, found: int, made: int, time_s: float) -> None:
+def compiled(name: str, found: int, made: int, time_s: float, beside: int = 0) -> None:
     """A schedule has its code.
 
     Args:
         found: graphs whose code was in a cache.
         made: graphs that were compiled.
+        beside: of those found: graphs that processes beside this one have compiled meanwhile.
     """
     if found or made:
-        text = "%s: compiled %d templates in %.1f s (%d from the cache)"
-        logger("compile").info(text, name, found + made, time_s, found)
+        text = "%s: compiled %d templates in %.1f s (%d from the cache%s)"
+        more = f", {beside} of them compiled by processes beside this one" if beside else ""
+        logger("compile").info(text, name, found + made, time_s, found, more)
+
+
+def update_compiled(name: str, *, found: bool, time_s: float, what: str = "C++") -> None:
+    """The code of an update is there."""
+    text = "%s: compiled to %s in %.1f s%s"
+    logger("compile").info(text, name, what, time_s, " (from the cache)" if found else "")
 
 
 def took(what: str, time_s: float) -> None:

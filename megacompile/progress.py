@@ -4,10 +4,11 @@ in the log (MEGACOMPILE_LOG=time) how long each took."""
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tqdm import tqdm
 
@@ -23,6 +24,16 @@ class _Line:
     is_shown: bool
     what: str = ""  # "": nothing
     since_s: float = 0.0
+    inside: list[str] = field(default_factory=list)  # phases, the innermost last
+    took_s: dict[str, float] = field(default_factory=dict)  # by phase
+    thread: int = field(default_factory=threading.get_ident)  # whose waiting it tells of
+
+    def show(self) -> None:
+        """Say what is waited for now."""
+        if self.is_shown:
+            what = self.inside[-1] if self.inside else self.what
+            print(f"{_ERASE}megacompile: {what} ..." if what else _ERASE, end="", file=sys.stderr)
+            sys.stderr.flush()
 
 
 _lines: list[_Line] = []  # the outermost first
@@ -50,24 +61,54 @@ def bar(
 
 @contextmanager
 def line(what: str, show: bool | None) -> Iterator[None]:
-    """A line that is gone at the end; `now` changes it. `show=None`: on a terminal."""
-    _lines.append(_Line(sys.stderr.isatty() if show is None else show))
+    """A line that is gone at the end, when an outer one is there again; `now` and `phase` change
+    it. `show=None`: on a terminal. `what=""`: it says nothing until then."""
+    mine = _Line(sys.stderr.isatty() if show is None else show)
+    _lines.append(mine)
     try:
         now(what)
         yield
     finally:
         now("")
-        _lines.pop()
+        _lines.remove(mine)
+        for phase_of_it, time_s in mine.took_s.items():
+            log.took(phase_of_it, time_s)
+        if outer := _line():
+            outer.show()
 
 
 def now(what: str) -> None:
-    """Let the line say something else, if there is one: "" is nothing."""
-    if not _lines or _lines[-1].what == what:
+    """Let the line say something else, if this thread has one: "" is nothing."""
+    line = _line()
+    if line is None or line.what == what:
         return
-    line, now_s = _lines[-1], time.perf_counter()
+    now_s = time.perf_counter()
     if line.what:
         log.took(line.what, now_s - line.since_s)
     line.what, line.since_s = what, now_s
-    if line.is_shown:
-        print(f"{_ERASE}megacompile: {what} ..." if what else _ERASE, end="", file=sys.stderr)
-        sys.stderr.flush()
+    line.show()
+
+
+@contextmanager
+def phase(what: str) -> Iterator[None]:
+    """Let the line say something else for as long, if this thread has one. The time of what it said
+    before goes on, and phases of one name are logged as one."""
+    line = _line()
+    if line is None:
+        yield
+        return
+    start_s = time.perf_counter()
+    line.inside.append(what)
+    line.show()
+    try:
+        yield
+    finally:
+        line.inside.pop()
+        line.took_s[what] = line.took_s.get(what, 0.0) + time.perf_counter() - start_s
+        line.show()
+
+
+def _line() -> _Line | None:
+    """The innermost line of this thread: one that works beside it says nothing."""
+    mine = threading.get_ident()
+    return next((line for line in reversed(_lines) if line.thread == mine), None)

@@ -96,6 +96,57 @@ def test_what_is_compiled_is_counted() -> None:
     assert after.since(before) == (2, 7)
 
 
+def test_what_is_compiled_without_caches_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._inductor, "compile", lambda module, inputs: module)
+    before = compat.cache_counts()
+    compat.compile_inductor(make_fx(torch.sin)(torch.ones(3)), [torch.ones(3)])
+    assert compat.cache_counts().since(before) == (0, 1)
+    with compat.counted():
+        pass
+    assert compat.cache_counts().since(before) == (0, 2)
+
+
+def test_what_is_counted_already_is_not_counted_again() -> None:
+    from torch._dynamo.utils import counters
+
+    before = compat.cache_counts()
+    with compat.counted():
+        counters["inductor"]["fxgraph_cache_hit"] += 1
+    assert compat.cache_counts().since(before) == (1, 0)
+
+
+KERNELS = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from megacompile import compat
+from megacompile.runtime.optim.kernels.fetch import _fetch
+
+asked = []
+triton.knobs.compilation.listener = lambda **given: asked.append(given["cache_hit"])
+compat.note_kernels("megacompile", lambda name, found, time_s: print(name, found, time_s > 0))
+compat.note_kernels("mega", lambda *given: print("another package's"))
+kinds = {"source": "i64", "target": "*i64", "numel": "i64", "BLOCK": "constexpr"}
+source = ASTSource(_fetch, kinds, constexprs={"BLOCK": 1024})
+for _ in range(2):
+    triton.compile(source, GPUTarget("cuda", 90, 32))
+print(*asked)
+"""
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+def test_kernels_in_triton_are_told_of(tmp_path: Path) -> None:
+    """Compiled for a GPU, then found; whoever listened before is told too."""
+    environment = {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "TRITON_INTERPRET": "0"}
+    done = run(KERNELS, tmp_path, **environment)
+    assert done.stdout.splitlines() == ["fetch False True", "fetch True True", "False True"]
+
+
+def test_without_triton_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    compat.note_kernels("megacompile", print)
+
+
 def changed_dtype() -> Callable[[], None]:
     torch.set_default_dtype(torch.float64)
     return lambda: torch.set_default_dtype(torch.float32)

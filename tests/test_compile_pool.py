@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from megacompile import compat, megacompile
+from megacompile import compat, explain, megacompile
 from megacompile.beside import compile_pool
 from megacompile.beside.compile_pool import CompilePool
 from megacompile.errors import HostMemoryError, OptionError
@@ -73,15 +73,24 @@ def pids(pool: CompilePool) -> list[int]:
 
 @needs_compiler
 @pytest.mark.usefixtures("patient")
-def test_stages_are_compiled_elsewhere_and_found_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_are_compiled_elsewhere_and_found_here(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """All of them; the numbers are those of code that was compiled here, and the processes end."""
     pool = start(monkeypatch, count=2)
     started = pids(pool)
     assert len(started) == 2
     before = compat.cache_counts()
-    found = gradients(compiled())
+    model = compiled()
+    with caplog.at_level("INFO", "megacompile.compile"):
+        found = gradients(model)
     counts = compat.cache_counts().since(before)
     assert counts.made == 0 and counts.found > 2
+    stages = explain(model, changes=False).code["stages"]
+    assert (stages.found, stages.made) == counts
+    assert 0 < stages.beside <= stages.found, "those for another variant are compiled later"
+    assert f"{stages.beside} of them compiled by processes beside this one" in caplog.text
+    assert "compiled beside it" in str(explain(model, changes=False))
     assert compile_pool._pool is None and not any(map(process_is_alive, started))
 
     torch.compiler.reset()

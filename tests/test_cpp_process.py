@@ -17,6 +17,7 @@ from torch.optim import SGD, AdamW, RMSprop
 
 from megacompile import compat, megacompile
 from megacompile.beside import process as beside
+from megacompile.code_counts import CodeCounts
 from megacompile.runtime.optim.adam import ADAM
 from megacompile.runtime.optim.blockwise import absmax_numel
 from megacompile.runtime.optim.twin import apply
@@ -101,6 +102,8 @@ def test_it_is_compiled_elsewhere_and_found_here(
     ((request, process),) = rule._beside.values()
     assert request.is_done and request.agreed, process.complaint()
     before = compat.cache_counts()
+    counts = CodeCounts()
+    monkeypatch.setattr(module, "UPDATES", counts)
     known: list[list[str]] = []
     with monkeypatch.context() as planted:
         planted.setattr(compat, "use_vector_isas", known.append)
@@ -108,6 +111,7 @@ def test_it_is_compiled_elsewhere_and_found_here(
     assert known == [compat.vector_isas()], "which takes long to find out"
     after = compat.cache_counts()
     assert after.since(before) == (1, 0)
+    assert (counts.found, counts.beside, counts.made) == (1, 1, 0) and counts.time_s > 0
     mine, its = cloned(update), cloned(update)
     with torch.no_grad():
         rule(mine)
@@ -117,6 +121,10 @@ def test_it_is_compiled_elsewhere_and_found_here(
     torch.compiler.reset()
     assert Compiled(ADAM).ready(update)
     assert compat.cache_counts().made == after.made
+    assert (counts.found, counts.beside, counts.made) == (2, 1, 0)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        assert Compiled(ADAM).ready(update)
+    assert (counts.found, counts.beside, counts.made) == (2, 1, 1)
 
 
 @needs_compiler

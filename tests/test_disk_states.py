@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
-from megacompile import full_parameters, megacompile, save
+from megacompile import explain, full_parameters, megacompile, save
 from megacompile.errors import (
     DiskError,
     HostMemoryError,
@@ -29,6 +29,7 @@ from megacompile.errors import (
 )
 from megacompile.options import Options
 from megacompile.passes.schedule import disk
+from megacompile.plan.explanation import DiskTraffic
 from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.disk import transfers
 from megacompile.runtime.disk.transfers import Way
@@ -93,6 +94,53 @@ def test_the_same_numbers(tmp_path: Path, mode: str, kind: Any) -> None:
     there = streamed_model(on_disk[0], "test").machine.disk
     assert there is not None and there.file.used_bytes > 0
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"optimizer": True},
+        {"disk_weights": True},
+        {"disk_weights": True, "optimizer": True},
+        {"disk_saved": True, "activations": "offload"},
+    ],
+)
+def test_a_step_moves_the_bytes_that_the_plan_says(tmp_path: Path, options: Any) -> None:
+    """Of a tower whose layers are whole pages, so that nothing else goes along."""
+
+    def settled() -> DiskTraffic:
+        states(optimizer)
+        [p.sum().item() for p in model.parameters()]
+        found = explain(model, changes=False).disk_traffic
+        assert found is not None
+        return found
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(5)))
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    if options.get("optimizer"):
+        options = options | {"optimizer": optimizer}
+    megacompile(model, device="cpu", lowering="eager", disk=tmp_path, **options)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(1024, 32)).square().mean().backward()
+        optimizer.step()
+
+    step()
+    for k in range(1, 3):
+        before = settled().so_far
+        step()
+        after = settled()
+        assert before is not None and after.so_far is not None
+        assert before.steps == k and after.so_far.steps == k + 1
+        assert after.so_far.read_bytes - before.read_bytes == after.read_bytes > 0
+        assert after.so_far.written_bytes - before.written_bytes == after.written_bytes > 0
+    dictionary = explain(model, changes=False).to_dict()["disk_traffic"]
+    assert dictionary["read_bytes"] == after.read_bytes
+    assert dictionary["so_far"]["steps"] == 3
+    assert "3 steps so far: " in str(explain(model, changes=False))
 
 
 def test_checkpoints_go_to_and_from_a_disk(tmp_path: Path) -> None:

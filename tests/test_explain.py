@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import megacompile as mc
+from megacompile import compat, inspection
+from megacompile.code_counts import CodeCounts
 from megacompile.cost.hardware import H200, Hardware
 from megacompile.cost.memory import Kind, device_memory
 from megacompile.cost.optimizer import OptimizerCost
@@ -55,6 +57,37 @@ def trained(**options: Any) -> tuple[Net, torch.optim.Optimizer]:
 @pytest.fixture(autouse=True)
 def _no_rates_on_file(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.mark.skipif(not compat.has_cpp_compiler(), reason="needs a C++ compiler")
+def test_what_came_from_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Of each model's stages; updates and kernels are the process's."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    kernels = CodeCounts()
+    monkeypatch.setattr(inspection, "UPDATES", CodeCounts())
+    monkeypatch.setattr(inspection, "KERNELS", kernels)
+    found = []
+    for _ in range(2):
+        torch.compiler.reset()
+        model = mc.megacompile(Net(), device="cpu", progress=False, lowering="inductor")
+        model(torch.randn(TOKENS, 8)).backward()
+        found.append(mc.explain(model, changes=False))
+    first, again = (explanation.code["stages"] for explanation in found)
+    assert first.made > 2 and first.time_s > again.time_s > 0
+    assert (again.found, again.made) == (first.found + first.made, 0)
+    assert found[0].code.keys() == {"stages"}, "there was no step"
+    text = str(found[1])
+    assert "code, in this process" in text and "compiled beside it" not in text
+    kernels.add(found=1, made=2, time_s=3.5)
+    dictionary = mc.explain(model, changes=False).to_dict()["code"]
+    assert dictionary.keys() == {"stages", "kernels in Triton"}
+    assert dictionary["kernels in Triton"] == {"found": 1, "beside": 0, "made": 2, "time_s": 3.5}
+
+
+def test_operators_as_they_are_need_no_code() -> None:
+    model, _ = trained(lowering="eager")
+    found = mc.explain(model, changes=False)
+    assert "stages" not in found.code
 
 
 def test_the_figures_are_those_of_the_model_and_its_schedule() -> None:

@@ -21,7 +21,7 @@ LINKED = ("passes", "runtime")  # top-level folders that are subpackages of mega
 # From the ground up: a module imports from its own floor and from those before it.
 FLOORS = (
     ("errors", "notices", "text"),
-    ("garbage", "host_memory", "page_locks", "products", "sizes"),
+    ("code_counts", "garbage", "host_memory", "page_locks", "products", "sizes"),
     ("compat",),
     ("ir",),
     ("runtime.optim",),  # what an optimizer is: options, cost and the runtime ask

@@ -98,7 +98,9 @@ class CompilePool:
                 error = future.exception(_PATIENCE_S)
             except TimeoutError:
                 error = TimeoutError(f"it takes more than {_PATIENCE_S:g} s")
-            if error is not None:
+            if error is None:
+                _compiled[0] += 1
+            else:
                 log.logger("compile").info("no process compiled a graph: %s", error)
 
         try:
@@ -190,6 +192,12 @@ def _compile(job: Job, device: int | None, threads: int) -> None:
 # The pool of this process.
 
 _pool: CompilePool | None = None
+_compiled = [0]  # graphs, by processes for this one
+
+
+def compiled() -> int:
+    """How many graphs such processes have compiled so far that this one has asked for."""
+    return _compiled[0]
 
 
 def start(device: torch.device) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,11 +61,47 @@ class CacheCounts(NamedTuple):  # torch 2.11 to 2.15
 
 
 def cache_counts() -> CacheCounts:  # torch 2.11 to 2.15
-    """Of everything that Inductor compiled so far."""
+    """Of everything that Inductor compiled so far; what `counted` has seen, without caches too."""
     of = counters["inductor"]
-    return CacheCounts(
-        of["fxgraph_cache_hit"], of["fxgraph_cache_miss"] + of["fxgraph_cache_bypass"]
-    )
+    made = of["fxgraph_cache_miss"] + of["fxgraph_cache_bypass"]
+    return CacheCounts(of["fxgraph_cache_hit"], made + _uncounted[0])
+
+
+_uncounted = [0]  # graphs that Inductor compiled without a look at its caches
+
+
+@contextmanager
+def counted() -> Iterator[None]:  # torch 2.11 to 2.15
+    """Around one graph that Inductor compiles. Where its caches are off it counts nothing."""
+    before = cache_counts()
+    yield
+    if cache_counts() == before:
+        _uncounted[0] += 1
+
+
+def note_kernels(
+    package: str, told: Callable[[str, bool, float], None]
+) -> None:  # torch 2.11 to 2.15
+    """Be told of every Triton kernel of a package that this process compiles, or finds in Triton's
+    cache: its name, whether it was found, and the seconds that it took.
+
+    Nothing happens where there is no Triton, or one older than 3.4.
+    """
+    try:
+        from triton import knobs
+    except ImportError:
+        return
+    compilation: Any = knobs.compilation
+    before = compilation.listener
+
+    def listen(*, src: Any, times: Any, cache_hit: bool, **rest: Any) -> None:
+        if before is not None:
+            before(src=src, times=times, cache_hit=cache_hit, **rest)
+        kernel: Any = getattr(src, "fn", None)
+        if str(getattr(kernel, "__module__", "")).startswith(f"{package}."):
+            told(kernel.__name__.strip("_"), cache_hit, times.total / 1e6)
+
+    compilation.listener = listen
 
 
 _MATMUL = (

@@ -20,6 +20,8 @@ from torch._dynamo.variables.builder import SourcelessBuilder
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
+from megacompile.compat.caches import counted
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 # Dynamo captures anew when hooks are added to or removed from a module, and when two parameters
@@ -196,7 +198,8 @@ def compiled_function(
     nothing that `torch.compiler.reset()` could take away.
     """
     fresh = _function_of(function.__code__.replace(), function, function.__globals__)
-    torch.compile(fresh, dynamic=True, fullgraph=True, options=options)(*args, **kwargs)
+    with counted():
+        torch.compile(fresh, dynamic=True, fullgraph=True, options=options)(*args, **kwargs)
     frame: Any = torch._C._dynamo.eval_frame
     (entry,) = frame._debug_get_cache_entry_list(fresh.__code__)  # code of its own: one entry
     return _function_of(entry.code, function, dict(function.__globals__))  # Dynamo's names stay

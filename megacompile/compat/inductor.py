@@ -20,7 +20,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import CheckpointPolicy
 
-from megacompile.compat.caches import code_cache
+from megacompile.compat.caches import code_cache, counted
 
 Tensors = Sequence[torch.Tensor]
 
@@ -81,7 +81,7 @@ def compile_inductor(
     if modes and modes[0].shape_env is None:
         modes[0].shape_env = ShapeEnv()
     context = TracingContext(modes[0]) if modes else None
-    with tracing(context):
+    with tracing(context), counted():
         compiled: Callable[..., Any] = torch._inductor.compile(module, list(inputs))
     return compiled
 

@@ -17,6 +17,7 @@ from megacompile import notices
 from megacompile.cost.disk import DiskRates, measure_disk
 from megacompile.cost.hardware import Hardware, least
 from megacompile.cost.probe import measure
+from megacompile.progress import phase
 
 _FORMAT = 7  # of the file: raised when fields change, or what they mean
 _DISK_FORMAT = 2
@@ -36,7 +37,8 @@ def load(device: torch.device | str, *, again: bool = False) -> Hardware:
     found = None if again else cached(device)
     if found is not None:
         return found
-    measured = measure(device)
+    with phase("measuring the machine's rates"):
+        measured = measure(device)
     _keep(_file(device), json.dumps(asdict(measured), indent=2))
     if again and device.type == "cuda":
         _forget_of_ranks(device)
@@ -69,7 +71,8 @@ def measure_of_rank(device: torch.device, ranks: int, *, meet: Callable[[], obje
     Args:
         meet: waits until all ranks are here; called as often in each of them.
     """
-    measured = measure(device, meet=meet)
+    with phase("measuring the machine's rates"):
+        measured = measure(device, meet=meet)
     _keep(_file_of_rank(device, ranks), json.dumps(asdict(measured), indent=2))
     return measured
 
@@ -103,7 +106,8 @@ def load_disk(folder: str | os.PathLike[str], *, again: bool = False) -> DiskRat
     path = _disk_file(Path(folder))
     found = None if again else disk_on_file(folder)
     if found is None:
-        found = measure_disk(folder)
+        with phase("measuring the disk's rates"):
+            found = measure_disk(folder)
         _keep(path, json.dumps(asdict(found), indent=2))
     return found
 

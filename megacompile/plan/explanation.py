@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from copy import copy
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from megacompile.code_counts import CodeCounts
 from megacompile.cost.memory import Kind
 from megacompile.cost.pageable import SHORT
 from megacompile.cost.slowest import RankRates
@@ -60,6 +62,34 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
+class Moved:
+    """What a model has read from its disk and written to it so far, but by way of mappings, as
+    `state_dict()` reads; bytes."""
+
+    read_bytes: int
+    written_bytes: int
+    steps: int  # of optimizers over its parameters, that have begun meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class DiskTraffic:
+    """What goes between host memory and a disk, which writes wear; bytes."""
+
+    read_bytes: int  # in each step, by the plan
+    written_bytes: int
+    so_far: Moved | None = None  # measured; None: it is a plan alone
+
+    def lines(self) -> list[str]:
+        """For a terminal."""
+        reads, writes = format_bytes(self.read_bytes), format_bytes(self.written_bytes)
+        found = [f"by the plan each step reads {reads} and writes {writes}"]
+        if self.so_far is not None:
+            reads, writes = map(format_bytes, (self.so_far.read_bytes, self.so_far.written_bytes))
+            found.append(f"{self.so_far.steps} steps so far: {reads} read and {writes} written")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class Busy:
     """One stream over a step."""
 
@@ -105,6 +135,8 @@ class Explanation:
     hosts: tuple[str, ...] = ()  # theirs, where ranks share the model and their rates are known
     slow_ranks: tuple[SlowRank, ...] = ()  # rates at which some are behind, what costs most first
     last_rank: LastRank | None = None  # whom the others wait for, where all ranks were traced
+    disk_traffic: DiskTraffic | None = None  # None: nothing lies on a disk
+    code: dict[str, CodeCounts] = field(default_factory=dict)  # by kind: what was compiled, if any
 
     @property
     def bound(self) -> str:
@@ -233,6 +265,10 @@ class Explanation:
             sections.append(("the traced steps waited for", [self.traced_waits_text()]))
         if slowest := self.slowest_lines():
             sections.append(("the slowest rank", slowest))
+        if self.disk_traffic is not None:
+            sections.append(("the disk", self.disk_traffic.lines()))
+        if self.code:
+            sections.append(("code, in this process", self._code_rows()))
         if self.budgets:
             sections.append((_TENTH, self._budget_rows()))
         return sections + (self._change_sections() if self.changes else [])
@@ -277,6 +313,16 @@ class Explanation:
                 cells += [duration(busy), percent(busy, traced)]
                 cells.append(percent(row.traced_waited_s or 0.0, traced))
             rows.append(cells)
+        return rows
+
+    def _code_rows(self) -> list[list[str]]:
+        beside = any(counts.beside for counts in self.code.values())
+        head = ["of", "from caches", *(["compiled beside it"] if beside else []), "compiled in it"]
+        rows = [[*head, "took"]]
+        for kind, counts in self.code.items():
+            cells = [kind, str(counts.found - counts.beside if beside else counts.found)]
+            cells += [str(counts.beside)] if beside else []
+            rows.append([*cells, str(counts.made), duration(counts.time_s)])
         return rows
 
     def change_lines(self) -> list[str]:
@@ -329,6 +375,8 @@ def explanation(
     numa_node: str | None = None,
     rates: Sequence[RankRates] = (),
     rank_steps: Sequence[RankSteps] = (),
+    code: Mapping[str, CodeCounts] | None = None,
+    moved: Moved | None = None,
 ) -> Explanation:
     """What there is to say of a planned step.
 
@@ -344,11 +392,14 @@ def explanation(
         numa_node: near the GPU, of several: "1 of 2".
         rates: of each of the ranks that share the model; the slowest are those of `now`.
         rank_steps: what each of them has traced.
+        code: what was compiled, by kind.
+        moved: from and to the disk so far.
     """
     timeline = now.timeline()
     peak = now.device.peak
     device = now.device_kinds()
-    host, disk = now.host(), now.disk()
+    host, disk, planned = now.host(), now.disk(), now.disk_traffic()
+    traffic = DiskTraffic(planned[Stream.READ], planned[Stream.WRITE], moved)
     page_locked = None
     if (limit := now.hardware.locked_bytes) is not None:
         page_locked = Memory({}, sum(host.values()), limit)
@@ -398,6 +449,8 @@ def explanation(
         hosts=tuple(dict.fromkeys([r.host for r in rates] + [r.host for r in rank_steps])),
         slow_ranks=slow_ranks(now, rates),
         last_rank=last_rank(rank_steps),
+        disk_traffic=traffic if disk else None,
+        code={kind: copy(counts) for kind, counts in (code or {}).items() if not counts.is_none},
     )
 
 

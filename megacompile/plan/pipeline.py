@@ -336,7 +336,8 @@ class Pipeline:
         self, work: Iterable[tuple[Template, Code]], total: int
     ) -> Iterator[tuple[Template, Code]]:
         options = self.setting.options
-        show = options.progress if options.lowering is Lowering.INDUCTOR else False
+        compiles = options.lowering is Lowering.INDUCTOR and total  # else it would only flicker
+        show = options.progress if compiles else False
         with bar("compiling stages", total, show) as step:
             for item in work:
                 yield item

@@ -30,6 +30,7 @@ from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Plan, Schedule
+from megacompile.ir.stream import Stream
 from megacompile.passes.schedule.disk import STATE_SETS
 from megacompile.passes.schedule.disk_weights import LANDING_SETS, NEW_SETS, WEIGHT_SETS
 from megacompile.plan.choice import Choice
@@ -149,6 +150,16 @@ class Scenario:
     def disk(self) -> dict[str, int]:
         """Bytes on the disk by kind."""
         return {kind.value: n for kind, n in disk_memory(self.schedules, self.optimizer).items()}
+
+    def disk_traffic(self) -> dict[Stream, int]:
+        """Bytes that a step reads from the disk, and writes to it. Buffers there are whole pages,
+        so a few thousand more go with each."""
+        found = {Stream.READ: 0, Stream.WRITE: 0}
+        for schedule in self.schedules:
+            for graph in schedule.graphs.values():
+                for node in ops.nodes_that(graph, lambda op: op.stored is not None):
+                    found[ops.effects(node).stream] += ops.stored_bytes(node)
+        return found
 
     def fewest_stored_bytes(self, *, weights: bool = False) -> int | None:
         """What would have to lie on a disk, however large, for the rest to fit on the host:

@@ -159,6 +159,10 @@ class Disk:
         """The same for a write. Until it is over nobody may look at the buffers."""
         return self._start(Way.WRITE, buffers, memory, what, after, before)
 
+    def moved_bytes(self, way: Way) -> int:
+        """Of all that was read, or written, so far, but for what went by way of mappings."""
+        return self._transfers.moved_bytes(way)
+
     def request(
         self, way: Way, spans: Sequence[Span], what: str, *, before: Callable[[], None]
     ) -> Request:

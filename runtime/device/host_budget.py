@@ -14,9 +14,12 @@ import torch
 from megacompile import numa
 from megacompile.errors import HostMemoryError
 from megacompile.host_memory import check_host_memory
+from megacompile.progress import phase
 from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.device.buffers_ahead import BuffersAhead, Wanted
 from megacompile.text import format_bytes
+
+_WAIT = "making host memory"  # its pages are touched and locked
 
 
 class HostBudget:
@@ -72,7 +75,10 @@ class HostBudget:
 
     def ready(self, size_bytes: int, *, pin: bool) -> HostBuffer | None:
         """A buffer that was made ahead, or is being made."""
-        return None if self._ahead is None else self._ahead.take(size_bytes, pin=pin)
+        if self._ahead is None:
+            return None
+        with phase(_WAIT):
+            return self._ahead.take(size_bytes, pin=pin)
 
     def map(self, size_bytes: int, what: str, mapped: Callable[[], HostBuffer]) -> HostBuffer:
         """A buffer of memory that other processes map too.
@@ -111,7 +117,8 @@ class HostBudget:
         self._sizes[key] = size_bytes  # before it is checked: other threads make buffers too
         try:
             self._check(size_bytes, what)
-            buffer = _made(size_bytes, what, new)
+            with phase(_WAIT):
+                buffer = _made(size_bytes, what, new)
         except BaseException:
             del self._sizes[key]
             raise

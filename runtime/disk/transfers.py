@@ -24,8 +24,10 @@ from __future__ import annotations
 import ctypes
 import enum
 import errno
+import functools
 import itertools
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -217,6 +219,8 @@ class Transfers:
     """
 
     def __init__(self, threads: int = THREADS) -> None:
+        self._moved = dict.fromkeys(Way, 0)
+        self._counting = threading.Lock()
         self._lanes = {
             way: tuple(Background(f"megacompile-disk-{way.value}-{i}") for i in range(threads))
             for way in Way
@@ -246,7 +250,18 @@ class Transfers:
                 earlier.wait()
             before()
 
-        return Request(way, spans, file, what, ready if after else before, self._lanes[way])
+        made = Request(way, spans, file, what, ready if after else before, self._lanes[way])
+        made.when_done(functools.partial(self._count, made))
+        return made
+
+    def _count(self, request: Request) -> None:
+        if not request.failed():
+            with self._counting:
+                self._moved[request.way] += request.size_bytes
+
+    def moved_bytes(self, way: Way) -> int:
+        """Of all requests so far that are over, and well."""
+        return self._moved[way]
 
 
 _Chunk = tuple[Span, int, int]  # offset in it, bytes

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megacompile import compat, notices, numa, packed
+from megacompile import compat, notices, numa, packed, progress
 from megacompile.cost.ranks import host_of_rank
 from megacompile.ir.buckets import Bucket, Unit
 from megacompile.ir.placement import Placement
 from megacompile.options import Lowering, Options
-from megacompile.progress import bar
+from megacompile.progress import bar, line
 from megacompile.runtime.checkpoint.contents import Contents
 from megacompile.runtime.device import freed
 from megacompile.runtime.device.background import Background
@@ -101,6 +101,7 @@ class ModelBuckets:
             place=self._places.of_proxy,
             device_update=DeviceUpdates(streams),
             detect_anomaly=options.detect_anomaly,
+            progress=options.progress,
             disk=tiers.scratch_disk(options),
             host_budget=self._host_budget,
             update_cores=_update_cores(node, ranks),
@@ -253,6 +254,8 @@ class ModelBuckets:
 
     def before_step(self) -> None:
         """Say what an optimizer's step would lose, and move what is to move."""
+        self.machine.progress = False
+        self.machine.steps += 1
         self.check_memory()
         if self.machine.ranks is not None:
             self.machine.ranks.agreement.steps += 1
@@ -293,17 +296,18 @@ class ModelBuckets:
         assert before in (frozenset(), wanted.whole), "ranks choose once which buckets they map"
         new = wanted.whole - before
         self._share({key: self.machine.buckets[key].whole for key in sorted(new)})
-        # first those that leave host memory
-        for key in sorted(self.machine.buckets, key=lambda key: key not in wanted.weights_on_disk):
-            move = functools.partial(
-                self.move_bucket,
-                key,
-                key in wanted.resident,
-                whole=key in wanted.whole,
-                stored=key in wanted.weights_on_disk,
-            )
-            undone(move)
-            self._place_states(self.machine.buckets[key], key in wanted.on_disk)
+        first = wanted.weights_on_disk  # these leave host memory
+        with line("", self.options.progress):
+            for key in sorted(self.machine.buckets, key=lambda key: key not in first):
+                move = functools.partial(
+                    self.move_bucket,
+                    key,
+                    key in wanted.resident,
+                    whole=key in wanted.whole,
+                    stored=key in wanted.weights_on_disk,
+                )
+                undone(move)
+                self._place_states(self.machine.buckets[key], key in wanted.on_disk)
         self.moved()
         self.planned_anew()
         self.plans.moved(wanted)  # until here an interrupt leaves a move that begins again
@@ -334,6 +338,8 @@ class ModelBuckets:
         here = (old.resident is not None, old.shared_weights, old.on_disk is not None)
         if here == (resident, shared, stored):
             return
+        where = "device" if resident else "disk" if stored else "host"
+        progress.now(f"moving parameters to the {where}")
         old.pending.settle()
         old.pending.withdraw()
         undos.append(functools.partial(_show_again, [(p, p.grad) for p in old.params]))

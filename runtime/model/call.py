@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from megacompile import compat
+from megacompile import compat, progress
 from megacompile.errors import BackwardError, DeviceMemoryError
 from megacompile.ir import ops
 from megacompile.ir.buckets import ParamId
 from megacompile.ir.capture import Variant
+from megacompile.progress import line
 from megacompile.runtime.device.activations import taken
 from megacompile.runtime.device.random import random_state, set_random_state
 from megacompile.runtime.model import shortage
@@ -137,13 +138,20 @@ class Call:
             self._check(tuple(tangents))
             self.machine.run = run = self._prepare(node)
             try:
-                of_inputs = self._attempts(tangents)
+                with line("running the first backward", self._shows):
+                    of_inputs = self._attempts(tangents)
                 of_params, of_proxies = run.for_autograd()
             finally:
                 self.machine.run = None
+        self.program.ran_backward = True
         self._handed[compat.backward_id()] = of_params
         found = {self.program.inputs[name]: gradient for name, gradient in of_inputs.items()}
         return found | {self.positions[place]: g for place, g in of_proxies.items()}
+
+    @property
+    def _shows(self) -> bool | None:
+        """Is there a line that says what is waited for? In the first backward of the first step."""
+        return False if self.program.ran_backward else self.machine.progress
 
     def _prepare(self, node: object) -> Run:
         """Find out who wants the parameters' gradients in this backward, and who else is there."""
@@ -210,6 +218,7 @@ class Call:
                 pool = self.machine.activations
                 inputs[name] = taken(saved_values, name, elsewhere, pool, queue)
         del tangents, saved_values
+        progress.now("running the first backward")  # code may have been made since that was said
         return executor.backward(inputs)
 
     def _executor(self, tangents: tuple[int, ...]) -> Executor:

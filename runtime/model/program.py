@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from megacompile import compat, log, progress
+from megacompile.beside import compile_pool
 from megacompile.ir import ops
 from megacompile.ir.capture import Capture, NumberInput, Variant
 from megacompile.ir.growth import bytes_of
@@ -75,6 +76,7 @@ class Program:
         if stages.symbols is not None:
             self._note(stages.symbols)
         self.tangents = expected_tangents(self.stages)
+        self.ran_backward = False
 
     def _meta(self, output: int) -> TensorMeta:
         meta = self.outputs[output].meta["value"]
@@ -124,10 +126,14 @@ class Program:
             if variant not in self._planned:
                 self.plan(variant)
             before, start = compat.cache_counts(), time.perf_counter()
+            beside = compile_pool.compiled()
             with _stages_own_ambient():
                 schedule = self.plans.compiler.lower(self._planned.pop(variant))
-            done = compat.cache_counts().since(before)
-            log.compiled(schedule.name, *done, time.perf_counter() - start)
+            found, made = compat.cache_counts().since(before)
+            time_s, beside = time.perf_counter() - start, compile_pool.compiled() - beside
+            log.compiled(schedule.name, found, made, time_s, beside)
+            if found or made:
+                self.machine.code.add(found=found, made=made, time_s=time_s, beside=beside)
             progress.now("running the first step")
             self.executors[variant] = Executor(schedule, self.machine)
             self._note_code(schedule)

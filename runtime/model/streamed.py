@@ -45,6 +45,7 @@ from megacompile.runtime.params.stand_ins import StandIns
 from megacompile.runtime.params.undo import Undos, hold, undone, use_unguarded
 from megacompile.runtime.step import hooks
 from megacompile.runtime.step.step import Updates
+from megacompile.runtime.updates.compiled import count_kernels
 from megacompile.runtime.updates.in_backward import InBackward
 from megacompile.text import printable
 
@@ -74,6 +75,7 @@ class StreamedModel:
         self.options = options
         if options.device.type == "cuda":
             compat.use_expandable_segments()  # a plan is about bytes, not about fragments
+            count_kernels()
         compat.settle_cache_keys()
         compat.note_backward_calls()
         compat.note_uncaptured()
@@ -160,16 +162,17 @@ class StreamedModel:
         args, kwargs = inputs.moved(args, kwargs, self._to_device)
         before = shortage.Before.of(self.model, self.options.device)
         run = functools.partial(self._run, compiled, stand_ins, args, kwargs)
+        if self.graphs:
+            return self._until_done(run, before)
+        with line("capturing the model", self.options.progress):
+            return self._until_done(run, before)
+
+    def _until_done(self, run: Callable[[Undos], Any], before: shortage.Before) -> Any:
+        """What a call gives, which begins again where buckets move first or memory has run out."""
         while True:
             try:
-                if self.graphs:
+                with contextlib.nullcontext() if self.graphs else self._few_collections():
                     result = undone(run)
-                else:
-                    with (
-                        line("capturing the model", self.options.progress),
-                        self._few_collections(),
-                    ):
-                        result = undone(run)
                 self.buckets.notice.say(self.model.parameters)
                 return result
             except torch.OutOfMemoryError as error:

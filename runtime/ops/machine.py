@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megacompile import compat
+from megacompile.code_counts import CodeCounts
 from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Schedule
 from megacompile.runtime.device.activations import HostPool
@@ -58,6 +59,7 @@ class Machine:
     trained: list[weakref.ref[Any]] = field(default_factory=list)
     """The executors whose backwards ran since the last step, the last one first."""
     stepped: bool = False  # is that step over?
+    steps: int = 0  # of optimizers over its parameters, that have begun
     labels: dict[int, str] = field(default_factory=dict)  # of buckets by key, in some schedule
     deferred: DeferredFrees = field(default_factory=DeferredFrees)
     staging: Staging | None = field(init=False)  # of states that lie on a disk
@@ -72,6 +74,8 @@ class Machine:
     shared_weights: SharedWeights | None = None  # memory that those of this host map
     seed: Callable[[], int] = torch.initial_seed  # of stochastic rounding
     detect_anomaly: bool = False  # is NaN or inf in a gradient an error?
+    code: CodeCounts = field(default_factory=CodeCounts)  # of the schedules' stages
+    progress: bool | None = False  # as the option; False from the first optimizer step on
     running: threading.RLock = field(default_factory=threading.RLock)  # one schedule at a time
     activations: HostPool = field(init=False)  # host memory of what waits for its backward
     saved_disk: SavedDisk | None = field(init=False)  # where that goes on to

@@ -7,6 +7,7 @@ loaded are taken into it.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from megacompile import compat
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Lowering, Options
+from megacompile.progress import line
 from megacompile.runtime.device.buffers_ahead import Wanted
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.optim.blockwise import quantizes
@@ -56,7 +58,8 @@ class Parts:
 
     def part(self, optimizer: Optimizer, bucket: HostBucket, trained: list[Trained]) -> BucketPart:
         """The part of a step that is over some parameters of a bucket."""
-        update = self._update(optimizer, bucket, trained)
+        with self._waits(optimizer, bucket, trained):
+            update = self._update(optimizer, bucket, trained)
         offer = bucket.pending.take_offer()
         assert offer is None or isinstance(offer, DeviceUpdate)
         part = BucketPart(update, update.way, trained, [], [], aliased=False, first=[], left=None)
@@ -298,8 +301,20 @@ class Parts:
         params = [(bucket.params[i], i) for i in indices]
         trained = [Trained(p, i, by_param[id(p)], optimizer.state[p]) for p, i in params]
         groups, none = Groups(rule), torch.empty(0)
-        self._make_buffers(optimizer, bucket, trained, groups, pin=self.cuda)
-        return {each.at: self._step(optimizer, bucket, each, none, 1.0, groups) for each in trained}
+        with self._waits(optimizer, bucket, trained):
+            self._make_buffers(optimizer, bucket, trained, groups, pin=self.cuda)
+            steps = [self._step(optimizer, bucket, each, none, 1.0, groups) for each in trained]
+        return {step.index: step for step in steps}
+
+    def _waits(
+        self, optimizer: Optimizer, bucket: HostBucket, trained: Iterable[Trained]
+    ) -> AbstractContextManager[None]:
+        """Says that states move which were loaded, or whose bucket has moved."""
+        if optimizer in bucket.states.owners() or not any(each.state for each in trained):
+            return nullcontext()
+        where = "host" if bucket.disk is None else "disk"
+        where = where if bucket.resident is None else "device"
+        return line(f"moving optimizer states to the {where}", self.options.progress)
 
     def is_plain(self, param: nn.Parameter) -> bool:
         """Are a parameter, its gradient and its states of one dtype, as torch.optim has them?"""

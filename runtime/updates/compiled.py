@@ -18,8 +18,10 @@ import functools
 import pickle
 import subprocess
 import sys
+import time
 
 from megacompile import compat, log, notices
+from megacompile.code_counts import KERNELS, UPDATES
 from megacompile.runtime.device import forks
 from megacompile.runtime.optim.registry import RULES
 from megacompile.runtime.optim.rule import OptimizerRule
@@ -71,7 +73,7 @@ class Compiled:
             if refused:
                 self._refuse(kind, why)
                 return False
-            return self._take(kind, update, asked)
+            return self._take(kind, update, asked, beside=True)
         request = self._request(update)
         if request is not None and not request.is_done and self._begin(kind, request):
             return False
@@ -114,9 +116,15 @@ class Compiled:
         log.logger("compile").info("%s: compiling to C++, beside the training", self.rule.name)
         return True
 
-    def _take(self, kind: Kind, update: Update, request: Request | None) -> bool:
-        """Get the code, from the caches if they have it."""
-        before = compat.cache_counts()
+    def _take(
+        self, kind: Kind, update: Update, request: Request | None, *, beside: bool = False
+    ) -> bool:
+        """Get the code, from the caches if they have it.
+
+        Args:
+            beside: a process beside this one has compiled it.
+        """
+        before, start = compat.cache_counts(), time.perf_counter()
         try:
             if request is None:
                 self._codes[kind] = compile_update(self.rule, update, options_now())
@@ -128,8 +136,9 @@ class Compiled:
         except RuntimeError as error:
             self._refuse(kind, str(error).strip().partition("\n")[0])
             return False
-        where = " (from the cache)" if compat.cache_counts().found > before.found else ""
-        log.logger("compile").info("%s: compiled to C++%s", self.rule.name, where)
+        (found, made), time_s = compat.cache_counts().since(before), time.perf_counter() - start
+        UPDATES.add(found=found, made=made, time_s=time_s, beside=found if beside else 0)
+        log.update_compiled(self.rule.name, found=found > 0, time_s=time_s)
         if request is not None and request.is_done and not request.agreed:
             notices.warn(
                 f"megacompile: the {self.rule.name} update that is compiled to C++ rounds "
@@ -150,6 +159,17 @@ class Compiled:
 
 
 compiled = functools.cache(Compiled)
+
+
+@functools.cache
+def count_kernels() -> None:
+    """Count and log the Triton kernels of this package that this process needs from now on."""
+    compat.note_kernels(__name__.partition(".")[0], _note_kernel)
+
+
+def _note_kernel(name: str, found: bool, time_s: float) -> None:
+    KERNELS.add(found=int(found), made=int(not found), time_s=time_s)
+    log.update_compiled(f"kernel {name}", found=found, time_s=time_s, what="Triton")
 
 
 def wait_until_compiled() -> None:
