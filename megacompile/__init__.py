@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megacompile.api import Checkpoint, accumulate, megacompile, save
     from megacompile.inspection import Trace, explain, schedules, trace, updates
     from megacompile.ir.schedule import Schedule
-    from megacompile.lifetime import full_parameters, released, unmegacompile
+    from megacompile.lifetime import full_parameters, released, restoring, unmegacompile
     from megacompile.options import Activations, Head, Lowering, Options
     from megacompile.plan.explanation import Explanation
 
@@ -63,6 +63,7 @@ __all__ = [
     "full_parameters",
     "megacompile",
     "released",
+    "restoring",
     "save",
     "schedules",
     "trace",

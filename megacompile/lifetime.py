@@ -1,6 +1,6 @@
 """The front door, second part: a model that gives its memory back, and becomes a plain one again.
 
-`released()`, `full_parameters()`, `unmegacompile()`.
+`released()`, `restoring()`, `full_parameters()`, `unmegacompile()`.
 """
 
 from __future__ import annotations
@@ -62,6 +62,44 @@ def released(model: nn.Module) -> Iterator[None]:
         streamed.released.end(failed=True)
         raise
     streamed.released.end(failed=False)
+
+
+@contextlib.contextmanager
+def restoring(model: nn.Module) -> Iterator[None]:
+    """Load a checkpoint over what a failed update has left half made, by a loader that reads first.
+
+    Reads of half updated parameters and optimizer states raise, so that nobody saves them. A loader
+    that asks for `state_dict()` to load into it, as torch.distributed.checkpoint's does, may read
+    them inside of this block. A call of the model and `optimizer.step()` are errors there until all
+    of it was loaded. Where nothing has failed the block does nothing.
+
+    Args:
+        model: a megacompiled model. The states of all optimizers over it are meant too.
+
+    Raises:
+        ModelError: the model is not megacompiled, or is in use.
+        OptimizerError: at the end, the model or an optimizer was not loaded.
+
+    Example::
+
+        with restoring(model):
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.distributed.checkpoint.load(state, checkpoint_id=folder)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+    """
+    streamed = streamed_model(model, "restoring")
+    streamed.refuse_in_use("restoring()")
+    pending = [bucket.pending for bucket in streamed.machine.buckets.values()]
+    try:
+        for each in pending:
+            each.begin_restoring()
+        yield
+    finally:
+        for each in pending:
+            each.end_restoring()
+    for each in pending:
+        each.check()
 
 
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

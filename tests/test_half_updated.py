@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.optim import SGD, AdamW, Optimizer
 
-from megacompile import megacompile
+from megacompile import megacompile, restoring
 from megacompile.api import accumulate
-from megacompile.errors import OptimizerError
+from megacompile.errors import ModelError, OptimizerError
 from megacompile.runtime.params.guards import unguarded
-from tests import zoo
+from megacompile.runtime.step.step import Updates
+from megacompile.runtime.updates.host import HostUpdates
+from tests import inside, zoo
 from tests.training import take_steps
 from tests.zoo import WIDTH, assert_close
 
@@ -259,6 +269,10 @@ def sgd(model: nn.Module) -> Optimizer:
     return SGD(model.parameters(), lr=1e-2)
 
 
+def momentum(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+
 def by_loading(model: Any, saved: Any) -> None:
     model.load_state_dict(saved)
 
@@ -341,4 +355,131 @@ def test_a_checkpoint_is_loaded_instead_of_the_step() -> None:
     optimizer.load_state_dict(saved[1])
     take_steps(plain, reference, 2, start=2)
     take_steps(model, optimizer, 2, start=2)
+    assert_close(plain, model)
+
+
+# --- loaders that do not call load_state_dict() first
+
+
+def test_everything_is_overwritten(half_updated: Any) -> None:
+    """In place: parameters, states and their counters. Whatever is left out is missed."""
+    (plain, of_plain), (model, optimizer, saved) = half_updated()
+    by_copying(model, saved[0])
+    refused(model, optimizer)
+    states = [optimizer.state[p] for p in model.parameters()]
+    for name in ("exp_avg", "exp_avg_sq", "step"):
+        with pytest.raises(OptimizerError, match="half updated"):
+            model.state_dict()
+        for i, state in enumerate(states):
+            state[name].copy_(saved[1]["state"][i][name])
+    for each, of_it in ((plain, of_plain), (model, optimizer)):
+        take_steps(each, of_it, 2, start=2)
+    assert_close(plain, model)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("of", [adamw, momentum])
+def test_distributed_checkpoint(half_updated: Any, of: Any, tmp_path: Path) -> None:
+    """Its loader reads first what it loads into."""
+    (plain, of_plain), (model, optimizer, saved) = half_updated(of)
+    whole = copy.deepcopy(plain)
+    of_whole = of(whole)
+    whole.load_state_dict(saved[0])
+    of_whole.load_state_dict(saved[1])
+    state = {"model": get_model_state_dict(whole), "of": get_optimizer_state_dict(whole, of_whole)}
+    dcp.save(state, checkpoint_id=tmp_path)
+    with pytest.raises(OptimizerError, match=r"megacompile.restoring\(model\)"):
+        get_model_state_dict(model)
+    with restoring(model):
+        state = {
+            "model": get_model_state_dict(model),
+            "of": get_optimizer_state_dict(model, optimizer),
+        }
+        with pytest.raises(OptimizerError, match="half updated"):
+            backward(model, 2)
+        with pytest.raises(OptimizerError, match="half updated"):
+            optimizer.step()
+        dcp.load(state, checkpoint_id=tmp_path)
+        set_model_state_dict(model, state["model"])
+        set_optimizer_state_dict(model, optimizer, state["of"])
+    for each, of_it in ((plain, of_plain), (model, optimizer)):
+        take_steps(each, of_it, 2, start=2)
+    assert_close(plain, model)
+
+
+@pytest.mark.parametrize("loaded", ["nothing", "the model", "the optimizer"])
+def test_what_is_read_and_not_restored_is_refused_again(half_updated: Any, loaded: str) -> None:
+    _, (model, optimizer, saved) = half_updated()
+    with pytest.raises(OptimizerError, match="half updated"), restoring(model):
+        for each in (model, optimizer):
+            each.state_dict()
+        if loaded == "the model":
+            model.load_state_dict(saved[0])
+        if loaded == "the optimizer":
+            optimizer.load_state_dict(saved[1])
+    refused(model, optimizer)
+    with pytest.raises(ZeroDivisionError), restoring(model):
+        model.state_dict()
+        raise ZeroDivisionError
+    refused(model, optimizer)
+
+
+def test_nothing_is_to_be_restored() -> None:
+    model, optimizer = updated(net())
+    with restoring(model):
+        take_steps(model, optimizer, 1)
+    with pytest.raises(ModelError, match="restoring.*not megacompiled"), restoring(net()):
+        pass
+
+
+# --- an exact step that breaks off
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("begun", ["none", "some", "all"])
+def test_a_step_that_breaks_off_behind_its_count(
+    error: type[BaseException], begun: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it fails, all buckets are torn. Ctrl-C tears them where it leaves some updated only."""
+    plain = net()
+    of_plain = AdamW(plain.parameters(), lr=1e-2)
+    model = megacompile(copy.deepcopy(plain), device="cpu", lowering="eager")
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    for each, of_it in ((plain, of_plain), (model, optimizer)):
+        take_steps(each, of_it, 2)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    optimizer.zero_grad()
+    backward(model, 2)
+    real, count = HostUpdates.start, len(inside.buckets(model))
+    calls = iter(range(count + 1))
+    breaks_at = {"none": 0, "some": 1, "all": count}[begun]
+
+    def start(updates: HostUpdates, *args: Any, **kwargs: Any) -> Any:
+        if next(calls) == breaks_at:
+            raise error("breaks off")
+        return real(updates, *args, **kwargs)
+
+    def finish(*_: Any) -> None:
+        raise error("breaks off")
+
+    monkeypatch.setattr(HostUpdates, "start", start)
+    if begun == "all":
+        monkeypatch.setattr(Updates, "_finish", finish)
+    with pytest.raises(error, match="breaks off"):
+        optimizer.step()
+    monkeypatch.undo()
+    torn = error is RuntimeError or begun == "some"
+    pendings = [bucket.pending for bucket in inside.buckets(model).values()]
+    assert [pending.is_torn() for pending in pendings] == [torn] * count
+    if not torn:  # all of the step was made, or nothing of it
+        changed = [not torch.equal(p, saved[0][n]) for n, p in model.named_parameters()]
+        assert set(changed) == {begun == "all"}
+        return
+    for use in (model.state_dict, optimizer.state_dict, lambda: backward(model, 2)):
+        with pytest.raises(OptimizerError, match="half updated.*step.. failed with.*breaks off"):
+            use()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    for each, of_it in ((plain, of_plain), (model, optimizer)):
+        take_steps(each, of_it, 2, start=2)
     assert_close(plain, model)

@@ -436,6 +436,7 @@ class ModelBuckets:
         for bucket in self.machine.buckets.values():
             if not bucket.pending.busy():
                 bucket.pending.settle()
+            bucket.pending.check()  # who restores it may read it, and not train with it
             bucket.refresh()
         self.buffers_to(self.options.device)
 

@@ -30,6 +30,9 @@ class Pending(Copy, Protocol):
     def is_torn(self) -> bool:
         """Has an update left it half made?"""
 
+    def overwritten(self, tensor: torch.Tensor) -> None:
+        """All of a tensor that is torn has other values."""
+
 
 @dataclass(frozen=True, slots=True)
 class Watch:
@@ -73,7 +76,9 @@ class Wait(Watch):
                 who.open(other)
         if self.param is not None:
             self.copy.forget(self.param)
-        return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        self.copy.overwritten(args[0])
+        return result
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,7 @@ class Pending:
         self.rows = rows
         self.owners = owners
         self.torn: Torn | None = None  # by an update that failed, and not loaded since
+        self.restoring = False  # may what is torn be read, by who loads it?
         self.in_flight: InFlight | None = None
         self.offered: Offer | None = None  # to optimizer.step(), by the backward
         self.gradients_copied: torch.cuda.Event | None = None  # behind the last copy to the host
@@ -182,7 +183,8 @@ class Pending:
             finally:
                 if self.in_flight is work and work.done():  # else Ctrl-C: it goes on, as guards do
                     self._ended()
-        self.check()
+        if not self.restoring:
+            self.check()
 
     def tear(self, why: str, left: Mapping[int, Left]) -> None:
         """An update has failed that was about these, by index: they are torn until they are loaded.
@@ -203,6 +205,22 @@ class Pending:
         self.torn = None
         if self.in_flight is None:
             self._release()
+
+    def overwritten(self, tensor: torch.Tensor) -> None:
+        """All of a parameter or a state that is torn has other values."""
+        for left in () if self.torn is None else self.torn.left.values():
+            left.overwritten.add(id(tensor))
+
+    def begin_restoring(self) -> None:
+        """Let what is torn be read until `end_restoring`."""
+        self.restoring = self.is_torn()
+
+    def end_restoring(self) -> None:
+        """What is not restored is guarded again."""
+        self.restoring = False
+        if self.torn is not None and not self.torn.restored():
+            left = self.torn.left
+            self._guard(list(left), [s for each in left.values() for s in each.visible()])
 
     def is_torn(self) -> bool:
         """Is it half updated? What is in flight is waited for."""

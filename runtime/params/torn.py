@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ class Left:
     version: int
     home: int  # where its memory begins
     states: tuple[tuple[weakref.ref[Optimizer], dict[str, Any]], ...]
+    values: dict[int, tuple[torch.Tensor, int]]  # what these hold: by id, with its version
+    overwritten: set[int] = field(default_factory=set)  # ids of those of them, since
 
     @staticmethod
     def of(param: nn.Parameter, optimizers: Iterable[Optimizer]) -> Left:
@@ -36,17 +38,31 @@ class Left:
         with unguarded():
             states = [(weakref.ref(o), o.state[param]) for o in optimizers if o.state.get(param)]
             home = compat.local(param).data_ptr()
-            return Left(param, compat.version(param), home, tuple(states))
+            held = [v for _, s in states for v in s.values() if isinstance(v, torch.Tensor)]
+            values = {id(value): (value, compat.version(value)) for value in held}
+            return Left(param, compat.version(param), home, tuple(states), values)
 
     def restored(self) -> bool:
-        """Was it written since, and were its states replaced, as `load_state_dict()` does?"""
+        """Was it written since, and were its states replaced, as `load_state_dict()` does, or
+        overwritten, the counter too?"""
         with unguarded():
             home = compat.local(self.param).data_ptr()
             written = (compat.version(self.param), home) != (self.version, self.home)
             owners = [(owner(), state) for owner, state in self.states]
             return written and all(
-                owner is None or owner.state.get(self.param) is not state for owner, state in owners
+                owner is None
+                or owner.state.get(self.param) is not state
+                or all(self._is_new(name, value) for name, value in state.items())
+                for owner, state in owners
             )
+
+    def _is_new(self, name: str, value: object) -> bool:
+        """Is an entry of a state none of what the update has left?"""
+        if not isinstance(value, torch.Tensor):
+            return False  # a number looks like any other
+        if id(value) not in self.values or id(value) in self.overwritten:
+            return True
+        return name == "step" and compat.version(value) != self.values[id(value)][1]
 
     def visible(self) -> Iterator[torch.Tensor]:
         """The states that the user can see, but for the counter."""
@@ -78,5 +94,7 @@ class Torn:
         raise OptimizerError(
             "parameters and optimizer states are half updated, and a checkpoint of them would be "
             "taken for a whole one: load one into the model and into the optimizer "
-            f"(load_state_dict() of both; said until then). What failed: {self.why}"
+            "(load_state_dict() of both; said until then), within "
+            "megacompile.restoring(model) where a loader reads them first, as that of "
+            f"torch.distributed.checkpoint does. What failed: {self.why}"
         )

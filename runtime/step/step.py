@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,6 +51,7 @@ from megacompile.runtime.params.torn import Left
 from megacompile.runtime.step import hooks
 from megacompile.runtime.step.parts import Parts
 from megacompile.runtime.updates.compiled import compiled
+from megacompile.runtime.updates.flight import Flight
 from megacompile.runtime.updates.part import BucketPart
 from megacompile.runtime.updates.refusals import check, check_shared, rehearse
 from megacompile.runtime.updates.update import ParamUpdate, UpdatePath
@@ -316,9 +318,12 @@ class Updates:
         """Make what was prepared, or start it in the background.
 
         Ctrl-C may come anywhere in it. Then each bucket's update runs to its end and its bucket
-        knows of it, or it never begins.
+        knows of it, or it never begins. Where some have begun and others never will, all of them
+        are torn, as where a step fails.
         """
         counted = False
+        params = [each.param for part in parts for each in part.trained]
+        versions = {id(param): compat.version(param) for param in params}
         try:
             runs = self._choose(parts)
             counted = True
@@ -331,7 +336,7 @@ class Updates:
                 part.drop()
                 if part.aliased:  # its other name shows nobody that it is in flight
                     part.update.bucket.pending.finish()
-            if counted and isinstance(error, Exception):
+            if counted and (isinstance(error, Exception) or _is_half_begun(parts, versions)):
                 _tear(optimizer, parts, error)
             raise
         finally:
@@ -416,7 +421,21 @@ class Updates:
             drop_empty(optimizer, [param])
 
 
-def _tear(optimizer: Optimizer, parts: Iterable[BucketPart], error: Exception) -> None:
+def _is_half_begun(parts: Iterable[BucketPart], versions: Mapping[int, int]) -> bool:
+    """Have the updates of some buckets begun, and not those of others? That shows in the versions
+    of parameters, but for an update that was called off."""
+    begun = set()
+    for part in parts:
+        work: Any = part.update.bucket.pending.in_flight
+        while getattr(work, "first", None) is not None:  # the write to a disk that is behind it
+            work = work.first
+        off = isinstance(work, Flight) and work.future.cancelled()
+        changed = (compat.version(t.param) != versions[id(t.param)] for t in part.trained)
+        begun.add(any(changed) and not off)
+    return len(begun) > 1
+
+
+def _tear(optimizer: Optimizer, parts: Iterable[BucketPart], error: BaseException) -> None:
     """A step has failed when it had counted, and had begun some of its updates."""
     why = f"{type(optimizer).__name__}.step() failed with {type(error).__name__}: {error}"
     for part in parts:
