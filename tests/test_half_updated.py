@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -17,6 +16,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import SGD, AdamW, Optimizer
 
 from megacompile import megacompile, restoring
@@ -387,11 +388,11 @@ def test_distributed_checkpoint(half_updated: Any, of: Any, tmp_path: Path) -> N
     whole.load_state_dict(saved[0])
     of_whole.load_state_dict(saved[1])
     state = {"model": get_model_state_dict(whole), "of": get_optimizer_state_dict(whole, of_whole)}
-    dcp.save(state, checkpoint_id=tmp_path)
+    save(state, checkpoint_id=tmp_path)
     with pytest.raises(OptimizerError, match=r"megacompile.restoring\(model\)"):
         get_model_state_dict(model)
     with restoring(model):
-        state = {
+        targets: dict[str, Any] = {
             "model": get_model_state_dict(model),
             "of": get_optimizer_state_dict(model, optimizer),
         }
@@ -399,9 +400,9 @@ def test_distributed_checkpoint(half_updated: Any, of: Any, tmp_path: Path) -> N
             backward(model, 2)
         with pytest.raises(OptimizerError, match="half updated"):
             optimizer.step()
-        dcp.load(state, checkpoint_id=tmp_path)
-        set_model_state_dict(model, state["model"])
-        set_optimizer_state_dict(model, optimizer, state["of"])
+        load(targets, checkpoint_id=tmp_path)
+        set_model_state_dict(model, targets["model"])
+        set_optimizer_state_dict(model, optimizer, targets["of"])
     for each, of_it in ((plain, of_plain), (model, optimizer)):
         take_steps(each, of_it, 2, start=2)
     assert_close(plain, model)
