@@ -9,6 +9,12 @@ Memory lies: what is freed, what is not written yet (slots, buffers for gradient
 gradients' memory on the host) holds NaN. A value lives as long as the printed code has a name for
 it: its `del` is an op of the compute stream, as it is for CUDA's caching allocator.
 
+[Note: states on a disk] Where the backward updates, threads of the host and the simulated streams
+wait for one another: a copy of states to the device for a read, the read for a set of buffers, that
+for a write, and the write for a copy to the host. So a copy whose states are not read yet is not
+ready, and others run meanwhile. A write is an op of its stream, which begins it when its turn comes
+and what it is behind has run: a thread of the disk never waits for the simulated streams.
+
 [Note: what poison cannot see] Memory that somebody outside of the schedule may hold (inputs and
 outputs of the model, gradients that autograd passes in) is never poisoned."""
 
@@ -17,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,9 +45,12 @@ from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.group import handles
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.params.gradient_run import Goes
+from megacompile.runtime.updates.staging import Staged
 from megacompile.show import python
 from tests import inside
 from tests.interrupts import not_traced
+
+PATIENCE_S = 30.0  # with a read of states
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -52,9 +62,12 @@ class Work:
     run: Callable[[], Any] | None  # None: done
     device: Adversary
     release: bool = False  # a `del`, or the wait before it
+    reads: tuple[Staged, ...] = ()  # that it waits for
 
     def synchronize(self) -> None:
         """The host waits for the event."""
+        if self.run is None:  # a thread of a disk, which must not wait for whoever has the device
+            return
         with self.device._alone:
             while self.run is not None:
                 assert self.device._step(), "deadlock: each stream waits for another"
@@ -62,6 +75,11 @@ class Work:
     @property
     def ready(self) -> bool:
         return all(earlier.run is None for earlier in self.waits)
+
+    @property
+    def reading(self) -> bool:
+        """Is what it waits for still read?"""
+        return any(staged.busy() for staged in self.reads)
 
 
 class Policy:
@@ -139,6 +157,7 @@ class Adversary(Streams):
             for stream in self.ends:
                 self.synchronize(stream)
         except KeyboardInterrupt:  # the device goes on
+            self._drop_unread()
             for stream in self.ends:
                 self.synchronize(stream)
             raise
@@ -167,7 +186,8 @@ class Adversary(Streams):
             handle.value = work()
             self.memory.name(handle)
 
-        queued = Work(stream, events_of(waits), run, self, release)
+        reads = tuple(host for host in busy if isinstance(host, Staged))
+        queued = Work(stream, events_of(waits), run, self, release, reads)
         handle.event = queued  # type: ignore[assignment]
         with self._alone:
             self.queues[stream].append(queued)
@@ -207,7 +227,13 @@ class Adversary(Streams):
         ready = [work for work in heads if work.ready]
         if not ready:
             return False
-        work = self.policy.pick(ready)
+        there = [work for work in ready if not work.reading]
+        limit = time.monotonic() + PATIENCE_S
+        while not there:
+            assert time.monotonic() < limit, "deadlock: a read waits for a buffer"
+            time.sleep(0.0002)
+            there = [work for work in ready if not work.reading]
+        work = self.policy.pick(there)
         self.queues[work.stream].popleft()
         assert work.run is not None
         with not_traced():
@@ -218,6 +244,26 @@ class Adversary(Streams):
             self.deferred.remove(entry)
             self.memory.forget(entry[1])
         return True
+
+    def _drop_unread(self) -> None:
+        """Drop copies whose states are not read yet, and all that a device would get behind them.
+
+        The host issues neither before the states are there.
+        """
+        dropped: set[Work] = set()
+        before = -1
+        while len(dropped) > before:
+            before = len(dropped)
+            for queue in self.queues.values():
+                behind = False
+                for work in queue:
+                    behind |= work.reading or not dropped.isdisjoint(work.waits)
+                    if behind and not work.release:
+                        dropped.add(work)
+        for stream, queue in self.queues.items():
+            self.queues[stream] = deque(work for work in queue if work not in dropped)
+        for work in dropped:
+            work.run = None  # nobody waits for it
 
     def free(self, handle: Handle) -> None:
         """A name is gone; its memory is used again behind what was queued before."""
@@ -378,6 +424,28 @@ class LateOps(BoundOps):
     def alloc_state(self, bucket: Bucket, masters: bool) -> Handle:
         self._fresh = True
         return super().alloc_state(bucket, masters)
+
+    def offload_state(self, bucket: Bucket, updated: Handle, norms: Handle | None = None) -> Handle:
+        streams: Any = self.machine.streams
+        if self.machine.weight_staging is not None and not self.in_step:
+            streams.synchronize(Stream.WRITE)  # it takes a buffer that one of them gives back
+        return super().offload_state(bucket, updated, norms)
+
+    def write_state(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
+        return self._written(bucket, super().write_state, after)
+
+    def write_weights(self, bucket: Bucket, *, after: tuple[Any, ...] = ()) -> Handle:
+        return self._written(bucket, super().write_weights, after)
+
+    def _written(
+        self, bucket: Bucket, write: Callable[..., Handle], after: tuple[Any, ...]
+    ) -> Handle:
+        """See [Note: states on a disk]."""
+        if self.in_step:
+            return write(bucket, after=after)
+        done = self._issue(Stream.WRITE, (after,), lambda: write(bucket, after=after).value)
+        done.host = self.machine.buckets[bucket.key].pending
+        return done
 
     def _bring_back(self, bucket: Bucket, updated: Handle) -> Handle:
         streams: Any = self.machine.streams

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -20,6 +21,8 @@ from megacompile.runtime.disk.transfers import Way
 from megacompile.runtime.ops.machine import Machine
 from megacompile.runtime.updates import loans, staging
 
+LATE_S = 0.001  # at most, but for what a thread waits for the processor
+
 
 @contextmanager
 def harsh(rng: random.Random) -> Iterator[None]:
@@ -33,8 +36,11 @@ def harsh(rng: random.Random) -> Iterator[None]:
         else:
             torn = HostBuffer(whole.numel() + 4096, pin=False).bytes(whole.numel()).fill_(255)
             real(file, way, at, torn, start, size)
+        until = time.monotonic() + LATE_S
         for _ in range(rng.choice((0, 1, 10, 1000))):
             os.sched_yield()
+            if time.monotonic() > until:  # others have the processor for long
+                break
         real(file, way, at, whole, start, size)
 
     give_back, release = loans.Loans.give_back, staging.Staging._release

@@ -212,8 +212,7 @@ def choices(draw: st.DrawFn) -> Choice:
     """Any `Choice`."""
     optimizer = draw(st.sampled_from(("", "", "adamw", "sgd")))
     in_backward = bool(optimizer) and draw(st.booleans())
-    # an update in the backward works on the simulated streams, which no thread can wait for
-    disk = not in_backward and draw(st.booleans())
+    disk = draw(st.booleans())
     offload = draw(st.booleans())
     return Choice(
         lookahead=draw(st.integers(1, 4)),

@@ -56,6 +56,7 @@ class Counts:
     stages: int = 0
     kept: int = 0  # stages that were kept by a random choice
     in_backward: int = 0
+    on_disk: int = 0  # these, with a disk
     resident: int = 0
     ops: int = 0
     poisoned: int = 0
@@ -64,6 +65,7 @@ class Counts:
     rounded: int = 0  # cases that equal the plain model but for rounding
     refused_updates: int = 0  # loops that an update in the backward refused
     interrupted: int = 0  # loops
+    half_updated: int = 0  # of these, by an update in the backward
     of_ranks: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     collectives: int = 0  # that ranks met in
 
@@ -72,6 +74,7 @@ class Counts:
         self.models.add(subject.net)
         self.plans.add((subject.net, subject.choice))
         self.in_backward += subject.choice.in_backward
+        self.on_disk += subject.choice.in_backward and subject.choice.disk
         self.resident += subject.choice.resident > 0
         self.rounded += cases * subject.rounds
         names = subject.loop.features(subject.net)
@@ -98,14 +101,14 @@ class Counts:
         return (
             f"{self.cases} (model, plan, interleaving) cases, {self.mismatches} mismatches\n"
             f"  {len(self.models)} distinct models, {len(self.plans)} distinct (model, plan) "
-            f"pairs, {self.in_backward} of these with the update in the backward, "
-            f"{self.resident} with buckets that live on the device\n"
+            f"pairs, {self.in_backward} of these with the update in the backward "
+            f"({self.on_disk} with a disk), {self.resident} with buckets that live on the device\n"
             f"  of the models {', '.join(of_these)}\n"
             f"  loops with {', '.join(loops_drawn) or 'nothing else'}\n"
             f"  {self.rounded} cases are equal to the plain model but for rounding, and in every "
             "bit to program order\n"
             f"  {self.refused_updates} loops refused by an update in the backward, "
-            f"{self.interrupted} interrupted\n"
+            f"{self.interrupted} interrupted, {self.half_updated} of these left half updated\n"
             f"  {self.stages} stages, {self.kept} of them kept by a random choice\n"
             f"  {self.ops} ops executed, {self.poisoned} times memory was poisoned\n"
             f"  {self.refused} drawn models that the plain loop refuses were left out"
@@ -157,12 +160,12 @@ def kept(choose: Callable[[], Choice], counts: Counts) -> Iterator[None]:
 
 def make_optimizer(model: Any, choice: Choice, rounds: bool) -> Any:
     params = [p for p in model.parameters() if p.requires_grad]
+    # A small eps, or a large step, would blow other rounding up where the gradient is all rounding
+    # (a bias before a BatchNorm).
     if choice.optimizer == "adamw":
-        # a small eps would blow other rounding up where the gradient is all rounding (a bias before
-        # a BatchNorm)
         return torch.optim.AdamW(params, lr=0.01, eps=0.1 if rounds else 1e-8)
     if choice.optimizer == "sgd":
-        return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+        return torch.optim.SGD(params, lr=0.01 if rounds else 0.1, momentum=0.9)
     return None
 
 
@@ -301,7 +304,12 @@ class Subject:
         found = [f"{n} is a proxy" for n, p in params.items() if isinstance(p, StreamedParameter)]
         if found:
             raise AssertionError(f"interrupted at {opcodes.stopped}: {found}")
-        torch.save(self.model.state_dict(), io.BytesIO())
+        try:
+            torch.save(self.model.state_dict(), io.BytesIO())
+        except OptimizerError:  # half of it is updated; it is loaded anew
+            if not self.choice.in_backward:
+                raise
+            self.counts.half_updated += 1
         return found
 
     def _stop_at(self, opcodes: Opcodes) -> None:

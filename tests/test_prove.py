@@ -105,6 +105,27 @@ def test_residents_on_an_adversarial_device(resident: int, in_backward: bool) ->
         assert subject.wrong(adversary.Random(seed)) == [], seed
 
 
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("weights", [False, True])
+def test_a_disk_and_an_update_in_the_backward(weights: bool, saved: bool) -> None:
+    choice = Choice(
+        optimizer="adamw",
+        in_backward=True,
+        disk=True,
+        disk_weights=weights,
+        offload=saved,
+        disk_saved=saved,
+        stored=255,
+        lookahead=2,
+    )
+    subject = Subject(NET, choice, Counts())
+    assert subject.to_program_order() == []
+    for seed in range(6):
+        assert subject.wrong(adversary.Random(seed)) == [], seed
+    staging = inside.machine(subject.model).staging
+    assert staging is not None and staging.written_bytes
+
+
 class Everything(frozenset[object]):
     """It contains whatever is asked for."""
 
@@ -233,6 +254,17 @@ FAULTS: dict[str, Fault] = {
     "memory is freed under a copy": frees_at_once,
     "two buckets in one slot": swapped_slots,
     "deferred for nobody": no_after(ops.defer_free),
+    "states are written at once": no_after(ops.write_state),
+    "parameters are written at once": no_after(ops.write_weights),
+}
+IN_BACKWARD = {
+    "deferred for nobody": Choice(optimizer="sgd", in_backward=True),
+    "states are written at once": Choice(
+        optimizer="adamw", in_backward=True, disk=True, stored=255, backwards=1
+    ),
+    "parameters are written at once": Choice(
+        optimizer="adamw", in_backward=True, disk=True, disk_weights=True, backwards=1
+    ),
 }
 
 
@@ -252,7 +284,7 @@ def planted(fault: Fault) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_seen(name: str) -> None:
-    choice = Choice(optimizer="sgd" if "deferred" in name else "", in_backward="deferred" in name)
+    choice = IN_BACKWARD.get(name, Choice())
     subject = Subject(NET, choice, Counts())
     if choice.in_backward:
         assert subject.to_program_order() == []
