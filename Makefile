@@ -3,6 +3,8 @@
 #   make demo     train the example; ARGS="--plain" and the like are passed on (--help lists them)
 #   make test     the whole test suite; ARGS="-k verify" and the like are passed on to pytest
 #   make thorough   the draws of random tests that `make test` leaves out
+#   make limits   200 random models under random budgets, each in a process whose memory is limited:
+#                 it runs within them or is refused (Linux; some 5 minutes of one core)
 #   make matrix   a fast part of the tests, on every version of torch that is supported
 #   make zoo      models of transformers, torchvision, timm and diffusers against the plain ones;
 #                 ARGS="--only t5", ARGS=--write (docs/zoo.md)
@@ -85,7 +87,7 @@ TORCH_VERSION = import importlib.metadata as m; print(m.version("torch"))
 IN_PARALLEL = import importlib.util as u; \
 	print("-n auto --dist worksteal" if u.find_spec("xdist") else "")
 
-.PHONY: demo test thorough matrix zoo examples lint bench peers format clean
+.PHONY: demo test thorough limits matrix zoo examples lint bench peers format clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -96,6 +98,9 @@ test: $(INSTALLED)
 
 thorough: $(INSTALLED)
 	$(PY) -m pytest $$($(PY) -c '$(IN_PARALLEL)') -m thorough $(ARGS)
+
+limits: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(PY) -m tests.budgets --cases 200 $(ARGS)
 
 matrix: $(MATRIX:%=matrix-%)
 

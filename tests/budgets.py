@@ -166,11 +166,14 @@ class Case:
         return sum(p.numel() for p in made.parameters()) * dtype.itemsize
 
 
+FAULTS = ("refused late", "killed", "hung", "fault")
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of a case."""
 
-    end: str  # "ran", "refused", "refused as warned" or "fault"
+    end: str  # "ran", "refused", "refused as warned", or one of FAULTS
     what: str = ""  # of an error, the type and the first line
     host_bytes: int = 0  # of buffers, at most
     trained_bytes: int = 0  # the same behind the first step
@@ -308,7 +311,7 @@ def trial(case: Case, folder: Path) -> Outcome:
             end, what = "refused", _line(error)
         except RefusedLate as error:
             warned = any(_FEWER_STATES in str(each.message) for each in said)
-            end, what = "refused as warned" if warned else "fault", _line(error)
+            end, what = "refused as warned" if warned else "refused late", _line(error)
         except BaseException as error:
             end, what = "fault", _line(error) + "\n" + traceback.format_exc(limit=-6)
     peak = sampler.stop() - started
@@ -379,8 +382,7 @@ def in_child(case: Case, folder: Path) -> Outcome:
     signal.alarm(0)
     if not data:
         hung = time.monotonic() >= deadline - 1
-        what = "it hung" if hung else f"killed: wait status {status}"
-        return Outcome("fault", what)
+        return Outcome("hung" if hung else "killed", f"wait status {status}")
     return Outcome(**json.loads(data))
 
 
@@ -405,7 +407,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", default=None, help="of the disk; default: a temporary one")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    ends: Counter[str] = Counter()
+    ends: Counter[str] = Counter(dict.fromkeys(("ran", "refused", "killed"), 0))
     shares, used = [], []
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
@@ -414,8 +416,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             case = Case.draw(seed, options.scale)
             outcome = in_child(case, folder)
             ends[outcome.end] += 1
-            if outcome.end == "fault":
-                print(f"FAULT in {case}\n  {outcome.what}", flush=True)
+            if outcome.end in FAULTS:
+                print(f"FAULT in {case}\n  {outcome.end}: {outcome.what}", flush=True)
             if outcome.end == "ran":
                 if outcome.planned_bytes:
                     shares.append(outcome.trained_bytes / outcome.planned_bytes)
@@ -425,7 +427,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"host buffers: {min(shares):.3f} to {max(shares):.3f} of what the plan said")
     if used:
         print(f"memory of the process: at most {max(used):.2f} of its limit")
-    return 1 if ends["fault"] else 0
+    return int(any(ends[end] for end in FAULTS))
 
 
 if __name__ == "__main__":

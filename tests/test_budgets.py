@@ -26,8 +26,8 @@ def command(tmp_path: Path, *arguments: str, first: str = "") -> subprocess.Comp
 def test_each_runs_or_is_refused(tmp_path: Path) -> None:
     done = command(tmp_path, "--cases", "3", "--scale", "4", "--seed", "0")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("3 cases: ") and "fault" not in done.stdout
-    assert " ran" in done.stdout
+    assert done.stdout.startswith("3 cases: ") and "FAULT" not in done.stdout
+    assert " ran" in done.stdout and "0 killed" in done.stdout
 
 
 def test_plans_that_count_too_little_are_found(tmp_path: Path) -> None:
@@ -38,6 +38,18 @@ def test_plans_that_count_too_little_are_found(tmp_path: Path) -> None:
     )
     done = command(tmp_path, "--cases", "1", "--scale", "4", "--seed", "2", first=lie)
     assert done.returncode == 1 and "FAULT" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_case_that_is_killed_is_a_fault(tmp_path: Path) -> None:
+    kill = (
+        "import os, signal\n"
+        "from tests import budgets as b\n"
+        "b.trial = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "b.warm_up = lambda *_: None\n"
+    )
+    done = command(tmp_path, "--cases", "1", "--scale", "4", first=kill)
+    assert done.returncode == 1 and "FAULT" in done.stdout, done.stdout + done.stderr
+    assert "1 killed" in done.stdout
 
 
 def test_cases_differ() -> None:
