@@ -2,12 +2,14 @@
 
     python -m benchmarks.disk FOLDER            # 1 GiB, best of 3
     python -m benchmarks.disk FOLDER --gib 4
+    python -m benchmarks.disk FOLDER --only "4 threads" --only kvikio
 
 Threads are ours (`runtime/disk/transfers.py`), by chunk and number. io_uring needs `liburing` of
-PyPI, kvikio `kvikio-cu12` (and its libraries on LD_LIBRARY_PATH, where there is no conda); what is
-not installed is left out. libaio is its system calls. All of them do direct I/O of the same places
-and the same memory, but for "cached" and "mapping". CPU is user and system time of this process.
-"Beside Python": while another thread runs Python code, and has the GIL whenever it can.
+PyPI, kvikio `kvikio-cu12` (and its libraries on LD_LIBRARY_PATH, where there is no conda, and a
+CUDA driver); a row says why one did not run. libaio is its system calls. All of them do direct I/O
+of the same places and the same memory, but for "cached" and "mapping". CPU is user and system time
+of this process. "Beside Python": while another thread runs Python code, and has the GIL whenever it
+can.
 """
 
 from __future__ import annotations
@@ -46,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
     parser.add_argument("folder")
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--only", action="append", metavar="TEXT", help="ways that have it in their name"
+    )
     parser.add_argument("--out", help="write the table here")
     args = parser.parse_args(argv)
     size = int(args.gib * 2**30) // _CHUNK * _CHUNK
@@ -53,8 +58,17 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
     buffer, memory = disk.buffer(size), HostBuffer(size, pin=False)
     memory.bytes(size).random_(generator=torch.Generator().manual_seed(0))
     rows: list[dict[str, object]] = []
-    for name, run in _ways(disk, buffer, memory):
+    for name, make in _ways(disk, buffer, memory):
+        if args.only and not any(text in name for text in args.only):
+            continue
         row: dict[str, object] = {"way": name}
+        try:
+            run = make()
+        except (ImportError, OSError, RuntimeError) as error:
+            row["way"] = f"{name}: {_why(error)}"
+            rows.append(row)
+            print(row, flush=True)
+            continue
         for way in (Way.WRITE, Way.READ):
             seconds, cpu = min(_timed(partial(run, way)) for _ in range(args.repeats))
             row[f"{way.value} GB/s"] = round(size / 1e9 / seconds, 2)
@@ -66,6 +80,13 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
         print(row, flush=True)
     publish("Disk", rows, args.out)
     return rows
+
+
+def _why(error: Exception) -> str:
+    """Why a way did not run."""
+    if isinstance(error, ModuleNotFoundError):
+        return "not installed"
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _timed(run: Callable[[], None]) -> tuple[float, float]:
@@ -91,17 +112,18 @@ def _beside_python() -> Iterator[None]:
         thread.join()
 
 
-def _ways(disk: Disk, buffer: DiskBuffer, memory: HostBuffer) -> Iterator[tuple[str, Run]]:
+def _ways(
+    disk: Disk, buffer: DiskBuffer, memory: HostBuffer
+) -> Iterator[tuple[str, Callable[[], Run]]]:
+    """Names, and what makes each ready."""
+    there = disk, buffer, memory
     for mib in _CHUNKS_MIB:
         for threads in _THREADS:
-            yield f"{threads} threads, {mib} MiB", _threads(disk, buffer, memory, threads, mib)
-    yield "4 threads, 4 MiB, cached", _threads(disk, buffer, memory, 4, 4, direct=False)
-    yield "mapping", _mapping(buffer, memory)
+            yield f"{threads} threads, {mib} MiB", partial(_threads, *there, threads, mib)
+    yield "4 threads, 4 MiB, cached", partial(_threads, *there, 4, 4, direct=False)
+    yield "mapping", partial(_mapping, buffer, memory)
     for name, make in (("io_uring", _io_uring), ("libaio", _libaio), ("kvikio", _kvikio)):
-        try:
-            yield f"{name}, 4 MiB", make(disk, buffer, memory)
-        except (ImportError, OSError, RuntimeError) as error:
-            print(f"{name}: left out ({error})", flush=True)
+        yield f"{name}, 4 MiB", partial(make, *there)
 
 
 def _threads(
