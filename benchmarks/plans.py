@@ -1,29 +1,40 @@
-"""The search for a plan: how good what it finds is, and how long it takes, on 50 cases.
+"""The search for a plan: how good what it finds is, and how long it takes.
 
     python -m benchmarks.plans --out plans.md
     python -m benchmarks.plans --models 2 --against exhaustive
+    python -m benchmarks.plans --cases tiers --compare benchmarks/results/cpu-plans.md
 
-Models by machines by device memory; nothing but shapes is needed, and nothing runs. A row has the
-step that is predicted of the plan that was found, and the seconds of the processor that the search
-took. With `--against exhaustive`, a finer grid of residents and shares is searched too, and the row
-says by how much its best plan is faster. With `--against FILE`, the steps of a table that another
-commit's search has written with `--out`.
+Nothing but shapes is needed, and nothing runs. A row has the step that is predicted of the plan
+that was found, and the seconds of the processor that the search took. There are two groups of
+cases:
+
+    grid     50: models by machines by device memory
+    tiers    `benchmarks.plan_cases`: budgets of the host, a disk, 8-bit states, the update in the
+             backward, small cards
+
+With `--against exhaustive`, a finer grid of residents and shares is searched too, and the row says
+by how much its best plan is faster. With `--against FILE`, the steps of a table that another
+commit's search has written with `--out`. With `--compare FILE`, the steps that got longer by more
+than 0.5 % than in such a table are printed, and the exit code is 1 if there are any.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks import plan_cases
 from benchmarks.report import publish
 from megacompile.cost.hardware import H200, Hardware
 from megacompile.cost.known import known
@@ -34,33 +45,91 @@ from megacompile.plan.abstract import AbstractProgram, abstract_options, abstrac
 _MODELS = ((12, 3584, 1024), (28, 3584, 4096), (48, 5120, 1024), (64, 5120, 1024), (80, 8192, 1024))
 _FINE_COUNTS = tuple(k / 48 for k in range(49))
 _FINE_SHARES = tuple(k / 20 for k in range(21))
+_LONGER = 1.005
 
 
-def main(argv: Sequence[str] | None = None) -> list[dict[str, object]]:
-    """Run and print; gives the table's rows."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run and print; 1 if a step got longer, else 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", choices=["grid", "tiers"], default="grid")
     parser.add_argument("--models", type=int, default=len(_MODELS), help="the first so many")
-    parser.add_argument("--against", help="'exhaustive', or a table of another commit (JSON)")
-    parser.add_argument("--out", help="write the table here; .json for --against")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="cases that have it in their name"
+    )
+    parser.add_argument("--against", help="'exhaustive', or a table of another commit")
+    parser.add_argument("--compare", metavar="FILE", help="a table: which steps got longer?")
+    parser.add_argument("--out", help="write the table here: Markdown, or .json")
     args = parser.parse_args(argv)
+    if args.against is not None and args.cases == "tiers":
+        parser.error("--against is for --cases grid; needed --compare")
+    kept = None if args.compare is None else steps_of(parser, args.compare)
     before = {}
     if args.against not in (None, "exhaustive"):
-        before = {row["case"]: row["step_s"] for row in json.loads(Path(args.against).read_text())}
+        before = steps_of(parser, args.against)
     rows: list[dict[str, object]] = []
-    for layers, width, tokens in _MODELS[: args.models]:
-        program = captured(layers, width, tokens)
-        for name, machine in _machines():
-            case = f"{layers} x {width}, {tokens} tokens, {name}"
-            row = _row(program, machine, exhaustive=args.against == "exhaustive")
-            if case in before:
-                row["others"] = before[case]
-            rows.append({"case": case, **row})
-            print(rows[-1], flush=True)
+    exhaustive = args.against == "exhaustive"
+    for case, found in _rows(args.cases, args.models, args.only, exhaustive=exhaustive):
+        if case in before:
+            found["others"] = before[case]
+        rows.append({"case": case, **found})
+        print(rows[-1], flush=True)
+    if not rows:
+        parser.error(f"--only {args.only!r}: no case of {args.cases} has it in its name")
     if args.out and args.out.endswith(".json"):
         Path(args.out).write_text(json.dumps(rows, indent=1))
     else:
         publish("Plans that the search finds", rows, args.out)
-    return rows
+    if kept is None:
+        return 0
+    found_longer = longer(rows, kept)
+    print("\n".join(found_longer or [f"no step is longer than in {args.compare}"]))
+    return int(bool(found_longer))
+
+
+def steps_of(parser: argparse.ArgumentParser, path: str) -> dict[str, float | None]:
+    """The predicted steps of a table that `--out` has written, by case."""
+    try:
+        text = Path(path).read_text()
+        if not path.endswith(".json"):  # rows stand below the table, one a line
+            text = f"[{','.join(text.split('```json')[1].split('```')[0].split(chr(10))[1:-1])}]"
+        return {row["case"]: row["step_s"] for row in json.loads(text)}
+    except OSError as error:
+        parser.error(f"{path}: {error.strerror}")
+    except (IndexError, KeyError, TypeError, ValueError):
+        parser.error(f"{path}: no table of `python -m benchmarks.plans --out`")
+
+
+def longer(rows: Sequence[Mapping[str, Any]], kept: Mapping[str, float | None]) -> list[str]:
+    """The cases whose step is longer than it was by more than 0.5 %, or that do not fit now."""
+    found = []
+    for row in rows:
+        case, now = row["case"], row["step_s"]
+        before = kept.get(case)
+        if before is None:  # it did not fit, or was no case
+            continue
+        if now is None:
+            found.append(f"{case}: does not fit; it took {before:.4g} s")
+        elif now > _LONGER * before:
+            found.append(f"{case}: {now:.4g} s, was {before:.4g} s ({now / before - 1:+.1%})")
+    return found
+
+
+def _rows(
+    group: str, models: int, only: str, *, exhaustive: bool
+) -> Iterator[tuple[str, dict[str, object]]]:
+    """The name of each case, and what was found."""
+    if group == "tiers":
+        for case in plan_cases.TIERS:
+            if only in case.name:
+                yield case.name, plan_cases.row(case)
+        return
+    for layers, width, tokens in _MODELS[:models]:
+        names = {f"{layers} x {width}, {tokens} tokens, {name}": m for name, m in _machines()}
+        wanted = {name: machine for name, machine in names.items() if only in name}
+        program = captured(layers, width, tokens) if wanted else None
+        for name, machine in wanted.items():
+            assert program is not None
+            yield name, _row(program, machine, exhaustive=exhaustive)
 
 
 class _Block(nn.Module):
@@ -155,4 +224,4 @@ def _row(program: AbstractProgram, machine: Hardware, *, exhaustive: bool) -> di
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
