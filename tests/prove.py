@@ -108,7 +108,10 @@ def examine(
     return wrongs
 
 
-_ERRORS = (RuntimeError, LookupError, NameError, AttributeError, TypeError, AssertionError)
+_ERRORS = (
+    *(RuntimeError, LookupError, NameError, AttributeError, TypeError, ValueError),
+    AssertionError,
+)
 
 
 def looked_at(case: Callable[[], list[str]]) -> list[str] | str:

@@ -290,6 +290,10 @@ def test_a_planted_fault_is_seen(name: str) -> None:
         assert subject.to_program_order() == []
         for graph in inside.streamed(subject.model).graphs:
             graph.programs.clear()
+    if choice.disk:  # a run that fails may leave the next one half updated
+        with planted(FAULTS[name]):
+            assert any(seen(subject, adversary.Random(seed)) for seed in SEEDS)
+        return
     with planted(FAULTS[name]):
         found = [seen(subject, adversary.Random(seed)) for seed in SEEDS]
     assert any(found)
@@ -301,7 +305,7 @@ def seen(subject: Subject, policy: adversary.Policy) -> bool:
     """Is an interleaving wrong, in its numbers or with an error?"""
     try:
         return subject.wrong(policy) != []
-    except (RuntimeError, LookupError, NameError, AttributeError, TypeError):
+    except prove._ERRORS:
         return True
 
 
