@@ -16,12 +16,6 @@ NARROW = Case("tiny", 1, 1, SHAPE, 2, 64, gpu="3080", device_gib=1, link_gb_s=12
 COMMAND = ["--cases", "tiers", "--compare"]
 
 
-def test_a_row_has_the_step_that_is_predicted() -> None:
-    found = plan_cases.row(TINY)
-    assert isinstance(found["step_s"], float) and 0 < found["step_s"] < 1
-    assert found["resident"] or found["on disk"] is not None
-
-
 def test_a_step_that_got_longer_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
