@@ -65,7 +65,7 @@ class Case:
 
     def module(self) -> torch.nn.Module:
         """The model, on meta, with its loss."""
-        return Loss(qwen2(self.layers, device="meta", **self.shape))
+        return Loss(qwen2(self.layers, device="meta", dtype=torch.bfloat16, **self.shape))
 
     def options(self, module: torch.nn.Module) -> Options:
         """What `megacompile()` would be told."""
