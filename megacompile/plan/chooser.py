@@ -355,8 +355,8 @@ class Chooser:
         return SearchResult(choice, math.inf, peak.total_bytes, 0, reasons)
 
     def _smallest(self, problem: Problem) -> tuple[Problem, int]:
-        """In so many tiles, or in none: what needs least of the device. The most tiles may need more
-        than fewer ones, which have attention in them where they divide the batch."""
+        """In so many tiles, or in none: what needs least of the device. The most may need more than
+        fewer ones, which have attention in them where they divide the batch."""
         counts = (1, *TILES) if self._may_cut else (1,)
         each = [(problem.in_tiles(tiles), tiles) for tiles in counts]
         return min(each, key=lambda pair: pair[0].floor_bytes())

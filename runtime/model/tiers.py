@@ -72,9 +72,8 @@ def weights_on_disk(
         count = room.beside(one).fewest([(b.size_bytes, new[b.key]) for b in order])
     disk.file.check(sum(disk.file.round_up(bucket.size_bytes) for bucket in order[:count]))
     if options.disk_weights:
-        return frozenset(
-            unit.bucket.key for unit in units
-        )  # residents too, if they leave the device
+        every = [unit.bucket for unit in units]  # residents too, if they leave the device
+        return frozenset(bucket.key for bucket in every)
     return frozenset(bucket.key for bucket in order[:count])
 
 
