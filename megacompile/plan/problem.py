@@ -98,21 +98,23 @@ class Problem:
         every = frozenset(bucket.key for bucket in self.buckets)
         stored = every if self.disk_weights is None else self.weights_on_disk
         tiers = Tiers(
-            self.buckets,
-            self.trained,
-            self.optimizer,
-            self.host_budget_bytes,
-            self.disk_budget_bytes,
-            self.elsewhere_bytes,
-            self.on_disk,
-            every if self.storable is None else self.storable,
-            self.accumulates,
-            self.drafts.waiting,
-            lambda: self.schedule(Choice(0, self.resident, every, weights_on_disk=stored)).plan,
-            self.disk_weights,
-            self.disk_saved,
-            self.offloads,
-            self.weights_on_disk,
+            buckets=self.buckets,
+            trained=self.trained,
+            optimizer=self.optimizer,
+            host_bytes=self.host_budget_bytes,
+            disk_bytes=self.disk_budget_bytes,
+            elsewhere_bytes=self.elsewhere_bytes,
+            on_disk=self.on_disk,
+            undecided=every if self.storable is None else self.storable,
+            accumulates=self.accumulates,
+            waiting=self.drafts.waiting,
+            plan_of_all=lambda: (
+                self.schedule(Choice(0, self.resident, every, weights_on_disk=stored)).plan
+            ),
+            disk_weights=self.disk_weights,
+            disk_saved=self.disk_saved,
+            offloads=self.offloads,
+            weights_on_disk=self.weights_on_disk,
         )
         object.__setattr__(self, "tiers", tiers)
 

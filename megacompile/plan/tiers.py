@@ -63,7 +63,7 @@ class _Sizes:
     weights: int  # of the parameters, there
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Tiers:
     """Host and disk of a problem.
 
