@@ -2,6 +2,7 @@
 #
 #   make demo     train the example; ARGS="--plain" and the like are passed on (--help lists them)
 #   make test     the whole test suite; ARGS="-k verify" and the like are passed on to pytest
+#   make gpu      the tests that need an NVIDIA GPU, but for the zoo's (three minutes on 16 cores)
 #   make thorough   the draws of random tests that `make test` leaves out
 #   make limits   200 random models under random budgets, each in a process whose memory is limited:
 #                 it runs within them or is refused (Linux; some 5 minutes of one core)
@@ -87,7 +88,7 @@ TORCH_VERSION = import importlib.metadata as m; print(m.version("torch"))
 IN_PARALLEL = import importlib.util as u; \
 	print("-n auto --dist worksteal" if u.find_spec("xdist") else "")
 
-.PHONY: demo test thorough limits matrix zoo examples lint bench peers format clean
+.PHONY: demo test gpu thorough limits matrix zoo examples lint bench peers format clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -95,6 +96,9 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(PY) -m pytest $$($(PY) -c '$(IN_PARALLEL)') $(ARGS)
+
+gpu: $(INSTALLED)
+	$(PY) -m pytest $$($(PY) -c '$(IN_PARALLEL)') -m gpu --ignore tests/test_zoo.py $(ARGS)
 
 thorough: $(INSTALLED)
 	$(PY) -m pytest $$($(PY) -c '$(IN_PARALLEL)') -m thorough $(ARGS)
