@@ -255,15 +255,11 @@ FAULTS: dict[str, Fault] = {
     "two buckets in one slot": swapped_slots,
     "deferred for nobody": no_after(ops.defer_free),
     "states are written at once": no_after(ops.write_state),
-    "parameters are written at once": no_after(ops.write_weights),
 }
 IN_BACKWARD = {
     "deferred for nobody": Choice(optimizer="sgd", in_backward=True),
     "states are written at once": Choice(
         optimizer="adamw", in_backward=True, disk=True, stored=255, backwards=1
-    ),
-    "parameters are written at once": Choice(
-        optimizer="adamw", in_backward=True, disk=True, disk_weights=True, backwards=1
     ),
 }
 
