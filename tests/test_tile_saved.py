@@ -14,8 +14,7 @@ import torch
 
 from megacompile import megacompile, schedules
 from megacompile.ir import ops
-from megacompile.ir.tiles import pieces_of
-from tests import cases
+from tests import cases, test_tile
 from tests.disks import few_buffers, harsh
 
 pytestmark = [
@@ -56,14 +55,7 @@ def kept(name: str, in_backward: bool) -> list[Any]:
 
 def check(name: str, in_backward: bool, **options: Any) -> Any:
     model, mine = trained(name, in_backward=in_backward, activations="offload", **options)
-    graphs = [
-        graph.graph
-        for schedule in schedules(model)
-        for template in schedule.templates
-        for graph in template.graphs.values()
-    ]
-    cut = [piece for graph in graphs for _, piece in pieces_of(graph) if not piece.is_whole]
-    assert cut, "some piece runs in tiles"
+    assert test_tile.in_tiles(model), "some piece runs in tiles"
     wanted = kept(name, in_backward)
     assert len(mine) == len(wanted)
     for k, (a, b) in enumerate(zip(mine, wanted, strict=True)):
