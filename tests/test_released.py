@@ -180,11 +180,11 @@ def out_of_memory(after: int) -> Callable[..., Any]:
 
     stock, moved = ModelBuckets.move_bucket, []
 
-    def move(self: Any, key: int, resident: bool, undos: Any) -> None:
+    def move(self: Any, key: int, resident: bool, undos: Any, **where: bool) -> None:
         moved.append(key)
         if resident and len(moved) > after:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore")
-        stock(self, key, resident, undos)
+        stock(self, key, resident, undos, **where)
 
     return move
 
