@@ -33,6 +33,7 @@ class Case:
     state_dtype: torch.dtype | str | None = torch.float32
     dtype: torch.dtype = torch.bfloat16  # of the parameters
     shape: Mapping[str, int] = field(default_factory=dict)  # of `qwen2()`, beside its layers
+    float8: str | None = None  # torchao's recipe for the linear layers but the head
     in_backward: bool = False  # is the update made there?
     written_late: bool = False  # no GPU has memory for the model: it gets its values streamed
     warm: int = 2  # steps between the first one and those
@@ -118,6 +119,20 @@ GROUPS: dict[str, tuple[Case, ...]] = {
         Case("planned, 8 tiles", layers=28, batch=1, length=16384, steps=3, options={"tiles": 8}),
         # as few as a plan tries
         Case("planned, 4 tiles", layers=28, batch=1, length=16384, steps=3, options={"tiles": 4}),
+    ),
+    # 16 tiles of 4 sequences each, attention included; and what a plan does with as much memory
+    "samples": (
+        Case("planned, 16 tiles", layers=28, batch=64, cap_gib=12, steps=2, options={"tiles": 16}),
+        Case("planned", layers=28, batch=64, cap_gib=12, steps=2),
+    ),
+    "float8": tuple(
+        Case(name, layers=layers, batch=64, float8=recipe, warm=1, steps=3)
+        for layers in (12, 28)
+        for name, recipe in (
+            ("bf16", None),
+            ("float8, tensorwise", "tensorwise"),
+            ("float8, rowwise", "rowwise"),
+        )
     ),
     "tiers": (
         Case("planned", layers=48, shape=SHAPE_14B, steps=3),

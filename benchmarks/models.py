@@ -88,6 +88,22 @@ class Loss(nn.Module):
         return loss
 
 
+def to_float8(model: nn.Module, recipe: str) -> None:
+    """Train the linear layers in float8, but for the head, as torchao does it.
+
+    Args:
+        model: a `Loss`.
+        recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp".
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    convert_to_float8_training(
+        model,
+        config=Float8LinearConfig.from_recipe_name(recipe),
+        module_filter_fn=lambda _, name: "lm_head" not in name,
+    )
+
+
 def tokens(batch: int, length: int, vocabulary: int = 152064) -> torch.Tensor:
     """Random token ids (batch, length), int64, on the GPU."""
     return torch.randint(0, vocabulary, (batch, length), device="cuda")

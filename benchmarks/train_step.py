@@ -25,7 +25,15 @@ import torch
 from torch import nn
 
 from benchmarks.cases import GROUPS, Case
-from benchmarks.models import Loss, parameters, qwen2, tokens, unwritten_qwen2, write
+from benchmarks.models import (
+    Loss,
+    parameters,
+    qwen2,
+    to_float8,
+    tokens,
+    unwritten_qwen2,
+    write,
+)
 from benchmarks.process_memory import status_bytes
 from benchmarks.report import publish
 from megacompile import explain, megacompile, trace
@@ -140,13 +148,16 @@ def _measure(case: Case, args: argparse.Namespace) -> dict[str, object]:
         model = qwen2(case.layers, dtype=case.dtype, device="cuda", **case.shape)
     count = parameters(model)
     ids = tokens(case.batch, case.length)
+    whole = Loss(model)
+    if case.float8 is not None:
+        to_float8(whole, case.float8)
     start = time.perf_counter()
-    training = Training(Loss(model), case)
+    training = Training(whole, case)
     if case.written_late:
         begun = time.perf_counter()
         write(training.model)
         start += time.perf_counter() - begun  # it is the benchmark's work
-    del model
+    del model, whole
     torch.cuda.empty_cache()
     first = training.step(ids).item()
     first_s = time.perf_counter() - start

@@ -71,21 +71,6 @@ def recompute_layers(model: nn.Module) -> None:
     inner.model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
-def to_float8(model: nn.Module, recipe: str) -> None:
-    """Train the linear layers in float8, but for the head, as torchao does it.
-
-    Args:
-        model: a `Loss`.
-        recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp".
-    """
-    float8 = module("torchao.float8")
-    float8.convert_to_float8_training(
-        model,
-        config=float8.Float8LinearConfig.from_recipe_name(recipe),
-        module_filter_fn=lambda _, name: "lm_head" not in name,
-    )
-
-
 def buffers_to(model: nn.Module, device: str) -> None:
     """Offloading is for parameters; buffers are where the layers compute."""
     for name, buffer in list(model.named_buffers()):

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.peers.system import System, adamw, loop, to_float8
+from benchmarks.models import to_float8
+from benchmarks.peers.system import System, adamw, loop
 from megacompile import explain, megacompile
 from megacompile.runtime.updates.compiled import wait_until_compiled
 

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from benchmarks.peers.system import (
-    System,
-    adamw,
-    layers,
-    loop,
-    recompute_layers,
-    to_float8,
-)
+from benchmarks.models import to_float8
+from benchmarks.peers.system import System, adamw, layers, loop, recompute_layers
 
 
 def setup(
