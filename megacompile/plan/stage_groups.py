@@ -110,7 +110,7 @@ def _treatment(schedule: Schedule, stage: Stage) -> str:
     else:
         words = ["recomputed, offloaded" if stage.index in plan.offload else "recomputed"]
     if (tiles := dict(plan.tiles).get(stage.index, 1)) > 1:
-        words.append(f"{tiles} tiles" + (" of samples" if stage.index in plan.samples else ""))
+        words.append(f"{'whole in ' if stage.index in plan.samples else ''}{tiles} tiles")
     if keys and keys <= plan.resident:
         words.append("resident")
     if keys & plan.device_update:

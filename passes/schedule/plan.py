@@ -62,8 +62,8 @@ def make_plan(
             `stages_on_host`. Where `keep` is 0, they are recomputed from what waits there.
         tiles: in which what acts on each token alone runs.
         cut: the stages that have something to run in so many tiles; see `stages_in_tiles`.
-        samples: those of them that can run in tiles of whole samples, with attention in them; see
-            `stages_by_samples`. Where they are recomputed, they do.
+        samples: those of them that can run in tiles as a whole; see `stages_by_samples`. Where
+            they are recomputed, they do.
         whole: keys of the buckets that each of several ranks copies whole, where they are streamed.
     """
     so_far = schedule.plan.reasons
@@ -311,11 +311,12 @@ def _tiles(schedule: Schedule, tiles: int, cut: frozenset[int]) -> tuple[str, ..
 
 
 def _by_samples(stages: frozenset[int]) -> tuple[str, ...]:
+    """Stages without attention are among them, whose tiles may be of tokens."""
     if not stages:
         return ()
     return (
-        f"{len(stages)} stages that are recomputed run in tiles of whole samples, attention "
-        "included: layer by layer over micro-batches",
+        f"{len(stages)} recomputed stages run tile by tile as a whole, including any attention, "
+        "as over micro-batches",
     )
 
 

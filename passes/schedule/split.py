@@ -74,7 +74,10 @@ def stages_in_tiles(schedule: Schedule, tiles: int, cache: TemplateCache) -> fro
 def stages_by_samples(
     schedule: Schedule, cut: frozenset[int], tiles: int, cache: TemplateCache
 ) -> frozenset[int]:
-    """Those of `stages_in_tiles` that can run in tiles of whole samples, with attention in them."""
+    """Those of `stages_in_tiles` of which nothing that matters stays outside of tiles.
+
+    Tiles of a stage with attention are of whole samples then; those of others may be of tokens.
+    """
     return frozenset(
         index
         for index in cut
