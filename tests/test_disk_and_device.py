@@ -21,7 +21,7 @@ from megacompile.cost.optimizer import updates as costs
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.passes.schedule.plan import make_plan
-from megacompile.plan import planner
+from megacompile.plan import tries
 from megacompile.plan.choice import Choice
 from megacompile.plan.freeing import freed
 from megacompile.plan.planner import search
@@ -248,7 +248,7 @@ def test_a_disk_takes_no_update_from_the_device(share: float) -> None:
     tower = replace(tower, budget_bytes=int(1.4 * GIB))
     updates = []
     for frees in (False, True):  # what the device could still free makes more of it resident
-        with mock.patch.object(planner, "freed", freed if frees else lambda *_, **__: iter(())):
+        with mock.patch.object(tries, "freed", freed if frees else lambda *_, **__: iter(())):
             found, without = search(replace(tower)), search(replace(tower, disk_budget_bytes=None))
         assert found is not None and without is not None
         assert tower.expected_s(found.choice) <= 1.005 * tower.expected_s(without.choice)

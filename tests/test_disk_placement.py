@@ -19,12 +19,12 @@ from megacompile import HostMemoryError, accumulate, explain, megacompile, sched
 from megacompile.cost.hardware import H200, Hardware
 from megacompile.cost.memory import host_memory
 from megacompile.cost.stored import disk_memory
-from megacompile.plan import planner
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
 from megacompile.plan.choice import Choice
 from megacompile.plan.planner import search
 from megacompile.plan.problem import Problem
 from megacompile.plan.settled import SettledPlans
+from megacompile.plan.tries import Tries
 from megacompile.runtime.model.lookup import streamed_model
 
 pytestmark = [
@@ -227,7 +227,7 @@ def test_residents_that_need_no_slots_are_more(factor: float) -> None:
     device, host = int(factor * tower.floor_bytes()), int(0.3 * tower.host_bytes(Choice()))
     tight = [replace(tower, budget_bytes=device, host_budget_bytes=host) for _ in range(2)]
     more = search(tight[0])
-    with mock.patch.object(planner._Tries, "_add_exactly", lambda self, *_: False):
+    with mock.patch.object(Tries, "_add_exactly", lambda self, *_: False):
         fewer = search(tight[1])
     assert more is not None and not tight[0].fits(more.choice)
     assert more.peak_bytes <= device and tight[0].host_bytes(more.choice) <= host

@@ -17,13 +17,13 @@ from megacompile.cost.optimizer import CHUNK_BYTES, CHUNKS, OptimizerCost
 from megacompile.cost.simulate import simulate_script
 from megacompile.errors import DeviceMemoryError
 from megacompile.ir import ops
-from megacompile.plan import planner
 from megacompile.plan import problem as problem_code
 from megacompile.plan.abstract import abstract_options, abstract_programs
 from megacompile.plan.choice import Choice
 from megacompile.plan.compiler import PassCompiler
 from megacompile.plan.planner import search, search_near
 from megacompile.plan.problem import Problem
+from megacompile.plan.tries import Tries, between
 from tests.inside import residents
 from tests.training import adamw, data, net, train
 from tests.zoo import assert_same, twins
@@ -126,11 +126,11 @@ def test_nor_where_it_hardly_fits_or_the_host_is_slow(tokens: int, host: dict[st
 def test_stages_keep_half_where_that_pays(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the backward updates, a third of the step may be computed again. What else frees memory
     is left out: here it brings more."""
-    monkeypatch.setattr(planner._Tries, "with_memory_freed", lambda self, best, resident: best)
+    monkeypatch.setattr(Tries, "with_memory_freed", lambda self, best, resident: best)
     tower = problem(GIB, 8192, in_backward=True)
     roomier = [replace(tower, budget_bytes=int(factor * tower.floor_bytes())) for _ in range(2)]
     found = search(roomier[0])
-    with mock.patch.object(planner._Tries, "with_halves", lambda self, best, resident: best):
+    with mock.patch.object(Tries, "with_halves", lambda self, best, resident: best):
         whole = search(roomier[1])
     assert found is not None and whole is not None and not whole.choice.halves
     assert found.peak_bytes <= roomier[0].budget_bytes
@@ -159,7 +159,7 @@ def test_passing_over_what_computes_too_long_changes_nothing(in_backward: bool) 
     for factor in FACTORS:
         roomier = [replace(tower, budget_bytes=int(factor * least)) for _ in range(2)]
         found = search(roomier[0])
-        with mock.patch.object(planner._Tries, "_is_in_vain", return_value=False):
+        with mock.patch.object(Tries, "_is_in_vain", return_value=False):
             every = search(roomier[1])
         assert found is not None and every is not None
         assert (found.choice, found.step_s) == (every.choice, every.step_s)
@@ -197,13 +197,13 @@ def test_the_most_residents_that_fit_are_tried(monkeypatch: Any) -> None:
     assert not tower.fits(tower.with_residents(most + 1, keep=0))
     assert replace(tower, budget_bytes=tower.floor_bytes() // 2).most_residents(Choice(0)) is None
     tried: set[int] = set()
-    add = planner._Tries.add
+    add = Tries.add
 
-    def noted(self: planner._Tries, choice: Choice, **how: bool) -> bool:
+    def noted(self: Tries, choice: Choice, **how: bool) -> bool:
         tried.add(self.count(choice))
         return add(self, choice, **how)
 
-    monkeypatch.setattr(planner._Tries, "add", noted)
+    monkeypatch.setattr(Tries, "add", noted)
     assert search(tower) is not None
     assert most in tried
 
@@ -222,7 +222,7 @@ def test_the_search_goes_on_in_the_nearest_intervals(
     counts: list[int], at: int, middles: set[int]
 ) -> None:
     """Also where those right beside the best are too narrow: they are as good as the best."""
-    assert planner._between(counts, at) == middles
+    assert between(counts, at) == middles
 
 
 def test_with_room_for_everything_nothing_is_streamed() -> None:
@@ -407,10 +407,10 @@ def test_a_few_slots_may_pay_where_one_does_not() -> None:
 
     tower = problem(0, tokens=64)
     stub = Slots(tower.drafts, [tower.buckets[0]] * 40, 12, H200, tower.optimizer, budget_bytes=8)
-    tries = planner._Tries(stub, (0, 12))
+    tries = Tries(stub, (0, 12))
     tries.times[Choice()] = seconds[0]
     assert tries.with_more_slots(Choice()).more_slots == 4
-    few = planner._Tries(replace(stub, budget_bytes=2), (0, 12))
+    few = Tries(replace(stub, budget_bytes=2), (0, 12))
     few.times[Choice()] = seconds[0]
     assert few.with_more_slots(Choice()).more_slots == 0
 

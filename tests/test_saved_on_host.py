@@ -22,12 +22,13 @@ from megacompile.passes.schedule.free import insert_free
 from megacompile.passes.schedule.offload_saved import offload_saved_tensors
 from megacompile.passes.schedule.plan import make_plan, stages_on_host
 from megacompile.passes.schedule.recompute import insert_recompute
-from megacompile.plan import pipeline, planner
+from megacompile.plan import pipeline
 from megacompile.plan.choice import Choice
 from megacompile.plan.planner import search
 from megacompile.plan.problem import Problem
 from megacompile.plan.scenario import Scenario
 from megacompile.plan.stage_groups import stage_groups
+from megacompile.plan.tries import Tries
 from megacompile.verify.proof import verify
 from tests import cases, inside, zoo
 from tests.actions import apply, frees, parse, text
@@ -270,7 +271,7 @@ def test_the_search_keeps_stages_on_the_host_where_that_pays(
     assert plenty.host_bytes(less.choice) < needed
     pinned = search(replace(plenty, budget_bytes=2 * plenty.budget_bytes), pinned=True)
     assert pinned is not None and not pinned.choice.saved_on_host
-    monkeypatch.setattr(planner._Tries, "with_saved_on_host", lambda tries, best: best)
+    monkeypatch.setattr(Tries, "with_saved_on_host", lambda tries, best: best)
     without = search(tower(host_budget_bytes=1000 * GIB))
     assert without is not None and found.step_s < 0.99 * without.step_s
 
@@ -283,7 +284,7 @@ def test_their_number_is_sought_as_exactly_as_it_pays(
     three at most."""
     streamed = Choice(0)
     for most in range(1, stages):
-        tries = planner._Tries(cast(Problem, _Short(stages, most)), (0, stages))
+        tries = Tries(cast(Problem, _Short(stages, most)), (0, stages))
         tries.times[streamed] = 100.0
 
         def kept(best: Choice, count: int, tries: Any = tries, most: int = most) -> Choice:

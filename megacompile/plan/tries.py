@@ -1,0 +1,387 @@
+"""The choices that a search for a plan has simulated, and the moves from one to the next.
+
+Each move begins at a choice that fits, and gives the fastest that it found, or the same. What was
+simulated is remembered by all of them. A choice whose computes alone take longer than the fastest
+known step is passed over.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from megacompile.passes.schedule.plan import ROWS
+from megacompile.plan.choice import Choice
+from megacompile.plan.freeing import freed
+from megacompile.plan.problem import Problem
+
+_SLOTS = (1, 2, 4, 8, 16)  # more than asked for
+_DELAYS = (1, 2, 4, 8)  # backwards, of states on their way to the host
+_APART = 1 / 24  # of the stages: how exactly their number that is kept on the host is sought
+_FEWER = (0, 1, 2, 3)  # residents, where stages are kept on the host
+_EQUAL = 0.002  # predictions this close are as good as one another; what is resident is then surer
+_PAYS = 0.01  # of a step's time: what a move must save
+_IN_VAIN = 3  # numbers of slots in a row that save less
+
+
+def between(counts: Sequence[int], at: int) -> set[int]:
+    """Counts in the middle of intervals: of the nearest one on each side that has a middle."""
+    k = counts.index(at)
+    middles = [(a + b) // 2 for a, b in itertools.pairwise(counts)]
+    sides = (middles[:k][::-1], middles[k:])
+    return {next((n for n in side if n not in counts), at) for side in sides} - {at}
+
+
+def _beside(counts: Sequence[int], at: int, least: int) -> list[int]:
+    """The middles of the two intervals that meet at a count, where they are so long at least."""
+    k = counts.index(at)
+    near = itertools.pairwise(counts[max(k - 1, 0) : k + 2])
+    return [(a + b) // 2 for a, b in near if b - a >= least]
+
+
+class Tries:
+    """The choices that were simulated.
+
+    Args:
+        problem: what a plan is sought for.
+        keeps: at least and at most so many stages are kept.
+    """
+
+    def __init__(self, problem: Problem, keeps: tuple[int, int]) -> None:
+        self.problem = problem
+        self.keeps = keeps
+        self.times: dict[Choice, float] = {}
+        self.too_many: set[int] = set()  # counts of resident buckets that do not fit
+        self.passed_over: set[int] = set()  # the same, of choices that are too slow in any case
+
+    @property
+    def best(self) -> Choice:
+        """The fastest; streamed, where nothing fits."""
+        return min(self.times, key=self.times.__getitem__, default=Choice(0, self.problem.resident))
+
+    @property
+    def counts(self) -> list[int]:
+        """Of new resident buckets, that were tried, those that do not fit among them."""
+        tried = {self.count(choice) for choice in (*self.times, self.best)}
+        return sorted(tried | self.too_many | self.passed_over)
+
+    def count(self, choice: Choice) -> int:
+        """How many buckets become resident."""
+        return len(choice.resident - self.problem.resident)
+
+    def add_everything(self, count: int) -> bool:
+        """Simulate what keeps all stages and has all buckets resident, if that fits."""
+        choice = self._with(count, 0.0, keep=self.keeps[1])
+        everything = len(choice.resident) == len(self.problem.buckets)
+        return everything and self.problem.fits_exactly(choice) and self._simulate(choice)
+
+    def add_each(self, counts: Iterable[int], shares: Iterable[float]) -> None:
+        """Every combination of so many resident buckets and shares of device updates.
+
+        More on the device takes more memory, but not with every step. Where one share fits and the
+        next two do not, larger ones are not tried.
+        """
+        for count in counts:
+            fits: list[bool] = []
+            for share in sorted(shares):
+                fits.append(self.add(self._with(count, share)))
+                if fits[-3:] == [True, False, False]:
+                    break
+            if not any(fits):
+                self.too_many.add(count)
+
+    def add(self, choice: Choice, *, fewer: bool = True) -> bool:
+        """Simulate a choice with as many kept stages as fit; False where it does not fit at all.
+
+        Args:
+            fewer: where the backward updates, or inputs of stages wait on the host, copies may
+                leave no time to save: keeping less is tried as well, but for stages that are kept
+                on the host.
+        """
+        problem, (lowest, most) = self.problem, self.keeps
+        if choice.saved_on_host:  # where none is kept, none is kept on the host
+            lowest, most = 1, max(1, choice.keep)
+        elif choice.offload and not fewer:  # what is kept stays on the device
+            most = max(lowest, problem.stages - choice.offload)
+        least = problem.settled(replace(choice, keep=lowest))
+        if not problem.fits(least):
+            return False
+        low = problem.most_kept(least, lowest, most)
+        low = problem.most_waiting(least, lowest, low)
+        fewer = fewer and not choice.saved_on_host
+        others = {lowest} if problem.optimizer.in_backward and fewer else set()
+        if choice.offload and fewer:
+            others |= {lowest + (low - lowest) * k // 4 for k in range(4)}
+        known = set(self.times)
+        most_kept = self._most_that_fit(least, range(low, lowest - 1, -1))
+        for keep in sorted(others - {low}):
+            self._simulate(replace(least, keep=keep))
+        if most_kept is not None and most_kept in self.times.keys() - known:
+            self.times[most_kept] = self.times.pop(most_kept)  # of equals, that which keeps less
+        return most_kept is not None
+
+    def _most_that_fit(self, choice: Choice, keeps: range) -> Choice | None:
+        """Simulate a choice with as many kept stages as fit; None where even the last of `keeps` is
+        too many: gradients of resident buckets need the memory when the backward ends."""
+        for keep in keeps:
+            kept = replace(choice, keep=keep)
+            if self._simulate(kept):
+                return kept
+            last = replace(choice, keep=keeps[-1])
+            if keep == keeps[0] and self.problem.peak_bytes(last) > self.problem.budget_bytes:
+                return None
+        return None
+
+    def add_late_states(self, streamed: Choice, *, resident: bool) -> None:
+        """With states that leave some backwards later, or are fetched no sooner than that: with the
+        fewest residents, and with as many as the best has. Slots for such states take the place of
+        residents, so that with fewer of these they may leave later still.
+
+        Args:
+            streamed: with the fewest residents.
+            resident: the number of residents is for the search to say.
+        """
+
+        def add(residents: frozenset[int], delay: int) -> None:
+            late = replace(streamed, resident=residents, state_delay=delay)
+            if not self.add(late):
+                self.add(replace(late, state_lookahead=1))
+
+        both = dict.fromkeys((streamed.resident, self.best.resident))
+        for residents, delay in itertools.product(both, _DELAYS):
+            add(residents, delay)
+        least = self.count(streamed)
+        step = (self.count(self.best) - least) // 2 if resident else 0
+        while step > 0:
+            before = self.best
+            for count in (self.count(before) - step, self.count(before) + step):
+                if least <= count <= len(self.problem.candidates):
+                    beside = self.problem.with_residents(count).resident
+                    for delay in (before.state_delay, 2 * before.state_delay):
+                        add(beside, delay)
+            if self._time(self.best) >= self._time(before) * (1 - _EQUAL):
+                step //= 2
+
+    def add_offloaded(self, choice: Choice, *, resident: bool) -> None:
+        """Simulate a choice with inputs of stages on the host: of as few as it takes, and of more,
+        which may leave memory to keep stages; where stages are kept, of numbers between too.
+
+        If that is more than the host has, stages run again instead of having their outputs wait,
+        or what waits goes on to a disk (`Tiers.settled`). If it still is, every other stage does,
+        then two of three and so on. They leave device memory to more buckets, and as few wait as
+        can be.
+
+        Args:
+            resident: more buckets may live on the device as well.
+        """
+        problem = self.problem
+        few = problem.fewest_offloaded(choice)
+        some = () if few is None else (few, (few + problem.stages) // 2, problem.stages)
+        for count in sorted(set(some)):
+            waiting = replace(choice, offload=count)
+            self._add_with_residents(waiting, resident=resident)
+            again = problem.fewest_reruns(waiting)
+            if again is None:  # with a disk for the rest of it
+                again = problem.reruns(1)
+            if again:
+                self.add(replace(waiting, rerun=again))
+        if some and self.best.keep > 1 and self.best.offload in some:
+            for count in between(sorted(set(some)), self.best.offload):
+                self.add(replace(self.best, offload=count), fewer=False)
+        for row in () if self.times else ROWS:
+            rerun = replace(choice, rerun=problem.reruns(row))
+            fewer = problem.fewest_offloaded(rerun)
+            for count in sorted({0, fewer or 0}):
+                self._add_with_residents(replace(rerun, offload=count), resident=resident)
+
+    def _add_with_residents(self, choice: Choice, *, resident: bool) -> None:
+        """A choice with as few residents as it takes for the others to fit elsewhere, and with as
+        many as fit: a disk has less to do then. They need no slots, so a few more may fit."""
+        problem = self.problem
+        if not resident:
+            self.add(choice)
+            return
+        both = (problem.fewest_residents(choice), problem.most_residents(choice))
+        counts = sorted({count for count in both if count is not None})
+        for count in counts:
+            self.add(replace(choice, resident=problem.with_residents(count).resident))
+        for count in range(counts[-1] + 1 if counts else 0, len(problem.candidates) + 1):
+            if not self._add_exactly(choice, problem.with_residents(count).resident):
+                break
+
+    def _add_exactly(self, choice: Choice, residents: frozenset[int]) -> bool:
+        """Simulate what may fit though an estimate says that it does not, with one kept stage or
+        none."""
+        problem, (lowest, most) = self.problem, self.keeps
+        least, more = (
+            problem.settled(replace(choice, resident=residents, keep=keep))
+            for keep in (lowest, min(lowest + 1, most))
+        )
+        if not problem.fits_exactly(least):
+            return False
+        return any(problem.fits_exactly(exact) and self._simulate(exact) for exact in (more, least))
+
+    def _with(self, count: int, share: float, *, keep: int = 1) -> Choice:
+        """The first `count` buckets that may become resident do."""
+        choice = self.problem.with_residents(count, keep=keep)
+        elsewhere = choice.resident | choice.on_disk | choice.weights_on_disk
+        others = len(elsewhere) < len(self.problem.buckets)
+        return replace(choice, device_update=share if others else 0.0)
+
+    def _simulate(self, choice: Choice) -> bool:
+        """Note a choice's time; False where it does not fit after all: `fits` knows it about."""
+        if choice not in self.times:
+            if self._is_in_vain(choice):
+                self.passed_over.add(self.count(choice))
+                return True
+            expected_s = self._expected_s(choice)
+            if expected_s is None:
+                return False
+            self.times[choice] = expected_s
+        return True
+
+    def _is_in_vain(self, choice: Choice) -> bool:
+        """Do its computes alone take too long?"""
+        return self.problem.least_s(choice) > self._enough_s(choice)
+
+    def _enough_s(self, choice: Choice) -> float:
+        """What takes longer is not chosen, beside a choice that is known, nor told of."""
+        known = self.times.items()
+        likes = (s for other, s in known if choice.resident or not other.resident)
+        return min(likes, default=math.inf) * (1 + _EQUAL)
+
+    def _expected_s(self, choice: Choice) -> float | None:
+        """A choice's time; None where its peak is more than there is. Where it takes too long with
+        the host that was measured, a slower one, which only makes it longer, is not asked."""
+        problem = self.problem
+        if not problem.fits_host(choice) or problem.peak_bytes(choice) > problem.budget_bytes:
+            return None
+        step_s = problem.step_s(choice)
+        return step_s if step_s > self._enough_s(choice) else problem.expected_s(choice)
+
+    def surest(self) -> Choice:
+        """Of those that are as fast as the fastest the one with the most residents."""
+        least = min(self.times.values()) * (1 + _EQUAL)
+        fast = [choice for choice, step_s in self.times.items() if step_s <= least]
+        return max(fast, key=lambda choice: (len(choice.resident), -self.times[choice]))
+
+    def with_halves(self, best: Choice, *, resident: bool) -> Choice:
+        """With stages that keep half of what they save, if that pays: more of them fit, and what
+        they compute again is cheap. With fewer residents, or more, it may pay more.
+
+        Args:
+            resident: the number of residents is for the search to say.
+        """
+        if best.keep == self.problem.stages:
+            return best  # nothing is computed again
+        at, before = self.count(best), self.times[best]
+        found = {at: self._in_halves(best, at)}
+        if self._time(found[at]) >= before * (1 - _EQUAL):
+            return best
+        least = self.problem.fewest_residents(best) or 0
+        step = max(1, at // 4)
+        while resident and step:
+            for count in {at - step, at + step} - found.keys():
+                if least <= count <= len(self.problem.candidates):
+                    found[count] = self._in_halves(best, count)
+            fastest = min(found, key=lambda count: self._time(found[count]))
+            at, step = fastest, step if fastest != at else step // 2
+        pays = self._time(found[at]) < before * (1 - _PAYS)
+        return found[at] if pays else best
+
+    def _in_halves(self, best: Choice, count: int) -> Choice:
+        """The fastest with so many residents; what was never simulated, where nothing fits."""
+        before = set(self.times)
+        residents = self.problem.with_residents(count).resident
+        halves = replace(best, resident=residents, halves=True)
+        self.add(halves)
+        return self._fastest_since(before, halves)
+
+    def _fastest_since(self, before: set[Choice], default: Choice) -> Choice:
+        """Of what was simulated since then; of equals the first, so that each run has the same."""
+        new = (choice for choice in self.times if choice not in before)
+        return min(new, key=self.times.__getitem__, default=default)
+
+    def _time(self, choice: Choice) -> float:
+        """Of what was simulated; else infinite."""
+        return self.times.get(choice, math.inf)
+
+    def with_memory_freed(self, best: Choice, *, resident: bool) -> Choice:
+        """With the inputs of recomputed stages on the host, or computed again, if what the memory
+        then holds pays for it: more resident buckets, or more kept stages.
+
+        Args:
+            resident: the number of residents is for the search to say.
+        """
+        before = self.times[best]
+        for choice in freed(self.problem, best, before, resident=resident):
+            self.add(choice, fewer=False)
+        fastest = self.best
+        return fastest if self._time(fastest) < before * (1 - _PAYS) else best
+
+    def with_saved_on_host(self, best: Choice) -> Choice:
+        """With as many stages kept on the host as pay. Half of those that are not kept are tried
+        first, so that between two that are copied lies one that is computed again. Where that does
+        not fit, more are tried, as evenly spread: they may hold less of the device while they are
+        copied. The memory that they leave keeps more stages on the device."""
+        count = (self.problem.stages - best.keep) // 2
+        most = self.problem.most_on_host(best)
+        times, choices = {0: self.times[best], self.problem.stages - best.keep: math.inf}, {0: best}
+
+        def tried(count: int) -> bool:
+            found = self.kept_on_host(best, count)
+            choices[count], times[count] = found, self._time(found)
+            return found.saved_on_host > 0
+
+        def fastest() -> int:
+            return min(times, key=times.__getitem__)
+
+        counts = (count, most // 2, most, *(count >> k for k in range(1, count.bit_length())))
+        first = next((n for n in dict.fromkeys(counts) if n and tried(n)), 0)
+        least = max(2, round(self.problem.stages * _APART))
+        while first and (beside := _beside(sorted(times), fastest(), least)):
+            for between in beside:
+                tried(between)
+        if times[fastest()] >= times[0] * (1 - _PAYS):
+            return best
+        return self._with_more_kept(choices[fastest()])
+
+    def _with_more_kept(self, best: Choice) -> Choice:
+        """With more stages kept on the device, where those on the host have left memory."""
+        again = self.problem.again(best)
+        left = self.problem.budget_bytes - self.problem.peak_bytes(best)
+        if again is None or again[1] > left:
+            return best
+        more = min(int(left // again[1]), self.problem.stages - best.saved_on_host - best.keep)
+        self.add(replace(best, keep=best.keep + more))
+        return min((best, self.best), key=self.times.__getitem__)
+
+    def kept_on_host(self, best: Choice, count: int) -> Choice:
+        """The fastest with `count` stages kept on the host, and as many residents as leave device
+        memory for it; what has none kept there, where nothing fits."""
+        before = set(self.times)
+        for fewer in _FEWER[: self.count(best) + 1]:
+            residents = self.problem.with_residents(self.count(best) - fewer).resident
+            if self.add(replace(best, resident=residents, saved_on_host=count)):
+                return self._fastest_since(before, best)
+        return best
+
+    def with_more_slots(self, best: Choice) -> Choice:
+        """With as many slots more as fit and pay; a few may pay where one does not."""
+        in_vain = 0
+        for more in _SLOTS:
+            choice = replace(best, more_slots=more)
+            if len(best.resident) + more >= len(self.problem.buckets) or in_vain == _IN_VAIN:
+                break
+            step_s = self._expected_s(choice)
+            if step_s is None:
+                break
+            if step_s > self.times[best] * (1 - _PAYS):
+                in_vain += 1
+                continue
+            in_vain = 0
+            self.times[choice] = step_s
+            best = choice
+        return best
