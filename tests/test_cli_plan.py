@@ -20,20 +20,10 @@ from megacompile.options import Activations
 from megacompile.plan import chooser, planner
 from megacompile.plan.planner import SearchResult
 from megacompile.plan.problem import Problem
+from tests.configs import CONFIG
 
 pytest.importorskip("transformers")
 
-CONFIG = {
-    "model_type": "qwen2",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
 SMALL = ("--batch", "2", "--seq", "16")
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -24,6 +24,7 @@ from megacompile.mesh_options import PlannedMesh
 from megacompile.plan.abstract import abstract_options, abstract_programs
 from megacompile.plan.explanation import explanation
 from megacompile.plan.scenario import Scenario
+from tests.configs import CONFIG
 from tests.processes import group_of_one
 from tests.test_planner import Tower
 
@@ -112,18 +113,6 @@ def test_ranks_measure_it(monkeypatch: pytest.MonkeyPatch) -> None:
         one: Any = SimpleNamespace(ndim=1)
         assert ranks._network(one, torch.device("cpu"), told) is None
     assert len(sizes) == 2 and sizes[0] is None, "nobody waits for one that has no memory"
-
-
-CONFIG = {
-    "model_type": "qwen2",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "tie_word_embeddings": False,
-}
 
 
 @pytest.fixture
