@@ -34,8 +34,8 @@ import torch
 from torch import nn
 
 from benchmarks.models import parameters, qwen2
-from benchmarks.process_memory import status_bytes
 from benchmarks.report import publish
+from megacompile.host_memory import in_ram_bytes
 
 _SHARD_BYTES = 5 * 10**9
 
@@ -312,7 +312,7 @@ class _Memory:
         if torch.cuda.is_available():
             torch.zeros(1, device="cuda")
         gc.collect()
-        self.before = self.peak = _resident_bytes()
+        self.before = self.peak = in_ram_bytes()
         self.steady = 0
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._sample)
@@ -321,13 +321,13 @@ class _Memory:
 
     def _sample(self) -> None:
         while not self._end.wait(0.01):
-            self.peak = max(self.peak, _resident_bytes())
+            self.peak = max(self.peak, in_ram_bytes())
 
     def __exit__(self, *error: object) -> None:
         self._end.set()
         self._thread.join()
         gc.collect()
-        self.steady = _resident_bytes()
+        self.steady = in_ram_bytes()
         self.peak = max(self.peak, self.steady)
 
     def row(self) -> dict[str, object]:
@@ -338,11 +338,6 @@ class _Memory:
             "peak GiB": f"{peak / 2**30:.2f}",
             "peak / steady": f"{peak / max(steady, 1):.3f}",
         }
-
-
-def _resident_bytes() -> int:
-    """Anonymous and shared memory of this process; page-locked memory is shared."""
-    return status_bytes("RssAnon") + status_bytes("RssShmem")
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def budget_bytes(held_bytes: int = 0, *, share: int = 1, beside_bytes: int = 0) 
         beside_bytes: of processes that this one will start; the margin is that much at least, and
             a little more.
     """
-    free = available_bytes() // share + min(held_bytes, _in_ram_bytes())
+    free = available_bytes() // share + min(held_bytes, in_ram_bytes())
     least = MARGIN_BYTES + beside_bytes
     return max(0, free - max(least, int(min(_SHARE * free, _SHARE_BYTES))))
 
@@ -93,8 +93,9 @@ def available_bytes() -> int:
     return min([free, *left, *(limit - used for limit, used in _rlimits())])
 
 
-def _in_ram_bytes() -> int:
-    """Memory of this process in RAM, without the pages of files, where the system tells them."""
+def in_ram_bytes() -> int:
+    """Memory of this process in RAM: anonymous and shared, which page-locked memory is; where the
+    system does not tell them apart, with the pages of files."""
     kinds: dict[str, str] = {}
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/status").read_text().splitlines()

@@ -215,7 +215,7 @@ def test_an_optimizer_that_nobody_knows_yet_may_have_fewer_states() -> None:
 
 def test_the_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 10 * GIB)
-    monkeypatch.setattr(host_memory, "_in_ram_bytes", lambda: 990 * GIB)
+    monkeypatch.setattr(host_memory, "in_ram_bytes", lambda: 990 * GIB)
     assert budget_bytes() == 10 * GIB - int(0.04 * 10 * GIB)
     assert budget_bytes(990 * GIB) == 994 * GIB
     assert budget_bytes(beside_bytes=GIB // 100) == budget_bytes(), "the margin holds it"

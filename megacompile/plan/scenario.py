@@ -28,10 +28,9 @@ from megacompile.cost.stored import disk_memory
 from megacompile.errors import MegacompileError
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
-from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Plan, Schedule
 from megacompile.ir.stream import Stream
-from megacompile.passes.schedule.disk import STATE_SETS
+from megacompile.passes.schedule.disk import STATE_SETS, states_in_use
 from megacompile.passes.schedule.disk_weights import LANDING_SETS, NEW_SETS, WEIGHT_SETS
 from megacompile.plan.choice import Choice
 from megacompile.plan.tiers import Tiers
@@ -249,22 +248,11 @@ class Scenario:
 
 
 def _states_in_use(schedule: Schedule) -> int:
-    """Of how many streamed buckets, at most, a backward uses states before they are back, as
-    issued: on a disk, each needs buffers of its own (`megacompile.passes.schedule.disk`)."""
+    """Of how many streamed buckets, at most, a backward uses states at once."""
     if schedule.backward is None:
         return 0
-    used: set[int] = set()
-    most = 0
-    for node in ops.nodes_that(
-        schedule.backward, lambda op: op.stored is None and Part.STATES in (*op.reads, *op.writes)
-    ):
-        key = ops.arguments(node)[0].key
-        if key not in schedule.plan.resident:
-            used.add(key)
-        most = max(most, len(used))
-        if Part.STATES in ops.effects(node).writes:
-            used.discard(key)
-    return most
+    streamed = {bucket.key for bucket in schedule.buckets} - schedule.plan.resident
+    return states_in_use(schedule.backward, streamed)
 
 
 def faster(hardware: Hardware, resource: str, times: float) -> Hardware:

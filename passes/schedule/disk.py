@@ -14,7 +14,7 @@ read waits until a buffer is free, so there are as many of them on their way as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -24,7 +24,6 @@ from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket, largest_shard
 from megacompile.ir.ops import Part
 from megacompile.ir.schedule import Schedule
-from megacompile.ir.stream import Stream
 from megacompile.ir.tensors import TensorMeta
 from megacompile.ir.tokens import take
 from megacompile.text import format_bytes
@@ -58,9 +57,8 @@ def insert_disk(
             _insert(new, new.graphs[name], name, state_bytes, ahead)
     if not keys:
         return new
-    sets = min(
-        len(keys), max(STATE_SETS, 1 + max(_in_use(graph, keys) for graph in new.graphs.values()))
-    )
+    in_use = max(states_in_use(graph, keys) for graph in new.graphs.values())
+    sets = min(len(keys), max(STATE_SETS, 1 + in_use))
     sizes = [
         _meta(new, bucket, state_bytes).size_bytes for bucket in new.buckets if bucket.key in keys
     ]
@@ -79,22 +77,25 @@ def insert_disk(
     return replace(new, plan=plan)
 
 
-def _in_use(graph: fx.Graph, on_disk: frozenset[int]) -> int:
-    """Of how many buckets on a disk, at most, states are used before they are written, as issued.
+def states_in_use(graph: fx.Graph, keys: Collection[int]) -> int:
+    """Of how many of these streamed buckets, at most, states are used before what changes them has
+    been issued: its write, should they lie on a disk, comes right behind it.
 
     A host that waits for the states of one must not wait for the write of another that it has not
-    issued yet.
+    issued yet: each needs buffers of its own.
     """
     used: set[int] = set()
     most = 0
-    for node in ops.nodes_that(graph, lambda op: Part.STATES in (*op.reads, *op.writes)):
-        if _bucket(node).key not in on_disk:
+    for node in ops.nodes_that(
+        graph, lambda op: op.stored is None and Part.STATES in (*op.reads, *op.writes)
+    ):
+        key = _bucket(node).key
+        if key not in keys:
             continue
-        if ops.effects(node).stored is None:
-            used.add(_bucket(node).key)
-        elif ops.stream_of(node) is Stream.WRITE:
-            used.discard(_bucket(node).key)
+        used.add(key)
         most = max(most, len(used))
+        if Part.STATES in ops.effects(node).writes:
+            used.discard(key)
     return most
 
 
