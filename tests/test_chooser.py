@@ -12,7 +12,8 @@ from megacompile import megacompile
 from megacompile.cost.hardware import H200
 from megacompile.cost.memory import device_memory
 from megacompile.ir.placement import Placement
-from megacompile.plan import chooser, compiler, planner
+from megacompile.plan import compiler, planner
+from megacompile.plan import searches as searches_code
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
 from megacompile.plan.compiler import PassCompiler
 from megacompile.runtime.model.buckets import ModelBuckets
@@ -54,7 +55,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append(planner.search(*args, **kwargs))
         return found[-1]
 
-    monkeypatch.setattr(chooser, "search", search)
+    monkeypatch.setattr(searches_code, "search", search)
     return found
 
 

@@ -17,7 +17,7 @@ from megacompile.cli import main, plan, run_plan, source, target
 from megacompile.cli.run_plan import _long
 from megacompile.cost.hardware import H200
 from megacompile.options import Activations
-from megacompile.plan import chooser, planner
+from megacompile.plan import planner, searches
 from megacompile.plan.planner import SearchResult
 from megacompile.plan.problem import Problem
 from tests.configs import CONFIG
@@ -101,7 +101,7 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     def streamed_search(problem: Problem, **options: Any) -> SearchResult | None:
         return planner.search(problem, **{**options, "resident": False})
 
-    monkeypatch.setattr(chooser, "search", streamed_search)
+    monkeypatch.setattr(searches, "search", streamed_search)
 
 
 def about(size: int, wanted: float) -> bool:

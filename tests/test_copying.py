@@ -15,7 +15,8 @@ from megacompile.cost.sheets import of_sheet
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.mesh_options import PlannedMesh
-from megacompile.plan import chooser, copying
+from megacompile.plan import copying
+from megacompile.plan import searches as searches_code
 from megacompile.plan.abstract import abstract_options, abstract_programs
 from megacompile.plan.planner import search
 from tests.test_planner import Tower
@@ -63,7 +64,7 @@ def test_gathers_over_an_interconnect() -> None:
 
 @pytest.mark.parametrize(("gb_s", "searches"), [(200.0, 1), (6.0, 2)])
 def test_no_search_where_whole_copies_cannot_gain(gb_s: float, searches: int) -> None:
-    with mock.patch.object(chooser, "search", wraps=search) as made:
+    with mock.patch.object(searches_code, "search", wraps=search) as made:
         planned.__wrapped__(gb_s)
     assert made.call_count == searches
 

@@ -33,6 +33,7 @@ from megacompile.plan.abstract import abstract_options, abstract_programs
 from megacompile.plan.choice import Choice
 from megacompile.plan.planner import SearchResult
 from megacompile.plan.problem import Problem
+from megacompile.plan.weights_on_disk import search_with_weights
 from megacompile.verify.proof import verify
 from tests import inside, test_disk_placement
 from tests.test_disk_placement import DISK, GIB, MODES
@@ -160,8 +161,7 @@ def helps(schedule: Schedule) -> list[Any]:
 @pytest.mark.parametrize("faster", [True, False])
 def test_saved_tensors_or_parameters(monkeypatch: pytest.MonkeyPatch, faster: bool) -> None:
     """Where one of them has to be on the disk, the faster plan."""
-    made = test_disk_placement.program(False)
-    chooser, tower = made.compiler.chooser, test_disk_placement.problem()
+    tower = test_disk_placement.problem()
     saved = Choice(0, offload=9, saved_on_disk=4)
     weights = Choice(0, weights_on_disk=frozenset({tower.buckets[3].key}))
     times = {saved: 2.0, weights: 1.0 if faster else 3.0}
@@ -171,16 +171,15 @@ def test_saved_tensors_or_parameters(monkeypatch: pytest.MonkeyPatch, faster: bo
         asked.append(problem.disk_weights)
         return SearchResult(weights, times[weights], 0, 1, ())
 
-    monkeypatch.setattr(chooser, "_search", search)
     monkeypatch.setattr(Problem, "expected_s", lambda self, choice: times[choice])
     monkeypatch.setattr(Problem, "step_s", lambda self, choice: times[choice])
     found = SearchResult(saved, 2.0, 0, 1, ())
-    _, best = chooser._with_weights(made.stages, tower, found)
+    _, best = search_with_weights(tower, found, search)
     assert asked == [None] and best is not None
     assert best.choice == (weights if faster else saved)
     assert ("it would take 2000 ms" in " ".join(best.reasons)) == faster
     alone = SearchResult(Choice(0), 2.0, 0, 1, ())
-    assert chooser._with_weights(made.stages, tower, alone) == (tower, alone)
+    assert search_with_weights(tower, alone, search) == (tower, alone)
     assert asked == [None], "nothing else is sought where a plan fits"
 
 

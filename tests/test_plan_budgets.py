@@ -13,7 +13,7 @@ from megacompile import api, megacompile
 from megacompile.cli import main, plan
 from megacompile.cost.hardware import H200
 from megacompile.errors import HostMemoryError
-from megacompile.plan import chooser, planner
+from megacompile.plan import planner, searches
 from megacompile.plan.compiler import PassCompiler
 from megacompile.plan.planner import SearchResult
 from megacompile.plan.problem import Problem
@@ -83,7 +83,7 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     def streamed_search(problem: Problem, **options: Any) -> SearchResult | None:
         return planner.search(problem, **{**options, "resident": False})
 
-    monkeypatch.setattr(chooser, "search", streamed_search)
+    monkeypatch.setattr(searches, "search", streamed_search)
 
 
 SLOW = ("--host-memory", "64MiB", "--link", "0.01")

@@ -8,13 +8,13 @@ buckets are there, which finds what was found before.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from megacompile import notices
 from megacompile.cost.memory import Kind, streamed_bytes
 from megacompile.cost.pageable import pageable_words
 from megacompile.cost.places import stored_bytes, stored_weights_bytes
@@ -31,14 +31,14 @@ from megacompile.plan.drafts import Drafts
 from megacompile.plan.fit import TOLERANCE, TRIED, device_short, refusal
 from megacompile.plan.nearest import nearest
 from megacompile.plan.pipeline import Pipeline
-from megacompile.plan.planner import SearchResult, search, search_near
+from megacompile.plan.planner import SearchResult
 from megacompile.plan.problem import Problem
 from megacompile.plan.reasons import does_not_fit
 from megacompile.plan.scenario import Scenario
+from megacompile.plan.searches import Searches
 from megacompile.plan.setting import Setting
 from megacompile.plan.stay import stay_that_fit
-from megacompile.plan.tiling import TILES, search_in_tiles
-from megacompile.text import format_bytes
+from megacompile.plan.weights_on_disk import search_with_weights
 
 _SHARE = 0.9  # of the budget, for forwards without a backward: a cache may grow
 
@@ -48,6 +48,24 @@ class PlanChoice(NamedTuple):
 
     choice: Choice
     reasons: tuple[str, ...] = ()
+
+
+class _Open(NamedTuple):
+    """What a plan may decide about its buckets: keys of those that no plan has decided about."""
+
+    residents: frozenset[int]  # whether they live on the device
+    states: frozenset[int]  # whether their states lie on the disk
+    weights: frozenset[int]  # whether their parameters do
+
+    def decided(self, wanted: Placement, choice: Choice) -> Placement:
+        """Where buckets are to be, with what a choice says of these."""
+        return replace(
+            wanted,
+            resident=(wanted.resident - self.residents) | (choice.resident & self.residents),
+            on_disk=(wanted.on_disk - self.states) | (choice.on_disk & self.states),
+            weights_on_disk=(wanted.weights_on_disk - self.weights)
+            | (choice.weights_on_disk & self.weights),
+        )
 
 
 @dataclass(frozen=True)
@@ -91,6 +109,7 @@ class Chooser:
         self.setting = setting
         self.pipeline = pipeline
         self.budget = budget
+        self._searches = Searches(setting)
         self._chosen: dict[Schedule, PlanChoice] = {}  # by captured stages
         self._trained: dict[int, Sequence[int]] = {}  # bucket key -> parameters with a gradient
         self._stay_now = False  # do buckets stay in slots, because there is memory for them?
@@ -158,128 +177,86 @@ class Chooser:
         self, stages: Schedule, schedule: Schedule, variant: Variant, placement: Placement
     ) -> PlanChoice:
         options = self.setting.options
-        own = frozenset(bucket.key for bucket in schedule.buckets)
-        free = own - self._decided - (self.whole or frozenset())
-        if options.resident is not None or placement.stays:
-            free = frozenset()
-        storable = frozenset() if options.disk is None else own - self._stored
-        moves = options.may_store_weights and not placement.stays  # parameters, to and from a disk
-        if placement.accumulates:
-            variant = replace(variant, accumulate=True)  # which needs the most
+        open_to = self._open(schedule, placement)
         wanted = placement if self._wanted is None else self._wanted
-        here = replace(placement, resident=(placement.resident & own) - free)
-        problem = replace(
-            self.problem_of(schedule, variant, here, wanted),
-            undecided=[bucket for bucket in schedule.buckets if bucket.key in free],
-            on_disk=(placement.on_disk & own) - storable,
-            weights_on_disk=(placement.weights_on_disk & own)
-            - (storable if moves else frozenset()),
-            storable=storable,
-            others=self._others(stages, own),
-        )
-        if self.whole:
-            problem = problem.copying(self.whole)
-        if (known := self._sought.get(id(stages.stages))) is not None:
-            problem.learn(known)
+        problem = self._problem(stages, schedule, variant, placement, wanted, open_to)
         found = before = self._found_before(stages, problem)
         why: tuple[str, ...] = ()
+        anew = functools.partial(self._searches.near, near=self._near.get(id(stages.stages)))
         if found is None:
             self._sought[id(stages.stages)] = problem
-            found = self._found_near(stages, problem) or self._search(problem)
+            found = anew(problem)
         if self.whole is None and self.setting.meet is not None:
             wanted_whole = bool(options.whole_buckets)
             self.whole, found, why = pick(
-                problem, found, self._search, self.setting.meet, wanted=wanted_whole
+                problem, found, self._searches.everywhere, self.setting.meet, wanted=wanted_whole
             )
             problem = problem.copying(self.whole)
             self._sought[id(stages.stages)] = problem
-        if moves and storable and before is None:
-            problem, found = self._with_weights(stages, problem, found)
+        if open_to.weights and before is None:
+            problem, found = search_with_weights(problem, found, anew)
         if found is None and problem.others:  # as if it were alone; no bucket can go there, too
             problem = replace(problem, others=(), undecided=())
-            found = self._search(problem)
+            found = self._searches.everywhere(problem)
         if found is None:
-            found = self._with_fewer_states(problem)
+            found = self._searches.with_fewer_states(problem)
         if found is None:
             found = self._too_small(stages, problem)
         self._trained |= schedule.gradient_params
         self.budget.note(problem, found.peak_bytes)
-        decides = bool(free or storable or why) or found is before
+        decides = bool(open_to.residents or open_to.states or why) or found is before
         self._planned[id(stages.stages)] = _Planned(stages.stages, problem, found, decides)
+        if open_to.residents or open_to.states:
+            self._decided |= open_to.residents
+            self._stored |= open_to.states
+            self._wanted = open_to.decided(wanted, found.choice)
         self._why_whole = self._why_whole or why
         reasons = (*found.reasons, *self._why_whole)
         if words := pageable_words(problem.hardware, problem.host_bytes(found.choice)):
             reasons = (*reasons, words)
         if placement.stays and options.resident is None:
             reasons = (*reasons, f"buckets stay where they are: {placement.stays}")
-        if free or storable:
-            self._decided |= free
-            self._stored |= storable
-            self._wanted = replace(
-                wanted,
-                resident=(wanted.resident - free) | (found.choice.resident & free),
-                on_disk=(wanted.on_disk - storable) | (found.choice.on_disk & storable),
-            )
-            if moves:
-                there = found.choice.weights_on_disk & storable
-                kept = wanted.weights_on_disk - storable
-                self._wanted = replace(self._wanted, weights_on_disk=kept | there)
         return PlanChoice(found.choice, reasons)
 
-    def _found_near(self, stages: Schedule, problem: Problem) -> SearchResult | None:
-        near = self._near.get(id(stages.stages))
-        return None if near is None else search_near(problem, near)
-
-    def _with_weights(
-        self, stages: Schedule, problem: Problem, found: SearchResult | None
-    ) -> tuple[Problem, SearchResult | None]:
-        """The same with parameters of some buckets on the disk, where nothing fits without, or only
-        with saved tensors on the disk, and a step is longer then."""
-        if found is not None and not found.choice.saved_on_disk:
-            return problem, found
-        more = replace(problem, disk_weights=None)
-        more.learn(problem)
-        other = self._found_near(stages, more) or self._search(more)
-        if other is None or not other.choice.weights_on_disk:
-            return (more, other) if found is None else (problem, found)
-        why = "no other plan fits: host memory does not hold all parameters beside the rest"
-        if found is not None:
-            before_s = problem.step_s(found.choice)
-            if problem.expected_s(found.choice) <= more.expected_s(other.choice):
-                return problem, found
-            why = (
-                "with all parameters in host memory, and more saved tensors on the disk, it would "
-                f"take {before_s * 1e3:.0f} ms"
-            )
-        return more, replace(other, reasons=(*other.reasons, why))
-
-    def _search(self, problem: Problem) -> SearchResult | None:
-        """The fastest choice that fits: in tiles too, where the plan may choose them."""
-        if self._may_cut:
-            return search_in_tiles(problem, self._search_whole)
-        return self._search_whole(problem)
-
-    @property
-    def _may_cut(self) -> bool:
-        """May the plan choose tiles? A matrix kernel may round otherwise for fewer rows, and eager
-        code is to be bitwise. Ranks choose nothing that decides which weights a backward reads."""
+    def _open(self, schedule: Schedule, placement: Placement) -> _Open:
         options = self.setting.options
-        alone = options.ranks == 1 and options.tiles is None
-        return alone and options.lowering is Lowering.INDUCTOR
+        own = frozenset(bucket.key for bucket in schedule.buckets)
+        none = frozenset[int]()
+        stay = options.resident is not None or placement.stays
+        residents = none if stay else own - self._decided - (self.whole or none)
+        states = none if options.disk is None else own - self._stored
+        move = options.may_store_weights and not placement.stays
+        return _Open(residents, states, states if move else none)
 
-    def _search_whole(self, problem: Problem) -> SearchResult | None:
-        options = self.setting.options
-        return search(
-            problem,
-            resident=bool(problem.candidates),
-            pinned=options.activations is not Activations.AUTO,
-            device_update=(
-                options.plans_device_update
-                and options.device_update is None
-                and self.setting.on_gpu
+    def _problem(
+        self,
+        stages: Schedule,
+        schedule: Schedule,
+        variant: Variant,
+        placement: Placement,
+        wanted: Placement,
+        open_to: _Open,
+    ) -> Problem:
+        """What is sought, with what is known already of these stages."""
+        own = frozenset(bucket.key for bucket in schedule.buckets)
+        if placement.accumulates:
+            variant = replace(variant, accumulate=True)  # which needs the most
+        here = replace(placement, resident=(placement.resident & own) - open_to.residents)
+        problem = replace(
+            self.problem_of(
+                schedule, variant, here, placement if self._wanted is None else self._wanted
             ),
-            slots=options.slots is None and options.ranks == 1,
+            undecided=[b for b in schedule.buckets if b.key in open_to.residents],
+            on_disk=(placement.on_disk & own) - open_to.states,
+            weights_on_disk=(placement.weights_on_disk & own) - open_to.weights,
+            storable=open_to.states,
+            others=self._others(stages, own),
         )
+        if self.whole:
+            problem = problem.copying(self.whole)
+        if (known := self._sought.get(id(stages.stages))) is not None:
+            problem.learn(known)
+        return problem
 
     def _others(self, stages: Schedule, own: frozenset[int]) -> tuple[Schedule, ...]:
         """Of the other captured graphs, as they were planned: the last for each set of buckets.
@@ -292,28 +269,6 @@ class Chooser:
                 latest[planned.keys] = planned
         return tuple(planned.schedule for planned in latest.values())
 
-    def _with_fewer_states(self, problem: Problem) -> SearchResult | None:
-        """Where a model runs, nobody knows the optimizer before its first step: one with fewer
-        states may fit."""
-        known = self.setting.options.optimizer is not None or self.setting.hardware is not None
-        if known or problem.host_budget_bytes is None:
-            return None
-        assumed = problem.optimizer.states
-        for states in range(assumed - 1, -1, -1):
-            less = replace(problem, optimizer=self.setting.cost(states=states))
-            found = None
-            if less.disk_weights is None:
-                found = self._search(replace(less, disk_weights=False))
-            if (found := found or self._search(less)) is not None:
-                notices.warn(
-                    f"megacompile: host memory ({format_bytes(problem.host_budget_bytes)}) does "
-                    f"not hold {assumed} optimizer states a parameter, which AdamW has; it holds "
-                    f"{states}. A step that needs more is refused; state_dtype='int8' needs less",
-                    notices.Whose.RANK,
-                )
-                return found
-        return None
-
     def _too_small(self, stages: Schedule, problem: Problem) -> SearchResult:
         """Nothing fits. The prediction may be off by a little; then it is tried.
 
@@ -321,7 +276,7 @@ class Chooser:
             DeviceMemoryError: the device is too small by more than that.
             HostMemoryError: the host is too small.
         """
-        problem, tiles = self._smallest(problem)
+        problem, tiles = self._searches.smallest(problem)
         choice = replace(problem.tightest(), tiles=tiles)
         little = problem.peak_bytes(choice) <= TOLERANCE * problem.budget_bytes
         if not (little and problem.fits_host(choice)):
@@ -353,13 +308,6 @@ class Chooser:
         short = device_short(peak.total_bytes, problem.budget_bytes)
         reasons = (f"{short}: {TRIED}" if over else "no other plan fits",)
         return SearchResult(choice, math.inf, peak.total_bytes, 0, reasons)
-
-    def _smallest(self, problem: Problem) -> tuple[Problem, int]:
-        """In so many tiles, or in none: what needs least of the device. The most may need more than
-        fewer ones, which have attention in them where they divide the batch."""
-        counts = (1, *TILES) if self._may_cut else (1,)
-        each = [(problem.in_tiles(tiles), tiles) for tiles in counts]
-        return min(each, key=lambda pair: pair[0].floor_bytes())
 
     def _elsewhere_bytes(
         self, schedule: Schedule, wanted: Placement, accumulates: bool
