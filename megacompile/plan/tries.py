@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from megacompile.passes.schedule.plan import ROWS
@@ -149,19 +149,43 @@ class Tries:
             if not self.add(late):
                 self.add(replace(late, state_lookahead=1))
 
+        def look(count: int, before: Choice) -> None:
+            beside = self.problem.with_residents(count).resident
+            for delay in (before.state_delay, 2 * before.state_delay):
+                add(beside, delay)
+
         both = dict.fromkeys((streamed.resident, self.best.resident))
         for residents, delay in itertools.product(both, _DELAYS):
             add(residents, delay)
         least = self.count(streamed)
         step = (self.count(self.best) - least) // 2 if resident else 0
+        self._climb(step, least, lambda: self.best, look, enough=_EQUAL)
+
+    def _climb(
+        self,
+        step: int,
+        least: int,
+        top: Callable[[], Choice],
+        look: Callable[[int, Choice], None],
+        *,
+        enough: float = 0.0,
+    ) -> None:
+        """Look at so many residents fewer than the fastest has, and more, as long as that finds a
+        faster one; then at half as many, and so on.
+
+        Args:
+            step: the first difference, in residents.
+            least: residents.
+            top: gives the fastest so far.
+            look: simulates choices with a number of residents, beside the one that was the fastest.
+            enough: the share of a step that another one must save for the same step again.
+        """
         while step > 0:
-            before = self.best
+            before = top()
             for count in (self.count(before) - step, self.count(before) + step):
                 if least <= count <= len(self.problem.candidates):
-                    beside = self.problem.with_residents(count).resident
-                    for delay in (before.state_delay, 2 * before.state_delay):
-                        add(beside, delay)
-            if self._time(self.best) >= self._time(before) * (1 - _EQUAL):
+                    look(count, before)
+            if self._time(top()) >= self._time(before) * (1 - enough):
                 step //= 2
 
     def add_offloaded(self, choice: Choice, *, resident: bool) -> None:
@@ -278,18 +302,19 @@ class Tries:
             return best  # nothing is computed again
         at, before = self.count(best), self.times[best]
         found = {at: self._in_halves(best, at)}
-        if self._time(found[at]) >= before * (1 - _EQUAL):
+
+        def top() -> Choice:
+            return min(found.values(), key=self._time)
+
+        def look(count: int, _: Choice) -> None:
+            if count not in found:
+                found[count] = self._in_halves(best, count)
+
+        if self._time(top()) >= before * (1 - _EQUAL):
             return best
-        least = self.problem.fewest_residents(best) or 0
-        step = max(1, at // 4)
-        while resident and step:
-            for count in {at - step, at + step} - found.keys():
-                if least <= count <= len(self.problem.candidates):
-                    found[count] = self._in_halves(best, count)
-            fastest = min(found, key=lambda count: self._time(found[count]))
-            at, step = fastest, step if fastest != at else step // 2
-        pays = self._time(found[at]) < before * (1 - _PAYS)
-        return found[at] if pays else best
+        if resident:
+            self._climb(max(1, at // 4), self.problem.fewest_residents(best) or 0, top, look)
+        return top() if self._time(top()) < before * (1 - _PAYS) else best
 
     def _in_halves(self, best: Choice, count: int) -> Choice:
         """The fastest with so many residents; what was never simulated, where nothing fits."""
