@@ -1,9 +1,9 @@
 """Warnings that point at the user's line.
 
-What warns may be called by hooks, decorators and generated code: the number of frames up to the
-user's code is not known where the text is. So the frames are looked at.
+A warning may come from hooks, decorators and generated code, so the number of frames up to the
+user's code is not known where the text is written. It is found by looking at the frames.
 
-Ranks that share a model say once what is the same in all of them, and else which rank it is.
+Where ranks share a model, one of them says what is the same in all; other warnings name their rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
-# Nobody wants a line of these: ours, and what calls us on behalf of the user's code.
+# Packages whose lines help nobody: ours, and those that call us on behalf of the user's code.
 _PASSED = frozenset(("megacompile", "torch", "contextlib", "functools", "threading", "concurrent"))
 
 
@@ -34,7 +34,7 @@ class _Rank:
 
     number: int
     is_first: bool
-    is_there: Callable[[], bool]  # is the process group?
+    is_there: Callable[[], bool]  # does the process group still exist?
 
 
 _rank: _Rank | None = None
@@ -44,9 +44,9 @@ def in_rank(number: int, *, is_first: bool, is_there: Callable[[], bool]) -> Non
     """From now on this process is a rank of those that share a model.
 
     Args:
-        number: of it.
+        number: its rank.
         is_first: is it the first one of its mesh?
-        is_there: is it still so?
+        is_there: does the process group still exist?
     """
     global _rank
     if _rank is None or not _rank.is_there() or is_first:
@@ -54,7 +54,12 @@ def in_rank(number: int, *, is_first: bool, is_there: Callable[[], bool]) -> Non
 
 
 def warn(text: str, whose: Whose = Whose.ALL) -> None:
-    """Warn at the innermost line that is neither ours nor torch's; in a thread of ours, here."""
+    """Warn at the innermost line that is neither ours nor torch's; in a thread that has none, here.
+
+    Args:
+        text: of the warning.
+        whose: what it is about, which says which ranks show it.
+    """
     if _rank is not None and _rank.is_there():
         if whose is Whose.ALL and not _rank.is_first:
             return

@@ -1,5 +1,7 @@
-"""What takes seconds on a large model: bars and a line on stderr that says what is waited for, and
-in the log (MEGACOMPILE_LOG=time) how long each took."""
+"""Bars, and a line on stderr that says what is waited for: for what takes seconds on a large model.
+
+MEGACOMPILE_LOG=time logs how long each took.
+"""
 
 from __future__ import annotations
 
@@ -79,36 +81,36 @@ def line(what: str, show: bool | None) -> Iterator[None]:
 
 def now(what: str) -> None:
     """Let the line say something else, if this thread has one: "" is nothing."""
-    line = _line()
-    if line is None or line.what == what:
+    current = _line()
+    if current is None or current.what == what:
         return
     now_s = time.perf_counter()
-    if line.what:
-        log.took(line.what, now_s - line.since_s)
-    line.what, line.since_s = what, now_s
-    line.show()
+    if current.what:
+        log.took(current.what, now_s - current.since_s)
+    current.what, current.since_s = what, now_s
+    current.show()
 
 
 @contextmanager
 def phase(what: str) -> Iterator[None]:
-    """Let the line say something else for as long, if this thread has one. The time of what it said
-    before goes on, and phases of one name are logged as one."""
-    line = _line()
-    if line is None:
+    """Let the line say something else inside of the block, if this thread has one. The time of what
+    it said before goes on, and phases of one name are logged as one."""
+    current = _line()
+    if current is None:
         yield
         return
     start_s = time.perf_counter()
-    line.inside.append(what)
-    line.show()
+    current.inside.append(what)
+    current.show()
     try:
         yield
     finally:
-        line.inside.pop()
-        line.took_s[what] = line.took_s.get(what, 0.0) + time.perf_counter() - start_s
-        line.show()
+        current.inside.pop()
+        current.took_s[what] = current.took_s.get(what, 0.0) + time.perf_counter() - start_s
+        current.show()
 
 
 def _line() -> _Line | None:
-    """The innermost line of this thread: one that works beside it says nothing."""
+    """The innermost line of this thread; None: it has none, as threads that work beside it."""
     mine = threading.get_ident()
     return next((line for line in reversed(_lines) if line.thread == mine), None)

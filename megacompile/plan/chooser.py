@@ -259,9 +259,10 @@ class Chooser:
         return problem
 
     def _others(self, stages: Schedule, own: frozenset[int]) -> tuple[Schedule, ...]:
-        """Of the other captured graphs, as they were planned: the last for each set of buckets.
+        """Drafts of the other captured graphs: of each set of buckets, the one planned last.
 
-        Graphs of the same buckets are the same code for other inputs, in place of one another.
+        Graphs that read the same buckets are the same code for other inputs, and run in place of
+        one another.
         """
         latest: dict[frozenset[int], _Planned] = {}
         for key, planned in self._planned.items():

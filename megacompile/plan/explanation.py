@@ -14,6 +14,7 @@ from typing import Any
 from megacompile.code_counts import CodeCounts
 from megacompile.cost.memory import Kind
 from megacompile.cost.pageable import SHORT
+from megacompile.cost.simulate import Prediction
 from megacompile.cost.slowest import RankRates
 from megacompile.ir.stream import Stream
 from megacompile.plan.report import (
@@ -29,7 +30,7 @@ from megacompile.plan.scenario import Change, Scenario, budgets, changes
 from megacompile.plan.slow_ranks import SlowRank, is_felt, last_text, slow_ranks
 from megacompile.plan.stage_groups import StageGroup, stage_groups
 from megacompile.text import format_bytes
-from megacompile.tracing.critical_path import NONE, traced_steps
+from megacompile.tracing.critical_path import NONE, Steps, traced_steps
 from megacompile.tracing.rank_steps import LastRank, RankSteps, last_rank
 from megacompile.tracing.timeline import Timeline as Traced
 
@@ -405,19 +406,6 @@ def explanation(
         page_locked = Memory({}, sum(host.values()), limit)
         locked_bytes = min(limit, sum(host.values())) if locked_bytes is None else locked_bytes
     steps = None if traced is None else traced_steps(traced, model)
-    streams = [
-        Busy(
-            lane.value,
-            timeline.busy_s(lane),
-            timeline.critical_s.get(lane, 0.0),
-            None if steps is None else steps.busy_s.get(lane.value, 0.0),
-            None if steps is None else steps.waited_s.get(lane.value, 0.0),
-        )
-        for lane in Stream
-    ]
-    # left out where nobody helps the host, and nothing lies on a disk
-    idle = {stream.value for stream in (Stream.DEVICE, Stream.READ, Stream.WRITE)}
-    streams = [busy for busy in streams if busy.works or busy.stream not in idle]
     reasons = [reason for schedule in now.schedules for reason in schedule.plan.reasons]
     return Explanation(
         model=model,
@@ -434,7 +422,7 @@ def explanation(
         step_s=now.step_s,
         traced_step_s=None if steps is None else steps.step_s,
         traced_none_s=None if steps is None else steps.waited_s.get(NONE, 0.0),
-        streams=tuple(s for s in streams if s.predicted_s or s.traced_s or s.stream != "host"),
+        streams=_streams(timeline, steps),
         bounds=now.bounds(),
         changes=changes(now, rebuilt) if try_changes else (),
         budgets=budgets(now, more) if try_changes or more else (),
@@ -452,6 +440,22 @@ def explanation(
         disk_traffic=traffic if disk else None,
         code={kind: copy(counts) for kind, counts in (code or {}).items() if not counts.is_none},
     )
+
+
+def _streams(timeline: Prediction, steps: Steps | None) -> tuple[Busy, ...]:
+    """Those that work; idle ones too, but for the host's, its helper's, and those of a disk."""
+    left_out = (Stream.HOST, Stream.DEVICE, Stream.READ, Stream.WRITE)
+    rows = {
+        lane: Busy(
+            lane.value,
+            timeline.busy_s(lane),
+            timeline.critical_s.get(lane, 0.0),
+            None if steps is None else steps.busy_s.get(lane.value, 0.0),
+            None if steps is None else steps.waited_s.get(lane.value, 0.0),
+        )
+        for lane in Stream
+    }
+    return tuple(row for lane, row in rows.items() if row.works or lane not in left_out)
 
 
 def _said_once(reasons: Sequence[str]) -> list[str]:

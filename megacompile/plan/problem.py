@@ -216,10 +216,10 @@ class Problem:
         return self._scripts[choice]
 
     def fits(self, choice: Choice) -> bool:
-        """Does it stay within the budgets? Mostly a little pessimistic of the device, and quick.
+        """Does it stay within the budgets? Quick, and mostly a little pessimistic of the device.
 
-        Resident buckets are added to the peak without them; that they need no slot is left out, and
-        that of fewer streamed buckets others are updated on the device.
+        Adds new resident buckets to the peak without them. Ignores the slots that they free, and
+        that the device updates other buckets where fewer are streamed.
         """
         return self.fits_host(choice) and self._fits_device(choice)
 
@@ -266,7 +266,7 @@ class Problem:
         )
 
     def fits_exactly(self, choice: Choice) -> bool:
-        """As `fits`, and not pessimistic: without buffers that residents do not need."""
+        """As `fits`, but by the peak of the choice itself: slower, and not pessimistic."""
         if self._buffer_bytes(choice) < 0 or not self.fits_host(choice):
             return False
         return self.peak_bytes(choice) <= self.budget_bytes
@@ -316,8 +316,8 @@ class Problem:
         return None
 
     def fewest_offloaded(self, choice: Choice) -> int | None:
-        """Of how many of the first stages inputs must wait on the host for a choice to fit on the
-        device; None where not even all of them are enough."""
+        """How many of the first stages must have their inputs on the host, for a choice to fit on
+        the device; None where not even all of them are enough."""
         return _fewest(self.stages, lambda n: self._fits_device(replace(choice, offload=n)))
 
     def fewest_reruns(self, choice: Choice) -> int | None:
@@ -335,7 +335,7 @@ class Problem:
 
     def most_residents(self, like: Choice) -> int | None:
         """How many buckets fit on the device, all else being as in `like`; None if not even zero
-        fit. As `fits`, it leaves out that residents need no slot."""
+        fit. Ignores the slots that they free, as `fits` does."""
         for count in range(len(self.candidates), -1, -1):
             resident = self.with_residents(count).resident
             if self._fits_device(replace(like, resident=resident)):
@@ -343,14 +343,14 @@ class Problem:
         return None
 
     def tightest(self) -> Choice:
-        """What leaves the host as little as can be: as many residents as fit on the device."""
+        """The choice that needs the least host memory: as many residents as fit on the device."""
         ahead = 1 if self.optimizer.in_backward else None
         least = Choice(0, self.resident, state_lookahead=ahead)
         resident = self.with_residents(self.most_residents(least) or 0).resident
         return self.settled(replace(least, resident=resident))
 
     def floor(self) -> DeviceMemory:
-        """Memory of a plan that keeps nothing on the device that need not be there."""
+        """Device memory of the smallest plan with the residents that there are."""
         streamed = Choice(0, self.resident, state_lookahead=1)
         both = [self.memory(streamed), self.memory(replace(streamed, offload=self.stages))]
         return min(both, key=lambda memory: memory.peak.total_bytes)

@@ -248,7 +248,7 @@ class Scenario:
 
 
 def _states_in_use(schedule: Schedule) -> int:
-    """Of how many streamed buckets, at most, a backward uses states at once."""
+    """The most streamed buckets whose states a backward has in use at once."""
     if schedule.backward is None:
         return 0
     streamed = {bucket.key for bucket in schedule.buckets} - schedule.plan.resident

@@ -78,11 +78,11 @@ def insert_disk(
 
 
 def states_in_use(graph: fx.Graph, keys: Collection[int]) -> int:
-    """Of how many of these streamed buckets, at most, states are used before what changes them has
-    been issued: its write, should they lie on a disk, comes right behind it.
+    """The most of these streamed buckets whose states are in use at once, in program order: from
+    the first op that touches them to the one that changes them, behind which they would be written.
 
-    A host that waits for the states of one must not wait for the write of another that it has not
-    issued yet: each needs buffers of its own.
+    Each needs buffers of its own: a host that waits for the states of one bucket must not wait for
+    the write of another that it has not issued yet.
     """
     used: set[int] = set()
     most = 0

@@ -27,7 +27,6 @@ import errno
 import mmap
 import os
 import shutil
-import stat
 import tempfile
 import weakref
 from collections import deque
@@ -283,11 +282,3 @@ def kind_of(path: Path) -> str:
         if before.split()[2] == name:
             return behind.split()[0]
     return ""
-
-
-def is_folder(path: Path) -> bool:
-    """Is there a folder of this name that a file can be made in?"""
-    try:
-        return stat.S_ISDIR(os.stat(path).st_mode) and os.access(path, os.W_OK | os.X_OK)
-    except OSError:
-        return False

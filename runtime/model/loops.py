@@ -1,4 +1,4 @@
-"""Loops of others that save in one rank what ranks share: transformers' Trainer, and Accelerate.
+"""Training loops that save in one rank what ranks share: transformers' Trainer, and Accelerate.
 
 All ranks come to the methods below; the stock ones then write in the first rank alone, what
 `state_dict()` gives there. So all ranks gather first, one tensor at a time, and until the method
@@ -48,19 +48,22 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _take_over() -> None:
-    for (module, kind, name), way in _METHODS.items():
-        there = sys.modules.get(module)
-        holder = getattr(there, kind, None) if kind else there
+    """Put our methods around those that are imported by now, each once."""
+    for (module, kind, name), ours in _METHODS.items():
+        imported = sys.modules.get(module)
+        holder = getattr(imported, kind, None) if kind else imported
         stock = getattr(holder, name, None)
         if stock is not None and (module, kind, name) not in _TAKEN:
             _TAKEN.add((module, kind, name))
-            setattr(holder, name, _around(stock, way))
+            setattr(holder, name, _around(stock, ours))
 
 
-def _around(stock: Method, way: Method) -> Method:
+def _around(stock: Method, ours: Method) -> Method:
+    """A method that calls ours with the stock one, bound, in front of its arguments."""
+
     @functools.wraps(stock)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return way(functools.partial(stock, self), self, *args, **kwargs)
+        return ours(functools.partial(stock, self), self, *args, **kwargs)
 
     return method
 
@@ -93,11 +96,12 @@ def _accelerate_state_dict(
     """Empty in ranks that write nothing, as it is with FSDP2."""
     writes = _writes(accelerator)
     with _saving([model], [], writes=writes) as saving:
-        found = stock(model, *args, **kwargs)
-    return found if writes or not saving.gathers else {}
+        state_dict = stock(model, *args, **kwargs)
+    return state_dict if writes or not saving.gathers else {}
 
 
 def _writes(accelerator: Any) -> bool:
+    """Does Accelerate write files in this rank?"""
     project = accelerator.project_configuration
     if project.save_on_each_node:
         return bool(accelerator.is_local_main_process)

@@ -49,7 +49,7 @@ class Compiler(Protocol):
         """Make plans that need less from now on; says how, or "" where nothing is left to give."""
 
     def needs(self) -> str:
-        """What the least demanding plan needs of device memory, as a table; "" if not known."""
+        """Device memory of the smallest plan, as a table; "" if not known."""
 
     def retain(self, stages: Collection[Schedule], schedules: Collection[Schedule]) -> None:
         """Forget what was made for all but these results of `partition` and `build`."""
