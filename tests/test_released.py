@@ -218,7 +218,7 @@ def test_the_memory_is_not_there_any_more(monkeypatch: pytest.MonkeyPatch, fails
 def test_the_host_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     model = megacompile(stack()[0], device="cpu", resident="all")
     step(model, batch())
-    monkeypatch.setattr(code, "available_bytes", lambda: 0)
+    monkeypatch.setattr(code, "free_bytes", lambda: 0)
     with pytest.raises(HostMemoryError, match="live on the device, and 0 B of host"):
         with released(model):
             pass

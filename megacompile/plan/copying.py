@@ -10,17 +10,14 @@ predicts for both, and which buckets it would stream; what is picked follows fro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
-from megacompile.plan.planner import SearchResult
+from megacompile.plan.planner import Search, SearchResult
 from megacompile.plan.problem import Problem
 from megacompile.plan.setting import Meet
 
 _PAYS = 0.01  # of a step: what whole copies must save
 _NEAR = 0.05  # the plan for gathers, with whole copies, may take so much longer for a search to pay
-
-Search = Callable[[Problem], SearchResult | None]
 
 
 class Picked(NamedTuple):

@@ -11,9 +11,8 @@ from dataclasses import replace
 
 from megacompile import notices
 from megacompile.cost.optimizer import OptimizerCost
-from megacompile.plan.planner import SearchResult
+from megacompile.plan.planner import Search, SearchResult
 from megacompile.plan.problem import Problem
-from megacompile.plan.tiling import Search
 from megacompile.text import format_bytes
 
 

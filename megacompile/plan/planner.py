@@ -21,6 +21,7 @@ needs them, so plans are compared by their mean over that host and a slower one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megacompile.garbage import old_objects_left_out
@@ -42,6 +43,9 @@ class SearchResult:
     peak_bytes: int
     tried: int  # plans that were simulated
     reasons: tuple[str, ...]
+
+
+Search = Callable[[Problem], SearchResult | None]  # the fastest choice that fits; None: none does
 
 
 @old_objects_left_out()

@@ -11,19 +11,16 @@ of a model can be cut, tiles are not tried.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from megacompile.cost.memory import Kind
 from megacompile.plan.choice import Choice
-from megacompile.plan.planner import SearchResult
+from megacompile.plan.planner import Search, SearchResult
 from megacompile.plan.problem import Problem
 
 TILES = (4, 16, 64, 256)  # that are tried
 _PAYS = 0.03  # of a step: what tiles must save where a plan fits without
 _NOTABLE = 0.1  # of the budget: workspace that is worth cutting
-
-Search = Callable[[Problem], SearchResult | None]
 
 
 def search_in_tiles(problem: Problem, search: Search) -> SearchResult | None:

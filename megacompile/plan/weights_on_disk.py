@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megacompile.plan.planner import SearchResult
+from megacompile.plan.planner import Search, SearchResult
 from megacompile.plan.problem import Problem
-from megacompile.plan.tiling import Search
 
 _NO_OTHER = "no other plan fits: host memory does not hold all parameters beside the rest"
 

@@ -15,7 +15,7 @@ import torch
 
 from megacompile import compat, notices
 from megacompile.errors import DeviceMemoryError, HostMemoryError, ModelError
-from megacompile.host_memory import MARGIN_BYTES, available_bytes
+from megacompile.host_memory import free_bytes
 from megacompile.runtime.model.buckets import ModelBuckets
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.guards import unguarded
@@ -116,7 +116,7 @@ class Released:
         ]
         values = [value for b in residents for value in (*b.values, *gradients)]
         needed = sum(v.nbytes for v in values) + sum(map(state_bytes, residents))
-        there = max(available_bytes() - MARGIN_BYTES, 0)
+        there = free_bytes()
         if needed > there:
             raise HostMemoryError(
                 f"released(): {format_bytes(needed)} of {self._name} live on the device, and "
