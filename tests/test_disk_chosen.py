@@ -292,6 +292,28 @@ def test_the_same_numbers_wherever_they_lie(tmp_path: Path, name: str) -> None:
     assert equal(plain, model)
 
 
+@pytest.mark.filterwarnings("ignore:megacompile. host memory .* does not hold")
+@pytest.mark.parametrize(("share", "amsgrad"), [(1.7, False), (1.85, True), (2.5, True)])
+def test_a_step_that_needs_more_than_the_plan_counted_changes_nothing(
+    tmp_path: Path, share: float, amsgrad: bool
+) -> None:
+    """AdamW where the plan has one state a parameter, or its third state, which no plan counts."""
+    plain, _, model, _ = pair(tmp_path, share, base=True)
+    for each in (plain, model):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=0.01, amsgrad=amsgrad)
+        trained(each, optimizer, 1)
+    x = torch.randn(4, WIDTH)
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    for _ in range(2):
+        with pytest.raises(HostMemoryError, match="states of .* which lie on a disk.* more"):
+            optimizer.step()
+        assert equal(plain, model)
+    states = optimizer.state_dict()["state"].values()
+    assert all(int(each["step"]) == 1 and each["exp_avg"].isfinite().all() for each in states)
+    model(x).square().mean().backward()
+
+
 def test_what_fits_otherwise_stays(tmp_path: Path) -> None:
     """Buckets live on the device, where it has memory for them."""
     *_, model, optimizer = pair(tmp_path, 1.85, base=True, resident="auto")

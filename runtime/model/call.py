@@ -240,6 +240,8 @@ class Call:
         accumulate = start(wanted.gradient_params)
         variant = replace(variant, accumulate=accumulate, update=update)
         executor = program.executor(variant)
+        if update:
+            self.machine.reserve_staging(wanted.gradient_params)
         if not program.holds(self.values):
             raise BackwardError(
                 f"{program.capture.name}: a backward for these outputs has no code for sizes of "

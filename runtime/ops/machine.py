@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,6 +114,18 @@ class Machine:
         self.stepped = False
         others = (r for r in before if r() is not None and r() is not executor)
         self.trained = [weakref.ref(executor), *others]
+
+    def reserve_staging(self, keys: Iterable[int]) -> None:
+        """Have the memory through which states and parameters pass on their way to a disk and back,
+        before an update of these buckets begins: one that ran out of it would leave them torn.
+
+        Raises:
+            HostMemoryError: there is too little of it, and nothing has changed.
+        """
+        if self.staging is not None:
+            self.staging.reserve(self.buckets[key] for key in keys)
+        if self.weight_staging is not None:
+            self.weight_staging.updates.reserve()
 
     def give_up(self, error: BaseException) -> None:
         """A run has failed."""

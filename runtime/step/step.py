@@ -326,6 +326,7 @@ class Updates:
         versions = {id(param): compat.version(param) for param in params}
         try:
             runs = self._choose(parts)
+            self.machine.reserve_staging(part.update.bucket.layout.key for part in parts)
             counted = True
             self._count(optimizer, parts)
             for executor, mine in runs:

@@ -11,12 +11,13 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 
 import torch
 
 from megacompile.errors import OptimizerError
-from megacompile.runtime.device.background import Background
+from megacompile.runtime.device.background import Background, fulfil
 from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.device.disk_buffers import DiskBuffer
 from megacompile.runtime.device.host_budget import HostBudget
@@ -103,6 +104,7 @@ class Loans:
         self.device = device
         self.budget = budget
         self.count = self.size_bytes = 0
+        self._reserved = (0, 0)  # how many have memory, and how much each
         self._free: deque[tuple[HostBuffer | None, torch.cuda.Event | None]] = deque()
         self._waiting: deque[Loan] = deque()
         self._live: dict[int, Loan] = {}
@@ -116,6 +118,19 @@ class Loans:
         while self.count < count:
             self._free.append((None, None))
             self.count += 1
+
+    def reserve(self) -> None:
+        """Have memory for all that nobody has, before a step changes anything.
+
+        Raises:
+            HostMemoryError: there is too little of it.
+        """
+        if (wanted := (self.count, self.size_bytes)) == self._reserved or not self.size_bytes:
+            return
+        made: Future[None] = Future()
+        self._thread.submit(functools.partial(fulfil, made, self._reserve))
+        made.result()
+        self._reserved = wanted
 
     def lend(self, loan: Loan) -> None:
         """Lend one, when it is this one's turn."""
@@ -195,23 +210,31 @@ class Loans:
                 loan.read.begin()
             loan.begun.set()
 
+    def _reserve(self) -> None:
+        for at in range(len(self._free)):
+            if self._free[at][0] is None:
+                self._free[at] = (self._new(self.size_bytes, "parameters that lie on a disk"), None)
+
     def _take(self, host: HostBucket) -> HostBuffer:
         """A free one: if there is any that no copy reads, that."""
         size = len(place_of(host))
-        what = f"a buffer for {host.layout.name!r}, which lies on a disk,"
         at = next((i for i, (_, event) in enumerate(self._free) if event and event.query()), 0)
         at = next((i for i, (_, event) in enumerate(self._free) if event is None), at)
         memory, event = self._free[at]
         if event is not None:
             event.synchronize()
         if memory is None or len(memory) < size:
-            pin = self.device.type == "cuda"
             memory = None
             self._free[at] = (None, None)
-            with torch.cuda.device(self.device) if pin else nullcontext():
-                memory = self.budget.make(max(size, self.size_bytes), what, pin=pin)
+            what = f"{host.layout.name!r}, which lies on a disk,"
+            memory = self._new(max(size, self.size_bytes), what)
         del self._free[at]
         return memory
+
+    def _new(self, size_bytes: int, what: str) -> HostBuffer:
+        pin = self.device.type == "cuda"
+        with torch.cuda.device(self.device) if pin else nullcontext():
+            return self.budget.make(size_bytes, f"a buffer for {what}", pin=pin)
 
 
 def place_of(host: HostBucket) -> DiskBuffer:

@@ -13,7 +13,8 @@ import functools
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -21,7 +22,7 @@ import torch
 
 from megacompile.errors import DiskError, OptimizerError
 from megacompile.ir.ops import Part
-from megacompile.runtime.device.background import Background
+from megacompile.runtime.device.background import Background, fulfil
 from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.device.disk_buffers import Disk, DiskBuffer
 from megacompile.runtime.device.host_budget import HostBudget
@@ -187,6 +188,7 @@ class Staging:
         self._waiting: deque[Staged] = deque()  # for a set, in the order of their updates
         self._sets: deque[HostBuffer | None] = deque()  # free ones
         self.sets = self.set_bytes = 0
+        self._reserved = (0, 0)  # sets that have memory, and how much each
         self._thread = Background("megacompile-staging")  # who alone gives sets
 
     def require(self, count: int, size_bytes: int = 0) -> None:
@@ -199,6 +201,25 @@ class Staging:
         while self.sets < count:
             self.sets += 1
             self._sets.append(None)
+
+    def reserve(self, hosts: Iterable[HostBucket]) -> None:
+        """Have memory for all sets, before a step of these buckets changes anything: plans of an
+        optimizer that nobody knew may have counted too little.
+
+        Raises:
+            HostMemoryError: there is too little of it.
+        """
+        sizes = {host.layout.name: _size(host.states.on_disk()) for host in hosts}
+        name = max(sizes, key=lambda name: sizes[name], default="")
+        self.set_bytes = max(self.set_bytes, sizes.get(name, 0))
+        wanted = self.sets, self.set_bytes
+        if not sizes.get(name) or wanted == self._reserved:
+            return
+        made: Future[None] = Future()
+        reserve = functools.partial(self._reserve, name)
+        self._thread.submit(functools.partial(fulfil, made, reserve))
+        made.result()
+        self._reserved = wanted
 
     def of(self, host: HostBucket) -> Staged | None:
         """What is in memory of a bucket's states."""
@@ -285,7 +306,7 @@ class Staging:
         """Let those read that wait, as far as there are sets."""
         while self._waiting and self._sets:
             staged, free = self._waiting.popleft(), self._sets.popleft()
-            size = sum(len(buffer) for buffer in staged.buffers)
+            size = _size(staged.buffers)
             assert staged.read is not None
             try:
                 if free is None or len(free) < size:
@@ -300,8 +321,19 @@ class Staging:
                 staged.read.begin()
             staged.begun.set()
 
+    def _reserve(self, name: str) -> None:
+        for at in range(len(self._sets)):  # others may come back meanwhile, at its end
+            free = self._sets[at]
+            if free is None or len(free) < self.set_bytes:
+                free = self._sets[at] = None
+                self._sets[at] = self._new(self.set_bytes, name)
+
     def _new(self, size: int, name: str) -> HostBuffer:
         pin = self.device.type == "cuda"
         what = f"a buffer for the states of {name!r}, which lie on a disk,"
         with torch.cuda.device(self.device) if pin else nullcontext():
             return self.budget.make(size, what, pin=pin)
+
+
+def _size(buffers: Iterable[DiskBuffer]) -> int:
+    return sum(len(buffer) for buffer in buffers)
