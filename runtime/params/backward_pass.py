@@ -25,6 +25,7 @@ from megacompile.runtime.params.consumed import consume
 from megacompile.runtime.params.guards import guard_of
 from megacompile.runtime.params.lazy import HostGradient
 from megacompile.runtime.params.lazy_on_device import DeviceGradient
+from megacompile.runtime.params.unsummed import leave_unsummed, note_sum, unsummed
 
 
 class BackwardPass:
@@ -43,6 +44,7 @@ class BackwardPass:
         folds: bool = False,
     ) -> None:
         self.folds = folds
+        self.ranks = ranks
         self.totals = None if ranks is None else Totals(ranks)
         self.streams = streams
         self.buckets = buckets
@@ -51,6 +53,8 @@ class BackwardPass:
         self.watched: set[ParamId] = set()  # of these: somebody looks before the end
         self.fresh: set[ParamId] = set()  # of these: there was no `p.grad` before
         self.replaced: dict[ParamId, torch.Tensor] = {}  # what `p.grad` was before the total
+        self.summed: set[ParamId] = set()  # over replicas too
+        self.unsummed: set[ParamId] = set()  # not over replicas: a later backward does that
         self.updated: dict[ParamId, Norms | None] = {}  # by updates in the backward
         self.norms: dict[int, Norms] = {}  # by bucket
         self.copies: dict[int, torch.cuda.Event | None] = {}  # by bucket: its way to the host
@@ -74,6 +78,7 @@ class BackwardPass:
             param = self.buckets[key].params[i]
             if param.grad is None:
                 param.grad = before
+        self._leave_unsummed()
 
     def finish(self) -> None:
         """`backward()` ends: every `p.grad` is a tensor that anybody may use.
@@ -89,9 +94,36 @@ class BackwardPass:
             consume(self.buckets[key].params[i], self.buckets[key].layout.params[i].name, norm)
         for place in sorted(self.taken):
             self._settle_down(place)
+        self._sum()
         self._serve(lazy)
         if self.folds:
             self._note_factors()
+
+    def _sum(self) -> None:
+        """Note which gradients are summed over replicas. Behind a last backward all are: those of
+        earlier ones that it has not added to (another graph's, or where autograd adds) are summed
+        here."""
+        if self.ranks is None or self.ranks.replicas == 1:
+            return
+        for key, i in self.summed:
+            note_sum(self.buckets[key].params[i])
+        self._leave_unsummed()
+        if self.unsummed:
+            return
+        late = {
+            bucket.layout.params[i].name: param
+            for bucket in self.buckets.values()
+            for i, param in enumerate(bucket.params)
+            if unsummed(param.grad)
+        }
+        if late:
+            self.ranks.average_late({name: compat.local(p.grad) for name, p in late.items()})
+        for param in late.values():
+            note_sum(param)
+
+    def _leave_unsummed(self) -> None:
+        for key, i in self.unsummed:
+            leave_unsummed(self.buckets[key].params[i], self.buckets[key].layout.params[i].name)
 
     def _settle_down(self, place: ParamId) -> None:
         """Let `p.grad` be the tensor that it was, or adopt a sum that autograd has made."""
