@@ -262,8 +262,9 @@ class Call:
     def _defers(self, run: Run) -> bool:
         """Is the sum of gradients over replicas left to a later backward?"""
         ranks = self.machine.ranks
-        replicated = ranks is not None and ranks.replicas > 1
-        return replicated and self.machine.micro_steps.more and run.may_defer()
+        more = ranks is not None and ranks.replicas > 1 and self.machine.micro_steps.more
+        run.backward.last = not more
+        return more and run.may_defer()
 
     def _updates(self) -> bool:
         """Does this backward update its parameters?

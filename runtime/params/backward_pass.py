@@ -25,7 +25,7 @@ from megacompile.runtime.params.consumed import consume
 from megacompile.runtime.params.guards import guard_of
 from megacompile.runtime.params.lazy import HostGradient
 from megacompile.runtime.params.lazy_on_device import DeviceGradient
-from megacompile.runtime.params.unsummed import leave_unsummed, note_sum, unsummed
+from megacompile.runtime.params.unsummed import leave_unsummed, note_sum, sum_late
 
 
 class BackwardPass:
@@ -53,6 +53,7 @@ class BackwardPass:
         self.watched: set[ParamId] = set()  # of these: somebody looks before the end
         self.fresh: set[ParamId] = set()  # of these: there was no `p.grad` before
         self.replaced: dict[ParamId, torch.Tensor] = {}  # what `p.grad` was before the total
+        self.last = True  # before the step, as far as is known
         self.summed: set[ParamId] = set()  # over replicas too
         self.unsummed: set[ParamId] = set()  # not over replicas: a later backward does that
         self.updated: dict[ParamId, Norms | None] = {}  # by updates in the backward
@@ -101,25 +102,21 @@ class BackwardPass:
 
     def _sum(self) -> None:
         """Note which gradients are summed over replicas. Behind a last backward all are: those of
-        earlier ones that it has not added to (another graph's, or where autograd adds) are summed
-        here."""
+        earlier ones that it has not added to, as of another graph, are summed here."""
         if self.ranks is None or self.ranks.replicas == 1:
             return
         for key, i in self.summed:
             note_sum(self.buckets[key].params[i])
         self._leave_unsummed()
-        if self.unsummed:
+        if not self.last:
             return
-        late = {
-            bucket.layout.params[i].name: param
-            for bucket in self.buckets.values()
-            for i, param in enumerate(bucket.params)
-            if unsummed(param.grad)
+        buckets = self.buckets.values()
+        params = {
+            of.name: param
+            for bucket in buckets
+            for of, param in zip(bucket.layout.params, bucket.params, strict=True)
         }
-        if late:
-            self.ranks.average_late({name: compat.local(p.grad) for name, p in late.items()})
-        for param in late.values():
-            note_sum(param)
+        sum_late(params, self.ranks)
 
     def _leave_unsummed(self) -> None:
         for key, i in self.unsummed:

@@ -132,6 +132,9 @@ class Run:
         for place in places:
             if place not in self._done:
                 self.goes[place] = self._way(place)
+        captured = self.uses.captured  # whose gradients nobody adds to theirs
+        added = [at for at in places if self.goes[at] is Goes.APART and at not in captured]
+        self._of.sum_late(added)
         more = {place[0] for place in places if self.goes[place] is Goes.MORE}
         self.backward.await_copies(more & self.backward.copies.keys())  # before they are fetched
         return any(self.goes[place] in _ADDS for place in places)

@@ -22,7 +22,7 @@ from megacompile.runtime.params.backward_pass import (
 from megacompile.runtime.params.bucket import HostBucket, lie_in
 from megacompile.runtime.params.consumed import consumed
 from megacompile.runtime.params.lazy import lazy_of
-from megacompile.runtime.params.unsummed import leave_unsummed, unsummed
+from megacompile.runtime.params.unsummed import leave_unsummed, sum_late, unsummed
 
 
 class Gradients:
@@ -171,6 +171,12 @@ class Gradients:
             with torch.no_grad():
                 memory.copy_(compat.local(gradient).to_dense())
         return True
+
+    def sum_late(self, places: Iterable[ParamId]) -> None:
+        """Sum over replicas what lacks that, because somebody is about to see it."""
+        if self.ranks is not None and self.ranks.replicas > 1:
+            names = {self.buckets[k].layout.params[i].name: self.param((k, i)) for k, i in places}
+            sum_late(names, self.ranks)
 
     def forget(self) -> None:
         """Let go of gradients on the device that `p.grad` names no more: behind `zero_grad()`."""

@@ -9,6 +9,7 @@ sum.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 
 from megacompile import compat
 from megacompile.errors import OptimizerError
+from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.params.guards import guard, guard_of, release
 
 _WHY = (
@@ -38,8 +40,8 @@ class Unsummed:
     def open(self, tensor: torch.Tensor) -> None:
         del tensor
         raise OptimizerError(
-            f"p.grad of {self.name!r} is not summed over replicas yet, so it cannot be read or "
-            f"clipped: {_WHY}"
+            f"p.grad of {self.name!r} is not summed over replicas yet, so it cannot be read, "
+            f"clipped, or added to by a backward outside of the model: {_WHY}"
         )
 
     def serve(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -70,6 +72,19 @@ def note_sum(param: nn.Parameter) -> None:
     """`p.grad` is summed over replicas: anybody may use it."""
     if param.grad is not None and unsummed(param.grad):
         release(param.grad)
+
+
+def sum_late(params: Mapping[str, nn.Parameter], ranks: Ranks) -> None:
+    """Sum over replicas what lacks that, outside of a schedule: a collective, if there is any.
+
+    Args:
+        params: by name, alike in all ranks.
+    """
+    late = {name: param for name, param in params.items() if unsummed(param.grad)}
+    if late:
+        ranks.average_late({name: compat.local(param.grad) for name, param in late.items()})
+    for param in late.values():
+        note_sum(param)
 
 
 def refuse_unsummed(where: str, name: str, replicas: int) -> None:
