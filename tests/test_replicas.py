@@ -42,6 +42,18 @@ def captured(replicas: int) -> Schedule:
     return program.schedule()
 
 
+@functools.cache
+def micro_batch(*, last: bool) -> Schedule:
+    """Of 2 replicas: one that adds to what is there."""
+    model = Tower(depth=6).to("meta", torch.bfloat16)
+    options = replace(abstract_options(device="cpu", resident="all"), mesh=PlannedMesh(RANKS, 2))
+    inputs = (torch.empty(TOKENS, 4096, device="meta", dtype=torch.bfloat16),)
+    (program,) = abstract_programs(model, inputs, options=options, hardware=H200)
+    planned = program.planned(accumulate=True)
+    variant = replace(planned.variant, defers=not last)
+    return program.plans.schedule(planned.stages, planned.capture, variant)
+
+
 def planned(replicas: int, gb_s: float | None = None, start_s: float = 0.0) -> Scenario:
     hardware = H200.shared_by(RANKS)
     hardware = replace(hardware, network_gb_s=gb_s, collective_s=start_s)
@@ -64,6 +76,17 @@ def test_each_rank_sums_its_part_with_those_that_have_it_too(replicas: int, time
     more_s = busy_s(several) - busy_s(alone)
     assert more_s == pytest.approx(times * gradient_bytes(alone) / 5e9, rel=0.02)
     assert several.step_s > 1.1 * alone.step_s and several.step_s > busy_s(several)
+
+
+def test_a_micro_batch_that_another_one_follows_takes_no_such_sum() -> None:
+    hardware = replace(H200.shared_by(RANKS), network_gb_s=5.0)
+    first, last = (
+        Scenario((micro_batch(last=last),), hardware, OptimizerCost()) for last in (False, True)
+    )
+    assert busy_s(first) == pytest.approx(busy_s(planned(1)), rel=0.01)
+    assert busy_s(last) == pytest.approx(busy_s(planned(2, 5.0)), rel=0.01)
+    assert last.step_s < 1.2 * planned(2, 5.0).step_s, "they begin a stage later"
+    assert first.step_s < 0.8 * last.step_s
 
 
 def test_each_of_these_sums_takes_time_to_start() -> None:
