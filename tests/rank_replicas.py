@@ -69,7 +69,7 @@ class Loop:
     def squares(self) -> Tensor:
         """A penalty on a parameter, outside of the model."""
         squares = self.params["layers.0.weight"].square().sum()
-        return squares.full_tensor() if self.mesh is not None else squares  # type: ignore[operator]
+        return squares.full_tensor() if self.mesh is not None else squares  # type: ignore[attr-defined]
 
     def gradients(self) -> dict[str, Tensor]:
         """All of them, whole: a collective."""

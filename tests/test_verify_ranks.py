@@ -279,8 +279,7 @@ def test_gradients_without_their_sum_over_replicas_are_reported(options: dict[st
         assert mutant.backward is not None
         mean = ops.nodes_of(mutant.backward, ops.all_reduce)[k]
         bucket, gradients = ops.arguments(mean)
-        add = gradients if gradients.target is ops.add_grad else None
-        if early and add is None:
+        if early and gradients.target is not ops.add_grad:
             continue
         frees = [node for node in mean.users if node.target in (ops.free, ops.defer_free)]
         for node in frees:
@@ -288,10 +287,10 @@ def test_gradients_without_their_sum_over_replicas_are_reported(options: dict[st
         mean.replace_all_uses_with(gradients)
         mutant.backward.erase_node(mean)
         if early:
-            part = ops.arguments(add)[2]
+            part = ops.arguments(gradients)[2]
             with mutant.backward.inserting_after(part):
                 mean = ops.call(mutant.backward, ops.all_reduce, bucket, part, name="early")
-            set_args(add, (*ops.arguments(add)[:2], mean))
+            set_args(gradients, (*ops.arguments(gradients)[:2], mean))
         found = [h for h in hazards(mutant) if "not summed over its 2 replicas" in str(h)]
         assert found and found[0].kind is HazardKind.WRONG_GRADIENTS, (k, early)
 
