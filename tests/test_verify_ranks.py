@@ -316,20 +316,6 @@ def test_a_rank_that_leaves_the_sum_to_a_later_backward_is_reported() -> None:
         verify_ranks([doubled(0), doubled(1, defers=True)])
 
 
-def test_a_sum_over_replicas_parts_no_copy_from_an_update() -> None:
-    """The ranks that map a bucket are not its replicas."""
-    mutant = doubled(whole=frozenset(range(5)), update=True, slots=5, delays=True)
-    assert mutant.backward is not None and not hazards(mutant)
-    copies = ops.nodes_of(mutant.backward, ops.prefetch_whole)
-    sums = {ops.arguments(n)[0].key: n for n in ops.nodes_of(mutant.backward, ops.all_reduce)}
-    copy = next(n for n in copies if ops.arguments(n)[0].key in sums)
-    last = max(ops.nodes_of(mutant.backward, ops.reduce_scatter, ops.all_gather))
-    mean = sums[ops.arguments(copy)[0].key]
-    last.append(copy)
-    found = [h for h in hazards(mutant) if "other ranks may be at" in str(h)]
-    assert found and found[0].kind is HazardKind.UPDATED_TOO_EARLY, (mean, last)
-
-
 # Whole copies.
 
 EVERY = frozenset(range(5))
