@@ -411,16 +411,25 @@ def _contents(
 
 @contextlib.contextmanager
 def accumulate(model: nn.Module) -> Iterator[None]:
-    """Mark the backward of a micro-batch that is not the last, with `optimizer=`.
+    """Mark the backward of a micro-batch that is not the last, with `optimizer=` or `mesh=`.
 
-    Its gradients go to the host, as they do without `megacompile(model, optimizer=...)`; those of
-    layers that live on the device stay there. The next backward outside of `accumulate` adds them
-    and makes the update. Without such a one,
-    `optimizer.step()` makes it. In the loops of Accelerate, Trainer and TRL there is nothing to
-    mark: which micro-batch is the last is read where Accelerate notes it.
+    With `optimizer=`, its gradients go to the host, as they do without; those of layers that live
+    on the device stay there. The next backward outside of `accumulate` adds them and makes the
+    update. Without such a one, `optimizer.step()` makes it.
+
+    With a mesh of two dimensions, its gradients are summed over the ranks that shard, and not over
+    replicas. The next backward outside of `accumulate` does that for all of them. Until then
+    `p.grad` is not the gradient: to read it, to clip by it and `optimizer.step()` are errors
+    (`OptimizerError`), and `zero_grad()` is none. A graph of whose gradients autograd has a part (a
+    hook, a parameter that is used outside of the model) sums as ever. With a mesh of one dimension
+    and no `optimizer=` it changes nothing.
+
+    In the loops of Accelerate, Trainer and TRL there is nothing to mark: which micro-batch is the
+    last is read where Accelerate notes it.
 
     Raises:
-        ModelError: the model is not megacompiled, or does not update in the backward.
+        ModelError: the model is not megacompiled, or neither updates in the backward nor has a
+            mesh.
 
     Example::
 
@@ -431,14 +440,15 @@ def accumulate(model: nn.Module) -> Iterator[None]:
         optimizer.step()
     """
     streamed = compat.compiled_call(model)
-    updates = streamed.machine.in_backward if isinstance(streamed, StreamedModel) else None
-    if updates is None:
+    machine = streamed.machine if isinstance(streamed, StreamedModel) else None
+    if machine is None or (machine.in_backward is None and machine.ranks is None):
         raise ModelError(
-            f"accumulate(): {type(model).__name__} was not megacompiled with optimizer=...; "
-            "without it every backward accumulates, and there is nothing to mark"
+            f"accumulate(): {type(model).__name__} was not megacompiled with optimizer=... or "
+            "mesh=...; without them every backward accumulates, and there is nothing to mark"
         )
-    before, updates.marked = updates.marked, True
+    steps = machine.micro_steps
+    before, steps.marked = steps.marked, True
     try:
         yield
     finally:
-        updates.marked = before
+        steps.marked = before

@@ -46,6 +46,7 @@ class Stubs:
     random: Collection[int] = ()  # stages that draw random numbers
     frozen: Collection[int] = ()  # stages without a backward
     ranks: int = 1  # that share each bucket
+    replicas: int = 1  # that have the same part of it
     sizes: Mapping[str, int] = field(default_factory=dict)  # bucket -> bytes, else those of WEIGHT
 
 
@@ -139,7 +140,11 @@ def _stages(line: str, stubs: Stubs) -> tuple[Stage, ...]:
         param = Param("weight", WEIGHT.shape, WEIGHT.stride, WEIGHT.dtype, 0)
         size = stubs.sizes.get(name, WEIGHT.size_bytes)
         buckets.setdefault(
-            name, Bucket(len(buckets), f"unit {name}", (param,), size, name, stubs.ranks)
+            name,
+            Bucket(
+                *(len(buckets), f"unit {name}", (param,), size, name, stubs.ranks),
+                replicas=stubs.replicas,
+            ),
         )
     stages = []
     for i in range(count):

@@ -33,6 +33,8 @@ from megacompile.ir.stages import ArgRef, Stage
 from megacompile.ir.tensors import TensorMeta
 from megacompile.options import Lowering
 from megacompile.passes.schedule.all_gather import insert_all_gather
+from megacompile.passes.schedule.all_reduce import insert_all_reduce
+from megacompile.passes.schedule.delay_reduced import delay_reduced
 from megacompile.passes.schedule.device_update import insert_device_update
 from megacompile.passes.schedule.differentiate import differentiate
 from megacompile.passes.schedule.disk import insert_disk
@@ -194,12 +196,16 @@ def after_templates(
     on_disk: frozenset[int] = frozenset(),
     rank: int = 0,
     whole: frozenset[int] = frozenset(),
+    defers: bool = False,
+    delays: bool = False,
 ) -> dict[str, Pass]:
     """The passes that need nothing but a schedule whose stages have templates, in order.
 
     With `update` the gradients are not offloaded. `norms` sends their norms along, or alone.
     `device_update` is the share of the parameters that the step updates on the device; not of the
-    buckets of `on_disk`, whose states lie on a disk. Each rank copies those of `whole` whole.
+    buckets of `on_disk`, whose states lie on a disk. Each rank copies those of `whole` whole. With
+    `defers`, a later backward sums over replicas; with `delays`, the next stage computes during
+    sums over ranks.
     """
     gradients: dict[str, Pass] = {
         "offload_grad": functools.partial(offload_gradients, accumulate=accumulate)
@@ -214,6 +220,7 @@ def after_templates(
             state_bytes=lambda item_bytes: 8.0,
         )
         gradients = {"update": insert}
+    gradients["all_reduce"] = functools.partial(insert_all_reduce, defers=defers)
     if norms:
         gradients["norms"] = insert_norms
     if not update:
@@ -249,6 +256,7 @@ def after_templates(
         **({"disk_saved": insert_disk_saved} if disk_saved else {}),
         "reduce_scatter": functools.partial(insert_reduce_scatter, rank=rank),
         **gradients,
+        **({"delay_reduced": delay_reduced} if delays else {}),
         "prefetch": functools.partial(insert_prefetch, lookahead=lookahead),
         "slots": functools.partial(assign_slots, slots=slots, reuse=reuse),
         "all_gather": insert_all_gather,
@@ -262,12 +270,14 @@ def capture(
     *args: Any,
     limit_bytes: int = UNIT_LIMIT_BYTES,
     ranks: int = 1,
+    replicas: int = 1,
     **kwargs: Any,
 ) -> Captured:
     """The first graph that Dynamo captures of `model(*args, **kwargs)`; nothing is computed.
 
     Args:
         ranks: that share the model's buckets.
+        replicas: that have the same part of them.
     """
 
     def backend(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
@@ -288,7 +298,7 @@ def capture(
         module, inputs, ambient = stopped.args
     else:
         raise AssertionError(f"Dynamo captured nothing of {type(model).__name__}")
-    units = find_units(model, limit_bytes=limit_bytes, ranks=ranks)
+    units = find_units(model, limit_bytes=limit_bytes, ranks=ranks, replicas=replicas)
     places = {
         id(model.get_parameter(param.name)): (unit.bucket, i)
         for unit in units

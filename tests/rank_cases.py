@@ -114,7 +114,43 @@ FOUR: dict[str, Mode] = {
     "exact": Mode(),
     "odd shapes": Mode(Odd),
     "2 x 2": Mode(),
-    "2 x 2, in the backward": Mode(in_backward=True, micro=2),
+}
+
+REPLICATED: dict[str, Mode] = {
+    "2 x 2, exact": Mode(micro=2, marks=True),
+    "2 x 2, exact, again": Mode(micro=2, marks=True),
+    "2 x 2, in the backward": Mode(micro=2, in_backward=True),
+    "2 x 2, in the backward, again": Mode(micro=2, in_backward=True),
+    "2 x 2, odd shapes, resident": Mode(Odd, {"resident": "all"}, micro=3, marks=True),
+    "2 x 2, 8 bits, resident, in the backward": Mode(
+        Wide, {**NARROW, "resident": "all"}, micro=2, in_backward=True, tolerance=ROUGH
+    ),
+    "2 x 2, adapters, in the backward": Mode(Adapted, micro=2, in_backward=True),
+}
+
+MORE_REPLICATED: dict[str, Mode] = {  # `make thorough`
+    "2 x 2, compiled": Mode(
+        options={"lowering": "inductor"},
+        dtype=torch.float64,
+        micro=2,
+        marks=True,
+        tolerance=1e-12,
+    ),
+    "2 x 2, compiled, in the backward": Mode(
+        options={"lowering": "inductor"},
+        dtype=torch.float64,
+        micro=2,
+        in_backward=True,
+        tolerance=1e-12,
+    ),
+    "2 x 2, states on a disk": Mode(options={"disk": DISK}, micro=2, marks=True),
+    "2 x 2, states on a disk, in the backward": Mode(
+        options={"disk": DISK}, micro=2, in_backward=True
+    ),
+    "2 x 2, channels_last": Mode(Convolutions, micro=2, marks=True),
+    "2 x 2, odd shapes, unmarked": Mode(Odd, micro=2),
+    "2 x 2, frozen": Mode(Frozen, micro=2, marks=True),
+    "2 x 2, adapters": Mode(Adapted, micro=2, marks=True),
 }
 
 MODES_OF_FOUR: dict[str, Mode] = {  # with those of `FOUR`, each at least once

@@ -41,6 +41,7 @@ class Mode:
         optimizer: makes the optimizer.
         in_backward: it is given to `megacompile` as `optimizer=`.
         micro: batches before a step.
+        marks: `accumulate()` is around all of them but the last, with a step of its own too.
         dtype: of the parameters.
         changed: is given the reference's model, where that must differ: other dtypes.
         tolerance: of losses, norms, parameters and states, relative.
@@ -51,6 +52,7 @@ class Mode:
     optimizer: Make = adamw
     in_backward: bool = False
     micro: int = 1
+    marks: bool = False
     dtype: torch.dtype = torch.float32
     clip: float | None = 0.5
     tolerance: float = 1e-6
@@ -104,7 +106,7 @@ def train(mode: Mode, mesh: Any, steps: int = STEPS) -> Record:
             total = torch.zeros((), dtype=torch.float64)
             for number in range(mode.micro):
                 x = batch(model, step, rank * mode.micro + number)
-                if mode.in_backward and number < mode.micro - 1:
+                if (mode.in_backward or mode.marks) and number < mode.micro - 1:
                     with accumulate(model):
                         loss = model(x) / mode.micro
                         loss.backward()

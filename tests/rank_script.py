@@ -20,10 +20,18 @@ from tests import (
     rank_explain,
     rank_loops,
     rank_refusals,
+    rank_replicas,
     rank_rounding,
     rank_whole,
 )
-from tests.rank_cases import FOUR, MODES_OF_FOUR, MORE, TWO
+from tests.rank_cases import (
+    FOUR,
+    MODES_OF_FOUR,
+    MORE,
+    MORE_REPLICATED,
+    REPLICATED,
+    TWO,
+)
 from tests.rank_modes import Mode, Record, train
 
 TIMEOUT = datetime.timedelta(seconds=60)  # of a collective that another rank never comes to
@@ -83,6 +91,10 @@ def run(part: str, mesh: Any, folder: Path) -> dict[str, Any]:
         return found | saved | plain | rounded | values
     if part == "modes of four":
         return modes(MODES_OF_FOUR, mesh)
+    if part == "replicas":
+        return modes(REPLICATED, mesh) | rank_replicas.run(init_device_mesh("cpu", (2, 2)))
+    if part == "more replicas":
+        return modes(MORE_REPLICATED, mesh)
     if part == "explain":
         return rank_explain.run(mesh, folder)
     if part == "whole":

@@ -20,6 +20,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -259,6 +260,17 @@ def other_micro_batches(loop: Loop, odd: bool) -> None:
     loop.steps(2, micro_batches=1 if odd else 2, clip=False)
 
 
+def accumulates_alone(loop: Loop, odd: bool) -> None:
+    """One of two replicas says that another micro-batch comes."""
+    mesh = init_device_mesh(loop.device.type, (2, loop.world // 2))
+    model = loop.megacompile(Net(), mesh=mesh)
+    x = torch.ones(2, 8, device=loop.device)
+    with package.accumulate(model):
+        model(x).backward()
+    with package.accumulate(model) if odd else nullcontext():
+        model(x).backward()
+
+
 def evaluates(loop: Loop, odd: bool) -> None:
     loop.steps(1)
     if odd:
@@ -429,6 +441,7 @@ CASES: dict[str, tuple[Callable[[Loop, bool], None], int, dict[str, Any]]] = {
     "ends_early": (ends_early, 2, {}),
     "exits": (exits, 2, {}),
     "other_micro_batches": (other_micro_batches, 2, {}),
+    "accumulates_alone": (accumulates_alone, 4, {}),
     "evaluates": (evaluates, 3, {}),
     "does_not_clip": (does_not_clip, 2, {"timeout_s": 6}),
     "other_shapes": (other_shapes, 2, {}),

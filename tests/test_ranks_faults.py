@@ -57,6 +57,11 @@ FAULTS = {
     "ends_early": ("", WAITS + r"1, which has ended \(it came to its end\)"),
     "exits": ("SystemExit", WAITS + r"1, which has ended \(SystemExit, as of sys.exit\(\)\)"),
     "other_micro_batches": ("RankError", r"has made \d steps of optimizers and rank \d \d"),
+    "accumulates_alone": (
+        "RankError",
+        r"collective \d is \d(ALL_REDUCE|ALL_GATHER@\d|REDUCE_SCATTER) of .* in rank \d and "
+        r".* in rank \d; needed the same graphs, .* as many micro-batches",
+    ),
     "evaluates": (
         "RankError",
         r"rank \d .* the (forward of Net, rank \d the back|backward of Net, rank \d the for)ward",
@@ -114,6 +119,7 @@ ALWAYS = [
     "is_stopped",
     "is_idle",
     "exits",
+    "accumulates_alone",
     "evaluates",
     "skips_a_step",
     "other_micro_batches",

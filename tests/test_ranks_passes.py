@@ -1,4 +1,5 @@
-"""`insert_reduce_scatter` and `insert_all_gather`: what ranks that share buckets do together."""
+"""`insert_reduce_scatter`, `insert_all_reduce`, `insert_all_gather`: what ranks that share buckets
+do together."""
 
 from __future__ import annotations
 
@@ -11,6 +12,9 @@ import pytest
 from megacompile.ir import ops
 from megacompile.ir.schedule import Schedule
 from megacompile.passes.schedule.all_gather import insert_all_gather
+from megacompile.passes.schedule.all_reduce import insert_all_reduce
+from megacompile.passes.schedule.delay_reduced import delay_reduced
+from megacompile.passes.schedule.norms import insert_norms
 from megacompile.passes.schedule.offload_grad import offload_gradients
 from megacompile.passes.schedule.reduce_scatter import insert_reduce_scatter
 from tests.actions import apply, parse, text
@@ -126,3 +130,59 @@ def test_what_follows_takes_the_mean() -> None:
     for add in ops.nodes_of(schedule.backward, ops.add_grad):
         taken = [n.target for n in add.all_input_nodes]
         assert ops.reduce_scatter in taken, taken
+
+
+# Replicas.
+
+
+def summed(line: str, *, defers: bool = False, accumulate: bool = False, **stubs: Any) -> Schedule:
+    offload = functools.partial(offload_gradients, accumulate=accumulate)
+    schedule = offload(reduced(line, replicas=2, **stubs))
+    return insert_norms(apply(functools.partial(insert_all_reduce, defers=defers), schedule))
+
+
+def test_replicas_average_what_ranks_have_averaged() -> None:
+    """The docstring's example."""
+    schedule = summed("0F 1F | 1B 0B")
+    assert text(schedule) == (
+        "0F 1F | 1B 1REDUCE_SCATTER 1ALL_REDUCE 1NORM_GRAD 1OFFLOAD_GRAD "
+        "0B 0REDUCE_SCATTER 0ALL_REDUCE 0NORM_GRAD 0OFFLOAD_GRAD"
+    )
+    assert not schedule.defers and schedule.backward is not None
+    for mean in ops.nodes_of(schedule.backward, ops.all_reduce):
+        assert mean.meta["value"] == ops.arguments(mean)[1].meta["value"]
+        assert {user.target for user in mean.users} == {ops.norm_grad, ops.offload_grad}
+
+
+def test_replicas_average_the_sum_with_earlier_backwards() -> None:
+    assert text(summed("0F | 0B", accumulate=True)) == (
+        "0F | 0FETCH_GRAD 0B 0REDUCE_SCATTER 0ADD_GRAD 0ALL_REDUCE 0NORM_GRAD 0OFFLOAD_GRAD"
+    )
+
+
+def test_a_backward_that_another_one_follows_leaves_that_to_it() -> None:
+    """Nor does it take norms, which would be those of a part."""
+    schedule = summed("0F | 0B", accumulate=True, defers=True)
+    assert schedule.defers
+    assert text(schedule) == "0F | 0FETCH_GRAD 0B 0REDUCE_SCATTER 0ADD_GRAD 0OFFLOAD_GRAD"
+
+
+@pytest.mark.parametrize("defers", [False, True])
+def test_without_replicas_there_is_nothing_to_leave(defers: bool) -> None:
+    schedule = reduced("0F | 0B")
+    function = functools.partial(insert_all_reduce, defers=defers)
+    assert apply(function, schedule) is schedule
+
+
+def test_the_next_stages_compute_while_replicas_average() -> None:
+    """The docstring's examples."""
+    once = text(delay_reduced(summed("0F 1F 2F | 2B 1B 0B")))
+    assert once.startswith(
+        "0F 1F 2F | 2B 2REDUCE_SCATTER 2ALL_REDUCE 1B 2NORM_GRAD 2OFFLOAD_GRAD 1REDUCE_SCATTER"
+    )
+    twice = text(delay_reduced(summed("0F 1F 2F | 2B 1B 0B", accumulate=True)))
+    assert twice == (
+        "0F 1F 2F | 2FETCH_GRAD 2B 2REDUCE_SCATTER 1FETCH_GRAD 1B 2ADD_GRAD 2ALL_REDUCE "
+        "1REDUCE_SCATTER 0FETCH_GRAD 0B 2NORM_GRAD 2OFFLOAD_GRAD 1ADD_GRAD 1ALL_REDUCE "
+        "1NORM_GRAD 1OFFLOAD_GRAD 0REDUCE_SCATTER 0ADD_GRAD 0ALL_REDUCE 0NORM_GRAD 0OFFLOAD_GRAD"
+    )

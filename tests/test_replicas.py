@@ -43,6 +43,19 @@ def captured(replicas: int) -> Schedule:
     return program.schedule()
 
 
+@functools.cache
+def micro_batch(replicas: int, *, last: bool) -> Schedule:
+    """One that adds to what is there."""
+    model = Tower(depth=6).to("meta", torch.bfloat16)
+    options = abstract_options(device="cpu", resident="all")
+    options = replace(options, mesh=PlannedMesh(RANKS, replicas), device_update=0.0)
+    inputs = (torch.empty(TOKENS, 4096, device="meta", dtype=torch.bfloat16),)
+    (program,) = abstract_programs(model, inputs, options=options, hardware=H200)
+    planned = program.planned(accumulate=True)
+    variant = replace(planned.variant, defers=not last)
+    return program.plans.schedule(planned.stages, planned.capture, variant)
+
+
 def planned(replicas: int, gb_s: float | None = None, start_s: float = 0.0) -> Scenario:
     hardware = H200.shared_by(RANKS)
     hardware = replace(hardware, network_gb_s=gb_s, collective_s=start_s)
@@ -65,6 +78,20 @@ def test_each_rank_sums_its_part_with_those_that_have_it_too(replicas: int, time
     more_s = busy_s(several) - busy_s(alone)
     assert more_s == pytest.approx(times * gradient_bytes(alone) / 5e9, rel=0.02)
     assert several.step_s > 1.1 * alone.step_s and several.step_s > busy_s(several)
+
+
+def test_a_micro_batch_that_another_one_follows_takes_no_such_sum() -> None:
+    hardware = replace(H200.shared_by(RANKS), network_gb_s=5.0)
+    nobody: Any = None  # updates
+
+    def scenario(replicas: int, *, last: bool) -> Scenario:
+        return Scenario((micro_batch(replicas, last=last),), hardware, nobody)
+
+    first, last, alone = scenario(2, last=False), scenario(2, last=True), scenario(1, last=True)
+    assert busy_s(first) == pytest.approx(busy_s(alone), rel=0.01)
+    assert first.step_s == pytest.approx(alone.step_s, rel=0.01)
+    assert busy_s(last) == pytest.approx(busy_s(planned(2, 5.0)), rel=0.01)
+    assert busy_s(last) < last.step_s < 1.25 * busy_s(last), "hidden, or hiding all else"
 
 
 def test_each_of_these_sums_takes_time_to_start() -> None:

@@ -235,6 +235,87 @@ def test_gradients_that_are_freed_while_ranks_average_them_are_reported() -> Non
     assert HazardKind.FREED_TOO_EARLY in {hazard.kind for hazard in hazards(mutant)}
 
 
+# Replicas.
+
+REPLICATED: list[dict[str, Any]] = [
+    {},
+    {"accumulate": True, "delays": True},
+    {"reuse": True, "accumulate": True, "defers": True, "delays": True},
+    {"update": True, "slots": 5, "delays": True},
+    {"update": True, "slots": 5, "accumulate": True, "delays": True, "norms": True},
+    {"norms": True, "device_update": 0.5, "delays": True},
+    {"resident": frozenset({1}), "accumulate": True},
+    {"resident": frozenset({1}), "update": True, "norms": True},
+]
+
+
+@functools.cache
+def replicated() -> Any:
+    return capture(Net(Net.chain), torch.ones(2, 4), ranks=2, replicas=2)
+
+
+def doubled(rank: int = 0, **options: Any) -> Schedule:
+    schedule: Schedule = replicated().build(rank=rank, **options)
+    return schedule
+
+
+@pytest.mark.parametrize("options", REPLICATED, ids=str)
+def test_what_replicas_run_is_right(options: dict[str, Any]) -> None:
+    schedules = [doubled(rank, **options) for rank in range(2)]
+    for schedule in schedules:
+        assert hazards(schedule) == []
+        assert schedule.backward is not None
+        sums = ops.nodes_of(schedule.backward, ops.all_reduce)
+        parts = ops.nodes_of(schedule.backward, ops.reduce_scatter)
+        assert len(sums) == (0 if options.get("defers") else len(parts)) and len(parts) == 5
+    verify_ranks(schedules)
+
+
+@pytest.mark.parametrize("options", [o for o in REPLICATED if not o.get("defers")], ids=str)
+def test_gradients_without_their_sum_over_replicas_are_reported(options: dict[str, Any]) -> None:
+    """Each of them in turn: the sum is not made, or something is added behind it."""
+    for k, early in itertools.product(range(5), (False, True)):
+        mutant = doubled(**options)
+        assert mutant.backward is not None
+        mean = ops.nodes_of(mutant.backward, ops.all_reduce)[k]
+        bucket, gradients = ops.arguments(mean)
+        if early and gradients.target is not ops.add_grad:
+            continue
+        frees = [node for node in mean.users if node.target in (ops.free, ops.defer_free)]
+        for node in frees:
+            mutant.backward.erase_node(node)
+        mean.replace_all_uses_with(gradients)
+        mutant.backward.erase_node(mean)
+        if early:
+            part = ops.arguments(gradients)[2]
+            with mutant.backward.inserting_after(part):
+                mean = ops.call(mutant.backward, ops.all_reduce, bucket, part, name="early")
+            set_args(gradients, (*ops.arguments(gradients)[:2], mean))
+        found = [h for h in hazards(mutant) if "not summed over its 2 replicas" in str(h)]
+        assert found and found[0].kind is HazardKind.WRONG_GRADIENTS, (k, early)
+
+
+def test_a_backward_that_leaves_the_sum_to_a_later_one_only_keeps() -> None:
+    """It neither measures nor updates."""
+    for options in ({"norms": True}, {"update": True, "slots": 5}):
+        made = doubled(**options, delays=True)
+        mutant = replace(made, defers=True)
+        assert mutant.backward is not None and not hazards(mutant)
+        for mean in ops.nodes_of(mutant.backward, ops.all_reduce):
+            for node in [n for n in mean.users if n.target in (ops.free, ops.defer_free)]:
+                mutant.backward.erase_node(node)
+            mean.replace_all_uses_with(ops.arguments(mean)[1])
+            mutant.backward.erase_node(mean)
+        found = [h for h in hazards(mutant) if "not summed over its 2 replicas" in str(h)]
+        labels = {hazard.label.lstrip("01234") for hazard in found}
+        assert labels == {"NORM_GRAD" if "norms" in options else "UPDATE"}
+
+
+def test_a_rank_that_leaves_the_sum_to_a_later_backward_is_reported() -> None:
+    with pytest.raises(ScheduleError, match=r"collective . is 4ALL_REDUCE of 'head' .* in rank 0"):
+        verify_ranks([doubled(0), doubled(1, defers=True)])
+
+
 # Whole copies.
 
 EVERY = frozenset(range(5))

@@ -53,7 +53,7 @@ class Amounts:
         if op.stored is not None:
             return op.stored(node)
         if op.gathered is not None:
-            return self._exchanged(node)
+            return self._of_replicas(node) if op.of_replicas else self._exchanged(node)
         if queue != COMPUTE:
             return self._copy(self._moved_bytes(node), copies_of(node))
         if op.code is None:
@@ -64,11 +64,8 @@ class Amounts:
         return self._seconds[key]
 
     def halves(self, node: fx.Node) -> list[float]:
-        """Of a copy of new parameters and states, which go one after the other; or of a sum of
-        gradients, over the ranks that shard and then over those with the same rows."""
+        """Of a copy of new parameters and states, which go one after the other."""
         bucket: Bucket = ops.arguments(node)[0]
-        if ops.effects(node).of_replicas:
-            return [self._exchanged(node), self._of_replicas(node)]
         params = self._param_bytes(bucket)
         if self.name == "update":
             update = self.sizes.get(bucket.key)

@@ -49,8 +49,8 @@ class _Item:
     since: int = -1  # the item that it is the second half of
     drains: bool = False  # waits for the copies of what was deferred
     helped: float = 0.0  # its amount where the device makes it
-    half: int | None = None  # which half of the copy, or of the collective
-    of_replicas: bool = False  # ranks with the same rows are in that half
+    half: int | None = None  # which half of the copy
+    of_replicas: bool = False  # a collective of ranks with the same rows
     fresh: bool = False  # what it would copy is on the device still
     reads_weights: int | None = None  # the key of the bucket that it copies to the device
     stages: bool = False  # brings states from a disk to a set of buffers, or back
@@ -151,10 +151,8 @@ class _Graph:
             first, second = written(node)
             self._lands[first], self._lands[second] = len(self.items), len(self.items) + 1
             self._add_half(node, item)
-        elif op.of_replicas and ops.arguments(node)[0].replicas > 1:
-            self._add_half(node, item)
-            item.of_replicas = True
         else:
+            item.of_replicas = op.of_replicas
             item.stages = op.stored is not None and Part.STATES in (*op.reads, *op.writes)
             if Part.WEIGHTS in op.reads and queue == H2D:
                 item.reads_weights = ops.arguments(node)[0].key

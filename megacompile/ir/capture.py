@@ -168,3 +168,4 @@ class Variant:
         False  # the backward, or a forward without one, takes what a forward left in slots
     )
     update: bool = False  # the optimizer's, in the backward
+    defers: bool = False  # gradients are not summed over replicas: another backward comes

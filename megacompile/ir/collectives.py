@@ -71,7 +71,10 @@ def _shown(node: fx.Node) -> str:
 
 def _averaged(node: fx.Node) -> tuple[str, ...]:
     """The parameters whose gradients an op averages, by name."""
-    gradients = taken(node, Value.GRADIENTS) if node.target is ops.reduce_scatter else None
+    sums = node.target in (ops.reduce_scatter, ops.all_reduce)
+    gradients = taken(node, Value.GRADIENTS) if sums else None
+    if gradients is not None and node.target is ops.all_reduce:
+        gradients = ops.scattered(gradients)
     call = None if gradients is None else producer(gradients)
     if call is None or call.target is not ops.backward:
         return ()

@@ -100,6 +100,7 @@ class Schedule:
     rest: tuple[Bucket, ...] = ()  # that the update updates, although no backward here has
     # forward placeholders that are changed in place, which autograd records: see the last outputs
     recorded: tuple[str, ...] = ()
+    defers: bool = False  # its gradients are not summed over replicas: a later backward does that
 
     @property
     def graphs(self) -> dict[str, fx.Graph]:

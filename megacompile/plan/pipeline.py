@@ -29,6 +29,7 @@ from megacompile.passes.capture.rebase import rebase_overlaps
 from megacompile.passes.capture.unpack import unpack
 from megacompile.passes.capture.vmaps import fold_vmaps
 from megacompile.passes.schedule.all_gather import insert_all_gather
+from megacompile.passes.schedule.all_reduce import insert_all_reduce
 from megacompile.passes.schedule.bundle import bundles_of
 from megacompile.passes.schedule.delay_reduced import delay_reduced
 from megacompile.passes.schedule.device_update import insert_device_update
@@ -206,6 +207,7 @@ class Pipeline:
         slots = options.least_slots + choice.more_slots
         if options.ranks > 1 and options.optimizer is not None:
             slots += 1  # updates come a stage later: see `delay_reduced`
+            slots += options.replicas > 1 and variant.accumulate and variant.update  # or two
         if choice.stay:
             slots = options.lookahead + 1  # and one more for each that stays
         reduce = functools.partial(insert_reduce_scatter, rank=options.rank)
@@ -232,6 +234,8 @@ class Pipeline:
         """What the choice and the options together say."""
         options = self.setting.options
         share = choice.device_update if options.device_update is None else options.device_update
+        if variant.defers:
+            share = 0.0  # no step follows
         tiles = choice.tiles if options.tiles is None else options.tiles
         cut = stages_in_tiles(schedule, tiles, self.templates)
         alone = cut if options.ranks == 1 else frozenset()  # plans of ranks may keep other stages
@@ -264,6 +268,8 @@ class Pipeline:
         """What becomes of the gradients: they are offloaded, or updates are made of them."""
         options = self.setting.options
         cost = self.setting.cost()
+        every = functools.partial(insert_all_reduce, defers=variant.defers)
+        reduce = self._with_ranks(("all_reduce", every)) if options.replicas > 1 else []
         if variant.update:
             insert = functools.partial(
                 insert_updates,
@@ -273,7 +279,7 @@ class Pipeline:
                 updated_bytes=cost.updated_of,
                 state_bytes=cost.states_of,
             )
-            return [("update_in_backward", insert), ("norms", insert_norms)]
+            return [("update_in_backward", insert), *reduce, ("norms", insert_norms)]
         step = functools.partial(
             insert_update_graph,
             helps=cost.helped,
@@ -281,10 +287,11 @@ class Pipeline:
         )
         offload = functools.partial(offload_gradients, accumulate=variant.accumulate)
         if options.lowering is Lowering.EAGER:
-            return [("offload_grad", offload), ("update_graph", step)]
+            return [("offload_grad", offload), *reduce, ("update_graph", step)]
         give = functools.partial(insert_device_update, state_bytes=cost.updated_of)
         return [
             ("offload_grad", offload),
+            *reduce,
             ("norms", insert_norms),
             ("device_update", give),
             ("update_graph", step),

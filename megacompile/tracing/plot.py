@@ -25,6 +25,7 @@ _COLOURS = {  # distinct for readers with any kind of colour vision (Okabe and I
     "prefetch_whole": "#56B4E9",
     "all_gather": "#5A6FA8",
     "reduce_scatter": "#8E6C8A",
+    "all_reduce": "#6F4E6B",
     "fetch_saved": "#1C7FB8",
     "fetch_grad": "#0072B2",
     "fetch_state": "#A6D8F5",

@@ -142,6 +142,26 @@ def _averaged(view: View) -> Iterator[Hazard]:
                     yield view.hazard(HazardKind.WRONG_GRADIENTS, user, call, message)
 
 
+def _summed_over_replicas(view: View) -> Iterator[Hazard]:
+    """What is kept, measured or updated with is the mean over replicas, and nothing was added to it
+    since; where a later backward makes that, nothing is measured or updated with."""
+    for node in view.that(lambda op: op.takes):
+        gradients = taken(node, Value.GRADIENTS)
+        bucket: Any = node.args[0]
+        if gradients is None or bucket.replicas == 1:
+            continue
+        op = effects(node)
+        if op.gives is Value.GRADIENTS or effects(view.source(gradients)).of_replicas:
+            continue
+        if view.schedule.defers and op.writes == (Part.GRADIENTS,):
+            continue
+        message = (
+            f"{label(node)} takes gradients of bucket {bucket.label} that are not summed over its "
+            f"{bucket.replicas} replicas; give it what an all_reduce gives of them"
+        )
+        yield view.hazard(HazardKind.WRONG_GRADIENTS, node, gradients, message)
+
+
 def _partials_match(view: View) -> Iterator[Hazard]:
     """A backward adds to gradients of the buckets that it gives gradients of."""
     for call in view.nodes(ops.backward):
@@ -294,6 +314,7 @@ CHECKS: tuple[Check, ...] = (
     _arguments_match,
     _gradients_kept,
     _averaged,
+    _summed_over_replicas,
     _partials_match,
     _made_for_somebody,
     _norms_are_given,

@@ -115,7 +115,9 @@ def _copies_whole(view: View) -> Iterator[Hazard]:
     if not copies:
         return
     writes = view.that(lambda op: Part.WEIGHTS in op.writes)
-    sums, before = view.that(_is_collective), view.order.before
+    before = view.order.before
+    # replicas are on other hosts: theirs says nothing of the ranks that map the bucket
+    sums = view.that(lambda op: _is_collective(op) and not op.of_replicas)
     for copy in copies:
         bucket: Bucket = ops.arguments(copy)[0]
         if bucket.key not in view.schedule.plan.whole:

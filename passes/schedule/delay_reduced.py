@@ -3,7 +3,12 @@
     before: 2B 2REDUCE_SCATTER 2NORM_GRAD 2OFFLOAD_GRAD 1RECOMPUTE 1B
     after:  2B 2REDUCE_SCATTER 1RECOMPUTE 1B 2NORM_GRAD 2OFFLOAD_GRAD
 
-Norms and updates run on the compute stream, and would make it wait for the interconnect.
+Norms and updates run on the compute stream, and would make it wait for the interconnect. A mean
+over replicas comes right behind that of the ranks that shard. Where sums with earlier backwards
+come between the two, these are made a stage later, and what follows the second mean comes two:
+
+    before: 2B 2REDUCE_SCATTER 2ADD_GRAD 2ALL_REDUCE 2OFFLOAD_GRAD 1B 0B
+    after:  2B 2REDUCE_SCATTER 1B 2ADD_GRAD 2ALL_REDUCE 0B 2OFFLOAD_GRAD
 """
 
 from __future__ import annotations
@@ -21,15 +26,16 @@ def delay_reduced(schedule: Schedule) -> Schedule:
         return schedule
     new = schedule.copy()
     assert new.backward is not None
-    for mean in ops.nodes_of(new.backward, ops.reduce_scatter):
-        following = _next_backward(mean)
-        if following is None:
-            continue
-        where = last_item(following)
-        for node in _made_of(mean):
-            if node < where:
-                where.append(node)
-                where = node
+    for op in (ops.reduce_scatter, ops.all_reduce):
+        for mean in ops.nodes_of(new.backward, op):
+            following = _next_backward(mean)
+            if following is None:
+                continue
+            where = last_item(following)
+            for node in _made_of(mean):
+                if node < where and not (node.target is ops.all_reduce and node.args[1] is mean):
+                    where.append(node)
+                    where = node
     return new
 
 

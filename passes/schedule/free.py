@@ -89,12 +89,16 @@ def _insert(
                 so_many = plan.state_delay if state else plan.saved_delay if saved else delay
                 last = ends[nodes[later[min(so_many, len(later)) - 1]]]
         frees.append((last, node, waits, deferred))
-    named: dict[fx.Node, int] = {}  # by what a free waits for: the last such free
-    for last, _, waits, _ in frees:
-        named |= {wait: max(last, named.get(wait, last)) for wait in waits}
     # a value that another free waits for is named there: its own free comes behind that
-    frees = [(max(last, named.get(node, 0)), node, w, d) for last, node, w, d in frees]
-    frees.sort(key=lambda entry: (entry[0], entry[1] in named), reverse=True)
+    named: dict[fx.Node, tuple[int, int]] = {}  # by it: the last such free, in how long a chain
+    for k, (last, node, waits, deferred) in enumerate(frees):
+        behind, chain = named.get(node, (0, 0))
+        last = max(last, behind)
+        frees[k] = last, node, waits, deferred
+        for wait in waits:
+            before, longest = named.get(wait, (0, 0))
+            named[wait] = max(last, before), max(chain + 1, longest)
+    frees.sort(key=lambda entry: (entry[0], named.get(entry[1], (0, 0))[1]), reverse=True)
     for last, node, waits, deferred in frees:
         with graph.inserting_after(nodes[last]):
             op = ops.defer_free if deferred else ops.free

@@ -9,6 +9,8 @@ there, by whoever asks.
 
 Of gradients that an update in the backward consumes, of resident buckets too, the L2 norm alone is
 taken. Nobody can clip by it any more, but loops log it.
+
+Gradients that are not summed over replicas yet (`Schedule.defers`) have no norms to ask for.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from megacompile.ir.schedule import Schedule
 
 def insert_norms(schedule: Schedule) -> Schedule:
     """The schedule in which every gradient that leaves the backward has its norms taken along."""
-    if schedule.backward is None:
+    if schedule.backward is None or schedule.defers:
         return schedule
     new = schedule.copy()
     assert new.backward is not None

@@ -117,26 +117,57 @@ class Ranks:
         gradients: Mapping[int, torch.Tensor],  # (*shape,) each
         parts: Mapping[int, torch.Tensor],  # (padded numel of a part,) each, to be filled
     ) -> None:
-        """The mean over ranks of each gradient; this rank gets that of its rows."""
-        nccl = self.device.type == "cuda"
-        op = dist.ReduceOp.AVG if nccl else dist.ReduceOp.SUM
+        """The mean over the ranks that shard of each gradient; this rank gets that of its rows."""
         whole = {i: self._padded(g, parts[i]) for i, g in gradients.items()}
+        with self.agreement.collective(), compat.coalesced(self.group, self.device):
+            for i, gradient in whole.items():
+                if gradient.numel():
+                    self._issue(
+                        compat.REDUCE_SCATTER, parts[i], gradient, op=self._mean, group=self.group
+                    )
+        self._divide(parts.values(), self.count)
+
+    def average_replicas(self, parts: Sequence[torch.Tensor]) -> None:
+        """The mean of this rank's parts over those with the same rows, in place.
+
+        Args:
+            parts: (numel,) each, on the device.
+        """
         with self.agreement.collective():
-            with compat.coalesced(self.group, self.device):
-                for i, gradient in whole.items():
-                    if gradient.numel():
-                        self._issue(
-                            compat.REDUCE_SCATTER, parts[i], gradient, op=op, group=self.group
-                        )
-            for replicas in self.groups[:-1] if self.replicas > 1 else ():
+            for replicas in self.groups[:-1]:
                 group = _alive(replicas)
                 with compat.coalesced(group, self.device):
-                    for part in parts.values():
+                    for part in parts:
                         if part.numel():
-                            self._issue(dist.all_reduce, part, op=op, group=group)
-        if not nccl:
-            for part in parts.values():
-                part.div_(self.count * self.replicas)
+                            self._issue(dist.all_reduce, part, op=self._mean, group=group)
+        self._divide(parts, self.replicas)
+
+    @property
+    def _mean(self) -> Any:
+        """What collectives make a mean with: on the host, a sum that `_divide` follows."""
+        return dist.ReduceOp.AVG if self.device.type == "cuda" else dist.ReduceOp.SUM
+
+    def _divide(self, parts: Iterable[torch.Tensor], count: int) -> None:
+        if self.device.type != "cuda":
+            for part in parts:
+                part.div_(count)
+
+    @torch.no_grad()
+    def average_late(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """The same of gradients in no schedule, in place: a collective of all ranks.
+
+        Args:
+            gradients: by the parameter's name: this rank's part, wherever it lies.
+        """
+        ops = tuple(f"ALL_REDUCE of the gradient of {name!r}" for name in gradients)
+        digest = hashlib.sha256("\n".join(ops).encode()).hexdigest()[:32]
+        with self.running(Collectives("the end of a backward", ops, f"late-{digest}")):
+            for gradient in gradients.values():
+                part = gradient.detach().as_strided((gradient.numel(),), (1,))
+                sent = part.to(self.device)
+                self.average_replicas([sent])
+                if sent.data_ptr() != part.data_ptr():
+                    part.copy_(sent)
 
     def _issue(self, collective: Any, *args: Any, **options: Any) -> None:
         """Issue a collective; one of the host is over when this returns."""

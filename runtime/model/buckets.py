@@ -343,11 +343,11 @@ class ModelBuckets:
         old.pending.settle()
         old.pending.withdraw()
         undos.append(functools.partial(_show_again, [(p, p.grad) for p in old.params]))
-        gradients = self.machine.gradients.take(key)
+        gradients, lacking = self.machine.gradients.take(key)
         self.machine.buckets[key] = self._bucket(
             old.whole, old.params, resident, whole, stored=stored
         )
-        self.machine.gradients.put(self.machine.buckets[key], gradients)
+        self.machine.gradients.put(self.machine.buckets[key], gradients, lacking)
         for param in old.params:
             follow(param)
 

@@ -238,7 +238,9 @@ class Call:
             self.machine.in_backward.begin(self.machine.buckets, wanted.gradient_params)
         start = run.start_update if update else run.start
         accumulate = start(wanted.gradient_params)
-        variant = replace(variant, accumulate=accumulate, update=update)
+        defers = not update and self._defers(run)
+        run.note_sums(defers=defers)
+        variant = replace(variant, accumulate=accumulate, update=update, defers=defers)
         executor = program.executor(variant)
         if update:
             self.machine.reserve_staging(wanted.gradient_params)
@@ -258,6 +260,13 @@ class Call:
         expected = tangents == self.variant.tangents
         variant = self.variant if expected else Variant(tangents, keep_last=False)
         return self.program.executor(variant)
+
+    def _defers(self, run: Run) -> bool:
+        """Is the sum of gradients over replicas left to a later backward?"""
+        ranks = self.machine.ranks
+        more = ranks is not None and ranks.replicas > 1 and self.machine.micro_steps.more
+        run.backward.last = not more
+        return more and run.may_defer()
 
     def _updates(self) -> bool:
         """Does this backward update its parameters?

@@ -25,6 +25,7 @@ from megacompile.runtime.params.guards import release, unguarded
 from megacompile.runtime.params.lazy import lazy_of
 from megacompile.runtime.params.state_moves import free_states, state_bytes
 from megacompile.runtime.params.undo import Undos, undone
+from megacompile.runtime.params.unsummed import unsummed
 from megacompile.runtime.step import hooks
 from megacompile.text import format_bytes
 
@@ -89,6 +90,11 @@ def _refuse(streamed: StreamedModel, device: torch.device) -> None:
             "not counted; call optimizer.step() first"
         )
     buckets = streamed.machine.buckets.values()
+    if any(unsummed(param.grad) for bucket in buckets for param in bucket.params):
+        raise ModelError(
+            f"unmegacompile(): {name} has gradients that are not summed over replicas yet; call "
+            "optimizer.zero_grad() first, or a backward outside of megacompile.accumulate(model)"
+        )
     if ranks is not None:
         refuse_ungathered(streamed.model, ranks, sum(map(_bytes, buckets)), device)
     moving = [p for p in streamed.model.parameters() if p.device != device]

@@ -93,7 +93,7 @@ class StreamedModel:
         self.buckets.check_memory = while_it_lives(self.released.check)
         if options.optimizer is not None:
             self.machine.in_backward = InBackward(
-                options.optimizer, self.updates.steps_in_backward()
+                options.optimizer, self.updates.steps_in_backward(), self.machine.micro_steps
             )
             self.machine.in_backward.staging = self.machine.staging
             self.machine.in_backward.weight_staging = self.machine.weight_staging

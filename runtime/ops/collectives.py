@@ -95,3 +95,13 @@ class CollectiveOps(OpGroup):
             return key, rows
 
         return self._issue(Stream.COMM, (gradients, buffer), average)
+
+    def all_reduce(self, bucket: Bucket, gradients: Handle) -> Handle:
+        ranks = self._ranks
+
+        def average() -> tuple[int, Group]:
+            key, group = gradients.value
+            ranks.average_replicas([flat(part) for part in group.values()])
+            return key, group
+
+        return self._issue(Stream.COMM, (gradients,), average)

@@ -31,6 +31,7 @@ from megacompile.runtime.params.proxies import StreamedParameter
 from megacompile.runtime.updates.deferred import DeferredFrees
 from megacompile.runtime.updates.host import HostUpdates
 from megacompile.runtime.updates.in_backward import InBackward
+from megacompile.runtime.updates.micro_steps import MicroSteps
 from megacompile.runtime.updates.on_device import DeviceUpdates
 from megacompile.runtime.updates.staging import Staging
 from megacompile.runtime.updates.weight_staging import WeightStaging
@@ -49,6 +50,7 @@ class Machine:
     place: Callable[[StreamedParameter], tuple[Bucket, int]]  # a parameter's bucket and index
     device_update: DeviceUpdates  # where optimizer.step() updates on the device
     in_backward: InBackward | None = None  # where the backward updates
+    micro_steps: MicroSteps = field(default_factory=MicroSteps)  # does another backward come?
     before_step: Callable[[], None] = lambda: None  # called when an optimizer's step begins
     foresee: Callable[[frozenset[int]], None] = lambda _: None  # steps will come; who is resident
     make_ahead: Callable[[Schedule], None] = lambda _: None  # what the first step of it will need

@@ -25,6 +25,7 @@ from megacompile.runtime.params.consumed import consume
 from megacompile.runtime.params.guards import guard_of
 from megacompile.runtime.params.lazy import HostGradient
 from megacompile.runtime.params.lazy_on_device import DeviceGradient
+from megacompile.runtime.params.unsummed import leave_unsummed, note_sum, sum_late
 
 
 class BackwardPass:
@@ -43,6 +44,7 @@ class BackwardPass:
         folds: bool = False,
     ) -> None:
         self.folds = folds
+        self.ranks = ranks
         self.totals = None if ranks is None else Totals(ranks)
         self.streams = streams
         self.buckets = buckets
@@ -51,6 +53,9 @@ class BackwardPass:
         self.watched: set[ParamId] = set()  # of these: somebody looks before the end
         self.fresh: set[ParamId] = set()  # of these: there was no `p.grad` before
         self.replaced: dict[ParamId, torch.Tensor] = {}  # what `p.grad` was before the total
+        self.last = True  # before the step, as far as is known
+        self.summed: set[ParamId] = set()  # over replicas too
+        self.unsummed: set[ParamId] = set()  # not over replicas: a later backward does that
         self.updated: dict[ParamId, Norms | None] = {}  # by updates in the backward
         self.norms: dict[int, Norms] = {}  # by bucket
         self.copies: dict[int, torch.cuda.Event | None] = {}  # by bucket: its way to the host
@@ -74,6 +79,7 @@ class BackwardPass:
             param = self.buckets[key].params[i]
             if param.grad is None:
                 param.grad = before
+        self._leave_unsummed()
 
     def finish(self) -> None:
         """`backward()` ends: every `p.grad` is a tensor that anybody may use.
@@ -89,9 +95,32 @@ class BackwardPass:
             consume(self.buckets[key].params[i], self.buckets[key].layout.params[i].name, norm)
         for place in sorted(self.taken):
             self._settle_down(place)
+        self._sum()
         self._serve(lazy)
         if self.folds:
             self._note_factors()
+
+    def _sum(self) -> None:
+        """Note which gradients are summed over replicas. Behind a last backward all are: those of
+        earlier ones that it has not added to, as of another graph, are summed here."""
+        if self.ranks is None or self.ranks.replicas == 1:
+            return
+        for key, i in self.summed:
+            note_sum(self.buckets[key].params[i])
+        self._leave_unsummed()
+        if not self.last:
+            return
+        buckets = self.buckets.values()
+        params = {
+            of.name: param
+            for bucket in buckets
+            for of, param in zip(bucket.layout.params, bucket.params, strict=True)
+        }
+        sum_late(params, self.ranks)
+
+    def _leave_unsummed(self) -> None:
+        for key, i in self.unsummed:
+            leave_unsummed(self.buckets[key].params[i], self.buckets[key].layout.params[i].name)
 
     def _settle_down(self, place: ParamId) -> None:
         """Let `p.grad` be the tensor that it was, or adopt a sum that autograd has made."""

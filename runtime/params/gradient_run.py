@@ -132,9 +132,29 @@ class Run:
         for place in places:
             if place not in self._done:
                 self.goes[place] = self._way(place)
+        captured = self.uses.captured  # whose gradients nobody adds to theirs
+        added = [at for at in places if self.goes[at] is Goes.APART and at not in captured]
+        self._of.sum_late(added)
         more = {place[0] for place in places if self.goes[place] is Goes.MORE}
         self.backward.await_copies(more & self.backward.copies.keys())  # before they are fetched
         return any(self.goes[place] in _ADDS for place in places)
+
+    def may_defer(self) -> bool:
+        """May the sum over replicas wait for a later backward? Not where somebody else has a part
+        in a gradient: it may be read before that."""
+        if self._of.exact and self.uses.several:
+            return False
+        ours = (*_IN_BUCKET, Goes.MORE)
+        return all(goes in ours and not self.watches(at) for at, goes in self.goes.items())
+
+    def note_sums(self, *, defers: bool) -> None:
+        """The schedule sums over replicas; or, where it defers, it does not."""
+        ours = {at for at, goes in self.goes.items() if goes in (*_IN_BUCKET, Goes.MORE)}
+        made, left = self.backward.summed, self.backward.unsummed
+        if defers:
+            made, left = left, made
+        made |= ours
+        left -= ours
 
     def start_update(self, wanted: Mapping[int, Sequence[int]]) -> bool:
         """The same where the backward updates: it takes the gradients that there are, and keeps

@@ -22,6 +22,7 @@ from megacompile.runtime.params.backward_pass import (
 from megacompile.runtime.params.bucket import HostBucket, lie_in
 from megacompile.runtime.params.consumed import consumed
 from megacompile.runtime.params.lazy import lazy_of
+from megacompile.runtime.params.unsummed import leave_unsummed, sum_late, unsummed
 
 
 class Gradients:
@@ -171,6 +172,12 @@ class Gradients:
                 memory.copy_(compat.local(gradient).to_dense())
         return True
 
+    def sum_late(self, places: Iterable[ParamId]) -> None:
+        """Sum over replicas what lacks that, because somebody is about to see it."""
+        if self.ranks is not None and self.ranks.replicas > 1:
+            names = {self.buckets[k].layout.params[i].name: self.param((k, i)) for k, i in places}
+            sum_late(names, self.ranks)
+
     def forget(self) -> None:
         """Let go of gradients on the device that `p.grad` names no more: behind `zero_grad()`."""
         for key, bucket in self.buckets.items():
@@ -207,21 +214,24 @@ class Gradients:
             if mine.numel() and buffers.get(mine.data_ptr(), place) != place:
                 lie_in(gradient, mine.detach().clone())
 
-    def take(self, key: int) -> dict[int, torch.Tensor]:
-        """Take a bucket's gradients out of `p.grad`: by the parameter's index."""
+    def take(self, key: int) -> tuple[dict[int, torch.Tensor], set[int]]:
+        """Take a bucket's gradients out of `p.grad`: by the parameter's index; and which of them
+        lack their sum over replicas."""
         bucket = self.buckets[key]
-        taken = {}
+        taken, lacking = {}, set()
         for i, param in enumerate(bucket.params):
             gradient = param.grad
             if gradient is None or consumed(gradient):
                 continue
             _open(gradient)
             taken[i] = compat.local(gradient).detach()
+            if unsummed(gradient):
+                lacking.add(i)
             param.grad = None
-        return taken
+        return taken, lacking
 
     @staticmethod
-    def put(bucket: HostBucket, taken: Mapping[int, torch.Tensor]) -> None:
+    def put(bucket: HostBucket, taken: Mapping[int, torch.Tensor], lacking: Set[int]) -> None:
         """Put them into a bucket that lies elsewhere."""
         if taken and bucket.resident is None:
             bucket.make_grads()
@@ -233,6 +243,8 @@ class Gradients:
                 param.grad = compat.like(param, bucket.grads[i].copy_(gradient).detach())
             else:  # frozen since
                 param.grad = compat.like(param, gradient.to(bucket.values[i].device))
+            if i in lacking:
+                leave_unsummed(param, bucket.layout.params[i].name)
 
     def _held_by_user(self, key: int, bucket: HostBucket) -> bool:
         """Does somebody still hold a gradient that `zero_grad()` took out of `p.grad`?"""

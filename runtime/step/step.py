@@ -48,6 +48,7 @@ from megacompile.runtime.params.optimizer_states import (
     stands_back,
 )
 from megacompile.runtime.params.torn import Left
+from megacompile.runtime.params.unsummed import refuse_unsummed, unsummed
 from megacompile.runtime.step import hooks
 from megacompile.runtime.step.parts import Parts
 from megacompile.runtime.updates.compiled import compiled
@@ -192,6 +193,7 @@ class Updates:
 
     def prepare_step(self, optimizer: Optimizer) -> PreparedStep | None:
         """Prepare the update of our parameters; None where torch.optim's own step makes it all."""
+        self._refuse_unsummed(optimizer)
         if any(self.owns(param) for group in optimizer.param_groups for param in group["params"]):
             self.check()
             self.machine.before_step()  # it may move buckets, and their gradients
@@ -235,6 +237,19 @@ class Updates:
             raise
         prepared.gradients = [(t.param, t.param.grad) for t in trained if t.param.grad is not None]
         return prepared
+
+    def _refuse_unsummed(self, optimizer: Optimizer) -> None:
+        """Raise where a gradient lacks its sum over replicas: alike in all ranks."""
+        ranks = self.machine.ranks
+        if ranks is None or ranks.replicas == 1:
+            return
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                place = self.machine.gradients.place(param)
+                if place is not None and unsummed(param.grad):
+                    key, i = place
+                    name = self.machine.buckets[key].layout.params[i].name
+                    refuse_unsummed(f"{type(optimizer).__name__}.step()", name, ranks.replicas)
 
     def _take_over(self) -> None:
         """Adopt data that the user has put into parameters (`p.data = ...`) since the forward."""

@@ -36,7 +36,7 @@ from megacompile.runtime.updates.device_buffers import (
     update,
     write_back,
 )
-from megacompile.runtime.updates.micro_steps import more_to_come
+from megacompile.runtime.updates.micro_steps import MicroSteps
 from megacompile.runtime.updates.refusals import check_backward
 from megacompile.runtime.updates.staging import Staging
 from megacompile.runtime.updates.update import ParamUpdate
@@ -49,14 +49,15 @@ class InBackward:
     Args:
         optimizer: whose step it is.
         steps: prepares the steps of some of a bucket's parameters (`Updates.steps_in_backward`).
+        micro_steps: knows whether another backward comes before the step.
     """
 
-    def __init__(self, optimizer: Optimizer, steps: Any) -> None:
+    def __init__(self, optimizer: Optimizer, steps: Any, micro_steps: MicroSteps) -> None:
         self.optimizer = optimizer
         self.prepare = steps
         self.staging: Staging | None = None  # of states that lie on a disk
         self.weight_staging: WeightStaging | None = None  # of parameters that lie there
-        self.marked = False  # inside of megacompile.accumulate()
+        self._micro_steps = micro_steps
         self.uncommitted: set[ParamId] = set()  # updated, and step() was not called yet
         self.committed: set[ParamId] = set()  # by the last step(), until the next backward
         self.running: dict[int, dict[int, ParamUpdate]] = {}  # of the backward that runs now
@@ -72,7 +73,7 @@ class InBackward:
     @property
     def accumulating(self) -> bool:
         """Does another backward come before the step? Then this one updates nothing."""
-        return self.marked or more_to_come()
+        return self._micro_steps.more
 
     def begin(self, buckets: Mapping[int, HostBucket], wanted: Mapping[int, Sequence[int]]) -> None:
         """Take the hyperparameters for the backward of one schedule."""

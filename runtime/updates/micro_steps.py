@@ -3,13 +3,26 @@
 `megacompile.accumulate(model)` says so for one model. Loops that count micro-batches by themselves
 say it in places of their own, which are the sources here. A source that is wrong about "another one
 comes" costs time and host memory alone: `optimizer.step()` then makes the update of the gradients
-on the host. So a source may guess to that side, and never to the other.
+on the host. Where replicas share the model, the sum over them was left to that other one, and
+`optimizer.step()` refuses. So a source may guess to that side, and never to the other.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+
+
+class MicroSteps:
+    """Which backwards of one model are of micro-batches that are not the last."""
+
+    def __init__(self) -> None:
+        self.marked = False  # inside of megacompile.accumulate()
+
+    @property
+    def more(self) -> bool:
+        """Does another backward come before the step?"""
+        return self.marked or more_to_come()
 
 
 def more_to_come() -> bool:

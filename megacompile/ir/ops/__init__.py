@@ -47,6 +47,7 @@ their effects (`megacompile.ir.ops.op`): `megacompile.runtime.ops.bound` holds w
     prefetch_whole h2d      3PREFETCH_WHOLE@1 bucket, slot -> weights, the parts of all ranks
     alloc_shard    compute  3ALLOC_SHARD      bucket -> a buffer for this rank's gradients
     reduce_scatter comm     3REDUCE_SCATTER   bucket, gradients, buffer -> their mean over ranks
+    all_reduce     comm     3ALL_REDUCE       bucket, gradients -> their mean over replicas
     help_host      device   HELP_HOST         updates -> nothing; the device makes some of them
     defer_free     compute  DEFER_FREE        value, after -> nothing; kept until `after` is done
     drain          compute  DRAIN             () -> nothing; what was deferred before goes
@@ -66,10 +67,12 @@ from megacompile import compat
 from megacompile.ir.nodes import set_args, set_kwargs
 from megacompile.ir.ops.collectives import (
     all_gather,
+    all_reduce,
     alloc_shard,
     prefetch_shard,
     prefetch_whole,
     reduce_scatter,
+    scattered,
 )
 from megacompile.ir.ops.compute import (
     assign,
@@ -120,6 +123,7 @@ __all__ = [
     "actions",
     "add_grad",
     "all_gather",
+    "all_reduce",
     "alloc_grad",
     "alloc_saved",
     "alloc_shard",
@@ -166,6 +170,7 @@ __all__ = [
     "returned",
     "reuse",
     "save_rng",
+    "scattered",
     "snapshot",
     "stored_bytes",
     "stream_of",

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import fx
+
 from megacompile.ir.buckets import Bucket, Slot
+from megacompile.ir.ops.gradients import add_grad
 from megacompile.ir.ops.op import Part, Show, Takes, Value, by_slot, by_subject, op, unbound
-from megacompile.ir.ops.sizes import of_argument, of_bucket, of_params, of_shard
+from megacompile.ir.ops.sizes import of_argument, of_bucket, of_params, of_shard, value_bytes
 from megacompile.ir.stream import Stream
 
 
@@ -75,8 +78,35 @@ def alloc_shard(bucket: Bucket) -> Any:
     owns=True,
     fills=2,
     gathered=of_argument(1),
-    of_replicas=True,
 )
 def reduce_scatter(bucket: Bucket, gradients: Any, buffer: Any) -> Any:
-    """The mean of the ranks' gradients: each rank gets that of its part."""
+    """The mean of the gradients of the ranks that shard: each rank gets that of its part."""
     unbound(reduce_scatter)
+
+
+def scattered(node: fx.Node) -> fx.Node | None:
+    """The gradients of whole parameters that a part was made of: what a `reduce_scatter` took."""
+    seen = set()  # values that are made of one another would lead around for ever
+    while node not in seen and node.target in (all_reduce, add_grad):
+        seen.add(node)
+        source = node.args[2 if node.target is add_grad else 1]
+        if not isinstance(source, fx.Node):
+            return None
+        node = source
+    found = node.args[1] if node.target is reduce_scatter else None
+    return found if isinstance(found, fx.Node) else None
+
+
+@op(
+    Stream.COMM,
+    by_subject,
+    gives=Value.GRADIENTS,
+    takes=(Takes(1, Value.GRADIENTS, ends=True),),
+    owns=True,
+    fills=1,
+    gathered=lambda node: value_bytes(scattered(node)),
+    of_replicas=True,
+)
+def all_reduce(bucket: Bucket, gradients: Any) -> Any:
+    """The mean of a part's gradients over replicas, the ranks with the same rows; in place."""
+    unbound(all_reduce)

@@ -118,7 +118,7 @@ class Op:
     copies: Callable[[fx.Node], int] | None = None  # calls that this takes
     stored: Callable[[fx.Node], int] | None = None  # bytes from or to a disk
     gathered: Callable[[fx.Node], int] | None = None  # bytes that the ranks have together of it
-    of_replicas: bool = False  # ranks with the same rows then sum their parts of that
+    of_replicas: bool = False  # the ranks with the same rows do it, each with its part of that
 
 
 def alike(op: Op) -> bool:
