@@ -6,13 +6,17 @@ Those of the packages that are not there are skipped.
 from __future__ import annotations
 
 import importlib.util
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megacompile import megacompile
+from megacompile.runtime.model import loops
 from tests import processes
 from tests.torchrun_saves import LOOPS, SAVED, STEPS
 from tests.zoo import equal
@@ -92,3 +96,19 @@ def of_lightning(folder: Path, saved: dict[str, Tensor], last: dict[str, Tensor]
 
 
 FILES = {"trainer": of_trainer, "accelerate": of_accelerate, "lightning": of_lightning}
+
+
+def test_a_loop_that_is_imported_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It moves the model first: from then on it saves what ranks share."""
+    loop = types.ModuleType("accelerate.checkpointing")
+    vars(loop)["load_model"] = stock = lambda model: model
+    model = megacompile(nn.Linear(2, 2), device="cpu")
+    monkeypatch.setattr(loops, "_SHARED", [])
+    monkeypatch.setattr(loops, "_TAKEN", set())
+    monkeypatch.setitem(sys.modules, "accelerate.checkpointing", loop)
+    model.to("cpu")
+    assert vars(loop)["load_model"] is stock, "no ranks share a model"
+    monkeypatch.setattr(loops, "_SHARED", [lambda model: []])
+    model.to("cpu")
+    ours = vars(loop)["load_model"]
+    assert ours is not stock and ours(model) is model

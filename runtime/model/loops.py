@@ -30,7 +30,8 @@ _SHARED: list[Callable[[nn.Module], list[nn.Module]]] = []  # finds what ranks s
 
 
 def attend(shared_in: Callable[[nn.Module], list[nn.Module]]) -> None:
-    """Let loops that are imported by now, or at the step of any optimizer, save what ranks share.
+    """Let loops save what ranks share: those that are imported by now, when a model is moved, or
+    at the step of any optimizer. (Trainer and Accelerate move a model before they do anything.)
 
     Args:
         shared_in: gives the modules in a model that ranks share.
@@ -38,17 +39,19 @@ def attend(shared_in: Callable[[nn.Module], list[nn.Module]]) -> None:
     if not _SHARED:
         _SHARED.append(shared_in)
         register_optimizer_step_pre_hook(_before_step)
-    _take_over()
+    take_over()
 
 
 @compat.opaque
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     del optimizer, args, kwargs
-    _take_over()
+    take_over()
 
 
-def _take_over() -> None:
-    """Put our methods around those that are imported by now, each once."""
+def take_over() -> None:
+    """Where ranks share a model, put our methods around those that are imported by now, once."""
+    if not _SHARED:
+        return
     for (module, kind, name), ours in _METHODS.items():
         imported = sys.modules.get(module)
         holder = getattr(imported, kind, None) if kind else imported

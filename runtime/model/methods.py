@@ -10,6 +10,7 @@ from torch import nn
 
 from megacompile import compat, notices
 from megacompile.errors import ModelError
+from megacompile.runtime.model import loops
 from megacompile.runtime.model.whole_states import is_saved
 
 
@@ -58,6 +59,7 @@ class HostApply(Replacement):
     name = compat.APPLY
 
     def __call__(self, function: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
+        loops.take_over()
         params = {id(p) for p in self.model.parameters()}
         moved = False
 
