@@ -22,6 +22,7 @@ from torch import fx
 from megacompile.ir.symbols import has_numbers
 from megacompile.runtime.model.autograd_nodes import Graph
 from megacompile.runtime.model.call import Call
+from megacompile.runtime.model.hooked_outputs import watched
 from megacompile.runtime.model.program import Program
 
 
@@ -37,6 +38,7 @@ def run(program: Program, args: Sequence[Any]) -> list[Any]:
     else:
         computed = call.forward()
     by_position = dict(zip(program.tensor_outputs(), computed, strict=True))
+    call.outputs = watched({k: t for k, t in by_position.items() if t.requires_grad})
     by_node = {program.outputs[k]: value for k, value in by_position.items()}
     inputs = call.inputs_by_name
 

@@ -19,6 +19,7 @@ from megacompile.runtime.device.activations import taken
 from megacompile.runtime.device.random import random_state, set_random_state
 from megacompile.runtime.model import shortage
 from megacompile.runtime.model.autograd_nodes import Gate, nodes_behind, users
+from megacompile.runtime.model.hooked_outputs import Watched, hooked_inside, say_hooked
 from megacompile.runtime.model.program import Program
 from megacompile.runtime.ops.executor import Executor
 from megacompile.runtime.ops.machine import Machine
@@ -38,6 +39,7 @@ class Call:
         self.values = program.values(args)
         self.saved_values: dict[str, Any] | None = None
         self.observed = compat.ddp_around() is not None
+        self.outputs: Watched = {}  # that somebody may hook
         self._handed: dict[int, dict[ParamId, torch.Tensor]] = {}  # to gates, by the backward
 
     @functools.cached_property
@@ -134,6 +136,10 @@ class Call:
         }
         if not tangents:
             return {}
+        hooked = hooked_inside(self.outputs, self.program.capture, tangents)
+        if hooked is not None and not self.program.said_hooked:
+            self.program.said_hooked = True
+            say_hooked(self.program.capture.name, hooked)
         with self.machine.running:
             self._check(tuple(tangents))
             self.machine.run = run = self._prepare(node)

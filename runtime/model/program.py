@@ -77,6 +77,7 @@ class Program:
             self._note(stages.symbols)
         self.tangents = expected_tangents(self.stages)
         self.ran_backward = False
+        self.said_hooked = False  # that an output has a hook
 
     def _meta(self, output: int) -> TensorMeta:
         meta = self.outputs[output].meta["value"]
