@@ -103,10 +103,14 @@ def test_host_memory_that_was_enough_for_all_that_was_tried() -> None:
 @pytest.mark.parametrize(
     ("tokens", "host"),
     [
-        (16384, {}),
         (8192, {}),
-        (4096, {"update_gb_s": 60.0, "host_memory_gb_s": 80.0}),
         (1024, {"update_gb_s": 40.0}),
+        pytest.param(16384, {}, marks=pytest.mark.thorough),
+        pytest.param(
+            4096,
+            {"update_gb_s": 60.0, "host_memory_gb_s": 80.0},
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_nor_where_it_hardly_fits_or_the_host_is_slow(tokens: int, host: dict[str, float]) -> None:

@@ -48,6 +48,7 @@ def test_two_ranks_copy_what_they_would_gather(tmp_path: Path) -> None:
         assert all(every["whole"]) and "GATHER" not in every["actions"]
 
 
+@pytest.mark.thorough
 def test_four_ranks_and_two_rows_of_two(tmp_path: Path) -> None:
     for found in torchrun("four", 4, tmp_path):
         failed = [*wrong(found["modes"]), *found["late"]]
