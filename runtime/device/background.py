@@ -70,6 +70,12 @@ class Background:
         self._queue.work.put(work)
         self._queue.serve(self.name, self.cores)
 
+    def call(self, work: Callable[[], T]) -> T:
+        """Let it be done behind what was given before, and wait; gives and raises what it does."""
+        future: Future[T] = Future()
+        self.submit(functools.partial(fulfil, future, work))
+        return future.result()
+
     def before_fork(self) -> None:
         """Finish what there is; what another thread gives meanwhile is its own risk."""
         if not self._queue.work.empty() or self._queue.turn.locked():

@@ -11,13 +11,12 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
 from contextlib import nullcontext
 
 import torch
 
 from megacompile.errors import OptimizerError
-from megacompile.runtime.device.background import Background, fulfil
+from megacompile.runtime.device.background import Background
 from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.device.disk_buffers import DiskBuffer
 from megacompile.runtime.device.host_budget import HostBudget
@@ -127,9 +126,7 @@ class Loans:
         """
         if (wanted := (self.count, self.size_bytes)) == self._reserved or not self.size_bytes:
             return
-        made: Future[None] = Future()
-        self._thread.submit(functools.partial(fulfil, made, self._reserve))
-        made.result()
+        self._thread.call(self._reserve)
         self._reserved = wanted
 
     def lend(self, loan: Loan) -> None:

@@ -14,7 +14,6 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -22,7 +21,7 @@ import torch
 
 from megacompile.errors import DiskError, OptimizerError
 from megacompile.ir.ops import Part
-from megacompile.runtime.device.background import Background, fulfil
+from megacompile.runtime.device.background import Background
 from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.device.disk_buffers import Disk, DiskBuffer
 from megacompile.runtime.device.host_budget import HostBudget
@@ -215,10 +214,7 @@ class Staging:
         wanted = self.sets, self.set_bytes
         if not sizes.get(name) or wanted == self._reserved:
             return
-        made: Future[None] = Future()
-        reserve = functools.partial(self._reserve, name)
-        self._thread.submit(functools.partial(fulfil, made, reserve))
-        made.result()
+        self._thread.call(functools.partial(self._reserve, name))
         self._reserved = wanted
 
     def of(self, host: HostBucket) -> Staged | None:
