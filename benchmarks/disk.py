@@ -5,7 +5,7 @@
     python -m benchmarks.disk FOLDER --only "4 threads" --only kvikio
 
 Threads are ours (`runtime/disk/transfers.py`), by chunk and number. io_uring needs `liburing` of
-PyPI, kvikio `kvikio-cu12` (and its libraries on LD_LIBRARY_PATH, where there is no conda, and a
+PyPI, kvikio `kvikio-cu13` (and its libraries on LD_LIBRARY_PATH, where there is no conda, and a
 CUDA driver); a row says why one did not run. libaio is its system calls. All of them do direct I/O
 of the same places and the same memory, but for "cached" and "mapping". CPU is user and system time
 of this process. "Beside Python": while another thread runs Python code, and has the GIL whenever it
@@ -241,8 +241,9 @@ def _libaio(disk: Disk, buffer: DiskBuffer, memory: HostBuffer) -> Run:
 def _kvikio(disk: Disk, buffer: DiskBuffer, memory: HostBuffer) -> Run:
     kvikio: Any = importlib.import_module("kvikio")
     defaults: Any = importlib.import_module("kvikio.defaults")
-    defaults.set({"num_threads": 4, "task_size": _CHUNK})
-    # it opens the file by name again, with O_DIRECT where it can
+    direct = {"auto_direct_io_read": True, "auto_direct_io_write": True}
+    defaults.set({"num_threads": 4, "task_size": _CHUNK, **direct})
+    # it opens the file by name again, with O_DIRECT too
     file = kvikio.CuFile(f"/proc/self/fd/{disk.file.fd}", "r+")
     view, at = memoryview(memory), buffer.span(lambda: memory.bytes(len(memory))).place.at
     file.pread(view[:_CHUNK], file_offset=at).get()  # it asks for libcuda, for host memory too

@@ -35,12 +35,13 @@ else:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
+    there = torch.cuda.device_count()
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+        marker = item.get_closest_marker("gpu")
+        count = marker.kwargs.get("count", 1) if marker else 0
+        if there < count:
+            needed = "a CUDA device" if count == 1 else f"{count} CUDA devices"
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed}"))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -16,14 +16,21 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def torchrun(module: str, *arguments: str, ranks: int, timeout_s: float) -> None:
-    """Run a module in several processes on the CPU that end, whatever happens."""
+def torchrun(
+    module: str, *arguments: str, ranks: int, timeout_s: float, device: str = "cpu"
+) -> None:
+    """Run a module in several processes that end, whatever happens.
+
+    Args:
+        device: "cuda", or "cpu", where they see no GPU.
+    """
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), "-m", module, *arguments]
     started = subprocess.Popen(
         command,
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **hidden},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -153,6 +153,17 @@ MORE_REPLICATED: dict[str, Mode] = {  # `make thorough`
     "2 x 2, adapters": Mode(Adapted, micro=2, marks=True),
 }
 
+ON_GPUS: dict[str, Mode] = {  # of two: each way by which parts come and gradients go
+    "exact": Mode(decay=0.9),
+    "in the backward": Mode(in_backward=True),
+    "resident": Mode(options={"resident": "all"}),
+    "8 bits, in the backward, on a disk": TWO["8 bits, in the backward, on a disk"],
+    "adapters": Mode(Adapted),
+    "odd shapes, accumulating": Mode(Odd, micro=2),
+    "whole buckets": Mode(options={"whole_buckets": True}),
+    "compiled": Mode(options={"lowering": "inductor"}, dtype=torch.float64, tolerance=1e-12),
+}
+
 MODES_OF_FOUR: dict[str, Mode] = {  # with those of `FOUR`, each at least once
     "8 bits, on a disk": Mode(Wide, {**NARROW, "disk": DISK}, tolerance=ROUGH),
     "states on a disk, in the backward": Mode(options={"disk": DISK}, in_backward=True),

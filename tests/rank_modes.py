@@ -72,16 +72,16 @@ def make(mode: Mode) -> nn.Module:
     return mode.net().to(mode.dtype)
 
 
-def reference(mode: Mode, world: int, steps: int = STEPS) -> Record:
+def reference(mode: Mode, world: int, steps: int = STEPS, device: str = "cpu") -> Record:
     """Train in one process, with the micro-batches of all ranks."""
-    model = make(mode)
+    model = make(mode).to(device)
     optimizer = mode.optimizer(model)
     schedule = _scheduler(mode, optimizer)
     record: Record = {"losses": [], "norms": []}
     for step in range(steps):
         total = 0.0
         for number in range(world * mode.micro):
-            loss = model(batch(model, step, number)) / (world * mode.micro)
+            loss = model(batch(model, step, number).to(device)) / (world * mode.micro)
             loss.backward()
             total += loss.item()
         record["losses"].append(total)
@@ -92,20 +92,20 @@ def reference(mode: Mode, world: int, steps: int = STEPS) -> Record:
 
 def train(mode: Mode, mesh: Any, steps: int = STEPS) -> Record:
     """Train in this rank; all ranks of the mesh do."""
-    world, rank = mesh.size(), dist.get_rank()
+    world, rank, device = mesh.size(), dist.get_rank(), mesh.device_type
     model = make(mode)
     optimizer = mode.optimizer(model)
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {k: folder if v is DISK else v for k, v in mode.options.items()}
         if mode.in_backward:
             options["optimizer"] = optimizer
-        megacompile(model, mesh=mesh, device="cpu", **options)
+        megacompile(model, mesh=mesh, device=device, **options)
         schedule = _scheduler(mode, optimizer)
         record: Record = {"losses": [], "norms": []}
         for step in range(steps):
-            total = torch.zeros((), dtype=torch.float64)
+            total = torch.zeros((), dtype=torch.float64, device=device)
             for number in range(mode.micro):
-                x = batch(model, step, rank * mode.micro + number)
+                x = batch(model, step, rank * mode.micro + number).to(device)
                 if (mode.in_backward or mode.marks) and number < mode.micro - 1:
                     with accumulate(model):
                         loss = model(x) / mode.micro
@@ -150,9 +150,9 @@ def contents(model: nn.Module, optimizer: Optimizer) -> Record:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that ranks may share: a collective then."""
+    """All of a tensor that ranks may share, on the host: a collective then."""
     tensor = tensor.detach()
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu()
 
 
 def differences(ours: Record, theirs: Record, tolerance: float) -> list[str]:

@@ -51,7 +51,7 @@ class Loop:
         self.mesh = mesh
         self.model: Any = Net().double()
         if mesh is not None:
-            megacompile(self.model, mesh=mesh, device="cpu", **options)
+            megacompile(self.model, mesh=mesh, device=mesh.device_type, **options)
         self.params: dict[str, nn.Parameter] = dict(self.model.named_parameters())
 
     def not_last(self) -> AbstractContextManager[None]:
@@ -62,8 +62,9 @@ class Loop:
         """Of a micro-batch."""
         generator = torch.Generator().manual_seed(number)
         rows = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
-        mine = rows if self.mesh is None else rows.chunk(RANKS)[dist.get_rank()]
-        loss: Tensor = self.model(mine, **options)
+        if self.mesh is not None:
+            rows = rows.chunk(RANKS)[dist.get_rank()].to(self.mesh.device_type)
+        loss: Tensor = self.model(rows, **options)
         return loss
 
     def squares(self) -> Tensor:
@@ -262,8 +263,8 @@ def announced(mesh: Any) -> Found:
     torch.manual_seed(0)
     model = Net().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    megacompile(model, mesh=mesh, device="cpu", optimizer=optimizer)
-    x = torch.ones(2, WIDTH, dtype=torch.float64)
+    megacompile(model, mesh=mesh, device=mesh.device_type, optimizer=optimizer)
+    x = torch.ones(2, WIDTH, dtype=torch.float64, device=mesh.device_type)
     state.sync_gradients = False
     model(x).backward()
     found: Found = {"step": said_by(optimizer.step)}
@@ -294,13 +295,14 @@ def traced(mesh: Any, *, in_backward: bool) -> list[str]:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     options: Any = {"optimizer": optimizer} if in_backward else {}
-    megacompile(model, mesh=mesh, device="cpu", **options)
+    megacompile(model, mesh=mesh, device=mesh.device_type, **options)
+    x = torch.ones(2, WIDTH, device=mesh.device_type)
     labels: list[str] = []
     for _ in range(2):
         with package.trace(model) as trace:
             with accumulate(model):
-                model(torch.ones(2, WIDTH)).sum().backward()
-            model(torch.ones(2, WIDTH)).sum().backward()
+                model(x).sum().backward()
+            model(x).sum().backward()
             optimizer.step()
         optimizer.zero_grad()
         labels = [span.op.name for span in trace.spans if "REDUCE" in span.op.name]

@@ -1,11 +1,12 @@
-"""What ranks do for tests: `torchrun ... -m tests.rank_script PART FOLDER`.
+"""What ranks do for tests: `torchrun ... -m tests.rank_script PART FOLDER cpu|cuda`.
 
-Each rank saves what it found as `FOLDER/PART.RANK`.
+Each rank saves what it found as `FOLDER/PART.RANK`. On `cuda` each has a GPU.
 """
 
 from __future__ import annotations
 
 import datetime
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests import (
     rank_checkpoints,
@@ -29,6 +30,7 @@ from tests.rank_cases import (
     MODES_OF_FOUR,
     MORE,
     MORE_REPLICATED,
+    ON_GPUS,
     REPLICATED,
     TWO,
 )
@@ -38,13 +40,17 @@ TIMEOUT = datetime.timedelta(seconds=60)  # of a collective that another rank ne
 STATES = {"float": {}, "8 bits": {"state_dtype": "int8"}}
 
 
+def nested(mesh: Any) -> DeviceMesh:
+    """The same ranks as 2 x 2."""
+    return init_device_mesh(mesh.device_type, (2, 2))
+
+
 def modes(found: dict[str, Mode], mesh: Any) -> dict[str, Record]:
     """Train in each of some modes."""
     records = {}
     for name, mode in found.items():
         print(name, flush=True)
-        nested = name.startswith("2 x 2")
-        records[name] = train(mode, init_device_mesh("cpu", (2, 2)) if nested else mesh)
+        records[name] = train(mode, nested(mesh) if name.startswith("2 x 2") else mesh)
         torch.compiler.reset()
     return records
 
@@ -82,17 +88,19 @@ def run(part: str, mesh: Any, folder: Path) -> dict[str, Any]:
     if part == "loops":
         return loops(mesh)
     if part == "four":
-        nested = init_device_mesh("cpu", (2, 2))
-        saved = {"2 x 2, saved": rank_whole.saved(nested, folder)}
-        plain = {"2 x 2, plain again": rank_whole.plain_again(nested, "adamw")}
-        rounded = {"2 x 2, rounded": rank_rounding.rounded(nested)}
-        values = {"2 x 2, values": rank_refusals.values(nested)}
+        pairs = nested(mesh)
+        saved = {"2 x 2, saved": rank_whole.saved(pairs, folder)}
+        plain = {"2 x 2, plain again": rank_whole.plain_again(pairs, "adamw")}
+        rounded = {"2 x 2, rounded": rank_rounding.rounded(pairs)}
+        values = {"2 x 2, values": rank_refusals.values(pairs)}
         found = modes(FOUR, mesh) | checkpoints(mesh, folder, "save")
         return found | saved | plain | rounded | values
+    if part == "gpus":
+        return modes(ON_GPUS, mesh)
     if part == "modes of four":
         return modes(MODES_OF_FOUR, mesh)
     if part == "replicas":
-        return modes(REPLICATED, mesh) | rank_replicas.run(init_device_mesh("cpu", (2, 2)))
+        return modes(REPLICATED, mesh) | rank_replicas.run(nested(mesh))
     if part == "more replicas":
         return modes(MORE_REPLICATED, mesh)
     if part == "explain":
@@ -109,14 +117,16 @@ def run(part: str, mesh: Any, folder: Path) -> dict[str, Any]:
     return modes(MORE, mesh)
 
 
-def main(part: str, folder: Path) -> None:
+def main(part: str, folder: Path, device: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", timeout=TIMEOUT)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=TIMEOUT)
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
     torch.save(run(part, mesh, folder), folder / f"{part}.{dist.get_rank()}")
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

@@ -4,8 +4,8 @@ Each case is a few processes that train together, forked from this one, so that 
 once; they end as other processes do. What each rank raised and when it ended is saved into
 `FOLDER/CASE.json`. Without a case all are run.
 
-`--device cuda` runs them with NCCL, on two GPUs: two new processes each, one case at a time. It
-prints what each rank did, for people to read.
+`--device cuda` runs them with NCCL: two new processes each, on two GPUs of those that there are. It
+prints what each rank did, for people to read. A case of four needs as many GPUs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from megacompile.runtime.updates.update import BucketUpdate
 from megacompile.tracing import perfetto, rank_steps
 
 MOST_S = 120.0  # a rank that has not ended by then is killed
-AT_ONCE = 4  # cases: most of their time they wait
+AT_ONCE = 4  # cases: most of their time they wait, on the same GPUs too
 AGES = 1000.0  # seconds that nobody waits
 
 
@@ -459,8 +459,9 @@ CASES: dict[str, tuple[Callable[[Loop, bool], None], int, dict[str, Any]]] = {
 
 
 def ranks_of(case: str, kind: str) -> int:
-    """How many ranks a case has: with GPUs two."""
-    return 2 if kind == "cuda" else CASES[case][1]
+    """How many ranks a case has: with GPUs two, or four."""
+    count = CASES[case][1]
+    return count // 2 * 2 if kind == "cuda" else count
 
 
 def run_rank(case: str, rank: int, port: int, result: Path, kind: str) -> None:
@@ -542,7 +543,10 @@ def _started(case: str, rank: int, port: int, result: Path, kind: str) -> int:
     if kind == "cuda":
         command = [sys.executable, "-m", "tests.ranks_faults", "--device", kind]
         command += ["--rank", str(rank), "--port", str(port), str(result), case]
-        return os.posix_spawn(command[0], command, os.environ)
+        count = ranks_of(case, kind)
+        first = count * ([*CASES].index(case) % (torch.cuda.device_count() // count))
+        seen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(first, first + count)))}
+        return os.posix_spawn(command[0], command, {**os.environ, **seen})
     pid = os.fork()
     if pid == 0:
         run_rank(case, rank, port, result, kind)
@@ -553,9 +557,8 @@ def _started(case: str, rank: int, port: int, result: Path, kind: str) -> int:
 def run(folder: Path, cases: list[str], kind: str) -> None:
     """Run cases, a few at a time."""
     waiting, running = cases[::-1], list[Case]()
-    at_once = 1 if kind == "cuda" else AT_ONCE
     while waiting or running:
-        while waiting and len(running) < at_once:
+        while waiting and len(running) < AT_ONCE:
             running.append(Case(waiting.pop(), folder, kind))
         for case in running[:]:
             if case.over():

@@ -145,12 +145,14 @@ def test_one_rank_loads_what_two_have(tmp_path: Path) -> None:
     assert not failed, "\n".join(failed)
 
 
-def wrong_modes(modes: Mapping[str, Mode], ranks: list[dict[str, Record]]) -> list[str]:
+def wrong_modes(
+    modes: Mapping[str, Mode], ranks: list[dict[str, Record]], device: str = "cpu"
+) -> list[str]:
     """What differs between ranks and one process, and between ranks."""
     failed = []
     for name, mode in modes.items():
         ours = ranks[0][name]
-        found = differences(ours, reference(mode, len(ranks)), mode.tolerance)
+        found = differences(ours, reference(mode, len(ranks), device=device), mode.tolerance)
         for rank, other in enumerate(ranks):
             found += [f"rank {rank}: {each}" for each in differences(other[name], ours, 0.0)]
         failed += [f"{name}: {each}" for each in found]
@@ -232,8 +234,10 @@ def wrong_checkpoint(title: str, found: dict[str, Any], saved: dict[str, Any]) -
     return [f"{title}: {each}" for each in wrong]
 
 
-def torchrun(part: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
+def torchrun(part: str, ranks: int, folder: Path, device: str = "cpu") -> list[dict[str, Any]]:
     """What each rank found of a part of `rank_script`."""
-    arguments = part, str(folder)
-    processes.torchrun("tests.rank_script", *arguments, ranks=ranks, timeout_s=TIMEOUT_S)
+    arguments = part, str(folder), device
+    processes.torchrun(
+        "tests.rank_script", *arguments, ranks=ranks, timeout_s=TIMEOUT_S, device=device
+    )
     return [torch.load(folder / f"{part}.{rank}") for rank in range(ranks)]

@@ -1,4 +1,4 @@
-"""Trainer, Accelerate and Lightning save what two gloo processes share, and resume from it.
+"""Trainer, Accelerate and Lightning save what two processes share, and resume from it.
 
 Those of the packages that are not there are skipped.
 """
@@ -23,17 +23,21 @@ from tests.zoo import equal
 
 WORLD = 2
 TIMEOUT_S = 300
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(count=WORLD))]
 NEEDS = {"trainer": "accelerate", "accelerate": "accelerate", "lightning": "lightning"}
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_run_resumes_from_what_a_loop_saves(loop: str, tmp_path: Path) -> None:
+def test_a_run_resumes_from_what_loops_save(device: str, loop: str, tmp_path: Path) -> None:
     """It goes on as one that was never interrupted, in every bit; the files hold all of each
     tensor, and a plain model loads them."""
     if importlib.util.find_spec(NEEDS[loop]) is None:
         pytest.skip(f"needs {NEEDS[loop]}")
-    arguments = loop, str(tmp_path)
-    processes.torchrun("tests.torchrun_saves", *arguments, ranks=WORLD, timeout_s=TIMEOUT_S)
+    arguments = loop, str(tmp_path), device
+    processes.torchrun(
+        "tests.torchrun_saves", *arguments, ranks=WORLD, timeout_s=TIMEOUT_S, device=device
+    )
     for found in (torch.load(tmp_path / str(rank)) for rank in range(WORLD)):
         params, states = found["first"]
         again, of_again = found["again"]

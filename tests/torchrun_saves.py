@@ -1,5 +1,5 @@
 """Checkpoints of the loops of others, of a model that two ranks share:
-`torchrun ... -m tests.torchrun_saves LOOP FOLDER`.
+`torchrun ... -m tests.torchrun_saves LOOP FOLDER cpu|cuda`.
 
 A loop trains `STEPS` steps and saves after `SAVED` of them, by its own means. Another one, of a
 model with other values, resumes from that. What each rank has of both goes to `FOLDER/RANK`, and
@@ -40,7 +40,7 @@ class Tokens(Dataset[dict[str, Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def tied(seed: int, *, mesh: bool = True) -> Any:
+def tied(seed: int, device: str, *, mesh: bool = True) -> Any:
     """A language model whose head is its embedding, and which has buffers; ranks share it."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -57,23 +57,23 @@ def tied(seed: int, *, mesh: bool = True) -> Any:
     )
     model = Qwen2ForCausalLM(config)
     if mesh:
-        megacompile(model, mesh=init_device_mesh("cpu", (2,)))
+        megacompile(model, mesh=init_device_mesh(device, (2,)))
     return model
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
     """All of a model's parameters: a collective."""
-    return {name: whole(param) for name, param in model.named_parameters()}
+    return {name: whole(param).cpu() for name, param in model.named_parameters()}
 
 
 def states(optimizer: Any) -> list[dict[str, Tensor]]:
     """All of an optimizer's states, in the order of its parameters: a collective."""
     inner = getattr(optimizer, "optimizer", optimizer)
     params = [p for group in inner.param_groups for p in group["params"]]
-    return [{key: whole(value) for key, value in inner.state[p].items()} for p in params]
+    return [{key: whole(value).cpu() for key, value in inner.state[p].items()} for p in params]
 
 
-def trainer(folder: Path) -> dict[str, Any]:
+def trainer(folder: Path, device: str) -> dict[str, Any]:
     """Its defaults save every 500 steps; here every second one, the optimizer too."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -87,8 +87,8 @@ def trainer(folder: Path) -> dict[str, Any]:
     def loop(seed: int) -> Any:
         arguments = TrainingArguments(
             output_dir=str(folder / "out"),
-            use_cpu=True,
-            ddp_backend="gloo",
+            use_cpu=device == "cpu",
+            ddp_backend="gloo" if device == "cpu" else None,
             per_device_train_batch_size=4,
             max_steps=STEPS,
             save_steps=SAVED,
@@ -98,7 +98,8 @@ def trainer(folder: Path) -> dict[str, Any]:
             disable_tqdm=True,
             dataloader_pin_memory=False,
         )
-        made = Trainer(model=tied(seed), args=arguments, train_dataset=Tokens(), callbacks=[Look()])
+        model, data = tied(seed, device), Tokens()
+        made = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[Look()])
         return made
 
     first = loop(0)
@@ -111,15 +112,15 @@ def trainer(folder: Path) -> dict[str, Any]:
     return found
 
 
-def accelerate(folder: Path) -> dict[str, Any]:
+def accelerate(folder: Path, device: str) -> dict[str, Any]:
     """`save_state`, `load_state`, `save_model`, and `get_state_dict` for `save_pretrained`."""
     from accelerate import Accelerator  # type: ignore[import-not-found,unused-ignore]
 
     found: dict[str, Any] = {}
 
     def loop(seed: int, *, resumes: bool) -> tuple[Any, Any]:
-        accelerator = Accelerator(cpu=True)
-        model = tied(seed)
+        accelerator = Accelerator(cpu=device == "cpu")
+        model = tied(seed, device)
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
         data: Any = DataLoader(Tokens(), batch_size=4)
         model, optimizer, data = accelerator.prepare(model, optimizer, data)
@@ -151,7 +152,7 @@ def accelerate(folder: Path) -> dict[str, Any]:
     return found
 
 
-def lightning(folder: Path) -> dict[str, Any]:
+def lightning(folder: Path, device: str) -> dict[str, Any]:
     """`ModelCheckpoint`, of a module that Lightning wraps in a DistributedDataParallel."""
     import lightning as library  # type: ignore[import-not-found,unused-ignore]
     from lightning.pytorch.callbacks import (  # type: ignore[import-not-found,unused-ignore]
@@ -163,7 +164,7 @@ def lightning(folder: Path) -> dict[str, Any]:
     class Module(library.LightningModule):  # type: ignore[misc,unused-ignore]
         def __init__(self, seed: int) -> None:
             super().__init__()
-            self.model = tied(seed)
+            self.model = tied(seed, device)
 
         def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
             if self.global_step == SAVED and "saved" not in found:
@@ -179,7 +180,7 @@ def lightning(folder: Path) -> dict[str, Any]:
             folder / "out", filename="{step}", every_n_train_steps=SAVED, save_top_k=-1
         )
         made = library.Trainer(
-            accelerator="cpu",
+            accelerator=device,
             strategy="ddp",
             devices=2,
             max_steps=STEPS,
@@ -204,14 +205,16 @@ def lightning(folder: Path) -> dict[str, Any]:
 LOOPS = {"trainer": trainer, "accelerate": accelerate, "lightning": lightning}
 
 
-def main(name: str, folder: Path) -> None:
+def main(name: str, folder: Path, device: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    found = LOOPS[name](folder)
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    found = LOOPS[name](folder, device)
     torch.save(found, folder / os.environ["RANK"])
     if distributed.is_initialized():
         distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
