@@ -48,9 +48,9 @@ def torchrun(
 
 
 @contextmanager
-def group_of_one(timeout: timedelta | None = None) -> Iterator[None]:
+def group_of_one(timeout: timedelta | None = None, backend: str = "gloo") -> Iterator[None]:
     """A process group of this process alone."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     try:
         yield
     finally:

@@ -40,6 +40,19 @@ def test_a_group_says_how_long_it_waits(timeout_s: float | None) -> None:
     assert found_s == (timeout_s or 1800)
 
 
+def test_a_group_of_gpus_serves_the_host() -> None:
+    with group_of_one(timedelta(seconds=7), "cuda:gloo"):
+        group = dist.group.WORLD
+        value = torch.ones(2)
+        with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+            dist.all_reduce(value)
+        for _ in range(2):
+            compat.serve_the_host(group, torch.device("cuda"))
+            dist.all_reduce(value)
+        assert value.tolist() == [1.0, 1.0]
+        assert compat.group_timeout_s(group, CPU) == (7, False)
+
+
 def test_collectives_can_be_ended(timeout_s: float | None) -> None:
     compat.abort(dist.group.WORLD)
     assert hasattr(dist.group.WORLD, "abort"), "with NCCL it ends what is under way"

@@ -233,6 +233,16 @@ def test_ranks_measure_together_where_one_of_them_has_no_rates(
     assert slowest.name == H200.name
 
 
+def test_one_rank_measures_no_interconnect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(ranks, "cached_of_rank", lambda *_: H200)
+    mesh: Any = SimpleNamespace(ndim=1)
+    found = ranks.agree(mesh, torch.device("cuda"), lambda value: [value])
+    assert found is not None and found.hardware.interconnect_gb_s == H200.interconnect_gb_s
+    assert [each.rank for each in found.ranks] == [0]
+
+
 def test_ranks_on_a_cpu_have_measured_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has had the host for itself: it has what one of them got."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

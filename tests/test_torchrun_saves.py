@@ -50,9 +50,12 @@ def test_a_run_resumes_from_what_loops_save(device: str, loop: str, tmp_path: Pa
 
 
 def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    """The names of tensors that are not equal in every bit."""
-    names = sorted(found.keys() ^ expected.keys())
-    return names or [name for name, value in expected.items() if not equal(value, found[name])]
+    """The tensors that are not equal in every bit, by name."""
+    return sorted(found.keys() ^ expected.keys()) or [
+        f"{name}: {float((value.double() - found[name].double()).abs().max()):.2g} apart"
+        for name, value in expected.items()
+        if not equal(value, found[name])
+    ]
 
 
 def pretrained(folder: Path) -> dict[str, Tensor]:

@@ -210,6 +210,8 @@ def main(name: str, folder: Path, device: str) -> None:
     warnings.simplefilter("ignore")
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
     found = LOOPS[name](folder, device)
     torch.save(found, folder / os.environ["RANK"])
     if distributed.is_initialized():

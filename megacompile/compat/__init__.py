@@ -180,7 +180,7 @@ from megacompile.compat.sharded import (
     use_dtensor,
     whole,
 )
-from megacompile.compat.stores import STORE_ERRORS, abort, group_timeout_s, store
+from megacompile.compat.stores import STORE_ERRORS, abort, group_timeout_s, serve_the_host, store
 from megacompile.compat.symbols import (
     SymbolicFakes,
     UntraceableSymbols,
@@ -390,6 +390,7 @@ __all__ = [
     "root_node",
     "run_soon",
     "send_no_parts",
+    "serve_the_host",
     "set_compiled_call",
     "set_dynamo_options",
     "set_local",

@@ -37,6 +37,25 @@ def group_timeout_s(group: Any, device: torch.device) -> tuple[float, bool]:  # 
     return timeout.total_seconds(), timeout in chosen
 
 
+def serve_the_host(group: Any, device: torch.device) -> None:  # torch 2.11 to 2.15
+    """Let a group's collectives take tensors on the host too, by gloo; all of its ranks call it.
+
+    A group that torch makes without a name of a backend does; one of "nccl" does not, and DTensors
+    whose parts lie on the host have none but their mesh's groups: in `full_tensor()`, in norms.
+
+    Args:
+        device: of the tensors that the group takes, and waits for as long.
+    """
+    host = torch.device("cpu")
+    if host in group._device_types:
+        return
+    ranks = dist.get_process_group_ranks(group)
+    timeout = timedelta(seconds=group_timeout_s(group, device)[0])
+    gloo: Any = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group._register_backend(host, kind, gloo._get_backend(host))
+
+
 def abort(group: Any) -> None:  # torch 2.11 to 2.15
     """End a group's collectives that other ranks do not answer, where the backend can do that."""
     end = getattr(group, "abort", None)

@@ -167,7 +167,7 @@ def agree(
         found = told(_said(of_host, mine))
     ranks, shares = _with_hosts(found, disks or {}, together=cuda)
     slowest = _slowest(shares)
-    if not cuda:
+    if not cuda or len(ranks) == 1:  # which has nobody to gather from
         return Agreed(slowest, ranks)
     gather_gb_s, start_s = _interconnect(mesh, device, told)
     slowest = slowest.with_interconnect(gather_gb_s)

@@ -287,7 +287,9 @@ class Pipeline:
         )
         offload = functools.partial(offload_gradients, accumulate=variant.accumulate)
         if options.lowering is Lowering.EAGER:
-            return [("offload_grad", offload), *reduce, ("update_graph", step)]
+            # of ranks: without, clipping is a collective of torch's, which no fault of others ends
+            norms = self._with_ranks(("norms", insert_norms))
+            return [("offload_grad", offload), *reduce, *norms, ("update_graph", step)]
         give = functools.partial(insert_device_update, state_bytes=cost.updated_of)
         return [
             ("offload_grad", offload),

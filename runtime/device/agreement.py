@@ -20,7 +20,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -85,7 +85,7 @@ class Agreement:
         self._fault: RankError | None = None
         self._flying: deque[_Flying] = deque()  # collectives of a GPU, in order
         self._since: tuple[_Flying | None, float] = (None, 0.0)  # the first one, and since when
-        self.notes = Notes(ranks, rank, store, self._watch)
+        self.notes = Notes(ranks, rank, store, self._watch, self._finish)
         self._faults = Faults(self.notes, limits, thread=False)
         self._seen_by_thread = Faults(self.notes, limits, thread=True)
 
@@ -279,6 +279,15 @@ class Agreement:
             self.notes.say(fault=fault.why, by=fault.by)
             logger("ranks").error("%s", fault)
             self._abort()
+
+    def _finish(self) -> None:
+        """The process ends, but not before its collectives, which would keep it from that."""
+        with suppress(RuntimeError):  # the GPU has failed
+            while self._fault is None and not all(each.event.query() for each in self._flying):
+                if not self.notes.are_written:
+                    self._abort()  # the thread would have
+                    return
+                time.sleep(0.05)
 
     # What goes wrong.
 

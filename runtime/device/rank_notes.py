@@ -60,6 +60,7 @@ class Notes:
         rank: this one.
         store: makes a client of the store.
         on_beat: called behind every note, by the thread.
+        at_end: called at the end of the process, while the thread still runs.
     """
 
     def __init__(
@@ -68,11 +69,12 @@ class Notes:
         rank: int,
         store: Callable[[], Any],
         on_beat: Callable[[], None] = lambda: None,
+        at_end: Callable[[], None] = lambda: None,
     ) -> None:
         self.ranks, self.rank = ranks, rank
         self._make_store = store
         self._here, self._behind = store(), store()  # for callers, and for the thread
-        self._on_beat = on_beat
+        self._on_beat, self._at_end = on_beat, at_end
         self._note = Note()
         self._over = threading.Event()
         self._writing = threading.Lock()
@@ -124,10 +126,16 @@ class Notes:
         """Is the process of a note there? True where this one cannot know."""
         return note.host != namespace() or not note.host or _runs(note.pid)
 
+    @property
+    def are_written(self) -> bool:
+        """Does the thread run? It ends where the store is gone."""
+        return self._thread.is_alive()
+
     def end(self) -> None:
         """The process ends: stop the thread, and say so."""
         if self._over.is_set() or self._process != os.getpid():
             return
+        self._at_end()
         self._over.set()
         self._thread.join(5)
         self.say(ended=_why(self._script))

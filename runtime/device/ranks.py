@@ -57,6 +57,9 @@ class Ranks:
         shards = mesh.ndim - 1
         count = mesh.size(shards)
         joint = _joint(mesh, device)
+        if device.type == "cuda":  # DTensors have parts on the host
+            for dim in range(mesh.ndim):
+                compat.serve_the_host(mesh.get_group(dim), device)
         rank, replicas = mesh.get_local_rank(shards), mesh.size() // count
         return Ranks(mesh, device, rank, count, replicas, joint.groups, joint.agreement)
 

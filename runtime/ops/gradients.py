@@ -60,6 +60,8 @@ class GradientOps(OpGroup):
         def norms() -> torch.Tensor:
             _, group = gradients.value
             tensors = [group[i] for i in self.gradient_params[bucket.key]]
+            # a rank may have no rows of one, and nothing is the largest value of none
+            tensors = [each if each.numel() else each.new_zeros(1) for each in tensors]
             orders = (compat.FOREACH_NORM(tensors, k, torch.float32) for k in kinds)
             return torch.stack([torch.stack(found) for found in orders])
 
