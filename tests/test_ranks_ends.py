@@ -13,7 +13,26 @@ from megacompile import compat
 from megacompile.errors import RankError
 from megacompile.runtime.device.agreement import Agreement, _Flying
 from megacompile.runtime.device.rank_faults import Limits
+from megacompile.runtime.device.ranks import abort_at_once
 from tests.processes import group_of_one
+
+
+class Group:
+    """Of two groups of a mesh, each of which ends behind the other one's collectives."""
+
+    def __init__(self, both: threading.Barrier) -> None:
+        self.both, self.is_over = both, False
+
+    def abort(self) -> None:
+        self.both.wait(10)
+        self.is_over = True
+
+
+def test_the_groups_of_a_mesh_end_at_once() -> None:
+    both = threading.Barrier(2)
+    groups = [Group(both), Group(both)]
+    abort_at_once(groups)
+    assert all(group.is_over for group in groups)
 
 
 @dataclass

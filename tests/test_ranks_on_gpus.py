@@ -20,6 +20,7 @@ def test_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
 @pytest.mark.gpu(count=4)
 def test_the_sum_over_replicas_waits_for_the_last_micro_batch(tmp_path: Path) -> None:
     ranks = torchrun("replicas", 4, tmp_path, "cuda")
-    failed = wrong_modes(REPLICATED, ranks, "cuda") + wrong_loops(ranks)
+    # with Inductor both calls of a loss wait for their sum
+    failed = wrong_modes(REPLICATED, ranks, "cuda") + wrong_loops(ranks, calls=[6, 0])
     failed += [f"rank {i}: {each}" for i, rank in enumerate(ranks) for each in wrong_refusals(rank)]
     assert not failed, "\n".join(failed)

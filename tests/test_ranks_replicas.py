@@ -44,10 +44,14 @@ def test_the_sum_over_replicas_waits_for_the_last_micro_batch(tmp_path: Path) ->
         assert rank["announced"]["updated"] == 6
 
 
-def wrong_loops(ranks: list[dict[str, Any]]) -> list[str]:
-    """The loops whose gradients are not those of one process, or that summed at other times."""
+def wrong_loops(ranks: list[dict[str, Any]], **others: list[int]) -> list[str]:
+    """The loops whose gradients are not those of one process, or that summed at other times.
+
+    Args:
+        others: counts in place of those in `WAITING`.
+    """
     failed = []
-    for name, counts in WAITING.items():
+    for name, counts in {**WAITING, **others}.items():
         plain = rank_replicas.looped(name, None)
         for kind in rank_replicas.kinds(name):
             for rank, found in enumerate(each[f"{name}, {kind}"] for each in ranks):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -331,6 +332,18 @@ def _alive(group: weakref.ref[Any]) -> Any:
     return found
 
 
+def abort_at_once(groups: Sequence[Any]) -> None:
+    """End the collectives of some groups. NCCL ends those of one when the GPU is idle, so one after
+    the other would wait for ever."""
+    threads = [
+        threading.Thread(target=compat.abort, args=(group,), daemon=True) for group in groups
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_ENDING_S)
+
+
 def _norms(count: int) -> Collectives:
     digest = f"norms-{count}"
     return Collectives(
@@ -374,9 +387,7 @@ def _joint(mesh: DeviceMesh, device: torch.device) -> _Joint:
     of_mesh = tuple(weakref.ref(group) for group in groups)
 
     def abort() -> None:
-        for each in of_mesh:
-            if (group := each()) is not None:
-                compat.abort(group)
+        abort_at_once([group for each in of_mesh if (group := each()) is not None])
 
     prefix = f"megacompile/{next(_MADE)}/{'-'.join(map(str, ranks))}"
     agreement = Agreement(
