@@ -107,6 +107,25 @@ def test_hardware_is_measured_once(quick: Path, monkeypatch: pytest.MonkeyPatch)
     assert first.update_gb_s <= first.host_memory_gb_s
 
 
+def test_products_for_long_get_the_mean_of_a_clock_that_swings(
+    quick: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what the last of them got: an H100's clock is at its lowest a second after the first."""
+    monkeypatch.setattr(probe, "_SUSTAINED_S", 4 * 0.5)  # a CPU takes a quarter of it
+    windows_s = iter([0.0, 0.1, 0.1, 0.1, 0.3])
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += next(windows_s)
+        return now
+
+    monkeypatch.setattr(probe.time, "perf_counter", clock)
+    operations = 4 * 20 * 6 * 256 * 512 * 1024
+    found = probe._Probe(torch.device("cpu")).sustained_flop_s(torch.float32)
+    assert found == pytest.approx(operations / 0.6)
+
+
 def test_what_was_measured_beside_something_else_is_measured_again(
     quick: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,7 +19,7 @@ from megacompile.cost.hardware import Hardware, least
 from megacompile.cost.probe import measure
 from megacompile.progress import phase
 
-_FORMAT = 7  # of the file: raised when fields change, or what they mean
+_FORMAT = 8  # of the file: raised when fields change, or what they mean
 _DISK_FORMAT = 2
 
 
