@@ -34,7 +34,7 @@ def test_the_sum_over_replicas_waits_for_the_last_micro_batch(tmp_path: Path) ->
         again = differences(ranks[0][f"{name}, again"], ranks[0][name], 0.0)
         failed += [f"{name}, again: {each}" for each in again]
     failed += wrong_loops(ranks)
-    failed += [f"rank {i}: {each}" for i, rank in enumerate(ranks) for each in wrong_refusals(rank)]
+    failed += wrong_refusals(ranks)
     assert not failed, "\n".join(failed)
     first = [f"{k}REDUCE_SCATTER" for k in (2, 1, 0)]
     last = [label for k in (2, 1, 0) for label in (f"{k}REDUCE_SCATTER", f"{k}ALL_REDUCE")]
@@ -73,8 +73,12 @@ def unlike(found: dict[str, Any], plain: dict[str, Any]) -> list[str]:
     return [*names, *(name for name, is_close in close.items() if not is_close)]
 
 
-def wrong_refusals(rank: dict[str, Any]) -> list[str]:
+def wrong_refusals(ranks: list[dict[str, Any]]) -> list[str]:
     """What was said of gradients that lack their sum, and what came of it."""
+    return [f"rank {i}: {each}" for i, rank in enumerate(ranks) for each in _of_rank(rank)]
+
+
+def _of_rank(rank: dict[str, Any]) -> list[str]:
     plain = rank_replicas.Loop(None)
     plain.loss(0).backward()
     plain.loss(1).backward()

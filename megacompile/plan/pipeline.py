@@ -286,16 +286,15 @@ class Pipeline:
             on_disk=choice.on_disk | choice.weights_on_disk,
         )
         offload = functools.partial(offload_gradients, accumulate=variant.accumulate)
-        if options.lowering is Lowering.EAGER:
-            # of ranks: without, clipping is a collective of torch's, which no fault of others ends
-            norms = self._with_ranks(("norms", insert_norms))
-            return [("offload_grad", offload), *reduce, *norms, ("update_graph", step)]
         give = functools.partial(insert_device_update, state_bytes=cost.updated_of)
+        fused = options.lowering is Lowering.INDUCTOR
+        # of ranks with eager too: else clipping is a collective of torch's, which no fault ends
+        norms = fused or options.ranks > 1
         return [
             ("offload_grad", offload),
             *reduce,
-            ("norms", insert_norms),
-            ("device_update", give),
+            *([("norms", insert_norms)] if norms else []),
+            *([("device_update", give)] if fused else []),
             ("update_graph", step),
         ]
 
