@@ -42,7 +42,8 @@ def run(mesh: Any) -> dict[str, Any]:
             name: said_by(lambda: _with(mesh, {name: value} if rank else {}))  # noqa: B023
             for name, value in others.items()
         },
-        "other budgets": said_by(lambda: _with(mesh, {"progress": bool(rank)})),
+        "other progress": said_by(lambda: _with(mesh, {"progress": bool(rank)})),
+        "other budgets": said_by(lambda: _evaluates(mesh, resident=3000 if rank else 10**6)),
         "a buffer in one": said_by(lambda: megacompile(one_has_a_buffer, mesh=mesh, device="cpu")),
         "another buffer": said_by(lambda: megacompile(beside, mesh=mesh, device="cpu")),
         "raises in one": _raises_in_one(mesh),
@@ -63,6 +64,17 @@ def run(mesh: Any) -> dict[str, Any]:
 
 def _with(mesh: Any, options: dict[str, Any]) -> nn.Module:
     return megacompile(nn.Linear(4, 4), mesh=mesh, device="cpu", **options)
+
+
+def _evaluates(mesh: Any, **options: Any) -> None:
+    """Two forwards without a backward, in which buckets could stay on the device."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    x = torch.randn(2, 16)
+    with torch.no_grad():
+        plain = net(x)
+        megacompile(net, mesh=mesh, device="cpu", **options)
+        assert net(x).equal(plain) and net(x).equal(plain)
 
 
 def values(mesh: Any) -> dict[str, dict[str, torch.Tensor]]:

@@ -121,7 +121,7 @@ class Chooser:
         self._planned: dict[int, _Planned] = {}  # captured graphs: id(stages.stages) -> its plan
         self._sought: dict[int, Problem] = {}  # the same -> the last that a search was made for
         self._nearest: dict[int, Choice] = {}  # the same -> what lacks the least, if nothing fits
-        self._near: dict[int, Choice] = {}  # the same -> what was found for other budgets
+        self._elsewhere: dict[int, Choice] = {}  # the same -> what was found for other budgets
         self.whole: frozenset[int] | None = None  # buckets that ranks copy whole; None: not decided
         self._why_whole: tuple[str, ...] = ()
 
@@ -155,7 +155,7 @@ class Chooser:
         """Take predictions from one whose options and machine differ in their budgets alone, by a
         little, and seek near what it has found."""
         self._sought |= other._sought
-        self._near = {key: planned.found.choice for key, planned in other._planned.items()}
+        self._elsewhere = {key: planned.found.choice for key, planned in other._planned.items()}
 
     def host_too_small(self, stages: Schedule) -> bool:
         """Has the budget of host memory kept a search from anything? Also where none was made."""
@@ -182,14 +182,14 @@ class Chooser:
         problem = self._problem(stages, schedule, variant, placement, wanted, open_to)
         found = before = self._found_before(stages, problem)
         why: tuple[str, ...] = ()
-        anew = functools.partial(self._searches.near, near=self._near.get(id(stages.stages)))
+        anew = functools.partial(self._searches.near, near=self._elsewhere.get(id(stages.stages)))
         if found is None:
             self._sought[id(stages.stages)] = problem
             found = anew(problem)
         if self.whole is None and self.setting.meet is not None:
-            wanted_whole = bool(options.whole_buckets)
+            asked_whole = bool(options.whole_buckets)
             self.whole, found, why = pick(
-                problem, found, self._searches.everywhere, self.setting.meet, wanted=wanted_whole
+                problem, found, self._searches.everywhere, self.setting.meet, wanted=asked_whole
             )
             problem = problem.copying(self.whole)
             self._sought[id(stages.stages)] = problem
@@ -243,9 +243,7 @@ class Chooser:
             variant = replace(variant, accumulate=True)  # which needs the most
         here = replace(placement, resident=(placement.resident & own) - open_to.residents)
         problem = replace(
-            self.problem_of(
-                schedule, variant, here, placement if self._wanted is None else self._wanted
-            ),
+            self.problem_of(schedule, variant, here, wanted),
             undecided=[b for b in schedule.buckets if b.key in open_to.residents],
             on_disk=(placement.on_disk & own) - open_to.states,
             weights_on_disk=(placement.weights_on_disk & own) - open_to.weights,
@@ -340,11 +338,11 @@ class Chooser:
     def _stay(self, schedule: Schedule, placement: Placement) -> int:
         """How many streamed buckets stay in slots between forwards without a backward."""
         options = self.setting.options
+        if options.ranks > 1:
+            return 0  # see `Options.ranks`
         streamed = [b for b in schedule.buckets if b.key not in placement.resident]
         if len(streamed) <= options.least_slots:
             return len(streamed)  # each has a slot anyway
-        if options.ranks > 1:
-            return 0  # see `Options.ranks`
         if options.slots is not None:
             return max(0, options.slots - options.lookahead - 1)
         if not options.plans or self._no_stay:
@@ -443,7 +441,8 @@ class Chooser:
         for key in [key for key in self._chosen if key not in stages]:
             del self._chosen[key]
         kept = {id(each.stages) for each in stages}
-        known: tuple[dict[int, Any], ...] = (self._planned, self._sought, self._nearest)
+        known = (self._planned, self._sought, self._nearest, self._elsewhere)
+        remembered: dict[int, Any]
         for remembered in known:
             for each in [each for each in remembered if each not in kept]:
                 del remembered[each]
