@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from megacompile import api, megacompile
 from megacompile.cli import main, plan
 from megacompile.cost.hardware import H200
+from megacompile.cost.pageable import SHORT
 from megacompile.errors import HostMemoryError
-from megacompile.plan import planner, searches
+from megacompile.plan import explanation, planner, searches
 from megacompile.plan.compiler import PassCompiler
 from megacompile.plan.planner import SearchResult
 from megacompile.plan.problem import Problem
@@ -134,6 +135,14 @@ def test_page_locked_memory_is_printed(capsys: pytest.CaptureFixture[str]) -> No
     enough = printed(capsys, TOWER, *SMALL, *SLOW, "--page-locked", "0.9")
     assert "pageable" not in enough and rows(enough, "memory  ")["there"][2] == "57.6 MiB"
     assert "page-locked" not in printed(capsys, TOWER, *SMALL, *SLOW)
+
+
+def test_the_last_graph_speaks_of_page_locked_memory_for_all() -> None:
+    first, last = (
+        f"{SHORT}{needed} MiB needed, 1 MiB there: copies are slower" for needed in (2, 3)
+    )
+    assert explanation._said_once([first, "kept", last]) == ["kept", last]
+    assert set(explanation._said_once([last, "kept", last])) == {"kept", last}
 
 
 def test_ranks_share_what_can_be_locked() -> None:

@@ -64,8 +64,10 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What a model has read from its disk and written to it so far, but by way of mappings, as
-    `state_dict()` reads; bytes."""
+    """Bytes that a model has read from its disk and written to it so far.
+
+    Reads through mappings, as by `state_dict()`, are not counted.
+    """
 
     read_bytes: int
     written_bytes: int
@@ -190,7 +192,7 @@ class Explanation:
             tiers["page-locked"] = self.page_locked
 
         def one(part: str, tier: str, text: str) -> list[str]:
-            return [part, *(text * (name == tier) for name in tiers)]
+            return [part, *(text if name == tier else "" for name in tiers)]
 
         rows = [["memory", *tiers]]
         for part, kinds in _PARTS.items():
@@ -225,9 +227,10 @@ class Explanation:
 
     def traced_waits_text(self) -> str:
         """ "h2d 93 %, compute 5 %": what the traced steps waited for."""
-        shown = [*self.traced_waits.items(), (NONE, (self.traced_none_s or 0.0))]
-        if self.traced_step_s:
-            shown[-1] = NONE, shown[-1][1] / self.traced_step_s
+        if not self.traced_step_s:
+            return ""
+        none = (self.traced_none_s or 0.0) / self.traced_step_s
+        shown = [*self.traced_waits.items(), (NONE, none)]
         return ", ".join(f"{name} {share:.0%}" for name, share in shown if share >= _EXPLAINED)
 
     def slowest_lines(self) -> list[str]:
@@ -460,5 +463,5 @@ def _streams(timeline: Prediction, steps: Steps | None) -> tuple[Busy, ...]:
 
 def _said_once(reasons: Sequence[str]) -> list[str]:
     """Page-locked memory is that of the whole model: the plan of the last graph knows of all."""
-    of_it = [reason for reason in reasons if reason.startswith(SHORT)]
-    return [reason for reason in reasons if reason not in of_it[:-1]]
+    last = next((reason for reason in reversed(reasons) if reason.startswith(SHORT)), None)
+    return [reason for reason in reasons if reason == last or not reason.startswith(SHORT)]
