@@ -195,8 +195,8 @@ def megacompile(
         OptionError: a bad option, or a second call with other options.
         DiskError: no file can be made in `disk`, or the parameters do not fit there.
         HostMemoryError: parameters (but for those that may go to a disk) and gradients do not fit
-            into host memory. The first call
-            raises it where they do not fit with optimizer states and what waits there.
+            into host memory; or, at the first call, these with optimizer states and what waits
+            there.
         CheckpointError: the checkpoint is not whole, does not fit the model, or cannot be read. The
             model is as it was.
         MissingExtraError: `checkpoint` was given, and safetensors is not installed.

@@ -168,7 +168,7 @@ class _Probe:
         return 2 * n**3 / self.seconds(product) / 1e12
 
     def sustained_flop_s(self, dtype: torch.dtype) -> float:
-        """A linear layer's three products again and again: the mean of two seconds.
+        """A linear layer's three products again and again: the mean of `_SUSTAINED_S`.
 
         At the limit of its power a GPU's clock swings. An H100 ran them at 730 TFLOP/s for 0.8 s,
         at 590 for the next 0.2 s, and so on around 693, each swing a little smaller.

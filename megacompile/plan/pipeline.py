@@ -5,7 +5,7 @@
     planned          those, and Choice  ->  the schedule: a plan, what is saved, what moves
     lowered          the schedule       ->  with code
 
-Nothing is decided here, and nothing is kept but traced templates.
+Nothing is decided here. Traced templates are kept, and the stages of the last captures.
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ class Tries:
         return replace(choice, device_update=share if others else 0.0)
 
     def _simulate(self, choice: Choice) -> bool:
-        """Note a choice's time; False where it does not fit after all: `fits` knows it about."""
+        """Note a choice's time; False where it does not fit after all: `fits` only estimates."""
         if choice not in self.times:
             if self._is_in_vain(choice):
                 self.passed_over.add(self.count(choice))
@@ -271,7 +271,7 @@ class Tries:
         return self.problem.least_s(choice) > self._enough_s(choice)
 
     def _enough_s(self, choice: Choice) -> float:
-        """What takes longer is not chosen, beside a choice that is known, nor told of."""
+        """A choice that takes longer than this is neither chosen nor reported."""
         known = self.times.items()
         likes = (s for other, s in known if choice.resident or not other.resident)
         return min(likes, default=math.inf) * (1 + _EQUAL)
@@ -355,9 +355,9 @@ class Tries:
         most = self.problem.most_on_host(best)
         times, choices = {0: self.times[best], self.problem.stages - best.keep: math.inf}, {0: best}
 
-        def tried(count: int) -> bool:
-            found = self.kept_on_host(best, count)
-            choices[count], times[count] = found, self._time(found)
+        def tried(n: int) -> bool:
+            found = self.kept_on_host(best, n)
+            choices[n], times[n] = found, self._time(found)
             return found.saved_on_host > 0
 
         def fastest() -> int:
@@ -366,9 +366,9 @@ class Tries:
         counts = (count, most // 2, most, *(count >> k for k in range(1, count.bit_length())))
         first = next((n for n in dict.fromkeys(counts) if n and tried(n)), 0)
         least = max(2, round(self.problem.stages * _APART))
-        while first and (beside := _beside(sorted(times), fastest(), least)):
-            for between in beside:
-                tried(between)
+        while first and (middles := _beside(sorted(times), fastest(), least)):
+            for n in middles:
+                tried(n)
         if times[fastest()] >= times[0] * (1 - _PAYS):
             return best
         return self._with_more_kept(choices[fastest()])
