@@ -446,8 +446,8 @@ def explanation(
 
 
 def _streams(timeline: Prediction, steps: Steps | None) -> tuple[Busy, ...]:
-    """Those that work; idle ones too, but for the host's, its helper's, and those of a disk."""
-    left_out = (Stream.HOST, Stream.DEVICE, Stream.READ, Stream.WRITE)
+    """Those that work; of the idle ones computes and copies too."""
+    shown = (Stream.COMPUTE, Stream.H2D, Stream.D2H)
     rows = {
         lane: Busy(
             lane.value,
@@ -458,7 +458,7 @@ def _streams(timeline: Prediction, steps: Steps | None) -> tuple[Busy, ...]:
         )
         for lane in Stream
     }
-    return tuple(row for lane, row in rows.items() if row.works or lane not in left_out)
+    return tuple(row for lane, row in rows.items() if row.works or lane in shown)
 
 
 def _said_once(reasons: Sequence[str]) -> list[str]:
