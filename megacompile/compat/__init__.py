@@ -74,6 +74,7 @@ from megacompile.compat.devices import (
     profiler_enabled,
     side_stream,
     use_expandable_segments,
+    without_autocast,
 )
 from megacompile.compat.dynamo import (
     CALL_OPTIONS,
@@ -435,4 +436,5 @@ __all__ = [
     "without_torch_function",
     "wrapper",
     "written",
+    "without_autocast",
 ]

@@ -79,6 +79,12 @@ def on_host() -> AbstractContextManager[Any]:  # torch 2.11 to 2.15
     return torch.device("cpu")
 
 
+def without_autocast() -> AbstractContextManager[Any]:  # torch 2.11 to 2.15
+    """For its duration, no operation casts what it reads, whatever autocast the caller is in."""
+    guard: AbstractContextManager[Any] = _C._DisableAutocast()
+    return guard
+
+
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[None]:  # torch 2.11 to 2.15
     """On CUDA: a stream of its own for the duration, done at the end. On the CPU: nothing."""

@@ -21,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import CheckpointPolicy
 
 from megacompile.compat.caches import code_cache, counted
+from megacompile.compat.devices import without_autocast
 
 Tensors = Sequence[torch.Tensor]
 
@@ -81,7 +82,7 @@ def compile_inductor(
     if modes and modes[0].shape_env is None:
         modes[0].shape_env = ShapeEnv()
     context = TracingContext(modes[0]) if modes else None
-    with tracing(context), counted():
+    with tracing(context), counted(), without_autocast():  # the graph has its casts
         compiled: Callable[..., Any] = torch._inductor.compile(module, list(inputs))
     return compiled
 

@@ -209,7 +209,9 @@ class Executor:
     def _call(self, name: str, inputs: dict[str, Any]) -> Any:
         machine = self.machine
         agreed, copied = self._agreed(name), self._copied(name)
-        with agreed, copied, machine.streams.run(), torch.no_grad(), compat.on_host():
+        # code that was traced in an autocast has its casts
+        quiet = compat.without_autocast()
+        with agreed, copied, machine.streams.run(), torch.no_grad(), quiet, compat.on_host():
             machine.slots.trim(len(self.schedule.slots))
             machine.slots.require(self.schedule.slots)
             if self._stay_from is not None:
