@@ -403,3 +403,12 @@ def test_fp8_products_are_there() -> None:
     one = torch.ones(())
     product = compat.SCALED_MM(a, a.t(), one, one, out_dtype=torch.bfloat16)
     assert torch.equal(product, torch.full((16, 16), 16.0, dtype=torch.bfloat16))
+
+
+def test_autocast_is_left_for_a_while() -> None:
+    a, b = torch.ones(2, 2), torch.ones(2, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with compat.without_autocast():
+            assert (a @ b).dtype == torch.float32
+            assert not torch.is_autocast_enabled("cpu")
+        assert (a @ b).dtype == torch.bfloat16

@@ -429,6 +429,7 @@ __all__ = [
     "whole",
     "with_module_stack",
     "within_callers",
+    "without_autocast",
     "without_collecting",
     "without_saved_tensors_hooks",
     "without_sources",
@@ -436,5 +437,4 @@ __all__ = [
     "without_torch_function",
     "wrapper",
     "written",
-    "without_autocast",
 ]

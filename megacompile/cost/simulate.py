@@ -98,7 +98,7 @@ class Prediction:
         ]
         for stream in Stream:
             busy, critical = self.busy_s(stream), self.critical_s.get(stream, 0.0)
-            if busy or stream in (Stream.COMPUTE, Stream.H2D, Stream.D2H):
+            if busy or stream.in_every_step:
                 share = (busy / self.step_s, critical / self.step_s) if self.step_s else (0.0, 0.0)
                 lines.append(
                     f"{stream.value:8} {busy * 1e3:9.1f} ms busy, {share[0]:4.0%}; "

@@ -447,7 +447,6 @@ def explanation(
 
 def _streams(timeline: Prediction, steps: Steps | None) -> tuple[Busy, ...]:
     """Those that work; of the idle ones computes and copies too."""
-    shown = (Stream.COMPUTE, Stream.H2D, Stream.D2H)
     rows = {
         lane: Busy(
             lane.value,
@@ -458,7 +457,7 @@ def _streams(timeline: Prediction, steps: Steps | None) -> tuple[Busy, ...]:
         )
         for lane in Stream
     }
-    return tuple(row for lane, row in rows.items() if row.works or lane in shown)
+    return tuple(row for lane, row in rows.items() if row.works or lane.in_every_step)
 
 
 def _said_once(reasons: Sequence[str]) -> list[str]:

@@ -55,8 +55,9 @@ class Searches:
         """May the plan choose tiles? A matrix kernel may round otherwise for fewer rows, and eager
         code is to be bitwise. Ranks choose nothing that decides which weights a backward reads."""
         options = self.setting.options
-        open_to_it = options.ranks == 1 and options.tiles is None
-        return open_to_it and options.lowering is Lowering.INDUCTOR
+        return (
+            options.lowering is Lowering.INDUCTOR and options.ranks == 1 and options.tiles is None
+        )
 
     def _uncut(self, problem: Problem) -> SearchResult | None:
         """In the tiles of the problem."""
