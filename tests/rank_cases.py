@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Muon, Optimizer
 
-from tests.rank_modes import DISK, LR, Mode
+from tests.rank_modes import DISK, HERE, LR, Mode
 from tests.rank_nets import Adapted, Convolutions, Frozen, Odd, Tied, Wide
 from tests.test_lion import Lion
 
@@ -69,6 +69,9 @@ TWO: dict[str, Mode] = {
     "8 bits, in the backward, on a disk": Mode(
         Wide, {**NARROW, "disk": DISK}, in_backward=True, tolerance=ROUGH
     ),
+    "resident in one, in the backward": Mode(
+        Tied, {"resident": HERE, "lookahead": 1}, in_backward=True
+    ),
     "adapters": Mode(Adapted),
     "odd shapes, accumulating": Mode(Odd, micro=2),
     "muon": Mode(optimizer=muon, tolerance=ROUGH),
@@ -97,6 +100,21 @@ MORE: dict[str, Mode] = {  # `make thorough`
     "channels_last": Mode(Convolutions),
     "resident": Mode(options={"resident": "all"}),
     "resident, in the backward": Mode(options={"resident": "all"}, in_backward=True),
+    "resident in one": Mode(Tied, options={"resident": HERE}),
+    "resident in one, accumulating, in the backward": Mode(
+        Odd, {"resident": HERE}, micro=2, in_backward=True
+    ),
+    "resident in one, compute_dtype, in the backward": Mode(
+        options={"resident": HERE, "compute_dtype": torch.bfloat16},
+        in_backward=True,
+        tolerance=ROUGH,
+    ),
+    "resident in one, compiled, in the backward": Mode(
+        options={"resident": HERE, "lowering": "inductor"},
+        in_backward=True,
+        dtype=torch.float64,
+        tolerance=1e-12,
+    ),
     "sgd": Mode(optimizer=sgd),
     "lion": Mode(optimizer=lion, dtype=torch.float64, tolerance=1e-12),
     "adagrad": Mode(optimizer=adagrad),
@@ -124,6 +142,9 @@ REPLICATED: dict[str, Mode] = {
     "2 x 2, odd shapes, resident": Mode(Odd, {"resident": "all"}, micro=3, marks=True),
     "2 x 2, 8 bits, resident, in the backward": Mode(
         Wide, {**NARROW, "resident": "all"}, micro=2, in_backward=True, tolerance=ROUGH
+    ),
+    "2 x 2, resident in one, in the backward": Mode(
+        Tied, {"resident": HERE, "lookahead": 1}, micro=2, in_backward=True
     ),
     "2 x 2, adapters, in the backward": Mode(Adapted, micro=2, in_backward=True),
 }

@@ -37,7 +37,8 @@ class Mode:
 
     Attributes:
         net: makes it, always with the same values.
-        options: of `megacompile`; `DISK` stands for a folder.
+        options: of `megacompile`; `DISK` stands for a folder, `HERE` for what differs from rank to
+            rank: 'all' in the first, and 0 in the others.
         optimizer: makes the optimizer.
         in_backward: it is given to `megacompile` as `optimizer=`.
         micro: batches before a step.
@@ -96,7 +97,11 @@ def train(mode: Mode, mesh: Any, steps: int = STEPS) -> Record:
     model = make(mode)
     optimizer = mode.optimizer(model)
     with tempfile.TemporaryDirectory() as folder:
-        options: dict[str, Any] = {k: folder if v is DISK else v for k, v in mode.options.items()}
+        stands_for = {DISK: folder, HERE: 0 if rank else "all"}
+        options: dict[str, Any] = {
+            k: next((there for mark, there in stands_for.items() if v is mark), v)
+            for k, v in mode.options.items()
+        }
         if mode.in_backward:
             options["optimizer"] = optimizer
         megacompile(model, mesh=mesh, device=device, **options)
@@ -178,3 +183,4 @@ def _difference(name: str, a: Tensor, b: Tensor, tolerance: float) -> list[str]:
 
 
 DISK = object()  # in options: a folder
+HERE = object()  # in options: 'all' in the first rank, 0 in the others

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -20,7 +21,14 @@ from tests.capturing import Net, after_templates, capture
 
 
 def updated(
-    line: str, *, accumulate: bool = False, lookahead: int = 1, masters: bool = False, **stubs: Any
+    line: str,
+    *,
+    accumulate: bool = False,
+    lookahead: int = 1,
+    masters: bool = False,
+    stored: frozenset[int] | None = frozenset(),
+    resident: frozenset[int] = frozenset(),
+    **stubs: Any,
 ) -> Schedule:
     function = functools.partial(
         insert_updates,
@@ -29,8 +37,11 @@ def updated(
         masters=masters,
         updated_bytes=lambda item_bytes: 10.0,
         state_bytes=lambda item_bytes: 8.0,
+        stored=stored,
     )
-    return apply(function, parse(line, **stubs))
+    schedule = parse(line, **stubs)
+    plan = replace(schedule.plan, resident=resident)
+    return apply(function, replace(schedule, plan=plan))
 
 
 def backward(line: str, **options: Any) -> str:
@@ -130,6 +141,32 @@ def _mixed(net: Net, x: torch.Tensor) -> torch.Tensor:
     hidden: torch.Tensor = second(first.up(x)[:, :4])
     weight: torch.Tensor = first.down.weight
     return (hidden * weight.sum()).sum()
+
+
+# Of ranks.
+
+
+@pytest.mark.parametrize("resident", [frozenset(), frozenset({0, 1, 2})])
+def test_ranks_fetch_and_keep_alike_wherever_they_update(resident: frozenset[int]) -> None:
+    """Stage 0's backward reads no weights; where nothing is resident, its update gets this rank's
+    part with the states. The slot of the others is theirs until they are updated."""
+    schedule = updated("0F 1F 2F | 2B 1B 0B", resident=resident, blind=(0,), ranks=2)
+    backward = apply(insert_prefetch, schedule).backward
+    assert backward is not None
+    fetched = {ops.label(node): list(node.users) for node in ops.nodes_of(backward, ops.prefetch)}
+    assert list(fetched) == ["2PREFETCH@?", "1PREFETCH@?"]
+    updates = ops.nodes_of(backward, ops.update, ops.update_in_place)
+    assert [ops.label(node) for node in updates] == ["2UPDATE", "1UPDATE", "0UPDATE"]
+    assert [users[-1] for users in fetched.values()] == updates[:2]
+    apart = [ops.arguments(node)[2] for node in ops.nodes_of(backward, ops.fetch_state)]
+    assert apart == ([] if resident else [False, False, True])
+
+
+@pytest.mark.parametrize("stored", [None, frozenset({0})])
+def test_parameters_on_a_disk_come_by_a_prefetch(stored: frozenset[int] | None) -> None:
+    schedule = updated("0F | 0B", stored=stored, blind=(0,), ranks=2)
+    backward = apply(insert_prefetch, schedule).backward
+    assert backward is not None and ops.nodes_of(backward, ops.prefetch)
 
 
 # When states are fetched.

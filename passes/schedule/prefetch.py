@@ -7,7 +7,8 @@ A recompute and the backward after it are one use. Buckets that a stage's code d
 is fetched once for both. Buckets that live on the device (`plan.resident`) are taken from there.
 
 Ranks that share a bucket fetch it together, and may keep other stages than one another. So they
-fetch for the backward of a stage that is kept what its recompute would read.
+fetch for the backward of a stage that is kept what its recompute would read. And where a streamed
+bucket stays in its slot for its update, it does so in ranks that update it where it lives.
 
 A prefetch waits for nothing yet: `slots` adds the last reader of its slot, `tokens` the last update
 of its bucket.
@@ -22,7 +23,7 @@ from torch import fx
 
 from megacompile.ir import ops
 from megacompile.ir.buckets import Bucket
-from megacompile.ir.nodes import set_args
+from megacompile.ir.nodes import set_args, set_kwargs
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.stages import Stage
 
@@ -45,6 +46,7 @@ def insert_prefetch(schedule: Schedule, *, lookahead: int = 1) -> Schedule:
 
 
 _COMPUTES = (ops.forward, ops.recompute, ops.rerun, ops.backward)
+_UPDATES = (ops.update, ops.update_in_place)
 
 
 def uses(graph: fx.Graph) -> list[Use]:
@@ -53,8 +55,8 @@ def uses(graph: fx.Graph) -> list[Use]:
     An update is part of the use that it follows.
     """
     found: list[Use] = []
-    for node in ops.nodes_of(graph, *_COMPUTES, ops.update):
-        if node.target is ops.update:
+    for node in ops.nodes_of(graph, *_COMPUTES, *_UPDATES):
+        if node.target in _UPDATES:
             both = tuple(dict.fromkeys((*found[-1].buckets, *buckets_read(node))))
             found[-1] = Use((*found[-1].nodes, node), both)
             continue
@@ -76,7 +78,9 @@ def last_readers(graph: fx.Graph) -> dict[int, fx.Node]:
 
 
 def buckets_read(node: fx.Node) -> tuple[Bucket, ...]:
-    """The buckets that a compute reads parameters of."""
+    """The buckets that a compute reads parameters of, or an update keeps in their slot."""
+    if node.target is ops.update_in_place:
+        return (ops.arguments(node)[0],) if node.meta.get("gathered") else ()
     if node.target is ops.update:
         bucket, _, _, state = ops.arguments(node)
         masters = ops.arguments(state)[2]
@@ -125,6 +129,11 @@ def _insert(
                 (bucket, _, *others) = ops.arguments(node)
                 taken_here = weights[i, bucket.key] if buckets_read(node) else None
                 set_args(node, (bucket, taken_here, *others))
+                continue
+            if node.target is ops.update_in_place:
+                if node.meta.get("gathered"):
+                    whole = weights[i, ops.arguments(node)[0].key]
+                    set_kwargs(node, {"after": (whole, *node.kwargs.get("after", ()))})  # type: ignore[misc]
                 continue
             stage = ops.arguments(node)[0]
             read = {bucket.key for bucket in buckets_read(node)}

@@ -14,6 +14,11 @@ the weights are, in the order of the updates. The update reads the weights in th
 memory for new ones only then. They and the states go back while the next stages compute. With
 `accumulate`, what earlier backwards left in the bucket is added first, as in `offload_grad`.
 
+Of a bucket that several ranks share, an update needs this rank's part alone. Where the stage before
+it does not read the bucket (an embedding), the part comes with the states: a prefetch would be a
+gather, in which ranks that have the bucket on the device would not take part. Else it comes from
+the slot, which those ranks keep as long.
+
 The last updates of a backward are deferred (see `free`), because the next forward should not begin
 with a wait for their copies. Its first half hides them; then `drain` gives their memory back,
 before anybody needs as much as a backward does. Where the plan lets more of them wait
@@ -52,6 +57,7 @@ def insert_updates(
     masters: bool,
     updated_bytes: Callable[[int], float],
     state_bytes: Callable[[int], float],
+    stored: frozenset[int] | None = frozenset(),
 ) -> Schedule:
     """The schedule whose backward updates every bucket that gets gradients.
 
@@ -63,6 +69,8 @@ def insert_updates(
         masters: the parameters are fetched with the states, because what is streamed is a copy.
         updated_bytes: of one element and its states, by its bytes as streamed; for the cost model.
         state_bytes: of its states alone.
+        stored: keys of the buckets whose parameters lie on a disk, from where prefetches alone
+            bring them. None: all that are streamed.
     """
     new = schedule.copy()
     graph = new.backward
@@ -70,31 +78,36 @@ def insert_updates(
         insert_drain(new.forward)
         return new
     steps, readers = uses(graph), last_readers(graph)  # before there are updates
-    made: list[tuple[fx.Node, int]] = []  # updates, and the uses that they follow
+    # updates, the uses that they follow, and whether the parameters come apart from a slot
+    made: list[tuple[fx.Node, int, bool]] = []
     for bucket, call, group in last_gradients(graph).values():
         total = add_so_far(graph, bucket, call, group) if accumulate else group
         last = max(call, readers.get(bucket.key, call))
         where = max(total, last_item(call), last_item(last))
         suffix = bucket.suffix
+        use = next(i for i, use in enumerate(steps) if last in use.nodes)
+        in_slot = bucket.ranks == 1 or bucket in steps[use].buckets
+        apart = masters or not (in_slot or stored is None or bucket.key in stored)
         if bucket.key in new.plan.resident:
             with graph.inserting_after(where):
                 done = ops.call(graph, ops.update_in_place, bucket, total, name=f"u{suffix}")
             done.meta["value"] = _trained(new, bucket, updated_bytes)
+            done.meta["gathered"] = bucket.ranks > 1 and not apart
             continue
         with graph.inserting_after(where):
             updated = ops.call(graph, ops.update, bucket, None, total, None, name=f"new{suffix}")
         with graph.inserting_after(updated):
             ops.call(graph, ops.offload_state, bucket, updated, name=f"so{suffix}")
-        made.append((updated, next(i for i, use in enumerate(steps) if last in use.nodes)))
-    for updated, at in sorted(made):  # the first update's states come first
+        made.append((updated, use, apart))
+    for updated, at, apart in sorted(made):  # the first update's states come first
         bucket, weights, total, _ = ops.arguments(updated)
         suffix = bucket.suffix
         with graph.inserting_before(steps[max(0, at - lookahead)].nodes[0]):
-            buffer = ops.call(graph, ops.alloc_state, bucket, masters, name=f"buf_s{suffix}")
-            state = ops.call(graph, ops.fetch_state, bucket, buffer, masters, name=f"s{suffix}")
+            buffer = ops.call(graph, ops.alloc_state, bucket, apart, name=f"buf_s{suffix}")
+            state = ops.call(graph, ops.fetch_state, bucket, buffer, apart, name=f"s{suffix}")
         set_args(updated, (bucket, weights, total, state))
         updated.meta["value"] = _trained(new, bucket, updated_bytes)
-        fetched = _trained(new, bucket, updated_bytes if masters else state_bytes)
+        fetched = _trained(new, bucket, updated_bytes if apart else state_bytes)
         buffer.meta["value"] = state.meta["value"] = fetched
     if made:
         insert_drain(new.forward, late=new.plan.state_delay > 1)
