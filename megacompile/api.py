@@ -314,6 +314,11 @@ def _megacompiled(
     model: nn.Module, options: Options, checkpoint: str | os.PathLike[str] | Checkpoint | None
 ) -> bool:
     """Whether it is already, as it is wanted. Raises where it cannot be, or is it otherwise."""
+    if isinstance(model, nn.Module) and (inner := compat.without_torch_compile(model)) is not model:
+        raise ModelError(
+            f"megacompile(): got torch.compile() of {type(inner).__name__}; needed the module "
+            "itself, which megacompile compiles; leave torch.compile() out"
+        )
     present = compat.compiled_call(model) if isinstance(model, nn.Module) else None
     if is_part(present):  # another model's: what has its parameters says more
         present = None

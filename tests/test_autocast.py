@@ -16,13 +16,14 @@ from megacompile import megacompile
 class Island(nn.Module):
     """A part of it computes in float32 all the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         super().__init__()
         self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.device = device
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(self.device, enabled=False):
             result: Tensor = self.second(hidden.float()).square().mean()
         return result
 
@@ -43,7 +44,7 @@ class Attention(nn.Module):
 def trained(model: nn.Module, x: Tensor) -> list[Tensor]:
     """The loss and the gradients."""
     torch.manual_seed(1)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
         loss = model(x)
     loss.backward()
     return [loss.detach(), *(param.grad for param in model.parameters() if param.grad is not None)]
@@ -67,3 +68,14 @@ def test_what_leaves_autocast_computes_in_float32(
     found = trained(megacompile(model, device="cpu", **options), x)
     for ours, theirs in zip(found, plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance / 100)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("lowering", "tolerance"), [("eager", 0.0), ("inductor", 1e-2)])
+def test_on_a_gpu(lowering: str, tolerance: float) -> None:
+    torch.manual_seed(0)
+    model, x = Island("cuda"), torch.randn(8, 64, device="cuda")
+    plain = trained(copy.deepcopy(model).cuda(), x)
+    found = trained(megacompile(model, lowering=lowering), x)
+    for ours, theirs in zip(found, plain, strict=True):
+        torch.testing.assert_close(ours.cuda(), theirs, rtol=tolerance, atol=tolerance / 100)

@@ -213,6 +213,22 @@ def test_an_optimizer_that_nobody_knows_yet_may_have_fewer_states() -> None:
         SettledPlans(other).schedule(*planned)
 
 
+@pytest.mark.parametrize("states", [0.5, 1.5])
+def test_a_step_without_memory_for_its_states_changes_nothing(states: float) -> None:
+    """No plan was made, so nobody has counted them. torch.optim's own first step makes them."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    before = [param.detach().clone() for param in model.parameters()]
+    size = sum(param.nbytes for param in before)
+    optimizer = torch.optim.AdamW(model.parameters())
+    megacompile(model, device="cpu", host_memory=int((2 + states) * size))
+    model(torch.ones(2, 64)).sum().backward()
+    for _ in range(2):
+        with pytest.raises(HostMemoryError, match="host_memory is"):
+            optimizer.step()
+        assert all(map(torch.equal, before, model.parameters()))
+    model.state_dict()  # nothing is torn
+
+
 def test_the_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 10 * GIB)
     monkeypatch.setattr(host_memory, "in_ram_bytes", lambda: 990 * GIB)

@@ -11,6 +11,9 @@ Of gradients that an update in the backward consumes, of resident buckets too, t
 taken. Nobody can clip by it any more, but loops log it.
 
 Gradients that are not summed over replicas yet (`Schedule.defers`) have no norms to ask for.
+
+With `lowering="eager"` and one rank this does not run: torch takes the norms, in the order that the
+plain loop has. Ranks that share a model have it with every lowering.
 """
 
 from __future__ import annotations
@@ -26,32 +29,21 @@ def insert_norms(schedule: Schedule) -> Schedule:
     if schedule.backward is None or schedule.defers:
         return schedule
     new = schedule.copy()
-    assert new.backward is not None
-    for node in ops.nodes_of(new.backward, ops.offload_grad):
-        bucket, gradients = ops.arguments(node)
-        if bucket.key in new.plan.resident or not _have_norms(bucket):
+    graph = new.backward
+    assert graph is not None
+    for node in ops.nodes_of(graph, ops.offload_grad, ops.offload_state, ops.update_in_place):
+        bucket, value = ops.arguments(node)[:2]
+        stays = node.target is ops.offload_grad and bucket.key in new.plan.resident
+        if stays or not _have_norms(bucket):
             continue
-        with new.backward.inserting_before(node):
-            name = f"n{bucket.suffix}"
-            norms = ops.call(new.backward, ops.norm_grad, bucket, gradients, name=name)
-        set_args(node, (bucket, gradients, norms))
-    for node in ops.nodes_of(new.backward, ops.offload_state):
-        bucket, updated = ops.arguments(node)
-        if not _have_norms(bucket):
-            continue
-        gradients = ops.arguments(updated)[2]
-        with new.backward.inserting_before(updated):
-            name = f"n{bucket.suffix}"
-            norms = ops.call(new.backward, ops.norm_grad, bucket, gradients, False, name=name)
-        set_args(node, (bucket, updated, norms))
-    for node in ops.nodes_of(new.backward, ops.update_in_place):
-        bucket, gradients = ops.arguments(node)
-        if not _have_norms(bucket):
-            continue
-        with new.backward.inserting_before(node):
-            name = f"n{bucket.suffix}"
-            norms = ops.call(new.backward, ops.norm_grad, bucket, gradients, False, name=name)
-        set_args(node, (bucket, gradients, norms))
+        before, gradients = node, value
+        if node.target is ops.offload_state:
+            before, gradients = value, ops.arguments(value)[2]  # of the update
+        consumed = node.target is not ops.offload_grad
+        with graph.inserting_before(before):
+            call = (bucket, gradients, False) if consumed else (bucket, gradients)
+            norms = ops.call(graph, ops.norm_grad, *call, name=f"n{bucket.suffix}")
+        set_args(node, (bucket, value, norms))
     return new
 
 

@@ -86,13 +86,14 @@ def split(
         gradients: the primals whose gradients the joint graph returns.
         index: of the template.
         saved_fraction: how much the forward saves, from 0 (inputs, and random numbers) to 1 (what
-            makes forward and backward fastest).
+            makes forward and backward fastest). A stage that draws random numbers is at 1 where
+            the partitioner would draw them again.
         tiles: in which the tokenwise pieces of its graphs run. What they compute is not saved, but
-            computed again, tile by tile; see `megacompile.passes.stages.tile`. The template's are
-            1 where its graphs have no such piece.
-        samples: tiles are of whole samples; see [Note: sample by sample]. The template's are 1
-            where attention or a product of matrices is not cut along these. The stage is one that
-            `runs_by_samples`.
+            computed again, tile by tile; see `megacompile.passes.stages.tile`. The template has
+            `tiles == 1` where its graphs have no such piece.
+        samples: tiles are of whole samples; see [Note: sample by sample]. The template has
+            `tiles == 1` where attention or a product of matrices is not cut along these. The stage
+            is one that `runs_by_samples`.
     """
     planned = numbers_of(stage.metas)
     tokens = None if planned or tiles == 1 else tokens_of(stage, tiles)
@@ -103,25 +104,9 @@ def split(
         backward: fx.GraphModule | None = None
     else:
         forward, backward = _parted(stage, joint, saved_fraction, tokens)
-    results = len(stage.outputs) + len(stage.mutated)
-    returned = list(ops.returned(forward.graph))
-    saved = [n for n in returned[results:] if n.op != "placeholder" and not _gives_number(n)]
-    random = any(compat.is_random(n) for n in forward.graph.nodes)
-    saving = _extract(forward, [*returned[:results], *saved])
-    graphs = {Code.FORWARD: saving}
-    if not random:  # a random stage must draw the same numbers in each: one graph for all
-        graphs[Code.FORWARD] = _extract(forward, returned[:results])
-    recompute_primals: tuple[int, ...] = ()
+    saved, graphs, recompute_primals = _codes(stage, forward, backward)
     backward_inputs: tuple[int | SavedRef, ...] = ()
     if backward is not None:
-        graphs[Code.FORWARD_SAVING] = saving
-        graphs[Code.BACKWARD] = backward
-        if random:
-            recompute_primals = tuple(range(len(stage.primals)))
-            graphs[Code.RECOMPUTE] = saving
-        else:
-            recompute_primals = _primals_of(forward, saved)
-            graphs[Code.RECOMPUTE] = _extract(forward, saved, recompute_primals)
         names = {node.name: SavedRef(i) for i, node in enumerate(saved)}
         backward_inputs = _backward_inputs(backward, names)
     gradient_metas = () if backward is None else _output_metas(backward)
@@ -142,7 +127,7 @@ def split(
         tangent_metas=takes.metas,
         gradient_metas=gradient_metas,
         recompute_primals=recompute_primals,
-        random=random,
+        random=bool(_random(forward)),
         graphs=graphs,
         joint=joint,
         saved_fraction=saved_fraction,
@@ -151,6 +136,25 @@ def split(
         symbols=None if not planned else Symbols(planned, _fakes(joint)),
         tangent_strides=_tangent_strides(takes, list(planned)),
     )
+
+
+def _codes(
+    stage: Stage, forward: fx.GraphModule, backward: fx.GraphModule | None
+) -> tuple[list[fx.Node], dict[Code, fx.GraphModule], tuple[int, ...]]:
+    """What the forward saves, the graph of each code, and the primals that a recompute reads."""
+    results = len(stage.outputs) + len(stage.mutated)
+    returned = list(ops.returned(forward.graph))
+    saved = [n for n in returned[results:] if n.op != "placeholder" and not _gives_number(n)]
+    saving = _extract(forward, [*returned[:results], *saved])
+    random = bool(_random(forward))  # it must draw the same numbers in each: one graph for all
+    graphs = {Code.FORWARD: saving if random else _extract(forward, returned[:results])}
+    if backward is None:
+        return saved, graphs, ()
+    graphs |= {Code.FORWARD_SAVING: saving, Code.BACKWARD: backward}
+    if random:
+        return saved, graphs | {Code.RECOMPUTE: saving}, tuple(range(len(stage.primals)))
+    primals = _primals_of(forward, saved)
+    return saved, graphs | {Code.RECOMPUTE: _extract(forward, saved, primals)}, primals
 
 
 def _tangent_strides(
@@ -279,6 +283,7 @@ def _forward_and_whole(
     stage: Stage, joint: fx.GraphModule
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """(forward that saves nothing, backward that computes it again)."""
+    assert not stage.mutated, "a buffer would change with each tile"
     returned, primals = ops.returned(joint.graph), len(stage.primals)
     results, gradients = returned[: len(stage.outputs)], returned[len(stage.outputs) :]
     given = range(primals, len(joint.graph.find_nodes(op="placeholder")))

@@ -67,6 +67,7 @@ class Parts:
             self._look_at(part)
         if update.makes_states():
             part.first = update.new()
+            self._make_first(optimizer, bucket, trained, part.first)
         if offer is not None:
             by_rule = update.way in (UpdatePath.COMPILED, UpdatePath.TORCH)
             if by_rule and not part.aliased and offer.fits(update.steps):
@@ -74,6 +75,23 @@ class Parts:
             else:
                 offer.drop()
         return part
+
+    def _make_first(
+        self,
+        optimizer: Optimizer,
+        bucket: HostBucket,
+        trained: Iterable[Trained],
+        first: Iterable[ParamUpdate],
+    ) -> None:
+        """Make the memory that the states of an optimizer's own first step will be moved to, as far
+        as its rule says which: where there is too little, nothing has changed yet."""
+        rule, new = rule_of(optimizer), {step.index for step in first}
+        if rule is None:
+            return
+        of_new = [each for each in trained if each.at in new]
+        for name in {name: None for each in of_new for name in rule.state_names(each.group)}:
+            dtypes = {e.at: e.param.dtype for e in of_new if name in rule.state_names(e.group)}
+            bucket.states.make(optimizer, name, dtypes, pin=self.cuda)
 
     @staticmethod
     def _look_at(part: BucketPart) -> None:
