@@ -34,7 +34,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=3,
         metavar="N",
-        help="which call of optimizer.step() the traced step leads to; default: 3, behind what is "
+        help="which call of optimizer.step() the traced step leads to; default: 3, after what is "
         "compiled in the first two",
     )
     outputs.add_save(parser)

@@ -117,7 +117,7 @@ class Agreement:
             self._now, self.notes.position = outer, (self._count, *position[1:])
         else:
             self._now = None
-            self._at(len(graph.ops), f"behind the {graph.graph} (graph {self._count})")
+            self._at(len(graph.ops), f"after the {graph.graph} (graph {self._count})")
 
     @contextmanager
     def working(self) -> Iterator[None]:

@@ -327,7 +327,7 @@ def _alive(group: weakref.ref[Any]) -> Any:
     if found is None:
         raise RankError(
             "the process group of ranks that share a model is gone, and the model needs it; needed "
-            "torch.distributed.destroy_process_group() behind the last call, step and save"
+            "torch.distributed.destroy_process_group() after the last call, step and save"
         )
     return found
 

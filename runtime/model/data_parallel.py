@@ -176,7 +176,7 @@ def refuse_moves(
             raise ModelError(
                 f"megacompile(): {name} has a DistributedDataParallel in it, and megacompile() "
                 f"{way}, where that would not reduce their gradients; make it afterwards: {_WRAP}, "
-                f"behind {_BACKENDS}"
+                f"after {_BACKENDS}"
             )
     hooked = _hooked(model, moving.keys())
     if hooked:
@@ -198,7 +198,7 @@ def refuse_other_device(name: str, params: Mapping[str, nn.Parameter], made_for:
             raise ModelError(
                 f"{name}: its DistributedDataParallel was made when parameter {param_name!r} was "
                 f"on {made_for}; it is on {param.device.type} now, and its gradient would not be "
-                f"reduced; make the DistributedDataParallel after megacompile(): {_WRAP}, behind "
+                f"reduced; make the DistributedDataParallel after megacompile(): {_WRAP}, after "
                 f"{_BACKENDS}"
             )
 

@@ -126,5 +126,5 @@ def _refuse_states(optimizer: Optimizer, model: nn.Module) -> None:
                     f"unmegacompile(): {type(optimizer).__name__} has a state {key!r} of shape "
                     f"{tuple(state.shape)} for parameter {name!r} of shape {tuple(param.shape)}, "
                     "and nobody knows how ranks (mesh=) divide it; needed a DTensor, or the "
-                    "parameter's shape: optimizer.state.clear(), and a new optimizer behind it"
+                    "parameter's shape: optimizer.state.clear(), and a new optimizer after it"
                 )

@@ -49,7 +49,7 @@ def say_hooked(name: str, k: int) -> None:
         f"megacompile: {name}: output {k} has a hook, or retains its gradient, and other outputs "
         "are computed from it: what comes through those does not reach the hook, and what the hook "
         "changes does not reach them (other numbers than the plain model's; said once); end the "
-        "captured graph behind the line that computes it: torch._dynamo.graph_break()"
+        "captured graph after the line that computes it: torch._dynamo.graph_break()"
     )
 
 

@@ -193,7 +193,7 @@ def _check_states(optimizer: Optimizer, model: nn.Module) -> None:
                     f"megacompile(): {type(optimizer).__name__} has a state {key!r} of shape "
                     f"{tuple(state.shape)} for parameter {name!r} of shape {tuple(param.shape)}, "
                     "and mesh= divides states by rows; needed the parameter's shape: "
-                    "megacompile() before the first step, and load a checkpoint behind it"
+                    "megacompile() before the first step, and load a checkpoint after it"
                 )
 
 
