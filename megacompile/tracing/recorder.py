@@ -356,8 +356,7 @@ class Trace:
         with ranks.together("compare_ranks() of a trace"):
             if not self._over:
                 raise TraceError(
-                    "compare_ranks(): this trace is still on; call it in all ranks, after the "
-                    "block"
+                    "compare_ranks(): this trace is still on; call it in all ranks, after the block"
                 )
             return self._compare(ranks)
 
