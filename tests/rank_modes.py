@@ -18,6 +18,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from megacompile import accumulate, megacompile
+from megacompile.runtime.model.whole_states import whole_on_host
 from tests.rank_nets import Words
 
 STEPS = 10
@@ -123,7 +124,8 @@ def train(mode: Mode, mesh: Any, steps: int = STEPS) -> Record:
             record["losses"].append(total.item() / world)
             _step(mode, model, optimizer, record)
             schedule.step()
-        return record | contents(model, optimizer)
+        apart = HERE in mode.options.values()
+        return record | contents(model, optimizer, _wherever if apart else whole)
 
 
 def _scheduler(mode: Mode, optimizer: Optimizer) -> LambdaLR:
@@ -139,25 +141,34 @@ def _step(mode: Mode, model: nn.Module, optimizer: Optimizer, record: Record) ->
     optimizer.zero_grad()
 
 
-def contents(model: nn.Module, optimizer: Optimizer) -> Record:
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that ranks may share, on the host: a collective then."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu()
+
+
+def _wherever(tensor: Tensor) -> Tensor:
+    """The same of one whose parts may lie on the device in one rank and on the host in another,
+    for which `full_tensor()` would wait for good."""
+    found: Tensor = whole_on_host(tensor.detach()).cpu()
+    return found
+
+
+def contents(
+    model: nn.Module, optimizer: Optimizer, gather: Callable[[Tensor], Tensor] = whole
+) -> Record:
     """Parameters and states, whole and plain: a collective."""
-    params = {name: whole(p).clone() for name, p in model.named_parameters()}
+    params = {name: gather(p).clone() for name, p in model.named_parameters()}
     names = {id(p): name for name, p in model.named_parameters()}
     saved = optimizer.state_dict()
     order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
     states = {
-        f"{order[i]}/{key}": whole(value).clone()
+        f"{order[i]}/{key}": gather(value).clone()
         for i, state in saved["state"].items()
         for key, value in state.items()
         if isinstance(value, Tensor)
     }
     return {"params": params, "states": states}
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that ranks may share, on the host: a collective then."""
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu()
 
 
 def differences(ours: Record, theirs: Record, tolerance: float) -> list[str]:
