@@ -10,6 +10,7 @@ from torch import nn
 from megacompile.code_counts import KERNELS, UPDATES
 from megacompile.cost.hardware import Hardware
 from megacompile.errors import ModelError, NoScheduleError
+from megacompile.host_memory import total_bytes
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Lowering
 from megacompile.plan.alternatives import Planned, alternatives, more_memory
@@ -152,7 +153,10 @@ def explain(
     name = type(model).__name__
     planned, made = _newest(streamed)
     if not made:
-        raise ModelError(f"explain(): {name} has not run yet; call it on a batch first")
+        raise ModelError(
+            f"explain(): {name} has not run yet; call it on a batch first (where it has run, "
+            "nothing of it was captured, and a warning said why)"
+        )
     options, compiler = streamed.options, streamed.buckets.plans.compiler
     assert isinstance(compiler, PassCompiler)
     machine = hardware or compiler.setting.rates()
@@ -163,7 +167,7 @@ def explain(
         compiler.setting.cost(),
         options.lowering is Lowering.INDUCTOR,
         there,
-        compiler.setting.host_budget_bytes() or machine.host_bytes,
+        compiler.setting.host_budget_bytes() or machine.host_bytes or total_bytes(),
         compiler.chooser.disk_budget_bytes(),
         disk_weights=options.disk_weights,
     )

@@ -438,8 +438,10 @@ def _device(value: object) -> torch.device:
         raise OptionError(f"megacompile(): got device={value}; needed the index of a CUDA device")
     try:
         device = torch.device("cuda", value) if isinstance(value, int) else torch.device(value)
-    except RuntimeError as error:
-        raise OptionError(f"megacompile(): got device={value!r}: {error}") from None
+    except RuntimeError:  # which lists every backend that torch knows
+        raise OptionError(
+            f"megacompile(): got device={value!r}; needed a 'cuda' device or 'cpu'"
+        ) from None
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type != "cuda":

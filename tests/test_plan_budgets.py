@@ -141,8 +141,14 @@ def test_the_last_graph_speaks_of_page_locked_memory_for_all() -> None:
     first, last = (
         f"{SHORT}{needed} MiB needed, 1 MiB there: copies are slower" for needed in (2, 3)
     )
-    assert explanation._said_once([first, "kept", last]) == ["kept", last]
-    assert set(explanation._said_once([last, "kept", last])) == {"kept", last}
+    assert set(explanation._reasons([[first, "kept"], [last, "kept"]])) == {"kept", last}
+    assert set(explanation._reasons([[last], ["kept", last]])) == {"graph 2: kept", last}
+
+
+def test_of_several_graphs_it_says_which() -> None:
+    found = explanation._reasons([["all", "a"], ["all", "b"], ["b", "all"]])
+    assert found == ("all", "graph 1: a", "graphs 2, 3: b")
+    assert explanation._reasons([["a", "b"]]) == ("a", "b")
 
 
 def test_ranks_share_what_can_be_locked() -> None:

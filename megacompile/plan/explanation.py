@@ -34,6 +34,7 @@ from megacompile.tracing.critical_path import NONE, Steps, traced_steps
 from megacompile.tracing.rank_steps import LastRank, RankSteps, last_rank
 from megacompile.tracing.timeline import Timeline as Traced
 
+_ALL = 1.05  # of a step's time; a little more is rounding
 _ROWS = 8  # groups of stages that are shown
 _PARTS: dict[str, tuple[Kind, ...]] = {  # rows of the table of memory
     "parameters": (Kind.PARAMETERS,),
@@ -263,7 +264,7 @@ class Explanation:
             (f"memory: {when}", self.memory_rows()),
             ("the plan", list(self.reasons)),
             (step, self._stream_rows()),
-            ("its time depends on", [self.bounds_text(), *self.network_lines()]),
+            ("its time depends on", [*self._bounds_lines(), *self.network_lines()]),
         ]
         if self.traced_step_s is not None:
             sections.append(("the traced steps waited for", [self.traced_waits_text()]))
@@ -277,12 +278,19 @@ class Explanation:
             sections.append((_TENTH, self._budget_rows()))
         return sections + (self._change_sections() if self.changes else [])
 
+    def _bounds_lines(self) -> list[str]:
+        more = sum(self.bounds.values()) > _ALL
+        note = "each as if the others stayed as they are, so together they are more than 100%"
+        return [self.bounds_text(), *([note] if more else [])]
+
     def _change_sections(self) -> list[Section]:
         notes = [f"{change.name}: {change.note}" for change in self.changes if change.note]
         return [("what would help, of what was tried", self._change_rows()), ("", notes)]
 
     def _stage_rows(self) -> list[list[str]]:
-        rows = [["stage", "module", "template", "parameters", "is", "F", "RECOMPUTE", "B"]]
+        several = len({group.graph for group in self.stages}) > 1
+        head = ["stage", "module", "template", "parameters", "is", "F", "RECOMPUTE", "B"]
+        rows = [["graph", *head] if several else head]
         for group in self.stages[:_ROWS]:
             which = str(group.first)
             if group.count > 1:
@@ -292,6 +300,7 @@ class Explanation:
             times = (group.forward_s, group.recompute_s, group.backward_s)
             rows.append(
                 [
+                    *([str(group.graph)] if several else []),
                     which,
                     textwrap.shorten(group.names, 34, placeholder="..."),
                     str(group.template),
@@ -302,7 +311,7 @@ class Explanation:
             )
         if left := self.stages[_ROWS:]:
             count = sum(group.count for group in left)
-            rows.append(["...", f"and {count} more stages", *[""] * 6])
+            rows.append([*([""] if several else []), "...", f"and {count} more stages", *[""] * 6])
         return rows
 
     def _stream_rows(self) -> list[list[str]]:
@@ -409,7 +418,6 @@ def explanation(
         page_locked = Memory({}, sum(host.values()), limit)
         locked_bytes = min(limit, sum(host.values())) if locked_bytes is None else locked_bytes
     steps = None if traced is None else traced_steps(traced, model)
-    reasons = [reason for schedule in now.schedules for reason in schedule.plan.reasons]
     return Explanation(
         model=model,
         hardware=now.hardware.name,
@@ -421,7 +429,7 @@ def explanation(
         ),
         host=Memory(host, sum(host.values()), now.host_bytes),
         disk=Memory(disk, sum(disk.values()), now.disk_bytes) if disk or now.disk_bytes else None,
-        reasons=tuple(dict.fromkeys(_said_once(reasons))),
+        reasons=_reasons([schedule.plan.reasons for schedule in now.schedules]),
         step_s=now.step_s,
         traced_step_s=None if steps is None else steps.step_s,
         traced_none_s=None if steps is None else steps.waited_s.get(NONE, 0.0),
@@ -460,7 +468,21 @@ def _streams(timeline: Prediction, steps: Steps | None) -> tuple[Busy, ...]:
     return tuple(row for lane, row in rows.items() if row.works or lane.in_every_step)
 
 
-def _said_once(reasons: Sequence[str]) -> list[str]:
-    """Page-locked memory is that of the whole model: the plan of the last graph knows of all."""
-    last = next((reason for reason in reversed(reasons) if reason.startswith(SHORT)), None)
-    return [reason for reason in reasons if reason == last or not reason.startswith(SHORT)]
+def _reasons(plans: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Those of all plans; where not all of several graphs have one, it says which do.
+
+    Page-locked memory is that of the whole model: the plan of the last graph knows of all.
+    """
+    graphs: dict[str, list[int]] = {}
+    for i, reasons in enumerate(plans, start=1):
+        for reason in dict.fromkeys(reasons):
+            graphs.setdefault(reason, []).append(i)
+    short = [reason for reason in graphs if reason.startswith(SHORT)]
+    last = max(short, key=lambda reason: graphs[reason][-1], default=None)
+    found = []
+    for reason, of in graphs.items():
+        everywhere = len(of) == len(plans) or reason == last
+        if everywhere or reason not in short:
+            which = "graph" if len(of) == 1 else "graphs"
+            found.append(reason if everywhere else f"{which} {', '.join(map(str, of))}: {reason}")
+    return tuple(found)

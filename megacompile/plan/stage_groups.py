@@ -22,6 +22,7 @@ _Alike = tuple[int, str, tuple[float, ...]]  # template, treatment, seconds
 class StageGroup:
     """Stages with the same template that are treated alike. Seconds are of one stage."""
 
+    graph: int  # that they are of, of the captured ones, from 1
     first: int
     last: int
     count: int  # fewer than from first to last, where they alternate with others
@@ -43,7 +44,7 @@ def stage_groups(now: Scenario) -> tuple[StageGroup, ...]:
         )
     }
     found = []
-    for schedule in now.schedules:
+    for graph, schedule in enumerate(now.schedules, start=1):
         times = _seconds(schedule, now)
 
         def alike(
@@ -58,6 +59,7 @@ def stage_groups(now: Scenario) -> tuple[StageGroup, ...]:
             names = [stages[0].name, stages[-1].name] if len(stages) > 1 else [stages[0].name]
             found.append(
                 StageGroup(
+                    graph,
                     stages[0].index,
                     stages[-1].index,
                     len(stages),
