@@ -9,7 +9,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import nn
@@ -92,7 +92,8 @@ def megacompile(
     `device`.
 
     Args:
-        model: any `nn.Module` with dense parameters.
+        model: any `nn.Module` with dense parameters. Of what `torch.compile()` gave, the module in
+            it is taken and returned.
         device: where to compute. Default: the current CUDA device, else the CPU.
         lowering: "inductor" (default on CUDA) or "eager" (default on the CPU, bitwise equal to
             the plain model).
@@ -212,6 +213,8 @@ def megacompile(
             optimizer.zero_grad()
     """
     log.configure()
+    if isinstance(model, nn.Module):
+        model = cast("M", compat.without_torch_compile(model))
     options = Options.resolve(
         device=device,
         lowering=lowering,
@@ -314,11 +317,6 @@ def _megacompiled(
     model: nn.Module, options: Options, checkpoint: str | os.PathLike[str] | Checkpoint | None
 ) -> bool:
     """Whether it is already, as it is wanted. Raises where it cannot be, or is it otherwise."""
-    if isinstance(model, nn.Module) and (inner := compat.without_torch_compile(model)) is not model:
-        raise ModelError(
-            f"megacompile(): got torch.compile() of {type(inner).__name__}; needed the module "
-            "itself, which megacompile compiles; leave torch.compile() out"
-        )
     present = compat.compiled_call(model) if isinstance(model, nn.Module) else None
     if is_part(present):  # another model's: what has its parameters says more
         present = None

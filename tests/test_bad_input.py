@@ -124,14 +124,6 @@ def test_compiled_before() -> None:
         megacompile(_compiled())
 
 
-def test_what_torch_compile_gave() -> None:
-    """Its own `forward` is that of the module, of which nobody could ask for schedules."""
-    inner = Stack()
-    with pytest.raises(ModelError, match=words("got torch.compile() of Stack ... the module")):
-        megacompile(torch.compile(inner))  # type: ignore[type-var]
-    assert megacompile(inner) is inner
-
-
 def test_schedules_of_a_plain_model() -> None:
     with pytest.raises(ModelError, match=words("Stack is not megacompiled ... megacompile(model)")):
         schedules(Stack())

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacompile import megacompile, schedules
+from megacompile import megacompile, schedules, unmegacompile
 from tests import zoo
 from tests.zoo import (
     WIDTH,
@@ -273,6 +273,19 @@ def test_torch_compile_of_the_module(first: str) -> None:
         streamed = compiled(megacompile(model, device="cpu"), backend="eager")
     assert equal(step(plain, inputs), step(streamed, inputs))
     assert_same(plain, model)
+
+
+def test_what_torch_compile_gave_is_left_out() -> None:
+    """It goes on as if it had been made of the megacompiled model."""
+    plain, inputs = zoo.dropout()
+    model, _ = zoo.dropout()
+    compiled: Any = torch.compile
+    around = compiled(model, backend="eager")
+    streamed = megacompile(around, device="cpu")
+    assert streamed is model and megacompile(around, device="cpu") is model
+    assert equal(step(plain, inputs), step(around, inputs))
+    assert len(schedules(streamed)) == 1
+    assert unmegacompile(streamed) is model
 
 
 def test_optimizer_made_before() -> None:
