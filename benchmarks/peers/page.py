@@ -40,7 +40,7 @@ def _file(name: str, results: Results) -> list[str]:
     runs = [f"- run {k + 1}: {_machine(run)}" for k, run in enumerate(results.runs)]
     file = f"- file: [{name}](../benchmarks/results/{name})"
     agree = differing(of)
-    said = f"First losses agree within {LOSS_TOLERANCE}; behind each is what it is more than the"
+    said = f"First losses agree within {LOSS_TOLERANCE}; in parentheses is its difference from the"
     same = f"{said} median of its setting." if not agree else "\n".join(f"- {a}" for a in agree)
     return [f"### {_title(results)}", "\n".join([*runs, file]), figures(of), same, kinds(of)]
 
