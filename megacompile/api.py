@@ -124,7 +124,8 @@ def megacompile(
             Default: what the plan finds best; none on the CPU, with `lowering="eager"`, with
             `compute_dtype` or with `disk_weights=True`.
         gpu_memory: device memory that may be used: bytes, "20GiB" or a fraction of the device's.
-            Default: the free memory when the plan is made, less 5 % of it, at most 4 GiB.
+            Default: the free memory when the plan is made, less 5 % of it, at most 4 GiB. Ranks
+            that share the model plan with the least that any of them may use, here and on the host.
         host_memory: host memory for parameters, gradients, optimizer states and what waits there,
             in the same forms. Default: the free memory less 4 % of it, at most 6 GiB. What
             does not fit lives on the device or, with `disk`, there; if that is full too,
@@ -365,7 +366,18 @@ def _compiler(
     meet = _meet(ranks, options, planned=agreed is not None)
     disk = disks.get(ranks.mesh.get_rank())
     disk_bytes = None if disk is None else disk.share_bytes
-    return functools.partial(made, agreed=agreed, meet=meet, disk_bytes=disk_bytes)
+    made = functools.partial(made, agreed=agreed, meet=meet, disk_bytes=disk_bytes)
+    if not all(ranks.told(options.plans)):
+        return made
+    said = [size for both in ranks.told((options.host_memory, host_bytes)) for size in both if size]
+    least = functools.partial(_least, ranks)
+    return functools.partial(made, host_bytes=min(said, default=None), least=least)
+
+
+def _least(ranks: Ranks, size_bytes: int) -> int:
+    """The least of what ranks say."""
+    what = Collectives("plan", ("how much device memory each may use",), "device-memory")
+    return min(ranks.said(what, size_bytes))
 
 
 def _meet(ranks: Ranks, options: Options, *, planned: bool) -> Meet | None:

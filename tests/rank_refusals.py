@@ -15,6 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from megacompile import megacompile
 from megacompile.errors import MegacompileError
 from megacompile.runtime.device.checksum import checksum
+from megacompile.runtime.model.lookup import streamed_model
 
 
 def said_by(refused: Callable[[], Any]) -> str:
@@ -44,6 +45,7 @@ def run(mesh: Any) -> dict[str, Any]:
         },
         "other progress": said_by(lambda: _with(mesh, {"progress": bool(rank)})),
         "other budgets": said_by(lambda: _evaluates(mesh, resident=3000 if rank else 10**6)),
+        "least memory": _planned(mesh, "2MiB" if rank else "250KiB"),
         "a buffer in one": said_by(lambda: megacompile(one_has_a_buffer, mesh=mesh, device="cpu")),
         "another buffer": said_by(lambda: megacompile(beside, mesh=mesh, device="cpu")),
         "raises in one": _raises_in_one(mesh),
@@ -75,6 +77,17 @@ def _evaluates(mesh: Any, **options: Any) -> None:
         plain = net(x)
         megacompile(net, mesh=mesh, device="cpu", **options)
         assert net(x).equal(plain) and net(x).equal(plain)
+
+
+def _planned(mesh: Any, gpu_memory: str) -> tuple[int, list[int]]:
+    """Device memory that plans may use, and the buckets that live there by the plan of a step."""
+    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    megacompile(net, mesh=mesh, device="cpu", gpu_memory=gpu_memory)
+    net(torch.ones(4, 64)).sum().backward()
+    streamed = streamed_model(net, "test")
+    (schedule,) = streamed.schedules()
+    compiler: Any = streamed.buckets.plans.compiler
+    return compiler.budget.limit_bytes, sorted(schedule.plan.resident)
 
 
 def values(mesh: Any) -> dict[str, dict[str, torch.Tensor]]:

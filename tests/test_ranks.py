@@ -52,6 +52,9 @@ def test_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
         assert not said["goes on"], "what all know is no reason to stop"
         assert "OptionError: megacompile(): got a mesh of 2 x 1 ranks" in said["only replicas"]
         assert said["collectives"] == {"clip_grad_norm_": 1, "step": 0}
+    budgets, residents = zip(*(each["refusals"]["least memory"] for each in ranks), strict=True)
+    assert budgets == (250 * 2**10, 250 * 2**10)
+    assert residents[0] == residents[1] and 0 < len(residents[0]) < 6
     raised = [each["refusals"]["raises in one"] for each in ranks]
     why = "rank 1 raised ValueError: bad memory, in megacompile() of Linear"
     assert raised[0].startswith(f"RankError: {why}; all ranks stop there; mend what")

@@ -22,6 +22,7 @@ class Budget:
     def __init__(self, setting: Setting, limit_bytes: int | None = None) -> None:
         self.setting = setting
         self.limit_bytes = setting.options.gpu_memory if limit_bytes is None else limit_bytes
+        self._is_of_all = False  # have ranks said how much each of them may use?
         self._needed_bytes = 0  # by the largest plan since it was last made smaller, as predicted
         self._problems: list[Problem] = []  # of the captured graphs, the last one last
 
@@ -30,6 +31,13 @@ class Budget:
         if self.limit_bytes is None:
             self.limit_bytes = self.setting.free_bytes()
         return self.limit_bytes
+
+    def agree(self) -> None:
+        """Let it be the least that any of the ranks may use, which they say once, all at the same
+        place: so their plans let the same buckets live on their devices."""
+        if self.setting.least is not None and not self._is_of_all:
+            self._is_of_all = True
+            self.limit_bytes = self.setting.least(self.size_bytes())
 
     def note(self, problem: Problem, peak_bytes: int) -> None:
         """A plan was chosen for a problem, with this peak of device memory."""

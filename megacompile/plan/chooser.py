@@ -177,6 +177,7 @@ class Chooser:
         self, stages: Schedule, schedule: Schedule, variant: Variant, placement: Placement
     ) -> PlanChoice:
         options = self.setting.options
+        self.budget.agree()
         open_to = self._open(schedule, placement)
         wanted = placement if self._wanted is None else self._wanted
         problem = self._problem(stages, schedule, variant, placement, wanted, open_to)

@@ -8,7 +8,7 @@ Chooser    seeks a `Choice` that fits
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,6 +45,7 @@ class PassCompiler:
         agreed: the rates of the ranks that share the model.
         meet: see `Setting`. Default: where ranks are only planned for, what the first one says.
         disk_bytes: this rank's part of a disk that ranks share.
+        least: see `Setting`.
         disk_budget_bytes: of the disk. None: what the user said, or what is free.
     """
 
@@ -61,10 +62,11 @@ class PassCompiler:
         meet: Meet | None = None,
         disk_bytes: int | None = None,
         disk_budget_bytes: int | None = None,
+        least: Callable[[int], int] | None = None,
     ) -> None:
         if isinstance(options.mesh, PlannedMesh) and options.whole_buckets is not False:
             meet = _alone
-        self.setting = Setting(options, hardware, host_bytes, agreed, meet, disk_bytes)
+        self.setting = Setting(options, hardware, host_bytes, agreed, meet, disk_bytes, least)
         self.pipeline = Pipeline(self.setting, units, templates)
         self.budget = Budget(self.setting, budget_bytes)
         self.chooser = Chooser(self.setting, self.pipeline, self.budget, disk_budget_bytes)

@@ -36,6 +36,7 @@ class Setting:
         meet: lets ranks that may copy whole buckets choose together: gives what each of them says.
             None: buckets are gathered.
         disk_bytes: of the disk, the part of one of the ranks that share it. None: nobody shares it.
+        least: gives the least that a rank says, of bytes, where ranks plan together.
     """
 
     options: Options
@@ -44,6 +45,7 @@ class Setting:
     agreed: Agreed | None = None
     meet: Meet | None = None
     disk_bytes: int | None = None
+    least: Callable[[int], int] | None = None
 
     @property
     def on_gpu(self) -> bool:
