@@ -377,7 +377,8 @@ def _compiler(
 def _least(ranks: Ranks, size_bytes: int) -> int:
     """The least of what ranks say."""
     what = Collectives("plan", ("how much device memory each may use",), "device-memory")
-    return min(ranks.said(what, size_bytes))
+    sizes: list[int] = ranks.said(what, size_bytes)
+    return min(sizes)
 
 
 def _meet(ranks: Ranks, options: Options, *, planned: bool) -> Meet | None:
