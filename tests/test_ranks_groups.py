@@ -30,5 +30,5 @@ def test_a_model_that_lives_keeps_no_group_that_was_destroyed() -> None:
         ranks = inside.streamed(model).machine.ranks
         assert ranks is not None and ranks.group is not None
     assert [group() for group in ranks.groups] == [None]
-    with pytest.raises(RankError, match=r"is gone.*destroy_process_group\(\) behind the last"):
+    with pytest.raises(RankError, match=r"is gone.*destroy_process_group\(\) after the last"):
         _ = ranks.group
