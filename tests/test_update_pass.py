@@ -26,7 +26,6 @@ def updated(
     accumulate: bool = False,
     lookahead: int = 1,
     masters: bool = False,
-    stored: frozenset[int] | None = frozenset(),
     resident: frozenset[int] = frozenset(),
     **stubs: Any,
 ) -> Schedule:
@@ -37,7 +36,6 @@ def updated(
         masters=masters,
         updated_bytes=lambda item_bytes: 10.0,
         state_bytes=lambda item_bytes: 8.0,
-        stored=stored,
     )
     schedule = parse(line, **stubs)
     plan = replace(schedule.plan, resident=resident)
@@ -160,13 +158,6 @@ def test_ranks_fetch_and_keep_alike_wherever_they_update(resident: frozenset[int
     assert [users[-1] for users in fetched.values()] == updates[:2]
     apart = [ops.arguments(node)[2] for node in ops.nodes_of(backward, ops.fetch_state)]
     assert apart == ([] if resident else [False, False, True])
-
-
-@pytest.mark.parametrize("stored", [None, frozenset({0})])
-def test_parameters_on_a_disk_come_by_a_prefetch(stored: frozenset[int] | None) -> None:
-    schedule = updated("0F | 0B", stored=stored, blind=(0,), ranks=2)
-    backward = apply(insert_prefetch, schedule).backward
-    assert backward is not None and ops.nodes_of(backward, ops.prefetch)
 
 
 # When states are fetched.

@@ -278,7 +278,6 @@ class Pipeline:
                 masters=options.compute_dtype is not None,
                 updated_bytes=cost.updated_of,
                 state_bytes=cost.states_of,
-                stored=self._stored(choice),
             )
             return [("update_in_backward", insert), *reduce, ("norms", insert_norms)]
         step = functools.partial(
@@ -326,14 +325,11 @@ class Pipeline:
 
     def _weight_passes(self, choice: Choice) -> list[SchedulePass]:
         """Parameters that lie on a disk come from there, and go back: all, or those chosen."""
-        stored = self._stored(choice)
-        if stored is not None and not stored:
+        every = bool(self.setting.options.disk_weights)
+        if not every and not choice.weights_on_disk:
             return []
+        stored = None if every else choice.weights_on_disk
         return [("disk_weights", functools.partial(insert_disk_weights, stored=stored))]
-
-    def _stored(self, choice: Choice) -> frozenset[int] | None:
-        """Keys of the buckets whose parameters lie on a disk; None: all that are streamed."""
-        return None if self.setting.options.disk_weights else choice.weights_on_disk
 
     def lowered(self, schedule: Schedule) -> Schedule:
         """With code for its templates."""

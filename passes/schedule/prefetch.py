@@ -131,9 +131,8 @@ def _insert(
                 set_args(node, (bucket, taken_here, *others))
                 continue
             if node.target is ops.update_in_place:
-                if node.meta.get("gathered"):
-                    whole = weights[i, ops.arguments(node)[0].key]
-                    set_kwargs(node, {"after": (whole, *node.kwargs.get("after", ()))})  # type: ignore[misc]
+                for bucket in buckets_read(node):
+                    set_kwargs(node, {"after": (weights[i, bucket.key],)})
                 continue
             stage = ops.arguments(node)[0]
             read = {bucket.key for bucket in buckets_read(node)}

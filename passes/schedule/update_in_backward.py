@@ -57,7 +57,6 @@ def insert_updates(
     masters: bool,
     updated_bytes: Callable[[int], float],
     state_bytes: Callable[[int], float],
-    stored: frozenset[int] | None = frozenset(),
 ) -> Schedule:
     """The schedule whose backward updates every bucket that gets gradients.
 
@@ -69,8 +68,6 @@ def insert_updates(
         masters: the parameters are fetched with the states, because what is streamed is a copy.
         updated_bytes: of one element and its states, by its bytes as streamed; for the cost model.
         state_bytes: of its states alone.
-        stored: keys of the buckets whose parameters lie on a disk, from where prefetches alone
-            bring them. None: all that are streamed.
     """
     new = schedule.copy()
     graph = new.backward
@@ -87,7 +84,7 @@ def insert_updates(
         suffix = bucket.suffix
         use = next(i for i, use in enumerate(steps) if last in use.nodes)
         in_slot = bucket.ranks == 1 or bucket in steps[use].buckets
-        apart = masters or not (in_slot or stored is None or bucket.key in stored)
+        apart = masters or not in_slot  # what ranks share does not lie on a disk
         if bucket.key in new.plan.resident:
             with graph.inserting_after(where):
                 done = ops.call(graph, ops.update_in_place, bucket, total, name=f"u{suffix}")

@@ -83,10 +83,10 @@ class Parts:
         trained: Iterable[Trained],
         first: Iterable[ParamUpdate],
     ) -> None:
-        """Make the memory that the states of an optimizer's own first step will be moved to, as far
-        as its rule says which: where there is too little, nothing has changed yet."""
+        """Make the host memory that the states of an optimizer's own first step will be moved to,
+        as far as its rule says which: where there is too little, nothing has changed yet."""
         rule, new = rule_of(optimizer), {step.index for step in first}
-        if rule is None:
+        if rule is None or bucket.disk is not None:
             return
         of_new = [each for each in trained if each.at in new]
         for name in {name: None for each in of_new for name in rule.state_names(each.group)}:
