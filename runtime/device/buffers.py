@@ -169,12 +169,17 @@ class SharedFile:
     One for all buffers: each has as few file descriptors as before. It has no name, so nothing is
     left of it when nobody has it any more.
 
+    [Note: places in the file] Several threads make buffers at a time, and two that had one place
+    would overwrite each other. The next place is the file's position, which the kernel advances at
+    once; a lock could stay locked behind Ctrl-C (see `runtime.device.background`). The file grows
+    by a write: `ftruncate` with a number that is no longer the largest would cut off what others
+    have taken meanwhile.
+
     Args:
         fd: of a file that another process has made. Default: a new one.
     """
 
     def __init__(self, fd: int | None = None) -> None:
-        self.size_bytes = 0
         self.fd: int | None = None
         try:
             self.fd = os.memfd_create("megacompile") if fd is None else fd
@@ -186,16 +191,15 @@ class SharedFile:
         self._mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * (ctypes.c_int,), _OFFSET)
 
     def take(self, size_bytes: int) -> int | None:
-        """A new place for so many bytes; None where there is none."""
+        """A new place for so many bytes, in any thread; None where there is none."""
         if self.fd is None:
             return None
-        at = self.size_bytes
-        end = at + -(-size_bytes // _HUGE_PAGE) * _HUGE_PAGE
+        whole = -(-size_bytes // _HUGE_PAGE) * _HUGE_PAGE
         try:
-            os.ftruncate(self.fd, end)
-        except OSError:  # a limit on the size of files
+            at = os.lseek(self.fd, whole, os.SEEK_CUR) - whole
+            os.pwrite(self.fd, b"\0", at + size_bytes - 1)
+        except OSError:  # a limit on the size of files, or no memory
             return None
-        self.size_bytes = end
         return at
 
     def map(self, start: int, size_bytes: int, kind: int, at: int) -> bool:
