@@ -6,6 +6,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.models import Loss
-from benchmarks.peers import driver, page, process
+from benchmarks.peers import driver, page, plot, process
 from benchmarks.peers.__main__ import file_of, main
 from benchmarks.peers.catalogue import DEFAULT, PEERS
 from benchmarks.peers.measure import outcome as outcome_of
@@ -303,6 +304,31 @@ def test_the_plot(tmp_path: Path) -> None:
     path = tmp_path / "picture.png"
     assert draw(path, rows(shown()), gpu_gib=139.0) == f"{path} is written"
     assert path.stat().st_size > 1000
+
+
+def test_the_largest_models_that_were_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hatched where nothing larger was tried; not where that failed."""
+    pytest.importorskip("matplotlib")
+    drawn: dict[str, float] = {}
+    bars = plot._bars
+
+    def noted(panel: Any, sizes: dict[str, float], colors: dict[str, str]) -> Any:
+        made.append(bars(panel, sizes, colors))
+        drawn.update(sizes)
+        return made[-1]
+
+    made: list[Any] = []
+    monkeypatch.setattr(plot, "_bars", noted)
+    results = planned([Setting("3.9b", 16, 1024), Setting("7.6b", 16, 1024)], "plain", "fsdp2")
+    for point in results.planned:
+        if (point.setting.model, point.peer) != ("7.6b", "fsdp2"):
+            failed = point.setting.model == "7.6b"
+            results.add(point, Outcome(Status.OUT_OF_MEMORY, "2 GiB") if failed else measured(2.0))
+    draw(tmp_path / "picture.png", rows(results))
+    hatched = dict(zip(list(drawn)[::-1], (bar.get_hatch() for bar in made[-1]), strict=True))
+    assert hatched == {"plain": None, "fsdp2": "///"}
 
 
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

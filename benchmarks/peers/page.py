@@ -4,7 +4,8 @@
     python -m benchmarks.peers.page --check    fail if it is not what the files give
 
 The section stands between two comments. Its files are benchmarks/results/*-peers.json, the largest
-machine's first by name; a file that is not there gives no figure.
+machine's first by name; a file that is not there gives no figure. Each has a picture beside the
+page.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.plot import draw
 from benchmarks.peers.store import Results, load
 from benchmarks.peers.summary import LOSS_TOLERANCE, differing, figures, kinds, rows
 
@@ -42,7 +44,14 @@ def _file(name: str, results: Results) -> list[str]:
     agree = differing(of)
     said = f"First losses agree within {LOSS_TOLERANCE}; in parentheses is its difference from the"
     same = f"{said} median of its setting." if not agree else "\n".join(f"- {a}" for a in agree)
-    return [f"### {_title(results)}", "\n".join([*runs, file]), figures(of), same, kinds(of)]
+    title, picture = _title(results), picture_of(name)
+    shown = [f"![{title}]({picture.name})"] if picture.exists() else []
+    return [f"### {title}", "\n".join([*runs, file]), *shown, figures(of), same, kinds(of)]
+
+
+def picture_of(name: str) -> Path:
+    """Where the picture of a file of results lies: beside the page."""
+    return PAGE.with_name(name).with_suffix(".png")
 
 
 def _title(results: Results) -> str:
@@ -77,8 +86,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing")
     args = parser.parse_args(argv)
+    of = {path.name: load(path) for path in files()}
+    for name, results in {} if args.check else of.items():
+        print(draw(picture_of(name), rows(results), gpu_gib=results.runs[-1].get("gpu GiB")))
     old = PAGE.read_text()
-    new = written(old, section({path.name: load(path) for path in files()}))
+    new = written(old, section(of))
     if new == old:
         return 0
     if args.check:

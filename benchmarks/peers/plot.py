@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.peers.catalogue import PEERS
 from benchmarks.peers.store import load
 from benchmarks.peers.summary import Row, rows
-from benchmarks.peers.work import Setting
+from benchmarks.peers.work import MODELS, Setting
 
 MISSING = "no plot: matplotlib is not installed; pip install 'megacompile[viz]'"
 
@@ -50,7 +50,7 @@ def draw(path: Path, of: Sequence[Row], *, gpu_gib: float | None = None) -> str:
     _lines(panels[0], measured, colors, _by_tokens, "tokens a step", None)
     _lines(panels[1], measured, colors, _by_cap, "GPU memory, GiB", gpu_gib)
     _host(panels[2], measured, colors)
-    _largest(panels[3], measured, colors)
+    _largest(panels[3], of, colors)
     figure.savefig(path, dpi=120)
     return f"{path} is written"
 
@@ -119,21 +119,31 @@ def _host(panel: Any, of: Sequence[Row], colors: dict[str, str]) -> None:
 def _largest(panel: Any, of: Sequence[Row], colors: dict[str, str]) -> None:
     """The largest model that each system has trained, at any setting."""
     sizes: dict[str, float] = {}
+    tried: dict[str, int] = {}  # the largest model that was: its place in MODELS
+    trained: dict[str, int] = {}
     for row in of:
-        count = row.median("parameters") or 0.0
-        sizes[row.peer] = max(sizes.get(row.peer, 0.0), count / 1e9)
+        count, place = row.median("parameters"), list(MODELS).index(row.setting.model)
+        tried[row.peer] = max(tried.get(row.peer, 0), place if row.records else 0)
+        if count is not None:
+            sizes[row.peer] = max(sizes.get(row.peer, 0.0), count / 1e9)
+            trained[row.peer] = max(trained.get(row.peer, 0), place)
     panel.set(title="largest model that was trained", xlabel="parameters, 1e9")
     if not sizes:
         _nothing(panel)
         return
-    _bars(panel, sizes, colors)
+    panel.set_title("largest model (hatched: no larger one was tried)")
+    for bar, name in zip(_bars(panel, sizes, colors), list(sizes)[::-1], strict=True):
+        if tried[name] == trained[name]:
+            bar.set_hatch("///")
 
 
-def _bars(panel: Any, sizes: dict[str, float], colors: dict[str, str]) -> None:
+def _bars(panel: Any, sizes: dict[str, float], colors: dict[str, str]) -> Any:
+    """Draw them, the first one on top; gives them from below."""
     names = list(sizes)[::-1]
     bars = panel.barh(names, [sizes[n] for n in names], color=[colors[n] for n in names])
     panel.margins(x=0.12)
     panel.bar_label(bars, fmt="%.3g", padding=2, fontsize=7)
+    return bars
 
 
 def _nothing(panel: Any) -> None:
