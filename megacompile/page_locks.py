@@ -61,9 +61,12 @@ class PageLocks:
     def unlock(self, address: int) -> None:
         """The memory goes. A copy may be under way: it is waited for."""
         self._pageable.pop(address, None)
-        if self._locked.pop(address, None) is not None and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-            torch.cuda.cudart().cudaHostUnregister(address)
+        try:
+            if address in self._locked and torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+                torch.cuda.cudart().cudaHostUnregister(address)
+        finally:
+            self._locked.pop(address, None)  # not before: another thread may lock meanwhile
 
     def _say(self, size_bytes: int, error: int) -> None:
         if self._said:

@@ -376,6 +376,15 @@ def test_an_operator_that_takes_tensors_for_numbers() -> None:
     assert compat.taking_tensors(torch.relu, ()) is None
 
 
+def test_tree_map_once() -> None:
+    """What is in a container is not taken apart."""
+    inner = [1, 2]
+    seen: list[Any] = []
+    tree = {"a": inner, "b": 3}
+    assert compat.tree_map_once(lambda x: (seen.append(x), x)[1], tree) == tree
+    assert seen[0] is inner and seen[1] == 3
+
+
 def test_leaves() -> None:
     assert compat.leaves([1, (2, {"a": 3})]) == [1, 2, 3]
 

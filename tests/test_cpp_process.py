@@ -164,7 +164,7 @@ def test_a_run_that_switches_is_one_that_does_not(
     was, and as if it always was."""
     monkeypatch.setattr(cpp, "_sources", lambda: str(tmp_path))
     _, switches = twins(net(), lowering="inductor")
-    compiled.cache_clear()
+    monkeypatch.setattr(module, "_COMPILED", {})
     optimizers = adamw(switches)
     with monkeypatch.context() as planted:
         planted.setattr(CppProcess, "status", None)  # it is not over, whatever it does

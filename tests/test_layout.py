@@ -28,6 +28,7 @@ FLOORS = (
     ("packed",),
     ("log", "disk_options", "mesh_options", "options", "validate"),
     ("numa", "progress"),
+    ("runtime.device.live",),
     ("runtime.device.forks",),
     ("runtime.device.background",),
     ("beside",),

@@ -141,6 +141,7 @@ from megacompile.compat.operators import (
     take_as_plain,
     taking_tensors,
     tree_map,
+    tree_map_once,
     written,
 )
 from megacompile.compat.optimizers import (
@@ -417,6 +418,7 @@ __all__ = [
     "tracer_around",
     "transforms",
     "tree_map",
+    "tree_map_once",
     "uncaptured",
     "unflatten_wrapper",
     "use_compile_settings",

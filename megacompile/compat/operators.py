@@ -47,6 +47,11 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:  # torch 2.11 to
     return _pytree.tree_map(function, tree)
 
 
+def tree_map_once(function: Callable[[Any], Any], tree: Any) -> Any:  # torch 2.11 to 2.15
+    """Apply `function` to what a container has in it, whatever that is."""
+    return _pytree.tree_map(function, tree, is_leaf=lambda each: each is not tree)
+
+
 def leaves(tree: Any) -> list[Any]:  # torch 2.11 to 2.15
     """The leaves of nested containers."""
     return _pytree.tree_leaves(tree)

@@ -305,7 +305,7 @@ def reduces_columns(node: fx.Node) -> bool:
         return False
     source = node.args[0]
     assert isinstance(source, fx.Node)
-    rank = tensors_of(source)[0].dim()
+    rank = max(tensors_of(source)[0].dim(), 1)  # of no dimension: as of one
     return bool(dims) and all(isinstance(d, int) and d % rank != rank - 1 for d in dims)
 
 

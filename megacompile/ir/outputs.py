@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from megacompile.ir import ops
@@ -27,5 +28,9 @@ def expected_tangents(stages: Schedule) -> tuple[int, ...]:
     """
     outputs, _ = ops.returned(stages.forward)
     metas = {k: outputs[k].meta["value"] for k in computed_outputs(outputs)}
-    able = [k for k, m in metas.items() if m.requires_grad and m.dtype.is_floating_point]
+    able = [k for k, m in metas.items() if m.requires_grad and _has_gradient(m.dtype)]
     return tuple([k for k in able if metas[k].shape == ()][:1] or able)
+
+
+def _has_gradient(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex

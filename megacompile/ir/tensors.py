@@ -13,6 +13,16 @@ from megacompile import compat
 from megacompile.ir.symbols import Number, SymbolicSizes, Values, symbols_in
 
 
+def _contiguous(shape: Sequence[Any]) -> tuple[Any, ...]:
+    """The strides of a contiguous tensor: of ints, or of expressions of symbols."""
+    strides: list[Any] = []
+    stride: Any = 1
+    for n in reversed(shape):
+        strides.append(stride)
+        stride = stride * n
+    return tuple(reversed(strides))
+
+
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
     """What a tensor looks like, without its data."""
@@ -47,6 +57,23 @@ class TensorMeta:
             for sizes in (self.symbolic.shape, self.symbolic.stride)
         )
         return replace(self, shape=shape, stride=stride)
+
+    @property
+    def overlaps_itself(self) -> bool:
+        """Do some of its elements share a place in memory?"""
+        end = 1  # behind what the smaller strides reach
+        for stride, n in sorted(zip(self.stride, self.shape, strict=True)):
+            if n > 1 and stride < end:
+                return True
+            end += stride * (n - 1) if n > 1 else 0
+        return False
+
+    def contiguous(self) -> TensorMeta:
+        """The meta of a contiguous tensor of that shape."""
+        symbolic = self.symbolic
+        if symbolic is not None:
+            symbolic = replace(symbolic, stride=_contiguous(symbolic.shape))
+        return replace(self, stride=_contiguous(self.shape), symbolic=symbolic)
 
     def empty(self) -> torch.Tensor:
         """A new tensor like this (a fake one under a fake mode, with symbols if that has them)."""

@@ -62,7 +62,9 @@ class Takes:
 
 
 def as_gradient(meta: TensorMeta) -> TensorMeta:
-    return replace(meta, requires_grad=False)
+    """What the gradient of a graph's output looks like: as the output, but each element has a place
+    of its own, which those of `expand()` and `unfold()` have not."""
+    return replace(meta.contiguous() if meta.overlaps_itself else meta, requires_grad=False)
 
 
 def split(

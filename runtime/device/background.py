@@ -16,6 +16,7 @@ import atexit
 import functools
 import os
 import queue
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection
@@ -128,7 +129,12 @@ class _Queue:
             return  # another one was started first
         numa.bind(cores)
         while (work := self.work.get()) is not None:
-            work()
+            try:
+                work()
+            except BaseException:  # a fault of ours: said, and what is behind it is done
+                threading.excepthook(
+                    threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread()))
+                )
             del work  # it may hold memory
         _OPEN.discard(self)
         self.turn.release()
@@ -146,7 +152,8 @@ def _finish_at_exit() -> None:
 def _finish() -> None:
     """At the end of the process: a thread in the middle of C++ would crash it."""
     _OVER.set()
-    here = [each for each in _OPEN if each.process == os.getpid()]  # not of the one that forked
+    mine = os.getpid()  # not those of the one that forked
+    here = [each for each in list(_OPEN) if each.process == mine]
     for each in here:
         each.work.put(None)
     for each in here:

@@ -62,6 +62,10 @@ class BuffersAhead:
             while futures:
                 futures.popleft().cancel()
 
+    def await_idle(self) -> None:
+        """Wait until nothing is being made. What nobody asked for has no memory then."""
+        self._thread.call(lambda: None)
+
 
 def _fulfil(
     future: Future[HostBuffer], make: Callable[[Wanted], HostBuffer], wanted: Wanted

@@ -13,7 +13,8 @@ from __future__ import annotations
 import functools
 import os
 from typing import Protocol
-from weakref import WeakSet
+
+from megacompile.runtime.device.live import Live
 
 
 class Forks(Protocol):
@@ -34,17 +35,17 @@ def tell(who: Forks, *, last: bool = False) -> None:
 
 def _before() -> None:
     for some in _LIVE:
-        for each in tuple(some):
+        for each in some:
             each.before_fork()
 
 
 def _after(in_child: bool) -> None:
     for some in reversed(_LIVE):
-        for each in tuple(some):
+        for each in some:
             each.after_fork(in_child=in_child)
 
 
-_LIVE: tuple[WeakSet[Forks], WeakSet[Forks]] = (WeakSet(), WeakSet())
+_LIVE: tuple[Live[Forks], Live[Forks]] = (Live(), Live())
 
 
 @functools.cache

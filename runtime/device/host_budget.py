@@ -63,22 +63,25 @@ class HostBudget:
             HostMemoryError: there is too little, or the limit is reached. The kernel would kill the
                 process later, when the memory is touched.
         """
+        ahead = self._ahead
         if touch and (ready := self.ready(size_bytes, pin=pin)) is not None:
             return ready
         try:
             return self._new(size_bytes, what, pin=pin, touch=touch)
         except HostMemoryError:
-            if self._ahead is None:
+            if ahead is None:
                 raise
         self.forget_ahead()  # what nobody may ask for is in the way
+        ahead.await_idle()  # so is what is being made
         return self._new(size_bytes, what, pin=pin, touch=touch)
 
     def ready(self, size_bytes: int, *, pin: bool) -> HostBuffer | None:
         """A buffer that was made ahead, or is being made."""
-        if self._ahead is None:
+        ahead = self._ahead  # another thread may forget it
+        if ahead is None:
             return None
         with phase(_WAIT):
-            return self._ahead.take(size_bytes, pin=pin)
+            return ahead.take(size_bytes, pin=pin)
 
     def map(self, size_bytes: int, what: str, mapped: Callable[[], HostBuffer]) -> HostBuffer:
         """A buffer of memory that other processes map too.
@@ -98,15 +101,17 @@ class HostBudget:
             what: names their purpose in errors.
             device: they are page-locked for its copies.
         """
-        if self._ahead is None:
-            self._ahead = BuffersAhead(functools.partial(_ahead, weakref.ref(self), what, device))
-        self._ahead.begin(wanted)
+        ahead = self._ahead
+        if ahead is None:
+            make = functools.partial(_ahead, weakref.ref(self), what, device)
+            ahead = self._ahead = BuffersAhead(make)
+        ahead.begin(wanted)
 
     def forget_ahead(self) -> None:
         """What was made ahead and not asked for goes."""
-        if self._ahead is not None:
-            self._ahead.forget()
-            self._ahead = None
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.forget()
 
     def _new(self, size_bytes: int, what: str, *, pin: bool, touch: bool) -> HostBuffer:
         new = functools.partial(HostBuffer, size_bytes, pin=pin, touch=touch, node=self.node)

@@ -66,7 +66,7 @@ class ScratchFile:
         self.used_bytes = 0
         self.process = os.getpid()
         self._end = 0
-        self._free: list[Place] = []
+        self._free: deque[Place] = deque()  # each is whose who pops it: several threads take places
         self._given_back: deque[Place] = deque()
         try:
             self.fd = _unnamed(self.folder)
@@ -169,14 +169,25 @@ class ScratchFile:
 
     def _find(self, size: int) -> Place:
         """A hole, or a place behind the end."""
-        for i, hole in enumerate(self._free):
+        holes = self._pop_holes()
+        for i, hole in enumerate(holes):
             if hole.size_bytes >= size:
                 rest = Place(hole.at + size, hole.size_bytes - size)
-                self._free[i : i + 1] = [rest] if rest.size_bytes else []
+                holes[i : i + 1] = [rest] if rest.size_bytes else []
+                self._free.extend(holes)
                 return Place(hole.at, size)
-        place = Place(self._end, size)
-        self._end += size
-        return place
+        self._free.extend(holes)
+        at = self._end  # no call comes before the next line, in which the system could switch
+        self._end = at + size
+        return Place(at, size)
+
+    def _pop_holes(self) -> list[Place]:
+        """Those that no other thread looks at."""
+        found = []
+        with contextlib.suppress(IndexError):
+            while True:
+                found.append(self._free.popleft())
+        return found
 
     def give_back(self, place: Place) -> None:
         """Free a place: from a finalizer too, which may run in the middle of `take`."""
@@ -185,19 +196,19 @@ class ScratchFile:
 
     def _collect(self) -> None:
         """Return to the disk what was given back."""
-        while self._given_back:
-            place = self._given_back.popleft()
-            self.used_bytes -= place.size_bytes
-            if _punch(self.fd, place):  # else it would not read as zeros: it is not used again
-                self._free.append(place)
-        self._free.sort(key=lambda hole: hole.at)
+        with contextlib.suppress(IndexError):  # it is empty
+            while True:
+                place = self._given_back.popleft()
+                self.used_bytes -= place.size_bytes
+                if _punch(self.fd, place):  # else it would not read as zeros: it is not used again
+                    self._free.append(place)
         merged: list[Place] = []
-        for hole in self._free:
+        for hole in sorted(self._pop_holes(), key=lambda hole: hole.at):
             if merged and merged[-1].at + merged[-1].size_bytes == hole.at:
                 last = merged.pop()
                 hole = Place(last.at, last.size_bytes + hole.size_bytes)
             merged.append(hole)
-        self._free = merged
+        self._free.extend(merged)
 
 
 def _unnamed(folder: Path) -> int:

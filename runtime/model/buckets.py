@@ -327,16 +327,27 @@ class ModelBuckets:
         self._make_proxies()
 
     def move_bucket(
-        self, key: int, resident: bool, undos: Undos, *, whole: bool = False, stored: bool = False
+        self,
+        key: int,
+        resident: bool,
+        undos: Undos,
+        *,
+        whole: bool = False,
+        stored: bool = False,
+        anew: bool = False,
     ) -> None:
         """Let a bucket live on the device, or on the host, and there, with `whole`, in memory that
         all ranks of it map, or, with `stored`, with its parameters on the disk; `moved` comes
-        behind the last one."""
+        behind the last one.
+
+        Args:
+            anew: it gets other memory where it lives there already.
+        """
         old = self.machine.buckets[key]
         shared = self.machine.shared_weights if whole else None
         stored = stored and not resident
         here = (old.resident is not None, old.shared_weights, old.on_disk is not None)
-        if here == (resident, shared, stored):
+        if here == (resident, shared, stored) and not anew:
             return
         where = "device" if resident else "disk" if stored else "host"
         progress.now(f"moving parameters to the {where}")
@@ -476,10 +487,31 @@ class ModelBuckets:
         if not fits:
             refuse_shared(self.model)
         fits = fits and not self.machine.exchanged()
+        if fits:
+            self._leave_to_others()
         if not fits or not all(bucket.adopt() for bucket in buckets):
             self._anew()
         else:
             self._make_proxies()  # a parameter's memory may have been moved
+
+    def _leave_to_others(self) -> None:
+        """Give buckets other memory where somebody holds what a parameter has left: who has put
+        something else into `p.data` for a while (the average of an EMA) puts that back.
+
+        Memory that ranks map is theirs together: there it is overwritten.
+        """
+        left = [
+            key
+            for key, bucket in self.machine.buckets.items()
+            if bucket.shared_weights is None and bucket.left_to_others()
+        ]
+        for key in left:
+            old = self.machine.buckets[key]
+            resident, stored = old.resident is not None, old.on_disk is not None
+            del old  # its gradients and parameters go one by one
+            undone(functools.partial(self.move_bucket, key, resident, stored=stored, anew=True))
+        if left:
+            self.moved()
 
     def buffers_to(self, device: torch.device) -> None:
         """Move the model's buffers that are elsewhere."""

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megacompile import compat, notices
 from megacompile.errors import ModelError
 from megacompile.options import Options
+from megacompile.runtime.device.live import Live
 from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.model import loops
 from megacompile.runtime.model.pass_through import (
@@ -252,7 +253,7 @@ def _check_wrap(ddp: DistributedDataParallel, given: Mapping[str, Any]) -> bool:
     through."""
     module = given["module"]
     modules = {id(m) for m in module.modules()} if isinstance(module, nn.Module) else set()
-    inside = [each for each in tuple(_LIVE) if each.is_among(modules)]
+    inside = [each for each in _LIVE if each.is_among(modules)]
     shared = [each for each in inside if each.mesh is not None]
     meshes = {each.mesh: each.device for each in shared if isinstance(each.mesh, DeviceMesh)}
     if not shared:
@@ -281,7 +282,7 @@ def devices_of(group: Any) -> frozenset[str] | None:
 def _shared_in(model: nn.Module) -> list[nn.Module]:
     """The megacompiled modules in a model that ranks share."""
     modules = {id(m) for m in model.modules()}
-    return [e.model for e in tuple(_LIVE) if e.shared and e.is_among(modules)]
+    return [e.model for e in _LIVE if e.shared and e.is_among(modules)]
 
 
 def _inside(model: nn.Module) -> list[DistributedDataParallel]:
@@ -312,4 +313,4 @@ def _shared_refused(name: str) -> str:
     )
 
 
-_LIVE: weakref.WeakSet[DataParallel] = weakref.WeakSet()
+_LIVE: Live[DataParallel] = Live()

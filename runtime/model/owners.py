@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from typing import Protocol
 
 from torch import nn
 
 from megacompile.errors import ModelError
+from megacompile.runtime.device.live import Live
 
 
 class Owner(Protocol):
@@ -52,7 +52,7 @@ def _owners(model: nn.Module) -> list[tuple[Owner, str, nn.Parameter]]:
     """Other megacompiled models with parameters of this one."""
     return [
         (other, name, param)
-        for other in tuple(_LIVE)
+        for other in _LIVE
         if other.model is not model
         for name, param in model.named_parameters()
         if other.owns(param)
@@ -74,4 +74,4 @@ def forget(owner: Owner) -> None:
     _LIVE.discard(owner)
 
 
-_LIVE: weakref.WeakSet[Owner] = weakref.WeakSet()
+_LIVE: Live[Owner] = Live()

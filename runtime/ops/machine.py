@@ -18,6 +18,7 @@ from megacompile.runtime.device.activations import HostPool
 from megacompile.runtime.device.background import Background
 from megacompile.runtime.device.disk_buffers import Disk
 from megacompile.runtime.device.host_budget import HostBudget
+from megacompile.runtime.device.live import Live
 from megacompile.runtime.device.ranks import Ranks
 from megacompile.runtime.device.saved_on_disk import SavedDisk
 from megacompile.runtime.device.shared_weights import SharedWeights
@@ -55,7 +56,7 @@ class Machine:
     foresee: Callable[[frozenset[int]], None] = lambda _: None  # steps will come; who is resident
     make_ahead: Callable[[Schedule], None] = lambda _: None  # what the first step of it will need
     run: Run | None = None  # what becomes of the gradients of the backward that runs now
-    pending: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # backwards to come
+    pending: Live[Any] = field(default_factory=Live)  # backwards to come
     alive: list[tuple[Any, Handle]] = field(default_factory=list)  # until a copy of it is done
     order: list[int] = field(default_factory=list)  # bucket keys, as the last forward read them
     trained: list[weakref.ref[Any]] = field(default_factory=list)

@@ -243,6 +243,15 @@ class HostBucket:
             or part.stride() != self._strides[i]
         ]
 
+    def left_to_others(self) -> bool:
+        """Does somebody still hold memory that a parameter has left, as a backup of `p.data`?"""
+        own = _OWN_USERS - 1  # all but the parameter
+        return any(
+            self.values[i].data_ptr() == self.homes[i]
+            and compat.storage_users(self.values[i]) > own
+            for i in self._replaced()
+        )
+
     def adopt(self, *, moved: bool = True) -> bool:
         """Take over storage that the user replaced; False where the layout no longer fits.
 

@@ -46,7 +46,9 @@ class Watch:
 
     def open(self, tensor: torch.Tensor) -> None:
         self.before()
-        release(tensor)
+        now = guard_of(tensor)
+        if now is self or not isinstance(now, Wait):  # else another thread has started new work
+            release(tensor)
         if self.param is not None:
             self.copy.forget(self.param)
 

@@ -15,7 +15,6 @@ is forgotten, wherever Ctrl-C comes.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -59,7 +58,7 @@ class Fill:
     _sources: list[torch.Tensor] = field(init=False)  # given up when all is copied
     _behind: list[torch.cuda.Event] = field(init=False)  # what is still computing them
     _future: Future[None] = field(default_factory=Future)
-    _turn: threading.Lock = field(default_factory=threading.Lock)
+    _claims: list[object] = field(default_factory=list)  # the first one's turn it is
 
     def __post_init__(self) -> None:
         self._sources = [param.detach() for param in self.params]
@@ -87,8 +86,18 @@ class Fill:
         self._future.result()
 
     def _if_nobody_has(self) -> None:
-        if self._turn.acquire(blocking=False):
-            fulfil(self._future, self._fill)
+        if self._claims:
+            return
+        mine = object()
+        try:
+            self._claims.append(mine)
+            if self._claims[0] is mine:
+                fulfil(self._future, self._fill)
+        except BaseException as error:  # Ctrl-C, before or behind `_fill`
+            if self._claims[:1] == [mine] and not self._future.done():
+                self._give_back()
+                self._future.set_exception(error)
+            raise
 
     @torch.no_grad()
     def _fill(self) -> None:
@@ -101,12 +110,16 @@ class Fill:
                 for value, source in zip(self.values, self._sources, strict=True):
                     value.copy_(source)
             except BaseException:
-                with unguarded():
-                    for param, source in zip(self.params, self._sources, strict=True):
-                        param.data = source
-                self._sources.clear()
+                self._give_back()
                 raise
         on_host = any(source.device.type == "cpu" for source in self._sources)
         self._sources.clear()
         if on_host:
             freed.give_back()
+
+    def _give_back(self) -> None:
+        """It has failed: the parameters are where they were, unless all is copied."""
+        with unguarded():
+            for param, source in zip(self.params, self._sources, strict=False):
+                param.data = source
+        self._sources.clear()

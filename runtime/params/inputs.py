@@ -5,6 +5,7 @@ A tensor's memory is here from its first to its last element; two tensors overla
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,20 +27,27 @@ class _Span(NamedTuple):
 def moved(
     args: tuple[Any, ...], kwargs: dict[str, Any], move: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Apply `move` to the tensors of a call; those that overlap still do afterwards."""
-    found: dict[int, torch.Tensor] = {}
+    """Apply `move` to the tensors of a call; those that overlap still do afterwards.
 
-    def note(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            found[id(value)] = value
+    A list or dict in which no tensor moves is handed on itself: the forward may change it.
+    """
+    tensors = (leaf for leaf in compat.leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    found = {id(tensor): tensor for tensor in tensors}
+    made = zip(found.values(), moved_together(list(found.values()), move), strict=True)
+    others = {id(tensor): there for tensor, there in made if there is not tensor}
+    if not others:
+        return args, kwargs
+    there = [_with(others, each) for each in args]
+    return tuple(there), {name: _with(others, each) for name, each in kwargs.items()}
+
+
+def _with(others: Mapping[int, torch.Tensor], value: Any) -> Any:
+    """A value, with others in the place of tensors, by their ids; itself where none is in it."""
+    if id(value) in others:
+        return others[id(value)]
+    if not any(id(leaf) in others for leaf in compat.leaves(value)):
         return value
-
-    compat.tree_map(note, (args, kwargs))
-    made = dict(zip(found, moved_together(list(found.values()), move), strict=True))
-    result: tuple[tuple[Any, ...], dict[str, Any]] = compat.tree_map(
-        lambda value: made.get(id(value), value), (args, kwargs)
-    )
-    return result
+    return compat.tree_map_once(functools.partial(_with, others), value)
 
 
 def moved_together(

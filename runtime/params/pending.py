@@ -80,7 +80,7 @@ class Pending:
         self.gradients_copied: torch.cuda.Event | None = None  # behind the last copy to the host
         self._failed = False  # and somebody is to be told
         self._updated: list[int] = []  # the parameters that what is in flight is about
-        self._guarded: list[torch.Tensor] = []  # until what is in flight is done
+        self._guarded: list[tuple[torch.Tensor, Wait]] = []  # until what is in flight is done
         self._offer_guarded: list[torch.Tensor] = []  # until the offer is taken
         forks.tell(self)
 
@@ -101,12 +101,12 @@ class Pending:
 
     def _guard(self, updated: Sequence[int], states: Sequence[torch.Tensor]) -> None:
         """Let whoever uses these wait for what is in flight."""
-        self._guarded += [self.params[i] for i in updated] + list(states)
         self._updated += updated
-        for i in updated:
-            guard(self.params[i], Wait(self, i))
-        for state in states:
-            guard(state, Wait(self, None))
+        each: list[tuple[torch.Tensor, Wait]] = [(self.params[i], Wait(self, i)) for i in updated]
+        each += [(state, Wait(self, None)) for state in states]
+        self._guarded += each
+        for tensor, by in each:
+            guard(tensor, by)
 
     def last_write(self, part: Part) -> Handle:
         """What a token of this bucket stands for (`megacompile.ir.tokens`)."""
@@ -151,7 +151,7 @@ class Pending:
     def after_fork(self, *, in_child: bool) -> None:
         """What another thread has started meanwhile is over for the child."""
         if in_child and self.in_flight is not None and not self._failed:
-            self._ended()
+            self._ended(self.in_flight)
 
     def finish(self) -> None:
         """Wait for what is in flight; if it failed, whoever uses the bucket next is told."""
@@ -181,8 +181,8 @@ class Pending:
                 self.tear(str(error), {i: Left.of(self.params[i], owners) for i in self._updated})
                 raise
             finally:
-                if self.in_flight is work and work.done():  # else Ctrl-C: it goes on, as guards do
-                    self._ended()
+                if work.done():  # else Ctrl-C: it goes on, as guards do
+                    self._ended(work)
         if not self.restoring:
             self.check()
 
@@ -204,7 +204,8 @@ class Pending:
             self.torn.refuse()
         self.torn = None
         if self.in_flight is None:
-            self._release()
+            guarded, self._guarded, self._updated = self._guarded, [], []
+            self._release(guarded)
 
     def overwritten(self, tensor: torch.Tensor) -> None:
         """All of a parameter or a state that is torn has other values."""
@@ -234,20 +235,25 @@ class Pending:
             kept = {i: left for i, left in self.torn.left.items() if id(left.param) in others}
             self.torn = Torn(self.torn.why, kept)
 
-    def _ended(self) -> None:
-        if self.in_flight is not None:
-            self.in_flight.fresh.clear()
+    def _ended(self, work: InFlight) -> None:
+        """It is over. Another thread that used the bucket may have said so before, and started the
+        next: no call comes between these lines, in which the system could switch to it."""
+        if self.in_flight is not work:
+            return
         self.in_flight = None
+        guarded = self._guarded
+        if self.torn is None:
+            self._guarded, self._updated = [], []
+        work.fresh.clear()
         if self.rows is not None:
             self.rows.finish()
         if self.torn is None:
-            self._release()
+            self._release(guarded)
 
-    def _release(self) -> None:
-        for tensor in self._guarded:
-            if isinstance(guard_of(tensor), Wait):
+    def _release(self, guarded: Sequence[tuple[torch.Tensor, Wait]]) -> None:
+        for tensor, by in guarded:
+            if guard_of(tensor) is by:
                 release(tensor)
-        self._guarded, self._updated = [], []
         self.copy.watch()
 
     # What is offered to the next step.

@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megacompile import compat
 from megacompile.garbage import every_object
+from megacompile.runtime.device.live import Live
 from megacompile.runtime.optim.registry import known
 from megacompile.runtime.optim.states import to_plain
 from megacompile.runtime.params.guards import unguarded
@@ -102,7 +103,7 @@ def leave(model: Model, optimizers: Iterable[Optimizer]) -> None:
     """
     _LIVE.discard(model)
     for optimizer in optimizers:
-        others = any(_is_over(optimizer, other) for other in tuple(_LIVE))
+        others = any(_is_over(optimizer, other) for other in _LIVE)
         if optimizer in _ATTACHED and not others:
             for handle in _ATTACHED.pop(optimizer).handles:
                 handle.remove()
@@ -149,7 +150,7 @@ class _Hooks:
             args = (*args, lambda: loss)
         try:
             with unguarded(), compat.on_host():
-                for model in tuple(_LIVE):
+                for model in _LIVE:
                     part = model.prepare_step(optimizer)
                     if part is not None:
                         self.parts.append(part)
@@ -193,7 +194,7 @@ class _Hooks:
 def _before_state_dict(optimizer: Optimizer) -> None:
     """Whoever saves an optimizer is told of what is half updated."""
     with unguarded():
-        for model in tuple(_LIVE):
+        for model in _LIVE:
             if _is_over(optimizer, model):
                 model.settle()
 
@@ -202,7 +203,7 @@ def _before_load(optimizer: Optimizer, state_dict: Any) -> None:
     """Who loads states makes those whole that an update has left half made by then."""
     del state_dict
     with unguarded():
-        for model in tuple(_LIVE):
+        for model in _LIVE:
             if _is_over(optimizer, model):
                 model.finish()
 
@@ -229,7 +230,7 @@ def _attach(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     if not _LIVE:
         return
-    if any(_is_over(optimizer, model) for model in tuple(_LIVE)):
+    if any(_is_over(optimizer, model) for model in _LIVE):
         _hooks_on(optimizer)
 
 
@@ -247,6 +248,6 @@ def _hooks_on(optimizer: Optimizer) -> _Hooks:
     return _ATTACHED[optimizer]
 
 
-_LIVE: weakref.WeakSet[Model] = weakref.WeakSet()
+_LIVE: Live[Model] = Live()
 _ATTACHED: weakref.WeakKeyDictionary[Optimizer, _Hooks] = weakref.WeakKeyDictionary()
 register_optimizer_step_pre_hook(_attach)

@@ -158,7 +158,12 @@ class Compiled:
         )
 
 
-compiled = functools.cache(Compiled)
+def compiled(rule: OptimizerRule) -> Compiled:
+    """The compiled updates of a rule. Several threads may ask first."""
+    return _COMPILED.get(rule) or _COMPILED.setdefault(rule, Compiled(rule))
+
+
+_COMPILED: dict[OptimizerRule, Compiled] = {}
 
 
 @functools.cache

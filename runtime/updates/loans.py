@@ -171,7 +171,7 @@ class Loans:
 
     def _shrink(self, size_bytes: int) -> None:
         """Buffers that are larger than any bucket now are given up: larger ones have moved."""
-        for at, (memory, event) in enumerate(self._free):
+        for at, (memory, event) in enumerate(list(self._free)):  # `require` adds to its end
             if memory is not None and len(memory) > size_bytes:
                 if event is not None:
                     event.synchronize()
@@ -215,8 +215,9 @@ class Loans:
     def _take(self, host: HostBucket) -> HostBuffer:
         """A free one: if there is any that no copy reads, that."""
         size = len(place_of(host))
-        at = next((i for i, (_, event) in enumerate(self._free) if event and event.query()), 0)
-        at = next((i for i, (_, event) in enumerate(self._free) if event is None), at)
+        events = [event for _, event in list(self._free)]  # `require` adds to its end
+        at = next((i for i, event in enumerate(events) if event and event.query()), 0)
+        at = next((i for i, event in enumerate(events) if event is None), at)
         memory, event = self._free[at]
         if event is not None:
             event.synchronize()

@@ -183,7 +183,7 @@ class Staging:
         self.device = device
         self.budget = budget
         self.read_bytes = self.written_bytes = 0  # so far
-        self._staged: dict[int, Staged] = {}  # by the bucket's key
+        self._staged: dict[int, Staged] = {}  # by their ids: a write of the last may be ending
         self._waiting: deque[Staged] = deque()  # for a set, in the order of their updates
         self._sets: deque[HostBuffer | None] = deque()  # free ones
         self.sets = self.set_bytes = 0
@@ -219,8 +219,8 @@ class Staging:
 
     def of(self, host: HostBucket) -> Staged | None:
         """What is in memory of a bucket's states."""
-        staged = self._staged.get(host.layout.key)
-        return staged if staged is not None and staged.host is host else None
+        found = reversed(list(self._staged.values()))
+        return next((staged for staged in found if staged.host is host), None)
 
     def read(self, host: HostBucket, what: str) -> Staged | None:
         """Bring a bucket's states to memory; None: none of them lies on the disk.
@@ -234,7 +234,7 @@ class Staging:
         staged.read = self.disk.read(buffers, staged.flat(), what)
         assert staged.read is not None
         self.read_bytes += staged.read.size_bytes
-        self._staged[host.layout.key] = staged
+        self._staged[id(staged)] = staged
         self._waiting.append(staged)
         self._thread.submit(self._give_sets)
         return staged
@@ -267,7 +267,7 @@ class Staging:
 
     def give_up(self) -> None:
         """A run has failed: what it has read, and will not write, is not needed."""
-        left = [staged for staged in self._staged.values() if staged.written is None]
+        left = [staged for staged in list(self._staged.values()) if staged.written is None]
         if not left:
             return
         for staged in left:
@@ -290,9 +290,7 @@ class Staging:
         over.set()
 
     def _release(self, staged: Staged) -> None:
-        key = staged.host.layout.key
-        if self._staged.get(key) is staged:
-            del self._staged[key]
+        self._staged.pop(id(staged), None)
         memory, staged.memory = staged.memory, None  # whoever has what was staged must not keep it
         if memory is not None:
             self._sets.append(memory)

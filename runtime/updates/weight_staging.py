@@ -67,12 +67,12 @@ class WeightStaging:
         self.read_bytes = self.written_bytes = 0  # so far
         self.prefetches = Loans(device, "megacompile-weights", budget)
         self.updates = Loans(device, "megacompile-new-weights", budget)
-        self._updated: dict[int, Loan] = {}  # by the bucket's key
+        self._updated: dict[int, Loan] = {}  # by their ids: a write of the last may be ending
 
     def of(self, host: HostBucket) -> Loan | None:
         """What an update of a bucket works on."""
-        loan = self._updated.get(host.layout.key)
-        return loan if loan is not None and loan.host is host and not loan.over else None
+        loans = reversed(list(self._updated.values()))
+        return next((loan for loan in loans if loan.host is host and not loan.over), None)
 
     def read(self, host: HostBucket, behind: Sequence[Handle], what: str) -> Loan | None:
         """Bring a bucket to memory for a prefetch; None: it is in memory, or a child's own."""
@@ -91,7 +91,7 @@ class WeightStaging:
             (begin // unit * unit, -(-end // unit) * unit) for begin, end in _runs(host, params)
         )
         loan = self._read(self.updates, host, whole, behind, what)
-        self._updated[host.layout.key] = loan
+        self._updated[id(loan)] = loan
         return loan
 
     def _read(
@@ -112,7 +112,7 @@ class WeightStaging:
             return None
         gaps = list(_gaps(host.layout, _runs(host, params), set(params)))
         loan = Loan(host, (), gaps, tells=False)
-        self._updated[host.layout.key] = loan
+        self._updated[id(loan)] = loan
         self.updates.lend(loan)
         loan.settle()
         return loan
@@ -145,14 +145,16 @@ class WeightStaging:
         return WrittenWeights(request, loan.host.layout.name, first, fresh)
 
     def _written(self, loan: Loan) -> None:
-        if self._updated.get(loan.host.layout.key) is loan:
-            del self._updated[loan.host.layout.key]
+        self._updated.pop(id(loan), None)
         self.updates.give_back(loan)
 
     def give_up(self) -> None:
         """A run has failed."""
         self.prefetches.give_up()
         self.updates.give_up()
+        for loan in list(self._updated.values()):
+            if loan.over:
+                self._updated.pop(id(loan), None)
 
 
 def _is_ours(host: HostBucket) -> bool:

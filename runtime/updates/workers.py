@@ -205,7 +205,7 @@ class Workers:
         return None
 
     def _is_helped(self, job: Job) -> bool:
-        return job.update.on_device and any(job.future in futures for futures in self._helped)
+        return job.update.on_device and any(job.future in futures for futures in list(self._helped))
 
     def _take(self, job: Job) -> bool:
         """Whoever can do this makes it."""

@@ -24,8 +24,7 @@ _in_use: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()  # until the ker
 
 def fetch(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy of `host` (numel,) int64 on a CUDA device, on its current stream."""
-    while _in_use and _in_use[0][1].query():
-        _in_use.popleft()
+    _drop_read()
     pinned = pinned_empty((host.numel(),), torch.int64).copy_(host)
     target = torch.empty(host.numel(), dtype=torch.int64, device=device)
     if not pinned.is_pinned():  # the system has no page-locked memory left
@@ -36,6 +35,18 @@ def fetch(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     event.record()
     _in_use.append((pinned, event))
     return target
+
+
+def _drop_read() -> None:
+    """Drop what kernels have read. Several threads do so: whoever pops an entry has it."""
+    while True:
+        try:
+            first = _in_use.popleft()
+        except IndexError:
+            return
+        if not first[1].query():
+            _in_use.appendleft(first)
+            return
 
 
 @triton.jit(do_not_specialize=["source", "numel"])
