@@ -6,15 +6,12 @@ is. Children are ended, and waited for, whatever happens.
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +23,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from megacompile.errors import OptimizerError
-from megacompile.runtime.device.buffers import HostBuffer, SharedFile
+from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.params.bucket import HostBucket
 from megacompile.runtime.params.guards import GuardedParameter
 from tests import inside
@@ -217,23 +214,6 @@ def test_a_child_writes_to_page_locked_memory(cudart: None) -> None:
     assert bool((flat == 1).all()) and bool((other == 3).all())
     later = HostBuffer(100, pin=True).bytes(100)
     assert bool((later == 0).all())
-
-
-def test_threads_that_make_buffers_have_none_in_common() -> None:
-    """As the one that makes gradients' buffers ahead, and the one that runs the backward."""
-    file, sizes = SharedFile(), [100, 2**22 + 1, 2**21, 2**23]
-    assert file.fd is not None
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(8) as pool:
-            taken = list(pool.map(file.take, 500 * sizes))
-    finally:
-        sys.setswitchinterval(interval)
-    places = sorted(zip([at for at in taken if at is not None], 500 * sizes, strict=True))
-    for (at, size), (following, _) in itertools.pairwise(places):
-        assert at + size <= following
-    assert os.fstat(file.fd).st_size >= sum(places[-1]), "memory behind its end is nobody's"
 
 
 def test_page_locked_memory_is_given_back(cudart: None) -> None:

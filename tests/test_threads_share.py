@@ -3,6 +3,8 @@ there: so each test meets the moment that it is about."""
 
 from __future__ import annotations
 
+import itertools
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +21,7 @@ from megacompile.errors import HostMemoryError
 from megacompile.ir.ops import Part
 from megacompile.page_locks import PageLocks
 from megacompile.runtime.device.background import Background
-from megacompile.runtime.device.buffers import HostBuffer
+from megacompile.runtime.device.buffers import HostBuffer, SharedFile
 from megacompile.runtime.device.buffers_ahead import Wanted
 from megacompile.runtime.device.host_budget import HostBudget
 from megacompile.runtime.device.live import Live
@@ -38,6 +40,18 @@ def often() -> Iterator[None]:
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(interval)
+
+
+def test_buffers_that_are_made_at_a_time_have_no_memory_in_common(often: None) -> None:
+    """As by the thread that makes gradients' buffers ahead, and the one that runs the backward."""
+    file, sizes = SharedFile(), [100, 2**22 + 1, 2**21, 2**23]
+    assert file.fd is not None
+    with ThreadPoolExecutor(8) as pool:
+        taken = list(pool.map(file.take, 500 * sizes))
+    places = sorted(zip([at for at in taken if at is not None], 500 * sizes, strict=True))
+    for (at, size), (following, _) in itertools.pairwise(places):
+        assert at + size <= following
+    assert os.fstat(file.fd).st_size >= sum(places[-1]), "memory behind its end is nobody's"
 
 
 def test_what_a_kernel_reads_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,8 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     args = parser.parse_args(argv)
     of = {path.name: load(path) for path in files()}
-    for name, results in {} if args.check else of.items():
-        print(draw(picture_of(name), rows(results), gpu_gib=results.runs[-1].get("gpu GiB")))
+    if not args.check:
+        for name, results in of.items():
+            print(draw(picture_of(name), rows(results), gpu_gib=results.runs[-1].get("gpu GiB")))
     old = PAGE.read_text()
     new = written(old, section(of))
     if new == old:
