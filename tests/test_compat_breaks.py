@@ -63,6 +63,47 @@ def test_a_limit_is_noted() -> None:
     assert "name" in hit.why
 
 
+def test_why_it_was_captured_again() -> None:
+    def grows(x: Tensor, name: str) -> Tensor:
+        return x + len(name)
+
+    compiled = torch.compile(grows, backend=eager)
+    compiled(torch.ones(2), "case 0")
+    assert compat.why_captured_again(compiled) == ""
+    for i in range(1, 12):
+        compiled(torch.ones(2), f"case {i}")
+        why = compat.why_captured_again(compiled)
+        assert f"case {min(i, 8) - 1}" in why, "the newest capture, until Dynamo gives up"
+        assert "#" not in why and "\n" not in why
+
+
+def test_a_number_in_an_attribute_is_a_symbol() -> None:
+    """As `CALL_OPTIONS` have it; else each value is captured."""
+
+    class Counts(nn.Module):
+        n = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.n
+
+    graphs = []
+
+    def note(module: torch.fx.GraphModule, examples: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(module)
+        return module
+
+    module = Counts()
+    compiled = torch.compile(module, backend=note)
+    options = compat.dynamo_options()
+    try:
+        compat.set_dynamo_options(compat.CALL_OPTIONS)
+        for module.n in range(2, 8):
+            assert torch.equal(compiled(torch.ones(2)), torch.full((2,), float(module.n)))
+    finally:
+        compat.set_dynamo_options(options)
+    assert len(graphs) == 2
+
+
 def test_what_switches_capture_off() -> None:
     assert compat.capture_is_off() == ""
     with torch.compiler.set_stance("force_eager"):

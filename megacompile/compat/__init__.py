@@ -30,6 +30,7 @@ from megacompile.compat.breaks import (
     limit_hits,
     note_uncaptured,
     uncaptured,
+    why_captured_again,
 )
 from megacompile.compat.caches import (
     CACHE_VARIABLES,
@@ -429,6 +430,7 @@ __all__ = [
     "version",
     "when_backward_ends",
     "whole",
+    "why_captured_again",
     "with_module_stack",
     "within_callers",
     "without_autocast",

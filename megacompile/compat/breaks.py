@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -80,6 +81,21 @@ def limit_hits() -> Iterable[LimitHit]:  # torch 2.11 to 2.15
 def uncaptured() -> int:  # torch 2.11 to 2.15
     """How many graph breaks and limits there were since `note_uncaptured`."""
     return _COUNT[0]
+
+
+def why_captured_again(compiled: Callable[..., Any]) -> str:  # torch 2.11 to 2.15
+    """Why the last capture but one of what `torch.compile` gave did not do: the guard that failed,
+    in Dynamo's words; "" where that is not known."""
+    code = compiled._torchdynamo_orig_callable.__code__  # type: ignore[attr-defined]
+    said = torch._dynamo.utils.guard_failures.get(code, [])
+    found = max(said, key=_capture_of, default="").partition("\n")[0]
+    return found.partition(": ")[2].partition("  #")[0].strip()  # behind it: the line, a hint
+
+
+def _capture_of(failure: str) -> int:
+    """Which capture of its function a guard belongs to that has failed, "0/3: ..."."""
+    number = re.match(r"\d+/(\d+)", failure)
+    return int(number[1]) if number else -1
 
 
 def capture_is_off() -> str:  # torch 2.11 to 2.15

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
@@ -29,6 +30,7 @@ from megacompile.runtime.checkpoint.contents import Contents
 from megacompile.runtime.model import autograd, dropout, four_bit, shortage
 from megacompile.runtime.model.buckets import ModelBuckets
 from megacompile.runtime.model.captured import CapturedGraph
+from megacompile.runtime.model.captured_again import CapturedAgain
 from megacompile.runtime.model.input_hooks import InputHooks
 from megacompile.runtime.model.outside import OutsideNotice
 from megacompile.runtime.model.owners import register
@@ -98,6 +100,7 @@ class StreamedModel:
             self.machine.in_backward.staging = self.machine.staging
             self.machine.in_backward.weight_staging = self.machine.weight_staging
             hooks.attach(options.optimizer)
+        self._captured_again = CapturedAgain(type(model).__name__)
         self._ends: list[Callable[[], object]] = []
         self._quiet = contextlib.ExitStack()  # of a capture that is being made
         self._compiled = self._compile(model)
@@ -162,8 +165,12 @@ class StreamedModel:
         args, kwargs = inputs.moved(args, kwargs, self._to_device)
         before = shortage.Before.of(self.model, self.options.device)
         run = functools.partial(self._run, compiled, stand_ins, args, kwargs)
-        if self.graphs:
-            return self._until_done(run, before)
+        if captured := len(self.graphs):
+            start_s = time.perf_counter()
+            result = self._until_done(run, before)
+            took_s = time.perf_counter() - start_s
+            self._captured_again.note(compiled, took_s if len(self.graphs) > captured else 0.0)
+            return result
         with line("capturing the model", self.options.progress):
             return self._until_done(run, before)
 
