@@ -299,11 +299,11 @@ class Options:
         return {name: str(getattr(value, "value", value)) for name, value in values.items()}
 
     def differences(self, other: Options) -> list[str]:
-        """The fields in which `other` differs, as "name: mine -> theirs"."""
+        """The options in which `other` differs, as "name: mine -> theirs", as a user gives them."""
         return [
-            f"{field.name}: {getattr(self, field.name)} -> {getattr(other, field.name)}"
-            for field in fields(self)
-            if getattr(self, field.name) != getattr(other, field.name)
+            f"{name}: {_as_given(name, mine)} -> {_as_given(name, theirs)}"
+            for name in (field.name for field in fields(self))
+            if (mine := getattr(self, name)) != (theirs := getattr(other, name))
         ]
 
 
@@ -324,6 +324,15 @@ _OF_ALL_RANKS = (
 )
 
 
+def _as_given(name: str, value: Any) -> str:
+    """The text of an option's value: what one writes to ask for it."""
+    if name == "resident" and value in (None, sys.maxsize):
+        return repr("auto" if value is None else "all")
+    if isinstance(value, torch.optim.Optimizer):
+        return type(value).__name__
+    return str(value) if isinstance(value, torch.device) else repr(getattr(value, "value", value))
+
+
 def _flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise OptionTypeError(_wrong_type(name, value, "True or False"))
@@ -334,6 +343,8 @@ def _optimizer(value: Any) -> torch.optim.Optimizer | None:
     if value is None:
         return None
     needed = f"one that can update in the backward: {listed(RULES, 'or')}"
+    if isinstance(value, type) and issubclass(value, torch.optim.Optimizer):
+        needed = f"one that has parameters: {value.__name__}(model.parameters(), ...)"
     if not isinstance(value, torch.optim.Optimizer):
         raise OptionTypeError(_wrong_type("optimizer", value, needed))
     rule = rule_of(value)
@@ -391,9 +402,9 @@ def _share(name: str, value: Any) -> float | None:
     return float(value)
 
 
-def _size(name: str, value: Any, device: torch.device) -> int | None:
+def _size(name: str, value: Any, device: torch.device, *, words: str = "") -> int | None:
     total_bytes = _device_bytes(device) if isinstance(value, float) else 0
-    return None if value is None else parse_bytes(name, value, total_bytes)
+    return None if value is None else parse_bytes(name, value, total_bytes, words=words)
 
 
 def _device_bytes(device: torch.device) -> int:
@@ -407,7 +418,9 @@ def _resident(value: Any, device: torch.device) -> int | None:
     """Bytes for resident buckets; None: the plan decides."""
     if value == "auto":
         return None
-    return sys.maxsize if value == "all" else _size("resident", value, device)
+    if value == "all":
+        return sys.maxsize
+    return _size("resident", value, device, words="'auto', 'all', ")
 
 
 def _lowering(value: object, device: torch.device) -> Lowering:

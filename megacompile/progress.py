@@ -1,5 +1,6 @@
 """Bars, and a line on stderr that says what is waited for: for what takes seconds on a large model.
 
+Off a terminal (a log file, a notebook) one line is printed, once, where the wait is long.
 MEGACOMPILE_LOG=time logs how long each took.
 """
 
@@ -9,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from tqdm import tqdm
@@ -17,6 +18,7 @@ from tqdm import tqdm
 from megacompile import log
 
 _ERASE = "\r\x1b[K"  # to the end of the line
+_LONG_S = 5.0  # off a terminal, shorter waits are not said
 
 
 @dataclass(slots=True)
@@ -30,15 +32,44 @@ class _Line:
     took_s: dict[str, float] = field(default_factory=dict)  # by phase
     thread: int = field(default_factory=threading.get_ident)  # whose waiting it tells of
 
+    def now(self) -> str:
+        """What is waited for at this moment."""
+        return self.inside[-1] if self.inside else self.what
+
     def show(self) -> None:
         """Say what is waited for now."""
         if self.is_shown:
-            what = self.inside[-1] if self.inside else self.what
+            what = self.now()
             print(f"{_ERASE}megacompile: {what} ..." if what else _ERASE, end="", file=sys.stderr)
             sys.stderr.flush()
 
 
 _lines: list[_Line] = []  # the outermost first
+_said_off_terminals = False
+
+
+@contextmanager
+def _said_once(line: _Line) -> Iterator[None]:
+    """Off a terminal: if the block is long, say once in this process what is waited for."""
+
+    def say() -> None:
+        global _said_off_terminals
+        if not _said_off_terminals and (what := line.now()):
+            _said_off_terminals = True
+            print(
+                f"megacompile: {what} ... (the first step may take minutes; said once; "
+                f"{log.VARIABLE}=time says how long each part takes)",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    timer = threading.Timer(_LONG_S, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextmanager
@@ -64,12 +95,16 @@ def bar(
 @contextmanager
 def line(what: str, show: bool | None) -> Iterator[None]:
     """A line that is gone at the end, when an outer one is there again; `now` and `phase` change
-    it. `show=None`: on a terminal. `what=""`: it says nothing until then."""
-    mine = _Line(sys.stderr.isatty() if show is None else show)
+    it. `show=None`: on a terminal, elsewhere once if it takes long. `what=""`: it says nothing until
+    then."""
+    on_terminal = sys.stderr.isatty()
+    mine = _Line(on_terminal if show is None else show)
+    is_quiet = on_terminal or show is not None or _said_off_terminals
     _lines.append(mine)
     try:
         now(what)
-        yield
+        with nullcontext() if is_quiet else _said_once(mine):
+            yield
     finally:
         now("")
         _lines.remove(mine)

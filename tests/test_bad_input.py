@@ -209,7 +209,13 @@ def test_second_call_with_the_same_options() -> None:
 
 @pytest.mark.parametrize(
     ("options", "change"),
-    [({"lookahead": 1}, "lookahead: 2 -> 1"), ({"lowering": "inductor"}, "lowering:")],
+    [
+        ({"lookahead": 1}, "lookahead: 2 -> 1"),
+        ({"lowering": "inductor"}, "lowering: 'eager' -> 'inductor'"),
+        ({"resident": "all"}, "resident: 'auto' -> 'all'"),
+        ({"resident": 10}, "resident: 'auto' -> 10"),
+        ({"compute_dtype": torch.bfloat16}, "compute_dtype: None -> torch.bfloat16"),
+    ],
 )
 def test_second_call_with_other_options(options: dict[str, Any], change: str) -> None:
     plain, model = twins(zoo.stack()[0])

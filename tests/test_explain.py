@@ -59,6 +59,19 @@ def _no_rates_on_file(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
+def test_in_an_interactive_session_it_is_one_line() -> None:
+    """As a schedule is; `print` shows all of both."""
+    model, _ = trained()
+    explanation = mc.explain(model, changes=False)
+    assert repr(explanation).startswith("<explanation of Net: ")
+    assert f"a step, bound by {explanation.bound}; print() shows it>" in repr(explanation)
+    (schedule,) = mc.schedules(model)
+    assert repr(schedule) == (
+        "<schedule 'Net': forward, backward, update of 5 stages; print() shows it>"
+    )
+    assert "\n" in str(schedule) and "\n" in str(explanation)
+
+
 @pytest.mark.skipif(not compat.has_cpp_compiler(), reason="needs a C++ compiler")
 def test_what_came_from_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """Of each model's stages; updates and kernels are the process's."""

@@ -149,6 +149,7 @@ def test_the_lowering_follows_the_device(two_gpus: None) -> None:
         ({"lowering": "triton"}, "got lowering='triton'; needed one of 'eager', 'inductor'"),
         ({"lowering": "Eager"}, "got lowering='Eager'"),
         ({"lowering": ""}, "got lowering=''"),
+        ({"resident": "some"}, "got resident='some'; needed 'auto', 'all', bytes"),
         ({"head": "chunks"}, "got head='chunks'; needed one of 'auto', 'whole', 'chunked'"),
         (
             {"activations": "host"},
@@ -204,6 +205,7 @@ def test_an_index_that_torch_would_wrap(two_gpus: None, given: int) -> None:
         ({"activations": 0.5}, r"'activations' got 0.5 \(float\); needed one of 'auto', 'keep'"),
         ({"activations": None}, r"'activations' got None \(NoneType\)"),
         ({"activations": True}, r"'activations' got True \(bool\)"),
+        ({"optimizer": torch.optim.AdamW}, r"'optimizer' got .* AdamW\(model.parameters\(\), "),
         ({"progress": 1}, r"'progress' got 1 \(int\); needed True, False or None"),
         ({"progress": "yes"}, r"'progress' got 'yes' \(str\)"),
         ({"device": 1.0}, r"'device' got 1.0 \(float\); needed a torch.device, 'cuda:0' or 'cpu'"),

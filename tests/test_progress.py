@@ -92,6 +92,31 @@ def test_elsewhere_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "\r" not in file.getvalue()
 
 
+def test_off_a_terminal_a_long_wait_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what is waited for at that moment."""
+    monkeypatch.setattr(progress, "_LONG_S", 0.05)
+    monkeypatch.setattr(progress, "_said_off_terminals", False)
+    monkeypatch.setattr(sys, "stderr", file := io.StringIO())
+
+    with line("one", False):  # progress=False
+        time.sleep(0.2)
+    with line("one", None):
+        pass  # too short
+    with line("", None):  # nothing is waited for
+        time.sleep(0.2)
+    assert file.getvalue() == ""
+    with line("one", None), phase("two"):
+        until_s = time.monotonic() + 10
+        while not file.getvalue() and time.monotonic() < until_s:
+            time.sleep(0.01)
+    first = file.getvalue()
+    assert first.startswith("megacompile: two ... (the first step may take minutes; said once;")
+    assert first.count("\n") == 1
+    with line("three", None):
+        time.sleep(0.2)
+    assert file.getvalue() == first
+
+
 def test_it_is_gone_when_the_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = terminal_for(monkeypatch)
 

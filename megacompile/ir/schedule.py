@@ -66,7 +66,7 @@ class PassRecord:
     nodes: int  # in all graphs, afterwards
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Schedule:
     """The scheduled graphs of one captured graph, for one set of input shapes, or for many.
 
@@ -170,3 +170,7 @@ class Schedule:
 
     def __str__(self) -> str:
         return self.code()
+
+    def __repr__(self) -> str:
+        graphs = ", ".join(self.graphs)
+        return f"<schedule {self.name!r}: {graphs} of {len(self.stages)} stages; print() shows it>"

@@ -108,7 +108,7 @@ class Busy:
         return bool(self.predicted_s or self.traced_s)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Explanation:
     """See `megacompile.explain`. `str()` is for a terminal, `to_dict()` for programs."""
 
@@ -370,6 +370,10 @@ class Explanation:
 
     def __str__(self) -> str:
         return as_text(self._title(), self._sections())
+
+    def __repr__(self) -> str:
+        step = f"{duration(self.step_s)} a step, bound by {self.bound}"
+        return f"<explanation of {self.model}: {step}; print() shows it>"
 
     def _repr_html_(self) -> str:
         return as_html(self._title(), self._sections())

@@ -198,12 +198,20 @@ def _of_file(path: Path) -> list[Entry]:
     return entries
 
 
+_OF_TORCH_SAVE = (b"PK\x03\x04", b"\x80\x02")  # a zip file; before torch 1.6, a pickle
+
+
 def _header(path: Path) -> tuple[dict[str, Any], int]:
     """The header of a file that has all of its bytes, and where its tensors begin."""
     got = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if start.startswith(_OF_TORCH_SAVE):
+            raise CheckpointError(
+                f"megacompile(): file {path} is one of torch.save(); needed safetensors; leave out "
+                "checkpoint= and call model.load_state_dict(torch.load(...)) after megacompile()"
+            )
         if not 2 <= length <= got - 8:
             raise CheckpointError(
                 f"megacompile(): file {path} is truncated or no safetensors file: got {got} bytes, "
