@@ -95,8 +95,8 @@ def bar(
 @contextmanager
 def line(what: str, show: bool | None) -> Iterator[None]:
     """A line that is gone at the end, when an outer one is there again; `now` and `phase` change
-    it. `show=None`: on a terminal, elsewhere once if it takes long. `what=""`: it says nothing until
-    then."""
+    it. `show=None`: on a terminal, and elsewhere once if it takes long. `what=""`: it says nothing
+    until then."""
     on_terminal = sys.stderr.isatty()
     mine = _Line(on_terminal if show is None else show)
     is_quiet = on_terminal or show is not None or _said_off_terminals

@@ -300,7 +300,7 @@ def _twice(folder: Path) -> None:
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated": (_truncate, "model-00002-of-00003.safetensors is truncated: got ... needed"),
     "header": (_truncate_header, "is truncated or no safetensors file: got 20 bytes, needed"),
-    "torch.save": (_torch_save, "is one of torch.save(); needed safetensors; leave out checkpoint="),
+    "torch.save": (_torch_save, "is one of torch.save(); needed safetensors; leave out"),
     "a file": (_lose_file, "names 3 files, of which 1 are not in its folder: model-00002"),
     "index": (_lose_index, "has parts of a checkpoint and no index ... save or download it again"),
     "other format": (_lose_all, "has no .safetensors file (it has model-00001-of-00003.bin"),
