@@ -39,6 +39,43 @@ def targets(module: fx.GraphModule) -> list[Any]:
     return [node.target for node in module.graph.nodes if node.op == "call_function"]
 
 
+# --- operators that refuse their inputs
+
+
+def test_what_an_operator_refuses_is_one_error(caplog: pytest.LogCaptureFixture) -> None:
+    """Before a line ran, or in a frame that was resumed; torch's own log of it is left out within
+    calls of the code that is told."""
+
+    def product(x: Tensor, breaks: bool) -> Tensor:
+        if breaks:
+            torch._dynamo.graph_break()
+        return x @ torch.ones(3, 3)
+
+    source = """
+def within(*args):
+    try:
+        compiled(*args)
+    except CaptureError as error:
+        return is_raised_first(error)
+"""
+    compiled = torch.compile(product, backend="eager")
+    assert compat.uncompiled(compiled) is product
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        compat.uncompiled(compiled)(torch.ones(2, 2), False)
+    names: dict[str, Any] = {"__name__": "torch.nothing", "compiled": compiled}
+    names |= {"CaptureError": compat.CaptureError, "is_raised_first": compat.is_raised_first}
+    exec(source, names)
+    within = names["within"]
+    logged = "failed while attempting to run meta"
+    with caplog.at_level("ERROR", "torch._subclasses.fake_tensor"):
+        assert within(torch.ones(2, 2), False) is True
+        assert logged in caplog.text
+        caplog.clear()
+        compat.quiet_within(within.__code__)
+        assert within(torch.ones(2, 2), True) is False
+        assert logged not in caplog.text
+
+
 # --- captured graphs
 
 

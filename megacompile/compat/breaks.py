@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
+from megacompile.compat.dynamo import uncompiled
+
 _KEPT = 1000  # of each kind, of the process; the oldest go
 
 
@@ -86,8 +88,7 @@ def uncaptured() -> int:  # torch 2.11 to 2.15
 def why_captured_again(compiled: Callable[..., Any]) -> str:  # torch 2.11 to 2.15
     """Why the last capture but one of what `torch.compile` gave did not do: the guard that failed,
     in Dynamo's words; "" where that is not known."""
-    code = compiled._torchdynamo_orig_callable.__code__  # type: ignore[attr-defined]
-    said = torch._dynamo.utils.guard_failures.get(code, [])
+    said = torch._dynamo.utils.guard_failures.get(uncompiled(compiled).__code__, [])
     found = max(said, key=_capture_of, default="").partition("\n")[0]
     return found.partition(": ")[2].partition("  #")[0].strip()  # behind it: the line, a hint
 

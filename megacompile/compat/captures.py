@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -109,6 +110,38 @@ def is_called_first(code: types.CodeType) -> bool:  # torch 2.11 to 2.15
             return False
         frame = frame.f_back
     return frame is not None
+
+
+def is_raised_first(error: BaseException) -> bool:  # torch 2.11 to 2.15
+    """Was an error that was caught here raised before a line of a user has run? What is raised in a
+    frame that Dynamo resumed has another graph before it."""
+    at = error.__traceback__
+    while at is not None:
+        resumed = at.tb_frame.f_code.co_name.startswith("torch_dynamo_resume")
+        if is_of_user(at.tb_frame) or resumed:
+            return False
+        at = at.tb_next
+    return True
+
+
+def quiet_within(code: types.CodeType) -> None:  # torch 2.11 to 2.15
+    """Within calls of this code, torch does not log the traceback of an operator that refuses its
+    fake inputs: the error that is raised says it too."""
+    if not _quiet:
+        logging.getLogger("torch._subclasses.fake_tensor").addFilter(_is_outside)
+    _quiet.add(code)
+
+
+def _is_outside(record: logging.LogRecord) -> bool:
+    if not str(record.msg).startswith("failed while attempting to run meta"):
+        return True
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in _quiet:
+        frame = frame.f_back
+    return frame is None
+
+
+_quiet: set[types.CodeType] = set()
 
 
 # What Dynamo's guard filters see of its guards on what a tensor subclass is made of.

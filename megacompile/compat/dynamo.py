@@ -46,6 +46,16 @@ if hasattr(torch._dynamo.config, "force_compile_during_fx_trace"):
     CALL_OPTIONS["force_compile_during_fx_trace"] = True
 
 
+CaptureError = torch._dynamo.exc.TorchRuntimeError  # torch 2.11 to 2.15
+"""Dynamo met an operator that refuses its inputs, such as a product of other shapes."""
+
+
+def uncompiled(compiled: Callable[..., Any]) -> Callable[..., Any]:  # torch 2.11 to 2.15
+    """The function that `torch.compile` was given, to be called as it is."""
+    function: Callable[..., Any] = compiled._torchdynamo_orig_callable  # type: ignore[attr-defined]
+    return function
+
+
 def compile_lock() -> AbstractContextManager[object]:  # torch 2.11 to 2.15
     """Dynamo's: one thread compiles at a time. What notes that FX traces is of the process, and two
     tracers that end in another order than they began would leave it set."""

@@ -81,6 +81,7 @@ class StreamedModel:
         compat.settle_cache_keys()
         compat.note_backward_calls()
         compat.note_uncaptured()
+        compat.quiet_within(StreamedModel._run.__code__)
         compat.convert_in_place(StreamedParameter)
         self.graphs: list[CapturedGraph] = []
         self.buckets = ModelBuckets(
@@ -164,34 +165,49 @@ class StreamedModel:
             self._refuse("torch.func")
         args, kwargs = inputs.moved(args, kwargs, self._to_device)
         before = shortage.Before.of(self.model, self.options.device)
-        run = functools.partial(self._run, compiled, stand_ins, args, kwargs)
+        run = functools.partial(self._run, stand_ins, args, kwargs)
         if captured := len(self.graphs):
             start_s = time.perf_counter()
-            result = self._until_done(run, before)
+            result = self._until_done(run, compiled, before)
             took_s = time.perf_counter() - start_s
             self._captured_again.note(compiled, took_s if len(self.graphs) > captured else 0.0)
             return result
         with line("capturing the model", self.options.progress):
-            return self._until_done(run, before)
+            return self._until_done(run, compiled, before)
 
-    def _until_done(self, run: Callable[[Undos], Any], before: shortage.Before) -> Any:
+    def _until_done(
+        self, run: Callable[..., Any], compiled: Callable[..., Any], before: shortage.Before
+    ) -> Any:
         """What a call gives, which begins again where buckets move first or memory has run out."""
         while True:
             try:
                 with contextlib.nullcontext() if self.graphs else self._few_collections():
-                    result = undone(run)
+                    result = undone(functools.partial(run, compiled))
                 self.buckets.notice.say(self.model.parameters)
                 return result
             except torch.OutOfMemoryError as error:
                 ran_out = shortage.first_line(error)  # not the error: its frames hold memory
             except MovesFirst:
                 ran_out = ""
+            except compat.CaptureError as error:
+                if not compat.is_raised_first(error):
+                    raise
+                failed = error
+                break
             if ran_out:
                 self._step_down(before, ran_out)
             else:
                 before.restore(self.model, "no memory")
                 self.buckets.move_if_wanted()
                 self._plan_anew()
+        self._fail_as_plain(run, compiled)
+        raise failed
+
+    def _fail_as_plain(self, run: Callable[..., Any], compiled: Callable[..., Any]) -> None:
+        """After a call that Dynamo could not trace, before a line of it ran: where the fault is the
+        user's (a wrong shape), it is raised at the user's line, as the plain model raises it."""
+        with self.buckets.notice.silenced(), contextlib.suppress(torch.OutOfMemoryError):
+            undone(functools.partial(run, compat.uncompiled(compiled)))
 
     @contextlib.contextmanager
     def _few_collections(self) -> Iterator[None]:
@@ -205,10 +221,10 @@ class StreamedModel:
 
     def _run(
         self,
-        compiled: Callable[..., Any],
         stand_ins: StandIns,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        call: Callable[..., Any],
         undos: Undos,
     ) -> Any:
         undos.append(functools.partial(compat.set_dynamo_options, compat.dynamo_options()))
@@ -219,7 +235,7 @@ class StreamedModel:
         stand_ins.put_in(self._stand_in, undos)
         self.parts.take_out(undos)
         self.buckets.proxies.swap_in(undos)
-        return compiled(*args, **kwargs)
+        return call(*args, **kwargs)
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """What takes a parameter's place in a call, where a functional call gives this tensor."""

@@ -6,7 +6,8 @@ What is captured is streamed by a schedule. Everything else is fetched at each u
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import torch
@@ -26,9 +27,21 @@ class EagerNotice:
         self._params: set[int] = set()  # ids of the parameters
         self._said: set[str] = set()  # causes
         self._uncaptured = compat.uncaptured()  # graph breaks and limits, when the last call ended
+        self._silent = False
+
+    @contextmanager
+    def silenced(self) -> Iterator[None]:
+        """For its duration, what eager code uses is not noted."""
+        self._silent = True
+        try:
+            yield
+        finally:
+            self._silent = False
 
     def __call__(self, param: torch.Tensor | None) -> None:
         """Eager code uses a parameter; None: of no model."""
+        if self._silent:
+            return
         self.used = True
         self._ever.add(id(param))
         if compat.backward_id() != -1:  # a backward is where its forward was
