@@ -1,4 +1,4 @@
-"""A wrong input raises what it raises in the plain model, at the user's line, not Dynamo's pages."""
+"""A wrong input raises what it raises in the plain model, at the user's line."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ def test_what_the_plain_model_can_do_is_dynamos_error() -> None:
             self.linear = nn.Linear(4, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            return real_only(self.linear(x))
+            result: Tensor = real_only(self.linear(x))
+            return result
 
     model = megacompile(Custom(), device="cpu", lowering="eager")
     with pytest.raises(compat.CaptureError, match="no fake tensors here"):

@@ -254,7 +254,7 @@ def test_the_quick_estimate_of_memory_is_an_upper_bound() -> None:
 
 
 def test_what_may_not_be_is_not() -> None:
-    found = search(problem(12 * GIB), resident=False, pinned=True)
+    found = search(problem(12 * GIB), resident=False, activations_fixed=True)
     assert found is not None and found.choice.keep <= 1 and not found.choice.resident
 
 

@@ -269,7 +269,7 @@ def test_the_search_keeps_stages_on_the_host_where_that_pays(
     less = search(tower(host_budget_bytes=needed - 1))
     assert less is not None and less.choice != found.choice
     assert plenty.host_bytes(less.choice) < needed
-    pinned = search(replace(plenty, budget_bytes=2 * plenty.budget_bytes), pinned=True)
+    pinned = search(replace(plenty, budget_bytes=2 * plenty.budget_bytes), activations_fixed=True)
     assert pinned is not None and not pinned.choice.saved_on_host
     monkeypatch.setattr(Tries, "with_saved_on_host", lambda tries, best: best)
     without = search(tower(host_budget_bytes=1000 * GIB))

@@ -141,7 +141,7 @@ def abstract_programs(
 
     Args:
         hardware: the machine that plans are made for; default: that at hand. Where `options` say
-            nothing of device memory, that of the machine, less 5 %.
+            nothing of device memory, that of the machine, less 5 %, at most 4 GiB.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(

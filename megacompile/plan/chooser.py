@@ -40,6 +40,8 @@ from megacompile.plan.setting import Setting
 from megacompile.plan.stay import stay_that_fit
 from megacompile.plan.weights_on_disk import search_with_weights
 
+_Stages = tuple[Stage, ...]  # as `Pipeline.partition` made them: they stand for a captured graph
+
 _SHARE = 0.9  # of the budget, for forwards without a backward: a cache may grow
 
 
@@ -72,7 +74,6 @@ class _Open(NamedTuple):
 class _Planned:
     """What a captured graph was planned with last."""
 
-    stages: tuple[Stage, ...]  # as `Pipeline.partition` made them
     problem: Problem
     found: SearchResult
     decided: bool  # did it decide where buckets live, for which it will be planned again?
@@ -118,10 +119,10 @@ class Chooser:
         self._stored: frozenset[int] = frozenset()  # the same, whether their states are on the disk
         self._wanted: Placement | None = None  # where buckets are to be; None: where they are
         self._disk_bytes = disk_bytes  # that states may take there; None: not asked yet
-        self._planned: dict[int, _Planned] = {}  # captured graphs: id(stages.stages) -> its plan
-        self._sought: dict[int, Problem] = {}  # the same -> the last that a search was made for
-        self._nearest: dict[int, Choice] = {}  # the same -> what lacks the least, if nothing fits
-        self._elsewhere: dict[int, Choice] = {}  # the same -> what was found for other budgets
+        self._planned: dict[_Stages, _Planned] = {}  # the one that was planned last comes last
+        self._sought: dict[_Stages, Problem] = {}  # the last that a search was made for
+        self._nearest: dict[_Stages, Choice] = {}  # what lacks the least, where nothing fits
+        self._elsewhere: dict[_Stages, Choice] = {}  # what was found for other budgets
         self.whole: frozenset[int] | None = None  # buckets that ranks copy whole; None: not decided
         self._why_whole: tuple[str, ...] = ()
 
@@ -159,7 +160,7 @@ class Chooser:
 
     def host_too_small(self, stages: Schedule) -> bool:
         """Has the budget of host memory kept a search from anything? Also where none was made."""
-        problem = self._sought.get(id(stages.stages))
+        problem = self._sought.get(stages.stages)
         return problem is None or problem.tiers.host_too_small
 
     def wants(self, placement: Placement) -> Placement:
@@ -176,48 +177,71 @@ class Chooser:
     def _searched(
         self, stages: Schedule, schedule: Schedule, variant: Variant, placement: Placement
     ) -> PlanChoice:
-        options = self.setting.options
+        """Search, remember what was found, and decide about buckets that no plan has decided
+        about."""
         self.budget.agree()
         open_to = self._open(schedule, placement)
         wanted = placement if self._wanted is None else self._wanted
         problem = self._problem(stages, schedule, variant, placement, wanted, open_to)
-        found = before = self._found_before(stages, problem)
+        before = self._found_before(stages, problem)
+        problem, found, why = self._search(stages, problem, before, weights=bool(open_to.weights))
+        self._trained |= schedule.gradient_params
+        self.budget.note(problem, found.peak_bytes)
+        decides = bool(open_to.residents or open_to.states or why) or found is before
+        self._planned.pop(stages.stages, None)
+        self._planned[stages.stages] = _Planned(problem, found, decides)
+        if open_to.residents or open_to.states:
+            self._decided |= open_to.residents
+            self._stored |= open_to.states
+            self._wanted = open_to.decided(wanted, found.choice)
+        self._why_whole = self._why_whole or why
+        return PlanChoice(found.choice, self._reasons(problem, found, placement))
+
+    def _search(
+        self, stages: Schedule, problem: Problem, before: SearchResult | None, *, weights: bool
+    ) -> tuple[Problem, SearchResult, tuple[str, ...]]:
+        """The first of these that there is: what was found before, what a search finds, with
+        parameters on the disk (`weights`: where they may go there), as if no other graph were
+        there, with fewer states in host memory, the smallest plan.
+
+        Returns:
+            what was sought in the end, what was found, and why ranks copy buckets whole, or do not,
+            if that was decided here.
+        """
+        found = before
         why: tuple[str, ...] = ()
-        anew = functools.partial(self._searches.near, near=self._elsewhere.get(id(stages.stages)))
+        anew = functools.partial(self._searches.near, near=self._elsewhere.get(stages.stages))
         if found is None:
-            self._sought[id(stages.stages)] = problem
+            self._sought[stages.stages] = problem
             found = anew(problem)
         if self.whole is None and self.setting.meet is not None:
-            asked_whole = bool(options.whole_buckets)
+            asked_whole = bool(self.setting.options.whole_buckets)
             self.whole, found, why = pick(
                 problem, found, self._searches.everywhere, self.setting.meet, wanted=asked_whole
             )
             problem = problem.copying(self.whole)
-            self._sought[id(stages.stages)] = problem
-        if open_to.weights and before is None:
+            self._sought[stages.stages] = problem
+        if weights and before is None:
             problem, found = search_with_weights(problem, found, anew)
-        if found is None and problem.others:  # as if it were alone; no bucket can go there, too
+        if found is None and problem.others:  # no bucket can go where they are, too
             problem = replace(problem, others=(), undecided=())
             found = self._searches.everywhere(problem)
         if found is None:
             found = self._searches.with_fewer_states(problem)
         if found is None:
             found = self._too_small(stages, problem)
-        self._trained |= schedule.gradient_params
-        self.budget.note(problem, found.peak_bytes)
-        decides = bool(open_to.residents or open_to.states or why) or found is before
-        self._planned[id(stages.stages)] = _Planned(stages.stages, problem, found, decides)
-        if open_to.residents or open_to.states:
-            self._decided |= open_to.residents
-            self._stored |= open_to.states
-            self._wanted = open_to.decided(wanted, found.choice)
-        self._why_whole = self._why_whole or why
+        return problem, found, why
+
+    def _reasons(
+        self, problem: Problem, found: SearchResult, placement: Placement
+    ) -> tuple[str, ...]:
+        """What the plan says of itself."""
         reasons = (*found.reasons, *self._why_whole)
         if words := pageable_words(problem.hardware, problem.host_bytes(found.choice)):
             reasons = (*reasons, words)
-        if placement.stays and options.resident is None:
+        if placement.stays and self.setting.options.resident is None:
             reasons = (*reasons, f"buckets stay where they are: {placement.stays}")
-        return PlanChoice(found.choice, reasons)
+        return reasons
 
     def _open(self, schedule: Schedule, placement: Placement) -> _Open:
         options = self.setting.options
@@ -253,7 +277,7 @@ class Chooser:
         )
         if self.whole:
             problem = problem.copying(self.whole)
-        if (known := self._sought.get(id(stages.stages))) is not None:
+        if (known := self._sought.get(stages.stages)) is not None:
             problem.learn(known)
         return problem
 
@@ -265,7 +289,7 @@ class Chooser:
         """
         latest: dict[frozenset[int], _Planned] = {}
         for key, planned in self._planned.items():
-            if key != id(stages.stages) and planned.keys != own:
+            if key != stages.stages and planned.keys != own:
                 latest[planned.keys] = planned
         return tuple(planned.schedule for planned in latest.values())
 
@@ -281,7 +305,7 @@ class Chooser:
         little = problem.peak_bytes(choice) <= TOLERANCE * problem.budget_bytes
         if not (little and problem.fits_host(choice)):
             choice = replace(nearest(problem), tiles=tiles)
-            self._nearest[id(stages.stages)] = choice
+            self._nearest[stages.stages] = choice
         if not problem.fits_host(choice):
             self._wanted = _placed(choice)
             raise HostMemoryError(
@@ -394,7 +418,7 @@ class Chooser:
 
     def _found_before(self, stages: Schedule, problem: Problem) -> SearchResult | None:
         """What the same was planned with before its buckets were moved to where that wants them."""
-        before = self._planned.get(id(stages.stages))
+        before = self._planned.get(stages.stages)
         if before is None or not before.decided or problem.undecided or problem.storable:
             return None
         choice = before.found.choice
@@ -405,7 +429,7 @@ class Chooser:
 
     def choose_least(self, stages: Schedule, placement: Placement, reason: str) -> None:
         """Plan these stages with what comes nearest to the budgets, though that is too much."""
-        choice = self._nearest.get(id(stages.stages), Choice(0, state_lookahead=1))
+        choice = self._nearest.get(stages.stages, Choice(0, state_lookahead=1))
         choice = replace(choice, resident=placement.resident)
         self._chosen[stages] = PlanChoice(choice, (reason,))
 
@@ -441,9 +465,9 @@ class Chooser:
         """Forget what was chosen for all but these captured stages."""
         for key in [key for key in self._chosen if key not in stages]:
             del self._chosen[key]
-        kept = {id(each.stages) for each in stages}
+        kept = {each.stages for each in stages}
         known = (self._planned, self._sought, self._nearest, self._elsewhere)
-        remembered: dict[int, Any]
+        remembered: dict[_Stages, Any]
         for remembered in known:
             for each in [each for each in remembered if each not in kept]:
                 del remembered[each]

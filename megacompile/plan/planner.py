@@ -53,7 +53,7 @@ def search(
     problem: Problem,
     *,
     resident: bool = True,
-    pinned: bool = False,
+    activations_fixed: bool = False,
     device_update: bool = True,
     slots: bool = True,
 ) -> SearchResult | None:
@@ -61,14 +61,14 @@ def search(
 
     Args:
         resident: buckets may live on the device.
-        pinned: what is kept or offloaded is not for the search to say.
+        activations_fixed: what is kept or offloaded is not for the search to say.
         device_update: streamed buckets may be updated on the device.
         slots: there may be more than were asked for.
     """
     least = problem.fewest_residents() if resident else 0
     if least is None:
         return None
-    tries = Tries(problem, (1, 1) if pinned else (0, problem.stages))
+    tries = Tries(problem, (1, 1) if activations_fixed else (0, problem.stages))
     most = max(least, problem.most_residents(Choice(0)) or 0) if resident else 0
     if not tries.add_everything(len(problem.candidates) if resident else 0):
         _add_grid(tries, (least, most), resident=resident, device_update=device_update)
@@ -81,13 +81,13 @@ def search(
             count = problem.most_residents(later) or 0
             if count > tries.count(tries.best):
                 tries.add(replace(later, resident=problem.with_residents(count).resident))
-    if not tries.times and not pinned:
+    if not tries.times and not activations_fixed:
         late = replace(streamed, keep=0, state_lookahead=1 if in_backward else None)
         tries.add_offloaded(late, resident=resident)
     if not tries.times:
         return None
     best = tries.surest()
-    if not pinned:
+    if not activations_fixed:
         halves = tries.with_halves(best, resident=resident)
         each = [
             tries.with_memory_freed(b, resident=resident) for b in dict.fromkeys((halves, best))

@@ -328,7 +328,7 @@ class Problem:
     def reruns(self, row: int) -> int:
         """How many stages run again, where `row` in a row do for each whose output is saved.
 
-        None, where ranks share the model: see `Options.ranks`.
+        0 where ranks share the model: see `Options.ranks`.
         """
         shared = any(bucket.ranks > 1 for bucket in self.buckets)
         return 0 if shared else reruns(self.stages, row)

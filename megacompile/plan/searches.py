@@ -65,7 +65,7 @@ class Searches:
         return search(
             problem,
             resident=bool(problem.candidates),
-            pinned=options.activations is not Activations.AUTO,
+            activations_fixed=options.activations is not Activations.AUTO,
             device_update=(
                 options.plans_device_update
                 and options.device_update is None

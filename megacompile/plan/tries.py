@@ -52,7 +52,7 @@ class Tries:
     def __init__(self, problem: Problem, keeps: tuple[int, int]) -> None:
         self.problem = problem
         self.keeps = keeps
-        self.times: dict[Choice, float] = {}
+        self.times: dict[Choice, float] = {}  # seconds; of equals, `best` is the first
         self.too_many: set[int] = set()  # counts of resident buckets that do not fit
         self.passed_over: set[int] = set()  # the same, of choices that are too slow in any case
 
@@ -119,8 +119,12 @@ class Tries:
         for keep in sorted(others - {low}):
             self._simulate(replace(least, keep=keep))
         if most_kept is not None and most_kept in self.times.keys() - known:
-            self.times[most_kept] = self.times.pop(most_kept)  # of equals, that which keeps less
+            self._prefer_others(most_kept)
         return most_kept is not None
+
+    def _prefer_others(self, choice: Choice) -> None:
+        """Let any choice win that is as fast: this one keeps more."""
+        self.times[choice] = self.times.pop(choice)
 
     def _most_that_fit(self, choice: Choice, keeps: range) -> Choice | None:
         """Simulate a choice with as many kept stages as fit; None where even the last of `keeps` is

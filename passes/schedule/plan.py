@@ -15,6 +15,9 @@ from megacompile.ir.buckets import Bucket
 from megacompile.ir.schedule import Plan, Schedule
 from megacompile.text import format_bytes, numbered
 
+ROWS = (1, 2, 3, 5)  # stages that run again for each whose output is saved: what is tried
+_SELECTIVE = 0.5  # of the saved tensors of a 7B layer: 4 % of its time for half of the memory
+
 
 def make_plan(
     schedule: Schedule,
@@ -76,7 +79,7 @@ def make_plan(
     if schedule.backward is None:
         slots, why = _stay(schedule, here, stay)
         reasons = (*so_far, "every stage is recomputed", *_residents(schedule, here), *why)
-        plan = Plan(frozenset(), reasons, here, stay=slots, tiles=in_tiles, whole=whole)
+        plan = Plan(reasons=reasons, resident=here, stay=slots, tiles=in_tiles, whole=whole)
         return replace(schedule, plan=plan)
     kept, reason = _keep(schedule, keep, activations)
     count = len(schedule.stages) if activations == "offload" else offload
@@ -89,7 +92,7 @@ def make_plan(
     saves = away if keep else frozenset()
     kept = kept | saves
     if not in_tiles:  # which save little, and compute the rest again
-        saved_fractions = _with(saved_fractions, saves)
+        saved_fractions = _with_halves(saved_fractions, saves)
     chosen, why = _device_update(schedule, here, on_disk, device_update)
     by_samples = samples - kept
     how = (
@@ -103,15 +106,15 @@ def make_plan(
         *why,
     )
     plan = Plan(
-        kept,
-        (*so_far, *how),
-        here,
-        chosen,
-        waiting | away,
-        again,
-        saved_fractions,
-        in_tiles,
-        by_samples,
+        keep=kept,
+        reasons=(*so_far, *how),
+        resident=here,
+        device_update=chosen,
+        offload=waiting | away,
+        rerun=again,
+        saved_fractions=saved_fractions,
+        tiles=in_tiles,
+        samples=by_samples,
         state_delay=state_delay,
         saved_delay=_apart(away),
         whole=whole,
@@ -231,9 +234,6 @@ def _offload(
     return chosen, (reason,)
 
 
-ROWS = (1, 2, 3, 5)  # stages that run again for each whose output is saved: what is tried
-
-
 def reruns(stages: int, row: int) -> int:
     """How many of so many stages run again, where `row` in a row do for each whose output is saved.
 
@@ -271,14 +271,11 @@ def _rerun(schedule: Schedule, count: int) -> tuple[frozenset[int], tuple[str, .
     return frozenset(chosen), (reason,)
 
 
-def _with(
+def _with_halves(
     saved_fractions: tuple[tuple[int, float], ...], away: frozenset[int]
 ) -> tuple[tuple[int, float], ...]:
     """Stages that are kept on the host save half of it: that takes half of the copies."""
     return tuple(sorted((*saved_fractions, *((index, _SELECTIVE) for index in away))))
-
-
-_SELECTIVE = 0.5  # of the saved tensors of a 7B layer: 4 % of its time for half of the memory
 
 
 def _tiles(schedule: Schedule, tiles: int, cut: frozenset[int]) -> tuple[str, ...]:

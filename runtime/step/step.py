@@ -53,6 +53,7 @@ from megacompile.runtime.step import hooks
 from megacompile.runtime.step.parts import Parts
 from megacompile.runtime.updates.compiled import compiled
 from megacompile.runtime.updates.flight import Flight
+from megacompile.runtime.updates.in_backward import PrepareSteps
 from megacompile.runtime.updates.part import BucketPart
 from megacompile.runtime.updates.refusals import check, check_shared, rehearse
 from megacompile.runtime.updates.update import ParamUpdate, UpdatePath
@@ -322,7 +323,7 @@ class Updates:
         rank = {key: i for i, key in enumerate(self.machine.order)}
         return sorted(keys, key=lambda key: (rank.get(key, len(rank)), key))
 
-    def steps_in_backward(self) -> Callable[..., dict[int, ParamUpdate]]:
+    def steps_in_backward(self) -> PrepareSteps:
         """What prepares the steps of an update in the backward. It does not keep this alive: who
         has only an old loss has no part in the steps of optimizers."""
         return functools.partial(_in_backward, self._parts, self.ways)

@@ -42,19 +42,24 @@ from megacompile.runtime.updates.staging import Staging
 from megacompile.runtime.updates.update import ParamUpdate
 from megacompile.runtime.updates.weight_staging import WeightStaging
 
+PrepareSteps = Callable[[Optimizer, HostBucket, Iterable[int]], dict[int, ParamUpdate]]
+"""Prepares the steps of some of a bucket's parameters, by index."""
+
 
 class InBackward:
     """Carries the `*_state` and `update` ops out.
 
     Args:
         optimizer: whose step it is.
-        steps: prepares the steps of some of a bucket's parameters (`Updates.steps_in_backward`).
+        prepare: the steps in it (`Updates.steps_in_backward`).
         micro_steps: knows whether another backward comes before the step.
     """
 
-    def __init__(self, optimizer: Optimizer, steps: Any, micro_steps: MicroSteps) -> None:
+    def __init__(
+        self, optimizer: Optimizer, prepare: PrepareSteps, micro_steps: MicroSteps
+    ) -> None:
         self.optimizer = optimizer
-        self.prepare = steps
+        self.prepare = prepare
         self.staging: Staging | None = None  # of states that lie on a disk
         self.weight_staging: WeightStaging | None = None  # of parameters that lie there
         self._micro_steps = micro_steps
