@@ -393,7 +393,7 @@ _KINDS: dict[Value | None, Kind] = {
 def _places(call: fx.Node, stage: Stage, k: int) -> tuple[int, ...]:
     """Where the graph of a call returns its result k: in several places where that is a bundle of
     saved tensors, in none where it is a group of gradients."""
-    template, results = stage.traced, len(stage.outputs) + len(stage.mutated)
+    template, results = stage.traced, stage.result_count
     if call.target is ops.backward:
         of_args = [
             i for i, p in enumerate(template.gradients) if isinstance(stage.primals[p], ArgRef)
@@ -413,7 +413,7 @@ def _kind_of(call: fx.Node, stage: Stage, k: int) -> Kind:
         return Kind.GRADIENTS
     if call.target is ops.recompute:
         return Kind.SAVED
-    return Kind.ACTIVATIONS if k < len(stage.outputs) + len(stage.mutated) else Kind.SAVED
+    return Kind.ACTIVATIONS if k < stage.result_count else Kind.SAVED
 
 
 def host_memory(

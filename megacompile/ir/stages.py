@@ -143,6 +143,11 @@ class Stage:
         return self.template
 
     @property
+    def result_count(self) -> int:
+        """Its outputs, then the new values of what it changes in place."""
+        return len(self.outputs) + len(self.mutated)
+
+    @property
     def saved_values(self) -> tuple[TensorMeta | tuple[TensorMeta, ...], ...]:
         """What its forward saves for its backward: a meta of each value, or those of a bundle."""
         saved = self.traced.saved

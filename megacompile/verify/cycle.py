@@ -174,7 +174,7 @@ class _Cycle:
     def _accesses(self, view: View, access: Access, before: int) -> Iterator[Hazard]:
         node = access.node
         assert node is not None
-        op, bucket = ops.effects(node), ops.arguments(node)[0]
+        op, bucket = ops.effects(node), ops.bucket_of(node)
         for part in op.reads:
             writer = self.writer.get((bucket.key, part))
             if writer is not None and _races(writer, access, before):
@@ -261,7 +261,7 @@ class _Cycle:
                     gone |= done[producer(waits)]  # type: ignore[arg-type]
             for copy, bit in copies:
                 if not gone >> bit & 1:
-                    token = ", ".join(_token(ops.arguments(copy)[0], p) for _, p in written(copy))
+                    token = ", ".join(_token(ops.bucket_of(copy), p) for _, p in written(copy))
                     message = (
                         f"{root.name} is freed while {label(copy)} of the backward may still read "
                         f"it: no edge orders {label(copy)} before its free; add after=({token}) to "

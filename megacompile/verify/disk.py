@@ -20,7 +20,6 @@ from collections.abc import Collection, Iterator
 from torch import fx
 
 from megacompile.ir import ops
-from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Part, effects
 from megacompile.ir.stream import Stream
 from megacompile.ir.values import label
@@ -34,7 +33,7 @@ def _states(view: View) -> Iterator[Hazard]:
     reads_of: dict[int, list[fx.Node]] = defaultdict(list)
     writes_of: dict[int, list[fx.Node]] = defaultdict(list)
     for node in touching:
-        key = ops.arguments(node)[0].key
+        key = ops.bucket_of(node).key
         if effects(node).stored is None:
             continue
         (reads_of if ops.stream_of(node) is Stream.READ else writes_of)[key].append(node)
@@ -42,7 +41,7 @@ def _states(view: View) -> Iterator[Hazard]:
             message = f"{label(node)} is of a bucket whose states lie on the host; drop it"
             yield view.hazard(HazardKind.WRONG_UPDATE, node, None, message)
     for node in touching:
-        bucket: Bucket = ops.arguments(node)[0]
+        bucket = ops.bucket_of(node)
         if bucket.key not in on_disk or ops.stream_of(node) is Stream.READ:
             continue
         if not any(view.order.before(read, node) for read in reads_of[bucket.key]):
@@ -71,13 +70,14 @@ def _weights(view: View) -> Iterator[Hazard]:
     writes = [node for node in stored if ops.stream_of(node) is Stream.WRITE]
     taken: dict[fx.Node, fx.Node] = {}
     for node in touching:
-        op, bucket = effects(node), _bucket(node)
+        op, bucket = effects(node), ops.bucket_of(node)
         if bucket.key not in keys or op.stored is not None:
             continue
         if Part.WEIGHTS in op.reads:
             yield from _read_before(view, node, reads, taken)
         if Part.WEIGHTS in op.writes and not any(
-            _bucket(write).key == bucket.key and view.order.before(node, write) for write in writes
+            ops.bucket_of(write).key == bucket.key and view.order.before(node, write)
+            for write in writes
         ):
             message = (
                 f"{label(node)} makes new parameters of bucket {bucket.label}, which lie on a "
@@ -95,29 +95,29 @@ def _weights(view: View) -> Iterator[Hazard]:
 
 def _elsewhere(view: View, stored: list[fx.Node], keys: Collection[int]) -> Iterator[Hazard]:
     for node in stored:
-        if _bucket(node).key not in keys:
+        if ops.bucket_of(node).key not in keys:
             message = f"{label(node)} is of a bucket whose parameters lie elsewhere; drop it"
             yield view.hazard(HazardKind.WRONG_UPDATE, node, None, message)
     written: set[int] = set()
     for node in stored:
         if ops.stream_of(node) is not Stream.WRITE:
             continue
-        if _bucket(node).key in written:
+        if ops.bucket_of(node).key in written:
             message = f"{label(node)} comes twice, and there is one buffer; drop one of them"
             yield view.hazard(HazardKind.WRONG_UPDATE, node, None, message)
-        written.add(_bucket(node).key)
+        written.add(ops.bucket_of(node).key)
 
 
 def _read_before(
     view: View, node: fx.Node, reads: list[fx.Node], taken: dict[fx.Node, fx.Node]
 ) -> Iterator[Hazard]:
     """A prefetch or an update names a read of its bucket, which nobody else has named."""
-    bucket, fetches = _bucket(node), effects(node).fills_slot
+    bucket, fetches = ops.bucket_of(node), effects(node).fills_slot
     wanted = ops.read_weights if fetches else ops.read_trained
     named = [
         read
         for read in node.all_input_nodes
-        if read in reads and read.target is wanted and _bucket(read).key == bucket.key
+        if read in reads and read.target is wanted and ops.bucket_of(read).key == bucket.key
     ]
     for read in named:
         if read in taken:
@@ -133,11 +133,6 @@ def _read_before(
             f"and names {len(named)} of its reads; name one {bucket.label}{wanted.__name__.upper()}"
         )
         yield view.hazard(HazardKind.NOT_READ, node, None, message)
-
-
-def _bucket(node: fx.Node) -> Bucket:
-    bucket: Bucket = ops.arguments(node)[0]
-    return bucket
 
 
 CHECKS: tuple[Check, ...] = (_states, _weights)

@@ -276,7 +276,7 @@ def _own_saved(
     view: View, node: fx.Node, forward: fx.Node, away: Mapping[str, fx.Node]
 ) -> Iterator[Hazard]:
     stage: Any = node.args[0]
-    first = len(stage.outputs) + len(stage.mutated)
+    first = stage.result_count
     kept = {item.name: i - first for i, item in ops.items(forward) if i >= first}
     saved: Any = node.args[3]
     for i, value in enumerate(saved):

@@ -20,7 +20,6 @@ from typing import Any
 from torch import fx
 
 from megacompile.ir import ops
-from megacompile.ir.buckets import Bucket
 from megacompile.ir.ops import Part, Value, effects
 from megacompile.ir.stream import Stream
 from megacompile.ir.tokens import Place, given, token_of, written
@@ -39,7 +38,7 @@ def updated_once(views: list[View]) -> Iterator[Hazard]:
     buckets = {bucket.key: bucket for bucket in schedule.buckets}
     for view in views[1:]:
         for node in view.that(lambda op: op.once):
-            bucket: Bucket = ops.arguments(node)[0]
+            bucket = ops.bucket_of(node)
             earlier = first.setdefault(bucket.key, (view, node))
             if bucket.key not in trained:
                 message = f"{label(node)} updates a bucket that gets no gradients; drop it"
@@ -101,7 +100,7 @@ def _where_it_lies(view: View) -> Iterator[Hazard]:
     else."""
     resident = view.schedule.plan.resident
     for node in view.that(lambda op: _MOVES & set(op.writes)):
-        bucket: Bucket = ops.arguments(node)[0]
+        bucket = ops.bucket_of(node)
         if (bucket.key in resident) != (ops.stream_of(node) is Stream.COMPUTE):
             where = "lives on the device" if bucket.key in resident else "lies on the host"
             states = Part.STATES in effects(node).writes
@@ -147,7 +146,7 @@ def _tokens(view: View) -> Iterator[Hazard]:
         returned = sorted({"nothing" if n is None else n.name for n in map(got.get, places)})
         message = (
             f"it returns {', '.join(returned)} as the last to write the {parts} of bucket "
-            f"{ops.arguments(node)[0].label}, but that is {named(node)}; return it"
+            f"{ops.bucket_of(node).label}, but that is {named(node)}; return it"
         )
         yield view.hazard(HazardKind.WRONG_TOKEN, node, None, message)
 
@@ -165,7 +164,7 @@ def _helps(view: View) -> Iterator[Hazard]:
                     "name updates of the host"
                 )
                 yield view.hazard(HazardKind.WRONG_HELP, node, update, message)
-            elif (key := ops.arguments(update)[0].key) in plan.on_disk | plan.weights_on_disk:
+            elif (key := ops.bucket_of(update).key) in plan.on_disk | plan.weights_on_disk:
                 what = "states" if key in plan.on_disk else "parameters"
                 message = (
                     f"{label(node)} is to help with {named(update)}, whose {what} come from a "

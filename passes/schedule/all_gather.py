@@ -56,7 +56,7 @@ def insert_all_gather(schedule: Schedule) -> Schedule:
 def _read_behind_sums(graph: fx.Graph) -> set[int]:
     """Keys of the buckets that the graph updates, and copies where nothing says that other ranks
     have not begun to; see the note."""
-    written = {ops.arguments(n)[0].key for n in ops.nodes_that(graph, _writes_weights)}
+    written = {ops.bucket_of(n).key for n in ops.nodes_that(graph, _writes_weights)}
     if not written:
         return set()
     position = {node: i for i, node in enumerate(graph.nodes)}
@@ -66,7 +66,7 @@ def _read_behind_sums(graph: fx.Graph) -> set[int]:
         summed[bucket.key] = position[producer(gradients)]
     found = set()
     for node in ops.nodes_of(graph, ops.prefetch):
-        key = ops.arguments(node)[0].key
+        key = ops.bucket_of(node).key
         first = min((position[user] for user in node.users), default=len(position))
         if key in written and first > summed.get(key, -1):
             found.add(key)

@@ -37,7 +37,7 @@ def insert_all_reduce(schedule: Schedule, *, defers: bool) -> Schedule:
     assert graph is not None
     for node in ops.nodes_that(graph, _takes_part):
         gradients = taken(node, Value.GRADIENTS)
-        bucket = ops.arguments(node)[0]
+        bucket = ops.bucket_of(node)
         if gradients is None or bucket.replicas == 1:
             continue
         with graph.inserting_after(gradients):

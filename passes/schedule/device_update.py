@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from megacompile.ir import ops
-from megacompile.ir.buckets import Bucket, largest_shard
+from megacompile.ir.buckets import largest_shard
 from megacompile.ir.nodes import set_args
 from megacompile.ir.schedule import Schedule
 from megacompile.ir.tensors import TensorMeta
@@ -45,10 +45,10 @@ def insert_device_update(schedule: Schedule, *, state_bytes: Callable[[int], flo
     chosen = [
         node
         for node in ops.nodes_of(graph, ops.offload_grad)
-        if _bucket(node).key in new.plan.device_update
+        if ops.bucket_of(node).key in new.plan.device_update
     ]
     steps = uses(graph)
-    sizes = [_bucket(node).size_bytes for node in chosen]
+    sizes = [ops.bucket_of(node).size_bytes for node in chosen]
     first = min(1, len(steps) - 1)
     left: list[fx.Node] = []
     for k, offload in enumerate(chosen):
@@ -72,8 +72,3 @@ def insert_device_update(schedule: Schedule, *, state_bytes: Callable[[int], flo
         last = [i for i, read in enumerate(reads) if {b.key for b in read} & new.plan.device_update]
         insert_drain(new.forward, behind=max(last, default=0))
     return replace(new, left=tuple(node.name for node in left))
-
-
-def _bucket(node: fx.Node) -> Bucket:
-    bucket: Bucket = ops.arguments(node)[0]
-    return bucket

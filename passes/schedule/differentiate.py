@@ -71,7 +71,7 @@ def _boundary(graph: fx.Graph, call: fx.Node, stage: Stage) -> list[str]:
     Which outputs get a gradient is a guess until `backward()` is called. With all boundaries at
     hand, a backward for other outputs can be built then, recomputing every stage.
     """
-    metas = call.meta["value"][: len(stage.outputs) + len(stage.mutated)]
+    metas = call.meta["value"][: stage.result_count]
     if not any(meta.requires_grad for meta in metas):
         return []
     args = ops.arguments(call)[2]
@@ -85,7 +85,7 @@ def _boundary(graph: fx.Graph, call: fx.Node, stage: Stage) -> list[str]:
 
 def _save(graph: fx.Graph, call: fx.Node, stage: Stage) -> None:
     """Let a forward return its saved tensors after its outputs and new values."""
-    results = len(stage.outputs) + len(stage.mutated)
+    results = stage.result_count
     set_args(call, (*call.args[:3], True))
     saved = stage.saved_values
     call.meta["value"] = (*call.meta["value"], *saved)
@@ -96,7 +96,7 @@ def _save(graph: fx.Graph, call: fx.Node, stage: Stage) -> None:
 
 
 def _saved(call: fx.Node, stage: Stage) -> list[fx.Node]:
-    results = len(stage.outputs) + len(stage.mutated)
+    results = stage.result_count
     by_index = dict(ops.items(call))
     return [by_index[k] for k in sorted(by_index) if k >= results]
 

@@ -89,7 +89,7 @@ def states_in_use(graph: fx.Graph, keys: Collection[int]) -> int:
     for node in ops.nodes_that(
         graph, lambda op: op.stored is None and Part.STATES in (*op.reads, *op.writes)
     ):
-        key = _bucket(node).key
+        key = ops.bucket_of(node).key
         if key not in keys:
             continue
         used.add(key)
@@ -107,12 +107,12 @@ def _insert(
     ahead: int,
 ) -> None:
     on_disk = schedule.plan.on_disk
-    readers = [n for n in _touching(graph, reads=True) if _bucket(n).key in on_disk]
-    writers = [n for n in _touching(graph, reads=False) if _bucket(n).key in on_disk]
+    readers = [n for n in _touching(graph, reads=True) if ops.bucket_of(n).key in on_disk]
+    writers = [n for n in _touching(graph, reads=False) if ops.bucket_of(n).key in on_disk]
     body = next(node for node in graph.nodes if node.op != "placeholder")
     places = [_begin_of(node) for node in readers]
     for k, reader in enumerate(readers):
-        bucket = _bucket(reader)
+        bucket = ops.bucket_of(reader)
         after: tuple[fx.Node, ...] = ()
         if name == "update":
             after = (take(graph, bucket, Part.STATES),)
@@ -124,7 +124,7 @@ def _insert(
         reader.kwargs = {**reader.kwargs, "after": (*named, read)}  # type: ignore[misc]
         read.meta["value"] = _meta(schedule, bucket, state_bytes)
     for writer in writers:
-        bucket = _bucket(writer)
+        bucket = ops.bucket_of(writer)
         with graph.inserting_after(writer):
             write = ops.call(
                 graph, ops.write_state, bucket, name=f"ws{bucket.suffix}", after=(writer,)
@@ -140,11 +140,6 @@ def _begin_of(reader: fx.Node) -> fx.Node:
     """What a read comes ahead of: the allocation of what is fetched into, or the reader."""
     buffer = reader.args[1] if len(reader.args) > 1 else None
     return buffer if isinstance(buffer, fx.Node) else reader
-
-
-def _bucket(node: fx.Node) -> Bucket:
-    bucket: Bucket = ops.arguments(node)[0]
-    return bucket
 
 
 def _meta(schedule: Schedule, bucket: Bucket, state_bytes: Callable[[int], float]) -> TensorMeta:

@@ -73,14 +73,14 @@ def _insert_reads(schedule: Schedule, graph: fx.Graph, ahead: int) -> None:
     fetches = [
         node
         for node in ops.nodes_that(graph, lambda op: op.fills_slot)
-        if _bucket(node).key in schedule.plan.weights_on_disk
+        if ops.bucket_of(node).key in schedule.plan.weights_on_disk
     ]
     if not fetches:
         return
     body = next(node for node in graph.nodes if node.op != "placeholder")
     first: dict[int, fx.Node] = {}  # read of a bucket in this graph, which waits for its last write
     for k, fetch in enumerate(fetches):
-        bucket = _bucket(fetch)
+        bucket = ops.bucket_of(fetch)
         after = (first[bucket.key],) if bucket.key in first else None
         name = f"r{fetch.name}"
         with graph.inserting_before(fetches[k - ahead] if k >= ahead else body):
@@ -93,7 +93,7 @@ def _insert_reads_of_updates(schedule: Schedule, graph: fx.Graph, ahead: int) ->
     updates = [node for node in _writers(schedule, graph) if _is_on_host(node)]
     places = list(updates)
     for k, update in enumerate(updates):
-        bucket = _bucket(update)
+        bucket = ops.bucket_of(update)
         after = (take(graph, bucket, Part.WEIGHTS),)
         with graph.inserting_before(places[max(0, k - ahead)]):
             read = ops.call(graph, ops.read_trained, bucket, name=f"rt{bucket.suffix}", after=after)
@@ -105,7 +105,7 @@ def _insert_writes(schedule: Schedule, graph: fx.Graph) -> set[int]:
     """Gives the keys of the buckets that are written."""
     written = set()
     for writer in list(_writers(schedule, graph)):
-        bucket = _bucket(writer)
+        bucket = ops.bucket_of(writer)
         with graph.inserting_after(writer):
             write = ops.call(
                 graph, ops.write_weights, bucket, name=f"ww{bucket.suffix}", after=(writer,)
@@ -118,7 +118,7 @@ def _insert_writes(schedule: Schedule, graph: fx.Graph) -> set[int]:
 def _writers(schedule: Schedule, graph: fx.Graph) -> Iterator[fx.Node]:
     """The ops that change parameters which lie on a disk."""
     for node in ops.nodes_that(graph, lambda op: Part.WEIGHTS in op.writes):
-        on_disk = _bucket(node).key in schedule.plan.weights_on_disk
+        on_disk = ops.bucket_of(node).key in schedule.plan.weights_on_disk
         if on_disk and ops.stream_of(node) is not Stream.WRITE:
             yield node
 
@@ -130,11 +130,6 @@ def _is_on_host(writer: fx.Node) -> bool:
 def _wait_for(node: fx.Node, read: fx.Node) -> None:
     named = node.kwargs.get("after", ())
     node.kwargs = {**node.kwargs, "after": (*named, read)}  # type: ignore[misc]
-
-
-def _bucket(node: fx.Node) -> Bucket:
-    bucket: Bucket = ops.arguments(node)[0]
-    return bucket
 
 
 def _meta(schedule: Schedule, bucket: Bucket) -> TensorMeta:

@@ -43,7 +43,7 @@ def _still_copied(schedule: Schedule) -> dict[str, list[fx.Node]]:
         if node.name in schedule.left:
             copies = [user for user in node.users if ops.stream_of(user) is Stream.D2H]
             found[node.name] = [
-                take(schedule.update, ops.arguments(copy)[0], part)
+                take(schedule.update, ops.bucket_of(copy), part)
                 for copy in copies
                 for _, part in written(copy)
             ]

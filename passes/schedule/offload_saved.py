@@ -109,7 +109,7 @@ def takers_of(schedule: Schedule, saved_values: set[fx.Node]) -> dict[fx.Node, l
     calls = ops.calls_by_stage(graph, ops.forward)
     for stage in schedule.stages:
         call = calls[stage.index]
-        count = len(stage.outputs) + len(stage.mutated)
+        count = stage.result_count
         if not any(meta.requires_grad for meta in call.meta["value"][:count]):
             continue  # no backward, whatever outputs get a gradient
         found = [saved_value(graph, arg) for arg in ops.arguments(call)[2]]

@@ -46,7 +46,7 @@ def _forget(graph: fx.Graph, calls: Sequence[tuple[fx.Node, Stage]]) -> set[str]
     """Stop forwards from returning saved tensors; gives the names they had."""
     dropped: dict[fx.Node, None] = {}
     for call, stage in calls:
-        results = len(stage.outputs) + len(stage.mutated)
+        results = stage.result_count
         set_args(call, (*call.args[:3], False))
         call.meta["value"] = call.meta["value"][:results]
         dropped |= {item: None for k, item in ops.items(call) if k >= results}

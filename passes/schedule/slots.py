@@ -94,7 +94,7 @@ def _own_slots(schedule: Schedule, count: int) -> dict[int, Bucket]:
     stay = [b for b in schedule.buckets if b.key in schedule.plan.stay]
     if schedule.backward is not None:
         return {}
-    fetched = {_bucket(node).key for node in ops.nodes_of(schedule.forward, ops.prefetch)}
+    fetched = {ops.bucket_of(node).key for node in ops.nodes_of(schedule.forward, ops.prefetch)}
     first = 0 if fetched <= schedule.plan.stay else count
     return dict(enumerate(stay, first))
 
@@ -109,14 +109,14 @@ def _place(
     at = {bucket.key: slot for slot, bucket in (own or {}).items()}
     position = {node: p for p, node in enumerate(graph.nodes)}
     fetches = ops.nodes_of(graph, ops.prefetch)
-    keys = [_bucket(n).key for n in fetches]
+    keys = [ops.bucket_of(n).key for n in fetches]
     readers = {n: sorted(n.users, key=lambda user: position[user]) for n in fetches}
     places = _Places(dict(initial), dict(sizes))
-    typical = statistics.median_low([_bucket(n).size_bytes for n in fetches] or [0])
+    typical = statistics.median_low([ops.bucket_of(n).size_bytes for n in fetches] or [0])
     occupant: dict[int, fx.Node] = {}
     for k, node in enumerate(fetches):
-        wanted = _bucket(node)
-        there = next((n for n in occupant.values() if _bucket(n).key == wanted.key), None)
+        wanted = ops.bucket_of(node)
+        there = next((n for n in occupant.values() if ops.bucket_of(n).key == wanted.key), None)
         if there is not None:
             places.reused[node] = there
             readers[there] = sorted([*readers[there], *readers[node]], key=position.__getitem__)
@@ -155,11 +155,6 @@ def _place(
 def _result(call: fx.Node) -> fx.Node:
     """A value of a compute: done when the compute is, and it does not keep the others alive."""
     return min((item for _, item in ops.items(call)), default=call)
-
-
-def _bucket(node: fx.Node) -> Bucket:
-    bucket: Bucket = ops.arguments(node)[0]
-    return bucket
 
 
 def _is_free(

@@ -155,7 +155,7 @@ def _undifferentiated(schedule: Schedule) -> Schedule:
     set_args(graph.output_node(), ((outputs, ()),))
     for index, call in ops.calls_by_stage(graph, ops.forward).items():
         stage = new.stages[index]
-        results = len(stage.outputs) + len(stage.mutated)
+        results = stage.result_count
         for k, item in list(ops.items(call)):
             if k >= results:
                 graph.erase_node(item)

@@ -36,7 +36,7 @@ def _wait(graph: fx.Graph) -> None:
     touched: set[Place] = set()
     there, body = taken(graph), next(n for n in graph.nodes if n.op != "placeholder")
     for node in ops.nodes_that(graph, lambda op: op.reads or op.writes):
-        bucket = ops.arguments(node)[0]
+        bucket = ops.bucket_of(node)
         op = ops.effects(node)
         for part in op.reads:
             if (bucket.key, part) in touched or _in_order(op, part):

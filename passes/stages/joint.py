@@ -144,7 +144,7 @@ def _codes(
     stage: Stage, forward: fx.GraphModule, backward: fx.GraphModule | None
 ) -> tuple[list[fx.Node], dict[Code, fx.GraphModule], tuple[int, ...]]:
     """What the forward saves, the graph of each code, and the primals that a recompute reads."""
-    results = len(stage.outputs) + len(stage.mutated)
+    results = stage.result_count
     returned = list(ops.returned(forward.graph))
     saved = [n for n in returned[results:] if n.op != "placeholder" and not _gives_number(n)]
     saving = _extract(forward, [*returned[:results], *saved])
@@ -270,7 +270,7 @@ def _parted(
     floats_as_tensors(work)
     forward, backward = compat.split_joint(
         work,
-        outputs=len(stage.outputs) + len(stage.mutated),
+        outputs=stage.result_count,
         static_primals=range(params),
         memory_budget=saved_fraction,
     )

@@ -33,7 +33,7 @@ class ComputeOps(OpGroup):
 
     def forward(self, stage: Stage, weights: Any, args: Any, saving: bool) -> tuple[Handle, ...]:
         code = stage.traced.code[Code.FORWARD_SAVING if saving else Code.FORWARD]
-        count = len(stage.outputs) + len(stage.mutated)
+        count = stage.result_count
 
         def run() -> Sequence[Any]:
             results = code(_primals(stage, weights, args))
@@ -44,7 +44,7 @@ class ComputeOps(OpGroup):
     def recompute(self, stage: Stage, weights: Any, args: Any, rng: Any) -> tuple[Handle, ...]:
         template = stage.traced
         code = template.code[Code.RECOMPUTE]
-        skip = len(stage.outputs) + len(stage.mutated) if template.random else 0
+        skip = stage.result_count if template.random else 0
 
         def run() -> Sequence[Any]:
             primals = _primals(stage, weights, args)

@@ -64,6 +64,7 @@ from typing import Any
 from torch import fx
 
 from megacompile import compat
+from megacompile.ir.buckets import Bucket
 from megacompile.ir.nodes import set_args, set_kwargs
 from megacompile.ir.ops.collectives import (
     all_gather,
@@ -130,6 +131,7 @@ __all__ = [
     "alike",
     "alloc_state",
     "arguments",
+    "bucket_of",
     "assign",
     "backward",
     "begin",
@@ -207,6 +209,12 @@ def call(
 def arguments(node: fx.Node) -> tuple[Any, ...]:
     """The positional arguments of a node, which may be stages, buckets and slots."""
     return node.args
+
+
+def bucket_of(node: fx.Node) -> Bucket:
+    """The bucket that a node is about: the first argument of all ops that have one."""
+    bucket: Bucket = arguments(node)[0]
+    return bucket
 
 
 def returned(graph: fx.Graph) -> Any:

@@ -11,13 +11,10 @@ from megacompile.ir.stages import ArgRef, Code, Stage
 from megacompile.ir.stream import Stream
 
 
-def _results(stage: Stage) -> int:
-    return len(stage.outputs) + len(stage.mutated)
-
-
 def _forward_count(args: Sequence[Any]) -> int:
-    stage, saving = args[0], args[3]
-    return _results(stage) + (len(stage.saved_values) if saving else 0)
+    stage: Stage = args[0]
+    saving = args[3]
+    return stage.result_count + (len(stage.saved_values) if saving else 0)
 
 
 def _backward_count(args: Sequence[Any]) -> int:
@@ -95,7 +92,7 @@ def recompute(stage: Stage, weights: tuple[Any, ...], args: tuple[Any, ...], rng
     gives=Value.RESULTS,
     owns=True,
     code=lambda args: Code.FORWARD,
-    count=lambda args: _results(args[0]),
+    count=lambda args: int(args[0].result_count),
     show=Show.STEP,
 )
 def rerun(stage: Stage, weights: tuple[Any, ...], args: tuple[Any, ...], rng: Any) -> Any:
