@@ -252,7 +252,7 @@ def _measure(staged: Staged, args: argparse.Namespace) -> dict[str, object]:
         **row,
         "traced": found.traced_bound,
         "so it was": "yes" if right else "NO",
-        "traced steps waited for": found.traced_waits_text(),
+        "critical path of the traced steps": found.traced_waits_text(),
         "traced s": f"{found.traced_step_s:.4f}",
         "off by": f"{found.step_s / found.traced_step_s - 1:+.0%}",
         "busiest": found.traced_busiest,

@@ -135,7 +135,7 @@ def test_what_does_not_fit_is_said_with_the_table(
     argv = ["plan", config, *SMALL, "--gpu-memory", "1MiB", "--host-memory", "700KiB"]
     assert main(argv) == 1
     out = capsys.readouterr().out
-    assert "it does NOT fit: host memory: " in out and "700 KiB there" in out
+    assert "it does NOT fit: host memory: " in out and "700 KiB available" in out
     assert "with 8-bit optimizer states it would" in out
     assert " more of host memory it would fit" in out
     assert "needed" in out and "if it did fit" in out
@@ -156,7 +156,9 @@ def test_what_lacks_little_of_the_device_is_tried(capsys: pytest.CaptureFixture[
         found = answer(capsys, *small, "--gpu-memory", f"{there}B", code=1)
         first, *others = found["why_not"]
         assert found["tried"] == (there * 1.1 >= found["plan"]["device"]["needed_bytes"])
-        assert ("there: tried nevertheless" in first) == found["tried"] == (there > needed * 0.9)
+        assert (
+            ("available: tried nevertheless" in first) == found["tried"] == (there > needed * 0.9)
+        )
         assert others[0].endswith(" more of device memory it would fit")
         assert any("tried nevertheless" in r for r in found["plan"]["reasons"]) == found["tried"]
     assert main(["plan", *small, "--gpu-memory", f"{needed * 95 // 100}B"]) == 1
@@ -441,10 +443,10 @@ def test_where_every_part_lies_is_one_table(
     parts = [line[:18].strip() for line in table[1:]]
     states = ("gradients", "optimizer states")  # gradients: what the backward has at the peak
     assert parts == ["parameters", *states, "saved tensors", "buffers", *ENDS]
-    assert "what a tenth more would buy" in out and len(out.splitlines()) <= 45
+    assert "with a tenth more of one resource" in out and len(out.splitlines()) <= 45
 
 
-ENDS = ("needed", "there")
+ENDS = ("needed", "available")
 
 
 @pytest.mark.parametrize(

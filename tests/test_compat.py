@@ -73,7 +73,7 @@ def test_the_matrix_runs_files_that_are_there() -> None:
     )
     assert listed is not None
     for name in listed[1].split():
-        assert (ROOT / "tests" / f"test_{name}.py").exists(), f"{name}: mend FAST in the Makefile"
+        assert (ROOT / "tests" / f"test_{name}.py").exists(), f"{name}: fix FAST in the Makefile"
 
 
 def test_every_entry_states_its_versions() -> None:

@@ -200,7 +200,7 @@ def test_a_trace_stands_beside_the_prediction() -> None:
     assert found.traced_step_s is not None
     shares = sum(found.traced_waits.values()) + (found.traced_none_s or 0.0) / found.traced_step_s
     assert shares == pytest.approx(1.0)
-    assert f"the traced steps waited for\n  - {found.traced_waits_text()}" in str(found)
+    assert f"critical path of the traced steps\n  - {found.traced_waits_text()}" in str(found)
     assert found.to_dict()["traced_waits"] == found.traced_waits
     assert found.traced_busiest in busy
     assert mc.explain(model, trace=trace, changes=False) == found

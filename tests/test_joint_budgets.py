@@ -196,7 +196,7 @@ def test_what_fits_nowhere_is_refused_with_the_table() -> None:
     with pytest.raises(HostMemoryError) as raised:
         SettledPlans(other).schedule(*planned)
     lines = str(raised.value).splitlines()
-    assert lines[0].startswith("megacompile(): host memory: ") and lines[0].endswith(" there")
+    assert lines[0].startswith("megacompile(): host memory: ") and lines[0].endswith(" available")
     assert [line.split()[0] for line in lines[1:4]] == ["parameters", "gradients", "optimizer"]
     assert any("buckets live on the device: no more fit there" in line for line in lines)
     assert lines[-1].endswith("more of host memory it would fit")

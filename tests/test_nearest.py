@@ -118,7 +118,9 @@ def test_the_error_of_the_device_says_how_much_more_would_do() -> None:
     assert [*missing] == [DEVICE] and found.offload
     assert f"with {format_bytes(missing[DEVICE])} more of device memory it would fit" in text
     assert f", the inputs of {found.offload} stages on the host" in text
-    assert f"(host memory: {format_bytes(tower.host_bytes(found))} needed, 100 GiB there)" in text
+    assert (
+        f"(host memory: {format_bytes(tower.host_bytes(found))} needed, 100 GiB available)" in text
+    )
 
 
 def test_a_disk_that_is_too_small_for_parameters() -> None:
@@ -139,7 +141,7 @@ def test_a_disk_that_is_too_small_for_parameters() -> None:
         disk_bytes=tower.disk_budget_bytes,
     )
     first, *_, last = refusal(now, tower.peak_bytes(found)).splitlines()
-    assert first.startswith("megacompile(): the disk: ") and first.endswith(" there")
+    assert first.startswith("megacompile(): the disk: ") and first.endswith(" available")
     more_of_it = f"with {format_bytes(lacks[DISK])} more of the disk it would fit"
     assert last == f"{more_of_it} (disk_memory=, or a larger disk)"
 

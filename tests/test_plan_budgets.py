@@ -92,7 +92,7 @@ SLOW = ("--host-memory", "64MiB", "--link", "0.01")
 
 @pytest.mark.usefixtures("streamed")
 def test_page_locked_memory_is_a_budget(capsys: pytest.CaptureFixture[str]) -> None:
-    """Needed, there, what stays pageable, its price, and what more would buy."""
+    """Needed, available, what stays pageable, its price, and what more would buy."""
     argv = (TOWER, *SMALL, *SLOW)
     free, short, none, enough = (
         answer(capsys, *argv, *flags)["plan"]
@@ -126,20 +126,20 @@ def test_page_locked_memory_is_printed(capsys: pytest.CaptureFixture[str]) -> No
     table = rows(out, "memory  ")
     assert table["memory"] == ["device", "host", "page-locked"]
     assert table["needed"][2] == table["needed"][1]
-    assert table["there"] == ["22.3 GiB", "64 MiB", "1 MiB"]
+    assert table["available"] == ["22.3 GiB", "64 MiB", "1 MiB"]
     assert len(table["stay pageable"]) == len(table["which costs a step"]) == 1
     flat = " ".join(out.split())
-    short = f"page-locked memory: {table['needed'][1]} needed, 1 MiB there: "
+    short = f"page-locked memory: {table['needed'][1]} needed, 1 MiB available: "
     assert flat.count(short + f"{table['stay pageable'][0]} stay pageable, and copies") == 1
     assert out.count("page-locked memory (+") == 1
     enough = printed(capsys, TOWER, *SMALL, *SLOW, "--page-locked", "0.9")
-    assert "pageable" not in enough and rows(enough, "memory  ")["there"][2] == "57.6 MiB"
+    assert "pageable" not in enough and rows(enough, "memory  ")["available"][2] == "57.6 MiB"
     assert "page-locked" not in printed(capsys, TOWER, *SMALL, *SLOW)
 
 
 def test_the_last_graph_speaks_of_page_locked_memory_for_all() -> None:
     first, last = (
-        f"{SHORT}{needed} MiB needed, 1 MiB there: copies are slower" for needed in (2, 3)
+        f"{SHORT}{needed} MiB needed, 1 MiB available: copies are slower" for needed in (2, 3)
     )
     assert set(explanation._reasons([[first, "kept"], [last, "kept"]])) == {"kept", last}
     assert set(explanation._reasons([[last], ["kept", last]])) == {"graph 2: kept", last}
@@ -189,8 +189,8 @@ DISK = ("--disk", "/absent/scratch", "--disk-rates", "0.1/0.1", "--update-in-bac
 def test_more_of_the_disk(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is among what a tenth more would buy where something lies there, and its plan has it. The
-    other plans have the disk that this one has."""
+    """A tenth more of it is tried where something lies there, and its plan has it. The other
+    plans have the disk that this one has."""
     made: list[PassCompiler] = []
     other = PassCompiler.other
 

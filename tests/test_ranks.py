@@ -57,7 +57,7 @@ def test_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
     assert residents[0] == residents[1] and 0 < len(residents[0]) < 6
     raised = [each["refusals"]["raises in one"] for each in ranks]
     why = "rank 1 raised ValueError: bad memory, in megacompile() of Linear"
-    assert raised[0].startswith(f"RankError: {why}; all ranks stop there; mend what")
+    assert raised[0].startswith(f"RankError: {why}; all ranks stop there; fix the error")
     assert raised[1] == "ValueError: bad memory"
     assert "rank 1 is not in the mesh" in ranks[1]["refusals"]["not in the mesh"]
 

@@ -138,15 +138,15 @@ def test_a_card_that_is_slow_for_long_alone_is_slow() -> None:
     assert {each.name for each in others} == {"fp32 matrix products", "fp8 matrix products"}
     assert slow.name == "matrix products" and slow.ranks == (1,)
     assert slow.behind == pytest.approx(1 - 0.7 / H200.sustained)
-    mended = slow.mended(H200)
-    assert mended.matmul_tflop_s * 0.7 == pytest.approx(H200.matmul_tflop_s * H200.sustained)
+    other = slow.at_median(H200)
+    assert other.matmul_tflop_s * 0.7 == pytest.approx(H200.matmul_tflop_s * H200.sustained)
 
 
 def test_seconds_are_slow_where_they_are_more() -> None:
     (slow,) = slow_rates(rows(H200.replace(launch_s=8e-6), H200, H200))
     assert (slow.name, slow.ranks) == ("kernel launches", (0,))
     assert slow.behind == pytest.approx(0.5)
-    assert slow.mended(H200.replace(launch_s=8e-6)).launch_s == pytest.approx(H200.launch_s)
+    assert slow.at_median(H200.replace(launch_s=8e-6)).launch_s == pytest.approx(H200.launch_s)
     assert "at 8 us where the others take 4" in SlowRank(slow, 0.0).text(with_host=False)
 
 

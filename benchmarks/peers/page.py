@@ -41,12 +41,14 @@ def _file(name: str, results: Results) -> list[str]:
     of = rows(results)
     runs = [f"- run {k + 1}: {_machine(run)}" for k, run in enumerate(results.runs)]
     file = f"- file: [{name}](../benchmarks/results/{name})"
-    agree = differing(of)
+    different = differing(of)
     said = f"First losses agree within {LOSS_TOLERANCE}; in parentheses is its difference from the"
-    same = f"{said} median of its setting." if not agree else "\n".join(f"- {a}" for a in agree)
+    losses_text = "\n".join(f"- {each}" for each in different)
+    if not different:
+        losses_text = f"{said} median of its setting."
     title, picture = _title(results), picture_of(name)
     shown = [f"![{title}]({picture.name})"] if picture.exists() else []
-    return [f"### {title}", "\n".join([*runs, file]), *shown, figures(of), same, kinds(of)]
+    return [f"### {title}", "\n".join([*runs, file]), *shown, figures(of), losses_text, kinds(of)]
 
 
 def picture_of(name: str) -> Path:

@@ -46,7 +46,7 @@ def draw(path: Path, of: Sequence[Row], *, gpu_gib: float | None = None) -> str:
     figure = Figure(figsize=_INCHES, layout="constrained")
     panels = figure.subplots(2, 2).flatten().tolist()
     measured = [row for row in of if row.tokens_s is not None]
-    colors = {peer: _COLORS[k % 20] for k, peer in enumerate(PEERS)}
+    colors = {peer: _COLORS[k % len(_COLORS)] for k, peer in enumerate(PEERS)}
     _lines(panels[0], measured, colors, _by_tokens, "tokens a step", None)
     _lines(panels[1], measured, colors, _by_cap, "GPU memory, GiB", gpu_gib)
     _host(panels[2], measured, colors)
@@ -118,22 +118,27 @@ def _host(panel: Any, of: Sequence[Row], colors: dict[str, str]) -> None:
 
 def _largest(panel: Any, of: Sequence[Row], colors: dict[str, str]) -> None:
     """The largest model that each system has trained, at any setting."""
-    sizes: dict[str, float] = {}
-    tried: dict[str, int] = {}  # the largest model that was: its place in MODELS
-    trained: dict[str, int] = {}
+    places = list(MODELS)
+    largest: dict[str, tuple[int, float]] = {}  # its place in MODELS, and its parameters, 1e9
     for row in of:
-        count, place = row.median("parameters"), list(MODELS).index(row.setting.model)
-        tried[row.peer] = max(tried.get(row.peer, 0), place if row.records else 0)
-        if count is not None:
-            sizes[row.peer] = max(sizes.get(row.peer, 0.0), count / 1e9)
-            trained[row.peer] = max(trained.get(row.peer, 0), place)
+        if (count := row.median("parameters")) is not None:
+            found = (places.index(row.setting.model), count / 1e9)
+            largest[row.peer] = max(largest.get(row.peer, found), found)
     panel.set(title="largest model that was trained", xlabel="parameters, 1e9")
-    if not sizes:
+    if not largest:
         _nothing(panel)
         return
+    exceeded = {
+        row.peer
+        for row in of
+        if row.records
+        and row.peer in largest
+        and places.index(row.setting.model) > largest[row.peer][0]
+    }
     panel.set_title("largest model (hatched: no larger one was tried)")
-    for bar, name in zip(_bars(panel, sizes, colors), list(sizes)[::-1], strict=True):
-        if tried[name] == trained[name]:
+    bars = _bars(panel, {peer: size for peer, (_, size) in largest.items()}, colors)
+    for bar, peer in zip(bars, list(largest)[::-1], strict=True):
+        if peer not in exceeded:
             bar.set_hatch("///")
 
 

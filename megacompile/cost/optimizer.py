@@ -19,10 +19,10 @@ import torch
 from megacompile.ir.buckets import Bucket, largest_shard
 from megacompile.ir.schedule import Schedule
 from megacompile.options import Options
+from megacompile.runtime.optim.blockwise import BLOCK
 from megacompile.runtime.optim.registry import rule_of
 
-_BLOCK = 256  # elements of an 8-bit state that share a float32 scale
-EIGHT_BITS = 1.0 + 4.0 / _BLOCK  # bytes of such a state
+EIGHT_BITS = 1.0 + 4.0 / BLOCK  # bytes of an 8-bit state: a code, its share of a float32 scale
 
 # Seconds per billion parameters where arithmetic is the limit, measured on 16 CPU cores.
 _EIGHT_BITS_S = 2.5

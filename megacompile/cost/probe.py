@@ -38,13 +38,13 @@ def measure(device: torch.device | str, *, meet: Callable[[], object] = lambda: 
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         probe = _Probe(device)
         meet()
-        measured = _device(probe)
+        measured = _measure_device(probe)
         probe.update()  # which makes its memory
         meet()
-        return _with_host(probe, measured, meet)
+        return _measure_host(probe, measured, meet)
 
 
-def _device(probe: _Probe) -> Hardware:
+def _measure_device(probe: _Probe) -> Hardware:
     device = probe.device
     copy = _COPY_BYTES / 1e9
     h2d, d2h = copy / probe.seconds(probe.h2d), copy / probe.seconds(probe.d2h)
@@ -74,7 +74,7 @@ def _device(probe: _Probe) -> Hardware:
     )
 
 
-def _with_host(probe: _Probe, measured: Hardware, meet: Callable[[], object]) -> Hardware:
+def _measure_host(probe: _Probe, measured: Hardware, meet: Callable[[], object]) -> Hardware:
     """Host memory has at least what was seen to go over it at once."""
     update_s = probe.seconds(probe.update)
     update = probe.update_bytes / update_s / 1e9
@@ -96,18 +96,18 @@ class _Probe:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.cuda = device.type == "cuda"
-        self.host = [self._host() for _ in range(2)]
-        self.there = [self._device() for _ in range(2)]
+        self.on_host = [self._host_buffer() for _ in range(2)]
+        self.on_device = [self._device_buffer() for _ in range(2)]
         self._optimizers: list[torch.optim.Optimizer] = []
         self.streams = [torch.cuda.Stream(device) for _ in range(2)] if self.cuda else []
 
-    def _host(self) -> torch.Tensor:
+    def _host_buffer(self) -> torch.Tensor:
         make = pinned_empty if self.cuda else torch.empty
         with numa.bound(numa.node_of(self.device)):  # near the GPU, as buckets are
             buffer = make((_COPY_BYTES,), dtype=torch.uint8)
         return buffer.fill_(1)
 
-    def _device(self) -> torch.Tensor:
+    def _device_buffer(self) -> torch.Tensor:
         return torch.ones(_COPY_BYTES, dtype=torch.uint8, device=self.device)
 
     def seconds(self, work: Callable[[], object]) -> float:
@@ -126,10 +126,10 @@ class _Probe:
             torch.cuda.synchronize(self.device)
 
     def h2d(self) -> None:
-        self.there[0].copy_(self.host[0], non_blocking=True)
+        self.on_device[0].copy_(self.on_host[0], non_blocking=True)
 
     def d2h(self) -> None:
-        self.host[1].copy_(self.there[1], non_blocking=True)
+        self.on_host[1].copy_(self.on_device[1], non_blocking=True)
 
     def both_ways(self) -> None:
         if not self.cuda:
@@ -141,15 +141,15 @@ class _Probe:
                 copy()
 
     def device_copy(self) -> None:
-        self.there[0].copy_(self.there[1])
+        self.on_device[0].copy_(self.on_device[1])
 
     def launches(self) -> None:
         for _ in range(_LAUNCHES):
-            self.there[0][:1].zero_()
+            self.on_device[0][:1].zero_()
 
     def small_copies(self) -> None:
         for _ in range(_LAUNCHES):
-            self.there[0][:1].copy_(self.host[0][:1], non_blocking=True)
+            self.on_device[0][:1].copy_(self.on_host[0][:1], non_blocking=True)
 
     def matmul(self, n: int, dtype: torch.dtype) -> Callable[[], object]:
         a, b = (torch.randn(n, n, device=self.device, dtype=dtype) for _ in range(2))

@@ -102,7 +102,7 @@ class Prediction:
                 share = (busy / self.step_s, critical / self.step_s) if self.step_s else (0.0, 0.0)
                 lines.append(
                     f"{stream.value:8} {busy * 1e3:9.1f} ms busy, {share[0]:4.0%}; "
-                    f"waited for {share[1]:4.0%}"
+                    f"critical path {share[1]:4.0%}"
                 )
         return "\n".join(lines)
 

@@ -76,7 +76,7 @@ class SlowRate:
     behind: float  # of the median: 0.07 is 7 % slower
     fields: tuple[str, ...]  # of `Hardware`
 
-    def mended(self, hardware: Hardware) -> Hardware:
+    def at_median(self, hardware: Hardware) -> Hardware:
         """The same machine with the others' rate."""
         ratio = self.median / self.value
         return hardware.replace(**{name: getattr(hardware, name) * ratio for name in self.fields})

@@ -28,9 +28,9 @@ def expected_tangents(stages: Schedule) -> tuple[int, ...]:
     """
     outputs, _ = ops.returned(stages.forward)
     metas = {k: outputs[k].meta["value"] for k in computed_outputs(outputs)}
-    able = [k for k, m in metas.items() if m.requires_grad and _has_gradient(m.dtype)]
+    able = [k for k, m in metas.items() if m.requires_grad and _is_differentiable(m.dtype)]
     return tuple([k for k in able if metas[k].shape == ()][:1] or able)
 
 
-def _has_gradient(dtype: torch.dtype) -> bool:
+def _is_differentiable(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex

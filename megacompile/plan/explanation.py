@@ -44,7 +44,7 @@ _PARTS: dict[str, tuple[Kind, ...]] = {  # rows of the table of memory
     "saved tensors": (Kind.ACTIVATIONS, Kind.SAVED),
     "buffers": (Kind.SLOTS, Kind.INPUTS, Kind.WORKSPACE, Kind.STAGED),
 }
-_TENTH = "what a tenth more would buy"
+_TENTH = "with a tenth more of one resource"
 _EXPLAINED = 0.02  # a resource that is responsible for less is left out
 
 
@@ -201,8 +201,8 @@ class Explanation:
             if any(sizes):
                 rows.append([part, *(format_bytes(size) if size else "" for size in sizes)])
         rows.append(["needed", *(format_bytes(m.needed_bytes) for m in tiers.values())])
-        there = [memory.there_bytes for memory in tiers.values()]
-        rows.append(["there", *("?" if n is None else format_bytes(n) for n in there)])
+        available = [memory.there_bytes for memory in tiers.values()]
+        rows.append(["available", *("?" if n is None else format_bytes(n) for n in available)])
         if self.page_locked is not None and self.page_locked.fits is False:
             short = self.page_locked.needed_bytes - (self.page_locked.there_bytes or 0)
             rows.append(one("stay pageable", "page-locked", format_bytes(short)))
@@ -267,7 +267,7 @@ class Explanation:
             ("its time depends on", [*self._bounds_lines(), *self.network_lines()]),
         ]
         if self.traced_step_s is not None:
-            sections.append(("the traced steps waited for", [self.traced_waits_text()]))
+            sections.append(("critical path of the traced steps", [self.traced_waits_text()]))
         if slowest := self.slowest_lines():
             sections.append(("the slowest rank", slowest))
         if self.disk_traffic is not None:
@@ -316,8 +316,8 @@ class Explanation:
 
     def _stream_rows(self) -> list[list[str]]:
         traced = self.traced_step_s
-        head = ["stream", "busy", "of the step", "waited for"]
-        rows = [head + (["traced busy", "of the step", "waited for"] if traced else [])]
+        head = ["stream", "busy", "of the step", "critical path"]
+        rows = [head + (["traced busy", "of the step", "critical path"] if traced else [])]
         for row in self.streams:
             cells = [row.stream, duration(row.predicted_s)]
             cells += [percent(part, self.step_s) for part in (row.predicted_s, row.waited_s)]
@@ -348,14 +348,14 @@ class Explanation:
         return [_TENTH, *as_lines(self._budget_rows()), ""] if self.budgets else []
 
     def _budget_rows(self) -> list[list[str]]:
-        rows = [["of", "work a second", "a step"]]
+        rows = [["resource", "throughput", "step time"]]
         for change in self.budgets:
             gain = "-" if change.gain is None else f"{change.gain:+.1%}"
             rows.append([change.name, gain, duration(change.step_s) if change.step_s else "-"])
         return rows
 
     def _change_rows(self) -> list[list[str]]:
-        rows = [["change", "work a second", "a step", "device", "host"]]
+        rows = [["change", "throughput", "step time", "device", "host"]]
         for change in self.changes:
             sizes = (change.device_bytes, change.host_bytes)
             rows.append(

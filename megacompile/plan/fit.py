@@ -37,7 +37,7 @@ def is_tried(now: Scenario) -> bool:
 
 
 def device_short(needed_bytes: int, there_bytes: int | None) -> str:
-    """What is needed of the device, and what is there."""
+    """What is needed of the device, and what is available."""
     return _short("device memory", needed_bytes, there_bytes)
 
 
@@ -77,11 +77,12 @@ def refusal(now: Scenario, device_needed_bytes: int) -> str:
     over = 0 if there is None else max(0, device_needed_bytes - there)
     first, *others = _too_small(now, over)
     rows = [*now.host().items(), ("needed", sum(now.host().values()))]
-    rows += [] if now.host_bytes is None else [("there", now.host_bytes)]
+    rows += [] if now.host_bytes is None else [("available", now.host_bytes)]
     if there is not None:
-        rows += [("on the device", device_needed_bytes), ("there", there)]
+        rows += [("on the device", device_needed_bytes), ("available on the device", there)]
     if now.disk_bytes is not None:
-        rows += [("on the disk", sum(now.disk().values())), ("there", now.disk_bytes)]
+        rows += [("on the disk", sum(now.disk().values()))]
+        rows += [("available on the disk", now.disk_bytes)]
     width = max(len(kind) for kind, _ in rows)
     lines = [f"  {kind:<{width}}  {format_bytes(size):>10}" for kind, size in rows]
     resident = {key for schedule in now.schedules for key in schedule.plan.resident}
@@ -165,7 +166,7 @@ def _disk_too_small(now: Scenario, device_over_bytes: int) -> tuple[str, ...]:
 
 
 def _short(memory: str, needed: int, there: int | None) -> str:
-    return f"{memory}: {format_bytes(needed)} needed, {format_bytes(there or 0)} there"
+    return f"{memory}: {format_bytes(needed)} needed, {format_bytes(there or 0)} available"
 
 
 def _more(*, device: int = 0, host: int = 0, disk: int = 0) -> tuple[str, ...]:

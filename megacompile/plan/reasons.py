@@ -40,7 +40,7 @@ def table(problem: Problem, peak: Moment) -> str:
     """What needs how much of device memory, and what there is."""
     needed = sorted(peak.live_bytes.items(), key=lambda item: -item[1])
     rows = [(kind.value, size) for kind, size in needed if size]
-    rows += [("needed", peak.total_bytes), ("there", problem.budget_bytes)]
+    rows += [("needed", peak.total_bytes), ("available", problem.budget_bytes)]
     width = max(len(what) for what, _ in rows)
     return "\n".join(f"  {what:<{width}}  {format_bytes(size):>10}" for what, size in rows)
 
@@ -60,16 +60,16 @@ def does_not_fit(problem: Problem, choice: Choice, peak: Moment) -> str:
         )
         if holds
     )
-    host, there = format_bytes(problem.host_bytes(choice)), "not known"
+    host, available = format_bytes(problem.host_bytes(choice)), "an unknown amount"
     if problem.host_budget_bytes is not None:
-        there = format_bytes(problem.host_budget_bytes)
+        available = format_bytes(problem.host_budget_bytes)
     needed, budget = peak.total_bytes, problem.budget_bytes
     return "\n".join(
         [
             f"megacompile(): {device_short(needed, budget)}, at {peak.graph} {peak.label}, with "
             f"every stage recomputed{how}",
             table(problem, peak),
-            f"(host memory: {host} needed, {there} there)",
+            f"(host memory: {host} needed, {available} available)",
             *device_more(needed - budget),
         ]
     )

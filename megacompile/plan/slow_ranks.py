@@ -45,7 +45,7 @@ def slow_ranks(now: Scenario, ranks: Sequence[RankRates]) -> tuple[SlowRank, ...
     """Where ranks are behind the others, what costs most first; the step is `now`."""
     found = []
     for rate in slow_rates(ranks):
-        step_s = now.timeline(rate.mended(now.hardware)).step_s
+        step_s = now.timeline(rate.at_median(now.hardware)).step_s
         found.append(SlowRank(rate, max(0.0, 1 - step_s / now.step_s) if now.step_s else 0.0))
     return tuple(sorted(found, key=lambda each: -each.shorter))
 

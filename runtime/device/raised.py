@@ -45,7 +45,7 @@ class Raised:
         if not self.ours:
             why = f"raised {self.message}, in {what}"
             return RankError(
-                f"rank {rank} {why}; all ranks stop there; mend what that rank says",
+                f"rank {rank} {why}; all ranks stop there; fix the error of that rank",
                 by=rank,
                 why=why,
             )

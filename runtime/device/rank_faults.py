@@ -117,8 +117,9 @@ class Faults:
 
     def _blame(self, rank: int, why: str, where: str) -> None:
         raise RankError(
-            f"rank {self._notes.rank} waits in {where} for rank {rank}, which {why}; all ranks "
-            "stop; mend what that rank says, or give it more time: init_process_group(timeout=...)",
+            f"rank {self._notes.rank} waits in {where} for rank {rank}, which {why}; all "
+            "ranks stop; fix the error of that rank, or give it more time: "
+            "init_process_group(timeout=...)",
             by=rank,
             why=why,
         )

@@ -20,7 +20,7 @@ import torch
 from megacompile.errors import OptimizerError
 from megacompile.ir.ops import Part
 
-CHUNK_BYTES = 64 * 2**20  # about a millisecond
+_COPY_BYTES = 64 * 2**20  # of `copy_in_chunks` at a time; about a millisecond of the link
 
 Timed = Callable[[str, Callable[[], None]], None]  # (lane, work): does it, and notes when
 
@@ -79,7 +79,7 @@ def copy_in_chunks(
     with torch.cuda.stream(queue), torch.no_grad():
         queue.wait_event(behind)
         for there, here in pairs:
-            numel = CHUNK_BYTES // there.itemsize
+            numel = _COPY_BYTES // there.itemsize
             for source, target in zip(there.split(numel), here.split(numel), strict=True):
                 target.copy_(source, non_blocking=True)
                 under_way.append(_event(queue))
