@@ -77,33 +77,6 @@ def test_why_it_was_captured_again() -> None:
         assert "#" not in why and "\n" not in why
 
 
-def test_a_number_in_an_attribute_is_a_symbol() -> None:
-    """As `CALL_OPTIONS` have it; else each value is captured."""
-
-    class Counts(nn.Module):
-        n = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.n
-
-    graphs = []
-
-    def note(module: torch.fx.GraphModule, examples: list[Tensor]) -> torch.fx.GraphModule:
-        graphs.append(module)
-        return module
-
-    module = Counts()
-    compiled = torch.compile(module, backend=note)
-    options = compat.dynamo_options()
-    try:
-        compat.set_dynamo_options(compat.CALL_OPTIONS)
-        for module.n in range(2, 8):
-            assert torch.equal(compiled(torch.ones(2)), torch.full((2,), float(module.n)))
-    finally:
-        compat.set_dynamo_options(options)
-    assert len(graphs) == 2
-
-
 def test_what_switches_capture_off() -> None:
     assert compat.capture_is_off() == ""
     with torch.compiler.set_stance("force_eager"):

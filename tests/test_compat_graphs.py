@@ -28,6 +28,16 @@ def made(new: bool) -> fx.Graph:
     return graph
 
 
+def test_powers_of_negative_numbers() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(tuple(graph.call_function(operator.pow, (base, x)) for base in (-1, -0.5, 2)))
+    compat.write_powers()
+    for exponent in (0, 2, 3, -2):
+        expected = tuple(base**exponent for base in (-1, -0.5, 2))
+        assert fx.GraphModule(nn.Module(), graph)(exponent) == expected
+
+
 def test_a_new_node_is_as_one_that_the_graph_creates() -> None:
     ours, theirs = made(True), made(False)
     ours.lint()

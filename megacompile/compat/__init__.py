@@ -95,7 +95,13 @@ from megacompile.compat.dynamo import (
     within_callers,
     without_collecting,
 )
-from megacompile.compat.graphs import copy_graph, copy_node, graph_module, new_node
+from megacompile.compat.graphs import (
+    copy_graph,
+    copy_node,
+    graph_module,
+    new_node,
+    write_powers,
+)
 from megacompile.compat.inductor import (
     compile_inductor,
     compile_threads,
@@ -448,5 +454,6 @@ __all__ = [
     "without_torch_compile",
     "without_torch_function",
     "wrapper",
+    "write_powers",
     "written",
 ]

@@ -27,8 +27,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 # Dynamo captures anew when hooks are added to or removed from a module, and when two parameters
 # become one; by default it looks at neither. Nor does it split a graph at the buckets of a
 # DistributedDataParallel around: a schedule is for a whole graph. What it would leave to eager code
-# after 8 captures (an op that needs a number's value) is captured again. A whole number in an
-# attribute of a module (a counter) may become a symbol, as one among the arguments does.
+# after 8 captures (an op that needs a number's value) is captured again.
 # nn.LSTM fits into no stage: oneDNN's kernel leaves nothing for a backward where gradients are off,
 # and cuDNN's keep the state of their dropout (docs/limits.md).
 CALL_OPTIONS = {  # torch 2.11 to 2.15
@@ -38,7 +37,6 @@ CALL_OPTIONS = {  # torch 2.11 to 2.15
     "recompile_limit": 256,
     "accumulated_recompile_limit": 4096,
     "allow_rnn": False,
-    "allow_unspec_int_on_nn_module": True,
 }
 if hasattr(torch._dynamo.config, "force_compile_during_fx_trace"):
     # Another thread may trace a stage; what says so is of the process. (A tracer around the model

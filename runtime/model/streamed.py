@@ -79,6 +79,7 @@ class StreamedModel:
             compat.use_expandable_segments()  # a plan is about bytes, not about fragments
             count_kernels()
         compat.settle_cache_keys()
+        compat.write_powers()
         compat.note_backward_calls()
         compat.note_uncaptured()
         compat.quiet_within(StreamedModel._run.__code__)
