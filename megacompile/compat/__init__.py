@@ -81,7 +81,7 @@ from megacompile.compat.devices import (
 )
 from megacompile.compat.dynamo import (
     CALL_OPTIONS,
-    CaptureError,
+    CAPTURE_ERRORS,
     capture_dropout_as,
     compile_lock,
     compiled_function,
@@ -252,6 +252,7 @@ __all__ = [
     "CACHE_VARIABLES",
     "CALL",
     "CALL_OPTIONS",
+    "CAPTURE_ERRORS",
     "CHECKPOINT",
     "CHECKPOINT_OPTIONS",
     "COMPILED_CALL",
@@ -281,7 +282,6 @@ __all__ = [
     "VMAP_LOAD",
     "BackwardCall",
     "CacheCounts",
-    "CaptureError",
     "DescribedInput",
     "GraphBreak",
     "LimitHit",

@@ -44,8 +44,12 @@ if hasattr(torch._dynamo.config, "force_compile_during_fx_trace"):
     CALL_OPTIONS["force_compile_during_fx_trace"] = True
 
 
-CaptureError = torch._dynamo.exc.TorchRuntimeError  # torch 2.11 to 2.15
-"""Dynamo met an operator that refuses its inputs, such as a product of other shapes."""
+# An operator refuses its inputs, such as a product of other shapes; or a fault of Dynamo's own, as
+# where it needs a number and has a symbol.
+CAPTURE_ERRORS = (  # torch 2.11 to 2.15
+    torch._dynamo.exc.TorchRuntimeError,
+    torch._dynamo.exc.InternalTorchDynamoError,
+)
 
 
 def uncompiled(compiled: Callable[..., Any]) -> Callable[..., Any]:  # torch 2.11 to 2.15

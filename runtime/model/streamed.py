@@ -190,7 +190,7 @@ class StreamedModel:
                 ran_out = shortage.first_line(error)  # not the error: its frames hold memory
             except MovesFirst:
                 ran_out = ""
-            except compat.CaptureError as error:
+            except compat.CAPTURE_ERRORS as error:
                 if not compat.is_raised_first(error):
                     raise
                 failed = error
@@ -201,14 +201,26 @@ class StreamedModel:
                 before.restore(self.model, "no memory")
                 self.buckets.move_if_wanted()
                 self._plan_anew()
-        self._fail_as_plain(run, compiled)
-        raise failed
+        return self._uncaptured(run, compiled, failed)
 
-    def _fail_as_plain(self, run: Callable[..., Any], compiled: Callable[..., Any]) -> None:
-        """After a call that Dynamo could not trace, before a line of it ran: where the fault is the
-        user's (a wrong shape), it is raised at the user's line, as the plain model raises it."""
-        with self.buckets.notice.silenced(), contextlib.suppress(torch.OutOfMemoryError):
-            undone(functools.partial(run, compat.uncompiled(compiled)))
+    def _uncaptured(
+        self, run: Callable[..., Any], compiled: Callable[..., Any], failed: Exception
+    ) -> Any:
+        """A call that Dynamo could not trace, and of which no line ran, in eager mode. Where the
+        fault is the user's (a wrong shape), it is raised at the user's line, as the plain model
+        raises it."""
+        with self.buckets.notice.unless_it_raises():
+            try:
+                result = undone(functools.partial(run, compat.uncompiled(compiled)))
+            except torch.OutOfMemoryError:
+                raise failed from None
+        failed.with_traceback(None)  # whose frames hold the call's inputs
+        why = str(failed).strip().partition("\n")[0]
+        self.buckets.notice.say(
+            self.model.parameters,
+            f"Dynamo could not trace it ({why}); TORCH_LOGS=+dynamo says more",
+        )
+        return result
 
     @contextlib.contextmanager
     def _few_collections(self) -> Iterator[None]:

@@ -27,21 +27,20 @@ class EagerNotice:
         self._params: set[int] = set()  # ids of the parameters
         self._said: set[str] = set()  # causes
         self._uncaptured = compat.uncaptured()  # graph breaks and limits, when the last call ended
-        self._silent = False
 
     @contextmanager
-    def silenced(self) -> Iterator[None]:
-        """For its duration, what eager code uses is not noted."""
-        self._silent = True
+    def unless_it_raises(self) -> Iterator[None]:
+        """What eager code uses in the block is forgotten if that raises."""
+        used, ever = self.used, self._ever.copy()
         try:
             yield
-        finally:
-            self._silent = False
+        except BaseException:
+            self.used, self._ever = used, ever
+            self.place, self.cause, self._params = "", "", set()
+            raise
 
     def __call__(self, param: torch.Tensor | None) -> None:
         """Eager code uses a parameter; None: of no model."""
-        if self._silent:
-            return
         self.used = True
         self._ever.add(id(param))
         if compat.backward_id() != -1:  # a backward is where its forward was
@@ -61,13 +60,14 @@ class EagerNotice:
         """Has eager code ever used a parameter, as far as is known?"""
         return id(param) in self._ever or id(None) in self._ever
 
-    def say(self, params: Callable[[], Iterable[torch.nn.Parameter]]) -> None:
+    def say(self, params: Callable[[], Iterable[torch.nn.Parameter]], because: str = "") -> None:
         """Behind a call: say what it read in eager mode, once for each cause.
 
         Args:
             params: gives all of the model's.
+            because: the cause, where it is known. Default: what Dynamo has met.
         """
-        place, cause, used = self.place, self.cause, self._params
+        place, cause, used = self.place, because or self.cause, self._params
         self.place, self.cause, self._params = "", "", set()
         self._uncaptured = compat.uncaptured()
         if not place or cause in self._said:
