@@ -105,6 +105,7 @@ UNTRACED: dict[str, tuple[Callable[[Tensor, float], Tensor], tuple[float, ...]]]
     "no fake tensors": (lambda x, _: real_only(x.detach()) + x, (1.0, 2.0)),
     "a negative float": (lambda x, number: x + number**2, (-0.5, -0.25, -0.1)),
     "a mode": (no_gradient_at_first, (1, 2, 3)),
+    "a condition as an index": (lambda x, number: x + (1.0, 0.5)[number > 2], (1, 3, 2)),
 }
 
 

@@ -113,15 +113,16 @@ def is_called_first(code: types.CodeType) -> bool:  # torch 2.11 to 2.15
 
 
 def is_raised_first(error: BaseException) -> bool:  # torch 2.11 to 2.15
-    """Was an error that was caught here raised before a line of a user has run? What is raised in a
-    frame that Dynamo resumed has another graph before it."""
-    at = error.__traceback__
+    """Was an error that was caught here raised by Dynamo, before a line of a user has run? What is
+    raised in a frame that Dynamo resumed has another graph before it."""
+    at, captures = error.__traceback__, False
     while at is not None:
         resumed = at.tb_frame.f_code.co_name.startswith("torch_dynamo_resume")
         if is_of_user(at.tb_frame) or resumed:
             return False
+        captures |= at.tb_frame.f_globals.get("__name__") == "torch._dynamo.convert_frame"
         at = at.tb_next
-    return True
+    return captures
 
 
 def quiet_within(code: types.CodeType) -> None:  # torch 2.11 to 2.15

@@ -49,6 +49,7 @@ if hasattr(torch._dynamo.config, "force_compile_during_fx_trace"):
 CAPTURE_ERRORS = (  # torch 2.11 to 2.15
     torch._dynamo.exc.TorchRuntimeError,
     torch._dynamo.exc.InternalTorchDynamoError,
+    AssertionError,
 )
 
 

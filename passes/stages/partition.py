@@ -239,6 +239,8 @@ class _Builder:
         for node in self.nodes[segment.start : segment.stop]:
             if node in env:  # an autocast region that was opened again
                 continue
+            if self._is_method_of_literal(node, value):
+                continue
             args, kwargs = fx.map_arg((node.args, node.kwargs), value)
             made = env[node] = graph.create_node(node.op, node.target)
             set_args(made, args)  # `create_node` would look into each for symbols
@@ -341,6 +343,13 @@ class _Builder:
                 "copies (.clone())"
             )
         return True
+
+    def _is_method_of_literal(self, node: fx.Node, value: Callable[[fx.Node], Any]) -> bool:
+        """Does it call a number's method (`n.bit_length()`) and give a number? Its result is a
+        literal too, and Python cannot read `2.bit_length()`."""
+        if node.op != "call_method" or not self.values.is_constant(node):
+            return False
+        return not isinstance(fx.map_arg(node.args[0], value), fx.Node)
 
     def _result(
         self, node: fx.Node, env: dict[fx.Node, fx.Node], sources: dict[fx.Node, fx.Node]

@@ -1,4 +1,4 @@
-"""Powers of negative numbers, which FX writes without brackets (`compat.write_powers`)."""
+"""Numbers as FX writes them: powers of negative ones (`compat.write_powers`), their methods."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ CASES: dict[str, Callable[[Tensor, int], Tensor]] = {
     "of a size": lambda x, k: x * (-1) ** x.shape[0],
     "of an argument": lambda x, k: x * (-1) ** k,
     "of more": lambda x, k: x * ((-1) ** (k + 1) + (-3) ** (k // 2)),
+    "a method of a number": lambda x, k: x + k.bit_length() + k.__add__(1),
     "a base that is a number later": lambda x, k: x[:, : (k - 3) ** 2 % 4 + 1],
 }
 
