@@ -233,6 +233,11 @@ def _torch_save(folder: Path) -> None:
     torch.save({"a": torch.ones(2)}, folder / "model-00002-of-00003.safetensors")
 
 
+def _old_torch_save(folder: Path) -> None:
+    path = folder / "model-00002-of-00003.safetensors"
+    torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
+
+
 def _lose_file(folder: Path) -> None:
     (folder / "model-00002-of-00003.safetensors").unlink()
 
@@ -301,6 +306,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated": (_truncate, "model-00002-of-00003.safetensors is truncated: got ... needed"),
     "header": (_truncate_header, "is truncated or no safetensors file: got 20 bytes, needed"),
     "torch.save": (_torch_save, "is one of torch.save(); needed safetensors; leave out"),
+    "old torch.save": (_old_torch_save, "is one of torch.save(); needed safetensors"),
     "a file": (_lose_file, "names 3 files, of which 1 are not in its folder: model-00002"),
     "index": (_lose_index, "has parts of a checkpoint and no index ... save or download it again"),
     "other format": (_lose_all, "has no .safetensors file (it has model-00001-of-00003.bin"),

@@ -198,7 +198,8 @@ def _of_file(path: Path) -> list[Entry]:
     return entries
 
 
-_OF_TORCH_SAVE = (b"PK\x03\x04", b"\x80\x02")  # a zip file; before torch 1.6, a pickle
+# A zip file; before torch 1.6, a pickle. Read as the length of a header, either is too much.
+_OF_TORCH_SAVE = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
@@ -207,12 +208,13 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
     with path.open("rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if start.startswith(_OF_TORCH_SAVE):
+        fits = 2 <= length <= got - 8
+        if not fits and start.startswith(_OF_TORCH_SAVE):
             raise CheckpointError(
                 f"megacompile(): file {path} is one of torch.save(); needed safetensors; leave out "
                 "checkpoint= and call model.load_state_dict(torch.load(...)) after megacompile()"
             )
-        if not 2 <= length <= got - 8:
+        if not fits:
             raise CheckpointError(
                 f"megacompile(): file {path} is truncated or no safetensors file: got {got} bytes, "
                 f"needed {8 + length} for its header alone; save or download it again"
