@@ -407,5 +407,5 @@ def test_bad_options(option: dict[str, Any], error: type[Exception], text: str) 
 
 def test_another_option_later_is_refused() -> None:
     model = streamed(net(), state_dtype="int8")
-    with pytest.raises(OptionError, match="state_dtype: int8 -> None"):
+    with pytest.raises(OptionError, match="state_dtype: 'int8' -> None"):
         megacompile(model, device="cpu", lowering="eager")
