@@ -105,8 +105,7 @@ def is_called_first(code: types.CodeType) -> bool:  # torch 2.11 to 2.15
     """
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not code:
-        resumed = frame.f_code.co_name.startswith("torch_dynamo_resume")
-        if is_of_user(frame) or resumed:
+        if _has_run(frame):
             return False
         frame = frame.f_back
     return frame is not None
@@ -117,12 +116,16 @@ def is_raised_first(error: BaseException) -> bool:  # torch 2.11 to 2.15
     raised in a frame that Dynamo resumed has another graph before it."""
     at, captures = error.__traceback__, False
     while at is not None:
-        resumed = at.tb_frame.f_code.co_name.startswith("torch_dynamo_resume")
-        if is_of_user(at.tb_frame) or resumed:
+        if _has_run(at.tb_frame):
             return False
         captures |= at.tb_frame.f_globals.get("__name__") == "torch._dynamo.convert_frame"
         at = at.tb_next
     return captures
+
+
+def _has_run(frame: types.FrameType) -> bool:
+    """Is a frame on a stack a sign that a line of a user has run, here or before a graph break?"""
+    return is_of_user(frame) or frame.f_code.co_name.startswith("torch_dynamo_resume")
 
 
 def quiet_within(code: types.CodeType) -> None:  # torch 2.11 to 2.15
