@@ -28,7 +28,7 @@ LAYERS = 3
 STEPS = 4
 MICRO = 2  # batches of the step of the last trace
 LATE_S = 1.0  # rank 1 begins its last trace later than rank 0
-WIDTH, ROWS, MORE = 256, 64, 32  # rank 1 has so many times the rows
+WIDTH, ROWS, MORE = 256, 64, 256  # rank 1 has so many times the rows
 
 
 class Net(nn.Module):
