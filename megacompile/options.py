@@ -222,50 +222,24 @@ class Options:
         """
         resolved_device = _device(device)
         lookahead = _count("lookahead", lookahead, least=1)
-        slots = None if slots is None else _count("slots", slots, least=2)
-        if slots is not None and slots < lookahead + 1:
-            raise OptionError(
-                f"megacompile(): got slots={slots} with lookahead={lookahead}; a prefetch "
-                f"{lookahead} stages ahead needs at least {lookahead + 1} slots; "
-                "raise slots or lower lookahead"
-            )
-        flags = (
-            ("progress", progress),
-            ("dynamic", dynamic),
-            ("disk_weights", disk_weights),
-            ("disk_saved", disk_saved),
-            ("whole_buckets", whole_buckets),
-        )
-        for name, value in flags:
-            if value is not None and not isinstance(value, bool):
-                raise OptionTypeError(_wrong_type(name, value, "True, False or None"))
+        progress, dynamic = _open_flag("progress", progress), _open_flag("dynamic", dynamic)
+        disk_weights = _open_flag("disk_weights", disk_weights)
+        disk_saved = _open_flag("disk_saved", disk_saved)
+        whole_buckets = _open_flag("whole_buckets", whole_buckets)
         resolved_lowering = _lowering(lowering, resolved_device)
         device_update = _share("device_update", device_update)
-        if device_update and optimizer is not None:
-            raise OptionError(
-                f"megacompile(): got device_update={device_update} with optimizer=...; there "
-                "every update is made in the backward; leave one of them out"
-            )
-        if device_update and resolved_lowering is Lowering.EAGER:
-            raise OptionError(
-                f"megacompile(): got device_update={device_update} with lowering='eager', whose "
-                "updates are torch.optim's own; leave it out, or use lowering='inductor'"
-            )
+        if device_update:
+            _check_device_update(device_update, resolved_lowering, optimizer, disk_weights)
         folder = disk_options.folder(disk)
         waits = _choice("activations", activations, Activations)
         disk_options.check_weights(disk_weights, folder, compute_dtype)
         may_wait = waits in (Activations.OFFLOAD, Activations.AUTO)
         disk_options.check_saved(disk_saved, folder, "" if may_wait else waits.value)
-        if device_update and disk_weights:
-            raise OptionError(
-                f"megacompile(): got device_update={device_update} with disk_weights=True; the "
-                "device would update parameters that are read from a disk; leave one of them out"
-            )
         return Options(
             device=resolved_device,
             lowering=resolved_lowering,
             lookahead=lookahead,
-            slots=slots,
+            slots=_slots(slots, lookahead),
             progress=progress if mesh_options.is_first(mesh) else False,
             compute_dtype=_dtype("compute_dtype", compute_dtype, _HALVES),
             grad_dtype=_dtype("grad_dtype", grad_dtype, (*_HALVES, torch.float32)),
@@ -338,6 +312,46 @@ def _flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise OptionTypeError(_wrong_type(name, value, "True or False"))
     return value
+
+
+def _open_flag(name: str, value: object) -> bool | None:
+    if value is not None and not isinstance(value, bool):
+        raise OptionTypeError(_wrong_type(name, value, "True, False or None"))
+    return value
+
+
+def _slots(value: object, lookahead: int) -> int | None:
+    if value is None:
+        return None
+    slots = _count("slots", value, least=2)
+    if slots < lookahead + 1:
+        raise OptionError(
+            f"megacompile(): got slots={slots} with lookahead={lookahead}; a prefetch "
+            f"{lookahead} stages ahead needs at least {lookahead + 1} slots; "
+            "raise slots or lower lookahead"
+        )
+    return slots
+
+
+def _check_device_update(
+    share: float, lowering: Lowering, optimizer: object, disk_weights: bool | None
+) -> None:
+    got = f"megacompile(): got device_update={share} with"
+    if optimizer is not None:
+        raise OptionError(
+            f"{got} optimizer=...; there every update is made in the backward; leave one of them "
+            "out"
+        )
+    if lowering is Lowering.EAGER:
+        raise OptionError(
+            f"{got} lowering='eager', whose updates are torch.optim's own; leave it out, or use "
+            "lowering='inductor'"
+        )
+    if disk_weights:
+        raise OptionError(
+            f"{got} disk_weights=True; the device would update parameters that are read from a "
+            "disk; leave one of them out"
+        )
 
 
 def _optimizer(value: Any) -> torch.optim.Optimizer | None:
