@@ -44,6 +44,7 @@ from megacompile.cost.known import known
 from megacompile.ir.placement import Placement
 from megacompile.plan.abstract import abstract_options, abstract_programs
 from megacompile.plan.scenario import Scenario
+from megacompile.plan.sections import traced_waits_text
 
 HOST = ("host update", "host memory bandwidth")  # of explain's words; the trace's is "host"
 _CLEAR = 0.4  # of the step: a bound that is smaller is none
@@ -252,7 +253,7 @@ def _measure(staged: Staged, args: argparse.Namespace) -> dict[str, object]:
         **row,
         "traced": found.traced_bound,
         "so it was": "yes" if right else "NO",
-        "critical path of the traced steps": found.traced_waits_text(),
+        "critical path of the traced steps": traced_waits_text(found),
         "traced s": f"{found.traced_step_s:.4f}",
         "off by": f"{found.step_s / found.traced_step_s - 1:+.0%}",
         "busiest": found.traced_busiest,

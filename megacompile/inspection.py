@@ -15,7 +15,8 @@ from megacompile.ir.schedule import Schedule
 from megacompile.options import Lowering
 from megacompile.plan.alternatives import Planned, alternatives, more_memory
 from megacompile.plan.compiler import PassCompiler
-from megacompile.plan.explanation import Explanation, Moved, explanation
+from megacompile.plan.explanation import Explanation, explanation
+from megacompile.plan.findings import Moved
 from megacompile.plan.scenario import Scenario
 from megacompile.runtime.disk.transfers import Way
 from megacompile.runtime.model.lookup import streamed_model

@@ -29,7 +29,7 @@ from megacompile.errors import (
 )
 from megacompile.options import Options
 from megacompile.passes.schedule import disk
-from megacompile.plan.explanation import DiskTraffic
+from megacompile.plan.findings import DiskTraffic
 from megacompile.runtime.device.buffers import HostBuffer
 from megacompile.runtime.disk import transfers
 from megacompile.runtime.disk.transfers import Way

@@ -17,6 +17,7 @@ from megacompile.cost.memory import Kind, device_memory
 from megacompile.cost.optimizer import OptimizerCost
 from megacompile.errors import ModelError
 from megacompile.plan.scenario import faster
+from megacompile.plan.sections import traced_waits_text
 
 WIDTH, TOKENS = 64, 32
 
@@ -200,7 +201,7 @@ def test_a_trace_stands_beside_the_prediction() -> None:
     assert found.traced_step_s is not None
     shares = sum(found.traced_waits.values()) + (found.traced_none_s or 0.0) / found.traced_step_s
     assert shares == pytest.approx(1.0)
-    assert f"critical path of the traced steps\n  - {found.traced_waits_text()}" in str(found)
+    assert f"critical path of the traced steps\n  - {traced_waits_text(found)}" in str(found)
     assert found.to_dict()["traced_waits"] == found.traced_waits
     assert found.traced_busiest in busy
     assert mc.explain(model, trace=trace, changes=False) == found

@@ -23,6 +23,7 @@ from megacompile.cli import run_hardware
 from megacompile.cost.hardware import H200
 from megacompile.numa import Node
 from megacompile.page_locks import PageLocks
+from megacompile.plan.sections import memory_rows
 from megacompile.runtime.device import buffers
 from megacompile.runtime.device import touch as touching
 from megacompile.runtime.device.background import Background
@@ -378,7 +379,7 @@ def test_explain_and_the_log_say_it(caplog: pytest.LogCaptureFixture) -> None:
     streamed: Any = compat.compiled_call(model)
     streamed.machine.host_budget.node = NODE
     found = explain(model, hardware=H200, changes=False)
-    assert ["NUMA node", "", "1 of 2"] in found.memory_rows()
+    assert ["NUMA node", "", "1 of 2"] in memory_rows(found)
     assert found.to_dict()["numa_node"] == "1 of 2"
     with caplog.at_level(logging.INFO, "megacompile.memory"):
         log.buckets_placed("Net", [], str(NODE))

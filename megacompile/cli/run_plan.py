@@ -21,6 +21,7 @@ from megacompile.errors import DeviceMemoryError, HostMemoryError, MegacompileEr
 from megacompile.ir.schedule import Schedule
 from megacompile.mesh_options import PlannedMesh
 from megacompile.options import Options
+from megacompile.plan import sections
 from megacompile.plan.abstract import AbstractProgram, abstract_options, abstract_programs
 from megacompile.plan.alternatives import alternatives, more_memory
 from megacompile.plan.explanation import Explanation, explanation
@@ -288,16 +289,16 @@ def _text(answer: Answer, args: argparse.Namespace) -> str:
         "",
         *_verdict(answer),
         "",
-        columns(explained.memory_rows()),
+        columns(sections.memory_rows(explained)),
         "",
         *_speed(answer, args.tokens),
         "",
-        *explained.budget_lines(),
+        *sections.budget_lines(explained),
         "the plan",
         *as_lines(explained.reasons),
     ]
     if explained.changes:
-        lines += ["", *explained.change_lines()]
+        lines += ["", *sections.change_lines(explained)]
     return "\n".join([*lines, "", f"planned in {answer.planning_s:.0f} s; nothing was measured"])
 
 
@@ -316,8 +317,8 @@ def _speed(answer: Answer, tokens: float) -> list[str]:
     explained = answer.explained
     whether = " if it did fit" if answer.why_not else ""
     rows = [["a step", f"{duration(explained.step_s)}{whether}, bound by {explained.bound}"]]
-    rows.append(["its time depends on", explained.bounds_text()])
-    rows += [["", line] for line in explained.network_lines()]
+    rows.append(["its time depends on", sections.bounds_text(explained)])
+    rows += [["", line] for line in sections.network_lines(explained)]
     if (rate := answer.tokens_s) is not None:
         rows.append(["tokens/s", f"{rate:,.0f}"])
         rows.append(["TFLOP/s by 6NT", _figures(answer.tflop_s or 0.0)])
