@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -43,6 +46,71 @@ def test_graph_breaks_are_noted_with_their_line(function: Callable[[Tensor], Ten
     assert found.line == first + (2 if function is broken else 3)
     assert found.why and "\n" not in found.why
     assert "gracefully" not in found.why, "the reason, not that a function is skipped"
+
+
+def test_what_cannot_be_traced_is_skipped_behind_lines_that_have_run() -> None:
+    """Within calls of the code that is named; the third time in a row, for good."""
+
+    def product(x: Tensor, width: int) -> Tensor:
+        torch._dynamo.graph_break()
+        ran.append(width)
+        return x @ torch.ones(width, width)
+
+    def first(x: Tensor, width: int) -> Tensor:
+        return x @ torch.ones(width, width)
+
+    source = """
+def within(function, *args):
+    return function(*args)
+"""
+    names: dict[str, Any] = {"__name__": "torch.nothing"}
+    exec(source, names)
+    within, ran = names["within"], list[int]()
+    traced = mock.Mock(side_effect=eager)
+    compiled = torch.compile(product, backend=traced)
+    with pytest.raises(compat.CAPTURE_ERRORS):
+        within(compiled, torch.ones(2, 2), 3)
+    compat.skip_untraced(within.__code__)
+    compat.skip_untraced(within.__code__)  # once
+    with pytest.raises(compat.CAPTURE_ERRORS):
+        compiled(torch.ones(2, 2), 3)
+    with pytest.raises(compat.CAPTURE_ERRORS) as raised:
+        within(torch.compile(first, backend=eager), torch.ones(2, 2), 3)
+    found: compat.Untraced = compat.untraced_by(raised.value)
+    assert found.place == f"{__file__}:{first.__code__.co_firstlineno + 1} (first)"
+    assert found.why.startswith("<built-in function matmul>: RuntimeError(")
+    assert compat.untraced_by(AssertionError("no line")) == ("it", "no line")
+    assert compat.untraced(first.__code__) is None and not ran
+
+    before, wrong = compat.uncaptured(), 0
+    for width in (3, 2, 3, 3, 3, 2):
+        begun = traced.call_count
+        if width == 2:
+            assert torch.equal(within(compiled, torch.ones(2, 2), 2), torch.full((2, 2), 2.0))
+        else:
+            wrong += 1
+            with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
+                within(compiled, torch.ones(2, 2), 3)
+            frames = traceback.extract_tb(caught.value.__traceback__)
+            assert not isinstance(caught.value, compat.CAPTURE_ERRORS)
+            assert frames[-1].line == "return x @ torch.ones(width, width)"
+            resumed = next(
+                at.tb_frame.f_code
+                for at in _frames(caught.value.__traceback__)
+                if at.tb_frame.f_code.co_name.startswith("torch_dynamo_resume")
+            )
+            assert compat.users_name(resumed.co_name) == product.__name__
+            skipped = compat.untraced(resumed)
+            assert skipped is not None and skipped.place.endswith(" (product)")
+        assert compat.uncaptured() >= before + wrong
+    assert traced.call_count == begun, "the last one was not tried"
+    assert ran == [3, 2, 3, 3, 3, 2]
+
+
+def _frames(at: TracebackType | None) -> Iterator[TracebackType]:
+    while at is not None:
+        yield at
+        at = at.tb_next
 
 
 def test_a_limit_is_noted() -> None:

@@ -402,13 +402,21 @@ def outer(between=None):
     return inner() if between is None else between()
 
 def inner():
-    return is_called_first(outer.__code__)
+    return is_called_first(outer.__code__), has_begun(outer.__code__, following.__code__)
+
+def following():
+    pass
 """
     names: dict[str, Any] = {"__name__": "torch.nothing", "is_called_first": compat.is_called_first}
+    names["has_begun"] = compat.has_begun
     exec(source, names)
-    assert names["outer"]()
-    assert not names["outer"](lambda: names["inner"]()), "the lambda is a user's"
-    assert not names["inner"](), "nobody has called it"
+    assert names["outer"]() == (True, False)
+    assert names["outer"](lambda: names["inner"]()) == (False, True), "the lambda is a user's"
+    assert names["inner"]() == (False, False), "nobody has called it"
+    code = names["following"].__code__
+    names["following"].__code__ = code.replace(co_name="torch_dynamo_resume_in_f_at_3")
+    assert names["outer"]() == (True, True), "what runs next has lines before it"
+    assert names["inner"]() == (False, False)
 
 
 def test_frames_of_users() -> None:

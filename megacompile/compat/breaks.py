@@ -6,16 +6,23 @@ import functools
 import logging
 import os
 import re
+import traceback
+import types
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
+from torch._dynamo import convert_frame
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.types import ConvertFrameReturn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from megacompile.compat.dynamo import uncompiled
+from megacompile.compat.captures import has_begun, users_name
+from megacompile.compat.dynamo import CAPTURE_ERRORS, uncompiled
 
 _KEPT = 1000  # of each kind, of the process; the oldest go
+_TRIES = 3  # to trace a code that could not be traced: another input may have been wrong
 
 
 class GraphBreak(NamedTuple):  # torch 2.11 to 2.15
@@ -24,6 +31,13 @@ class GraphBreak(NamedTuple):  # torch 2.11 to 2.15
     file: str  # "" where all of the stack is torch's and ours
     line: int
     function: str
+    why: str
+
+
+class Untraced(NamedTuple):  # torch 2.11 to 2.15
+    """A line of a user's code that Dynamo failed to trace."""
+
+    place: str  # "file.py:12 (forward)"; "it" where that is not known
     why: str
 
 
@@ -51,8 +65,8 @@ def note_uncaptured() -> None:  # torch 2.11 to 2.15
         stack = getattr(exc, "real_stack", None) or torch._guards.TracingContext.extract_stack()
         if stack:
             why = (str(getattr(exc, "msg", "")) or reason).strip().partition("\n")[0]
-            users = [at for at in stack if not at.filename.startswith(_NOT_USERS)]
-            place = (users[-1].filename, users[-1].lineno or 0, users[-1].name) if users else _NONE
+            at = _of_user(stack)
+            place = _NONE if at is None else (at.filename, at.lineno or 0, users_name(at.name))
             _BREAKS.append(GraphBreak(*place, why))
             _COUNT[0] += 1
         stock(self, code_options, reason, exc)
@@ -60,6 +74,58 @@ def note_uncaptured() -> None:  # torch 2.11 to 2.15
     log_graph_break.noted = True  # type: ignore[attr-defined]
     InstructionTranslatorBase.log_graph_break = log_graph_break  # type: ignore[method-assign]
     logging.getLogger("torch._dynamo.convert_frame").addFilter(_note_limit)
+
+
+def skip_untraced(within: types.CodeType) -> None:  # torch 2.11 to 2.15
+    """Let what Dynamo cannot trace run as it is, behind lines of a user that have run.
+
+    A call of which no line has run can begin again, without Dynamo; another one cannot. Its frame
+    that could not be traced is skipped, as behind a graph break; `untraced` knows of it.
+
+    Args:
+        within: only in calls of this code.
+    """
+    if not _within:
+        stock: Any = convert_frame.ConvertFrame.__call__
+
+        @functools.wraps(stock)
+        def __call__(self: Any, frame: Any, *args: Any, skip: int = 0) -> Any:
+            try:
+                found = stock(self, frame, *args, skip=skip + 1)
+            except CAPTURE_ERRORS as error:
+                if not any(has_begun(code, frame.f_code) for code in _within):
+                    raise
+                tries, _ = _untraced.get(frame.f_code, (0, None))
+                _untraced[frame.f_code] = (tries + 1, untraced_by(error))
+                _COUNT[0] += 1
+                return ConvertFrameReturn(apply_to_code=tries + 1 == _TRIES)
+            _untraced.pop(frame.f_code, None)
+            return found
+
+        setattr(convert_frame.ConvertFrame, "__call__", __call__)  # noqa: B010
+    _within.add(within)
+
+
+def untraced_by(error: Exception) -> Untraced:  # torch 2.11 to 2.15
+    """Where and why Dynamo raised one of `CAPTURE_ERRORS`, on one line."""
+    text = str(error).strip()
+    of_operator = re.search(r"with fake tensors: \w+ (.+?)\(\*.*: got (.+)", text)
+    why = text.partition("\n")[0] if of_operator is None else ": ".join(of_operator.groups())
+    stack = _AT.findall(text.partition("from user code:")[2])  # not all errors have it themselves
+    at = [place for place in stack if not place[0].startswith(_NOT_USERS)]
+    return Untraced("{}:{} ({})".format(*at[-1][:2], users_name(at[-1][2])) if at else "it", why)
+
+
+def untraced(code: types.CodeType) -> Untraced | None:  # torch 2.11 to 2.15
+    """What `skip_untraced` has skipped this code for the last time."""
+    found: tuple[int, Untraced | None] = _untraced.get(code, (0, None))
+    return found[1]
+
+
+def _of_user(stack: Iterable[traceback.FrameSummary]) -> traceback.FrameSummary | None:
+    """The innermost line that is neither torch's nor ours."""
+    users = [at for at in stack if not at.filename.startswith(_NOT_USERS)]
+    return users[-1] if users else None
 
 
 def _note_limit(record: logging.LogRecord) -> bool:
@@ -112,7 +178,10 @@ _NOT_USERS = tuple(
     os.path.join(os.path.dirname(path), "") for path in (torch.__file__, os.path.dirname(__file__))
 )
 _NONE = ("", 0, "")
+_AT = re.compile(r'File "(.+)", line (\d+), in (\S+)')  # of a traceback
 _OFF = ("force_eager", "eager_on_recompile", "eager_then_compile")
 _COUNT = [0]
+_within: set[types.CodeType] = set()
+_untraced = WeakIdKeyDictionary()  # code -> how often in a row, and the last time
 _BREAKS: deque[GraphBreak] = deque(maxlen=_KEPT)
 _LIMITS: deque[LimitHit] = deque(maxlen=_KEPT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from torch import fx
 from torch._functorch import predispatch
 from torch.utils.checkpoint import checkpoint
 
+_RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_\d+")
 _TRANSFORMS = tuple(
     f"torch.{name}"
     for name in ("_C._functorch", "_functorch.predispatch", "_functorch.eager_transforms")
@@ -103,12 +105,22 @@ def is_called_first(code: types.CodeType) -> bool:  # torch 2.11 to 2.15
 
     What runs in a frame that Dynamo resumed has another graph before it.
     """
-    frame: types.FrameType | None = sys._getframe(1)
+    return _has_begun(code, sys._getframe(1)) is False
+
+
+def has_begun(code: types.CodeType, following: types.CodeType) -> bool:  # torch 2.11 to 2.15
+    """Is a call of this code under way in which a line of a user has run? `following` runs next."""
+    return _has_begun(code, sys._getframe(1), begun=_is_resumed(following)) is True
+
+
+def _has_begun(
+    code: types.CodeType, frame: types.FrameType | None, *, begun: bool = False
+) -> bool | None:
+    """Has a line of a user run between this frame and a call of this code? None: there is none."""
     while frame is not None and frame.f_code is not code:
-        if _has_run(frame):
-            return False
+        begun |= _has_run(frame)
         frame = frame.f_back
-    return frame is not None
+    return None if frame is None else begun
 
 
 def is_raised_first(error: BaseException) -> bool:  # torch 2.11 to 2.15
@@ -125,7 +137,18 @@ def is_raised_first(error: BaseException) -> bool:  # torch 2.11 to 2.15
 
 def _has_run(frame: types.FrameType) -> bool:
     """Is a frame on a stack a sign that a line of a user has run, here or before a graph break?"""
-    return is_of_user(frame) or frame.f_code.co_name.startswith("torch_dynamo_resume")
+    return is_of_user(frame) or _is_resumed(frame.f_code)
+
+
+def _is_resumed(code: types.CodeType) -> bool:
+    """Is this what Dynamo made of the lines behind a graph break?"""
+    return users_name(code.co_name) != code.co_name
+
+
+def users_name(name: str) -> str:  # torch 2.11 to 2.15
+    """The user's name of a function, from that of its lines behind a graph break:
+    "forward" of "torch_dynamo_resume_in_forward_at_12"."""
+    return _RESUMED.sub(r"\1", name)
 
 
 def quiet_within(code: types.CodeType) -> None:  # torch 2.11 to 2.15

@@ -12,6 +12,7 @@ import functools
 import sys
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
@@ -28,6 +29,7 @@ from megacompile.options import Options
 from megacompile.progress import line
 from megacompile.runtime.checkpoint.contents import Contents
 from megacompile.runtime.model import autograd, dropout, four_bit, shortage
+from megacompile.runtime.model.attempts import Attempts
 from megacompile.runtime.model.buckets import ModelBuckets
 from megacompile.runtime.model.captured import CapturedGraph
 from megacompile.runtime.model.captured_again import CapturedAgain
@@ -41,6 +43,7 @@ from megacompile.runtime.model.tiers import HostRoom
 from megacompile.runtime.model.weakly import weakly, while_it_lives
 from megacompile.runtime.ops.head import bind_operators
 from megacompile.runtime.params import inputs
+from megacompile.runtime.params.eager_notice import untraced_text
 from megacompile.runtime.params.guards import guard_of
 from megacompile.runtime.params.proxies import StreamedParameter
 from megacompile.runtime.params.stand_ins import StandIns
@@ -82,6 +85,7 @@ class StreamedModel:
         compat.write_powers()
         compat.note_backward_calls()
         compat.note_uncaptured()
+        compat.skip_untraced(StreamedModel._run.__code__)
         compat.quiet_within(StreamedModel._run.__code__)
         compat.convert_in_place(StreamedParameter)
         self.graphs: list[CapturedGraph] = []
@@ -103,6 +107,7 @@ class StreamedModel:
             self.machine.in_backward.weight_staging = self.machine.weight_staging
             hooks.attach(options.optimizer)
         self._captured_again = CapturedAgain(type(model).__name__)
+        self._attempts: defaultdict[Callable[..., Any], Attempts] = defaultdict(Attempts)
         self._ends: list[Callable[[], object]] = []
         self._quiet = contextlib.ExitStack()  # of a capture that is being made
         self._compiled = self._compile(model)
@@ -159,6 +164,7 @@ class StreamedModel:
         undos: Undos,
     ) -> Any:
         hold(self.buckets.alone, undos)
+        undos.append(self.buckets.notice.forget)
         self.released.check()
         self.called = True
         stand_ins = undone(functools.partial(self._adopt, undos))
@@ -180,10 +186,14 @@ class StreamedModel:
         self, run: Callable[..., Any], compiled: Callable[..., Any], before: shortage.Before
     ) -> Any:
         """What a call gives, which begins again where buckets move first or memory has run out."""
-        while True:
+        attempts = self._attempts[compiled]
+        failed: Exception | None = None
+        tried = attempts.is_due()
+        while tried:
             try:
                 with contextlib.nullcontext() if self.graphs else self._few_collections():
                     result = undone(functools.partial(run, compiled))
+                attempts.traced()
                 self.buckets.notice.say(self.model.parameters)
                 return result
             except torch.OutOfMemoryError as error:
@@ -201,25 +211,29 @@ class StreamedModel:
                 before.restore(self.model, "no memory")
                 self.buckets.move_if_wanted()
                 self._plan_anew()
-        return self._uncaptured(run, compiled, failed)
+        return self._in_eager_mode(run, compiled, attempts, failed)
 
-    def _uncaptured(
-        self, run: Callable[..., Any], compiled: Callable[..., Any], failed: Exception
+    def _in_eager_mode(
+        self,
+        run: Callable[..., Any],
+        compiled: Callable[..., Any],
+        attempts: Attempts,
+        failed: Exception | None,
     ) -> Any:
-        """A call that Dynamo could not trace, and of which no line ran, in eager mode. Where the
-        fault is the user's (a wrong shape), it is raised at the user's line, as the plain model
-        raises it."""
+        """A call that Dynamo could not trace (`failed`), and of which no line ran, or that is not
+        tried. Where the fault is the user's (a wrong shape), it is raised at the user's line, as
+        the plain model raises it."""
         with self.buckets.notice.unless_it_raises():
             try:
                 result = undone(functools.partial(run, compat.uncompiled(compiled)))
             except torch.OutOfMemoryError:
+                if failed is None:
+                    raise
                 raise failed from None
-        failed.with_traceback(None)  # whose frames hold the call's inputs
-        why = str(failed).strip().partition("\n")[0]
-        self.buckets.notice.say(
-            self.model.parameters,
-            f"Dynamo could not trace it ({why}); TORCH_LOGS=+dynamo says more",
-        )
+        if failed is not None:
+            failed.with_traceback(None)  # whose frames hold the call's inputs
+            attempts.failed(untraced_text(compat.untraced_by(failed)))
+        self.buckets.notice.say(self.model.parameters, attempts.why_not)
         return result
 
     @contextlib.contextmanager

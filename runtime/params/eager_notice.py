@@ -36,8 +36,12 @@ class EagerNotice:
             yield
         except BaseException:
             self.used, self._ever = used, ever
-            self.place, self.cause, self._params = "", "", set()
+            self.forget()
             raise
+
+    def forget(self) -> None:
+        """What a call has used that raised is not said of the next one."""
+        self.place, self.cause, self._params = "", "", set()
 
     def __call__(self, param: torch.Tensor | None) -> None:
         """Eager code uses a parameter; None: of no model."""
@@ -52,7 +56,9 @@ class EagerNotice:
             return
         if not self.place:
             at = frames[0]
-            self.place = f"{at.f_code.co_filename}:{at.f_lineno} ({at.f_code.co_name})"
+            self.place = (
+                f"{at.f_code.co_filename}:{at.f_lineno} ({compat.users_name(at.f_code.co_name)})"
+            )
             self.cause = _cause(frames, compat.uncaptured() > self._uncaptured)
         self._params.add(id(param))
 
@@ -68,7 +74,7 @@ class EagerNotice:
             because: the cause, where it is known. Default: what Dynamo has met.
         """
         place, cause, used = self.place, because or self.cause, self._params
-        self.place, self.cause, self._params = "", "", set()
+        self.forget()
         self._uncaptured = compat.uncaptured()
         if not place or cause in self._said:
             return
@@ -121,6 +127,8 @@ def _cause(frames: Iterable[FrameType], in_this_call: bool) -> str:
         code = frame.f_code
         if found := lines.get((code.co_filename, frame.f_lineno)):
             return _of_break(found)
+        if failed := compat.untraced(code):
+            return untraced_text(failed)
         name = f"'{code.co_name}' ({code.co_filename}:{code.co_firstlineno})"
         if hit := limits.get(name):
             return (
@@ -137,6 +145,11 @@ def _cause(frames: Iterable[FrameType], in_this_call: bool) -> str:
     if in_this_call and breaks and not breaks[0].file:
         return f"a graph break: {breaks[0].why}; TORCH_LOGS=graph_breaks says more"
     return "Dynamo did not capture it, and TORCH_LOGS=graph_breaks says why"
+
+
+def untraced_text(failed: compat.Untraced) -> str:
+    """Why code that Dynamo failed to trace runs in eager mode."""
+    return f"Dynamo could not trace {failed.place}: {failed.why}; TORCH_LOGS=+dynamo says more"
 
 
 def _of_break(found: compat.GraphBreak) -> str:
