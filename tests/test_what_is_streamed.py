@@ -200,6 +200,18 @@ def test_a_part_does_not_keep_the_model() -> None:
     assert schedules(net)
 
 
+def test_the_model_does_not_keep_a_part_that_was_replaced() -> None:
+    layers = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
+    model, x = megacompile(layers, device="cpu"), torch.ones(1, 4)
+    model[0](x)
+    model(x).sum().backward()
+    part = weakref.ref(model[0])
+    model[0] = nn.Identity()
+    model(x).sum().backward()
+    gc.collect()
+    assert part() is None
+
+
 def test_a_part_may_not_be_megacompiled() -> None:
     model = megacompile(Task(), device="cpu")
     with pytest.raises(ModelError, match=r"owned by another .*unmegacompile\(\)"):

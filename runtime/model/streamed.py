@@ -12,7 +12,6 @@ import functools
 import sys
 import time
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
@@ -107,7 +106,7 @@ class StreamedModel:
             self.machine.in_backward.weight_staging = self.machine.weight_staging
             hooks.attach(options.optimizer)
         self._captured_again = CapturedAgain(type(model).__name__)
-        self._attempts: defaultdict[Callable[..., Any], Attempts] = defaultdict(Attempts)
+        self._attempts = weakref.WeakKeyDictionary[Callable[..., Any], Attempts]()
         self._ends: list[Callable[[], object]] = []
         self._quiet = contextlib.ExitStack()  # of a capture that is being made
         self._compiled = self._compile(model)
@@ -186,7 +185,7 @@ class StreamedModel:
         self, run: Callable[..., Any], compiled: Callable[..., Any], before: shortage.Before
     ) -> Any:
         """What a call gives, which begins again where buckets move first or memory has run out."""
-        attempts = self._attempts[compiled]
+        attempts = self._attempts.setdefault(compiled, Attempts())
         failed: Exception | None = None
         tried = attempts.is_due()
         while tried:
