@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -95,9 +94,9 @@ def within(function, *args):
             assert not isinstance(caught.value, compat.CAPTURE_ERRORS)
             assert frames[-1].line == "return x @ torch.ones(width, width)"
             resumed = next(
-                at.tb_frame.f_code
-                for at in _frames(caught.value.__traceback__)
-                if at.tb_frame.f_code.co_name.startswith("torch_dynamo_resume")
+                frame.f_code
+                for frame, _ in traceback.walk_tb(caught.value.__traceback__)
+                if frame.f_code.co_name.startswith("torch_dynamo_resume")
             )
             assert compat.users_name(resumed.co_name) == product.__name__
             skipped = compat.untraced(resumed)
@@ -105,12 +104,6 @@ def within(function, *args):
         assert compat.uncaptured() >= before + wrong
     assert traced.call_count == begun, "the last one was not tried"
     assert ran == [3, 2, 3, 3, 3, 2]
-
-
-def _frames(at: TracebackType | None) -> Iterator[TracebackType]:
-    while at is not None:
-        yield at
-        at = at.tb_next
 
 
 def test_a_limit_is_noted() -> None:
