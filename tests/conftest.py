@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 # What asserts for the tests says why, as they do.
 pytest.register_assert_rewrite("tests.faults", "tests.gate", "tests.training", "tests.zoo")
 torch.set_num_threads(1)  # the models are small: threads cost more than they gain
+# Each process that compiles would build and load a library for each set of vector instructions that
+# the CPU reports, and trust none: half a minute. Inductor reads it when it is first imported.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Where this logger has a handler, torch makes a trace of each capture. It takes its own one away;
 # pytest gives its handlers to every logger that does not propagate.
 logging.getLogger("torch.__trace").handlers.clear()
@@ -86,3 +89,10 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     yield made
     made.held = False
     made.open()
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For loops that take all GPUs that they see: they see one at most."""
+    count = min(torch.cuda.device_count(), 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)

@@ -252,7 +252,7 @@ def test_the_data_parallel_around(group: None, monkeypatch: pytest.MonkeyPatch) 
             ddp.mine = True
         return given["module"] in made
 
-    compat.check_data_parallel(check)
+    compat.check_data_parallel(kind, check)
     model = Asks(compat.ddp_around)
     ddp = kind(model, bucket_cap_mb=1)
     ddp(torch.ones(2))

@@ -474,7 +474,34 @@ def test_a_wrap_that_could_not_reduce_gradients_on_the_host() -> None:
     unreduced(computes_on="cpu", device_ids=[0])  # torch's own error
 
 
+def test_a_data_parallel_that_would_call_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DataParallel of torch, which Trainer makes where it sees several GPUs. Without a GPU it calls
+    its module, and that is all."""
+    plain, ours = twins(Net)
+    wrapped = nn.DataParallel(plain)
+    assert torch.equal(wrapped(inputs()), nn.DataParallel(megacompile(ours))(inputs()))
+    megacompile(copy.deepcopy(wrapped))
+    wrapped.device_ids = [0]
+    with pytest.raises(ModelError, match=r"megacompile\(\): DataParallel has .* one for each"):
+        megacompile(wrapped)
+    assert not is_streamed(wrapped)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ModelError, match=r"^DataParallel\(\): Net .*CUDA_VISIBLE_DEVICES=0"):
+        nn.DataParallel(nn.Sequential(ours))
+
+
 # --- on a GPU
+
+
+@pytest.mark.gpu
+def test_a_data_parallel_on_a_gpu() -> None:
+    plain, ours = twins(Net)
+    wrapped = nn.DataParallel(plain.cuda(), device_ids=[0])
+    assert wrapped(inputs().cuda()).is_cuda, "none of a plain model is refused"
+    with pytest.raises(ModelError, match="has a DataParallel in it"):
+        megacompile(wrapped)
+    with pytest.raises(ModelError, match="got a DataParallel around it"):
+        nn.DataParallel(megacompile(ours))
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from megacompile import megacompile
 from tests.zoo import hf_qwen2
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_gpu")]
 Prepare = Callable[[nn.Module], nn.Module]
 STEPS = 5
 

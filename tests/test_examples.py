@@ -85,6 +85,7 @@ def torchrun(name: str, *flags: str) -> list[float]:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("one_gpu")
 @pytest.mark.parametrize("name", [name for name in NEEDED if name != "grpo_trl"])
 def test_on_a_gpu(name: str) -> None:
     """Not GRPO: one token that is sampled otherwise is another run."""

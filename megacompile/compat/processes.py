@@ -1,4 +1,4 @@
-"""torch.distributed and DistributedDataParallel."""
+"""torch.distributed, DistributedDataParallel and DataParallel."""
 
 from __future__ import annotations
 
@@ -26,11 +26,15 @@ def ddp_parameters(
 
 
 def check_data_parallel(
-    check: Callable[[Any, dict[str, Any]], bool],
+    kind: type[torch.nn.Module], check: Callable[[Any, dict[str, Any]], bool]
 ) -> None:  # torch 2.11 to 2.15
-    """Call `check` with every DistributedDataParallel and its arguments, before it is made. Where
-    it says True, it has made it."""
-    stock = torch.nn.parallel.DistributedDataParallel.__init__
+    """Call `check` with every module of a kind and its arguments, before it is made. Where it says
+    True, it has made it.
+
+    Args:
+        kind: DistributedDataParallel, or DataParallel.
+    """
+    stock: Any = kind.__init__
     if hasattr(stock, "checked"):
         return
     signature = inspect.signature(stock)
@@ -41,7 +45,7 @@ def check_data_parallel(
             stock(self, *args, **kwargs)
 
     init.checked = True  # type: ignore[attr-defined]
-    torch.nn.parallel.DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
+    kind.__init__ = init  # type: ignore[method-assign]
 
 
 _COLLECTIVES = (

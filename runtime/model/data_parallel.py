@@ -10,8 +10,11 @@ again, and torch says nothing. Megatron and Apex put hooks of Python on such nod
     parameters where DDP cannot reduce them      refused when the DDP is made
     a model that ranks share (mesh=)             right: the DDP passes through, because gradients
                                                  are means already (`pass_through`)
+    nn.DataParallel, around or inside            refused where there is a GPU: threads would call
+                                                 copies of the module that nobody streams
 
 Accelerate, and so Trainer, wraps what it prepares in a DDP, unless that says that it is prepared.
+Without torchrun, Trainer makes a DataParallel where it sees several GPUs.
 """
 
 from __future__ import annotations
@@ -43,6 +46,10 @@ from megacompile.runtime.params.accumulators import Accumulator
 _BACKENDS = 'init_process_group("cpu:gloo,cuda:nccl")'
 _PREPARED = "_is_accelerate_prepared"  # Accelerate's
 _WRAP = "model = DistributedDataParallel(megacompile(model))"
+_COPIES = (
+    "which calls copies of the module, one on each GPU, and nobody would stream those; leave it "
+    "out: show the process one GPU (CUDA_VISIBLE_DEVICES=0), or start one for each (torchrun)"
+)
 
 
 class DataParallel:
@@ -50,7 +57,7 @@ class DataParallel:
 
     Raises:
         ModelError: the model has one in it, and its backward is to make the update, or ranks are
-            to share it.
+            to share it. Or it has a `torch.nn.DataParallel` over GPUs in it.
     """
 
     def __init__(self, model: nn.Module, options: Options) -> None:
@@ -60,6 +67,10 @@ class DataParallel:
         self.planned = options.plans and options.resident is None
         self.said = False
         self._checked: weakref.ref[DistributedDataParallel] | None = None
+        if any(isinstance(m, nn.DataParallel) and m.device_ids for m in model.modules()):
+            raise ModelError(
+                f"megacompile(): {type(model).__name__} has a DataParallel in it, {_COPIES}"
+            )
         if updates and _inside(model):
             raise ModelError(_updates_refused("megacompile()", type(model).__name__))
         self.mesh = options.mesh
@@ -71,7 +82,8 @@ class DataParallel:
             self._loading = model.register_load_state_dict_pre_hook(divide_loaded)
             loops.attend(_shared_in)
         _LIVE.add(self)
-        compat.check_data_parallel(_check_wrap)
+        compat.check_data_parallel(DistributedDataParallel, _check_wrap)
+        compat.check_data_parallel(nn.DataParallel, _check_copies)
 
     def around(self) -> str:
         """At a call: why buckets stay where they are. "" where no DDP is around.
@@ -252,8 +264,7 @@ def _check_wrap(ddp: DistributedDataParallel, given: Mapping[str, Any]) -> bool:
     """Before a DDP is made: ask the megacompiled models in it. True: it is made, and passes
     through."""
     module = given["module"]
-    modules = {id(m) for m in module.modules()} if isinstance(module, nn.Module) else set()
-    inside = [each for each in _LIVE if each.is_among(modules)]
+    inside = _megacompiled_in(module)
     shared = [each for each in inside if each.mesh is not None]
     meshes = {each.mesh: each.device for each in shared if isinstance(each.mesh, DeviceMesh)}
     if not shared:
@@ -271,6 +282,19 @@ def _check_wrap(ddp: DistributedDataParallel, given: Mapping[str, Any]) -> bool:
     return True
 
 
+def _check_copies(_: nn.DataParallel, given: Mapping[str, Any]) -> bool:
+    """Before a DataParallel is made: refuse it around a megacompiled model, unless no GPU is there,
+    where it only calls its module."""
+    inside = _megacompiled_in(given["module"])
+    if inside and torch.cuda.is_available():
+        raise ModelError(
+            f"DataParallel(): {type(inside[0].model).__name__} is megacompiled, but got a "
+            f"DataParallel around it, {_COPIES}; Trainer makes one where it sees several GPUs and "
+            "no torchrun"
+        )
+    return False
+
+
 def devices_of(group: Any) -> frozenset[str] | None:
     """The types of device that a process group has backends for."""
     if not (distributed.is_available() and distributed.is_initialized()):
@@ -281,8 +305,12 @@ def devices_of(group: Any) -> frozenset[str] | None:
 
 def _shared_in(model: nn.Module) -> list[nn.Module]:
     """The megacompiled modules in a model that ranks share."""
-    modules = {id(m) for m in model.modules()}
-    return [e.model for e in _LIVE if e.shared and e.is_among(modules)]
+    return [each.model for each in _megacompiled_in(model) if each.shared]
+
+
+def _megacompiled_in(module: object) -> list[DataParallel]:
+    modules = {id(m) for m in module.modules()} if isinstance(module, nn.Module) else set()
+    return [each for each in _LIVE if each.is_among(modules)]
 
 
 def _inside(model: nn.Module) -> list[DistributedDataParallel]:
