@@ -39,6 +39,7 @@ def measured(step_s: float, loss: float = 12.0) -> Outcome:
         "step_s": step_s,
         "losses": [loss, loss - 1],
         "host_bytes": 2**30,
+        "gpu_bytes": 2**31,
     }
     return Outcome(Status.OK, result=result | {"first_step_s": 9.0}, package="a 1.0")
 
@@ -304,6 +305,26 @@ def test_the_plot(tmp_path: Path) -> None:
     path = tmp_path / "picture.png"
     assert draw(path, rows(shown()), gpu_gib=139.0) == f"{path} is written"
     assert path.stat().st_size > 1000
+
+
+def test_one_setting_is_drawn_in_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    drawn: list[dict[str, float]] = []
+    bars = plot._bars
+    monkeypatch.setattr(plot, "_bars", lambda *args: [drawn.append(args[1]), bars(*args)][1])
+
+    def sizes(*lengths: int) -> list[dict[str, float]]:
+        drawn.clear()
+        results = planned([Setting("3.9b", 16, n) for n in lengths], "plain", "fsdp2")
+        for point in results.planned:
+            results.add(point, measured(2.0))
+        draw(tmp_path / "picture.png", rows(results))
+        return [*drawn]
+
+    throughput, memory, host, largest = sizes(1024)
+    assert throughput == {"plain": 8192.0, "fsdp2": 8192.0}
+    assert memory == {"plain": 2.0, "fsdp2": 2.0} and host == largest == {"plain": 1, "fsdp2": 1}
+    assert sizes(1024, 2048) == [memory, host, largest], "throughput has a line of each system"
 
 
 def test_the_largest_models_that_were_trained(

@@ -1,5 +1,8 @@
 """Four pictures of a run: against tokens, against GPU memory, host memory, the largest model.
 
+Where only one number of tokens, or one size of GPU memory, was measured, bars show the throughput
+there, or the peak of GPU memory.
+
     python -m benchmarks.peers.plot results.json picture.png
 
 Needs matplotlib, the extra `viz`. A panel for which nothing was measured says so.
@@ -47,15 +50,20 @@ def draw(path: Path, of: Sequence[Row], *, gpu_gib: float | None = None) -> str:
     panels = figure.subplots(2, 2).flatten().tolist()
     measured = [row for row in of if row.tokens_s is not None]
     colors = {peer: _COLORS[k % len(_COLORS)] for k, peer in enumerate(PEERS)}
-    _lines(panels[0], measured, colors, _by_tokens, "tokens a step", None)
-    _lines(panels[1], measured, colors, _by_cap, "GPU memory, GiB", gpu_gib)
-    _host(panels[2], measured, colors)
+    if not _lines(panels[0], measured, colors, _by_tokens, "tokens a step", None):
+        _at_one(
+            panels[0], measured, colors, "throughput, tokens a second", lambda row: row.tokens_s
+        )
+    if not _lines(panels[1], measured, colors, _by_cap, "GPU memory, GiB", gpu_gib):
+        _at_one(panels[1], measured, colors, "peak GPU memory, GiB", _gib("gpu_bytes"))
+    _at_one(panels[2], measured, colors, "host memory, GiB", _gib("host_bytes"))
     _largest(panels[3], of, colors)
     figure.savefig(path, dpi=120)
     return f"{path} is written"
 
 
 Axis = Callable[[Setting, float | None], tuple[Setting, float | None]]  # what stays, and x
+Value = Callable[[Row], float | None]  # of a system
 
 
 def _by_tokens(setting: Setting, gpu_gib: float | None) -> tuple[Setting, float | None]:
@@ -73,18 +81,18 @@ def _lines(
     axis: Axis,
     label: str,
     gpu_gib: float | None,
-) -> None:
-    """Throughput against one part of the setting, where that part varies most."""
+) -> bool:
+    """Throughput against one part of the setting, where that part varies most. False: it does not
+    vary."""
     xs: dict[Setting, set[float]] = {}
     for row in of:
         rest, x = axis(row.setting, gpu_gib)
         if x is not None:
             xs.setdefault(rest, set()).add(x)
-    panel.set(title=f"throughput by {label}", xlabel=label, ylabel="tokens a second")
-    if not xs:
-        _nothing(panel)
-        return
-    chosen = max(xs, key=lambda rest: len(xs[rest]))
+    chosen = max(xs, key=lambda rest: len(xs[rest]), default=None)
+    if chosen is None or len(xs[chosen]) == 1:
+        return False
+    panel.set(xlabel=label, ylabel="tokens a second")
     for peer, color in colors.items():
         line = sorted(
             (x, row.tokens_s)
@@ -97,23 +105,33 @@ def _lines(
     panel.set_title(f"throughput by {label} ({chosen.model})")
     panel.set_ylim(bottom=0)
     panel.legend(fontsize=7)
+    return True
 
 
-def _host(panel: Any, of: Sequence[Row], colors: dict[str, str]) -> None:
-    """Host memory at the setting that most systems were measured at."""
+def _at_one(
+    panel: Any, of: Sequence[Row], colors: dict[str, str], label: str, value: Value
+) -> None:
+    """A value of each system, at the setting that most of them were measured at."""
     settings = [row.setting for row in of]
-    panel.set(title="host memory", xlabel="GiB")
+    name, _, unit = label.partition(", ")
+    panel.set(title=name, xlabel=unit)
     if not settings:
         _nothing(panel)
         return
     chosen = max(dict.fromkeys(settings), key=settings.count)
-    sizes = {
-        row.peer: size / 2**30
-        for row in of
-        if row.setting == chosen and (size := row.median("host_bytes")) is not None
-    }
-    panel.set_title(f"host memory ({chosen.text})")
-    _bars(panel, sizes, colors)
+    panel.set_title(f"{name} ({chosen.text})")
+    values = {row.peer: value(row) for row in of if row.setting == chosen}
+    _bars(panel, {peer: found for peer, found in values.items() if found is not None}, colors)
+
+
+def _gib(field: str) -> Value:
+    """The median of a field, in GiB."""
+
+    def value(row: Row) -> float | None:
+        size = row.median(field)
+        return None if size is None else size / 2**30
+
+    return value
 
 
 def _largest(panel: Any, of: Sequence[Row], colors: dict[str, str]) -> None:
@@ -147,8 +165,12 @@ def _bars(panel: Any, sizes: dict[str, float], colors: dict[str, str]) -> Any:
     names = list(sizes)[::-1]
     bars = panel.barh(names, [sizes[n] for n in names], color=[colors[n] for n in names])
     panel.margins(x=0.12)
-    panel.bar_label(bars, fmt="%.3g", padding=2, fontsize=7)
+    panel.bar_label(bars, fmt=_number, padding=2, fontsize=7)
     return bars
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
 def _nothing(panel: Any) -> None:

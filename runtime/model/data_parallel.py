@@ -282,7 +282,7 @@ def _check_wrap(ddp: DistributedDataParallel, given: Mapping[str, Any]) -> bool:
     return True
 
 
-def _check_copies(_: nn.DataParallel, given: Mapping[str, Any]) -> bool:
+def _check_copies(_: nn.DataParallel[Any], given: Mapping[str, Any]) -> bool:
     """Before a DataParallel is made: refuse it around a megacompiled model, unless no GPU is there,
     where it only calls its module."""
     inside = _megacompiled_in(given["module"])
