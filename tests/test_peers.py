@@ -311,7 +311,12 @@ def test_one_setting_is_drawn_in_bars(tmp_path: Path, monkeypatch: pytest.Monkey
     pytest.importorskip("matplotlib")
     drawn: list[dict[str, float]] = []
     bars = plot._bars
-    monkeypatch.setattr(plot, "_bars", lambda *args: [drawn.append(args[1]), bars(*args)][1])
+
+    def noted(panel: Any, sizes: dict[str, float], colors: dict[str, str]) -> Any:
+        drawn.append(sizes)
+        return bars(panel, sizes, colors)
+
+    monkeypatch.setattr(plot, "_bars", noted)
 
     def sizes(*lengths: int) -> list[dict[str, float]]:
         drawn.clear()
