@@ -50,7 +50,11 @@ def offloading(layers: int = 5, **options: Any) -> tuple[Any, Any]:
 # --- numbers
 
 
-NAMED = [(name, choice) for name in cases.CASES for choice in ("selective", "offload")]
+NAMED: list[Any] = [
+    pytest.param(name, choice, marks=[pytest.mark.thorough] if name in cases.LONG else [])
+    for name in cases.CASES
+    for choice in ("selective", "offload")
+]
 NAMED += [(name, "keep") for name in ("demo gpt", "batch norm", "tied", "shared layer", "dropout")]
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacompile import compat, schedules
+from tests.draws import drawn
 from tests.zoo import twins
 
 pytestmark = pytest.mark.skipif(not compat.has_cpp_compiler(), reason="no C++ compiler here")
@@ -76,7 +77,7 @@ def test_forty_values_are_compiled_at_most_three_times(compilations: list[Any]) 
     assert counts[3] <= 3 * counts[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", drawn([torch.bfloat16], [torch.float16]), ids=str)
 def test_a_float_leaves_half_precision_as_it_is(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     plain, streamed = twins(Annealed(dtype), lowering="inductor", progress=False)

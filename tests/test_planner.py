@@ -24,6 +24,7 @@ from megacompile.plan.compiler import PassCompiler
 from megacompile.plan.planner import search, search_near
 from megacompile.plan.problem import Problem
 from megacompile.plan.tries import Tries, between
+from tests.draws import drawn
 from tests.inside import residents
 from tests.training import adamw, data, net, train
 from tests.zoo import assert_same, twins
@@ -156,7 +157,7 @@ def test_more_stages_than_may_be_kept_are_known_not_to_fit() -> None:
     assert [tower.most_kept(Choice(0), 0, most) for most in (1, 2, 3, 4)] == [1, 2, 3, 3]
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("in_backward", drawn([True], [False]))
 def test_passing_over_what_computes_too_long_changes_nothing(in_backward: bool) -> None:
     tower = problem(GIB, in_backward=in_backward)
     least, simulated = tower.memory(Choice(0)).peak.total_bytes, [0, 0]

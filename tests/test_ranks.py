@@ -87,6 +87,7 @@ def test_four_ranks_and_what_two_and_one_load_of_them(tmp_path: Path) -> None:
     assert not failed, "\n".join(failed)
 
 
+@pytest.mark.thorough
 def test_four_ranks_with_8_bits_a_disk_adapters_and_frozen_layers(tmp_path: Path) -> None:
     failed = wrong_modes(MODES_OF_FOUR, torchrun("modes of four", 4, tmp_path))
     assert not failed, "\n".join(failed)

@@ -15,7 +15,8 @@ from megacompile import megacompile, schedules, updates
 from megacompile.ir import ops
 from megacompile.ir.placement import Placement
 from tests import inside
-from tests.cases import CASES, build
+from tests.cases import CASES, LONG, build
+from tests.draws import drawn
 from tests.inside import residents
 from tests.training import adamw, data, net, schedulers, train
 from tests.zoo import assert_same, twins
@@ -35,7 +36,7 @@ def kinds(model: Any) -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", drawn([case for case in CASES if case not in LONG], LONG))
 @pytest.mark.parametrize("resident", ["all", 2 * KB])
 def test_two_steps_are_bitwise_the_plain_ones(case: str, resident: Any) -> None:
     made = build(case)

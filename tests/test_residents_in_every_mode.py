@@ -192,8 +192,15 @@ def test_masters_of_some_parameters(in_backward: bool) -> None:
     assert_same(*found)
 
 
-@pytest.mark.parametrize("dtypes", ["as it is", "masters, 8-bit states"])
-@pytest.mark.parametrize("in_backward", [False, True], ids=["exact", "in the backward"])
+@pytest.mark.parametrize(
+    ("dtypes", "in_backward"),
+    [
+        ("as it is", True),
+        ("masters, 8-bit states", False),
+        pytest.param("as it is", False, marks=pytest.mark.thorough),
+        pytest.param("masters, 8-bit states", True, marks=pytest.mark.thorough),
+    ],
+)
 def test_with_inductor(dtypes: str, in_backward: bool) -> None:
     options = {**DTYPES[dtypes], "lowering": "inductor"}
     streamed = train(made(0, in_backward=in_backward, **options))

@@ -518,7 +518,13 @@ def test_a_backward_sample_by_sample_needs_the_memory_of_some() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "tiles"), [("demo gpt", 4), ("hf qwen2", 4), ("hf qwen2", 2), ("dropout", 4)]
+    ("name", "tiles"),
+    [
+        ("hf qwen2", 4),
+        ("dropout", 4),
+        pytest.param("demo gpt", 4, marks=pytest.mark.thorough),
+        pytest.param("hf qwen2", 2, marks=pytest.mark.thorough),
+    ],
 )
 def test_with_inductor(name: str, tiles: int) -> None:
     _, plain, mine = trained(name, tiles=tiles, lowering="inductor")
