@@ -3,7 +3,7 @@
 #   make demo     train the example; ARGS="--plain" and the like are passed on (--help lists them)
 #   make test     the whole test suite; ARGS="-k verify" and the like are passed on to pytest
 #   make gpu      the tests that need an NVIDIA GPU, but for the zoo's (three minutes on 16 cores)
-#   make thorough   the draws of random tests that `make test` leaves out
+#   make thorough   what `make test` leaves out: more random draws, and the longest of several alike
 #   make limits   200 random models under random budgets, each in a process whose memory is limited:
 #                 it runs within them or is refused (Linux; some 5 minutes of one core)
 #   make matrix   a fast part of the tests, on every version of torch that is supported
