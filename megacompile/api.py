@@ -101,7 +101,7 @@ def megacompile(
         slots: device buffers for prefetched buckets, at least `lookahead + 1`. Default: that
             many, and more if the plan finds that more make the step faster.
         progress: show bars, and what the first step waits for. Default: where stderr is a terminal;
-            elsewhere one line is printed, once, when a first step has taken 5 s.
+            elsewhere one line is printed, once, where a part of a first step takes 5 s.
             With `mesh` the first rank alone shows them.
         compute_dtype: torch.bfloat16 or torch.float16. Float32 parameters and floating inputs are
             computed in it. The host keeps the float32 masters and streams a copy.

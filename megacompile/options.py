@@ -55,9 +55,9 @@ class Options:
         lookahead: how many stages ahead of its use a bucket is prefetched (1 or more).
         slots: device buffers for prefetched buckets. None: `least_slots`, and more if the plan
             finds that more make the step faster.
-        progress: show bars, and what the first step waits for, on stderr. None: on a terminal,
-            and one line elsewhere where that is long. False where another rank is the first one of
-            `mesh`.
+        progress: show bars, and what the first step waits for, on stderr. None: on a
+            terminal; elsewhere one line, once, where a part of the step takes 5 s. False where
+            another rank is the first one of `mesh`.
         compute_dtype: the dtype that float32 parameters are streamed and computed in. Default:
             their own.
         grad_dtype: the dtype of gradients on the host. Default: each parameter's own.

@@ -390,7 +390,7 @@ class LateOps(BoundOps):
         streams.defers[value] = events_of(after)
 
     def forward(self, stage: Stage, weights: Any, args: Any, saving: bool) -> tuple[Handle, ...]:
-        results = len(stage.outputs) + len(stage.mutated)
+        results = stage.result_count
         self._count = results + (len(stage.traced.saved) if saving else 0)
         return super().forward(stage, weights, args, saving)
 

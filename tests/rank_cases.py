@@ -72,6 +72,8 @@ TWO: dict[str, Mode] = {
     "resident in one, in the backward": Mode(
         Tied, {"resident": HERE, "lookahead": 1}, in_backward=True
     ),
+    "states on a disk": Mode(options={"disk": DISK}),
+    "frozen": Mode(Frozen),
     "adapters": Mode(Adapted),
     "odd shapes, accumulating": Mode(Odd, micro=2),
     "muon": Mode(optimizer=muon, tolerance=ROUGH),
@@ -82,10 +84,8 @@ MORE: dict[str, Mode] = {  # `make thorough`
     "float32 states": Mode(
         options={"state_dtype": torch.float32}, dtype=torch.bfloat16, tolerance=ROUGH
     ),
-    "states on a disk": Mode(options={"disk": DISK}),
     "states on a disk, in the backward": Mode(options={"disk": DISK}, in_backward=True),
     "8 bits, in the backward": Mode(Wide, NARROW, in_backward=True, tolerance=ROUGH),
-    "frozen": Mode(Frozen),
     "adapters, in the backward": Mode(Adapted, in_backward=True),
     "compute_dtype": Mode(options={"compute_dtype": torch.bfloat16}, tolerance=ROUGH),
     "grad_dtype": Mode(options={"grad_dtype": torch.bfloat16}, tolerance=ROUGH),

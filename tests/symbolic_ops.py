@@ -101,7 +101,7 @@ class Machine(Layout):
         template = stage.traced
         reads = _all(self._primals(stage, weights, args))
         keeps = [reads[i] for i in template.recompute_primals]
-        outs = [self.cell() for _ in range(len(stage.outputs) + len(stage.mutated))]
+        outs = [self.cell() for _ in range(stage.result_count)]
         saved = [self.cell() for _ in range(len(template.saved) if saving else 0)]
 
         def run(cells: Cells) -> None:

@@ -477,13 +477,17 @@ def test_a_wrap_that_could_not_reduce_gradients_on_the_host() -> None:
 def test_a_data_parallel_that_would_call_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """DataParallel of torch, which Trainer makes where it sees several GPUs. Without a GPU it calls
     its module, and that is all."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     plain, ours = twins(Net)
+    megacompile(ours, device="cpu", lowering="eager")
     wrapped = nn.DataParallel(plain)
-    assert torch.equal(wrapped(inputs()), nn.DataParallel(megacompile(ours))(inputs()))
-    megacompile(copy.deepcopy(wrapped))
+    assert torch.equal(wrapped(inputs()), nn.DataParallel(ours)(inputs()))
+    megacompile(copy.deepcopy(wrapped), device="cpu")
     wrapped.device_ids = [0]
-    with pytest.raises(ModelError, match=r"megacompile\(\): DataParallel has .* one for each"):
-        megacompile(wrapped)
+    with pytest.raises(
+        ModelError, match=r"megacompile\(\): DataParallel has .* a process for each"
+    ):
+        megacompile(wrapped, device="cpu")
     assert not is_streamed(wrapped)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ModelError, match=r"^DataParallel\(\): Net .*CUDA_VISIBLE_DEVICES=0"):

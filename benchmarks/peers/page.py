@@ -42,10 +42,10 @@ def _file(name: str, results: Results) -> list[str]:
     runs = [f"- run {k + 1}: {_machine(run)}" for k, run in enumerate(results.runs)]
     file = f"- file: [{name}](../benchmarks/results/{name})"
     different = differing(of)
-    said = f"First losses agree within {LOSS_TOLERANCE}; in parentheses is its difference from the"
-    losses_text = "\n".join(f"- {each}" for each in different)
-    if not different:
-        losses_text = f"{said} median of its setting."
+    losses_text = "\n".join(f"- {each}" for each in different) or (
+        f"First losses agree within {LOSS_TOLERANCE}. The number in parentheses is the difference "
+        "from the median of the setting."
+    )
     title, picture = _title(results), picture_of(name)
     shown = [f"![{title}]({picture.name})"] if picture.exists() else []
     return [f"### {title}", "\n".join([*runs, file]), *shown, figures(of), losses_text, kinds(of)]

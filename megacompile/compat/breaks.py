@@ -1,4 +1,4 @@
-"""Why Dynamo did not capture something: graph breaks, its limit on recompilations, a switch."""
+"""Why Dynamo did not capture something: a graph break, a failed trace, a limit, a switch."""
 
 from __future__ import annotations
 
@@ -147,13 +147,13 @@ def limit_hits() -> Iterable[LimitHit]:  # torch 2.11 to 2.15
 
 
 def uncaptured() -> int:  # torch 2.11 to 2.15
-    """How many graph breaks and limits there were since `note_uncaptured`."""
+    """How many graph breaks, limits and failed traces there were since `note_uncaptured`."""
     return _COUNT[0]
 
 
 def why_captured_again(compiled: Callable[..., Any]) -> str:  # torch 2.11 to 2.15
-    """Why the last capture but one of what `torch.compile` gave did not do: the guard that failed,
-    in Dynamo's words; "" where that is not known."""
+    """The guard that failed in the newest of the earlier captures, in Dynamo's words; "" where it
+    is not known."""
     said = torch._dynamo.utils.guard_failures.get(uncompiled(compiled).__code__, [])
     found = max(said, key=_capture_of, default="").partition("\n")[0]
     return found.partition(": ")[2].partition("  #")[0].strip()  # behind it: the line, a hint

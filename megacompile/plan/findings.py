@@ -9,7 +9,6 @@ from megacompile.code_counts import CodeCounts
 from megacompile.plan.scenario import Change
 from megacompile.plan.slow_ranks import SlowRank
 from megacompile.plan.stage_groups import StageGroup
-from megacompile.text import format_bytes
 from megacompile.tracing.rank_steps import LastRank
 
 
@@ -47,15 +46,6 @@ class DiskTraffic:
     read_bytes: int  # in each step, by the plan
     written_bytes: int
     so_far: Moved | None = None  # measured; None: it is a plan alone
-
-    def lines(self) -> list[str]:
-        """For a terminal."""
-        reads, writes = format_bytes(self.read_bytes), format_bytes(self.written_bytes)
-        found = [f"by the plan each step reads {reads} and writes {writes}"]
-        if self.so_far is not None:
-            reads, writes = map(format_bytes, (self.so_far.read_bytes, self.so_far.written_bytes))
-            found.append(f"{self.so_far.steps} steps so far: {reads} read and {writes} written")
-        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 
 from megacompile.cost.memory import Kind
-from megacompile.plan.findings import Findings
+from megacompile.plan.findings import DiskTraffic, Findings
 from megacompile.plan.report import Section, as_lines, duration, percent, short_count
 from megacompile.plan.slow_ranks import is_felt, last_text
 from megacompile.text import format_bytes
@@ -131,12 +131,21 @@ def sections(explained: Findings) -> list[Section]:
     if slowest := slowest_lines(explained):
         found.append(("the slowest rank", slowest))
     if explained.disk_traffic is not None:
-        found.append(("the disk", explained.disk_traffic.lines()))
+        found.append(("the disk", _disk_lines(explained.disk_traffic)))
     if explained.code:
         found.append(("code, in this process", _code_rows(explained)))
     if explained.budgets:
         found.append((_TENTH, _budget_rows(explained)))
     return found + (_change_sections(explained) if explained.changes else [])
+
+
+def _disk_lines(traffic: DiskTraffic) -> list[str]:
+    reads, writes = format_bytes(traffic.read_bytes), format_bytes(traffic.written_bytes)
+    found = [f"by the plan each step reads {reads} and writes {writes}"]
+    if (moved := traffic.so_far) is not None:
+        reads, writes = format_bytes(moved.read_bytes), format_bytes(moved.written_bytes)
+        found.append(f"{moved.steps} steps so far: {reads} read and {writes} written")
+    return found
 
 
 def _bounds_lines(explained: Findings) -> list[str]:
@@ -206,8 +215,8 @@ def _code_rows(explained: Findings) -> list[list[str]]:
 
 def change_lines(explained: Findings) -> list[str]:
     """What would help, for a terminal."""
-    (title, rows), (_, notes) = _change_sections(explained)
-    return [title, *as_lines(rows), *as_lines(notes)]
+    (heading, rows), (_, notes) = _change_sections(explained)
+    return [heading, *as_lines(rows), *as_lines(notes)]
 
 
 def budget_lines(explained: Findings) -> list[str]:

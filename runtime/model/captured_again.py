@@ -28,7 +28,7 @@ class CapturedAgain:
         self._took_s: deque[float] = deque(maxlen=_CALLS)  # of each call: 0 if it captured nothing
 
     def note(self, compiled: Callable[..., Any], captured_s: float) -> None:
-        """Behind a call that was not the first one.
+        """After a call that was not the first one.
 
         Args:
             compiled: what was called: a function that `torch.compile` gave.

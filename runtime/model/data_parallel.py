@@ -47,8 +47,9 @@ _BACKENDS = 'init_process_group("cpu:gloo,cuda:nccl")'
 _PREPARED = "_is_accelerate_prepared"  # Accelerate's
 _WRAP = "model = DistributedDataParallel(megacompile(model))"
 _COPIES = (
-    "which calls copies of the module, one on each GPU, and nobody would stream those; leave it "
-    "out: show the process one GPU (CUDA_VISIBLE_DEVICES=0), or start one for each (torchrun)"
+    "which calls copies of the module, one on each GPU, and copies are not streamed; leave it out: "
+    "let the process see one GPU (CUDA_VISIBLE_DEVICES=0), or start a process for each GPU "
+    "(torchrun, with mesh= or a DistributedDataParallel)"
 )
 
 
@@ -289,8 +290,8 @@ def _check_copies(_: nn.DataParallel[Any], given: Mapping[str, Any]) -> bool:
     if inside and torch.cuda.is_available():
         raise ModelError(
             f"DataParallel(): {type(inside[0].model).__name__} is megacompiled, but got a "
-            f"DataParallel around it, {_COPIES}; Trainer makes one where it sees several GPUs and "
-            "no torchrun"
+            f"DataParallel around it, {_COPIES}; Trainer makes a DataParallel where it sees "
+            "several GPUs and was not started by torchrun"
         )
     return False
 

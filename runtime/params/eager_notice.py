@@ -26,7 +26,7 @@ class EagerNotice:
         self.cause = ""  # why that was not captured
         self._params: set[int] = set()  # ids of the parameters
         self._said: set[str] = set()  # causes
-        self._uncaptured = compat.uncaptured()  # graph breaks and limits, when the last call ended
+        self._uncaptured = compat.uncaptured()  # how many there were before this call
 
     @contextmanager
     def unless_it_raises(self) -> Iterator[None]:
@@ -67,7 +67,7 @@ class EagerNotice:
         return id(param) in self._ever or id(None) in self._ever
 
     def say(self, params: Callable[[], Iterable[torch.nn.Parameter]], because: str = "") -> None:
-        """Behind a call: say what it read in eager mode, once for each cause.
+        """After a call: say what it read in eager mode, once for each cause.
 
         Args:
             params: gives all of the model's.

@@ -64,11 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpu", action="store_true", help="with Inductor on a GPU: that column")
     parser.add_argument("--tiles", type=int, default=1, help="so many; the page is left alone")
     options = parser.parse_args(arguments)
+    if options.every < 1:
+        parser.error(f"--every got {options.every}; needed 1 or more")
     for package in PACKAGES:
         if not is_installed(package):
             print(f"{package} is not installed: its models are skipped")
-    chosen = {n: e for n, e in ENTRIES.items() if e.is_there and re.search(options.only, n)}
-    chosen = dict(list(chosen.items())[:: max(1, options.every)])
+    names = list(ENTRIES)[:: options.every]
+    chosen = {n: ENTRIES[n] for n in names if ENTRIES[n].is_there and re.search(options.only, n)}
     results, failed = _compare_all(chosen, options.jobs, gpu=options.gpu, tiles=options.tiles)
     if options.tiles > 1:
         print(f"{len(results)} models compared in {options.tiles} tiles, {len(failed)} failed")
