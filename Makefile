@@ -1,7 +1,8 @@
 # On a fresh machine with Python 3.11+, pip and make, each of these installs what it needs first:
 #
 #   make demo     train the example; ARGS="--plain" and the like are passed on (--help lists them)
-#   make test     the test suite, without `make thorough`; ARGS="-k verify" and the like are passed on to pytest
+#   make test     the test suite, without `make thorough`; ARGS="-k verify" and the like are passed
+#                 on to pytest
 #   make gpu      the tests that need an NVIDIA GPU, but for the zoo's (three minutes on 16 cores)
 #   make thorough   what `make test` leaves out: more random draws, the longest of similar tests
 #   make limits   200 random models under random budgets, each in a process whose memory is limited:
