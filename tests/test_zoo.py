@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -122,27 +121,6 @@ def test_each_of_two_runs_fills_its_columns(
     given[ENTRY.name] = EXACT
     assert command.main(["--write"]) == command.main([]) == 0
     assert list(table.rows_of(table.PAGE.read_text()).values()) == [row]
-
-
-def test_a_sample_is_the_same_each_time(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Also where a package is missing, whose models are skipped."""
-    seen: list[list[str]] = []
-
-    def compared(of: dict[str, Entry], *_: Any, **__: Any) -> tuple[dict[str, Result], list[str]]:
-        seen.append([*of])
-        return {}, []
-
-    monkeypatch.setattr(command, "_compare_all", compared)
-    command.main(["--every", "4"])
-    names = [*ENTRIES][::4]
-    assert seen == [[name for name in names if ENTRIES[name].is_there]]
-    command.main(["--every", "4", "--only", "llama"])
-    assert seen[1] == [name for name in seen[0] if "llama" in name] != []
-    with pytest.raises(SystemExit):
-        command.main(["--every", "0"])
-    assert "--every got 0; needed 1 or more" in capsys.readouterr().err
 
 
 def test_in_tiles_the_page_is_left_alone(

@@ -58,19 +58,15 @@ def faults(entry: Entry, result: Result, *, gpu: bool = False, tiles: int = 1) -
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
     parser.add_argument("--only", default="", help="a regular expression: the models to compare")
-    parser.add_argument("--every", type=int, default=1, help="compare one model in so many")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--write", action="store_true", help="write docs/zoo.md")
     parser.add_argument("--gpu", action="store_true", help="with Inductor on a GPU: that column")
     parser.add_argument("--tiles", type=int, default=1, help="so many; the page is left alone")
     options = parser.parse_args(arguments)
-    if options.every < 1:
-        parser.error(f"--every got {options.every}; needed 1 or more")
     for package in PACKAGES:
         if not is_installed(package):
             print(f"{package} is not installed: its models are skipped")
-    names = list(ENTRIES)[:: options.every]
-    chosen = {n: ENTRIES[n] for n in names if ENTRIES[n].is_there and re.search(options.only, n)}
+    chosen = {n: e for n, e in ENTRIES.items() if e.is_there and re.search(options.only, n)}
     results, failed = _compare_all(chosen, options.jobs, gpu=options.gpu, tiles=options.tiles)
     if options.tiles > 1:
         print(f"{len(results)} models compared in {options.tiles} tiles, {len(failed)} failed")
