@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.peers.catalogue import PEERS
 from benchmarks.peers.store import load
-from benchmarks.peers.summary import Row, rows
+from benchmarks.peers.summary import Row, gib, rows
 from benchmarks.peers.work import MODELS, Setting
 
 MISSING = "no plot: matplotlib is not installed; pip install 'megacompile[viz]'"
@@ -51,12 +51,10 @@ def draw(path: Path, of: Sequence[Row], *, gpu_gib: float | None = None) -> str:
     measured = [row for row in of if row.tokens_s is not None]
     colors = {peer: _COLORS[k % len(_COLORS)] for k, peer in enumerate(PEERS)}
     if not _lines(panels[0], measured, colors, _by_tokens, "tokens a step", None):
-        _at_one(
-            panels[0], measured, colors, "throughput, tokens a second", lambda row: row.tokens_s
-        )
+        _at_one(panels[0], measured, colors, "throughput", "tokens a second", _tokens_s)
     if not _lines(panels[1], measured, colors, _by_cap, "GPU memory, GiB", gpu_gib):
-        _at_one(panels[1], measured, colors, "peak GPU memory, GiB", _gib("gpu_bytes"))
-    _at_one(panels[2], measured, colors, "host memory, GiB", _gib("host_bytes"))
+        _at_one(panels[1], measured, colors, "peak GPU memory", "GiB", _gpu_gib)
+    _at_one(panels[2], measured, colors, "host memory", "GiB", _host_gib)
     _largest(panels[3], of, colors)
     figure.savefig(path, dpi=120)
     return f"{path} is written"
@@ -109,11 +107,10 @@ def _lines(
 
 
 def _at_one(
-    panel: Any, of: Sequence[Row], colors: dict[str, str], label: str, value: Value
+    panel: Any, of: Sequence[Row], colors: dict[str, str], name: str, unit: str, value: Value
 ) -> None:
     """A value of each system, at the setting that most of them were measured at."""
     settings = [row.setting for row in of]
-    name, _, unit = label.partition(", ")
     panel.set(title=name, xlabel=unit)
     if not settings:
         _nothing(panel)
@@ -124,14 +121,16 @@ def _at_one(
     _bars(panel, {peer: found for peer, found in values.items() if found is not None}, colors)
 
 
-def _gib(field: str) -> Value:
-    """The median of a field, in GiB."""
+def _tokens_s(row: Row) -> float | None:
+    return row.tokens_s
 
-    def value(row: Row) -> float | None:
-        size = row.median(field)
-        return None if size is None else size / 2**30
 
-    return value
+def _gpu_gib(row: Row) -> float | None:
+    return gib(row.median("gpu_bytes"))
+
+
+def _host_gib(row: Row) -> float | None:
+    return gib(row.median("host_bytes"))
 
 
 def _largest(panel: Any, of: Sequence[Row], colors: dict[str, str]) -> None:

@@ -112,9 +112,9 @@ def _cells(row: Row, expected: float | None) -> dict[str, str]:
         "range": f"{min(seconds):#.4g} .. {max(seconds):#.4g}" if len(seconds) > 1 else "",
         "tokens/s": _number(tokens_s, ".0f"),
         "TFLOP/s by 6NT": _number(flops, "#.3g"),
-        "peak GPU GiB": _number(_gib(row.median("gpu_bytes")), ".1f"),
-        "host GiB": _number(_gib(row.median("host_bytes")), ".1f"),
-        "host GiB with setup": _number(_gib(row.median("host_setup_bytes")), ".1f"),
+        "peak GPU GiB": _number(gib(row.median("gpu_bytes")), ".1f"),
+        "host GiB": _number(gib(row.median("host_bytes")), ".1f"),
+        "host GiB with setup": _number(gib(row.median("host_setup_bytes")), ".1f"),
         "first step s": _number(row.median("first_step_s"), ".1f"),
         "first loss": _loss(row.first_loss, expected),
         "last loss": _number(row.measured[-1]["losses"][-1] if seconds else None, ".4f"),
@@ -123,7 +123,8 @@ def _cells(row: Row, expected: float | None) -> dict[str, str]:
     }
 
 
-def _gib(size: float | None) -> float | None:
+def gib(size: float | None) -> float | None:
+    """Bytes in GiB; None: not measured."""
     return None if size is None else size / 2**30
 
 

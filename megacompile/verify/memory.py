@@ -19,7 +19,7 @@ from typing import Any
 from torch import fx
 
 from megacompile.ir import ops
-from megacompile.ir.buckets import Slot
+from megacompile.ir.buckets import Bucket, Slot
 from megacompile.ir.ops import Op
 from megacompile.ir.stages import Stage
 from megacompile.ir.stream import Stream
@@ -46,10 +46,16 @@ def _frees(op: Op) -> bool:
     return op.frees is not None
 
 
+def _bucket(node: fx.Node) -> Bucket:
+    bucket = ops.bucket_of(node)
+    assert isinstance(bucket, Bucket)
+    return bucket
+
+
 def _slots_fit(view: View) -> Iterator[Hazard]:
     sizes = {slot.index: slot.size_bytes for slot in view.schedule.slots}
     for node in view.that(lambda op: op.slot is not None):
-        bucket, slot = ops.bucket_of(node), _slot(node)
+        bucket, slot = _bucket(node), _slot(node)
         where = f"{label(node)} takes bucket {bucket.label} of {format_bytes(bucket.size_bytes)}"
         if slot.index not in sizes:
             message = f"{where} to slot {slot.index}, the schedule has {sorted(sizes)}; raise slots"
@@ -121,7 +127,7 @@ def _readers_done(view: View, content: list[fx.Node], following: fx.Node) -> Ite
 def _reading(reader: fx.Node, weights: fx.Node) -> str:
     stage = reader.args[0]
     name = f"stage {stage.name!r} " if isinstance(stage, Stage) else ""
-    where = f"bucket {ops.bucket_of(weights).label} in slot {_slot(weights).index}"
+    where = f"bucket {_bucket(weights).label} in slot {_slot(weights).index}"
     return f"{label(reader)} reads {name}{where}"
 
 
@@ -137,9 +143,9 @@ def _held(view: View) -> Iterator[Hazard]:
         if view.schedule.backward is not None:
             promised = set()
     for node in view.that(_holds):
-        if (_slot(node).index, ops.bucket_of(node).key) not in promised:
+        if (_slot(node).index, _bucket(node).key) not in promised:
             message = (
-                f"{label(node)} needs bucket {ops.bucket_of(node).label} in slot "
+                f"{label(node)} needs bucket {_bucket(node).label} in slot "
                 f"{_slot(node).index}, but no forward leaves it there; prefetch it instead"
             )
             yield view.hazard(HazardKind.NOT_REUSED, node, None, message)
@@ -150,8 +156,8 @@ def _left(view: View) -> Iterator[Hazard]:
     follows = "next forward" if view.schedule.backward is None else "backward"
     for index, bucket in view.schedule.reused:
         last = left.get(index)
-        if last is None or ops.bucket_of(last).key != bucket.key:
-            got = "nothing" if last is None else f"bucket {ops.bucket_of(last).label}"
+        if last is None or _bucket(last).key != bucket.key:
+            got = "nothing" if last is None else f"bucket {_bucket(last).label}"
             message = (
                 f"the {follows} expects bucket {bucket.label} in slot {index}, but the forward "
                 f"leaves {got} there; correct schedule.reused, or prefetch it in the {follows}"

@@ -26,7 +26,7 @@ class EagerNotice:
         self.cause = ""  # why that was not captured
         self._params: set[int] = set()  # ids of the parameters
         self._said: set[str] = set()  # causes
-        self._uncaptured = compat.uncaptured()  # how many there were before this call
+        self._uncaptured = compat.uncaptured()  # how many, when the last call ended
 
     @contextmanager
     def unless_it_raises(self) -> Iterator[None]:
