@@ -109,6 +109,7 @@ def about(size: int, wanted: float) -> bool:
     return wanted <= size <= 1.01 * wanted
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("streamed")
 def test_options_of_the_optimizer(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     def host(*options: str) -> dict[str, int]:
@@ -553,6 +554,7 @@ def test_without_torchao(
     assert "--float8 needs torchao: pip install torchao" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_ranks_say_how_their_weights_come(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     ranks = (config, *SMALL, "--gpu", "h200", "--gpus", "2")
     reasons = answer(capsys, *ranks)["plan"]["reasons"]

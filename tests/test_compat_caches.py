@@ -243,6 +243,7 @@ def test_the_key_of_a_memory_format_is_its_name(monkeypatch: pytest.MonkeyPatch)
         assert FxGraphCachePickler(module).dumps(torch.contiguous_format) == dumped
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 @pytest.mark.parametrize("wanted", ["1", "0"])
 def test_the_workers_that_compile_start_when_they_are_told_to(wanted: str, tmp_path: Path) -> None:

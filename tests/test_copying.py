@@ -48,6 +48,7 @@ def why(schedule: Schedule) -> str:
     return reason
 
 
+@pytest.mark.thorough
 def test_whole_copies_where_gathers_share_the_link() -> None:
     schedule = planned(6.0)
     assert len(schedule.plan.whole) == len(schedule.buckets) == 16
@@ -56,12 +57,14 @@ def test_whole_copies_where_gathers_share_the_link() -> None:
     assert why(schedule).startswith("streamed buckets are copied whole: a step takes ")
 
 
+@pytest.mark.thorough
 def test_gathers_over_an_interconnect() -> None:
     schedule = planned(200.0)
     assert not schedule.plan.whole and ops.nodes_of(schedule.forward, ops.all_gather)
     assert why(schedule).startswith("buckets are gathered: a step takes ")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("gb_s", "searches"), [(200.0, 1), (6.0, 2)])
 def test_no_search_where_whole_copies_cannot_gain(gb_s: float, searches: int) -> None:
     with mock.patch.object(searches_code, "search", wraps=search) as made:

@@ -29,6 +29,7 @@ from megacompile.runtime.updates.compiled import Compiled, compiled
 from megacompile.runtime.updates.cpp import Request, agrees, kind_of
 from megacompile.runtime.updates.cpp_process import CppProcess
 from megacompile.runtime.updates.update import UpdatePath
+from tests.draws import drawn
 from tests.inside import ways
 from tests.test_fork import in_child
 from tests.training import adamw, data, net, train
@@ -127,6 +128,7 @@ def test_it_is_compiled_elsewhere_and_found_here(
     assert (counts.found, counts.beside, counts.made) == (2, 1, 1)
 
 
+@pytest.mark.thorough
 @needs_compiler
 def test_it_is_found_though_settings_have_changed(
     cold: Path, monkeypatch: pytest.MonkeyPatch
@@ -143,6 +145,7 @@ def test_it_is_found_though_settings_have_changed(
     assert compat.cache_counts().since(before) == (1, 0)
 
 
+@pytest.mark.thorough
 @needs_compiler
 def test_it_is_found_whatever_was_captured_before(cold: Path) -> None:
     """With states in 8 bits, too: their table is no constant of the graph, whose name would count
@@ -342,7 +345,7 @@ def process_is_alive(pid: int) -> bool:
 
 
 @needs_fork
-@pytest.mark.parametrize("end", ["sys.exit()", "os.kill(os.getpid(), signal.SIGKILL)"])
+@pytest.mark.parametrize("end", drawn(["os.kill(os.getpid(), signal.SIGKILL)"], ["sys.exit()"]))
 def test_it_ends_with_this_process(cold: Path, end: str) -> None:
     """However that ends: its pipe is closed, which a forked child does not keep open."""
     program = f"""

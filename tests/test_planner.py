@@ -104,8 +104,8 @@ def test_host_memory_that_was_enough_for_all_that_was_tried() -> None:
 @pytest.mark.parametrize(
     ("tokens", "host"),
     [
-        (8192, {}),
         (1024, {"update_gb_s": 40.0}),
+        pytest.param(8192, {}, marks=pytest.mark.thorough),
         pytest.param(16384, {}, marks=pytest.mark.thorough),
         pytest.param(
             4096,

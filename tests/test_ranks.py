@@ -62,11 +62,13 @@ def test_two_ranks_train_as_one_process_does(tmp_path: Path) -> None:
     assert "rank 1 is not in the mesh" in ranks[1]["refusals"]["not in the mesh"]
 
 
+@pytest.mark.thorough
 def test_loops_of_two_ranks_are_those_of_one_process(tmp_path: Path) -> None:
     failed = wrong_loops(torchrun("loops", 2, tmp_path))
     assert not failed, "\n".join(failed)
 
 
+@pytest.mark.thorough
 def test_four_ranks_and_what_two_and_one_load_of_them(tmp_path: Path) -> None:
     four = torchrun("four", 4, tmp_path)
     failed = wrong_modes(FOUR, four)

@@ -28,6 +28,7 @@ def wrong(found: dict[str, list[str]]) -> list[str]:
     return [f"{name}: {each}" for name, several in found.items() for each in several]
 
 
+@pytest.mark.thorough
 def test_two_ranks_copy_what_they_would_gather(tmp_path: Path) -> None:
     for found in torchrun("two", 2, tmp_path):
         failed = wrong(found["modes"]) + wrong(found["disturbed"])

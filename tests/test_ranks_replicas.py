@@ -27,6 +27,7 @@ WAITING = {  # how many of 6 gradients lacked their sum behind each backward
 }
 
 
+@pytest.mark.thorough
 def test_the_sum_over_replicas_waits_for_the_last_micro_batch(tmp_path: Path) -> None:
     ranks = torchrun("replicas", 4, tmp_path)
     failed = wrong_modes(REPLICATED, ranks)

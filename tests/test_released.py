@@ -19,6 +19,7 @@ from megacompile.errors import DeviceMemoryError, HostMemoryError, ModelError
 from megacompile.runtime.model import released as code
 from tests import inside
 from tests.device_bytes import device_bytes
+from tests.draws import drawn
 from tests.zoo import Stack, assert_same, batch, equal, stack, step, twins
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -29,6 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "resident, 8 bits": {"resident": "all", "lowering": "inductor", "state_dtype": "int8"},
     "updates in the backward": {},
 }
+OFTEN = ["some resident", "resident, 8 bits", "updates in the backward"]
 
 
 def train(model: nn.Module, optimizer: Optimizer, seeds: range) -> None:
@@ -67,7 +69,7 @@ def states_in_buckets(model: nn.Module, optimizer: Optimizer) -> int:
     return found
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", drawn(OFTEN, [name for name in OPTIONS if name not in OFTEN]))
 def test_training_goes_on_as_if_nothing_had_been(name: str) -> None:
     """With blocks between steps, and between a backward and its step: the bits as without."""
     options = {"device": "cpu", "lowering": "eager"} | OPTIONS[name]

@@ -80,6 +80,7 @@ def test_each_rank_sums_its_part_with_those_that_have_it_too(replicas: int, time
     assert several.step_s > 1.1 * alone.step_s and several.step_s > busy_s(several)
 
 
+@pytest.mark.thorough
 def test_a_micro_batch_that_another_one_follows_takes_no_such_sum() -> None:
     hardware = replace(H200.shared_by(RANKS), network_gb_s=5.0)
     nobody: Any = None  # updates
@@ -150,6 +151,7 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.thorough
 def test_hosts_are_planned(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["plan", config, "--batch", "2", "--seq", "16", "--gpus", "2", "--hosts", "2"]
     assert main([*argv, "--json"]) == 0
