@@ -26,7 +26,7 @@ from megacompile.ir.capture import (
     ParamInput,
     TensorInput,
 )
-from megacompile.ir.tensors import TensorMeta
+from megacompile.ir.tensors import TensorMeta, kind_of
 from megacompile.packed import is_wrapper, taken_apart
 from megacompile.runtime.model.plans import MovesFirst, Plans
 from megacompile.runtime.model.program import Program
@@ -259,15 +259,22 @@ class CapturedGraph:
         self._met.add(key)
         return False
 
-    def _key(self, arg: Any) -> Hashable:
+    def _key(self, arg: Any, any_size: bool = False) -> Hashable:
+        """What an input is known by: calls whose inputs have equal ones may share a program.
+
+        Args:
+            arg: an input of the captured graph, as a whole or taken apart.
+            any_size: its sizes are symbols. A parameter is bound to its place whatever they are.
+        """
         if isinstance(arg, StreamedParameter):
             bucket, index = self.machine.place(arg)
             return (bucket.key, index, arg.requires_grad)
         if _is_packed(arg):
-            return tuple(map(self._key, taken_apart(arg)[1]))
+            wrapping, parts = taken_apart(arg)
+            return (wrapping, *map(self._key, parts))
         if isinstance(arg, torch.Tensor):
-            return TensorMeta.of(arg)
-        return (type(arg), arg)
+            return (type(arg), arg.layout, kind_of(arg) if any_size else TensorMeta.of(arg))
+        return (type(arg), arg.hex() if isinstance(arg, float) else arg)  # -0.0 is not 0.0
 
     def _input(self, arg: Any) -> GraphInput:
         if isinstance(arg, StreamedParameter):

@@ -12,7 +12,7 @@ from typing import Any
 from megacompile import compat, log, progress
 from megacompile.beside import compile_pool
 from megacompile.ir import ops
-from megacompile.ir.capture import Capture, NumberInput, Variant
+from megacompile.ir.capture import Capture, GraphInput, NumberInput, PackedInput, Variant
 from megacompile.ir.growth import bytes_of
 from megacompile.ir.inputs import inputs as inputs_of
 from megacompile.ir.outputs import computed_outputs, expected_tangents
@@ -183,7 +183,16 @@ class Program:
         given = dict(zip(self.capture.planned, self.values(args), strict=True))
         return compat.evaluated(value.expression, given)
 
+    @functools.cached_property
+    def _numbers(self) -> list[int]:
+        """Where the symbols are among the inputs, packed parameters of which are taken apart."""
+        items = [part for item in self.capture.inputs for part in _parts(item)]
+        return [k for k, item in enumerate(items) if isinstance(item, NumberInput)]
+
     def values(self, args: Sequence[Any]) -> list[int | float]:
         """The symbols' values in a call."""
-        inputs = self.capture.inputs
-        return [args[k] for k, item in enumerate(inputs) if isinstance(item, NumberInput)]
+        return [args[k] for k in self._numbers]
+
+
+def _parts(item: GraphInput) -> tuple[GraphInput, ...]:
+    return item.parts if isinstance(item, PackedInput) else (item,)

@@ -21,7 +21,6 @@ from megacompile import compat
 from megacompile.errors import DeviceMemoryError
 from megacompile.ir.capture import GraphInput, NumberInput, TensorInput
 from megacompile.ir.symbols import Number, SymbolicSizes, Values, is_size
-from megacompile.ir.tensors import kind_of
 from megacompile.runtime.model.program import Program
 
 PROGRAMS_AT_ONCE = 16  # of a kind; those that were built first go
@@ -79,19 +78,18 @@ class SymbolicInputs:
             for k, (shape, stride) in zip(self._sized, self._sizes(*values), strict=True)
         )
 
-    def kind(self, key: Callable[[Any], Hashable], args: Sequence[Any]) -> tuple[Hashable, ...]:
+    def kind(
+        self, key: Callable[[Any, bool], Hashable], args: Sequence[Any]
+    ) -> tuple[Hashable, ...]:
         """What calls that share programs have in common.
 
         Args:
-            key: what an input is known by that has no symbols.
+            key: what an input is known by; True: its sizes are symbols.
         """
-        kinds = list(args)
-        for k in self._numbers:
-            kinds[k] = type(args[k])
-        for k in self._sized:
-            kinds[k] = kind_of(args[k])
-        special = {*self._numbers, *self._sized}
-        return tuple(item if k in special else key(item) for k, item in enumerate(kinds))
+        return tuple(
+            type(arg) if k in self._numbers else key(arg, k in self._sized)
+            for k, arg in enumerate(args)
+        )
 
     def inputs(
         self, plain: Callable[[Any], GraphInput], args: Sequence[Any]
