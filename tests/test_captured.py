@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from megacompile import UnsupportedGraphError, compat, schedules
@@ -28,6 +30,7 @@ from megacompile.runtime.params.proxies import StreamedParameter
 from megacompile.runtime.updates.on_device import DeviceUpdates
 from tests import inside
 from tests.capturing import capture
+from tests.quantized import Int8
 from tests.schedules import Spec, build
 from tests.zoo import WIDTH, batch, differences, equal, graph_break, stack, step, twins
 
@@ -126,6 +129,10 @@ KINDS: dict[str, Callable[[], Any]] = {
     "float": lambda: 3.0,
     "bool": lambda: True,
     "one": lambda: 1,
+    "zero": lambda: 0.0,
+    "minus zero": lambda: -0.0,
+    "nan": lambda: float("nan"),
+    "class": lambda: nn.Parameter(torch.ones(4, 6), requires_grad=False),
 }
 
 
@@ -169,7 +176,42 @@ def test_parameters_are_told_apart_by_their_place() -> None:
     assert graph(proxies[0])[0] not in programs
 
 
-def test_each_state_of_the_thread_has_a_program() -> None:
+def test_how_a_packed_parameter_is_put_together_is_part_of_the_key() -> None:
+    """The same parts, read as another dtype, are another weight."""
+    proxies = [StreamedParameter(torch.ones(3, n), CPU) for n in (4, 1)]
+    places = {id(proxy): (BUCKET, i) for i, proxy in enumerate(proxies)}
+    graph = captured(Compiler(), machine(lambda p: places[id(p)]))
+    dtypes = (torch.float32, torch.bfloat16, torch.float32)
+    programs = [graph(Int8(*proxies, dtype, CPU))[0] for dtype in dtypes]
+    assert programs[0] is programs[2] and programs[0] is not programs[1]
+
+
+def test_another_layout_is_another_kind_of_input() -> None:
+    graph = captured(Compiler())
+    dense = torch.ones(2, 2)
+    assert isinstance(graph(dense)[0], Program)
+    with pytest.warns(UserWarning, match="an input has layout torch.sparse_coo"):
+        assert equal(graph(dense.to_sparse())[0].to_dense(), 2 * dense)
+
+
+def test_stages_of_an_equal_capture_are_for_the_same_numbers() -> None:
+    """They are remembered for when buckets move (`Pipeline.partition`)."""
+    values = (0.0, -0.0, 0, False, 1.0, 1, True, float("nan"))
+    assert len({ConstantInput(value) for value in values}) == len(values)
+    assert all(ConstantInput(value) == ConstantInput(value) for value in values)
+    assert ConstantInput(float("nan")) == ConstantInput(float("nan"))
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_each_state_of_the_thread_and_the_process_has_a_program() -> None:
     graph = captured(Compiler())
     x = torch.ones(2)
     states: list[Callable[[], Any]] = [
@@ -177,14 +219,17 @@ def test_each_state_of_the_thread_has_a_program() -> None:
         torch.no_grad,
         lambda: torch.autocast("cpu", torch.bfloat16),
         lambda: torch.autocast("cpu", torch.float16),
+        lambda: sdpa_kernel(SDPBackend.MATH),
+        lambda: torch.backends.cudnn.flags(enabled=False),
+        deterministic,
     ]
     programs = []
     for _ in range(2):
         for state in states:
             with state():
                 programs.append(graph(x)[0])
-    assert programs[:4] == programs[4:]
-    assert len(set(programs)) == 4
+    assert programs[: len(states)] == programs[len(states) :]
+    assert len(set(programs)) == len(states)
 
 
 def test_inference_on_ever_new_shapes_is_scheduled_when_a_shape_recurs() -> None:

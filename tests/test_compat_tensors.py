@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megacompile import compat
 from tests.quantized import Int8, Packed
@@ -230,6 +231,37 @@ def test_random_operators() -> None:
     drops = node(aten.scaled_dot_product_attention.default, Tensor, Tensor, Tensor, None, 0.1)
     keeps = node(aten.scaled_dot_product_attention.default, Tensor, Tensor, Tensor, None, 0.0)
     assert compat.is_random(drops) and not compat.is_random(keeps)
+
+
+def test_what_chooses_kernels_is_read_and_set() -> None:
+    before = compat.kernel_switches()
+    assert hash(before) == hash(compat.kernel_switches())
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        with torch.backends.cudnn.flags(enabled=False, deterministic=True):
+            within = compat.kernel_switches()
+    assert within[:4] == (True, False, True, False)
+    assert within != compat.kernel_switches()
+    compat.set_kernel_switches(within)
+    assert compat.kernel_switches() == within
+    assert not torch.backends.cudnn.enabled and torch.backends.cudnn.deterministic
+    compat.set_kernel_switches(before)
+    assert compat.kernel_switches() == before
+
+
+def test_dynamo_writes_what_chooses_kernels_into_graphs() -> None:
+    found: set[Any] = set()
+
+    def backend(module: fx.GraphModule, _: Any) -> Any:
+        found.update(node.target for node in module.graph.nodes)
+        return module
+
+    @torch.compile(backend=backend)
+    def attend(x: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+    attend(torch.ones(1, 1, 2, 2))
+    assert found & set(compat.CHOOSES_KERNELS)
 
 
 def test_an_operators_kernel_does_the_same() -> None:

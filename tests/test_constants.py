@@ -28,6 +28,7 @@ class Changeable:
     "make",
     [
         lambda: (1, (2.0, None)),
+        lambda: float("nan"),
         lambda: Rounding.HALVES,
         lambda: Kernel(False),
         lambda: Config(dtype=torch.bfloat16),
@@ -43,6 +44,7 @@ def test_equal_constants_are_equal(make: Callable[[], Any]) -> None:
     [
         (1, 1.0),
         (1, True),
+        (0.0, -0.0),
         ((True,), Kernel(True)),
         (Rounding.HALVES, Rounding.QUARTERS),
         (Config(Rounding.HALVES), Config(Rounding.QUARTERS)),

@@ -337,3 +337,70 @@ def test_numbers_are_given_back() -> None:
         (mine, *numbers), (theirs, *given) = plain(x), streamed(x)
         assert equal(mine, theirs)
         assert given == numbers
+
+
+# --- parameters that are arguments
+
+
+class Tasks(nn.Module):
+    """A head for each task; which one is a local across a graph break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        sizes = (2, 3, 2, 3)
+        self.heads = nn.ParameterList([torch.randn(WIDTH, size) for size in sizes])
+
+    def forward(self, x: Tensor, task: int) -> Tensor:
+        weight = self.heads[task]
+        torch._dynamo.graph_break()
+        return (self.first(x).tanh() @ weight).square().mean()
+
+
+def dense(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    return F.linear(x, weight, bias).tanh()
+
+
+class Helper(nn.Module):
+    """Layers of several shapes, which a helper is given the parameters of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (WIDTH, 8, WIDTH, 8, WIDTH)
+        self.layers = nn.ModuleList(map(nn.Linear, sizes[:-1], sizes[1:]))
+
+    def forward(self, x: Tensor, task: int) -> Tensor:
+        for layer in self.layers:
+            x = dense(x, layer.weight, layer.bias)  # type: ignore[arg-type]
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("dynamic", [None, True, False])
+@pytest.mark.parametrize("kind", [Tasks, Helper])
+def test_each_parameter_that_is_an_argument_is_itself(
+    kind: type[nn.Module], dynamic: bool | None
+) -> None:
+    """A program is bound to its parameters, though their sizes are symbols to Dynamo."""
+    torch.manual_seed(0)
+    plain, model = twins(kind(), dynamic=dynamic)
+    for rows in (2, 3, 5):
+        for task in (0, 1, 2, 3):
+            x = torch.randn(rows, WIDTH)
+            mine, theirs = plain(x, task), model(x, task)
+            mine.backward()
+            theirs.backward()
+            assert equal(mine.detach(), theirs.detach()), (rows, task)
+    assert differences(plain, model) == []
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def test_a_frozen_parameter_that_is_an_argument_has_no_gradient() -> None:
+    torch.manual_seed(0)
+    plain, model = twins(Tasks())
+    for each in (plain, model):
+        each.heads[2].requires_grad_(False)
+        for task in (0, 1, 2, 3, 2):
+            each(torch.ones(2, WIDTH), task).backward()
+    assert differences(plain, model) == []
+    assert model.heads[2].grad is None

@@ -170,6 +170,38 @@ def test_tied_layers_are_one() -> None:
         assert same(quantized.trained(megacompile(tied(quantize), lowering="eager")), expected)
 
 
+class Tasks(nn.Module):
+    """A packed head for each task, and a number behind it among the inputs of a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [quantized.wrapped(nn.Linear(8, size)) for size in (1, 3, 1, 3)]
+        self.heads = nn.ParameterList([layer.weight for layer in layers])
+        self.scale = nn.Parameter(torch.rand(8))
+
+    def forward(self, x: Tensor, task: int, times: int) -> Tensor:
+        weight = self.heads[task]
+        torch._dynamo.graph_break()
+        y = nn.functional.linear(self.scale.square(), weight) * times * x
+        more = times * 3  # a number that the graph gives back
+        torch._dynamo.graph_break()
+        return y * more
+
+
+def test_each_packed_parameter_that_is_an_argument_is_itself() -> None:
+    torch.manual_seed(0)
+    plain = Tasks()
+    model = megacompile(copy.deepcopy(plain), lowering="eager")
+    for task in (0, 1, 2, 3):
+        for times in (1, 2, 5):
+            mine, theirs = (each(torch.tensor(0.5), task, times) for each in (plain, model))
+            mine.sum().backward()
+            theirs.sum().backward()
+            assert torch.equal(mine, theirs), (task, times)
+    assert plain.scale.grad is not None and model.scale.grad is not None
+    assert torch.equal(plain.scale.grad, model.scale.grad)
+
+
 def test_checkpoints_are_looked_into() -> None:
     class Checkpointed(quantized.Model):
         def forward(self, ids: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megacompile import ModelError, compat, megacompile
 from tests.zoo import Inputs, assert_same, equal, stacks
@@ -48,6 +49,79 @@ def test_default_device() -> None:
     assert found == [train(plain, inputs)] * 2
     assert_same(plain, streamed)
     assert_same(plain, made)
+
+
+class Attention(nn.Module):
+    """Attention whose kernels differ in their last bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(2, -1, 3, 2, 16).transpose(1, 3).unbind(2)
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + y.transpose(1, 2).reshape(x.shape)
+
+
+class Attentions(nn.Module):
+    """Layers of attention, of which some may choose their kernel."""
+
+    def __init__(self, within: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Attention() for _ in range(4))
+        self.within = within
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first, second, third, fourth = self.layers
+        x = first(x)
+        if self.within:
+            with sdpa_kernel(SDPBackend.MATH):
+                x = third(second(x))
+        else:
+            x = third(second(x))
+        return fourth(x), x
+
+
+def attentions(*, within: bool = False) -> tuple[nn.Module, nn.Module, Tensor]:
+    torch.manual_seed(0)
+    plain = Attentions(within)
+    streamed = megacompile(copy.deepcopy(plain), device="cpu", lowering="eager")
+    return plain, streamed, torch.randn(2, 100, 32)
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["both outputs", "one output"])
+def test_the_kernel_of_attention_is_the_one_of_the_call(alone: bool) -> None:
+    """Also in a backward that is traced later, because other outputs were expected."""
+    plain, streamed, x = attentions()
+    kernels = (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH, SDPBackend.FLASH_ATTENTION)
+    found = []
+    for kernel in kernels:
+        outputs = []
+        for model in (plain, streamed):
+            with sdpa_kernel(kernel):
+                last, other = model(x)
+            loss = last.square().mean() if alone else last.mean() + other.mean()
+            loss.backward()
+            outputs.append(last.detach())
+        assert equal(*outputs)
+        found.append(outputs[0])
+    assert equal(found[0], found[2]) and not equal(found[0], found[1])
+    assert_same(plain, streamed)
+
+
+def test_layers_that_choose_the_kernel_of_attention() -> None:
+    """What a captured graph sets is set for each of its stages, and for nothing else."""
+    plain, streamed, x = attentions(within=True)
+    before = compat.kernel_switches()
+    outputs = []
+    for model in (plain, streamed):
+        last, other = model(x)
+        (last.mean() + other.mean()).backward()
+        outputs.append(last.detach())
+        assert compat.kernel_switches() == before
+    assert equal(*outputs)
+    assert_same(plain, streamed)
 
 
 def test_frozen_between_forward_and_backward() -> None:

@@ -42,6 +42,48 @@ def is_mutable(func: Any) -> bool:  # torch 2.11 to 2.15
     return bool(func._schema.is_mutable)
 
 
+# Calls that Dynamo puts into graphs, by which operators are taken apart otherwise from there on.
+CHOOSES_KERNELS = (  # torch 2.11 to 2.15
+    torch.nn.attention._sdpa_kernel,
+    torch._C._set_deterministic_algorithms,
+)
+
+_C: Any = torch._C  # its stubs leave these out
+_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
+    (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
+    (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
+    (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
+    (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
+    (_C._get_overrideable_sdp_enabled, _C._set_sdp_use_overrideable),
+    (_C._get_sdp_priority_order, _C._set_sdp_priority_order),
+    (_C._get_math_sdp_allow_fp16_bf16_reduction, _C._set_math_sdp_allow_fp16_bf16_reduction),
+    (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
+    (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
+    (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
+    (
+        lambda: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
+    ),
+)
+
+
+def kernel_switches() -> tuple[Any, ...]:  # torch 2.11 to 2.15
+    """What the process has set that decides into which kernels torch takes operators apart:
+    attention, batch norm, recurrent layers."""
+    found = (get() for get, _ in _SWITCHES)
+    return tuple(tuple(value) if isinstance(value, list) else value for value in found)
+
+
+def set_kernel_switches(wanted: Sequence[Any]) -> None:  # torch 2.11 to 2.15
+    """Put the process into a state that `kernel_switches` gave."""
+    for (_, put), value, now in zip(_SWITCHES, wanted, kernel_switches(), strict=True):
+        if value != now:
+            put(value)
+
+
 def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:  # torch 2.11 to 2.15
     """Apply `function` to every leaf of nested containers, registered classes included."""
     return _pytree.tree_map(function, tree)

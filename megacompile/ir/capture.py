@@ -13,6 +13,7 @@ from torch import fx
 
 from megacompile import compat
 from megacompile.ir.buckets import Bucket
+from megacompile.ir.constants import constant_key
 from megacompile.ir.symbols import Number, planned_of
 from megacompile.ir.tensors import TensorMeta
 
@@ -71,11 +72,19 @@ class PackedInput:
     parts: tuple[ParamInput, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ConstantInput:
     """A captured graph's input that is a Python number: a dynamic size, a flag."""
 
     value: int | float | bool
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ConstantInput) and constant_key(self.value) == constant_key(
+            other.value
+        )
+
+    def __hash__(self) -> int:
+        return hash(constant_key(self.value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,26 +99,31 @@ GraphInput = ParamInput | PackedInput | TensorInput | ConstantInput | NumberInpu
 
 @dataclass(frozen=True, slots=True)
 class Ambient:
-    """The thread's state in which a graph was captured, and must be traced."""
+    """The state in which a graph was captured, and must be traced: the thread's, and of the process
+    what decides into which kernels operators are taken apart (`sdpa_kernel`, `cudnn.enabled`)."""
 
     grad_enabled: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]  # (device type, enabled, dtype)
     default_dtype: torch.dtype
+    kernels: tuple[Any, ...]  # see `compat.kernel_switches`
 
     @staticmethod
     def current(device: torch.device) -> Ambient:
-        """The state of this thread, as far as it concerns work on `device`."""
+        """The state now, as far as it concerns work on `device`."""
         kinds = sorted({"cpu", device.type})
         autocast = tuple(
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in kinds
         )
-        return Ambient(torch.is_grad_enabled(), autocast, torch.get_default_dtype())
+        kernels = compat.kernel_switches()
+        return Ambient(torch.is_grad_enabled(), autocast, torch.get_default_dtype(), kernels)
 
     @contextlib.contextmanager
     def apply(self, *, autocast: bool = True) -> Iterator[None]:
         """Put this thread into that state (with `autocast=False`: autocast off)."""
         with contextlib.ExitStack() as stack:
+            stack.callback(compat.set_kernel_switches, compat.kernel_switches())
+            compat.set_kernel_switches(self.kernels)
             stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
             for kind, enabled, dtype in self.autocast:
                 on = enabled and autocast

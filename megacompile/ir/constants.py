@@ -28,6 +28,8 @@ def constant_key(value: Any) -> Hashable:
         TypeError: it is none of these.
     """
     kind = type(value)
+    if kind is float:
+        return kind, value.hex()  # -0.0 is not 0.0, and nan is itself
     if kind in PLAIN or isinstance(value, enum.Enum):
         return kind, value
     if isinstance(value, tuple):

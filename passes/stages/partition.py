@@ -5,7 +5,7 @@
 A stage is stateless: parameters, buffers and activations are all inputs. What it changes in place
 comes out as a new value, and later stages take that; an input of the model that was changed (a
 BatchNorm statistic) is written back with `assign`. Grad mode and autocast regions that span stages
-are opened again in each.
+are opened again in each, and so is what chooses kernels (`sdpa_kernel`).
 """
 
 from __future__ import annotations
@@ -70,10 +70,12 @@ class _Chunk:
 
 @dataclass(slots=True)
 class _Regions:
-    """Grad mode and open autocast regions before each position of the node list."""
+    """Grad mode, open autocast regions, and the calls that chose kernels last, before each position
+    of the node list."""
 
     grad: list[bool]
     autocast: list[tuple[fx.Node, ...]]
+    kernels: list[tuple[fx.Node, ...]]
 
 
 @dataclass
@@ -282,6 +284,8 @@ class _Builder:
             env[enter] = graph.call_function(enter.target, enter.args, enter.kwargs)
         if self.regions.grad[start] != self.capture.ambient.grad_enabled:
             graph.call_function(compat.SET_GRAD_ENABLED, (self.regions.grad[start],))
+        for choice in self.regions.kernels[start]:  # undone where the trace ends
+            _copied(graph, choice)
 
     def _close_regions(self, graph: fx.Graph, segment: Segment, env: dict[fx.Node, Any]) -> None:
         if self.regions.grad[segment.stop] != self.capture.ambient.grad_enabled:
@@ -389,8 +393,9 @@ def _label_buckets(stages: Sequence[Stage]) -> list[Stage]:
 
 def _regions(capture: Capture, nodes: Sequence[fx.Node]) -> _Regions:
     grad = capture.ambient.grad_enabled
-    regions = _Regions([grad], [()])
+    regions = _Regions([grad], [()], [()])
     opened: list[fx.Node] = []
+    kernels: dict[Any, fx.Node] = {}
     for node in nodes:
         name = getattr(node.target, "__name__", "")
         if name == "_set_grad_enabled":
@@ -399,9 +404,17 @@ def _regions(capture: Capture, nodes: Sequence[fx.Node]) -> _Regions:
             opened.append(node)
         elif name == "_exit_autocast":
             opened.remove(node.args[0])  # type: ignore[arg-type]
+        elif node.target in compat.CHOOSES_KERNELS:
+            kernels[node.target] = node
         regions.grad.append(grad)
         regions.autocast.append(tuple(opened))
+        regions.kernels.append(tuple(kernels.values()))
     return regions
+
+
+def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """A node again, with the nodes that it takes."""
+    return graph.node_copy(node, lambda source: _copied(graph, source))
 
 
 def _output(capture: Capture) -> fx.Node:

@@ -26,6 +26,7 @@ from megacompile.ir.capture import (
     ParamInput,
     TensorInput,
 )
+from megacompile.ir.constants import constant_key
 from megacompile.ir.tensors import TensorMeta, kind_of
 from megacompile.packed import is_wrapper, taken_apart
 from megacompile.runtime.model.plans import MovesFirst, Plans
@@ -84,7 +85,24 @@ PROGRAMS = 256  # of a captured graph; those that were called longest ago go
 
 
 class CapturedGraph:
-    """One graph that Dynamo captured, as a callable of its inputs."""
+    """One graph that Dynamo captured, as a callable of its inputs.
+
+    A program is bound to what follows. A call gets one for which all of it is the same:
+
+    | a program is bound to | held by |
+    |---|---|
+    | parameters: bucket, index, do they train? | `_key`, also where their sizes are symbols |
+    | how packed parameters are put together | `_key`: their `Wrapping` |
+    | tensors: class, layout, dtype, device, do they require grad? | `_key` |
+    | their shapes and strides | `_key`; of symbols `SymbolicInputs.fits`, `Program.serves` |
+    | numbers | `_key`; of symbols their types, and `Program.serves` |
+    | which inputs share memory, where one is changed in place | `_overlaps`; none with symbols |
+    | grad mode, autocast, the default dtype, what chooses kernels | `Ambient` |
+    | where the buckets lie | `plans` and `stale`: all programs are made anew |
+    | the outputs that get a gradient, micro-batches, an update | `Variant`, in the program |
+    | the memory that is planned | `covers` |
+    | the module, and all that Python asked while it was captured | Dynamo's guards: another graph |
+    """
 
     def __init__(
         self,
@@ -152,11 +170,11 @@ class CapturedGraph:
             args: what goes into a schedule.
             whole: what goes into the captured graph: packed parameters are not taken apart.
         """
-        key = self._call_key(ambient, args)
+        key = self._call_key(ambient, args, whole)
         if key not in self.programs and self._worth_a_program(ambient, key):
             with old_objects_left_out():
                 program = self._build(ambient, args, whole)
-            key = self._call_key(ambient, args)  # by now it is known which inputs are changed
+            key = self._call_key(ambient, args, whole)  # now it is known which inputs are changed
             self.programs[key] = program
             self._evict()
         if key in self.programs:
@@ -240,8 +258,8 @@ class CapturedGraph:
             self.programs.pop(key, None)
         self.evicted()
 
-    def _call_key(self, ambient: Ambient, args: Sequence[Any]) -> Hashable:
-        return (ambient, self._overlaps(args), *(self._key(arg) for arg in args))
+    def _call_key(self, ambient: Ambient, args: Sequence[Any], whole: Sequence[Any]) -> Hashable:
+        return (ambient, self._overlaps(args), *map(self._key, whole))
 
     def _overlaps(self, args: Sequence[Any]) -> tuple[Overlap, ...]:
         """What inputs share memory with an input that is changed in place."""
@@ -263,7 +281,7 @@ class CapturedGraph:
         """What an input is known by: calls whose inputs have equal ones may share a program.
 
         Args:
-            arg: an input of the captured graph, as a whole or taken apart.
+            arg: an input of the captured graph.
             any_size: its sizes are symbols. A parameter is bound to its place whatever they are.
         """
         if isinstance(arg, StreamedParameter):
@@ -274,7 +292,9 @@ class CapturedGraph:
             return (wrapping, *map(self._key, parts))
         if isinstance(arg, torch.Tensor):
             return (type(arg), arg.layout, kind_of(arg) if any_size else TensorMeta.of(arg))
-        return (type(arg), arg.hex() if isinstance(arg, float) else arg)  # -0.0 is not 0.0
+        if isinstance(arg, (int, float)):
+            return constant_key(arg)
+        return (type(arg), arg)
 
     def _input(self, arg: Any) -> GraphInput:
         if isinstance(arg, StreamedParameter):
